@@ -94,6 +94,7 @@ def test_mixed_recipe(checkpoint, tmp_path):
     assert model.lm_head.format.bits == 6 and model.model.embed_tokens.format.bits == 4
 
 
+@pytest.mark.slow("three tables of three models")
 @ONE_KIND
 def test_perplexity(checkpoint, tmp_path, capsys):
     """One table of several models, and what was measured stays with those that are ours."""

@@ -294,7 +294,10 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("0.0 without a weight", weight_offset=1.0, weight=None),
             wrong("weight must be of shape [N, H] of the input = (3, 64), got (4, 64)", weight=zeros(4, H)),
         ],
-        "layer_norm": [wrong("0.0 without a weight", weight_offset=1.0, weight=None)],
+        **{
+            key: [wrong("0.0 without a weight", weight_offset=1.0, weight=None)]
+            for key in ("layer_norm", "fused_residual_layer_norm")
+        },
         "rope": [
             wrong("of heads of an even number of elements, 16 or more", q=zeros(2, T, 4, 14), q_weight=None),
             wrong("an even number of at least 2", rotary_dim=7),

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and fused with the residual stream."""
+"""RMSNorm and LayerNorm, alone and fused with the residual stream."""
 
 import pytest
 import torch
@@ -6,7 +6,14 @@ from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
 from support.values import DTYPES, random
 
-from torch_moe_mps.ops.norms import fused_residual_norm, fused_residual_norm_scalar, rms_norm, rms_norm_gated
+from torch_moe_mps.ops.norms import (
+    fused_residual_layer_norm,
+    fused_residual_norm,
+    fused_residual_norm_scalar,
+    layer_norm,
+    rms_norm,
+    rms_norm_gated,
+)
 
 EPS = 1e-6
 # The sum of squares, the root and the products, each rounded once or twice.
@@ -20,6 +27,8 @@ def check_all(residual, input, weight, scalar, eps=EPS, weight_offset=0.0):
     checked("rms_norm", input, None, eps, factor=0.22)
     checked("layer_norm", input, weight, weight.flip(0), **options)
     checked("layer_norm", input, None, None, eps)
+    checked("fused_residual_layer_norm", residual, input, weight, weight.flip(0), **options)
+    checked("fused_residual_layer_norm", residual, input, None, weight, eps)
     checked("fused_norm_add", residual, input, weight, **options)
     checked("fused_norm_add_scalar", residual, input, weight, scalar, **options)
     result, _ = checked("fused_residual_norm", residual, input, weight, **options)
@@ -72,6 +81,12 @@ def test_the_norms_of_models(device, dtype):
 def test_nan_stays_in_its_row(device):
     input = random((3, 40), torch.float16, 0).to(device)
     input[1, 7] = torch.nan
+    infinite = input.clone()
+    infinite[1, 7] = torch.inf
+    for x in (input, infinite):
+        for norm in (layer_norm, lambda x, *rest: fused_residual_layer_norm(x, x, *rest)[0]):
+            result = norm(x, None, None, EPS)
+            assert result[1].isnan().all() and result[[0, 2]].isfinite().all()
     result = rms_norm(input, None, EPS)
     assert result[1].isnan().all() and result[[0, 2]].isfinite().all()
 

@@ -31,11 +31,10 @@ def values(weight: QuantizedWeight) -> torch.Tensor:
     return dequantize_values(weight.packed, weight.scales, weight.biases, weight.format)
 
 
-def as_it_counts(weight: torch.Tensor, importance: torch.Tensor, name: str) -> torch.Tensor:
-    """Importance [R, C] of weights: in 3 bits large ones of a superblock count more."""
+def as_it_counts(weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+    """Importance [R, C] of weights: large ones of a superblock count more."""
     squares = weight.double().square().unflatten(-1, (-1, 256))
-    factors = (2 * squares.mean(-1, keepdim=True) + squares).sqrt().flatten(-2)
-    return importance.double() * (factors if name == "q3_k" else torch.ones_like(factors))
+    return importance.double() * (2 * squares.mean(-1, keepdim=True) + squares).sqrt().flatten(-2)
 
 
 def error(weight: torch.Tensor, quantized: QuantizedWeight, importance: torch.Tensor) -> float:
@@ -113,7 +112,7 @@ def test_near_the_best_of_a_long_search(name, most):
     for seed in range(1 if name == "q4_k" else 4):
         weight, importance = weights(8, 256)[seed : seed + 1], importance_of(8, 256)[seed]
         found = quantize(weight, mode=name, importance=importance)
-        importance = as_it_counts(weight, importance, name)
+        importance = as_it_counts(weight, importance)
         ours += error(weight, found, importance)
         theirs += least_error(weight.double().numpy(), importance.numpy(), name, found)
     assert ours < most * theirs
@@ -124,7 +123,7 @@ def test_importance_is_honoured(name):
     """What multiplies much errs less, and the whole error is smaller; only ratios matter."""
     weight, importance = weights(64, 512), importance_of(512)
     plain, found = (quantize(weight, mode=name, importance=k) for k in (None, importance))
-    counts = as_it_counts(weight, importance, name)
+    counts = as_it_counts(weight, importance)
     assert error(weight, found, counts) < 0.9 * error(weight, plain, counts)
     assert error(weight, plain, torch.ones(512)) < error(weight, found, torch.ones(512))
     again = quantize(weight, mode=name, importance=2.0**-80 * importance)

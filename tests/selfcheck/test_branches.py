@@ -100,7 +100,9 @@ FAULTS = {
     ),
     "rows of norms over 8,192": Fault("rms_norm", NORM_AGAIN, NORM_AGAIN.replace("+=", "-=")),
     "rows of layer norms over 8,192": Fault(
-        "layer_norm", "sum = add_dot(sum, widen(row.columns(column).input), ones);", "sum = 0.0f;"
+        "layer_norm",
+        "sum = add_dot(sum, widen(row.normed(row.columns(column), params)), ones);",
+        "sum = 0.0f;",
     ),
     "linear attention behind token 128": Fault(
         "linear_attention_", "own_beta = token->beta,", "own_beta = first + t < 128 ? token->beta : 0.0f,"

@@ -55,6 +55,8 @@ def norms(dtype: torch.dtype) -> Iterator[Call]:
     yield "rms_norm_gated", lambda: ops.rms_norm_gated(x, y, weight, 1e-6), {}, x.numel()
     yield "fused_norm_add", lambda: ops.fused_norm_add(x, y, weight, 1e-6), {}, x.numel()
     yield "fused_residual_norm", lambda: ops.fused_residual_norm(x, y, weight, 1e-6), {}, x.numel()
+    shifted = functools.partial(ops.fused_residual_layer_norm, x, y, weight, weight, 1e-6)
+    yield "fused_residual_layer_norm", shifted, {}, x.numel()
 
 
 def rope(dtype: torch.dtype) -> Iterator[Call]:

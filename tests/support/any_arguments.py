@@ -153,6 +153,12 @@ def fused_norm_add_scalar(d):
 fused_residual_norm, fused_residual_norm_scalar = fused_norm_add, fused_norm_add_scalar
 
 
+def fused_residual_layer_norm(d):
+    residual = rows(d)
+    without = {"weight": None, "weight_offset": 0.0}
+    return {"residual": residual, **(without if d.flag() else {"weight": d.values(residual.shape[-1])})}
+
+
 # Combine
 
 

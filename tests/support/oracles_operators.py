@@ -135,9 +135,12 @@ def rms_norm(a):
 
 
 def layer_norm(a):
-    x = exact(a.input)
+    return [layer_normed(exact(a.input), a)]
+
+
+def layer_normed(x: np.ndarray, a) -> Expected:
     if x.size == 0:
-        return [Expected(x)]
+        return Expected(x)
     size = abs(x).max(-1, keepdims=True)
     norm = normed(x - x.mean(-1, keepdims=True), given(a.weight), a.eps, a.weight_offset)
     spread = 1 / np.sqrt(x.var(-1, keepdims=True) + a.eps)
@@ -145,7 +148,7 @@ def layer_norm(a):
     bias = 0.0 if a.bias is None else exact(a.bias)
     # The mean is off by what float32 loses of the largest number; that of x^2 is of its square.
     error = norm.error + 4 * FLOAT32_EPS * (size * spread * weight + abs(norm.value) * size * spread)
-    return [Expected(norm.value + bias, error + 2 * FLOAT32_EPS * abs(bias))]
+    return Expected(norm.value + bias, error + 2 * FLOAT32_EPS * abs(bias))
 
 
 def normed_and_gated(x, gate, weight, eps, offset, activation="silu", x_error=0.0) -> Expected:
@@ -180,6 +183,12 @@ def fused_norm_add_scalar(a):
 def fused_residual_norm(a):
     norm, total = residual_norm(a, a.factor)
     return [norm, total if a.write_sum else EMPTY]
+
+
+def fused_residual_layer_norm(a):
+    """The sum is exact, as in `residual_norm`."""
+    total = oracles.round_to(exact(a.residual) + exact(a.input), a.residual.dtype)
+    return [layer_normed(total, a), Expected(total)]
 
 
 def fused_residual_norm_scalar(a):

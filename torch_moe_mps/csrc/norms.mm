@@ -97,12 +97,12 @@ Tensor rms_norm_gated(const Tensor& input, const Tensor& gate, const Tensor& wei
 }
 
 // The norms with a residual: their results, and `sum` where the kernel writes one.
-Tensor with_residual(const char* kernel, const Tensor& residual, const Tensor& input, const Tensor& weight,
-                     const OptionalTensor& scalar, double eps, double weight_offset,
-                     const OptionalTensor& sum = std::nullopt, double factor = 1.0) {
+Tensor with_residual(const char* kernel, const Tensor& residual, const Tensor& input,
+                     const OptionalTensor& weight, const OptionalTensor& scalar, double eps,
+                     double weight_offset, const OptionalTensor& sum = std::nullopt, double factor = 1.0) {
   Tensor output = at::empty(residual.sizes(), residual.options());
   if (output.numel() == 0) return output;
-  encode_norm(kernel, residual.contiguous(), input.contiguous(), weight.contiguous(), contiguous(scalar), eps,
+  encode_norm(kernel, residual.contiguous(), input.contiguous(), contiguous(weight), contiguous(scalar), eps,
               weight_offset, output, sum, Gating{}, factor);
   return output;
 }
@@ -124,6 +124,15 @@ std::tuple<Tensor, Tensor> fused_residual_norm(const Tensor& residual, const Ten
       write_sum ? at::empty(residual.sizes(), residual.options()) : at::empty({0}, residual.options());
   const Tensor output = with_residual("residual_norm", residual, input, weight, std::nullopt, eps,
                                       weight_offset, write_sum ? std::optional(sum) : std::nullopt, factor);
+  return {output, sum};
+}
+
+std::tuple<Tensor, Tensor> fused_residual_layer_norm(const Tensor& residual, const Tensor& input,
+                                                     const OptionalTensor& weight, const OptionalTensor& bias,
+                                                     double eps, double weight_offset) {
+  const Tensor sum = at::empty(residual.sizes(), residual.options());
+  const Tensor output =
+      with_residual("residual_layer_norm", residual, input, weight, bias, eps, weight_offset, sum);
   return {output, sum};
 }
 
@@ -158,6 +167,7 @@ MOE_OPERATOR(rms_norm_gated)
 MOE_OPERATOR(fused_norm_add)
 MOE_OPERATOR(fused_norm_add_scalar)
 MOE_OPERATOR(fused_residual_norm)
+MOE_OPERATOR(fused_residual_layer_norm)
 MOE_OPERATOR(fused_residual_norm_scalar)
 
 }  // namespace moe_mps

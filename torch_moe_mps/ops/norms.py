@@ -1,4 +1,4 @@
-"""RMSNorm, by itself and fused with the residual stream.
+"""RMSNorm and LayerNorm, by themselves and fused with the residual stream.
 
 rms(x) = x * rsqrt(mean(x^2) + eps), over the last dimension, in float32, rounded once when stored.
 """
@@ -64,10 +64,15 @@ def layer_norm(
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
     """
-    x = input.float()
-    x = x - x.mean(-1, keepdim=True)
-    x = normed(x, weight, eps, weight_offset)
-    return (x if bias is None else x + bias.float()).to(input.dtype)
+    return _layer_normed(input, weight, bias, eps, weight_offset).to(input.dtype)
+
+
+def _layer_normed(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float
+) -> Tensor:
+    x = x.float()
+    x = normed(x - x.mean(-1, keepdim=True), weight, eps, weight_offset)
+    return x if bias is None else x + bias.float()
 
 
 def _check_rows(check, input, weight, **others):
@@ -231,6 +236,36 @@ def fused_residual_norm(
     return result, total if write_sum else residual.new_empty(0)
 
 
+def _meta_residual_layer_norm(check, residual, weight, weight_offset, **_):
+    _check_offset(check, weight, weight_offset)
+    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+
+
+@operator("residual[..., H] input[..., H]:residual weight[H] bias[H]", _meta_residual_layer_norm)
+def fused_residual_layer_norm(
+    residual: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """s = residual + input  ->  (layer_norm(s, weight, bias, eps, weight_offset), s).
+
+    In 16 bit s is rounded first, as in fused_residual_norm.
+
+    Args:
+        residual, input: [..., H], float32, float16 or bfloat16, of one dtype.
+        weight, bias, eps, weight_offset: as for layer_norm.
+
+    Returns: the normed sum and the sum, both like `residual`.
+
+    Raises: ValueError for a dtype, shape, number or device that does not fit.
+    """
+    total = residual + input
+    return _layer_normed(total, weight, bias, eps, weight_offset).to(residual.dtype), total
+
+
 @operator("residual[..., H] input[..., H]:residual weight[H] scalar[1]|[H]|[] -> residual")
 def fused_residual_norm_scalar(
     residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
@@ -265,7 +300,10 @@ def _wide(s: Sample) -> dict[str, Any]:
 CALLS: Calls = {
     **dict.fromkeys(("rms_norm", "layer_norm", "rms_norm_gated", "fused_norm_add"), _norm),
     "fused_norm_add_scalar": _norm,
-    "fused_residual_norm": lambda s: {**_norm(s), "input": s.values(s.T, s.H)},
+    **dict.fromkeys(
+        ("fused_residual_norm", "fused_residual_layer_norm"),
+        lambda s: {**_norm(s), "input": s.values(s.T, s.H)},
+    ),
     "fused_residual_norm_scalar": lambda s: {**_norm(s), "scalar": s.values(s.H)},
 }
 CHANGES: Changes = {
@@ -288,6 +326,11 @@ CHANGES: Changes = {
     "fused_norm_add": lambda s: [{"input": s.strided, "weight_offset": 1.0}, _wide(s)],
     "fused_residual_norm": lambda s: [
         {"residual": s.strided, "write_sum": False, "factor": 0.22},
+        _wide(s) | {"residual": s.values(2, 4100)},
+    ],
+    "fused_residual_layer_norm": lambda s: [
+        {"residual": s.strided, "weight": None, "bias": s.values(s.H)},
+        {"weight_offset": 1.0},
         _wide(s) | {"residual": s.values(2, 4100)},
     ],
 }

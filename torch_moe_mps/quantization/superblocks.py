@@ -61,7 +61,7 @@ def quantize_superblocks(weight: Tensor, importance: Tensor | None, format: Form
     """
     size = format.group_size
     groups = weight.reshape(-1, LARGE_BLOCK // size, size)
-    importance = _weighed(groups.view(-1, LARGE_BLOCK), importance, format, weight.shape).view(groups.shape)
+    importance = _weighed(groups.view(-1, LARGE_BLOCK), importance, weight.shape).view(groups.shape)
     search = _Search(groups, importance, format)
     blocks = search.best()
     alike = torch.zeros_like(blocks.s, dtype=torch.bool)
@@ -93,21 +93,18 @@ def quantize_superblocks(weight: Tensor, importance: Tensor | None, format: Form
     )
 
 
-def _weighed(blocks: Tensor, importance: Tensor | None, format: Format, shape: torch.Size) -> Tensor:
-    """Importance [N, 256] of superblocks as it counts.
+def _weighed(blocks: Tensor, importance: Tensor | None, shape: torch.Size) -> Tensor:
+    """Importance [N, 256] of superblocks as it counts: times sqrt(2 mean(w^2) + w^2), as llama.cpp has it.
 
-    In 3 bits it is times sqrt(2 mean(w^2) + w^2), as llama.cpp has it in all types: large weights err less,
-    and trained models diverge a tenth less (docs/quality_moe.md). Without importance, and with other bits,
-    that wins nothing.
+    Large weights err less, and trained models diverge less (docs/quality_moe.md). Without importance that
+    wins nothing.
     """
     if importance is None:
         return torch.ones_like(blocks)
     importance = importance.expand(shape).reshape(blocks.shape)
-    counts = counted(importance)
-    if format.bits == 3:
-        parts = blocks / blocks.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)  # no square is infinite
-        squares = parts.square_()
-        counts = counts * (2 * squares.mean(-1, keepdim=True) + squares).sqrt_()
+    parts = blocks / blocks.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)  # no square is infinite
+    squares = parts.square_()
+    counts = counted(importance) * (2 * squares.mean(-1, keepdim=True) + squares).sqrt_()
     return torch.where(importance.mean(-1, keepdim=True) > 0, counts, 1.0)
 
 

@@ -418,9 +418,10 @@ SIZES: Changes = {
     "write_cache_quantized_": _written,
     **dict.fromkeys(("rms_norm", "layer_norm", "rms_norm_gated", "fused_norm_add"), _weights_of_norm),
     "fused_norm_add_scalar": _scalars,
-    "fused_residual_norm": lambda s: [
-        c | {"residual": s.values(*c["input"].shape)} for c in _weights_of_norm(s)
-    ],
+    **dict.fromkeys(
+        ("fused_residual_norm", "fused_residual_layer_norm"),
+        lambda s: [c | {"residual": s.values(*c["input"].shape)} for c in _weights_of_norm(s)],
+    ),
     "fused_residual_norm_scalar": _scalars,
     "silu_mul_stacked": lambda s: [
         s.of("gate[3, 43]"),

@@ -1,5 +1,5 @@
-// RMSNorm, by itself or fused with the residual stream: a row for each threadgroup, or for each simdgroup
-// where rows are short.
+// RMSNorm and LayerNorm, by themselves or fused with the residual stream: a row for each threadgroup, or for
+// each simdgroup where rows are short.
 #pragma once
 #include "common/activations.h"
 #include "common/any_vectors.h"
@@ -12,12 +12,11 @@
 constant constexpr int kNormElements = 16;
 
 // What is joined to the norm: nothing, a residual that is added to the norm of the input, a residual that is
-// added to the input before the norm, or a gate; or the mean is taken away first, and a bias added behind.
+// added to the input before the norm, or a gate.
 #define JOIN_NONE 0
 #define JOIN_NORM 1
 #define JOIN_SUM 2
 #define JOIN_GATE 3
-#define JOIN_CENTRE 4
 
 // The threads that work on one row.
 struct RowThreads {
@@ -39,9 +38,12 @@ struct Columns {
   Vector<T, N> residual, input;
 };
 
-// A row and what is read and written with it.
-template <typename T, int N, int kJoin>
+// A row and what is read and written with it. A LayerNorm (kCentred) takes the mean away first and has a
+// bias, or none, where others have their scale.
+template <typename T, int N, int kJoin, bool kCentred>
 struct NormRow {
+  static constant constexpr bool kAlwaysWeighted = kJoin != JOIN_NONE && !kCentred;
+
   device const T* residual;
   device const T* input;
   device const uchar* weight;
@@ -64,9 +66,8 @@ struct NormRow {
     return narrow<T>(widen(x.input) * params.factor + widen(x.residual));
   }
 
-  // Only a norm without residual or gate may lack its weight.
   AnyVector<N> weights(uint column, constant NormParams& params) const {
-    if ((kJoin == JOIN_NONE || kJoin == JOIN_CENTRE) && params.has_weight == 0) return AnyVector<N>{};
+    if (!kAlwaysWeighted && params.has_weight == 0) return AnyVector<N>{};
     return load_any_raw<N>(weight, params.weight_dtype, first_weight + column);
   }
 
@@ -82,8 +83,8 @@ struct NormRow {
 
   // Stores what is to be stored of the sum, and returns the sum of the squares of what is normed.
   float add(uint column, Columns<T, N> x, float mean, constant NormParams& params) const {
-    if constexpr (kJoin == JOIN_CENTRE) return sum_of_squares(widen(x.input) - mean);
     if (kJoin == JOIN_SUM && params.write_sum != 0) store_raw<N>(sum + column, x.input);
+    if constexpr (kCentred) return sum_of_squares(widen(x.input) - mean);
     if constexpr (kJoin == JOIN_GATE) {
       if (params.gate_first != 0) return sum_of_squares(widen(x.input) * gate(x.residual, params));
     }
@@ -91,30 +92,30 @@ struct NormRow {
   }
 
   // Stores (residual + x * inverse * weight) * scale. Only JOIN_NORM has the residual, and JOIN_NONE no
-  // scale. JOIN_GATE stores x * inverse * weight * gate, whichever is first. JOIN_CENTRE has a bias, or none,
-  // where others have their scale.
+  // scale. JOIN_GATE stores x * inverse * weight * gate, whichever is first. A LayerNorm stores
+  // (x - mean) * inverse * weight + bias.
   void finish(uint column, Vector<T, N> base, Vector<T, N> x, float mean, float inverse,
               AnyVector<N> raw_weight, constant NormParams& params) const {
     Floats<N> factor = 1.0f, wide = widen(x);
-    if constexpr (kJoin == JOIN_CENTRE) wide -= mean;
-    if ((kJoin != JOIN_NONE && kJoin != JOIN_CENTRE) || params.has_weight != 0) {
-      factor = widen<N>(raw_weight, params.weight_dtype);
-    }
+    if constexpr (kCentred) wide -= mean;
+    if (kAlwaysWeighted || params.has_weight != 0) factor = widen<N>(raw_weight, params.weight_dtype);
     Floats<N> y = wide * inverse * (factor + params.weight_offset);
-    if constexpr (kJoin == JOIN_CENTRE) {
+    if constexpr (kCentred) {
       if (params.scalar_kind != SCALAR_NONE) y += load_any<N>(scalar, params.scalar_dtype, column);
+    } else if constexpr (kJoin == JOIN_NORM || kJoin == JOIN_SUM) {
+      if constexpr (kJoin == JOIN_NORM) y += widen(base);
+      y *= scale(column, params);
+    } else if constexpr (kJoin == JOIN_GATE) {
+      y *= gate(base, params);
     }
-    if constexpr (kJoin == JOIN_NORM) y += widen(base);
-    if constexpr (kJoin == JOIN_GATE) y *= gate(base, params);
-    if constexpr (kJoin == JOIN_NORM || kJoin == JOIN_SUM) y *= scale(column, params);
     store(output + column, y);
   }
 };
 
 // Norms a row. Its first columns stay in registers from the sum to the norm; all of them, and the first
 // weights, are in flight during the reduction. Columns beyond are read again.
-template <typename T, int N, int kJoin>
-inline void norm_row(NormRow<T, N, kJoin> row, constant NormParams& params, RowThreads threads,
+template <typename T, int N, int kJoin, bool kCentred>
+inline void norm_row(NormRow<T, N, kJoin, kCentred> row, constant NormParams& params, RowThreads threads,
                      threadgroup float* partials) {
   constexpr int kKept = kNormElements / N;
   const uint step = threads.count * N, first = threads.index * N, rest = first + kKept * step;
@@ -127,14 +128,14 @@ inline void norm_row(NormRow<T, N, kJoin> row, constant NormParams& params, RowT
   }
   if (first < params.width) first_weight = row.weights(first, params);
   float mean = 0.0f;
-  if constexpr (kJoin == JOIN_CENTRE) {
+  if constexpr (kCentred) {
     const Floats<N> ones = 1.0f;
     float sum = 0.0f;
     UNROLL for (int k = 0; k < kKept; ++k) {
-      if (first + k * step < params.width) sum = add_dot(sum, widen(kept[k].input), ones);
+      if (first + k * step < params.width) sum = add_dot(sum, widen(row.normed(kept[k], params)), ones);
     }
     for (uint column = rest; column < params.width; column += step) {
-      sum = add_dot(sum, widen(row.columns(column).input), ones);
+      sum = add_dot(sum, widen(row.normed(row.columns(column), params)), ones);
     }
     mean = row_sum(sum, threads, partials + kMaxSimdgroups) / float(params.width);
   }
@@ -167,7 +168,7 @@ inline void norm_row(NormRow<T, N, kJoin> row, constant NormParams& params, RowT
   }
 }
 
-template <typename T, int kJoin>
+template <typename T, int kJoin, bool kCentred>
 [[kernel, max_total_threads_per_threadgroup(kNormThreads)]] void norm_rows(
     device const T* residual [[buffer(0)]], device const T* input [[buffer(1)]],
     device const uchar* weight [[buffer(2)]], device const uchar* scalar [[buffer(3)]],
@@ -175,7 +176,7 @@ template <typename T, int kJoin>
     constant NormParams& params [[buffer(6)]], uint group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], LANES,
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  threadgroup float partials[kJoin == JOIN_CENTRE ? 2 * kMaxSimdgroups : kMaxSimdgroups];
+  threadgroup float partials[kCentred ? 2 * kMaxSimdgroups : kMaxSimdgroups];
   const bool row_per_simdgroup = params.simdgroups_per_row == 1;
   const uint row = row_per_simdgroup ? group * simdgroups + simdgroup : group;
   if (row >= params.rows) return;
@@ -186,13 +187,15 @@ template <typename T, int kJoin>
   input += ulong(row) * params.input_stride;
   output += start;
   sum_output += start;
-  constexpr bool grouped = kJoin == JOIN_NONE || kJoin == JOIN_GATE;
+  constexpr bool grouped = !kCentred && (kJoin == JOIN_NONE || kJoin == JOIN_GATE);
   const uint first_weight = grouped && params.groups > 1 ? row % params.groups * params.width : 0;
   if (params.vectorised != 0) {
-    const NormRow<T, 4, kJoin> columns = {residual, input, weight, scalar, output, sum_output, first_weight};
+    const NormRow<T, 4, kJoin, kCentred> columns = {residual, input,      weight,      scalar,
+                                                    output,   sum_output, first_weight};
     norm_row(columns, params, threads, partials);
   } else {
-    const NormRow<T, 1, kJoin> columns = {residual, input, weight, scalar, output, sum_output, first_weight};
+    const NormRow<T, 1, kJoin, kCentred> columns = {residual, input,      weight,      scalar,
+                                                    output,   sum_output, first_weight};
     norm_row(columns, params, threads, partials);
   }
 }

@@ -26,7 +26,7 @@ from .checkpoints.quantize.importance import Importance, given_importance
 from .checkpoints.quantize.in_place import keep_when_saving, quantize_model
 from .checkpoints.quantize.recipe import requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
-from .install import drop_forward_of_class, restore_module, rewrite
+from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
 from .modules.experts import IMPLEMENTATION, NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
 from .modules.rules.formulas import check_traces
@@ -144,9 +144,6 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
             state_of(experts).previous.setdefault(IMPLEMENTATION, before)
             setattr(experts.config, IMPLEMENTATION, NAME)
         report.add(name, experts, "experts", () if reason else done, reason)
-    for name, module in model.named_modules():
-        if name not in result and (reason := _other_experts(name, module)):
-            report.add(name, module, "experts", (), reason)
     routers = set(_routers(model, result))
     attentions = {} if refusal(model, [ATTENTION]) else attention_layers(model)
     choose_implementations(attentions.values())
@@ -160,6 +157,9 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
         if name in routers or done or "attention" in type(module).__name__.lower():
             routes = any(one.operator in ("moe_router", "moe_hash_router") for one in done)
             report.add(name, module, "router" if name in routers or routes else "other", done, reason)
+    for name, module in model.named_modules():
+        if name not in result and not is_rewritten(module) and (reason := _other_experts(name, module)):
+            report.add(name, module, "experts", (), reason)
     use_attention(attentions.values())
     if _is_of_transformers(model):
         from .caches.cache import grow_caches_in_place
@@ -254,6 +254,7 @@ def _routers(model: nn.Module, found: Collection[str]) -> Iterator[str]:
 
 
 def _is_left_out(name: str, module: nn.Module) -> bool:
-    """Whether a module is a model, or a layer of torch or of ours."""
-    is_layer = type(module).__module__.startswith("torch.") or isinstance(module, QuantizedLayer)
+    """Whether a module is a model, or a layer of torch or of ours that no rule replaces."""
+    is_torchs = type(module).__module__.startswith("torch.") and not isinstance(module, nn.LayerNorm)
+    is_layer = is_torchs or isinstance(module, QuantizedLayer)
     return is_layer or hasattr(module, "base_model_prefix") or not name

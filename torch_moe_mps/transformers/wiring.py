@@ -27,6 +27,8 @@ FAMILIES = (
     "gpt_oss",
     "inkling",
     "jamba",
+    "jetmoe",
+    "longcat_flash",
     "minimax",
     "minimax_m3",
     "qwen4_exp",

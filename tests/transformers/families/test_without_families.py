@@ -18,6 +18,8 @@ FAMILIES = {
     "glm5_next": ("glm5_next", "index_topk"),
     "gpt_oss": ("gpt_oss", "gpt-oss in GGUF files"),
     "jamba": ("jamba", "selective_scan_"),
+    "jetmoe": ("jetmoe", "moe_experts"),
+    "longcat_flash": ("longcat_flash", "moe_experts"),
     "inkling": ("inkling", "relative positions"),
     "minimax": ("minimax", "linear_attention_"),
     "minimax_m3": ("minimax_m3_vl", "index_topk"),
@@ -27,7 +29,8 @@ FAMILIES = {
 # Imports everything, and runs each architecture by its own code and accelerated: what its report has, and the
 # largest difference of logits of a prompt and of two tokens behind it.
 PROGRAM = """
-import importlib, json, pkgutil, sys
+import importlib, json, pkgutil, sys, warnings
+warnings.filterwarnings("ignore", "torch_moe_mps: (JetMoeParallel|LongcatFlash)Experts is left alone")
 import torch, torch_moe_mps, transformers
 from support.tiny_models import tiny_model
 for each in pkgutil.walk_packages(torch_moe_mps.__path__, "torch_moe_mps."):

@@ -44,7 +44,7 @@ SAMPLES: dict[str, dict | Callable[[str], dict]] = {
     "add_norms": NORM | {"R": (1, 1, 64), "X": (1, 64)},
     "scale_norm_sums": NORM | {"R": (3, 64), "X": (3, 64), "SCALAR": (1,)},
     "factor_in_norm": {"FACTOR": 0.5},
-    "norm_sums": NORM | {"R": (3, 64), "Y": (3, 64), "FACTOR": 0.22},
+    "norm_sums": NORM | {"R": (3, 64), "Y": (3, 64), "FACTOR": 0.22, "B": (64,)},
     "streams_in_update": STREAMS | {"C": {"out": None, "post": None, "comb": None}},
     "mean_in_elements": {},
     "gate_in_attention": attention,

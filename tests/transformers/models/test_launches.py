@@ -43,6 +43,8 @@ SPECIAL = {
     "axk1": {"dense": 12, "sparse": 13},
     "mistral4": {"dense": 15, "sparse": 11},  # the scale of positions is computed once
 }
+# Models with LayerNorms: in 4 bit, and dense, where no product takes the sum in front of the norm.
+LAYER_NORMS = {"phi": (6, 11), "starcoder2": (7, 10), "stablelm": (8, 9)}
 OFTEN = ("glm_moe_dsa", "deepseek_v4", "minimax_m3_vl")
 # Launches of each type of layer where the model's own code runs.
 OWN_CODE = {
@@ -109,6 +111,17 @@ def test_launches_of_a_layer_for_eight_rows(simulated, architecture):
 @pytest.mark.parametrize("architecture", in_sweep(SPECIAL, OFTEN))
 def test_launches_of_a_layer_with_special_attention(simulated, architecture):
     check_types(of_layers(captured_by_type(simulated, accelerated(architecture))), SPECIAL[architecture])
+
+
+@pytest.mark.slow("two models are captured three times")
+@pytest.mark.parametrize("architecture", in_sweep(LAYER_NORMS, ("phi",)))
+def test_launches_of_a_layer_with_layer_norms(simulated, architecture):
+    """A LayerNorm and the sum of the residual stream in front of it are one."""
+    for bits, most in zip((4, None), LAYER_NORMS[architecture], strict=True):
+        model = model_on_mps(architecture)
+        torch_moe_mps.accelerate(model, bits=bits, group_size=bits and 32)
+        (layer,) = of_layers(captured_by_type(simulated, model)).values()
+        assert sum(layer.values()) == most, dict(layer)
 
 
 # Launches of a layer whose indexer chooses 16 of 60 keys: not at most but exactly, so that a change is seen.

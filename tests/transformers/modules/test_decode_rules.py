@@ -295,6 +295,9 @@ class BySteps(nn.Module):
         (NemotronLayerNorm1P(32), 1e-5, 1.0),
         (OlmoLayerNorm(32), 1e-5, 0.0),
         (BySteps(32), 1e-4, 1.0),
+        (nn.LayerNorm(32), 1e-5, 0.0),
+        (nn.LayerNorm(32, 1e-3, bias=False), 1e-3, 0.0),
+        (nn.LayerNorm(32, elementwise_affine=False), 1e-5, 0.0),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -311,6 +314,25 @@ def test_layer_norms(norm, eps, offset):
     torch.testing.assert_close(norm(x).double(), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(RuntimeError, match=r"32|64"):  # its own error
         norm(torch.randn(3, 64))
+
+
+@pytest.mark.parametrize("name", ["phi", "modernbert-decoder"])
+def test_layer_norms_of_torch_in_models(name):
+    """With a bias and without; the report says what runs, and `restore` gives the modules back."""
+    model = tiny_models.tiny_model(name) if name == "phi" else tiny_models.other_model(name)
+    model.eval()
+    norms = {path for path, module in model.named_modules() if type(module) is nn.LayerNorm}
+    expected = output(model, prompt(2, 5))
+    report = torch_moe_mps.accelerate(model)
+    assert {row.name for row in report.rows if [*map(str, row.done)] == ["layer_norm"]} == norms != set()
+    ran = operators_of(lambda: assert_close(output(model, prompt(2, 5)), expected, 1e-5))
+    assert ran["layer_norm"] == len(norms)
+    torch_moe_mps.restore(model)
+    assert all(type(model.get_submodule(path)) is nn.LayerNorm for path in norms)
+
+
+def test_a_layer_norm_of_two_dimensions_keeps_its_own_code():
+    assert not rewrite(nn.LayerNorm((4, 8)).eval())[0]
 
 
 def test_a_layer_norm_of_another_power_keeps_its_own_code():

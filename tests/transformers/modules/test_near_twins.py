@@ -60,6 +60,7 @@ CASES = [
     Case("rms_norm", "qwen3_moe", "model.norm", ("variance_epsilon", 0.5)),
     Case("router", "qwen3_moe", "model.layers.0.mlp.gate", ("norm_topk_prob", True)),
     Case("layer_norm", "cohere", "model.norm", ("variance_epsilon", 0.5)),
+    Case("layer_norm", "phi", "model.final_layernorm", ("eps", 0.5)),  # torch's own class
     Case("gated_norm", "qwen3_next", "model.layers.0.linear_attn.norm", ("variance_epsilon", 0.5)),
     Case(
         *("recurrent_layer", "nemotron_h", "model.layers.0.mixer", ("time_step_limit", (0.9, 1.0)), "norm"),
@@ -75,6 +76,9 @@ CASES = [
     Case("router", "deepseek_v4", "model.layers.0.mlp.gate", ("routed_scaling_factor", 9.0), "score_fn"),
 ]
 MORE = [
+    Case("gating", "jetmoe", "model.layers.0.mlp.router", ("top_k", 1)),
+    Case("parallel_experts", "jetmoe", "model.layers.0.mlp.input_linear"),
+    Case("block", "jetmoe", "model.layers.0.mlp", None, "activation"),
     Case(
         *("recurrent_block", "recurrent_gemma", "model.layers.0.temporal_block"),
         *(("act_fn", torch.nn.Tanh()), "rg_lru"),

@@ -97,7 +97,7 @@ def _into_cache(
     if form.turn is not None:
         cos, sin, options = tables_and_options(form.turn, *given["position_embeddings"])
     layer: Any = None if cache is None else cache.layers[indexer.layer_idx]
-    writes = isinstance(layer, HeldIndex) and type(norm) is nn.LayerNorm and not is_observed(norm)
+    writes = isinstance(layer, HeldIndex) and original_class(norm) is nn.LayerNorm and not is_observed(norm)
     slots = layer.index_slots(k) if writes else None
     if slots is not None:
         turning = None if cos is None else q

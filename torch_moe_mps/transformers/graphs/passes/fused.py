@@ -39,6 +39,10 @@ norm_sums = Fusion(
         "rms_norm((T := R[S] + Y[S])[S], W[H,], EPS, OFFSET)",
         "fused_residual_norm(R, Y, W, EPS, weight_offset=OFFSET)",
     ),
+    (
+        "layer_norm((T := R[S] + Y[S])[S], W, B, EPS, OFFSET)",
+        "fused_residual_layer_norm(R, Y, W, B, EPS, OFFSET)",
+    ),
 )
 _UPDATED = "item(C, 1)[..., N, 1] * OUT[..., 1, H]"
 streams_in_update = Fusion(

@@ -3,7 +3,7 @@
     act(linear(x)),  linear(x) + residual,  layer_norm(linear(x) + residual)
 
 Layers of BERT and its relatives are built of these three. The linear layer, its bias and what follows it are
-one dispatch; `nn.LayerNorm` is one of torch's own.
+one dispatch; the LayerNorm is another.
 """
 
 from collections.abc import Callable
@@ -104,7 +104,7 @@ def _norm(module: nn.Module, bound: Bound) -> str | None:
     """The name of the child that is the norm of a formula."""
     name = layer_of(bound, "NORM") if "NORM" in bound else None
     child = None if name is None else module._modules.get(name)
-    if type(child) is not nn.LayerNorm or bound["EPS"] != child.eps:
+    if child is None or original_class(child) is not nn.LayerNorm or bound["EPS"] != child.eps:
         return None
     return name if (bound["NORM_BIAS"] is None) == (child.bias is None) else None
 

@@ -1,0 +1,142 @@
+"""JetMoe's routers and experts.
+
+The model's own router sorts pairs of tokens and experts by expert, and says how many pairs each expert has,
+which only the GPU knows. Here pairs keep their order: in place of the counts the router gives the expert of
+each pair, and experts take that. The code between them, of MLPs and of attention, gathers and adds by the
+indices of pairs, in any order.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...basics.report import Done
+from ...basics.state import original_class, with_own
+from ...modules.experts import is_observed
+from ...modules.rules.trial import agrees, twin_of, verdict
+
+ops = torch.ops.moe_mps
+_PARTS = "router", "input_linear", "output_linear"
+# The attribute of a router and its experts that says that all of them keep the order of pairs.
+_IN_ORDER = "_moe_mps_in_order"
+_SCORING = "softmax_after_topk"
+
+
+def mark_blocks(model: nn.Module) -> None:
+    """Marks routers and experts that are all known: what one gives, the others take."""
+    for block in model.modules():
+        parts = [block._modules.get(name) for name in _PARTS]
+        if all(parts):
+            are_known = _are_known(*parts)
+            for part in parts:
+                setattr(part, _IN_ORDER, are_known)
+
+
+def _are_known(router: Any, *experts: Any) -> bool:
+    has_parts = hasattr(router, "top_k") and "layer" in router._modules
+    stacks = [part._parameters.get("weight") for part in experts]
+    if not has_parts or any(stack is None or stack.dim() != 3 for stack in stacks):
+        return False
+    return all([verdict(router, _matches_router), *(verdict(part, _matches_experts) for part in experts)])
+
+
+def gating(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The forward of a rewritten router: pairs in order, their tokens, weights and experts; the logits."""
+    logits = router.layer(hidden_states).float()
+    weights, ids = ops.moe_router(logits, router.top_k, scoring=_SCORING, norm_topk_prob=False)
+    pairs = torch.arange(ids.numel(), device=ids.device)
+    tokens = pairs.div(router.top_k, rounding_mode="trunc")
+    return pairs, tokens, weights.to(hidden_states.dtype).flatten(), ids, logits
+
+
+def own_experts(experts: Any, inputs: Tensor, expert_size: Any) -> Any:
+    """The experts' own code, also for pairs in order."""
+    own = original_class(experts).forward
+    if not isinstance(expert_size, Tensor):
+        return own(experts, inputs, expert_size)
+    ids = expert_size.flatten().long()
+    order, counts = ids.argsort(stable=True), ids.bincount(minlength=experts.num_experts)
+    return own(experts, inputs[order], counts.tolist())[order.argsort()]
+
+
+@with_own(own_experts)
+def parallel_experts(experts: Any, inputs: Tensor, expert_size: Any) -> Tensor:
+    """The forward of rewritten experts [E, N, H]: of inputs [P, H] with an expert each."""
+    if not isinstance(expert_size, Tensor):
+        return own_experts(experts, inputs, expert_size)
+    return ops.expert_mm(inputs, experts.weight, expert_size.view(-1, 1)).squeeze(1)
+
+
+def block_of_experts(block: Any, layer_input: Tensor) -> Tensor:
+    """The forward of a rewritten block of MLPs."""
+    x = layer_input.reshape(-1, layer_input.shape[-1])
+    if is_observed(block.input_linear, block.output_linear):
+        return original_class(block).forward(block, layer_input)
+    _, _, weights, ids, _ = block.router(x)
+    if not isinstance(ids, Tensor):  # the router runs its own code
+        return original_class(block).forward(block, layer_input)
+    stacks = block.input_linear.weight, block.output_linear.weight
+    out = ops.moe_experts(x, *stacks, ids, weights.view_as(ids))
+    return out.view(layer_input.shape) + block.bias
+
+
+def rewrite_gating(module: nn.Module) -> tuple[Any, list[Done]] | None:
+    """(forward, what it runs) for a router of marked experts, else None."""
+    is_ours = getattr(module, _IN_ORDER, False) and "layer" in module._modules
+    if not is_ours or not verdict(module, _matches_router):
+        return None
+    return gating, [Done("moe_router", f"moe_router ({_SCORING})"), Done("expert_mm")]
+
+
+def rewrite_parallel_experts(module: nn.Module) -> tuple[Any, list[Done]] | None:
+    """(forward, what it runs) for experts of a marked router, else None."""
+    is_ours = getattr(module, _IN_ORDER, False) and "weight" in module._parameters
+    if not is_ours or not verdict(module, _matches_experts):
+        return None
+    return parallel_experts, [Done("expert_mm"), Done("moe_router", f"moe_router ({_SCORING})")]
+
+
+def rewrite_block(module: nn.Module) -> tuple[Any, list[Done]] | None:
+    """(forward, what it runs) for a block of MLPs with marked parts, else None."""
+    parts = [module._modules.get(name) for name in _PARTS]
+    if not all(getattr(part, _IN_ORDER, False) for part in parts) or "activation" not in module._modules:
+        return None
+    return (
+        (block_of_experts, [Done("moe_experts", "moe_experts (silu)")])
+        if verdict(module, _matches_block)
+        else None
+    )
+
+
+def _matches_router(module: Any) -> bool:
+    """Whether a router chooses and weighs as `gating` does, and sorts pairs by expert."""
+    twin = twin_of(module)
+    x = torch.randn(9, twin.layer.in_features)
+    pairs, tokens, weights, counts, logits = original_class(module).forward(twin, x)
+    experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    _, own_tokens, own_weights, ids, own_logits = gating(twin, x)
+    dense = torch.zeros_like(logits)
+    theirs = dense.index_put((tokens, experts), weights)
+    ours = dense.index_put((own_tokens, ids.flatten().long()), own_weights)
+    in_order = torch.equal(pairs.sort()[0], torch.arange(len(pairs)))
+    return (
+        in_order and torch.equal(tokens, pairs // twin.top_k) and agrees([ours, own_logits], [theirs, logits])
+    )
+
+
+def _matches_experts(module: Any) -> bool:
+    """Whether experts multiply the inputs of each expert with its matrix."""
+    twin = twin_of(module)
+    ids = torch.arange(7).remainder(len(twin.weight)).view(-1, 1)
+    x = torch.randn(7, twin.weight.shape[2])
+    return agrees(parallel_experts(twin, x, ids), own_experts(twin, x, ids))
+
+
+def _matches_block(module: Any) -> bool:
+    """Whether a block of MLPs is `block_of_experts`."""
+    twin = twin_of(module)
+    x = torch.randn(2, 5, twin.router.layer.in_features)
+    expected = original_class(module).forward(twin, x)
+    twin.router.forward = lambda hidden: gating(twin.router, hidden)
+    return agrees(block_of_experts(twin, x), expected, 1e-4)

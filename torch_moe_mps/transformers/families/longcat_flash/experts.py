@@ -1,0 +1,50 @@
+"""LongCat-Flash's experts: those behind the routed ones have no weights, and give back their input.
+
+The model's own code asks the GPU which experts any token has.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...basics.report import Done
+from ...basics.state import original_class
+from ...modules.experts import is_observed
+from ...modules.rules.trial import agrees, twin_of, verdict
+
+ops = torch.ops.moe_mps
+
+
+def experts_forward(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The forward of rewritten experts."""
+    if is_observed(*experts._modules.values()):
+        own = original_class(experts).forward
+        return own(experts, hidden_states, top_k_index, top_k_weights)
+    routed = experts.num_routed_experts
+    stacks = experts.gate_up_proj[:routed], experts.down_proj
+    out = ops.moe_experts(hidden_states, *stacks, top_k_index, top_k_weights)  # ids behind the stacks give 0
+    given_back = (top_k_weights * (top_k_index >= routed)).sum(-1, keepdim=True)
+    return (out + hidden_states * given_back).to(hidden_states.dtype)
+
+
+def rewrite_experts(module: nn.Module) -> tuple[Any, list[Done]] | None:
+    """(forward, what it runs) for experts of which some have no weights, else None."""
+    has_parts = "identity_expert" in module._modules and hasattr(module, "num_routed_experts")
+    if not has_parts or module._parameters.get("gate_up_proj") is None:
+        return None
+    done = [Done("moe_experts", "moe_experts (silu)")]
+    return (experts_forward, done) if verdict(module, _matches_module) else None
+
+
+def _matches_module(module: Any) -> bool:
+    """Whether experts are `experts_forward`."""
+    twin = twin_of(module)
+    x = torch.randn(7, twin.hidden_size)
+    slots = min(3, twin.total_experts)
+    ids = torch.arange(7 * slots).remainder(twin.total_experts).view(7, slots)
+    weights = torch.rand(7, slots)
+    expected = original_class(module).forward(twin, x, ids, weights)
+    return agrees(experts_forward(twin, x, ids, weights), expected, 1e-4)
