@@ -319,8 +319,7 @@ class Terminal:
     def __init__(self, *arguments, longest_file: int | None = None):
         begin = "import os; os.open(os.ttyname(0), os.O_RDWR)"  # Ctrl-C comes from its terminal
         if longest_file is not None:
-            begin += "; from support.disk import files_of"
-            begin += f"; disk = files_of({longest_file}); disk.__enter__()"
+            begin += f"; from support.disk import fill; fill({longest_file})"
         leader, follower = pty.openpty()
         self.process = Forked(
             f"{begin}; {COMMAND}", *arguments, files=(follower,) * 3, TERM="dumb", COLUMNS=300

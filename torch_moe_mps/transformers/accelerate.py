@@ -27,7 +27,7 @@ from .checkpoints.quantize.in_place import keep_when_saving, quantize_model
 from .checkpoints.quantize.recipe import requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
-from .modules.experts import NAME, described, unsupported
+from .modules.experts import IMPLEMENTATION, NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
 from .modules.rules.formulas import check_traces
 from .modules.rules.trial import on_the_cpu
@@ -141,8 +141,8 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
         reason = unsupported(experts) or refusal(experts, done)
         if reason is None and not is_quantized(experts):
             before = experts.config, _implementation(experts.config)
-            state_of(experts).previous.setdefault("_experts_implementation", before)
-            experts.config._experts_implementation = NAME
+            state_of(experts).previous.setdefault(IMPLEMENTATION, before)
+            setattr(experts.config, IMPLEMENTATION, NAME)
         report.add(name, experts, "experts", () if reason else done, reason)
     routers = set(_routers(model, result))
     attentions = {} if refusal(model, [ATTENTION]) else attention_layers(model)
@@ -213,7 +213,7 @@ def restore(model: nn.Module) -> nn.Module:
 
 def _implementation(config: object) -> str | None:
     """The implementation of a config before the first of the models that share it was accelerated."""
-    current = getattr(config, "_experts_implementation", None)
+    current = getattr(config, IMPLEMENTATION, None)
     if current != NAME or config not in _BEFORE:
         _BEFORE[config] = current
     return _BEFORE[config]

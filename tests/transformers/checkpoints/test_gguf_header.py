@@ -1,6 +1,7 @@
 """The header of a GGUF file is read once, and says what transformers' own readers find in it."""
 
 import os
+import sys
 
 import gguf
 import pytest
@@ -83,3 +84,12 @@ def test_configs_are_those_of_transformers_own_readers(architecture, tmp_path):
     if architecture in FIRST_LOADER:
         load = modeling_gguf_pytorch_utils.load_gguf_checkpoint
         assert load(str(path))["config"] == load.__wrapped__(str(path))["config"]
+
+
+def test_without_the_package_gguf_transformers_says_what_to_install(tmp_path, monkeypatch):
+    stored, keys, matrices, _ = of_architecture("gemma3", "q8_0")
+    path = write(tmp_path / "model.gguf", stored, keys | vocabulary(), matrices)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr(modeling_gguf_pytorch_utils, "is_gguf_available", lambda: False)
+    with pytest.raises(ImportError, match="Please install torch and gguf"):
+        modeling_gguf_pytorch_utils.load_gguf_checkpoint(str(path))

@@ -346,6 +346,14 @@ def test_other_implementations_leave_quantised_experts_running(way, tmp_path):
         assert_close(output(copy.deepcopy(model), prompt()), expected, 1e-5)
 
 
+def test_a_config_that_is_no_object_is_an_error(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(
+        ValueError, match=r"^moe_mps::from_pretrained: the config of .* must be an object, got a list$"
+    ):
+        torch_moe_mps.from_pretrained(str(tmp_path))
+
+
 def test_arguments_of_from_pretrained(tmp_path):
     model = tiny("qwen3_moe")
     model.save_pretrained(tmp_path / "dense")

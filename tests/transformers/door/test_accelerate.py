@@ -6,6 +6,7 @@ import transformers
 from support import tiny_models
 from support.models import assert_close, eager, operators_of, output, prompt
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import torch_moe_mps
 
@@ -84,6 +85,27 @@ def test_training_runs_the_models_own_code():
     assert operators_of(gradients) == {}
     for name, gradient in gradients().items():
         assert torch.equal(gradient, expected[name]), name
+
+
+def test_training_runs_the_experts_implementation_of_before(monkeypatch):
+    """What transformers has chosen, or the user: not the loop over experts of the class."""
+    calls = []
+
+    def counted(self, *inputs):
+        calls.append(self)
+        return ALL_EXPERTS_FUNCTIONS["batched_mm"](self, *inputs)
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._local_mapping, "counted", counted)
+    model = tiny_models.tiny_model("qwen3_moe").train()
+    model.set_experts_implementation("counted")
+    model(prompt()).logits.sum().backward()
+    expected, before = [parameter.grad for parameter in model.parameters()], len(calls)
+    model.zero_grad()
+    torch_moe_mps.accelerate(model)
+    model(prompt()).logits.sum().backward()
+    assert len(calls) == 2 * before == 2 * model.config.num_hidden_layers
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)  # its sums come in any order
 
 
 def test_forward_mode_gradients():

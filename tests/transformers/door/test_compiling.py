@@ -87,13 +87,13 @@ class TestLines(expecttest.TestCase):
             f"{text}all: {total}\n",
             """\
 quantized_affine4_64_bf16: 2158
-norms_bf16: 357
+norms_bf16: 360
 pointwise_bf16: 184
 rope_bf16: 356
 attention_bf16: 904
 routing_bf16: 638
 bucket_i64: 318
-all: 4915
+all: 4918
 """,
         )
 

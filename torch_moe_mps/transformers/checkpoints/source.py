@@ -186,6 +186,9 @@ def _config_class(name: str, given: Mapping[str, Any]) -> Any:
     """AutoConfig, or the config class for a model type that only mlx-lm knows."""
     where = {key: value for key, value in given.items() if key in _FOR_BOTH}
     stored, _ = PreTrainedConfig.get_config_dict(name, **where)
+    if not isinstance(stored, dict):
+        got = type(stored).__name__
+        raise ValueError(f"moe_mps::from_pretrained: the config of {name} must be an object, got a {got}")
     kind = stored.get("model_type")
     mlx = is_mlx(stored.get("quantization") or {}) or written_by_mlx(name)
     if not mlx or kind in CONFIG_MAPPING or where.get("trust_remote_code"):

@@ -1,6 +1,7 @@
 """The experts implementation "moe_mps", for every class with the experts interface of transformers."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
@@ -15,7 +17,7 @@ from ...quantization import TENSORS
 from ..basics.interface import Experts, formats_of, is_experts, is_quantized, projections
 from ..basics.reads import depends_on, holds, kept, recording
 from ..basics.report import Done
-from ..basics.state import OWN_FORWARD, STATE, state_of
+from ..basics.state import NOTHING, OWN_FORWARD, STATE, state_of
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
 from ..graphs.tracing import geometry
@@ -24,6 +26,7 @@ from .traced import Input, Sizes, Traced, everywhere, remembered, trace
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
+IMPLEMENTATION = "_experts_implementation"  # of a config
 # The attribute of quantised experts with the adapters of a call: {projection: [(A, B, scaling)]}, as
 # expert_lora takes them.
 ADDED = "_moe_mps_added"
@@ -274,8 +277,7 @@ def experts_forward(
     first = self.gate_up_proj if self.has_gate else self.up_proj
     own = runs_own_code(self, *inputs) or _activation_is_observed(self)
     if own or not _fits(hidden_states, first, top_k_index):
-        dispatch: Any = type(self).forward  # to implementations; beneath it is the class's own code
-        return dispatch.__wrapped__(self, hidden_states, top_k_index.long(), top_k_weights)
+        return _own_forward(self, hidden_states.dtype)(self, hidden_states, top_k_index.long(), top_k_weights)
     activation = _activation(self)
     if activation is None:
         return _in_steps(self, hidden_states, top_k_index, top_k_weights)
@@ -283,6 +285,14 @@ def experts_forward(
         hidden_states, first, self.down_proj, top_k_index, top_k_weights, transposed=self.is_transposed,
         **activation_arguments(activation), **(_biases(self) if self.has_bias else {}),
     )  # fmt: skip
+
+
+def _own_forward(experts: Experts, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """The implementation of before `accelerate`; in float64, which few take, the class's code."""
+    dispatch: Any = type(experts).forward  # to implementations; beneath it is the class's own code
+    own: Callable[..., Tensor] = dispatch.__wrapped__
+    _, before = experts.__dict__.get(STATE, NOTHING).previous.get(IMPLEMENTATION, (None, None))
+    return ALL_EXPERTS_FUNCTIONS.get(before, own) if dtype in ACTIVATION_DTYPES else own
 
 
 def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

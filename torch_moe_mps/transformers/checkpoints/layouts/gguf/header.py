@@ -9,6 +9,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
+from importlib.util import find_spec
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any
@@ -114,7 +115,9 @@ def reading_once(load: Callable) -> Callable:
 
     @functools.wraps(load)
     def load_once(gguf_checkpoint_path: str, return_tensors: bool = False, *others: Any, **named: Any) -> Any:
-        if return_tensors:
+        if (
+            return_tensors or find_spec("gguf") is None
+        ):  # without it, transformers' error says what to install
             return load(gguf_checkpoint_path, return_tensors, *others, **named)
         header = header_of(gguf_checkpoint_path)
         if header.parsed is None:
