@@ -23,6 +23,8 @@ from torch_moe_mps.serving.responses import Responses
 
 SKY = {"type": "object", "properties": {"of": {"type": "string"}}, "required": ["of"]}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"of": "sky"}}\n</tool_call>'
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "aaaa"}}
+RESULT_WITH_PDF = {"type": "tool_result", "tool_use_id": "t", "content": [PDF]}
 THOUGHT = "<think>\nhm\n</think>\n\n"
 
 
@@ -167,6 +169,7 @@ def test_a_conversation_with_tools(here, of_anthropic):
         "tool_use_id": "t",
         "content": [{"type": "text", "text": "blue"}, picture],
     }
+    document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "sea"}}
     message = of_anthropic.messages.create(
         model="m",
         max_tokens=99,
@@ -187,7 +190,7 @@ def test_a_conversation_with_tools(here, of_anthropic):
             },
             {
                 "role": "user",
-                "content": [result, {"type": "text", "text": "and?"}, {"type": "search_result"}],
+                "content": [result, document, {"type": "text", "text": "and?"}, {"type": "other"}],
             },
         ],
         stop_sequences=["stop"],
@@ -202,7 +205,7 @@ def test_a_conversation_with_tools(here, of_anthropic):
     assert here.generator.prompts[0] == (
         "<|im_start|>system\nbe\nso<|im_end|>\n<|im_start|>user\nlook<|im_end|>\n"
         "<|im_start|>assistant\n<think>hm</think>so<tool_call>look of=sky;</tool_call><|im_end|>\n"
-        "<|im_start|>tool\nblue<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n"
+        "<|im_start|>tool\nblue<|im_end|>\n<|im_start|>user\nsea\nand?<|im_end|>\n"
         "<|im_start|>assistant\n<think></think>"
     )
 
@@ -215,6 +218,18 @@ def test_a_conversation_with_tools(here, of_anthropic):
         ({"max_tokens": 5, "messages": []}, "messages"),
         ({"max_tokens": 5, "messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text"),
+        (
+            {"max_tokens": 5, "messages": [{"role": "user", "content": [PDF]}]},
+            "'messages[0].content[0].source' must be of the type text: this server reads no other document",
+        ),
+        (
+            {"max_tokens": 5, "messages": [{"role": "user", "content": [RESULT_WITH_PDF]}]},
+            "'messages[0].content[0].content[0].source' must be of the type text",
+        ),
+        (
+            {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "search_result"}]}]},
+            "'messages[0].content[0]' must be a block of the type text, image or document, got 'search_",
+        ),
         ({"max_tokens": 5, "messages": said("a"), "tools": [{"name": "a"}]}, "tools[0].input_schema"),
         ({"max_tokens": 5, "messages": said("a"), "tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"max_tokens": 5, "messages": said("a"), "temperature": "warm"}, "temperature"),

@@ -69,7 +69,10 @@ def test_llama_cpps_fields(client):
         text_of(client, messages=said("a"), extra_body={"grammar": 'root ::= "a"{5,5} [0-9]'})[:-1] == "aaaaa"
     )
     for more, message in (
-        ({"grammar": "root ::= this is (not"}, "The grammar of 'grammar' must be one that xgrammar compiles"),
+        (
+            {"grammar": "root ::= this is (not"},
+            "The grammar of 'grammar' must be one that xgrammar compiles, got: EBNF parser error at line 1",
+        ),
         ({"grammar": 5}, "'grammar' must be a text, got 5."),
         ({"json_schema": []}, "'json_schema' must be an object, got []."),
         (
@@ -93,7 +96,7 @@ def test_llama_cpps_fields(client):
         ({"type": "json_schema"}, "'response_format.json_schema' must be an object with a name and a schema"),
         (
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}},
-            "The schema of 'response_format' must be one that xgrammar compiles",
+            "The schema of 'response_format' must be one that xgrammar compiles, got: Unsupported type",
         ),
     ],
 )

@@ -121,7 +121,7 @@ def test_a_response_calls_a_tool(client):
                 "tool_choice": "required",
                 "tools": [named("a") | {"function": {"name": "a", "parameters": {"type": 5}}}],
             },
-            "The schema of 'tool_choice' must be one that xgrammar compiles",
+            "The schema of 'tool_choice' must be one that xgrammar compiles, got: Type should be a string",
         ),
     ],
 )

@@ -186,8 +186,9 @@ def captured_call(model: nn.Module, rows: int = 1, length: int = 4) -> Callable[
     for before in range(length, length + 8):  # after a fault, the eighth is captured
         call()
         if captures.programs:
-            cache = prompted(model, [*range(1, before)], rows)
-            call()  # makes room in the cache
+            cache = prompted(model, [*range(1, length + 1)], rows)
+            for _ in range(length, before):
+                call()
             return captured
     raise NotCaptured(captures.reason)
 

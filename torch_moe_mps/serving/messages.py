@@ -165,7 +165,10 @@ class _Content:
         self.role, self.served = role, served
 
     def texts(self, value: Any, where: str) -> list[conversation.Part]:
-        """The parts of a text or of blocks; what no model reads is left out. Raises: Refused."""
+        """The parts of a text or of blocks; what only tools of Anthropic's servers write is left out.
+
+        Raises: Refused.
+        """
         if isinstance(value, str):
             return [conversation.text_part(value)] if value else []
         if not isinstance(value, list):
@@ -187,6 +190,11 @@ class _Content:
                 source = block.get("source")
                 if isinstance(source, dict) and source.get("type") == "text":
                     return conversation.text_part(str(source.get("data", "")))
+                kind = source.get("type") if isinstance(source, dict) else source
+                expected = "of the type text: this server reads no other document block"
+                raise wrong(f"{where}.source", expected, kind)
+            case "search_result" | "container_upload":
+                raise wrong(where, "a block of the type text, image or document", block["type"])
         self.served.say_once(f"blocks of the type {block['type']!r} are left out: this server reads none")
         return None
 

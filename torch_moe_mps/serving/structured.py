@@ -7,6 +7,7 @@ device in bits.
 
 import importlib.util
 import json
+import re
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from transformers import LogitsProcessor
 
 from .._text import first_line
 from .request import Refused, wrong
+
+_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time and line of C++ in front of xgrammar's errors
 
 EXTRA = "structured"
 _ANY_OBJECT = {"type": "object"}
@@ -116,6 +119,7 @@ class Grammars:
                 grammar = self._compilers[key].compile_structural_tag(form)
         except RuntimeError as error:
             kind = "grammar" if isinstance(form, str) else "schema"
-            message = f"The {kind} of '{field}' must be one that xgrammar compiles, got: {first_line(error)}"
+            reason = _PLACE.sub("", first_line(error))
+            message = f"The {kind} of '{field}' must be one that xgrammar compiles, got: {reason}"
             raise Refused(message, field, "invalid_value") from None
         return Masked(grammar, vocabulary)

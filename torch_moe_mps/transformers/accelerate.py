@@ -1,5 +1,6 @@
 """Makes models run on the operators of this package, and undoes it."""
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -24,7 +25,7 @@ from .basics.state import NOTHING, STATE, kv_bits_of, state_of
 from .basics.wide_logits import mark_head
 from .checkpoints.quantize.importance import Importance, given_importance
 from .checkpoints.quantize.in_place import keep_when_saving, quantize_model
-from .checkpoints.quantize.recipe import requested_recipe
+from .checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
 from .modules.experts import IMPLEMENTATION, NAME, described, unsupported
@@ -86,13 +87,14 @@ def accelerate(
 
     Raises: ValueError for a quantisation that does not fit the weights, for importance of another model or
         without bits, for a group_size or a mode without one and for other kv_bits or capture, TypeError for
-        what is not a module, RuntimeError for a model on mps with torch before 2.13, whose own operators are
-        wrong there, or with a torch and a macOS that do not go together, and for quantised weights whose
-        operator fails on this machine: all before anything is changed. torch.AcceleratorError if the GPU
-        fails meanwhile.
+        what is not a module and for an unknown argument, RuntimeError for a model on mps with torch before
+        2.13, whose own operators are wrong there, or with a torch and a macOS that do not go together, and
+        for quantised weights whose operator fails on this machine: all before anything is changed.
+        torch.AcceleratorError if the GPU fails meanwhile.
     """
     _require_module("accelerate", model)
     require_torch("accelerate", model)
+    _require_known(recipe)
     report = Report()
     wanted = requested_recipe(bits, group_size, mode, **recipe)
     weighed = given_importance("accelerate", importance, model, wanted is not None)
@@ -227,6 +229,14 @@ def _is_of_transformers(model: nn.Module) -> bool:
 def _require_module(function: str, model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"moe_mps::{function}: model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def _require_known(recipe: Collection[str]) -> None:
+    own = [*inspect.signature(accelerate).parameters][:-1]  # without those of the recipe
+    for name in recipe:
+        if name not in ARGUMENTS:
+            known = ", ".join(dict.fromkeys([*own, *ARGUMENTS]))
+            raise TypeError(f"moe_mps::accelerate: arguments must be some of {known}, got {name!r}")
 
 
 def _other_experts(path: str, module: nn.Module) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 
 from .accelerate import accelerate
 from .attention.implementations import require_kv_bits
@@ -73,9 +74,9 @@ def from_pretrained(
         quantised.
 
     Raises: ValueError for importance of another model, without bits, or of too little text, for a format that
-        does not exist, does not fit the weights, or has more bits than the
-        checkpoint, for parameters that it lacks, for a checkpoint of MLX of a type of model that transformers
-        does not know, and for a `distributed_config` that spreads layers over processes.
+        does not exist, does not fit the weights, or has more bits than the checkpoint, for parameters that it
+        lacks, for a file that is truncated, for a checkpoint of MLX of a type of model that transformers does
+        not know, and for a `distributed_config` that spreads layers over processes.
     """
     asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
     recipe = requested_recipe(**asked)  # its errors are raised before anything is loaded
@@ -108,6 +109,9 @@ def from_pretrained(
                 model, info = source.cls.from_pretrained(source.path, output_loading_info=True, **kwargs)
         except NO_MODEL:
             source.skeleton()  # says so, if the config is the reason
+            raise
+        except SafetensorError:  # does not name its file
+            source.check_files()
             raise
         _check_complete(sorted(info["missing_keys"]))
         if not isinstance(getattr(model, "hf_quantizer", None), Quantizer):

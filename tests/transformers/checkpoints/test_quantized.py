@@ -368,6 +368,23 @@ def test_arguments_of_from_pretrained(tmp_path):
         load(tmp_path / "nothing here", mode="mxfp4", group_size=64)
 
 
+@pytest.mark.parametrize("arguments", [{}, {"bits": 4, "group_size": 32}], ids=str)
+def test_a_file_that_is_cut_off_is_named(arguments, tmp_path):
+    """The last of several, in a subfolder, and the only one of a model that is quantised already."""
+    tiny("qwen3_moe").save_pretrained(tmp_path / "dense", max_shard_size="50KB")
+    model = tiny("qwen3_moe")
+    torch_moe_mps.accelerate(model, 8, 32)
+    model.save_pretrained(tmp_path / "packed")
+    for folder in ("dense", "packed"):
+        *others, last = sorted((tmp_path / folder).glob("*.safetensors"))
+        assert bool(others) == (folder == "dense")
+        last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
+        with pytest.raises(
+            ValueError, match=f"^{re.escape(str(last))} is truncated or not a safetensors file"
+        ):
+            torch_moe_mps.from_pretrained(tmp_path, subfolder=folder, **arguments)
+
+
 def test_arguments_of_from_pretrained_with_mxfp4_blocks(tmp_path):
     model = tiny("gpt_oss")
     (tmp_path / "sub").mkdir()

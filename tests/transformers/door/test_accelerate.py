@@ -62,6 +62,12 @@ def test_quantisation_of_nothing_is_a_warning():
         torch_moe_mps.accelerate(nn.Sequential(nn.Linear(4, 4)), bits=4)
 
 
+def test_an_unknown_argument_is_an_error():
+    known = r"^moe_mps::accelerate: arguments must be some of model, bits, .*, keep, overrides, got 'foo'$"
+    with pytest.raises(TypeError, match=known):
+        torch_moe_mps.accelerate(nn.Sequential(nn.Linear(4, 4)), foo=1)
+
+
 @pytest.mark.parametrize("function", [torch_moe_mps.accelerate, torch_moe_mps.restore])
 def test_what_is_not_a_module_is_an_error(function):
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str$"):

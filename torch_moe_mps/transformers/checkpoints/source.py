@@ -25,6 +25,7 @@ from transformers.utils import cached_file
 from ..._text import first_line, split_gguf
 from ...quantization import Format
 from ..modules.experts import NAME
+from .layouts.files import checkpoint_files
 from .layouts.mlx.reading import written_by_mlx
 from .layouts.others.schemes import METHODS, modelopt_beside
 from .layouts.own.config import FROM_GGUF, is_mlx, is_ours
@@ -145,6 +146,12 @@ class Source:
     def by_others(self) -> bool:
         """Whether another library quantised the checkpoint."""
         return self.stored.get("quant_method") in METHODS
+
+    def check_files(self) -> None:
+        """Raises: ValueError, with its name, for a file of weights that is missing or truncated."""
+        if self.gguf is None:
+            where = {key: self.others[key] for key in (*_WHERE, "variant") if key in self.others}
+            checkpoint_files(self.path, **where)
 
     def skeleton(self) -> PreTrainedModel:
         """The dense model on the meta device.

@@ -28,24 +28,28 @@ def check_files(folder: str) -> None:
     checkpoint_files(folder)
 
 
-def checkpoint_files(source: str) -> list[Path]:
+def checkpoint_files(source: str, variant: str | None = None, **where: Any) -> list[Path]:
     """The safetensors files that transformers reads, of a folder or a name on the Hub.
+
+    Args:
+        where: arguments of `from_pretrained` that say where on the Hub, such as revision.
 
     Raises: ValueError, with its name, for a file that is missing or truncated, and for no file.
     """
     # Not above: transformers imports its models after its quantizers, and so this file.
     from transformers.modeling_utils import _get_resolved_checkpoint_files
 
-    config, _ = PreTrainedConfig.get_config_dict(source)
+    config, _ = PreTrainedConfig.get_config_dict(source, **where)
     try:
         names, _ = _get_resolved_checkpoint_files(
             source,
-            variant=None,
+            variant=variant,
             gguf_file=None,
             use_safetensors=True,
             user_agent={},
             is_remote_code=False,
             transformers_explicit_filename=config.get("transformers_weights"),
+            download_kwargs=where,
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{Path(source) / INDEX} is truncated or has no weight_map in JSON") from None
