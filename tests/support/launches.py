@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.basics.interface import is_experts
@@ -134,6 +135,7 @@ def prompted(model: nn.Module, tokens: list[int], rows: int = 1) -> Any:
         except ValueError:  # MiniMax takes only a cache of its own class
             cache = model(ids, use_cache=True).past_key_values
     if not len(getattr(*layers_of(model))):  # nothing fills it, and calls that find it empty are not captured
+        cache.layers += [] if cache.layers else [DynamicLayer()]
         layer = next((layer for layer in cache.layers if "keys" in vars(layer)), None)
         if layer is None:
             cache.layers[0].lazy_initialization(torch.zeros(rows, 1, 4, device="mps"))
@@ -184,8 +186,9 @@ def captured_call(model: nn.Module, rows: int = 1, length: int = 4) -> Callable[
     for before in range(length, length + 8):  # after a fault, the eighth is captured
         call()
         if captures.programs:
-            cache = prompted(model, [*range(1, before)], rows)
-            call()  # makes room in the cache
+            cache = prompted(model, [*range(1, length + 1)], rows)
+            for _ in range(length, before):
+                call()
             return captured
     raise NotCaptured(captures.reason)
 
