@@ -73,10 +73,10 @@ def accelerate(
             writing or reading 8 bits fails the comparison with the CPU, a warning says that they stay in 16.
         check: False leaves out the comparison with the CPU, as MOE_MPS_CHECK=0 in the environment does.
         capture: None lets a token of a model on mps be one call where all code that it runs is a library's.
-            True does so on any device, and where code of your own runs: what that reads outside of the model
-            (a global, a closure, another file, the environment) then keeps the value that it had when the
-            token was captured. False lets every token run module by module. MOE_MPS_CAPTURE=1 or 0 in the
-            environment is what None means.
+            True does so on any device of a Mac, and where code of your own runs: what that reads outside of
+            the model (a global, a closure, another file, the environment) then keeps the value that it had
+            when the token was captured. False lets every token run module by module. MOE_MPS_CAPTURE=1 or 0
+            in the environment is what None means.
 
     A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
     From macOS 15 on its weights stay resident until the model is gone or restored.
