@@ -77,7 +77,8 @@ def ended(command: Sequence[object], folder: Path, said: str = "", **own: str) -
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_name(home, tmp_path, command):
-    more = ["new"] if command in ("convert", "finetune") else []
+    (tmp_path / "data.jsonl").write_text('{"text": "abcabc"}\n')
+    more = {"convert": ["new"], "finetune": ["data.jsonl"]}.get(command, [])
     code, output, errors = ended([home / "bin/torch-moe-mps", command, tmp_path / "none", *more], tmp_path)
     expected = f"{tmp_path}/none is neither a folder nor the name of a model on the Hub"
     assert (code, output, errors) == (1, "", f"torch-moe-mps: error: {expected}\n")

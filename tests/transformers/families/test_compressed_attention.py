@@ -205,7 +205,7 @@ def test_positions_by_hand_behind_captured_tokens(simulated, monkeypatch):
     own.load_state_dict(model.state_dict())
     generation = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     model.generate(IDS[:1, :6].to("mps"), **generation)
-    assert captures_of(model).programs and captures_of(model).reason is None
+    assert captures_of(model).reason is None and captures_of(model).programs
     for positions in (lambda same: same - 4 * (same > 9), lambda same: same):
         right, _ = logits_of(own, IDS[:1], cuts, positions=positions)
         logits, _ = logits_of(model, IDS[:1], cuts, positions=positions)
