@@ -204,7 +204,8 @@ def test_positions_by_hand_behind_captured_tokens(simulated, monkeypatch):
     own.set_experts_implementation("eager")
     own.load_state_dict(model.state_dict())
     generation = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    model.generate(IDS[:1, :6].to("mps"), **generation)
+    # The third token is captured or, where something else in the process changes meanwhile, the eighth.
+    model.generate(IDS[:1, :6].to("mps"), **generation | {"max_new_tokens": 12})
     assert captures_of(model).reason is None and captures_of(model).programs
     for positions in (lambda same: same - 4 * (same > 9), lambda same: same):
         right, _ = logits_of(own, IDS[:1], cuts, positions=positions)
