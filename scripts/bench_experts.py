@@ -88,7 +88,7 @@ What it says, of the manual:
   within a tenth is alike: the model trained before this one had 0.0054 for IQ4_XS and 0.0050 for iq4_xs.
   SmolLM2's 576 columns take no superblocks.
 - Tried, and not taken: four or five rounds of the search in place of two, or the root of importance, won at
-  most 2 % here. More starts of a scale, rows scaled to the length of what they stand for, and large weights
+  most 3 % here. More starts of a scale, rows scaled to the length of what they stand for, and large weights
   that count more without importance, or in groups of 64, lost on SmolLM2 in 3 bits.
 
 So `bits=4` is "4 bits, attention 6" of such a model by itself: linear layers beside experts have 6 bits where
