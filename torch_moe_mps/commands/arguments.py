@@ -346,11 +346,7 @@ def _perplexity(command: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="folder, name on the Hub, or a GGUF file: FILE.gguf, NAME:FILE.gguf; several are one table",
     )
-    add(
-        "--text",
-        metavar="FILE",
-        help="UTF-8 text (43,000 words of Python Enhancement Proposals of 2026)",
-    )
+    add("--text", metavar="FILE", help="UTF-8 text (43,000 words of Python Enhancement Proposals of 2026)")
     add("--against", metavar="OTHER", help="a model to compare with, most often the dense one; it runs first")
     add("--window", type=_integer(2), default=512, help="tokens that are read at once (512)")
     add("--tokens", type=_integer(2), metavar="N", help="read the first N tokens of the text (all)")

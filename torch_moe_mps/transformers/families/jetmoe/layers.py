@@ -34,11 +34,19 @@ def mark_blocks(model: nn.Module) -> None:
 
 
 def _are_known(router: Any, *experts: Any) -> bool:
-    has_parts = hasattr(router, "top_k") and "layer" in router._modules
+    has_parts = hasattr(router, "top_k") and _is_router(router)
     stacks = [part._parameters.get("weight") for part in experts]
     if not has_parts or any(stack is None or stack.dim() != 3 for stack in stacks):
         return False
-    return all([verdict(router, _matches_router), *(verdict(part, _matches_experts) for part in experts)])
+    return all(map(_is_known, (router, *experts)))
+
+
+def _is_router(part: nn.Module) -> bool:
+    return "layer" in part._modules
+
+
+def _is_known(part: nn.Module) -> bool:
+    return bool(verdict(part, _matches_router if _is_router(part) else _matches_experts))
 
 
 def gating(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -81,20 +89,12 @@ def block_of_experts(block: Any, layer_input: Tensor) -> Tensor:
     return out.view(layer_input.shape) + block.bias
 
 
-def rewrite_gating(module: nn.Module) -> tuple[Any, list[Done]] | None:
-    """(forward, what it runs) for a router of marked experts, else None."""
-    is_ours = getattr(module, _IN_ORDER, False) and "layer" in module._modules
-    if not is_ours or not verdict(module, _matches_router):
+def rewrite_part(module: nn.Module) -> tuple[Any, list[Done]] | None:
+    """(forward, what it runs) for a marked router or its experts, else None."""
+    if not getattr(module, _IN_ORDER, False) or not _is_known(module):
         return None
-    return gating, [Done("moe_router", f"moe_router ({_SCORING})"), Done("expert_mm")]
-
-
-def rewrite_parallel_experts(module: nn.Module) -> tuple[Any, list[Done]] | None:
-    """(forward, what it runs) for experts of a marked router, else None."""
-    is_ours = getattr(module, _IN_ORDER, False) and "weight" in module._parameters
-    if not is_ours or not verdict(module, _matches_experts):
-        return None
-    return parallel_experts, [Done("expert_mm"), Done("moe_router", f"moe_router ({_SCORING})")]
+    routes, multiplies = Done("moe_router", f"moe_router ({_SCORING})"), Done("expert_mm")
+    return (gating, [routes, multiplies]) if _is_router(module) else (parallel_experts, [multiplies, routes])
 
 
 def rewrite_block(module: nn.Module) -> tuple[Any, list[Done]] | None:
@@ -102,11 +102,8 @@ def rewrite_block(module: nn.Module) -> tuple[Any, list[Done]] | None:
     parts = [module._modules.get(name) for name in _PARTS]
     if not all(getattr(part, _IN_ORDER, False) for part in parts) or "activation" not in module._modules:
         return None
-    return (
-        (block_of_experts, [Done("moe_experts", "moe_experts (silu)")])
-        if verdict(module, _matches_block)
-        else None
-    )
+    done = [Done("moe_experts", "moe_experts (silu)")]
+    return (block_of_experts, done) if verdict(module, _matches_block) else None
 
 
 def _matches_router(module: Any) -> bool:

@@ -115,9 +115,8 @@ def reading_once(load: Callable) -> Callable:
 
     @functools.wraps(load)
     def load_once(gguf_checkpoint_path: str, return_tensors: bool = False, *others: Any, **named: Any) -> Any:
-        if (
-            return_tensors or find_spec("gguf") is None
-        ):  # without it, transformers' error says what to install
+        # Without the package, transformers' error says what to install.
+        if return_tensors or find_spec("gguf") is None:
             return load(gguf_checkpoint_path, return_tensors, *others, **named)
         header = header_of(gguf_checkpoint_path)
         if header.parsed is None:
