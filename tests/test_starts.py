@@ -29,7 +29,7 @@ RUNS = {
     "generate": (("-p", "abc", "--max-tokens", "3", *DEVICE), ""),
     "perplexity": (("--tokens", "40", "--window", "32", *DEVICE), "perplexity"),
     "bench": (
-        ("--prompt", "4", "--generate", "2", "--turn", "2", "--depth", "0", "--repeats", "1", *DEVICE),
+        ("--prompt", "4", "--max-tokens", "2", "--turn", "2", "--depth", "0", "--repeats", "1", *DEVICE),
         "| tg2 |",
     ),
     "convert": (("converted", "--bits", "4", "--group-size", "32"), "wrote converted"),

@@ -60,7 +60,7 @@ def test_every_command_says_a_wrong_name(command, capsys, tmp_path):
 
 
 WRONG = {
-    "bench": ("--prompt 0", "--generate 0", "--turn -1", "--repeats 0", "--bandwidth 0", "--depth=-1,5"),
+    "bench": ("--prompt 0", "--max-tokens 0", "--turn -1", "--repeats 0", "--bandwidth 0", "--depth=-1,5"),
     "chat": ("--prompt-memory=-1", "--prompt-memory nan", "--prompt-memory inf", "--prompt-lookup 0"),
     "finetune": (
         *("--rank 0", "--expert-rank=-1", "--batch 0", "--epochs nan", "--epochs 0", "--steps 0"),

@@ -13,7 +13,7 @@ from transformers.generation import utils as generation
 
 from torch_moe_mps.commands import bench, main
 
-SIZES = ["--prompt", 6, "--generate", 3, "--turn", 2, "--depth", "0,20", "--repeats", 2, "--device", "cpu"]
+SIZES = ["--prompt", 6, "--max-tokens", 3, "--turn", 2, "--depth", "0,20", "--repeats", 2, "--device", "cpu"]
 TESTS = ["pp6", "tg3", "tg3 sampled", "pp6 @ d20", "tg3 @ d20", "tg3 sampled @ d20", "ttft2 @ d20"]
 
 
@@ -130,7 +130,7 @@ def test_guessed_tokens_have_rows(way, checkpoint, tmp_path, capsys):
     add_tokenizer(checkpoint)
     arguments = ["--draft", checkpoint] if way == "draft" else ["--prompt-lookup", 2]
     file = tmp_path / "speed.json"
-    assert run(checkpoint, *SIZES, *arguments, "--generate", 9, "--json", file) == 0
+    assert run(checkpoint, *SIZES, *arguments, "--max-tokens", 9, "--json", file) == 0
     output = capsys.readouterr().out
     assert list(rows(output)) == [
         "pp6", "tg9", "tg9 sampled", "tg9 guessed",
@@ -166,8 +166,8 @@ def test_contexts_are_those_that_the_model_reads(checkpoint, capsys, refused):
     for arguments, message in (
         (["--depth", 251], "--depth must be at most 250: the model reads 256 tokens, and 6 follow, got 251"),
         (
-            ["--generate", 257],
-            "--prompt, --generate and --turn must be at most the model's 256 tokens, got 257",
+            ["--max-tokens", 257],
+            "--prompt, --max-tokens and --turn must be at most the model's 256 tokens, got 257",
         ),
     ):
         assert refused("bench", checkpoint, *sizes, *arguments, progress=True) == message

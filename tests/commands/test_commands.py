@@ -97,15 +97,17 @@ def test_mixed_recipe(checkpoint, tmp_path):
 @pytest.mark.slow("three tables of three models")
 @ONE_KIND
 def test_perplexity(checkpoint, tmp_path, capsys):
-    """One table of several models, and what was measured stays with those that are ours."""
+    """One table of several models; with --card what was measured stays with those that are ours."""
     text = tmp_path / "text.txt"
     text.write_text(SAMPLE.read_text()[:150])
     new, mlx, found = (tmp_path / name for name in ("new", "mlx", "found.json"))
     assert run("convert", checkpoint, new, "--bits", 8, "--group-size", 32) == 0
     assert run("convert", checkpoint, mlx, "--bits", 3, "--group-size", 32, "--to", "mlx") == 0
     arguments = [new, mlx, "--against", checkpoint, "--text", text, "--window", 64, "--device", "cpu"]
-    before = (checkpoint / "config.json").read_text()
-    for more in ([], ["--tokens", 50], ["--json", found]):
+    before = {file: file.read_bytes() for folder in (new, mlx, checkpoint) for file in folder.iterdir()}
+    assert run("perplexity", *arguments) == 0
+    assert {file: file.read_bytes() for file in before} == before
+    for more in (["--card"], ["--card", "--tokens", 50], ["--card", "--json", found]):
         capsys.readouterr()
         assert run("perplexity", *arguments, *more) == 0
     output, data = capsys.readouterr().out, json.loads(found.read_text())
@@ -129,7 +131,7 @@ def test_perplexity(checkpoint, tmp_path, capsys):
         if folder == new:
             report = str(torch_moe_mps.from_pretrained(str(new)).hf_quantizer.report)
             assert kept in report.splitlines() and len(report.splitlines()) == 2
-    assert (checkpoint / "config.json").read_text() == before
+    assert (checkpoint / "config.json").read_bytes() == before[checkpoint / "config.json"]
 
 
 def test_models_of_two_tokenizers_are_no_table(checkpoint, short_text, tmp_path, refused):

@@ -81,7 +81,7 @@ def fails_at_each(simulated, step: int, run, failed) -> None:
     [
         ["generate", "--prompt", "hello", "--max-tokens", "3"],
         ["perplexity", "--text", "{text}", "--window", "20"],
-        ["bench", "--prompt", "4", "--generate", "2", "--turn", "2", "--repeats", "1", "--depth", "0"],
+        ["bench", "--prompt", "4", "--max-tokens", "2", "--turn", "2", "--repeats", "1", "--depth", "0"],
     ],
     ids=lambda command: command[0],
 )

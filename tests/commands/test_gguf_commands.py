@@ -104,7 +104,7 @@ def test_what_runs_a_model(file, tmp_path, capsys):
     options = ["--text", text, "--against", file, "--window", 32, "--json", found]
     assert run("perplexity", file, *device, *options) == 0
     assert json.loads(found.read_text())["models"][0]["divergence"] == 0
-    sizes = ["--prompt", 4, "--generate", 2, "--turn", 2, "--depth", 0, "--repeats", 1]
+    sizes = ["--prompt", 4, "--max-tokens", 2, "--turn", 2, "--depth", 0, "--repeats", 1]
     assert run("bench", file, *sizes, *device) == 0
 
 

@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory):
 
 
 PERPLEXITY = ["perplexity", "--window", "64"]
-BENCH = ["bench", "--prompt", "8", "--generate", "4", "--depth", "0,16", "--repeats", "1", "--turn", "4"]
+BENCH = ["bench", "--prompt", "8", "--max-tokens", "4", "--depth", "0,16", "--repeats", "1", "--turn", "4"]
 # Through the server of `serve`, with two questions.
 CHAT = ["chat", "--set", "max_new_tokens=6", "--set", "do_sample=False", "--bits", "4", "--group-size", "32"]
 SAID = ["hello", "goodbye", "!exit"]

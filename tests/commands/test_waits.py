@@ -114,8 +114,8 @@ def test_no_token_of_bench_waits(simulated):
     torch_moe_mps.accelerate(model)
     waits = []
     for tokens in (3, 9):
-        sizes = ["--prompt", "6", "--generate", str(tokens), "--turn", "2", "--depth", "20", "--repeats", "1"]
-        bench = Bench(model, parser().parse_args(["bench", "model", *sizes]))
+        sizes = ["--prompt", "6", "--max-tokens", str(tokens), "--turn", "2", "--depth", "20"]
+        bench = Bench(model, parser().parse_args(["bench", "model", *sizes, "--repeats", "1"]))
         with torch.no_grad():
             cache = bench._context(20)
             bench._generated("", cache, 20, do_sample=False)

@@ -180,6 +180,11 @@ _SHARED: dict[str, dict[str, Any]] = {
         "metavar": "FLAG=VALUE",
         "help": "an argument of generate()",
     },
+    "--max-tokens": {
+        "type": _integer(1),
+        "metavar": "N",
+        "help": "tokens of an answer, at most (as the checkpoint says, or what the context has left)",
+    },
     "--system-prompt": {"metavar": "TEXT", "help": "what the model is told first"},
     "--prompt-memory": {
         "type": _number("of at least 0", lambda value: value >= 0),
@@ -335,6 +340,7 @@ def _perplexity(command: argparse.ArgumentParser) -> None:
     examples:
       torch-moe-mps perplexity qwen3-4bit
       torch-moe-mps perplexity qwen3-4bit --against Qwen/Qwen3-30B-A3B    # one model in memory at a time
+      torch-moe-mps perplexity qwen3-4bit --against Qwen/Qwen3-30B-A3B --card  # and the figures in its card
       torch-moe-mps perplexity qwen3-3bit qwen3-4bit qwen3-8bit --against Qwen/Qwen3-30B-A3B
       torch-moe-mps perplexity qwen3-4bit --text chats.txt --window 2048
       torch-moe-mps perplexity qwen3-4bit --kv-bits 8 --against qwen3-4bit  # what a cache in 8 bits changes
@@ -350,6 +356,8 @@ def _perplexity(command: argparse.ArgumentParser) -> None:
     add("--against", metavar="OTHER", help="a model to compare with, most often the dense one; it runs first")
     add("--window", type=_integer(2), default=512, help="tokens that are read at once (512)")
     add("--tokens", type=_integer(2), metavar="N", help="read the first N tokens of the text (all)")
+    kept = "keep the figures in config.json and README.md of each MODEL that this package wrote"
+    add("--card", action="store_true", help=kept)
     _add(command, "--adapter", "--json", "--kv-bits", "--device", "--shares", "--dtype", *_FROM_THE_HUB)
 
 
@@ -396,7 +404,7 @@ def _bench(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN)
     add("--prompt", type=_integer(1), default=512, metavar="N", help="tokens of a prompt (512)")
-    add("--generate", type=_integer(1), default=128, metavar="N", help="tokens that are generated (128)")
+    _add(command, "--max-tokens", default=128, help="tokens that are generated (128)")
     add("--turn", type=_integer(1), default=64, metavar="N", help="tokens of a second turn (64)")
     add("--depth", type=_numbers, metavar="N,N", help="contexts (0,4096,16384, as far as the model reads)")
     add("--repeats", type=_integer(1), default=5, help="of each test, behind one that warms up (5)")
@@ -417,13 +425,13 @@ def _chat(command: argparse.ArgumentParser) -> None:
     examples:
       torch-moe-mps chat qwen3-4bit
       torch-moe-mps chat unsloth/Qwen3-30B-A3B-GGUF:Qwen3-30B-A3B-Q4_K_M.gguf
-      torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --set max_new_tokens=1000 --set temperature=0.6
+      torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --max-tokens 1000 --set temperature=0.6
       torch-moe-mps chat qwen3-4bit --kv-bits 8                           # long chats in half of the memory
       torch-moe-mps chat qwen3-4bit --system-prompt "$(cat manual.txt)" --prompt-cache manual.safetensors
       torch-moe-mps chat qwen3-32b-4bit --draft qwen3-0.6b                # guesses are verified together
     """
     add = command.add_argument
-    _add(command, *_MODEL_TO_RUN, "--adapter", "--set", "--system-prompt")
+    _add(command, *_MODEL_TO_RUN, "--adapter", "--max-tokens", "--set", "--system-prompt")
     add("--save-folder", default="./chat_history/", help="where !save puts chats (./chat_history/)")
     kept = "keep the computed chat there, for the next one that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
@@ -454,10 +462,7 @@ def _generate(command: argparse.ArgumentParser) -> None:
     add("--raw", action="store_true", help="the prompt as it is, without the chat template")
     _add(command, "--system-prompt")
     add("--image", action="append", default=[], metavar="FILE", help="an image in front of the prompt")
-    add(
-        "--max-tokens", type=_integer(1), default=512, metavar="N", help="tokens of the answer, at most (512)"
-    )
-    _add(command, "--set")
+    _add(command, "--max-tokens", "--set")
     kept = "keep the computed prompt there, for the next call that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
     _add(command, "--adapter", *_SPECULATION, *_HOW_TO_RUN)

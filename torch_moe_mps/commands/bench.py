@@ -137,11 +137,11 @@ def _depths(options: argparse.Namespace, config: Any) -> Sequence[int]:
 
     Raises: ValueError for more tokens than the model reads.
     """
-    after, limit = max(options.prompt, options.generate, options.turn), context_of(config)
+    after, limit = max(options.prompt, options.max_tokens, options.turn), context_of(config)
     longest = limit - after
     if longest < 0:
         raise ValueError(
-            f"--prompt, --generate and --turn must be at most the model's {limit} tokens, got {after}"
+            f"--prompt, --max-tokens and --turn must be at most the model's {limit} tokens, got {after}"
         )
     if options.depth is None:
         return [depth for depth in _DEPTHS if depth <= longest]
@@ -166,7 +166,7 @@ class Bench:
     """The tests of one model.
 
     Args:
-        options: prompt, generate, turn, depth, repeats.
+        options: prompt, max_tokens, turn, depth, repeats.
         bandwidth: of the memory, in bytes a second.
         cache: of the model; the bound counts it and the weights.
     """
@@ -216,7 +216,7 @@ class Bench:
 
     def _guessing(self, speculation: Speculation, cache: Any, depth: int, name: str) -> Timing:
         """Greedy generation behind a context of text, and a prompt to look things up in."""
-        generating, tokens = Generating(self.model, speculation=speculation), self.options.generate
+        generating, tokens = Generating(self.model, speculation=speculation), self.options.max_tokens
         ids = self.ids[:, : depth + self.options.prompt]
         before = speculation.guessed, speculation.accepted
 
@@ -253,7 +253,7 @@ class Bench:
 
     def _generated(self, kind: str, cache: Any, depth: int, **how: Any) -> Timing:
         """The model's own `generate` from one token behind the context on; nothing ends it early."""
-        tokens, ids = self.options.generate, self.ids[:, : depth + 1]
+        tokens, ids = self.options.max_tokens, self.ids[:, : depth + 1]
         how |= {"eos_token_id": [self.vocabulary], "pad_token_id": 0, "max_new_tokens": tokens}
 
         def generate(cache: Any) -> None:

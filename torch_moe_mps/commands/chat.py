@@ -17,12 +17,13 @@ from typing import Any
 from .._text import first_line
 from ..pipeline.torchrun import is_first_process
 from ..serving.answer import Item, Piece
+from ..serving.defaults import choice
 from ..serving.request import Chat, Refused, Request
 from ..serving.served import Answers, Served
 from .interrupts import at_ctrl_c
 from .results import check_writable
 from .serving import follow, served_by
-from .settings import settings_of
+from .settings import read_settings, settings_of
 
 _HELP = """\
 !clear              begins a new conversation
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
     if not is_first_process():
         return follow(options)
-    settings = settings_of(options.set)  # its errors come before the model is loaded
+    settings = settings_of(options)  # its errors come before the model is loaded
     check_writable("--prompt-cache", options.prompt_cache)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (edits what is typed)
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
 class _Conversation:
     def __init__(self, served: Served, settings: dict[str, Any], options: argparse.Namespace):
         self.served, self.folder, self.system = served, options.save_folder, options.system_prompt
-        self.settings: dict[str, Any] = {"do_sample": True} | settings
+        self.settings = settings
         self.messages: list[dict[str, Any]] = []
         self._clear()
 
@@ -91,7 +92,7 @@ class _Conversation:
 
     def _set(self, texts: list[str]) -> None:
         try:
-            self.settings |= settings_of(texts)
+            self.settings |= read_settings(texts)
         except ValueError as error:
             print(f"{error}\n")
 
@@ -109,10 +110,8 @@ class _Conversation:
     def _answer(self) -> None:
         """Shows the answer to the messages, and adds it to them."""
         goes_on = self.messages[-1]["role"] == "assistant"
-        settings = dict(self.settings)
-        most, seed = settings.pop("max_new_tokens", None), settings.pop("seed", None)
         prompt = Chat([*self.messages], goes_on=goes_on)
-        request = Request([prompt], "messages", settings, most=most, seed=seed)
+        request = Request([prompt], "messages", choice(self.settings))
         shown: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         made: list[Answers] = []
         is_stopped = threading.Event()

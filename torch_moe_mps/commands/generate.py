@@ -14,6 +14,7 @@ import torch
 
 from ..macs import machine_memory
 from ..pipeline.torchrun import processes
+from ..serving.defaults import choice, settings_of_answer
 from ..serving.generating import Generating
 from ..serving.prompts import Prompts
 from ..transformers.caches.cache import pools_padding
@@ -30,13 +31,13 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("generate is for one process, got a pipeline of several")
     check_speculation(options)
     check_adapter(options)
-    settings = {"max_new_tokens": options.max_tokens, **settings_of(options.set)}
+    asked = choice(settings_of(options))
     prompts = _prompts(options)
     check_writable("--prompt-cache", options.prompt_cache)
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
     reader = _processor(options, folder) if options.image else tokenizer_of(folder, options.trust_remote_code)
-    settings["tokenizer"] = getattr(reader, "tokenizer", reader)  # stop_strings are in its words
+    words = {"tokenizer": getattr(reader, "tokenizer", reader)}  # of stop_strings
     size = 1 if options.draft or options.prompt_lookup else options.batch  # assisted, it takes one sequence
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     inputs = [_inputs(options, reader, some) for some in batches]
@@ -54,14 +55,17 @@ def run(options: argparse.Namespace) -> None:
     generating = Generating(model, kept, speculation_of(options, model, folder, device))
     if options.prompts is None:
         with at_ctrl_c(generating.end):
-            _stream(generating, reader, inputs[0].to(model.device), settings)
+            config = settings_of_answer(model, asked, limit - lengths[0])
+            _stream(generating, reader, inputs[0].to(model.device), {"generation_config": config, **words})
             kept.write(model)
         if generating.has_ended:
             raise KeyboardInterrupt
     else:
         for some, batch in zip(batches, inputs, strict=True):
             start = batch["input_ids"].shape[1]
-            answers = generating.generate(**batch.to(model.device), **settings)[:, start:]
+            config = settings_of_answer(model, asked, limit - start)
+            given = {**batch.to(model.device), "generation_config": config, **words}
+            answers = generating.generate(**given)[:, start:]
             for prompt, answer in zip(some, answers, strict=True):
                 text = reader.decode(answer, skip_special_tokens=True)
                 print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False), flush=True)

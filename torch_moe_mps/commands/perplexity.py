@@ -30,6 +30,8 @@ def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError with one line that says what is wrong."""
     check_writable("--json", options.json)
     check_adapter(options)
+    if options.card and options.adapter is not None:
+        raise ValueError("--card is of a model alone; leave out --adapter")
     device = usable_device(options.device)
     sources = [folder_of(model, options.revision) for model in options.model]
     other = folder_of(options.against) if options.against else None
@@ -50,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
         for source in sources:
             free(device)
             result.append(_measured(options, source, device, pieces, Path(folder) if other else None))
-            if is_first_process() and options.adapter is None:  # a card is of the model alone
+            if options.card and is_first_process():
                 keep_figures(source, *_kept(options, len(ids), result[-1]))
     print("\n".join(aligned(_table(options, result), 1)))
     if other is not None and result[0].rest >= 1e-6:

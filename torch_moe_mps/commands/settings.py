@@ -1,5 +1,6 @@
-"""--set FLAG=VALUE: arguments of generate()."""
+"""--set FLAG=VALUE and --max-tokens N: arguments of generate()."""
 
+import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -14,8 +15,20 @@ _WORDS = {"true": True, "false": False, "none": None}
 _AT_MOST = {"temperature": math.inf, "top_k": math.inf, "top_p": 1, "min_p": 1, "typical_p": 1}
 
 
-def settings_of(texts: Sequence[str]) -> dict[str, Any]:
-    """The arguments; a value is true, false, None, a number, a list of numbers, or else a text.
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of --set and --max-tokens. Raises: ValueError."""
+    settings = read_settings(options.set)
+    if options.max_tokens is None:
+        return settings
+    if "max_new_tokens" in settings:
+        raise ValueError("--max-tokens and --set max_new_tokens are one setting; leave one out")
+    return settings | {"max_new_tokens": options.max_tokens}
+
+
+def read_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """The arguments of texts such as FLAG=VALUE.
+
+    A value is true, false, None, a number, a list of numbers, or else a text.
 
     Raises: ValueError for what is no argument of generate(), for text where generate() takes numbers, and for
         numbers that no sampling has.
@@ -30,6 +43,8 @@ def settings_of(texts: Sequence[str]) -> dict[str, Any]:
         most = _AT_MOST.get(name)
         if most is not None and isinstance(value, int | float) and not 0 <= value <= most:
             raise ValueError(f"--set {name} must be from 0 to {most}, got {value}")
+    if "max_length" in settings:  # which counts the prompt
+        raise ValueError("--set max_length must be left out: --max-tokens says how long an answer may be")
     unknown = config.update(**settings)
     if unknown:
         raise ValueError(f"--set must name arguments of generate(), got {', '.join(unknown)}")

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .defaults import choice
+
 _MOST_STOPS = 16
 MOST_ANSWERS = 32  # to one request
 
@@ -247,13 +249,7 @@ def sampling(body: dict[str, Any]) -> dict[str, Any]:
         for name, kind in _SAMPLING.items()
         if body.get(name) is not None
     }
-    if settings.get("temperature") == 0:
-        settings = {name: settings[name] for name in ("repetition_penalty",) if name in settings}
-        settings["do_sample"] = False
-    elif settings.keys() - {"repetition_penalty"}:
-        settings["do_sample"] = True
-    if settings.get("top_k") == -1:  # vLLM's name of all
-        settings["top_k"] = 0
+    settings = choice(settings)
     if body.get("logit_bias"):
         settings["sequence_bias"] = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
     config, stop = body.get("generation_config"), body.get("stop")

@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 
 from .._text import first_line
 from .answer import Answer, Decoder, Item
+from .defaults import settings_of_answer
 from .encoder import Encoder
 from .forms import form_of
 from .job import Generator, Job, Reason, prompt_length
@@ -81,7 +82,7 @@ class Served:
         self._said: set[str] = set()
         if self.generates and getattr(processor, "chat_template", None) is None:
             print(f"{name} has no chat template: it continues the text of the messages", file=sys.stderr)
-            processor.chat_template = _CONTINUED
+            processor.chat_template = _begun_by(self.tokenizer) + _CONTINUED
         self.form = form_of(processor)
 
     @functools.cached_property
@@ -213,8 +214,6 @@ class Served:
         Raises: Refused for a prompt without tokens, for one that leaves no room for a token, and for settings
             that do not exist.
         """
-        from transformers import GenerationConfig
-
         if length == 0:
             raise Refused("The prompt must have at least 1 token, got none.", request.prompt_field)
         if length >= self.context:
@@ -222,23 +221,16 @@ class Served:
                 f"This model's maximum context length is {self.context} tokens, and the prompt has {length}."
             )
             raise Refused(message, request.prompt_field, "context_length_exceeded")
-        own = self.model.generation_config
+        rest = self.context - length
         try:
-            config = copy.deepcopy(own) if request.config is None else GenerationConfig(**request.config)
-            config.update(**request.settings)
+            config = settings_of_answer(self.model, request.settings, rest, request.most, request.config)
         except (TypeError, ValueError, AttributeError) as error:
             raise wrong("generation_config", "of settings that exist", first_line(error)) from None
         if (config.num_return_sequences or 1) > 1:
             raise wrong(
                 "generation_config", "of num_return_sequences 1 (see 'n')", config.num_return_sequences
             )
-        if config.eos_token_id is None:
-            config.eos_token_id = own.eos_token_id
-        rest, most = self.context - length, request.most
-        if most is None and request.config is not None:
-            most = config.max_new_tokens
-        config.max_new_tokens = rest if most is None else max(1, min(most, rest))
-        config.max_length = config.stop_strings = None
+        config.stop_strings = None
         vocabulary = self.model.config.get_text_config().vocab_size
         for tokens in config.sequence_bias or ():
             if tokens[0] >= vocabulary:
@@ -358,6 +350,12 @@ class Answers:
             f"prompt {self.prompt_tokens} tokens ({self.cached_tokens} kept) in {first - begun:.2f} s, "
             f"answer {tokens} tokens in {seconds:.2f} s{speed}, {', '.join(sorted(reasons))}"
         )
+
+
+def _begun_by(tokenizer: Any) -> str:
+    """The part of a chat template with the token that a tokenizer puts in front of each text."""
+    first = tokenizer("a")["input_ids"][:1]
+    return "{{ bos_token }}" if first == [tokenizer.bos_token_id] else ""
 
 
 def _in_words(reason: Reason | Exception | None) -> str:

@@ -1,0 +1,63 @@
+"""The settings of an answer: one rule for chat, generate, serve and whatever else answers.
+
+Tokens are chosen as the checkpoint's generation_config says, and greedily where it says nothing. An answer
+may be as long as the checkpoint says, and otherwise as the context goes.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import GenerationConfig
+
+# Settings of a draw, and the values with which they change nothing.
+_OF_DRAWS: dict[str, tuple[float, ...]] = {
+    "temperature": (),
+    "top_k": (0, -1),
+    "top_p": (1,),
+    "min_p": (0,),
+    "typical_p": (1,),
+}
+
+
+def choice(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that somebody asks for, with do_sample where they decide it.
+
+    Temperature 0 is greedy. Any other setting of a draw asks for one, unless its value changes nothing.
+    """
+    settings = dict(asked)
+    if settings.get("top_k") == -1:  # vLLM's name of all
+        settings["top_k"] = 0
+    if settings.get("temperature") == 0:
+        settings = {name: value for name, value in settings.items() if name not in _OF_DRAWS}
+        settings["do_sample"] = False
+    elif "do_sample" not in settings and any(
+        settings.get(name) is not None and settings[name] not in neutral
+        for name, neutral in _OF_DRAWS.items()
+    ):
+        settings["do_sample"] = True
+    return settings
+
+
+def settings_of_answer(
+    model: Any, asked: Mapping[str, Any], room: int, most: int | None = None, whole: Any = None
+) -> GenerationConfig:
+    """The settings of one answer of a model.
+
+    Args:
+        asked: what `choice` gives; in place of the checkpoint's.
+        room: the tokens that the context has left.
+        most: the tokens of the answer, at most; None leaves that to the settings, and to the room.
+        whole: all settings {name: value}, in place of the checkpoint's but for the tokens that end an answer.
+
+    Raises: TypeError, ValueError, AttributeError for settings that do not exist.
+    """
+    own = model.generation_config
+    config = copy.deepcopy(own) if whole is None else GenerationConfig(**whole)
+    config.update(**asked)
+    if config.eos_token_id is None:
+        config.eos_token_id = own.eos_token_id
+    longest = config.max_new_tokens if most is None else most
+    config.max_new_tokens = room if longest is None else max(1, min(longest, room))
+    config.max_length = None
+    return config
