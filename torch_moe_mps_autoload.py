@@ -175,10 +175,7 @@ def _register(module: str, function: str) -> None:
             raise
         library = module.partition(".")[0]
         version = getattr(sys.modules[library], "__version__", "of unknown version")
-        _warn(
-            f"torch_moe_mps: {library} {version} is not supported, its models run their own code "
-            f"(transformers 5.21 or newer is needed; {error})"
-        )
+        _warn(f"torch_moe_mps: {library} {version} is not supported, its models run their own code ({error})")
 
 
 def _warn(message: str) -> None:

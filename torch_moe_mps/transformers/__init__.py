@@ -9,12 +9,17 @@ stays as it is. In training, under autocast, and when gradients are needed, the 
 """
 
 from .. import ops as _operators  # noqa: F401  # registers them: patterns name operators while they are imported
-from . import wiring  # noqa: F401  # fills the tables
-from .accelerate import accelerate, restore
-from .basics.interface import experts_of, is_experts, is_quantized
-from .basics.report import QuantizationReport, Report, Row
-from .checkpoints.quantize.in_place import quantize_experts
-from .modules.experts import unsupported
+from . import supported as _supported  # refuses a transformers that is too old
+
+try:
+    from . import wiring  # noqa: F401  # fills the tables
+    from .accelerate import accelerate, restore
+    from .basics.interface import experts_of, is_experts, is_quantized
+    from .basics.report import QuantizationReport, Report, Row
+    from .checkpoints.quantize.in_place import quantize_experts
+    from .modules.experts import unsupported
+except ImportError as error:
+    raise _supported.lacking(error) from error
 
 __all__ = [
     "QuantizationReport",

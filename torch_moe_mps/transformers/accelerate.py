@@ -20,7 +20,7 @@ from .attention.latents import use_latents
 from .basics.interface import experts_of, is_experts, is_quantized, weights_in
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
-from .basics.self_check_state import refusal
+from .basics.self_check_state import own_code, refusal
 from .basics.state import NOTHING, STATE, kv_bits_of, state_of
 from .basics.wide_logits import mark_head
 from .checkpoints.quantize.importance import Importance, given_importance
@@ -32,7 +32,7 @@ from .modules.experts import IMPLEMENTATION, NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
 from .modules.rules.formulas import check_traces
 from .modules.rules.trial import on_the_cpu
-from .self_check import begin, check_replacements, use_tensor_units
+from .self_check import begin, check_replacements, is_wanted, use_tensor_units
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # what blocks call their routers
@@ -81,7 +81,8 @@ def accelerate(
     A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
     From macOS 15 on its weights stay resident until the model is gone or restored.
     The first time on a machine, each operator that the model uses is compared with the CPU. Where one fails,
-    what it would replace keeps the model's own code, and a warning says so.
+    what it would replace keeps the model's own code, and a warning says so. Behind a transformers that this
+    release was not tested with, a small model of the same class is compared with its own code likewise.
 
     Returns: a report that prints as a table: what replaced each module, or why it was left alone.
 
@@ -99,10 +100,17 @@ def accelerate(
     wanted = requested_recipe(bits, group_size, mode, **recipe)
     weighed = given_importance("accelerate", importance, model, wanted is not None)
     require_kv_bits("accelerate", kv_bits)
+    keeps_own = False
     if _is_of_transformers(model):
         from .capture.calls import wanted_capture
+        from .twin import settle
 
         capture = wanted_capture(capture)
+        formats = wanted is not None and wanted.experts is not None
+        verdict = settle("accelerate", model, check and is_wanted(), formats, _replace_in_twin, restore)
+        keeps_own = verdict.reason is not None
+        capture = capture if verdict.captures else False
+        report.twin = verdict.said
     seconds, kv_bits = begin("accelerate", model, wanted, kv_bits, check)
     check = seconds is not None
     for module in model.modules():
@@ -111,7 +119,10 @@ def accelerate(
         report.quantization = quantize_model(model, wanted, weighed)
     else:
         keep_when_saving(model)
-    _replace(model, report, kv_bits, capture)
+    if keeps_own:
+        restore(model)
+    else:
+        _replace(model, report, kv_bits, capture)
     align_weights(model)
     report.compiled = compile_kernels(model, report.operators(), strict=not check)
     if seconds is not None and check_replacements("accelerate", model, report, seconds):
@@ -132,6 +143,10 @@ def accelerate(
     return report
 
 
+def _replace_in_twin(twin: nn.Module, report: Report, captures: bool) -> None:
+    _replace(twin, report, None, captures)
+
+
 def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
     """Replaces what it can, and adds a row for each module to the report, in the model's order."""
     check_traces()
@@ -140,7 +155,7 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
     result = experts_of(model)
     for name, experts in result.items():
         done = described(experts)
-        reason = unsupported(experts) or refusal(experts, done)
+        reason = unsupported(experts) or own_code(experts) or refusal(experts, done)
         if reason is None and not is_quantized(experts):
             before = experts.config, _implementation(experts.config)
             state_of(experts).previous.setdefault(IMPLEMENTATION, before)
@@ -148,6 +163,7 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
         report.add(name, experts, "experts", () if reason else done, reason)
     routers = set(_routers(model, result))
     attentions = {} if refusal(model, [ATTENTION]) else attention_layers(model)
+    attentions = {name: layer for name, layer in attentions.items() if own_code(layer) is None}
     choose_implementations(attentions.values())
     # Children first; the model, whose name is empty, is the last.
     for name, module in sorted(model.named_modules(), key=lambda item: (not item[0], -item[0].count("."))):

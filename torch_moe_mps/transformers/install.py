@@ -16,7 +16,7 @@ from .._text import first_line
 from .basics.classes import subclass
 from .basics.reads import holds, kept, recording
 from .basics.report import Done
-from .basics.self_check_state import refusal
+from .basics.self_check_state import own_code, refusal
 from .basics.state import (
     CLASS_MARK,
     NOTHING,
@@ -46,7 +46,8 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
         restore_module(module)
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
         return [], "its forward was replaced on the instance"
-    reason = None
+    if (reason := own_code(module)) is not None:
+        return [], reason
     for recognise in MODULE_RULES:
         try:
             with recording() as reads:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from .accelerate import accelerate
 from .attention.implementations import require_kv_bits
+from .basics.self_check_state import own_code
 from .caches.cache import grow_caches_in_place
 from .checkpoints.calibration import importance_for
 from .checkpoints.layouts.gguf.quantizer import packing
@@ -118,7 +119,7 @@ def from_pretrained(
             done = accelerate(model.eval(), importance=importance, **({} if recipe is None else asked))
             if recipe is not None:
                 model.hf_quantizer.report = done.quantization
-        if kv_bits is not None:
+        if kv_bits is not None and own_code(model) is None:
             grow_caches_in_place(model, working_kv_bits(model, kv_bits))
             compile_kernels(model)
     if loading is not None:

@@ -66,10 +66,14 @@ def begin(
     return _require_quantized(function, model, recipe), working_kv_bits(model, kv_bits)
 
 
+def is_wanted() -> bool:
+    """Whether the user wants that anything is checked."""
+    return _ALLOWED.get() and os.environ.get(SWITCH) != "0"
+
+
 def _is_wanted(model: nn.Module) -> bool:
     """Whether the model's operators can be checked on a GPU, and the user wants it."""
-    wanted = _ALLOWED.get() and os.environ.get(SWITCH) != "0"
-    return wanted and is_available() and is_on_mps(model)
+    return is_wanted() and is_available() and is_on_mps(model)
 
 
 def _require_quantized(function: str, model: nn.Module, recipe: Recipe | None) -> float:

@@ -32,6 +32,14 @@ def subclass(
     return cls
 
 
+def class_before(module: nn.Module) -> type[nn.Module]:
+    """The class of a module beneath all that `subclass` made; one that was put on top later stays."""
+    cls = type(module)
+    while _MADE in vars(cls):
+        cls = vars(cls)[_MADE][1]
+    return cls
+
+
 def _recipe(cls: type[nn.Module]) -> Any:
     """A class as a pickle names it: one that was made by what makes it, from the recipe of the one before."""
     made = vars(cls).get(_MADE)

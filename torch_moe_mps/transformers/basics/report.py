@@ -174,6 +174,7 @@ class Report:
     quantization: QuantizationReport | None = None
     compiled: str | None = None
     checked: str | None = None
+    twin: str | None = None  # what came of comparing a small model, behind a transformers that is not known
     tensor_units: str | None = None
     tuned: Callable[[], str | None] | None = None  # what was timed, when it is printed
     kept_on_cpu: str | None = None
@@ -198,7 +199,7 @@ class Report:
         return [row for row in self.rows if not row.done]
 
     def __str__(self) -> str:
-        if not self.rows and self.quantization is None:
+        if not self.rows and self.quantization is None and self.twin is None:
             return "Nothing in this model is replaced; it is left as it is."
         groups: dict[tuple, list[str]] = {}
         for row in self.rows:
@@ -212,7 +213,7 @@ class Report:
         table = [*aligned(lines, 4), ""] if self.rows else []
         if self.quantization is not None:
             table += [str(self.quantization), ""]
-        lines_about = [self.compiled, self.checked, self.tensor_units, self.kept_on_cpu]
+        lines_about = [self.twin, self.compiled, self.checked, self.tensor_units, self.kept_on_cpu]
         lines_about += [asked() for asked in (self.tuned, self.capture) if asked is not None]
         about = [line for line in lines_about if line is not None]
         table += [*about, ""] if about else []

@@ -1,0 +1,274 @@
+"""Behind a transformers that was not tested, a small model is compared: each test puts a fault in."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import output, prompt
+from support.processes import python
+
+import torch_moe_mps
+from torch_moe_mps import _versions
+from torch_moe_mps.selfcheck import machine
+from torch_moe_mps.transformers import restore, shrunk, twin
+from torch_moe_mps.transformers.basics.classes import class_before
+from torch_moe_mps.transformers.basics.report import Done
+from torch_moe_mps.transformers.basics.self_check_state import OWN_CODE
+from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.graphs.passes import PASSES
+from torch_moe_mps.transformers.modules.rules import MODULE_RULES
+
+# Mixers of recurrent layers, whose forwards take a cache, and what gives tiny models such layers.
+MIXERS = {
+    "bailing_hybrid": ("BailingHybridDeltaAttention", {}),
+    "bamba": ("BambaMixer", {}),
+    "granitemoehybrid": ("GraniteMoeHybridMambaLayer", {}),
+    "kimi_linear": ("KimiLinearDeltaAttention", {}),
+    "mamba2": ("Mamba2Mixer", {}),
+    "minimax": ("MiniMaxLightningAttention", {}),
+    "nemotron_h": ("NemotronHMamba2Mixer", {"layers_block_type": ["attention", "mamba"]}),
+}
+
+
+@pytest.fixture
+def untested(simulated, monkeypatch, tmp_path):
+    """This release was tested with another transformers, and has compared nothing yet."""
+    monkeypatch.setattr(_versions, "TRANSFORMERS", ("5.0",))
+    monkeypatch.setenv(machine.SWITCH, "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield tmp_path
+    OWN_CODE.clear()
+
+
+def tiny(architecture: str, **overrides):
+    build = tiny_models.other_model if architecture in tiny_models.other_causal() else tiny_models.tiny_model
+    return build(architecture, **overrides)
+
+
+def accelerated(model, **options) -> tuple[object, list[str]]:
+    """The report, and the warnings of ours."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        report = torch_moe_mps.accelerate(model, **options)
+    return report, [str(one.message) for one in said if "torch_moe_mps" in str(one.message)]
+
+
+def runs_own(model, cls: str) -> list[bool]:
+    """Of the modules of a class: whether they run their own code."""
+    modules = [module for module in model.modules() if class_before(module).__name__ == cls]
+    assert modules
+    return [type(module) is class_before(module) for module in modules]
+
+
+@pytest.fixture
+def put_rule():
+    """Puts a rule in front of all others: its second argument makes the forward of modules of a class."""
+    added = []
+
+    def put(cls, change):
+        def recognise(module):
+            made = type(module).__name__ == cls
+            return (change(type(module).forward), [Done("rms_norm")]) if made else None
+
+        MODULE_RULES.insert(0, recognise)
+        added.append(recognise)
+
+    yield put
+    for recognise in added:
+        MODULE_RULES.remove(recognise)
+
+
+def swallows_cache(own):
+    """A forward that takes its cache for an option, which it drops."""
+
+    def forward(self, hidden_states, *args, **options):
+        names = {"past_key_values", "cache_params", "cache"}
+        return own(self, hidden_states, **{name: v for name, v in options.items() if name not in names})
+
+    return forward
+
+
+@pytest.mark.slow("leaves out one class of a small model after the other")
+@pytest.mark.parametrize("architecture", MIXERS)
+def test_a_forward_that_swallows_its_cache_is_left_out(untested, put_rule, architecture):
+    cls, overrides = MIXERS[architecture]
+    put_rule(cls, swallows_cache)
+    model = tiny(architecture, **overrides)
+    ids = prompt(1)
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    report, said = accelerated(model)
+    (line,) = said
+    assert f"{cls} differs from its own code (token 1 differs by" in line
+    assert all(runs_own(model, cls)) and report.replaced
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0), expected)
+
+
+def test_a_tested_version_compares_nothing(simulated, monkeypatch, put_rule):
+    monkeypatch.setenv(machine.SWITCH, "1")
+    put_rule("Qwen3MoeRMSNorm", lambda own: lambda self, x: own(self, x) * 1.01)
+    report, said = accelerated(tiny("qwen3_moe"))
+    assert not said and report.twin is None
+
+
+@pytest.mark.slow("leaves out one class of a small model after the other")
+def test_a_wrong_formula_is_left_out_and_the_verdict_is_kept(untested, put_rule, monkeypatch):
+    put_rule("Qwen3MoeRMSNorm", lambda own: lambda self, x: own(self, x) * 1.01)
+    state = torch.random.get_rng_state()
+    model = tiny("qwen3_moe")
+    expected = output(model, prompt())
+    torch.random.set_rng_state(state)
+    report, said = accelerated(model)
+    assert torch.equal(torch.random.get_rng_state(), state) and "Qwen3MoeRMSNorm differs" in said[0]
+    assert "differs from its own code, and keeps it" in str(report)
+    assert torch.allclose(output(model, prompt()), expected, atol=1e-5)
+    (kept,) = json.loads(machine.cache_file().read_text())["twins"].values()
+    assert kept["own"] == ["Qwen3MoeRMSNorm"]
+    monkeypatch.setattr(twin, "small_model", None)  # nothing is compared again
+    again, said_again = accelerated(tiny("qwen3_moe"))
+    assert said_again == said and str(again) == str(report)
+
+
+def test_a_change_of_the_config_is_another_verdict(untested):
+    accelerated(tiny("qwen3_moe"))
+    accelerated(tiny("qwen3_moe", norm_topk_prob=True))
+    assert len(json.loads(machine.cache_file().read_text())["twins"]) == 2
+
+
+def test_a_wrong_pass_leaves_tokens_module_by_module(untested):
+    def raise_epsilons(graph):
+        for node in graph.nodes:
+            if "norm_eps" in node.kwargs:
+                node.kwargs = {**node.kwargs, "norm_eps": 0.1}
+
+    PASSES.append(raise_epsilons)
+    try:
+        model = tiny("llama")
+        report, (line,) = accelerated(model, capture=True)
+    finally:
+        PASSES.remove(raise_epsilons)
+    assert "captured tokens differ (token 3" in line and report.replaced and captures_of(model) is None
+
+
+def test_what_agrees_says_so_once(untested):
+    model = tiny("qwen3_moe")
+    report, said = accelerated(model)
+    assert not said and "a small Qwen3MoeForCausalLM agrees with its own code" in str(report)
+    restore(model)
+    assert all(type(module) is class_before(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_nothing_is_compared_where_nobody_wants_it(untested, put_rule, monkeypatch, how):
+    put_rule("Qwen3MoeRMSNorm", lambda own: lambda self, x: own(self, x) * 1.01)
+    if how == "environment":
+        monkeypatch.setenv(machine.SWITCH, "0")
+    model = tiny("qwen3_moe")
+    report, said = accelerated(model, check=how != "argument")
+    assert not said and report.twin is None and not any(runs_own(model, "Qwen3MoeRMSNorm"))
+
+
+class TestOfNoKnownSizes:
+    @pytest.fixture
+    def model(self):
+        """Its layers lie in no list of the length that its config has."""
+        model = tiny("qwen3_moe")
+        model.config.num_hidden_layers = 7
+        return model
+
+    def test_keeps_its_own_code(self, untested, model):
+        classes = [type(module) for module in model.modules()]
+        report, (line,) = accelerated(model)
+        assert "Qwen3MoeForCausalLM keeps its own code: a small model cannot be compared" in line
+        assert [type(module) for module in model.modules()] == classes
+        assert "it has no list of layers whose length is in its config" in str(report)
+
+    def test_is_not_quantised(self, untested, model):
+        before = dict(model.state_dict())
+        with pytest.raises(RuntimeError, match="quantised experts cannot be used with transformers") as error:
+            torch_moe_mps.accelerate(model, bits=4, group_size=32)
+        assert "\n" not in str(error.value) and model.state_dict().keys() == before.keys()
+
+
+def test_a_renamed_argument_in_a_copy_of_a_modelling_file(untested, tmp_path, monkeypatch):
+    """Whatever comes of it, the model's logits are those of its own code."""
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    text = re.sub(
+        r"^from \.\.\.(?=\w)", "from transformers.", Path(modeling_qwen3_moe.__file__).read_text(), flags=re.M
+    )
+    text = text.replace("from ... import", "from transformers import")
+    text = text.replace("from .configuration", "from transformers.models.qwen3_moe.configuration")
+    (tmp_path / "renamed_qwen3_moe.py").write_text(
+        re.sub(r"\bposition_embeddings\b", "tables_of_angles", text)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import renamed_qwen3_moe
+
+    model = renamed_qwen3_moe.Qwen3MoeForCausalLM(tiny_models.tiny_config("qwen3_moe")).eval()
+    tiny_models.randomise(model, 0)
+    expected = output(model, prompt())
+    accelerated(model)
+    assert torch.allclose(output(model, prompt()), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4", "qwen3_next"])
+def test_small_models_have_all_kinds_of_layers(architecture):
+    """Of a config as large as a real one, whose weights nobody makes."""
+    config = tiny_models.model_class(architecture).config_class()
+    with torch.device("meta"):
+        large = tiny_models.model_class(architecture)(config)
+    small = shrunk.small_model(large, twin.said)
+    assert sum(weight.numel() for weight in small.parameters()) < 3e7
+    classes = [{type(module) for module in model.modules()} for model in (large, small)]
+    assert classes[0] == classes[1]
+
+
+PROGRAM = """
+    import importlib.metadata, sys, warnings
+    own = importlib.metadata.version
+    importlib.metadata.version = lambda name: sys.argv[1] if name == "transformers" else own(name)
+    import torch_moe_mps
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            torch_moe_mps.accelerate
+        except ImportError as error:
+            print(error)
+    for one in said:
+        print(one.message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("5.22.9", "torch_moe_mps: transformers must be {oldest} or newer, got 5.22.9"),
+        (
+            "5.99.0.dev0",
+            "torch_moe_mps was tested with transformers {tested}, got 5.99.0.dev0: ",
+        ),
+        ("{oldest}.7", ""),
+    ],
+)
+def test_the_import_says_what_it_thinks_of_a_version(version, expected):
+    names = {"oldest": _versions.TRANSFORMERS[0], "tested": " and ".join(_versions.TRANSFORMERS)}
+    line = python(PROGRAM, version.format(**names)).strip()
+    assert line.startswith(expected.format(**names)) and "\n" not in line and bool(line) == bool(expected)
+
+
+def test_the_import_says_what_transformers_lacks():
+    program = """
+        import transformers.cache_utils
+        del transformers.cache_utils.DynamicLayer
+        import torch_moe_mps
+        try:
+            torch_moe_mps.accelerate
+        except ImportError as error:
+            print(error)
+    """
+    line = python(program)
+    assert line.startswith("torch_moe_mps: transformers must have what ") and "DynamicLayer" in line

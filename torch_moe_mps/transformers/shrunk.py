@@ -1,0 +1,252 @@
+"""Small models of the classes of a large one: with smaller sizes, and layers of each of its kinds."""
+
+import copy
+import itertools
+import re
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .._text import first_line
+from .basics.classes import class_before
+
+WIDEST = 256  # hidden sizes from there on are divided
+VOCABULARY = 128
+WINDOW = 8  # keys of layers with a window, so that a few tokens fill it
+_MOST_LAYERS = 12
+_LEAST_EXPERTS = 4
+_SIZES_TRIED = 4
+_WIDTHS = re.compile(
+    r"(hidden_size|intermediate_size|hidden_dim|ffn_dim|embed_dim|emb_dim|embedding_size|proj_dim|d_model|"
+    r"n_embd|n_inner|inner_dim|d_ff|dff|d_ssm|d_inner|lru_width|_width|^dim)$|ffn_hidden_size"
+)
+_HEADS = re.compile(r"heads$|n_head$|n_head_kv$|head_count|n_groups$|o_groups$")
+_MAIN_HEADS = re.compile(r"num_attention_heads$|^n_heads?$|^num_heads$|decoder_attention_heads$")
+_KEY_HEADS = re.compile(r"num_key_value_heads$|num_kv_heads$|n_head_kv$")
+_EXPERTS = re.compile(r"(^|_)experts$|num_experts$|local_experts$")
+_OTHER_EXPERTS = re.compile(r"shared|per_tok|top|zero|dense")
+_LAYERS = re.compile(r"num_(hidden_|encoder_|decoder_)?layers$|n_layers?$|depth$|(encoder|decoder)_layers$")
+_LISTS_OF_LAYERS = re.compile(r"layers|indices|indexes")
+_VOCABULARIES = re.compile(r"vocab_size")
+_IDS = re.compile(r"(token_id|token_ids|token_index|_id)$")
+_WINDOWS = re.compile(r"(sliding_window|window_size|sliding_window_size|attention_chunk_size)$")
+_NOT_OF_A_TWIN = ("quantization_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype")
+
+
+class CannotBeShrunk(Exception):
+    """Says why a model has no small one."""
+
+
+def small_model(model: PreTrainedModel, run: Callable[[PreTrainedModel], object]) -> PreTrainedModel:
+    """A model of the same class with smaller sizes that `run` takes, in float32 on the CPU.
+
+    It has layers of all kinds that the model has, and random weights: caches, masks, routers and norms have
+    something to be wrong about.
+
+    Raises: CannotBeShrunk where there is none, with the last reason.
+    """
+    failure = "its config has no sizes that are known"
+    text = model.config.get_text_config(decoder=True)
+    layers = _layers(model, text)
+    kinds = [_kind(layer) for layer in layers]
+    for divisor, kept in itertools.product(divisors(text), selections(kinds)):
+        try:
+            twin = _built(model, _smaller(model.config, text, divisor, (len(kinds), kept)))
+            own = {_kind(layer) for layer in _layers(twin, twin.config.get_text_config(decoder=True))}
+            if own >= {*kinds}:
+                run(twin)
+                return twin
+            failure = "its small models lack a kind of its layers"
+        except Exception as error:  # of the config's or the model's own code, for sizes that do not fit
+            failure = f"{type(error).__name__}: {first_line(error)}"
+    raise CannotBeShrunk(failure)
+
+
+def _built(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
+    cls: Any = class_before(model)
+    twin = cls(config).float().eval()
+    fill(twin)
+    return twin
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Weights that keep activations alive and routers decided: norms near 1, biases small."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(torch.empty_like(parameter).uniform_(-0.1, 0.1))
+    for name, buffer in model.named_buffers():
+        if "bias" in name and buffer.is_floating_point():
+            buffer.uniform_(-0.2, 0.2)
+
+
+# --- layers
+
+
+def _layers(model: nn.Module, text: PreTrainedConfig) -> nn.ModuleList:
+    """The list of layers of a model's decoder: its length is in the config.
+
+    Raises: CannotBeShrunk for none.
+    """
+    lists = (value for value in text.to_dict().values() if isinstance(value, list))
+    counts = {*_of(text, _LAYERS), *(len(one) for one in lists if all(isinstance(x, str) for x in one))}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) in counts and "encoder" not in name.split("."):
+            return module
+    raise CannotBeShrunk("it has no list of layers whose length is in its config")
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """Equal for layers of the same modules with the same switches, whatever their sizes."""
+    return frozenset(
+        (re.sub(r"\d+", "*", name), class_before(module), *_switches(module))
+        for name, module in layer.named_modules()
+    )
+
+
+def _switches(module: nn.Module) -> list[tuple[str, Any]]:
+    own = ((name, value) for name, value in vars(module).items() if name[0] != "_" and name != "training")
+    return sorted((name, str(value)) for name, value in own if isinstance(value, bool | str))
+
+
+def selections(kinds: Sequence[Hashable]) -> Iterator[list[int]]:
+    """Layers that a small model may have: one of each kind, all up to the last new kind, two of each kind.
+
+    Where a number in the config says which layers are of a kind, the first do not fit.
+    """
+    places: dict[Hashable, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(index)
+    firsts = [found[0] for found in places.values()]
+    last = len(kinds) - 1
+    tried = [
+        firsts if len(firsts) > 1 else [*range(len(kinds))][:2],
+        [*range(max(firsts) + 1)],
+        [*range(max((first for first in firsts if first < last), default=0) + 1), last],
+        sorted(index for found in places.values() for index in found[:2]),
+    ]
+    for number, kept in enumerate(tried):
+        if len(kept) <= _MOST_LAYERS and kept not in tried[:number]:
+            yield kept
+
+
+# --- sizes
+
+
+def divisors(text: PreTrainedConfig) -> list[int]:
+    """Divisors of the hidden size and of the heads that are tried, the likeliest first."""
+    hidden, heads, fewer = text.hidden_size, _of(text, _MAIN_HEADS), _of(text, _KEY_HEADS)
+
+    def fits(n: int) -> bool:
+        rest = [h // n for h in heads if h % n == 0]
+        groups = [k // n if k % n == 0 else k for k in fewer]
+        return hidden % n == 0 and len(rest) == len(heads) and all(h % k == 0 for h in rest for k in groups)
+
+    every = [n for n in range(1, hidden + 1) if fits(n)]
+    small = [n for n in every if hidden // n <= WIDEST]
+    large = [n for n in reversed(every) if WIDEST < hidden // n <= 4 * WIDEST]
+    return (small + large)[:_SIZES_TRIED]
+
+
+def _of(config: PreTrainedConfig, names: re.Pattern) -> list[int]:
+    values = config.to_dict().items()
+    return [value for name, value in values if names.search(name) and type(value) is int and value > 0]
+
+
+def _smaller(
+    config: PreTrainedConfig, text: PreTrainedConfig, divisor: int, layers: tuple[int, list[int]]
+) -> PreTrainedConfig:
+    """A config with its parts; those that are not the text's keep their widths, and have a layer or two."""
+    values = {k: v for k, v in copy.deepcopy(config.to_dict()).items() if k not in _NOT_OF_A_TWIN}
+    for name, value in values.items():
+        part = vars(config).get(name)
+        if isinstance(part, PreTrainedConfig):
+            values[name] = _smaller(part, text, divisor, layers).to_dict()
+        elif config is text:
+            values[name] = _of_text(name, value, divisor, *layers, config)
+        else:
+            values[name] = _of_others(name, value)
+    result = type(config).from_dict(values)
+    if config._attn_implementation in ("eager", "sdpa"):
+        result._attn_implementation = config._attn_implementation
+    return result
+
+
+def _of_others(name: str, value: Any) -> Any:
+    if _LAYERS.search(name) and type(value) is int:
+        return min(value, 2)
+    if isinstance(value, list) and _LISTS_OF_LAYERS.search(name) and all(type(i) is int for i in value):
+        return [item for item in value if item < 2]
+    return _vocabulary(name, value)
+
+
+def _of_text(
+    name: str, value: Any, divisor: int, count: int, layers: list[int], config: PreTrainedConfig
+) -> Any:
+    if isinstance(value, list | tuple):
+        if len(value) == count:
+            return [value[layer] for layer in layers]
+        if _LISTS_OF_LAYERS.search(name) and all(type(item) is int for item in value):
+            return [item for item in value if item in layers]
+        if _WIDTHS.search(name):
+            return [_divided(item, divisor) for item in value]
+        return _vocabulary(name, value)
+    if isinstance(value, dict) and all(isinstance(item, dict) for item in value.values()):
+        return _of_each_layer(value, divisor, count, layers, config)
+    if type(value) is not int or value < 1:
+        return value
+    if value == count and _LAYERS.search(name):
+        return len(layers)
+    if name == "num_kv_shared_layers":
+        return sum(layer >= count - value for layer in layers)
+    if _WIDTHS.search(name) and "head" not in name:
+        return _divided(value, divisor)
+    if _HEADS.search(name):
+        return value // divisor if value % divisor == 0 else value
+    if _EXPERTS.search(name) and not _OTHER_EXPERTS.search(name):
+        return _experts(value, config)
+    if _WINDOWS.search(name):
+        return min(value, WINDOW)
+    return _vocabulary(name, value)
+
+
+def _of_each_layer(
+    values: dict[Any, dict[str, Any]], divisor: int, count: int, layers: list[int], config: PreTrainedConfig
+) -> dict[Any, dict[str, Any]]:
+    """Values of single layers, by their numbers."""
+    by_number = {int(number): found for number, found in values.items() if str(number).isdecimal()}
+    if len(by_number) < len(values) or not values:  # of something else
+        return values
+    return {
+        index: {name: _of_text(name, value, divisor, count, layers, config) for name, value in found.items()}
+        for index, layer in enumerate(layers)
+        if (found := by_number.get(layer))
+    }
+
+
+def _divided(value: Any, divisor: int) -> Any:
+    return max(1, round(value / divisor)) if type(value) is int else value
+
+
+def _experts(count: int, config: PreTrainedConfig) -> int:
+    """The fewest that a divisor leaves, of which a token chooses no more than half, in groups as before."""
+    names = re.compile(r"per_tok|top_?k|n_group$|topk_group")
+    least = max([_LEAST_EXPERTS, *(2 * n for n in _of(config, names) if n <= count // 2)])
+    return next(n for n in range(min(least, count), count + 1) if count % n == 0)
+
+
+def _vocabulary(name: str, value: Any) -> Any:
+    """Ids of single tokens go to the end of the small vocabulary, where no prompt has them."""
+    if type(value) is int and _VOCABULARIES.search(name):
+        return min(value, VOCABULARY)
+    if _IDS.search(name):
+        if isinstance(value, list):
+            return [_vocabulary(name, item) for item in value]
+        if type(value) is int and value >= VOCABULARY // 2:
+            return VOCABULARY - 1 - value % (VOCABULARY // 4)
+    return value

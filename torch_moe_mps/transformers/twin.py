@@ -1,0 +1,266 @@
+"""Compares an architecture with its own code, once, behind a transformers that this release does not know.
+
+A release is tested with some versions of transformers (`_versions.TRANSFORMERS`). Behind another one, a small
+model of the same class (`shrunk`) says a few tokens by its own code and by ours, on the CPU. Classes that
+differ keep their own code: such a model is slower, and not wrong.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .._extension import PACKAGE
+from .._text import first_line
+from .._versions import untested
+from ..selfcheck.journal import noted
+from ..selfcheck.machine import SWITCH, remember_twin, twin_before
+from .basics.classes import class_before
+from .basics.interface import experts_of, is_quantized
+from .basics.report import Report
+from .basics.self_check_state import OWN_CODE
+from .shrunk import VOCABULARY, CannotBeShrunk, fill, small_model
+
+SECONDS = 3.0  # for which one class after the other is left out, where a model is wrong
+TOLERANCE = 1e-4  # of the largest logit
+TOKENS = 7  # behind the prompt: of its calls the third is captured, and others follow
+_PROMPT = 9
+_SEEDS = (0, 1)  # of weights: where a router is undecided, rounding decides
+
+Replace = Callable[[nn.Module, Report, bool], None]
+Restore = Callable[[nn.Module], object]
+
+
+class Verdict(NamedTuple):
+    """How models run behind an untested transformers.
+
+    Attributes:
+        own: names of classes whose modules keep their own code.
+        captures: whether tokens may be captured.
+        reason: why everything keeps its own code, if it does.
+        fault: the difference that was found, if there was one.
+        said: the report's line.
+    """
+
+    own: tuple[str, ...] = ()
+    captures: bool = True
+    reason: str | None = None
+    fault: str | None = None
+    said: str | None = None
+
+
+def is_tested() -> bool:
+    """Whether this release was tested with the transformers that is there."""
+    return untested(transformers.__version__) is None
+
+
+def settle(
+    function: str, model: nn.Module, check: bool, quantizes: bool, replace: Replace, restore: Restore
+) -> Verdict:
+    """Decides what of a module may run our code, and keeps the rest out; a warning says which.
+
+    Args:
+        check: False lets all run our code.
+        quantizes: whether experts are to be quantised.
+        replace: puts our code into a model, and captures its tokens if its last argument is True.
+        restore: undoes it.
+
+    Raises: RuntimeError for quantised experts that would have to keep their own code, which there is none of.
+    """
+    found = [*_outermost(model)]
+    for module in model.modules():
+        OWN_CODE.pop(class_before(module), None)
+    if is_tested() or not check or not found:
+        return Verdict()
+    version, results = transformers.__version__, [(one, _judged(one, replace, restore)) for one in found]
+    for one, verdict in results:
+        if (line := _warning(one, verdict)) is not None:
+            _require_experts(function, one, verdict, quantizes)
+            warnings.warn(line, stacklevel=4)
+        own = {_name(one)} if verdict.reason is not None else {*verdict.own}
+        for cls in {*map(class_before, one.modules())}:
+            if cls.__name__ in own:
+                OWN_CODE[cls] = f"it differs from its own code with transformers {version}"
+    reason = next((verdict.reason for _, verdict in results if verdict.reason is not None), None)
+    names = ", ".join(dict.fromkeys(map(_name, found)))
+    said = f"a small {names} agrees with its own code"
+    if reason is not None:
+        said = f"{names} keeps its own code, {reason}"
+    elif any(verdict.fault is not None for _, verdict in results):
+        said = f"a part of {names} differs from its own code, and keeps it"
+    captures = all(verdict.captures for _, verdict in results)
+    return Verdict((), captures, reason, said=f"transformers {version} is not tested: {said}")
+
+
+def _require_experts(function: str, model: PreTrainedModel, verdict: Verdict, quantizes: bool) -> None:
+    own = {class_before(module).__name__ for module in experts_of(model).values()}
+    if verdict.reason is None:
+        own &= {*verdict.own}
+    if own and (quantizes or any(map(is_quantized, experts_of(model).values()))):
+        got = verdict.fault or verdict.reason
+        raise RuntimeError(
+            f"moe_mps::{function}: quantised experts cannot be used with transformers "
+            f"{transformers.__version__}, which torch_moe_mps was not tested with: {got}. check=False uses "
+            "them all the same"
+        )
+
+
+def _judged(model: PreTrainedModel, replace: Replace, restore: Restore) -> Verdict:
+    key = _key(model)
+    before = twin_before(key)
+    if before is not None:
+        return Verdict(**before | {"own": tuple(before["own"])})
+    with noted(f"comparing a small {_name(model)} with its own code"):
+        verdict = _compared(model, replace, restore)
+    remember_twin(key, verdict._asdict())
+    return verdict
+
+
+def _outermost(model: nn.Module) -> Iterator[PreTrainedModel]:
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in inside and isinstance(module, PreTrainedModel):
+            inside.update(module.modules())
+            yield module
+
+
+def _name(model: nn.Module) -> str:
+    return class_before(model).__name__
+
+
+def _key(model: PreTrainedModel) -> str:
+    """Names what a verdict holds for: class, config, the version of transformers, and our code."""
+    values = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "dtype")}
+    cls = class_before(model)
+    facts = (cls.__module__, cls.__qualname__, json.dumps(values, sort_keys=True, default=str), _code())
+    digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+    return f"{cls.__name__} {transformers.__version__} {digest}"
+
+
+@functools.cache
+def _code() -> str:
+    """Identifies our code: a checkout changes without a new version."""
+    digest = hashlib.sha256()
+    for path in sorted((PACKAGE / "transformers").rglob("*.py")):
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+# --- the comparison
+
+
+def _compared(model: PreTrainedModel, replace: Replace, restore: Restore) -> Verdict:
+    """The verdict on a model: if a class alone is at fault, it is named."""
+    with _apart():
+        try:
+            torch.default_generator.manual_seed(0)
+            twin = small_model(model, said)
+        except CannotBeShrunk as error:
+            return Verdict(reason=f"a small model cannot be compared ({error})")
+        compare = functools.partial(_difference, twin, replace, restore)
+        fault, _ = compare(captures=True)
+        if fault is None:
+            return Verdict()
+        of_modules, classes = compare(captures=False)
+        if of_modules is None:
+            return Verdict(captures=False, fault=fault)
+        end = time.monotonic() + SECONDS
+        for cls in classes:
+            with _kept_own(cls):
+                if time.monotonic() < end and compare(captures=False)[0] is None:
+                    return Verdict((cls.__name__,), compare(captures=True)[0] is None, fault=of_modules)
+        return Verdict(reason="a small model gives other results than its own code", fault=of_modules)
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Leaves random numbers, gradients and defaults of the process as they are."""
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+@contextlib.contextmanager
+def _kept_own(cls: type) -> Iterator[None]:
+    OWN_CODE[cls] = "it is left out to see whether it is at fault"
+    try:
+        yield
+    finally:
+        del OWN_CODE[cls]
+
+
+def _difference(
+    twin: PreTrainedModel, replace: Replace, restore: Restore, captures: bool
+) -> tuple[str | None, list[type]]:
+    """The difference that is found with each of the weights, None for none; and classes that run our code."""
+    fault, classes = None, list[type]()
+    for seed in _SEEDS:
+        torch.default_generator.manual_seed(seed)
+        fill(twin)
+        expected = said(twin)
+        report = Report()
+        try:
+            replace(twin, report, captures)
+            classes = _classes(twin, report)
+            fault = _differs(said(twin), expected)
+        except Exception as error:
+            fault = f"it raises {type(error).__name__}: {first_line(error)}"
+        finally:
+            restore(twin)
+        if fault is None:
+            break
+    return fault, classes
+
+
+def _classes(model: nn.Module, report: Report) -> list[type]:
+    return [*dict.fromkeys(class_before(model.get_submodule(row.name)) for row in report.replaced)]
+
+
+def said(model: PreTrainedModel) -> list[Tensor]:
+    """The logits of a prompt and of the tokens that follow it; of what says no tokens, its first output."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, VOCABULARY // 2, (1, _PROMPT), generator=generator)
+    if not model.can_generate():
+        return [model(input_ids=ids)[0]]
+    how: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
+    return [
+        *model.generate(ids, **how, pad_token_id=0, return_dict_in_generate=True, output_logits=True).logits
+    ]
+
+
+def _differs(result: list[Tensor], expected: list[Tensor]) -> str | None:
+    for token, (ours, own) in enumerate(zip(result, expected, strict=True)):
+        if ours.shape != own.shape:
+            return f"token {token} has the shape {[*ours.shape]} in place of {[*own.shape]}"
+        error = (torch.sub(ours, own).abs().max() / own.abs().max()).item()
+        if not error <= TOLERANCE:
+            return f"token {token} differs by {error:.1g} of the largest logit"
+    return None
+
+
+def _warning(model: PreTrainedModel, verdict: Verdict) -> str | None:
+    """Line that tells a user what keeps its own code, and why."""
+    where = f"torch_moe_mps: with transformers {transformers.__version__}, which it was not tested with,"
+    leave_out = f"{SWITCH}=0 compares nothing, and uses it all the same"
+    fault = "" if verdict.fault is None else f" ({verdict.fault})"
+    if verdict.reason is not None:
+        return f"{where} {_name(model)} keeps its own code: {verdict.reason}{fault}. {leave_out}"
+    if verdict.own:
+        return f"{where} {', '.join(verdict.own)} differs from its own code{fault}, and keeps it. {leave_out}"
+    if not verdict.captures:
+        return f"{where} captured tokens differ{fault}: they run module by module. {leave_out}"
+    return None
