@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ._install import install_command, pip_install
+
 # Dispatches after which the stream is committed; 0 leaves that to torch, which commits when somebody waits.
 # Without it, csrc/metal/encoder.mm decides by what they take. Committing early took executorch#17671 from 125
 # to 85 ms a token.
@@ -29,11 +31,11 @@ ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 PACKAGE = Path(__file__).parent
 _loaded: Path | None = None  # see host_library
 SHADERS = PACKAGE / "shaders"
-# Either command installs a library for the torch that is there.
-REINSTALL = (
-    "`pip install --force-reinstall --no-deps torch-moe-mps`, or in a checkout `pip install "
-    "--force-reinstall --no-deps --no-build-isolation .`"
-)
+
+
+def reinstall() -> str:
+    """A command that installs a library for the torch that is there."""
+    return f"`{install_command(None, '--force-reinstall', '--no-deps')}`"
 
 
 def torch_version() -> tuple[int, int]:
@@ -54,15 +56,15 @@ def load_extension() -> bool:
     if (major, minor) not in minors:
         known = [".".join(map(str, numbers)) for numbers in minors]
         _warn(
-            f"has no Metal kernels for torch {torch.__version__}, only for {', '.join(known)}: `pip install "
-            f"--upgrade torch-moe-mps` may bring them, `pip install 'torch=={known[-1]}.*'` fits this one"
+            f"has no Metal kernels for torch {torch.__version__}, only for {', '.join(known)}: "
+            f"{reinstall()} may bring them, `{pip_install(f'torch=={known[-1]}.*')}` fits this one"
         )
         return False
     library = PACKAGE / f"_C_torch{major}_{minor}.so"
     try:
         activate(library)
     except OSError as error:
-        _warn(f"cannot load {library.name} into torch {torch.__version__} ({error}): {REINSTALL}")
+        _warn(f"cannot load {library.name} into torch {torch.__version__} ({error}): {reinstall()}")
         return False
     return True
 

@@ -10,6 +10,7 @@ import pytest
 from support.processes import environment
 
 import torch_moe_mps
+from torch_moe_mps._install import install_command
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.ops._formats import MODES
@@ -28,27 +29,75 @@ def module(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+def imported(result: subprocess.CompletedProcess) -> set[str]:
+    return {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["convert", "--help"], ["--version"], ["convert"]], ids=str
+    "arguments", [[], ["--help"], ["convert", "--help"], ["--version"], ["convert"]], ids=str
 )
 def test_the_command_line_imports_nothing_heavy(arguments):
     """torch alone takes seconds."""
     result = module(*arguments)
     assert result.returncode == (2 if arguments == ["convert"] else 0)
-    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
-    assert "torch_moe_mps.commands.arguments" in imported
-    assert not {"torch", "transformers", "numpy", "huggingface_hub", "safetensors"} & imported
+    assert "torch_moe_mps.commands.arguments" in imported(result)
+    assert not {"torch", "transformers", "numpy", "huggingface_hub", "safetensors"} & imported(result)
 
 
-def test_a_wrong_name_is_said_before_torch_is_imported(tmp_path):
-    result = module("perplexity", str(tmp_path), "--against", str(tmp_path / "nothing"))
+def test_no_command_is_a_question_for_help(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert shown == capsys.readouterr().out and "torch-moe-mps COMMAND --help" in shown
+
+
+# {command line, where {here} is a folder: what it says}
+EARLY = {
+    "perplexity {here} --against {here}/nothing": "nothing is neither a folder nor the name of a model",
+    "perplexity {here} --card --adapter {here}": "--card is of a model alone; leave out --adapter",
+    "perplexity {here} --json {here}/no/file": "--json must be a file that can be written",
+    "generate {here} -p a --adapter {here}/nothing": "nothing is neither a folder nor the name of an adapter",
+    "generate {here} -p a --adapter {here}": "--adapter must be a folder with an adapter_config.json",
+    "generate {here} -p a --prompts {here}/x": "--prompt and --prompts are two ways to give prompts",
+    "generate {here} -p a --image {here}/cat.png": "--image must be a file",
+    "generate {here} -p a --draft {here} --prompt-lookup 3": "are two ways to guess tokens; leave one out",
+    "generate {here} -p a --prompt-cache {here}/no/file": "--prompt-cache must be a file that can be written",
+    "chat {here} --prompt-cache {here}": "--prompt-cache must be a file that can be written",
+    "serve {here} --parallel 2 --prompt-lookup 2": "--parallel must be 1 with --prompt-lookup, got 2",
+    "serve {here} --media-folder {here}/no": "--media-folder must be a folder",
+    "convert {here} {here}": "exists; convert writes a new folder",
+    "convert {here} {here}/new --recipe best --bits 4": "--recipe already sets the bits",
+    "convert {here} {here}/new --save-importance {here}/x": "--save-importance needs --importance",
+    "convert {here} {here}/new --adapter {here}": "--adapter must be a folder with an adapter_config.json",
+    "convert {here}/a.gguf {here}/new --importance auto": "--importance of a GGUF file needs --bits",
+    "finetune {here} {here}/none.jsonl": "DATA must be a file, got {here}/none.jsonl",
+    "finetune {here} {here}/data --output {here}": "exists; --resume goes on with a training",
+    "finetune {here} {here}/data --resume --output {here}": "--resume needs a training in {here}, got none",
+    "fit {here} --json {here}/no/file": "--json must be a file that can be written",
+}
+
+
+@pytest.mark.parametrize("line", EARLY)
+def test_a_cheap_error_is_said_at_once(line, tmp_path, refused, monkeypatch):
+    """Before the module of the command, which imports torch, and in one line."""
+    (tmp_path / "data").write_text('{"text": "a"}')
+    monkeypatch.setattr("torch_moe_mps.commands.importlib", None)
+    assert EARLY[line].format(here=tmp_path) in refused(*line.format(here=tmp_path).split())
+
+
+# One of each way: files, the Hub, settings, which need a module of transformers, and a record.
+@pytest.mark.parametrize("line", [
+    "perplexity {here} --against {here}/nothing", "generate {here} -p a --adapter {here}/nothing",
+    "chat {here} --set nothing=1", "finetune {here} {here}/data --output {here}", "convert {here} {here}",
+    "serve {here} --media-folder {here}/no",
+])  # fmt: skip
+def test_a_cheap_error_waits_for_no_torch(line, tmp_path):
+    (tmp_path / "data").write_text('{"text": "a"}')
+    result = module(*line.format(here=tmp_path).split())
     said = result.stderr.strip().splitlines()[-1]
-    assert (
-        result.returncode == 1 and said.startswith("torch-moe-mps: error: ") and "nothing is neither" in said
-    )
-    assert not {"torch", "transformers", "numpy"} & {
-        line.rpartition("|")[2].strip() for line in result.stderr.splitlines()
-    }
+    assert result.returncode == 1 and said.startswith("torch-moe-mps: error: ")
+    assert "torch" not in imported(result)
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "check"])  # it has no model
@@ -60,7 +109,16 @@ def test_every_command_says_a_wrong_name(command, capsys, tmp_path):
 
 
 WRONG = {
-    "bench": ("--prompt 0", "--max-tokens 0", "--turn -1", "--repeats 0", "--bandwidth 0", "--depth=-1,5"),
+    "convert": ("--bits 7", "--group-size 48", "--linear-bits 9", "--embedding-bits 9"),
+    "bench": (
+        "--bits 4.5",
+        "--prompt 0",
+        "--max-tokens 0",
+        "--turn -1",
+        "--repeats 0",
+        "--bandwidth 0",
+        "--depth=-1,5",
+    ),
     "chat": ("--prompt-memory=-1", "--prompt-memory nan", "--prompt-memory inf", "--prompt-lookup 0"),
     "finetune": (
         *("--rank 0", "--expert-rank=-1", "--batch 0", "--epochs nan", "--epochs 0", "--steps 0"),
@@ -79,19 +137,11 @@ WRONG = {
 def test_a_wrong_value_is_one_line(command, wrong, capsys):
     option, value = re.split(r"[ =]", wrong)
     with pytest.raises(SystemExit, match="2"):
-        main([command, "model", *([__file__] if command == "finetune" else []), *wrong.split()])
+        main([command, "model", *([__file__] if command in ("finetune", "convert") else []), *wrong.split()])
     error = capsys.readouterr().err
     assert error.startswith(f"torch-moe-mps {command}: error: argument {option}: must be ")
     assert value in error.rpartition(", got ")[2]
     assert error.count("\n") == 1
-
-
-def test_a_wrong_value_is_said_before_torch_is_imported(tmp_path):
-    result = module("finetune", str(tmp_path), str(tmp_path / "none.jsonl"))
-    assert result.returncode == 1 and f"DATA must be a file, got {tmp_path}" in result.stderr
-    assert not {"torch", "transformers", "numpy"} & {
-        line.rpartition("|")[2].strip() for line in result.stderr.splitlines()
-    }
 
 
 def test_files_that_are_none(tmp_path, capsys):
@@ -132,7 +182,7 @@ def test_where_an_error_comes_from(way, capsys, monkeypatch):
         ("import no_such_part", "ModuleNotFoundError: No module named 'no_such_part'"),
         (
             "raise ModuleNotFoundError(\"No module named 'accelerate'\", name='accelerate')",
-            "No module named 'accelerate'; `pip install 'torch-moe-mps[transformers]'` installs what",
+            f"No module named 'accelerate'; `{install_command('transformers')}` installs what",
         ),
     ],
 )
@@ -172,12 +222,11 @@ def test_the_help_names_every_mode(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "torch-moe-mps: error: the following arguments are required: COMMAND"),
         (["convert", "a"], "torch-moe-mps convert: error: the following arguments are required: DST"),
         (
             ["convert", "a", "b", "--linear-bits", "x"],
             "torch-moe-mps convert: error: argument --linear-bits: "
-            "must be a number of bits, same, auto or none, got 'x'",
+            "must be 1, 2, 3, 4, 5, 6, 8, same, auto or none, got x",
         ),
         (
             ["chat", "a", "--set", "max_new_tokens"],

@@ -98,6 +98,17 @@ def test_embeddings(cls, pooling, pooled, tmp_path):
                 client.chat.completions.create(model="m", messages=serving.said("a"))
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "bench", "perplexity", "finetune"])
+def test_a_model_that_generates_nothing_is_refused_before_it_is_read(command, tmp_path, refused, monkeypatch):
+    """By the sentence of the server; there are no weights."""
+    transformers.BertConfig(**SIZES, architectures=["BertModel"]).save_pretrained(tmp_path)
+    monkeypatch.setattr("torch_moe_mps.commands.sources.check_files", lambda folder: None)
+    (tmp_path / "data").write_text('{"text": "a"}')
+    more = {"generate": ["-p", "a"], "finetune": [tmp_path / "data", "--output", tmp_path / "new"]}
+    error = refused(command, tmp_path, *more.get(command, []), "--device", "cpu")
+    assert error == "This model generates no text: ask /v1/embeddings or /v1/rerank."
+
+
 def ranked(client, **asked) -> list[tuple[int, float]]:
     answer = client.post("/rerank", body={"query": "sky", "documents": TEXTS} | asked, cast_to=object)
     return [(result["index"], result["relevance_score"]) for result in answer["results"]]

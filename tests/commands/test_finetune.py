@@ -1,11 +1,13 @@
 """`finetune`: the adapter that it writes learns, is PEFT's, and is the same where the training was ended."""
 
+import io
 import json
 import re
 import shutil
 import signal
 import warnings
 import xml.etree.ElementTree as ET
+import zipfile
 
 import peft
 import pytest
@@ -16,7 +18,9 @@ from support.checkpoints import LETTERS, tokenizer_of
 
 import torch_moe_mps
 from torch_moe_mps.commands import finetune, main
+from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.training import steps
+from torch_moe_mps.training.record import begun
 
 DATA = [{"prompt": f"abc{a}", "completion": f"hij{b}"} for a, b in zip("defg", "klmn", strict=True)] * 5
 
@@ -124,7 +128,59 @@ def test_a_damaged_checkpoint_is_one_line_with_the_file(folder, trained, tmp_pat
             assert run(folder, tmp_path / "new", "--steps", 12, "--resume") == 1
             [line] = capsys.readouterr().err.strip().splitlines()[-1:]
             assert line.startswith(f"torch-moe-mps: error: {checkpoint / name} is truncated")
+        if name.endswith((".pt", ".pth")):  # whole by its length, with one octet of a tensor changed
+            with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+                part = max(archive.infolist(), key=lambda item: item.file_size)
+            changed = bytearray(whole)
+            changed[whole.index(part.filename.encode()) + len(part.filename) + part.file_size // 2] ^= 1
+            (checkpoint / name).write_bytes(changed)
+            with pytest.raises(ValueError, match=f"{re.escape(name)} is damaged: .* has another checksum"):
+                steps.check_checkpoint(checkpoint)
         (checkpoint / name).write_bytes(whole)
+
+
+@pytest.mark.slow("two steps of training")
+def test_a_training_that_came_to_its_end_is_not_trained_on(folder, tmp_path, monkeypatch, capsys):
+    """Ended behind its last step, before the adapter was written; and finished."""
+    output, options = tmp_path / "new", ("--steps", 2, "--held-out", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "_save", lambda *arguments: (_ for _ in ()).throw(ValueError("a full disk")))
+        assert run(folder, output, *options) == 1
+    assert not (output / "adapter_model.safetensors").exists()
+    after = re.search(r"held-out loss after: (\S+)", capsys.readouterr().out)[1]
+    assert run(folder, output, *options, "--resume") == 0
+    shown = capsys.readouterr().out
+    assert "step 3" not in shown and f"held-out loss after: {after}" in shown
+    assert [file.name for file in (output / "checkpoints").iterdir()] == ["checkpoint-2"]
+    last = load_file(output / "checkpoints" / "checkpoint-2" / "adapter_model.safetensors")
+    saved = load_file(output / "adapter_model.safetensors")
+    assert last.keys() == saved.keys() and all(torch.equal(last[name], saved[name]) for name in last)
+    about = json.loads((output / "finetune.json").read_text())
+    assert [row["step"] for row in about["curve"]] == [1, 2]
+    files = {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
+    assert run(folder, output, *options, "--resume") == 0
+    assert "whose training is finished: nothing is left to do" in capsys.readouterr().out
+    assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == files
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ("{}", 'must be the record of a training, got one without its "options"'),
+        ("[]", 'must be the record of a training, got one without its "options"'),
+        ("null", 'must be the record of a training, got one without its "options"'),
+        ('{"options": 5}', 'must be the record of a training, got one without its "options"'),
+        ('{"options"', "must be the record of a training, got Expecting ':' delimiter"),
+        ('{"options": {}}', "--resume needs the same options and data, got another value of --model"),
+        ('{"options": {OWN}, "before": "low"}', "must have a number for \"before\", got 'low'"),
+    ],
+)
+def test_a_record_of_another_shape_is_one_line(folder, tmp_path, capsys, record, message):
+    given = ["finetune", folder / "model", folder / "data.jsonl", "--output", tmp_path]
+    own = begun(parser().parse_args([*map(str, given[:-1]), str(tmp_path / "none")]))["options"]
+    (tmp_path / "finetune.json").write_text(record.replace("{OWN}", json.dumps(own)))
+    assert main([*map(str, given), "--resume"]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_resumes_behind_a_checkpoint_that_is_whole(tmp_path):

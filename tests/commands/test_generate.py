@@ -157,9 +157,7 @@ def test_a_file_that_is_no_cache_for_the_model_is_named_and_ignored(change, chec
     other = tmp_path / "other"
     write(other, seed=5)
     assert run(checkpoint, *arguments) == 0
-    message = (
-        "is for another model: another one, where this one is needed" if change is None else change(file)
-    )
+    message = "is for another model, or for other weights" if change is None else change(file)
     asked = other if change is None else checkpoint
     before = file.read_bytes()
     capsys.readouterr()

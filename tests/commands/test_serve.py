@@ -23,7 +23,8 @@ from support.processes import COMMAND, Forked
 from support.serving import expected_text, quantised, said
 from support.sweep import in_sweep
 
-from torch_moe_mps.commands import main
+from torch_moe_mps._install import install_command
+from torch_moe_mps.commands import early, main
 from torch_moe_mps.commands import serving as serving_of_commands
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.sources import load
@@ -462,14 +463,13 @@ def test_loading_is_said(checkpoint, capsys):
 )
 def test_how_many_are_answered_together(arguments, processes, most, line, monkeypatch, capsys):
     """Eight, unless tokens are guessed or the layers are spread: a line says so."""
-    monkeypatch.setattr(serving_of_commands, "processes", lambda: processes)
+    monkeypatch.setattr(early, "processes", lambda: processes)
     parsed = options("serve", "model", *arguments)
     if isinstance(most, str):
         with pytest.raises(ValueError, match=f"^{most}$"):
-            serving_of_commands.check_parallel(parsed)
+            early.check(parsed)
     else:
-        serving_of_commands.check_parallel(parsed)
-        assert parsed.parallel == most
+        assert serving_of_commands.rows_of(parsed) == most
     assert capsys.readouterr().err == line
 
 
@@ -491,7 +491,7 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
     error = capsys.readouterr().err
     assert "error: argument --log-level: invalid choice: 'loud'" in error and error.count("\n") == 1
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert "serve needs `pip install 'torch-moe-mps[serve]'`" in refused("serve", checkpoint)
+    assert refused("serve", checkpoint) == f"serve needs `{install_command('serve')}`, which brings uvicorn"
 
 
 def test_a_base_model_continues_the_text(checkpoint, tmp_path, capsys):

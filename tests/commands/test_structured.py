@@ -108,7 +108,7 @@ def test_what_is_no_format_is_400(client, asked, message):
 
 def test_without_xgrammar_it_is_refused(client, monkeypatch):
     serving.hide_xgrammar(monkeypatch)
-    with pytest.raises(openai.BadRequestError, match=r"needs `pip install 'torch-moe-mps\[structured\]'`"):
+    with pytest.raises(openai.BadRequestError, match=r"needs `pip install 'xgrammar>=0.2'` where"):
         text_of(client, messages=said("a"), response_format=NAMED)
     with pytest.raises(openai.BadRequestError, match=r"'grammar' needs `pip install"):
         text_of(client, messages=said("a"), extra_body={"grammar": 'root ::= "a"'})

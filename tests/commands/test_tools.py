@@ -134,7 +134,7 @@ def test_what_is_no_choice_is_400(client, asked, message):
 def test_without_xgrammar_it_is_refused(client, monkeypatch):
     """None and auto need none."""
     serving.hide_xgrammar(monkeypatch)
-    with pytest.raises(openai.BadRequestError, match=r"'tool_choice' needs `pip install 'torch-moe-mps"):
+    with pytest.raises(openai.BadRequestError, match=r"'tool_choice' needs `pip install 'xgrammar"):
         calls_of(client, tool_choice="required")
     assert not calls_of(client, tool_choice="none", max_tokens=2)
 
@@ -235,7 +235,7 @@ def test_gpt_oss_must_call(text, fits, parallel):
 @pytest.mark.parametrize("template", [None, TEMPLATES["gemma4"]])
 def test_calls_of_another_form_are_refused(template):
     """No template of answers, and one whose calls xgrammar does not have."""
-    with pytest.raises(Refused, match="'tool_choice' needs a model whose calls this server reads"):
+    with pytest.raises(Refused, match="'tool_choice' needs a model whose form of calls this server knows"):
         forced(True, None, template)
 
 

@@ -185,12 +185,14 @@ def test_states_elsewhere_than_in_past_key_values(architecture, caplog):
 def test_beams_are_searched_one_prompt_at_a_time(caplog):
     """While the others go on."""
     model, many = model_of(), prompts(4)
-    configs = [config(30), config(12, num_beams=3), config(6), config(4, num_beams=2)]
+    as_dict = {"return_dict_in_generate": True, "output_scores": True}
+    configs = [config(30), config(12, num_beams=3), config(6), config(4, num_beams=2, **as_dict)]
     answers = Answers(4)
     with caplog.at_level(logging.WARNING, "torch_moe_mps"):
         found = torch_moe_mps.generate_batch(model, many, configs, streamer=answers.streamers, progress=False)
     for number, (ids, own) in enumerate(zip(many, configs, strict=True)):
-        assert torch.equal(found[number], alone(model, ids, generation_config=own)), number
+        plain = GenerationConfig(**{**own.to_diff_dict(), **dict.fromkeys(as_dict, False)})
+        assert torch.equal(found[number], alone(model, ids, generation_config=plain)), number
     assert answers.ended == [2, 1, 3, 0]
     (line,) = [record.getMessage() for record in caplog.records if "one by one" in record.getMessage()]
     assert "beam search is generate()'s" in line

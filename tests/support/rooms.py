@@ -9,6 +9,8 @@ from .dependents import PACKAGE, REPOSITORY, name_of
 FLOORS = (
     "_versions",
     "_text",
+    "_install",
+    "_hub",
     "_svg",
     "_extension",
     "_faults",

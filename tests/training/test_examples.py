@@ -4,6 +4,7 @@ import json
 
 import pytest
 from support.checkpoints import tokenizer_of
+from tokenizers import processors
 
 from torch_moe_mps.training.examples import read_examples
 
@@ -74,6 +75,23 @@ def test_completions_and_texts(tmp_path):
     assert pair.ids == ids([*"abcde."]) and pair.labels == [-100, -100, *ids([*"cde."])]
     assert (text.ids, text.labels, text.line) == (ids([*"abc."]), ids([*"abc."]), 3)
     assert plain.ids == ids([*"a."])  # ends already
+
+
+def test_tokens_of_no_text_have_no_loss_but_the_end(tmp_path):
+    """Those that a tokenizer puts around each text, whose places are empty."""
+
+    def around():
+        made = tokenizer_of(LETTERS, unk_token="?", pad_token="?", bos_token="<", eos_token=".")
+        marks = [(mark, made.convert_tokens_to_ids(mark)) for mark in "<>."]
+        made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="< > $A > .", special_tokens=marks
+        )
+        return made
+
+    pair, text = read(tmp_path, {"prompt": "", "completion": "cde"}, {"text": "ab"}, tokens=around)
+    ids = tokenizer().convert_tokens_to_ids
+    assert pair.ids == ids([*"<>cde>."]) and pair.labels == [-100, -100, *ids([*"cde"]), -100, *ids(["."])]
+    assert text.ids == ids([*"<>ab>."]) and text.labels == [-100, -100, *ids([*"ab"]), -100, *ids(["."])]
 
 
 def test_cut(tmp_path):

@@ -12,10 +12,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from .._install import install_command
 from .._text import first_line
 from ..pipeline.torchrun import first_process_talks, tell_other_processes
 from .arguments import parser
-from .places import look_for_inputs
+from .early import check
 
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
 
@@ -23,9 +24,12 @@ _ENDED = (signal.SIGTERM, signal.SIGHUP)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns: the exit code."""
     options, said = parser().parse_args(arguments), None
+    if options.command is None:
+        parser().print_help()
+        return 0
     try:
         with _signals_raise(), first_process_talks():
-            look_for_inputs(options)  # before the seconds in which torch is imported
+            check(options)  # before the seconds in which torch is imported
             code: int = importlib.import_module(f".{options.command}", __package__).run(options) or 0
             sys.stdout.flush()
     except BrokenPipeError:  # what reads the output has seen enough
@@ -74,7 +78,7 @@ def _of_import(error: ImportError) -> str:
     text = str(error) if cause is error else f"{error}: {type(cause).__name__}: {cause}"
     missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
     if missing in ("transformers", "accelerate"):
-        text += "; `pip install 'torch-moe-mps[transformers]'` installs what the commands need"
+        text += f"; `{install_command('transformers')}` installs what the commands need"
     return " ".join(text.split())
 
 

@@ -37,7 +37,7 @@ class _Gone(argparse.Action):
 def parser() -> argparse.ArgumentParser:
     whole = _Parser("torch-moe-mps", description=DESCRIPTION, epilog=EPILOG)
     whole.add_argument("--version", action="version", version=f"torch-moe-mps {__version__}")
-    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND")
     for add_options in (
         _check,
         _report,
@@ -108,6 +108,22 @@ def _number(expected: str, is_within: Callable[[float], bool]) -> Callable[[str]
 _POSITIVE = _number("above 0", lambda value: value > 0)
 
 
+def _one_of(*values: int) -> Callable[[str], int]:
+    """Reads one of some integers."""
+    expected = f"{', '.join(map(str, values[:-1]))} or {values[-1]}"
+
+    def read(text: str) -> int:
+        if text not in map(str, values):
+            raise argparse.ArgumentTypeError(f"must be {expected}, got {text}")
+        return int(text)
+
+    return read
+
+
+_BITS = (1, 2, 3, 4, 5, 6, 8)
+_GROUP_SIZE = _one_of(16, 32, 64, 128)
+
+
 def _numbers(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
@@ -133,12 +149,10 @@ def _macs(text: str) -> list[int]:
 def _bits(text: str) -> int | str | None:
     if text in ("none", "same", "auto"):
         return None if text == "none" else text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be a number of bits, same, auto or none, got {text!r}"
-        ) from None
+    if text not in map(str, _BITS):
+        bits = ", ".join(map(str, _BITS))
+        raise argparse.ArgumentTypeError(f"must be {bits}, same, auto or none, got {text}")
+    return int(text)
 
 
 # Options that several commands have; {} is what a command calls the model.
@@ -147,8 +161,14 @@ _SHARED: dict[str, dict[str, Any]] = {
         "metavar": "MODEL",
         "help": "folder, name on the Hub, or a GGUF file: FILE.gguf, NAME:FILE.gguf",
     },
-    "--bits": {"type": int, "help": "quantise while loading: 2, 3, 4, 5, 6 or 8 (as in the checkpoint)"},
-    "--group-size": {"type": int, "help": "weights that share a scale, with --bits: 32, 64 or 128 (64)"},
+    "--bits": {
+        "type": _one_of(*_BITS),
+        "help": "quantise while loading: 2, 3, 4, 5, 6 or 8 (as in the checkpoint)",
+    },
+    "--group-size": {
+        "type": _GROUP_SIZE,
+        "help": "weights that share a scale, with --bits: 32, 64 or 128 (64)",
+    },
     "--kv-bits": {
         "type": int,
         "choices": (8, 16),
@@ -292,8 +312,8 @@ def _convert(command: argparse.ArgumentParser) -> None:
         help="folder or name on the Hub: dense, FP8, of MLX, or converted before; or a GGUF file",
     )
     add("destination", metavar="DST", help="folder to write; it must not exist")
-    add("--bits", type=int, help="2, 3, 4, 5, 6 or 8 (4)")
-    add("--group-size", type=int, help="weights that share a scale: 32, 64 or 128 (64)")
+    add("--bits", type=_one_of(*_BITS), help="2, 3, 4, 5, 6 or 8 (4)")
+    add("--group-size", type=_GROUP_SIZE, help="weights that share a scale: 32, 64 or 128 (64)")
     modes = "affine, mxfp4, mxfp8, nvfp4, q2_k, q3_k, q4_k, q5_k, q6_k or iq4_xs (affine)"
     add("--mode", default="affine", help=modes)
     add(
@@ -387,7 +407,7 @@ def _fit(command: argparse.ArgumentParser) -> None:
         default=4096,
         help="tokens of context that the bound of speed is for (4096)",
     )
-    add("--group-size", type=int, help="weights that share a scale: 32, 64 or 128 (64)")
+    add("--group-size", type=_GROUP_SIZE, help="weights that share a scale: 32, 64 or 128 (64)")
     _add(command, "--kv-bits")
     dense = "of weights that stay dense, and of the KV cache in 16 bits (as in the checkpoint)"
     _add(command, "--dtype", help=dense)

@@ -33,9 +33,9 @@ from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
 from .caches import KVCache, kv_cache
 from .perplexity import text_ids
-from .results import check_writable, write_json
-from .sources import context_of, folder_of, load, loading_options, skeleton_of, usable_device
-from .speculation import check_speculation, speculation_of
+from .results import write_json
+from .sources import check_generates, context_of, folder_of, load, loading_options, skeleton_of, usable_device
+from .speculation import speculation_of
 
 _CHUNK = 2048  # tokens of a context that are read at once
 _DEPTHS = (0, 4096, 16384)
@@ -89,9 +89,9 @@ def run(options: argparse.Namespace) -> None:
 
     KeyboardInterrupt ends it after what was measured is written.
     """
-    _check(options)
     device = usable_device(options.device)
     source = folder_of(options.model, options.revision)
+    check_generates(options, source)
     options.depth = _depths(options, Source(source, loading_options(options)).config)
     model = load(options, source, device)
     bandwidth, chip = options.bandwidth, device
@@ -125,11 +125,6 @@ def run(options: argparse.Namespace) -> None:
     finally:  # an interruption keeps what was measured
         if options.json and is_first_process():
             _write(options.json, rows, bench, model=options.model, size=size, device=chip)
-
-
-def _check(options: argparse.Namespace) -> None:
-    check_writable("--json", options.json)
-    check_speculation(options)
 
 
 def _depths(options: argparse.Namespace, config: Any) -> Sequence[int]:

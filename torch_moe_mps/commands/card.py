@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__
+from .._install import is_from_index
 from .._text import split_gguf
 from ..transformers.checkpoints.layouts.own.config import is_ours
 
@@ -19,14 +20,18 @@ _MEASURED = "\n## Measured\n\n"
 # What holds for the converted model, too.
 _KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "base_model")
 
-_OURS = """```
-pip install 'torch-moe-mps[serve]'
+_OURS = """{install}
 torch-moe-mps chat {word}
 ```
 
 ```python
 import torch_moe_mps
 model = torch_moe_mps.from_pretrained("{name}", device_map="mps")
+```"""
+_FROM_PYPI = """```
+pip install 'torch-moe-mps[serve]'"""
+_FROM_SOURCES = """With torch_moe_mps, which its README installs from a checkout:
+
 ```"""
 _MLX = """```
 mlx_lm.chat --model {word}
@@ -53,7 +58,8 @@ def model_card(name: str, source: str, base: str | None, layout: str, report: st
     library = "mlx" if layout == "mlx" else "transformers"
     data = ModelCardData(library_name=library, tags=[library, _TAG], **result)
     of = f" of [{result['base_model']}](https://huggingface.co/{result['base_model']})" if base else ""
-    use = (_MLX if layout == "mlx" else _OURS).format(name=name, word=shlex.quote(name))
+    begin = _FROM_PYPI if is_from_index() else _FROM_SOURCES
+    use = (_MLX if layout == "mlx" else _OURS).format(name=name, word=shlex.quote(name), install=begin)
     errors = f"\n```\n{report}\n```\n" if report else ""
     return f"""---
 {data.to_yaml()}

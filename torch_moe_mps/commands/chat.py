@@ -21,7 +21,6 @@ from ..serving.defaults import choice
 from ..serving.request import Chat, Refused, Request
 from ..serving.served import Answers, Served
 from .interrupts import at_ctrl_c
-from .results import check_writable
 from .serving import follow, served_by
 from .settings import read_settings, settings_of
 
@@ -38,13 +37,11 @@ def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
     if not is_first_process():
         return follow(options)
-    settings = settings_of(options)  # its errors come before the model is loaded
-    check_writable("--prompt-cache", options.prompt_cache)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (edits what is typed)
     with served_by(options) as served:
         print(f"{served.name} is loaded. !help lists what can be typed beside messages.\n")
-        _Conversation(served, settings, options).run()
+        _Conversation(served, settings_of(options), options).run()
 
 
 class _Conversation:

@@ -4,7 +4,6 @@ import argparse
 import errno
 import fcntl
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -35,9 +34,10 @@ from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
 from ..transformers.mtp import mtp_tensors
 from .card import CARD, model_card
+from .early import packs, says_a_format
 from .recipes import arguments_of
-from .results import check_writable, write_json, written_whole
-from .sources import adapter_config, folder_of, loading_options, small_files, tokenizer_of, usable_device
+from .results import write_json, written_whole
+from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
 
 _ADAPTER = "adapter"  # the folder in DST
 _CHIPS = ("M1", "M4 Pro", "M5 Max (40 cores)")  # whose speed is predicted
@@ -48,25 +48,13 @@ _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.js
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, RuntimeError, SafetensorError with one line that says what is wrong."""
     destination = Path(options.destination)
-    if os.path.lexists(destination):
-        raise ValueError(f"{destination} exists; convert writes a new folder")
-    check_writable("--json", options.json)
-    check_writable("--save-importance", options.save_importance)
-    gguf = options.source.endswith(".gguf")
-    packed = gguf and not _says_a_format(options)
-    if packed:
-        _check_packed(options)
-    if options.save_importance is not None and options.importance is None:
-        raise ValueError("--save-importance needs --importance, which it writes")
-    if options.importance is not None and options.bits == 1:
-        raise ValueError("--importance must be of formats with 2 bits and more, got --bits 1")
+    gguf, packed = options.source.endswith(".gguf"), packs(options)
     local = Path(options.source).is_dir() or gguf
     source = folder_of(options.source, options.revision, weights=local)
     about = Source(source, loading_options(options))
     model = about.skeleton()
     if options.to == "mlx":
         check_architecture(model.config)
-    _check_adapter(options.adapter)
     copied = [file for file in small_files(source) if str(file) not in _WRITTEN]
     if not local and (not options.dry_run or "mlx" in about.stored):
         # Gigabytes: after what can be checked without them.
@@ -74,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = tokenizer_of(source) if gguf else None
     recipe: dict[str, Any] = {
         "recipe": None if packed else arguments_of(options, model),
-        "requantize": _says_a_format(options),
+        "requantize": says_a_format(options),
     }
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
     if options.to == "mlx" and (others := GGUF.keys() & {weight.format for weight in plan.weights}):
@@ -95,16 +83,6 @@ def run(options: argparse.Namespace) -> None:
     write_json(options.json, plan.as_json(errors))
 
 
-def _check_adapter(folder: str | None) -> None:
-    """Raises: ValueError for what is no adapter of PEFT that can be stored beside the model."""
-    if folder is None:
-        return
-    if (kind := adapter_config(folder).get("peft_type")) != "LORA":
-        raise ValueError(f"--adapter must be a LoRA adapter of PEFT, got one of {kind}")
-    if importlib.util.find_spec("peft") is None:
-        raise ValueError("--adapter needs PEFT: pip install 'torch-moe-mps[adapters]'")
-
-
 def _write_adapter(options: argparse.Namespace, source: str, folder: Path) -> None:
     """Stores --adapter in a folder, in PEFT's layout or in that of mlx-lm."""
     if options.to == "mlx":
@@ -116,19 +94,6 @@ def _write_adapter(options: argparse.Namespace, source: str, folder: Path) -> No
     for file in Path(options.adapter).iterdir():
         if file.is_file():
             shutil.copyfile(file, folder / file.name)
-
-
-def _check_packed(options: argparse.Namespace) -> None:
-    """Raises: ValueError for what cannot be asked of a GGUF file that is converted as it is."""
-    arguments = {
-        "--group-size": options.group_size,
-        "--importance": options.importance,
-    }
-    for option, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{option} of a GGUF file needs --bits, without which it is converted as it is")
-    if options.to == "mlx":
-        raise ValueError("--to mlx of a GGUF file needs --bits: MLX does not have its formats")
 
 
 def _importance(options: argparse.Namespace, source: str, recipe: dict[str, Any] | None) -> Importance | None:
@@ -147,12 +112,6 @@ def _importance(options: argparse.Namespace, source: str, recipe: dict[str, Any]
         with written_whole(options.save_importance):
             importance.save(options.save_importance)
     return importance
-
-
-def _says_a_format(options: argparse.Namespace) -> bool:
-    """Whether the format is asked for, so that it holds for what is quantised in SRC, too."""
-    usual = options.bits is None and options.recipe is None and options.mode == "affine"
-    return not (usual and (options.linear_bits, options.embedding_bits) == ("auto", "auto"))
 
 
 def _weights(source: str) -> list[Path]:

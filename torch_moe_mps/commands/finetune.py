@@ -4,7 +4,6 @@ The folder it writes has the adapter in PEFT's layout, a card, the curve of the 
 """
 
 import argparse
-import hashlib
 import json
 import resource
 import sys
@@ -17,38 +16,30 @@ import torch
 
 from .._text import split_gguf
 from ..macs import machine_memory, this_mac
-from ..pipeline.torchrun import processes
 from ..training.examples import Example, read_examples
+from ..training.record import ADAPTER, RECORD, begun
 from ..transformers.basics.report import in_unit
 from .card import CARD, adapter_card
 from .fit import size_when_loaded
 from .interrupts import at_ctrl_c
 from .results import written_whole
-from .sources import context_of, folder_of, load, skeleton_of, tokenizer_of, usable_device
+from .sources import check_generates, context_of, folder_of, load, skeleton_of, tokenizer_of, usable_device
 
-_ABOUT, _CURVE, _CHECKPOINTS = "finetune.json", "loss.svg", "checkpoints"
+_CURVE, _CHECKPOINTS = "loss.svg", "checkpoints"
 _MOST_HELD_OUT = 100  # examples, unless --held-out says how many
-# Options that must be the same where a training goes on.
-_SAME = (
-    "model", "bits", "group_size", "dtype", "held_out", "rank", "expert_rank", "targets", "batch", "epochs",
-    "steps", "learning_rate", "max_length", "seed",
-)  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, RuntimeError with one line that says what is wrong."""
-    if processes() > 1:
-        raise ValueError("finetune is for one process, got a pipeline of several")
-    try:
-        from ..training import memory, steps
-    except ImportError as error:
-        raise ValueError(
-            f"finetune needs PEFT: pip install 'torch-moe-mps[finetune]' ({error.name} is missing)"
-        ) from None
-    output = Path(options.output)
-    about = _begun(options, output)
+    from ..training import memory, steps
+
+    output, about = Path(options.output), begun(options)
+    if "finished" in about and (output / ADAPTER).is_file():
+        print(f"{output} has an adapter whose training is finished: nothing is left to do")
+        return
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision, weights=False)
+    check_generates(options, folder)
     tokenizer = tokenizer_of(folder_of(options.model, options.revision) if _is_gguf(options) else folder)
     source, model = skeleton_of(options, folder)
     longest = min(options.max_length, context_of(model.config))
@@ -94,35 +85,6 @@ def run(options: argparse.Namespace) -> None:
 
 def _is_gguf(options: argparse.Namespace) -> bool:
     return split_gguf(options.model)[1] is not None
-
-
-def _begun(options: argparse.Namespace, output: Path) -> dict[str, Any]:
-    """The record of a training that begins, or that --resume goes on with.
-
-    Raises: ValueError where there is none to go on with, or one that was asked for otherwise.
-    """
-    try:
-        digest = hashlib.sha256(Path(options.data).read_bytes()).hexdigest()
-    except OSError as error:
-        raise ValueError(f"{options.data} must be a file that can be read: {error.strerror}") from None
-    asked = {name: getattr(options, name) for name in _SAME} | {"data": digest}
-    if not options.resume:
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise ValueError(
-                f"{output} exists; --resume goes on with a training, --output names another folder"
-            )
-        return {"options": asked}
-    if not (output / _ABOUT).is_file():
-        raise ValueError(f"--resume needs a training in {output}, got none")
-    try:
-        about: dict[str, Any] = json.loads((output / _ABOUT).read_text())
-    except ValueError as error:
-        raise ValueError(f"{output / _ABOUT} must be the record of a training, got {error}") from None
-    for name, before in about["options"].items():
-        if asked.get(name) != before:
-            what = "the data" if name == "data" else f"--{name.replace('_', '-')}"
-            raise ValueError(f"--resume needs the same options and data, got another value of {what}")
-    return about
 
 
 def _examples(
@@ -189,8 +151,8 @@ def _memory_taken(device: str) -> int:
 
 
 def _write(output: Path, about: dict[str, Any]) -> None:
-    with written_whole(str(output / _ABOUT)):
-        (output / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+    with written_whole(str(output / RECORD)):
+        (output / RECORD).write_text(json.dumps(about, indent=1) + "\n")
 
 
 def _save(

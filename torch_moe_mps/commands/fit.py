@@ -31,7 +31,7 @@ from ..transformers.checkpoints.quantizer import layout_of
 from ..transformers.checkpoints.source import Source
 from .caches import KVCache, kv_cache
 from .recipes import NAMED, arguments_of_recipe
-from .results import check_writable, write_json
+from .results import write_json
 from .sources import context_of, folder_of, skeleton_of
 
 BITS = (8, 6, 5, 4, 3, 2)
@@ -57,7 +57,6 @@ class Size:
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError with one line that says what is wrong."""
-    check_writable("--json", options.json)
     mac = this_mac() if options.mac else None
     folder = folder_of(options.model, options.revision, weights=False)
     source, model = skeleton_of(options, folder)
@@ -138,10 +137,13 @@ def report(
 
 def _more_for_the_gpu(mac: Mac | None) -> str:
     """How to raise the limit of macOS, which leaves a quarter or a third of the memory unused."""
-    most = "N, in MiB: the memory less 8 GiB" if mac is None else str((mac.memory - 8 * GIB) >> 20)
     if mac is not None and mac.memory - 8 * GIB <= mac.limit:
         return "macOS lets the GPU have all but 8 GiB, which other programs need."
-    return f"`sudo sysctl iogpu.wired_limit_mb={most}` lets the GPU have more until the next start."
+    here = "$(( $(sysctl -n hw.memsize) / 1048576 - 8192 ))"  # of the Mac where it is pasted
+    most = here if mac is None else (mac.memory - 8 * GIB) >> 20
+    return (
+        f"This lets the GPU have all but 8 GiB until the next start:\nsudo sysctl iogpu.wired_limit_mb={most}"
+    )
 
 
 def spread(

@@ -13,29 +13,23 @@ from typing import Any
 import torch
 
 from ..macs import machine_memory
-from ..pipeline.torchrun import processes
 from ..serving.defaults import choice, settings_of_answer
 from ..serving.generating import Generating
 from ..serving.prompts import Prompts
 from ..transformers.caches.cache import pools_padding
 from .interrupts import at_ctrl_c
-from .results import check_writable
 from .settings import settings_of
-from .sources import check_adapter, context_of, folder_of, load, tokenizer_of, usable_device, with_adapter
-from .speculation import check_speculation, speculation_of
+from .sources import check_generates, context_of, folder_of, load, tokenizer_of, usable_device, with_adapter
+from .speculation import speculation_of
 
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, RuntimeError with one line that says what is wrong."""
-    if processes() > 1:
-        raise ValueError("generate is for one process, got a pipeline of several")
-    check_speculation(options)
-    check_adapter(options)
     asked = choice(settings_of(options))
     prompts = _prompts(options)
-    check_writable("--prompt-cache", options.prompt_cache)
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
+    check_generates(options, folder)
     reader = _processor(options, folder) if options.image else tokenizer_of(folder, options.trust_remote_code)
     words = {"tokenizer": getattr(reader, "tokenizer", reader)}  # of stop_strings
     size = 1 if options.draft or options.prompt_lookup else options.batch  # assisted, it takes one sequence
@@ -75,17 +69,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _prompts(options: argparse.Namespace) -> list[str]:
     """The prompts of the argument, of a file, or of stdin."""
-    arguments = [
-        name for name, value in (("--prompt", options.prompt), ("--prompts", options.prompts)) if value
-    ]
-    if len(arguments) > 1:
-        raise ValueError("--prompt and --prompts are two ways to give prompts; leave one out")
     if options.prompt is not None:
         return [options.prompt]
-    if options.prompts is None and sys.stdin.isatty():
-        raise ValueError("a prompt is needed: --prompt, --prompts or stdin")
-    if options.prompts is not None and (options.image or options.prompt_cache):
-        raise ValueError("--image and --prompt-cache are for one prompt, got --prompts")
     try:
         if options.prompts is None:
             texts = [sys.stdin.buffer.read().decode("utf-8")]
@@ -109,8 +94,6 @@ def _inputs(options: argparse.Namespace, reader: Any, prompts: list[str]) -> Any
         raise ValueError(
             f"--image is for a model with a chat template that takes images, got {options.model}"
         )
-    if options.image and options.raw:
-        raise ValueError("--image needs the chat template, got --raw")
     if options.raw or not template:
         if options.system_prompt:
             raise ValueError("--system-prompt is for a chat template, and none is used")
@@ -132,9 +115,6 @@ def _content(options: argparse.Namespace, prompt: str) -> Any:
 def _processor(options: argparse.Namespace, folder: str) -> Any:
     from transformers import AutoProcessor
 
-    for file in options.image:
-        if not Path(file).is_file():
-            raise ValueError(f"--image must be a file, got {file}")
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     if not hasattr(processor, "image_processor"):
         raise ValueError(f"--image is for a model that takes images, got {options.model}")

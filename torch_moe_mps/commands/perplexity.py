@@ -19,8 +19,8 @@ from ..transformers.basics.wide_logits import wide_logits
 from ..transformers.checkpoints.calibration import SAMPLE
 from ..transformers.checkpoints.quantize.weights import free
 from .card import keep_figures
-from .results import check_writable, write_json
-from .sources import check_adapter, folder_of, load_stored, tokenizer_of, usable_device, with_adapter
+from .results import write_json
+from .sources import check_generates, folder_of, load_stored, tokenizer_of, usable_device, with_adapter
 
 # Of the model to compare with, the probabilities of this many tokens are kept; all others are one class.
 LIKELIEST = 1024
@@ -28,13 +28,11 @@ LIKELIEST = 1024
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError with one line that says what is wrong."""
-    check_writable("--json", options.json)
-    check_adapter(options)
-    if options.card and options.adapter is not None:
-        raise ValueError("--card is of a model alone; leave out --adapter")
     device = usable_device(options.device)
     sources = [folder_of(model, options.revision) for model in options.model]
     other = folder_of(options.against) if options.against else None
+    for source in [*sources, *([other] if other else [])]:
+        check_generates(options, source)
     texts = [text_ids(source, options.text, options.trust_remote_code) for source in sources]
     ids, first = texts[0]
     for model, text in zip(options.model, texts, strict=True):

@@ -4,13 +4,14 @@ Nothing here waits for torch, so that a wrong name is said at once.
 """
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .._text import split_gguf
+from .._hub import folder_in_the_cache, named_on_the_hub
+from .._install import pip_install
+from .._text import first_line, split_gguf
 
 # Files other than weights of the model: its config, tokenizer, processor, chat templates, Python code, and
 # what sentence-transformers puts behind it, in folders that begin with a number (1_Pooling, 2_Dense).
@@ -20,6 +21,7 @@ SMALL_FILES = (
 )  # fmt: skip
 # Weights in layouts that transformers does not read, which some repositories have, too.
 _DUPLICATES = ("*/*", "consolidated*")
+ADAPTER_CONFIG = "adapter_config.json"
 _NAMES = {
     "model": True,
     "source": True,
@@ -54,7 +56,7 @@ def place_of(source: str, revision: str | None, weights: bool, only_look: bool =
     """
     folder, file = split_gguf(source)
     if file is not None and find_spec("gguf") is None:
-        raise ValueError(f"{source} needs the package gguf, which knows the types: pip install gguf")
+        raise ValueError(f"{source} needs the package gguf, which knows the types: {pip_install('gguf')}")
     if not Path(folder).is_dir():
         if file is None:
             return _downloaded(source, revision, weights)
@@ -77,7 +79,7 @@ def _gguf_from_the_hub(name: str, file: str, revision: str | None, weights: bool
 
     asked: dict[str, Any] = {"dry_run": True} if only_look else {"local_files_only": not weights}
     try:  # without weights, gigabytes are not worth a header
-        with _named_on_the_hub(name):
+        with named_on_the_hub(name):
             return str(hf_hub_download(name, file, revision=revision, **asked))
     except LocalEntryNotFoundError:
         tried = weights or only_look
@@ -87,34 +89,36 @@ def _gguf_from_the_hub(name: str, file: str, revision: str | None, weights: bool
         raise ValueError(f"{name} on the Hub has no file {file}") from None
 
 
-@contextmanager
-def _named_on_the_hub(name: str) -> Iterator[None]:
-    """Raises: ValueError for what is no name there."""
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-
-    try:
-        yield
-    except (HFValidationError, RepositoryNotFoundError):
-        raise ValueError(f"{name} is neither a folder nor the name of a model on the Hub") from None
-
-
 def _downloaded(source: str, revision: str | None, weights: bool) -> str:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        with _named_on_the_hub(source):
-            folder = snapshot_download(source, revision=revision, allow_patterns=[*SMALL_FILES])
-            if weights:
-                snapshot_download(
-                    source,
-                    revision=revision,
-                    allow_patterns=["*.safetensors"],
-                    ignore_patterns=[*_DUPLICATES],
-                )
-    except LocalEntryNotFoundError:
-        raise ValueError(
-            f"{source} is no folder here; as a name, it is not in the Hub's cache, and the Hub cannot be "
-            "reached"
-        ) from None
+    folder = folder_in_the_cache(source, SMALL_FILES, revision=revision)
+    if weights:
+        folder_in_the_cache(source, ("*.safetensors",), _DUPLICATES, revision=revision)
     return folder
+
+
+def place_of_adapter(name: str, weights: bool) -> str:
+    """The folder of an adapter of PEFT: the name itself, or that in the Hub's cache.
+
+    Args:
+        weights: download them, too, from the Hub.
+
+    Raises: ValueError for what is neither a folder nor a name on the Hub, and for one without an adapter.
+    """
+    files = (ADAPTER_CONFIG, "adapter_model.*") if weights else (ADAPTER_CONFIG,)
+    folder = name if Path(name).is_dir() else folder_in_the_cache(name, files, what="an adapter")
+    adapter_config(folder)
+    return folder
+
+
+def adapter_config(folder: str) -> dict[str, Any]:
+    """The adapter_config.json of PEFT in a folder. Raises: ValueError."""
+    file = Path(folder) / ADAPTER_CONFIG
+    if not file.is_file():
+        raise ValueError(f"--adapter must be a folder with an {ADAPTER_CONFIG}, got {folder}")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"--adapter: {file} must be JSON, got {first_line(error)}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--adapter: {file} must have a JSON object, got a {type(config).__name__}")
+    return config

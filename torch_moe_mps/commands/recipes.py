@@ -34,8 +34,6 @@ def arguments_of(options: argparse.Namespace, model: "PreTrainedModel") -> dict[
 
     Raises: ValueError, OSError for options that exclude each other, and for a file that holds no recipe.
     """
-    if options.recipe is not None and (options.bits is not None or options.mode != "affine"):
-        raise ValueError("--recipe already sets the bits; leave out --bits and --mode")
     asked = {name: getattr(options, name) for name in ARGUMENTS if name != "overrides"}
     if options.recipe is not None:
         return arguments_of_recipe(options.recipe, model, for_mlx=options.to == "mlx", **asked)

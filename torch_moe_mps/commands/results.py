@@ -1,4 +1,4 @@
-"""Files that commands write their results to. `check` needs no transformers, so nothing here does."""
+"""Files that commands write their results to. Importing this costs nothing."""
 
 import json
 import os
@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from .. import __version__
 
@@ -49,6 +47,8 @@ def write_json(file: str | None, found: dict[str, Any]) -> None:
     """Writes what a command has found, with the versions that found it, and says so."""
     if file is None:
         return
+    import torch
+
     versions = {"torch_moe_mps": __version__, "torch": torch.__version__}
     with written_whole(file):
         Path(file).write_text(json.dumps({**found, "versions": versions}, indent=1) + "\n")

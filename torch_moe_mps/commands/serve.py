@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..pipeline.torchrun import is_first_process
 from ..serving.media import Media
-from .serving import follow, served_by
 
 if TYPE_CHECKING:
     import uvicorn
@@ -22,13 +21,14 @@ KEY = "MOE_MPS_API_KEY"  # in the environment, where --api-key is not
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
-    _check(options)
     if not is_first_process():
+        from .serving import follow
+
         return follow(options)
-    sockets = sockets_of(
-        options.host, options.port
-    )  # a port that is in use is known before the model is loaded
+    sockets = sockets_of(options.host, options.port)  # one in use is said before torch is imported
     try:
+        from .serving import served_by
+
         _log(options.log_level)
         with served_by(options, media_of(options)) as served:
             server = server_of(served, options)
@@ -43,20 +43,6 @@ def run(options: argparse.Namespace) -> None:
 def media_of(options: argparse.Namespace) -> Media:
     """The files and URLs that requests may have opened."""
     return Media(options.media_folder and Path(options.media_folder), options.media_urls)
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Raises: ValueError, ImportError."""
-    if options.media_folder is not None and not Path(options.media_folder).is_dir():
-        raise ValueError(f"--media-folder must be a folder, got {options.media_folder}")
-    try:
-        import starlette
-        import uvicorn
-    except ImportError as error:
-        raise ImportError(
-            f"serve needs `pip install 'torch-moe-mps[serve]'`, which brings {error.name}"
-        ) from None
-    assert starlette and uvicorn
 
 
 def server_of(served: Any, options: argparse.Namespace) -> "uvicorn.Server":

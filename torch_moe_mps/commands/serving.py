@@ -19,9 +19,10 @@ from ..serving.memory import MOST_ROWS, free_memory
 from ..serving.one_by_one import OneByOne
 from ..serving.prompts import Prompts
 from ..serving.served import Served
+from .early import alone
 from .interrupts import at_ctrl_c
 from .sources import (
-    check_adapter,
+    check_generates,
     context_of,
     folder_of,
     load,
@@ -31,7 +32,7 @@ from .sources import (
     usable_device,
     with_adapter,
 )
-from .speculation import check_speculation, speculation_of
+from .speculation import speculation_of
 
 
 @contextmanager
@@ -40,12 +41,10 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
 
     Raises: ValueError, OSError, ImportError with one line that says what is wrong.
     """
-    check_speculation(options)
-    check_parallel(options)
-    check_adapter(options)
-    prompts_of(options)  # its errors come before the model is loaded
-    device = usable_device(options.device)
+    most, device = rows_of(options), usable_device(options.device)
     folder = folder_of(options.model, options.revision)
+    if options.command == "chat":
+        check_generates(options, folder)
     processor = _processor(options, folder)
     with ExitStack() as stack:
         if processes() > 1:  # all load at the same time
@@ -55,35 +54,29 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
         else:
             model = with_adapter(options, load(options, folder, device))
             encoder = _encoder(options, model, processor, folder)
-            generator = _generator(options, model, folder, device)
+            generator = _generator(options, most, model, folder, device)
         stack.callback(_closed, generator)
         context, is_spread = context_of(model.config) - positions_of_padding(model), processes() > 1
         others = generator, media or Media(), is_spread, encoder
         yield Served(name_of(options), model, processor, context, *others)
 
 
-def check_parallel(options: argparse.Namespace) -> None:
-    """Decides how many conversations are answered together, if the options leave it open.
-
-    Raises: ValueError.
-    """
-    guesses = "--draft" if options.draft else "--prompt-lookup" if options.prompt_lookup else None
-    alone = "a pipeline of processes" if processes() > 1 else guesses
-    if options.parallel is None:
-        options.parallel = MOST_ROWS if alone is None else 1
-        if alone is not None:
-            print(f"{alone}: conversations are answered one after the other", file=sys.stderr)
-    if options.parallel > 1 and alone is not None:
-        raise ValueError(f"--parallel must be 1 with {alone}, got {options.parallel}")
+def rows_of(options: argparse.Namespace) -> int:
+    """How many conversations are answered together, at most; a line says why they are answered in turn."""
+    reason = alone(options)
+    if options.parallel is not None or reason is None:
+        return options.parallel or MOST_ROWS
+    print(f"{reason}: conversations are answered one after the other", file=sys.stderr)
+    return 1
 
 
-def _generator(options: argparse.Namespace, model: Any, folder: str, device: str) -> Generator:
+def _generator(options: argparse.Namespace, most: int, model: Any, folder: str, device: str) -> Generator:
     """A generator of one conversation after the other, or of several as far as the memory goes."""
     if not model.can_generate():
         return OneByOne(None)
-    if options.parallel == 1:
+    if most == 1:
         return OneByOne(_answering(options, model, folder, device))
-    return Engine(model, prompts_of(options), options.parallel, free_memory(model))
+    return Engine(model, prompts_of(options), most, free_memory(model))
 
 
 def _closed(generator: Generator) -> None:
@@ -114,28 +107,16 @@ def _encoder(options: argparse.Namespace, model: Any, processor: Any, folder: st
 
 
 def prompts_of(options: argparse.Namespace) -> Prompts:
-    """Where chat and serve keep prompts.
-
-    Raises: ValueError for a pipeline, for what is no size of memory, and for what is no folder.
-    """
-    if options.prompt_cache is not None and processes() > 1:
-        raise ValueError("--prompt-cache is for one process, got a pipeline of several")
+    """Where chat and serve keep prompts."""
     gigabytes = machine_memory() / 8e9 if options.prompt_memory is None else options.prompt_memory
     memory = int(gigabytes * 1e9)
     if options.command == "chat" or options.prompt_cache is None:
         return Prompts(memory, file=options.prompt_cache)
-    try:
-        Path(options.prompt_cache).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--prompt-cache must be a folder, got {options.prompt_cache}: {error.strerror}"
-        ) from None
     return Prompts(memory, folder=options.prompt_cache)
 
 
 def follow(options: argparse.Namespace) -> None:
     """Generate what the first process of torchrun is asked for, in every other one."""
-    check_speculation(options)
     device = usable_device(options.device)
     _stage(options, folder_of(options.model, options.revision), device).pipeline.follow()
 

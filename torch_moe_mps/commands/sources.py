@@ -1,7 +1,6 @@
 """Questions of commands about a model's files, and the model in them; places.py says where they are."""
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -10,15 +9,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .._text import first_line, split_gguf
 from ..macs import refusal
 from ..pipeline import torchrun
+from ..serving.encoder import NO_TEXT
 from ..serving.prompts import LONGEST
 from ..transformers.checkpoints.layouts.files import check_files
 from ..transformers.checkpoints.layouts.gguf.file import check_file
 from ..transformers.checkpoints.source import Source, read_tokenizer
-from .places import SMALL_FILES, place_of
+from .places import SMALL_FILES, place_of, place_of_adapter
 
 
 def folder_of(source: str, revision: str | None = None, weights: bool = True) -> str:
@@ -59,6 +60,13 @@ def skeleton_of(options: argparse.Namespace, folder: str) -> tuple[Source, Any]:
     return source, source.skeleton()
 
 
+def check_generates(options: argparse.Namespace, folder: str) -> None:
+    """Raises: ValueError for a model that makes vectors or scores; its weights are not read for that."""
+    made: Any = Source(folder, loading_options(options)).cls
+    if isinstance(made, type) and issubclass(made, PreTrainedModel) and not made.can_generate():
+        raise ValueError(NO_TEXT)
+
+
 def context_of(config: Any) -> int:
     """How many tokens a model reads, LONGEST for any number."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
@@ -89,8 +97,8 @@ def usable_device(name: str | None) -> str:
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = first_line(error)
-        raise ValueError(f"--device must be one that holds tensors here, got {device}: {reason}") from None
+        finds = "torch finds no Apple GPU here" if device == "mps" else first_line(error).partition(". ")[0]
+        raise ValueError(f"--device must be one that holds tensors here, got {device}: {finds}") from None
     return device
 
 
@@ -129,32 +137,6 @@ def load(options: argparse.Namespace, folder: str, device: str) -> Any:
     return model
 
 
-def check_adapter(options: argparse.Namespace) -> None:
-    """Raises: ValueError for what does not go together with --adapter, and for a folder without one."""
-    if options.adapter is None:
-        return
-    if torchrun.processes() > 1:
-        raise ValueError("--adapter is for one process, got a pipeline of several")
-    if getattr(options, "prompt_cache", None) is not None:  # whose names do not tell adapters
-        raise ValueError("--prompt-cache must be without --adapter, got both")
-    if Path(options.adapter).is_dir():  # else PEFT looks for the name on the Hub
-        adapter_config(options.adapter)
-
-
-def adapter_config(folder: str) -> dict[str, Any]:
-    """The adapter_config.json of PEFT in a folder. Raises: ValueError."""
-    file = Path(folder) / "adapter_config.json"
-    if not file.is_file():
-        raise ValueError(f"--adapter must be a folder with an adapter_config.json, got {folder}")
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"--adapter: {file} must be JSON, got {first_line(error)}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"--adapter: {file} must have a JSON object, got a {type(config).__name__}")
-    return config
-
-
 def with_adapter(options: argparse.Namespace, model: Any) -> Any:
     """The model with the layers of --adapter in it; itself without one.
 
@@ -162,20 +144,19 @@ def with_adapter(options: argparse.Namespace, model: Any) -> Any:
     """
     if options.adapter is None:
         return model
-    try:
-        from peft import PeftModel
+    from peft import PeftModel
 
-        from ..transformers.adapters.lora import check_stored, quiet
-    except ImportError:
-        raise ValueError("--adapter needs PEFT: pip install 'torch-moe-mps[adapters]'") from None
+    from ..transformers.adapters.lora import check_stored, quiet
+
+    folder = place_of_adapter(options.adapter, weights=True)
     with quiet():
         try:
-            adapted = PeftModel.from_pretrained(model, options.adapter)
+            adapted = PeftModel.from_pretrained(model, folder)
         except RuntimeError as error:  # of load_state_dict, whose second line has the first tensor
             _, *differences = str(error).splitlines()
             what = differences[0].strip() if differences else error
             raise ValueError(f"--adapter must be of this model, got {options.adapter}: {what}") from None
-    check_stored(options.adapter, adapted)
+    check_stored(folder, adapted)
     return adapted.eval().get_base_model()
 
 

@@ -3,20 +3,8 @@
 import argparse
 from typing import Any
 
-from ..pipeline.torchrun import processes
 from ..serving.speculation import Speculation
 from .sources import folder_of, loading_options, tokenizer_of
-
-
-def check_speculation(options: argparse.Namespace) -> None:
-    """Raises: ValueError for options that exclude each other, before anything is loaded."""
-    if options.draft is not None and options.prompt_lookup is not None:
-        raise ValueError("--draft and --prompt-lookup are two ways to guess tokens; leave one out")
-    if processes() > 1 and options.draft:
-        raise ValueError(
-            "--draft is for one process, as the processes of a pipeline would guess differently; "
-            "--prompt-lookup guesses there"
-        )
 
 
 def speculation_of(options: argparse.Namespace, model: Any, folder: str, device: str) -> Speculation | None:

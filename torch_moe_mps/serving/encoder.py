@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..transformers.basics.wide_logits import wide_logits
 
+NO_TEXT = "This model generates no text: ask /v1/embeddings or /v1/rerank."
 _AT_ONCE = 16  # texts
 # {pooling: the names of it in the configs of sentence-transformers}
 _POOLINGS = {

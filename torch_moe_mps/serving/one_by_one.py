@@ -115,7 +115,7 @@ def generate_alone(
     elif (config.num_beams or 1) > 1:  # there is nothing to show before the end
         result = answering.generate(**inputs, **more, ends=ends, progress=progress)
         tokens.put(inputs["input_ids"])
-        tokens.put(result[0, length:])
+        tokens.put(getattr(result, "sequences", result)[0, length:])
     else:
         answering.generate(**inputs, **more, ends=ends, progress=progress, streamer=tokens)
     if tokens.is_complete:

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from .._text import first_line
 from .answer import Answer, Decoder, Item
 from .defaults import settings_of_answer
-from .encoder import Encoder
+from .encoder import NO_TEXT, Encoder
 from .forms import form_of
 from .job import Generator, Job, Reason, prompt_length
 from .logprobs import Logprobs
@@ -128,7 +128,7 @@ class Served:
 
     def _check_generates(self) -> None:
         if not self.generates:
-            raise Refused("This model generates no text: ask /v1/embeddings or /v1/rerank.", "model")
+            raise Refused(NO_TEXT, "model")
 
     def _prepared(self, prompt: Chat | str | list[int], request: Request) -> Prepared:
         inputs = self._inputs(prompt, request.prompt_field)

@@ -19,7 +19,6 @@ from .request import Refused, wrong
 
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time and line of C++ in front of xgrammar's errors
 
-EXTRA = "structured"
 _ANY_OBJECT = {"type": "object"}
 _KINDS = "text, json_object or json_schema"
 
@@ -50,7 +49,7 @@ def schema_of(asked: Any, field: str) -> dict[str, Any] | None:
 def check_extra(field: str, got: object) -> None:
     """Raises: Refused where xgrammar is missing."""
     if importlib.util.find_spec("xgrammar") is None:
-        expected = f"'{field}' needs `pip install 'torch-moe-mps[{EXTRA}]'` where the server runs"
+        expected = f"'{field}' needs `pip install 'xgrammar>=0.2'` where the server runs"
         raise Refused(f"{expected}, got {got!r}.", field)
 
 

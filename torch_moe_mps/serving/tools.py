@@ -50,7 +50,9 @@ def grammar(forced: Forced, form: dict[str, Any] | None, family: str | None, pro
     from xgrammar import get_model_structural_tag
 
     if form is None or family is None:
-        message = "'tool_choice' needs a model whose calls this server reads, got one of another form."
+        message = (
+            "'tool_choice' needs a model whose form of calls this server knows, and this one's is not known."
+        )
         raise Refused(message, "tool_choice")
     tools: list[Any] = [
         {"type": "function", "function": {"name": tool.name, "parameters": tool.schema}}

@@ -90,8 +90,9 @@ def _example(file: str, number: int, row: dict[str, Any], tokenizer: Any, longes
         for token, (start, end) in zip(ids, places, strict=True)
     ]
     ends = tokenizer.eos_token_id
-    if kind in ("completion", "text") and ends is not None and ids[-1:] != [ends]:
-        ids, labels = [*ids, ends], [*labels, ends]
+    if kind in ("completion", "text") and ends is not None:
+        has_end = ids[-1:] == [ends]  # some tokenizers write it, which is then no part of the text
+        ids, labels = [*ids[: len(ids) - has_end], ends], [*labels[: len(ids) - has_end], ends]
     made = Example(ids[:longest], labels[:longest], number, kind, len(ids) > longest)
     if made.learnt == 0:
         got = "none" if len(ids) <= longest else f"none in the first {longest}"

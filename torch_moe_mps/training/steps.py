@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from peft.utils import load_peft_weights
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from ..transformers.adapters.lora import quiet
 from ..transformers.basics.interface import experts_of, projections
@@ -198,6 +200,10 @@ class Training:
         checkpoint = last_checkpoint(self._folder) if resume else None
         if checkpoint is not None:
             check_checkpoint(Path(checkpoint))
+            self.trainer.state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+            if self.trainer.state.global_step >= self.trainer.args.max_steps:  # ended behind its last step
+                set_peft_model_state_dict(self.trainer.model, load_peft_weights(checkpoint))
+                return True
         with _quiet():
             self.trainer.train(resume_from_checkpoint=checkpoint)
         if not all(p.isfinite().all() for p in self.trainer.model.parameters() if p.requires_grad):

@@ -50,6 +50,24 @@ def close(result: torch.Tensor, right: torch.Tensor, tolerance: float = 5e-6) ->
     assert (result.double() - right.double()).norm() <= tolerance * right.double().norm()
 
 
+@torch.no_grad()
+def test_autocast_computes_as_peft():
+    """In autocast's dtype, as PEFT does over a linear layer; what is packed is zero, which adds nothing."""
+    packed, dense = both("llama")
+    layers = []
+    for model in (packed, dense):
+        own = model.model.layers[0].self_attn.q_proj
+        for tensor in (own.scales, own.biases) if model is packed else (own.weight,):
+            tensor.zero_()
+        layers.append(
+            adapted(model, target_modules=["q_proj"]).base_model.model.model.layers[0].self_attn.q_proj
+        )
+    x = torch.randn(3, layers[0].in_features, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        result, right = (layer(x) for layer in layers)
+    assert result.dtype == right.dtype == torch.bfloat16 and torch.equal(result, right)
+
+
 def gradients(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     logits = model(input_ids=ids).logits.double()

@@ -237,6 +237,8 @@ def test_other_bad_input(tmp_path):
     model = moe()
     with pytest.raises(ValueError, match=r"ids must be \[T\].*at least 512, got \(511,\): too little text"):
         collected(model, tokens(511))
+    with pytest.raises(ValueError, match=r"ids must be tokens \[T\] of a text, .*, got a str$"):
+        collected(model, "a text")
     importance = collected(model)
     with pytest.raises(
         ValueError, match=r"^moe_mps::accelerate: importance needs bits or a mode, got neither"

@@ -1,8 +1,10 @@
 """What a new user tries with a quantised model: it works, or one line says what to do instead."""
 
 import copy
+import http.server
 import json
 import pickle
+import threading
 
 import accelerate
 import pytest
@@ -54,6 +56,47 @@ def test_without_the_package(folder, quantised, tmp_path):
     ).splitlines()
     assert said.startswith("False The model's quantization config from the arguments has no `quant_method`")
     assert layer == "Qwen3MoeDecoderLayer True"
+
+
+def test_packed_weights_are_not_dequantised(folder):
+    """transformers would tell its own developers that it is missing."""
+    loaded = torch_moe_mps.from_pretrained(folder)
+    with pytest.raises(NotImplementedError, match="packed weights stay packed; from_pretrained of"):
+        loaded.dequantize()
+
+
+def test_a_name_that_is_nowhere_is_asked_for_once(tmp_path):
+    """The Hub, which is out of order here, is not tried again for half a minute."""
+    asked = []
+
+    class OutOfOrder(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(503)
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+        do_HEAD = do_GET
+
+    with http.server.HTTPServer(("127.0.0.1", 0), OutOfOrder) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        said = python(
+            """
+            import torch_moe_mps
+            try:
+                torch_moe_mps.from_pretrained("no-such/model")
+            except ValueError as error:
+                print(error)
+            """,
+            HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}",
+            HF_HUB_CACHE=str(tmp_path),
+        )
+        hub.shutdown()
+    expected = "as a name, it is not in the Hub's cache, and the Hub cannot be reached"
+    assert (
+        said == f"no-such/model is no folder here; {expected}" and sum("such" in path for path in asked) == 1
+    )
 
 
 def test_the_classes_of_transformers_load_accelerated(folder, quantised):

@@ -245,10 +245,11 @@ def _key(model: PreTrainedModel) -> dict[str, Any]:
 def _check_key(file: object, stored: Mapping[str, Any], model: PreTrainedModel) -> None:
     key = _key(model)
     for name in key:
-        if stored.get(name) != key[name]:
-            got = "another one" if name == "model" else stored.get(name)
-            expected = "this one" if name == "model" else key[name]
-            raise Unusable(f"{file} is for another {name}: {got}, where {expected} is needed")
+        if stored.get(name) == key[name]:
+            continue
+        if name == "model":
+            raise Unusable(f"{file} is for another model, or for other weights of this one")
+        raise Unusable(f"{file} must be for {name} {key[name]}, got {stored.get(name)}")
 
 
 def _is_ours(path: Path) -> bool:

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from .layouts.others.reading import OthersLayout
 from .layouts.own.config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
 from .layouts.own.reading import OwnLayout
 from .quantize.importance import Importance
-from .quantize.in_place import finish_loading, refuse_second_method
+from .quantize.in_place import finish_loading, refuse_dequantizing, refuse_second_method
 from .quantize.sizes import bytes_a_token
 from .quantize.streaming import QuantizeParameters, Stream
 from .quantize.targets import present, tie_quantized, weights_of
@@ -214,6 +214,9 @@ class Quantizer(HfQuantizer):
         """Raises: ValueError where transformers would split quantised weights over processes."""
         if getattr(model.config, "distributed_config", None) is not None:
             Check("from_pretrained").fail("tp_size and ep_size", "1 for quantised weights", "more")
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> NoReturn:
+        refuse_dequantizing()
 
     def is_serializable(self) -> bool:
         return True

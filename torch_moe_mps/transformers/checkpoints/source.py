@@ -22,6 +22,7 @@ from transformers import (
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
 
+from ..._hub import folder_in_the_cache
 from ..._text import first_line, split_gguf
 from ...quantization import Format
 from ..modules.experts import NAME
@@ -95,6 +96,8 @@ class Source:
     def __init__(self, name: str, arguments: Mapping[str, Any], model_class: Any = None):
         self.path, self.gguf = split_gguf(str(name))
         self.others = {key: value for key, value in arguments.items() if key != "config"}
+        if self.gguf is None and not Path(self.path).is_dir():
+            _look_for(self.path, arguments)
         config = arguments.get("config")
         if isinstance(config, PreTrainedConfig):
             self.config = config
@@ -171,6 +174,14 @@ class Source:
                 return self.cls._from_config(config, dtype=dtype)
         except NO_MODEL as error:
             raise _wrong_config(f"complete for {self.cls.__name__}", error) from error
+
+
+def _look_for(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raises: ValueError for what is neither a folder nor the name of a model that can be had."""
+    where = {key: arguments[key] for key in _WHERE if key != "subfolder" and arguments.get(key) is not None}
+    folder_in_the_cache(
+        name, (f"{arguments.get('subfolder') or '.'}/config.json".removeprefix("./"),), **where
+    )
 
 
 def class_for(config: PreTrainedConfig) -> Any:

@@ -195,6 +195,9 @@ def collect_importance(model: nn.Module, ids: Tensor, *, text: str = "", progres
 
     Raises: ValueError for fewer tokens, and for activations that are not finite.
     """
+    if not isinstance(ids, Tensor):
+        expected = "tokens [T] of a text, as tokenizer(text, return_tensors='pt').input_ids[0] gives them"
+        _CHECK.fail("ids", expected, f"a {type(ids).__name__}")
     if ids.dim() != 1 or len(ids) < LEAST_TOKENS:
         expected = f"[T], the tokens of a text, at least {LEAST_TOKENS}"
         _CHECK.fail("ids", expected, f"{tuple(ids.shape)}: too little text" if ids.dim() == 1 else ids.shape)

@@ -158,6 +158,14 @@ def _check_one_method(function: str, model: nn.Module) -> None:
             refuse_second_method(function, getattr(method, "value", method))
 
 
+def refuse_dequantizing() -> NoReturn:
+    """The answer to `model.dequantize()` of transformers."""
+    raise NotImplementedError(
+        "moe_mps::dequantize: packed weights stay packed; from_pretrained of the dense checkpoint has dense "
+        "ones, or of a GGUF file with GgufConfig(dequantize=True)"
+    )
+
+
 def refuse_second_method(function: str, method: object) -> NoReturn:
     raise ValueError(
         f"moe_mps::{function}: the model is already quantised with {method}: a checkpoint holds one method; "

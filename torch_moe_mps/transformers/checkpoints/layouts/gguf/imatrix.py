@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ....._install import pip_install
 from ....._text import first_line
 from .....ops._checks import Check
 from ...quantize.blending import blended
@@ -51,7 +52,7 @@ def read_imatrix(path: Path, model: nn.Module) -> tuple[dict[str, Tensor], int]:
 
     Raises: ValueError for a damaged file, for one of another kind, and without the package gguf."""
     if find_spec("gguf") is None:
-        raise ValueError(f"moe_mps::imatrix: {path.name} needs the package gguf: pip install gguf")
+        raise ValueError(f"moe_mps::imatrix: {path.name} needs the package gguf: {pip_install('gguf')}")
     entries, tokens = _read(path)
     means: dict[str, Tensor] = {}
     for name, entry, order in _placed(entries, model):

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import modeling_gguf_pytorch_utils
@@ -23,7 +23,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from ....basics.report import QuantizationReport
 from ....basics.scoped import having
 from ....families import GGUF
-from ...quantize.in_place import finish_loading
+from ...quantize.in_place import finish_loading, refuse_dequantizing
 from ...quantize.sizes import bytes_a_token
 from ...quantize.targets import tie_quantized
 from ...quantize.weights import store_empty
@@ -92,6 +92,9 @@ class GgufQuantizer(GgufHfQuantizer):
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Any]:
         return self.layout.state() if self._packs else super().get_state_dict(checkpoint_file, model)
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> NoReturn:
+        refuse_dequantizing()
 
     def place(self, model: Any, loaded: Callable[[str], bool] = lambda name: True) -> None:
         """Gives the modules whose names are `loaded` their packed weights."""

@@ -1,0 +1,41 @@
+"""Names on the Hub, which are asked for once: the libraries try again for half a minute."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def named_on_the_hub(name: str, what: str = "a model") -> Iterator[None]:
+    """Raises: ValueError for what is no name there."""
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        yield
+    except (HFValidationError, RepositoryNotFoundError):
+        raise ValueError(f"{name} is neither a folder nor the name of {what} on the Hub") from None
+
+
+def folder_in_the_cache(
+    name: str, files: Sequence[str], without: Sequence[str] = (), what: str = "a model", **where: Any
+) -> str:
+    """The folder of a name in the Hub's cache, with the files of some patterns, downloaded if needed.
+
+    Args:
+        without: patterns of files that are left out.
+        what: has the name, in the words of an error.
+        where: revision and other arguments of snapshot_download.
+
+    Raises: ValueError for what is no name on the Hub, or is not in the cache where the Hub cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        with named_on_the_hub(name, what):
+            return snapshot_download(name, allow_patterns=[*files], ignore_patterns=[*without], **where)
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"{name} is no folder here; as a name, it is not in the Hub's cache, and the Hub cannot be "
+            "reached"
+        ) from None

@@ -1,0 +1,62 @@
+"""Commands that install what is missing, as this package was installed: of a checkout, a wheel, or PyPI."""
+
+import importlib.metadata
+import json
+import shlex
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+_NAME = "torch-moe-mps"
+# The extension is compiled with the torch that is installed.
+_FROM_SOURCES = "--no-build-isolation"
+
+
+def pip_install(*words: str) -> str:
+    """A command for a shell, by the pip of this Python, also where that of the shell is another one."""
+    own = Path(sys.executable).parent
+    found = shutil.which("pip")
+    if found is not None and Path(found).parent == own:
+        pip = "pip install"
+    elif find_spec("pip") is not None:
+        pip = f"{shlex.quote(sys.executable)} -m pip install"
+    else:
+        pip = f"uv pip install --python {shlex.quote(sys.executable)}"
+    return " ".join((pip, *map(shlex.quote, words)))
+
+
+def install_command(extra: str | None, *options: str) -> str:
+    """The command that installs this package anew, from where it came, with an extra."""
+    more = "" if extra is None else f"[{extra}]"
+    source, how = _source()
+    if "://" in source:
+        return pip_install(*options, *how, f"{_NAME}{more} @ {source}")
+    return pip_install(*options, *how, f"{source}{more}")
+
+
+def is_from_index() -> bool:
+    """Whether anybody can install this package by its name, as here."""
+    return _source()[0] == _NAME
+
+
+def _source() -> tuple[str, tuple[str, ...]]:
+    """The requirement that this package was installed by, and the options that it needs."""
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "pyproject.toml").is_file():  # the package runs where it is edited
+        return str(checkout), (_FROM_SOURCES, "-e")
+    try:
+        text = importlib.metadata.distribution(_NAME).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        text = None
+    if text is None:
+        return _NAME, ()
+    about = json.loads(text)
+    if "vcs_info" in about:
+        commit = about["vcs_info"]["commit_id"]
+        return f"{about['vcs_info']['vcs']}+{about['url']}@{commit}", (_FROM_SOURCES,)
+    if not about["url"].startswith("file:"):
+        return about["url"], ()
+    return url2pathname(urlsplit(about["url"]).path), (_FROM_SOURCES,) if "dir_info" in about else ()

@@ -1,0 +1,194 @@
+"""Checks of options before torch is imported, which takes seconds: what is wrong is said at once."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from .._install import install_command
+from ..pipeline.torchrun import processes
+from .places import adapter_config, look_for_inputs, place_of_adapter
+from .results import check_writable
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
+    if (own := _OWN.get(options.command)) is not None:
+        own(options)
+    look_for_inputs(options)  # on the Hub, too, which takes longer
+
+
+def alone(options: argparse.Namespace) -> str | None:
+    """The reason for which conversations are answered one after the other; None if nothing speaks for it."""
+    if processes() > 1:
+        return "a pipeline of processes"
+    return "--draft" if options.draft else "--prompt-lookup" if options.prompt_lookup else None
+
+
+def _chat(options: argparse.Namespace) -> None:
+    _check_settings(options)
+    _check_kept(options)
+    _check_adapter(options)
+    _check_speculation(options)
+    check_writable("--prompt-cache", options.prompt_cache)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    _check_one_process(options)
+    _check_settings(options)
+    _check_prompt(options)
+    _check_adapter(options)
+    _check_speculation(options)
+    check_writable("--prompt-cache", options.prompt_cache)
+
+
+def _serve(options: argparse.Namespace) -> None:
+    if options.media_folder is not None and not Path(options.media_folder).is_dir():
+        raise ValueError(f"--media-folder must be a folder, got {options.media_folder}")
+    for package in ("starlette", "uvicorn"):
+        _check_package(package, "serve", "serve")
+    _check_kept(options)
+    _check_adapter(options)
+    _check_speculation(options)
+    if (options.parallel or 1) > 1 and (reason := alone(options)) is not None:
+        raise ValueError(f"--parallel must be 1 with {reason}, got {options.parallel}")
+    if options.prompt_cache is not None:
+        try:
+            Path(options.prompt_cache).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"--prompt-cache must be a folder, got {options.prompt_cache}: {error.strerror}"
+            ) from None
+
+
+def _bench(options: argparse.Namespace) -> None:
+    check_writable("--json", options.json)
+    _check_speculation(options)
+
+
+def _fit(options: argparse.Namespace) -> None:
+    check_writable("--json", options.json)
+
+
+def _perplexity(options: argparse.Namespace) -> None:
+    check_writable("--json", options.json)
+    if options.card and options.adapter is not None:
+        raise ValueError("--card is of a model alone; leave out --adapter")
+    _check_adapter(options)
+
+
+def _convert(options: argparse.Namespace) -> None:
+    if os.path.lexists(options.destination):
+        raise ValueError(f"{options.destination} exists; convert writes a new folder")
+    check_writable("--json", options.json)
+    check_writable("--save-importance", options.save_importance)
+    if options.save_importance is not None and options.importance is None:
+        raise ValueError("--save-importance needs --importance, which it writes")
+    if options.importance is not None and options.bits == 1:
+        raise ValueError("--importance must be of formats with 2 bits and more, got --bits 1")
+    if options.recipe is not None and (options.bits is not None or options.mode != "affine"):
+        raise ValueError("--recipe already sets the bits; leave out --bits and --mode")
+    if options.adapter is not None:
+        if (kind := adapter_config(options.adapter).get("peft_type")) != "LORA":
+            raise ValueError(f"--adapter must be a LoRA adapter of PEFT, got one of {kind}")
+        _check_package("peft", "--adapter", "adapters")
+    if packs(options):
+        for option, value in (("--group-size", options.group_size), ("--importance", options.importance)):
+            if value is not None:
+                raise ValueError(
+                    f"{option} of a GGUF file needs --bits, without which it is converted as it is"
+                )
+        if options.to == "mlx":
+            raise ValueError("--to mlx of a GGUF file needs --bits: MLX does not have its formats")
+
+
+def says_a_format(options: argparse.Namespace) -> bool:
+    """Whether `convert` is asked for a format, so that it holds for what is quantised in SRC, too."""
+    usual = options.bits is None and options.recipe is None and options.mode == "affine"
+    return not (usual and (options.linear_bits, options.embedding_bits) == ("auto", "auto"))
+
+
+def packs(options: argparse.Namespace) -> bool:
+    """Whether `convert` leaves a GGUF file in its formats."""
+    return options.source.endswith(".gguf") and not says_a_format(options)
+
+
+def _finetune(options: argparse.Namespace) -> None:
+    from ..training.record import begun
+
+    _check_one_process(options)
+    _check_package("peft", "finetune", "finetune")
+    if Path(options.data).is_file():  # else `look_for_inputs` says so
+        begun(options)
+
+
+_OWN: dict[str, Callable[[argparse.Namespace], None]] = {
+    "bench": _bench,
+    "chat": _chat,
+    "convert": _convert,
+    "finetune": _finetune,
+    "fit": _fit,
+    "generate": _generate,
+    "perplexity": _perplexity,
+    "serve": _serve,
+}
+
+
+def _check_one_process(options: argparse.Namespace) -> None:
+    if processes() > 1:
+        raise ValueError(f"{options.command} is for one process, got a pipeline of several")
+
+
+def _check_settings(options: argparse.Namespace) -> None:
+    if options.set:
+        from .settings import settings_of
+
+        settings_of(options)
+
+
+def _check_kept(options: argparse.Namespace) -> None:
+    if options.prompt_cache is not None and processes() > 1:
+        raise ValueError("--prompt-cache is for one process, got a pipeline of several")
+
+
+def _check_prompt(options: argparse.Namespace) -> None:
+    if options.prompt and options.prompts:
+        raise ValueError("--prompt and --prompts are two ways to give prompts; leave one out")
+    if options.prompts is not None and (options.image or options.prompt_cache):
+        raise ValueError("--image and --prompt-cache are for one prompt, got --prompts")
+    if options.image and options.raw:
+        raise ValueError("--image needs the chat template, got --raw")
+    for file in options.image:
+        if not Path(file).is_file():
+            raise ValueError(f"--image must be a file, got {file}")
+    if options.prompt is None and options.prompts is None and sys.stdin.isatty():
+        raise ValueError("a prompt is needed: --prompt, --prompts or stdin")
+
+
+def _check_adapter(options: argparse.Namespace) -> None:
+    if options.adapter is None:
+        return
+    if processes() > 1:
+        raise ValueError("--adapter is for one process, got a pipeline of several")
+    if getattr(options, "prompt_cache", None) is not None:  # whose names do not tell adapters
+        raise ValueError("--prompt-cache must be without --adapter, got both")
+    _check_package("peft", "--adapter", "adapters")
+    place_of_adapter(options.adapter, weights=False)
+
+
+def _check_speculation(options: argparse.Namespace) -> None:
+    if options.draft is not None and options.prompt_lookup is not None:
+        raise ValueError("--draft and --prompt-lookup are two ways to guess tokens; leave one out")
+    if processes() > 1 and options.draft:
+        raise ValueError(
+            "--draft is for one process, as the processes of a pipeline would guess differently; "
+            "--prompt-lookup guesses there"
+        )
+
+
+def _check_package(package: str, user: str, extra: str) -> None:
+    """Raises: ValueError with the command that brings a missing package, which an extra has."""
+    if find_spec(package) is None:
+        raise ValueError(f"{user} needs `{install_command(extra)}`, which brings {package}")
