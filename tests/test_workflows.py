@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 
 import pytest
 import torch
@@ -67,11 +68,15 @@ def test_what_jobs_name_exists(path):
 
 
 def test_permissions_are_the_least():
-    """Only the job that publishes can say who it is, and it runs none of our code."""
+    """Only the job that publishes can say who it is, and one writes an issue: they run none of our code."""
+    allowed = {"release": {"publish": {"id-token": "write"}}, "nightly": {"issue": {"issues": "write"}}}
     for path in WORKFLOWS:
         assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"}
         more = {name: job["permissions"] for name, job in jobs(path).items() if "permissions" in job}
-        assert more == ({"publish": {"id-token": "write"}} if path.stem == "release" else {})
+        assert more == allowed.get(path.stem, {})
+        for name in more:
+            assert not re.search("scripts/|torch-moe-mps|python", commands(jobs(path)[name]))
+            assert not any("checkout" in step.get("uses", "") for step in jobs(path)[name]["steps"])
     assert commands(jobs(FOLDER / "release.yml")["publish"]) == ""
 
 
@@ -151,6 +156,45 @@ def test_a_release_brings_compiled_shaders():
     assert "compile_shaders build/shaders --release build/metallibs" in text
     assert "--metallibs build/metallibs" in text
     assert "check_load.py" in commands(release["install"])
+
+
+ISSUES = """#!/bin/sh
+echo "$@" >> calls
+[ "$2" = list ] && cat open || true
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "result", "last"),
+    [
+        ("", "success", "issue list"),
+        ("", "failure", "issue create --title Newest transformers and torch --body-file issue.md"),
+        ("7", "success", "issue edit 7 --body-file issue.md"),
+        ("7", "failure", "issue edit 7 --body-file issue.md"),
+    ],
+)
+def test_a_night_opens_one_issue_or_updates_it(tmp_path, number, result, last):
+    """The step's own commands, with a `gh` that notes how it is called."""
+    job = jobs(FOLDER / "nightly.yml")["issue"]
+    program = commands(job).replace("${{ needs.upstream.result }}", result)
+    assert "${{" not in program
+    (tmp_path / "gh").write_text(ISSUES)
+    (tmp_path / "gh").chmod(0o755)
+    (tmp_path / "open").write_text(number)
+    for name, table in {"upstream main": "wrong: mamba2", "upstream torch": "right"}.items():
+        (tmp_path / "tables" / name).mkdir(parents=True)
+        (tmp_path / "tables" / name / "upstream.md").write_text(f"{table}\n")
+    where = {"GITHUB_SERVER_URL": "https://host", "GITHUB_REPOSITORY": "a/b", "GITHUB_RUN_ID": "3"}
+    names = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TITLE": job["env"]["TITLE"]} | where
+    subprocess.run(["bash", "-e", "-c", program], cwd=tmp_path, env=names, check=True)
+    assert (tmp_path / "calls").read_text().splitlines()[-1].startswith(last)
+    body = (tmp_path / "issue.md").read_text()
+    assert body.startswith("## upstream main\n\nwrong: mamba2\n## upstream torch\n\nright\nhttps://host/a/b/")
+
+
+def test_a_night_decides_nothing_about_a_push():
+    night = yaml.safe_load((FOLDER / "nightly.yml").read_text())
+    assert night[True].keys() == {"schedule", "workflow_dispatch"}  # YAML takes "on" for a boolean
 
 
 def test_no_hosted_gpu_is_asked_for_tensor_units():

@@ -1,0 +1,82 @@
+"""scripts/upstream: what it counts, names and ends with."""
+
+import importlib.metadata
+import json
+
+import pytest
+from support import upstream
+from support.upstream import Release, Result
+
+
+@pytest.fixture
+def known(tmp_path, monkeypatch):
+    path = tmp_path / "known.json"
+    path.write_text(json.dumps({"captured": {"xlnet": "no cache"}, "bits": {"xlnet": "none"}}))
+    monkeypatch.setattr(upstream, "KNOWN", path)
+
+
+GOOD = [Result("llama"), Result("xlnet", captured="no cache", bits="none")]
+
+
+def test_the_table_of_what_is_known(known):
+    release = Release("5.23.0", [], GOOD)
+    assert release.is_good()
+    text = upstream.table([release])
+    assert "| 5.23.0 | 2 | 2 | 0 | 1 | 1 | 0 |" in text.splitlines()
+    assert "- not captured, known: xlnet: no cache" in text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("failed", "result", "line"),
+    [
+        (
+            [],
+            Result("mamba2", wrong="captured: token 1 differs"),
+            "- wrong, new: mamba2: captured: token 1 differs",
+        ),
+        ([], Result("bert", captured="it asks for values"), "- not captured, new: bert: it asks for values"),
+        ([], Result("bert", bits="its cache holds none"), "- no 8 bits, new: bert: its cache holds none"),
+        ([], Result("bert", built="KeyError: 'x'"), "- not built, new: bert: KeyError: 'x'"),
+        (
+            ["tests/upstream/test_names.py::test"],
+            Result("bert"),
+            "- contract: tests/upstream/test_names.py::test",
+        ),
+    ],
+)
+def test_what_is_wrong_or_lost(known, failed, result, line):
+    release = Release("5.25.0", failed, [*GOOD, result])
+    assert not release.is_good()
+    assert line in upstream.table([release]).splitlines()
+
+
+def test_what_is_installed_needs_no_folder(tmp_path):
+    version = importlib.metadata.version("transformers")
+    assert upstream.environment(f"transformers=={version}", tmp_path) is None and not [*tmp_path.iterdir()]
+
+
+def test_requirements_that_are_not_met():
+    met, other = f"numpy=={importlib.metadata.version('numpy')}", "numpy<0.1"
+    assert [*upstream.lacking([met, other, "no-such-package>=1", "numpy<0.1; extra == 'x'"])] == [
+        other,
+        "no-such-package>=1",
+    ]
+
+
+@pytest.mark.slow("starts a process that imports torch and runs a model")
+def test_a_model_of_a_worker(simulated):
+    assert upstream.every(None, ["gpt2"], workers=1) == [Result("gpt2")]
+
+
+@pytest.mark.slow("starts a process that imports torch")
+def test_a_model_that_takes_too_long(simulated, monkeypatch):
+    worker = upstream.Worker(None)
+    monkeypatch.setattr(upstream, "SECONDS", 0.01)
+    assert worker.result("llama") == Result("llama", wrong="over 0.01 s")
+    assert worker.process.poll() is not None
+
+
+@pytest.mark.slow("starts a process that imports torch")
+def test_an_error_of_a_release_is_shown():
+    with pytest.raises(SystemExit, match="NameError"):
+        upstream.asked(None, "no_such_name")
