@@ -180,8 +180,8 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
             report.add(name, module, "experts", (), reason)
     use_attention(attentions.values())
     if _is_of_transformers(model):
-        from .caches.cache import grow_caches_in_place
-        from .capture.calls import capture_calls, operators_of_calls, tokens_of
+        from .caches.cache import grow_caches_in_place, growth_of
+        from .capture.calls import capture_calls, never_captured, operators_of_calls, tokens_of
         from .modules.loss import chunk_losses
 
         grow_caches_in_place(model, kv_bits)
@@ -189,6 +189,10 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
         chunk_losses(model)
         capture_calls(model, capture)
         report.capture = tokens_of(model)
+        if (reason := never_captured(model, capture)) is not None:
+            report.capture = lambda: reason
+            warnings.warn(f"torch_moe_mps: {type(model).__name__}: {reason}", stacklevel=3)
+        report.growth = growth_of(model)
         report.beside = operators_of_calls(model)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     report.rows.sort(key=lambda row: order[row.name])

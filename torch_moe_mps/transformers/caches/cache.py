@@ -2,7 +2,8 @@
 
 import inspect
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -16,12 +17,13 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
 )
+from transformers.cache_utils import CacheLayerMixin
 
 from ...ops.attention import CACHE_BITS
 from ..basics.residency import follow_moved
 from ..basics.state import CLASS_MARK, NOTHING, STATE, state_of
 from .held import HeldEntries
-from .layers import growing_class
+from .layers import Made, growing_class
 from .quantized_states import QuantizedStates, can_be_quantized
 from .state import LayerState
 
@@ -53,6 +55,19 @@ def restore_cache(module: nn.Module) -> None:
         del module._forward_pre_hooks_with_kwargs[key]
 
 
+def growth_of(model: nn.Module) -> Callable[[], str | None]:
+    """A function that says why the caches of a model do not grow in place, if they do not."""
+    known = weakref.ref(model)
+
+    def says() -> str | None:
+        there = known()
+        modules = () if there is None else there.modules()
+        faults = (module.__dict__.get(STATE, NOTHING).cache_fault for module in modules)
+        return next((f"its cache does not grow in place: {fault}" for fault in faults if fault), None)
+
+    return says
+
+
 def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Runs before a decoder: gives the layers of a plain cache classes that grow in place, or hold 8 bits.
 
@@ -71,7 +86,7 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     follow_moved()
     if is_plain:
-        _grow(cache, CACHE_BITS if quantizes else None)
+        _note_unknown(module, _grow(cache, CACHE_BITS if quantizes else None))
         positions = kwargs.get("position_ids", args[2] if len(args) > 2 else None)
         if positions is not None:
             _note_positions(cache, positions)
@@ -92,12 +107,28 @@ def _refuse_8_bits(cache: Any) -> NoReturn:
     )
 
 
-def _grow(cache: Any, bits: int | None) -> None:
+def _grow(cache: Any, bits: int | None) -> str | None:
+    """Returns: the name of a class of layers that holds keys and is not known, if there is one."""
+    unknown = None
     for layer in cache.layers:
         plain: Any = type(layer)
         cls = growing_class(plain, bits)
         if cls is not None:
             layer.__class__ = cls
+        elif isinstance(layer, CacheLayerMixin) and not isinstance(layer, Made):
+            unknown = plain.__name__
+    return unknown
+
+
+def _note_unknown(module: nn.Module, layer: str | None) -> None:
+    """Says once of a decoder that its caches have layers of a class that is not known."""
+    if layer is not None and module.__dict__.get(STATE, NOTHING).cache_fault is None:
+        state_of(module).cache_fault = f"{layer} is no class of layers that is known"
+        warnings.warn(
+            f"torch_moe_mps: the cache of {type(module).__name__} does not grow in place, and every token "
+            f"copies it: {layer} is no class of layers that is known",
+            stacklevel=2,
+        )
 
 
 def _note_positions(cache: Any, positions: Tensor) -> None:

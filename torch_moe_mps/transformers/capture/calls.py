@@ -32,7 +32,7 @@ from ..basics.bounded import Bounded
 from ..basics.classes import subclass
 from ..basics.residency import follow_moved
 from ..basics.scoped import having
-from ..basics.self_check_state import refused
+from ..basics.self_check_state import is_on_mps, refused
 from ..basics.wide_logits import wide_logits
 from ..caches.cache import FOLLOWS, takes_states
 from ..caches.held import HeldEntries
@@ -250,13 +250,7 @@ class Captures:
         except UnsupportedOperatorException as error:
             self._fail(f"{error} has no meta function")
         except Exception as error:
-            self._fail(f"{type(error).__name__}: {first_line(error)}")
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    f"torch_moe_mps: a token could not be captured and runs module by module: {self.reason}",
-                    stacklevel=5,
-                )
+            self._fail(f"{type(error).__name__}: {first_line(error)}", is_expected=False)
         else:
             self.programs = [program, *self._still_right(program.fingerprint)][:_MOST_PROGRAMS]
             self._rests, self._failure = 0, None
@@ -272,10 +266,17 @@ class Captures:
             return []
         return [program._replace(fingerprint=now) for program in self.programs]
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, is_expected: bool = True) -> None:
+        """Notes why a token is not captured, and says so once: if it happens again, or is not expected."""
         self.reason = self._failure = reason
         self._rests += 1
         self._rest = min(4**self._rests, _LONGEST_REST)
+        if not self._has_warned and not (is_expected and (self.programs or self._rests < 2)):
+            self._has_warned = True
+            warnings.warn(
+                f"torch_moe_mps: a token could not be captured and runs module by module: {reason}",
+                stacklevel=6,
+            )
 
     def _kind_to_capture(self, reading: Reading) -> _Kind | None:
         """The kind of a call, if this is the one to capture."""
@@ -452,6 +453,15 @@ def tokens_of(model: nn.Module) -> Callable[[], str | None]:
         return None if result is None else str(result)
 
     return says
+
+
+def never_captured(model: nn.Module, wanted: bool | None) -> str | None:
+    """Why tokens are not captured that would be where this model is, and as it is wanted."""
+    may_be = wanted is not False and host_library() is not None and (bool(wanted) or is_on_mps(model))
+    says_tokens = any(isinstance(m, PreTrainedModel) and m.can_generate() for m in model.modules())
+    if captures_of(model) is not None or not may_be or not says_tokens:
+        return None
+    return "tokens run module by module: its forward has no argument for a cache"
 
 
 def operators_of_calls(model: nn.Module) -> set[str]:
