@@ -188,7 +188,7 @@ def test_the_picture_of_quality():
 
 
 def test_the_readme_is_short():
-    assert len((REPOSITORY / "README.md").read_text().split()) <= 1100
+    assert len((REPOSITORY / "README.md").read_text().split()) <= 900
 
 
 def test_the_figures_in_the_readme_are_those_of_the_table():

@@ -411,7 +411,9 @@ def test_two_conversions_to_one_folder(checkpoint, tmp_path, refused, monkeypatc
     assert {path.name for path in tmp_path.iterdir()} == {"dense", "new"}
 
 
-def test_a_conversion_that_is_told_to_end_leaves_nothing_incomplete(checkpoint, tmp_path, monkeypatch):
+def test_a_conversion_that_is_told_to_end_leaves_nothing_incomplete(
+    checkpoint, tmp_path, monkeypatch, capsys
+):
     before = signal.getsignal(signal.SIGTERM)
 
     def end(*arguments):
@@ -421,6 +423,8 @@ def test_a_conversion_that_is_told_to_end_leaves_nothing_incomplete(checkpoint, 
     monkeypatch.setattr(convert, "save_parts", end)
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
         run("convert", checkpoint, tmp_path / "new", "--group-size", 32)
+    said = f"nothing of {tmp_path / 'new'} is complete: the same command begins anew"
+    assert said in capsys.readouterr().err.splitlines()
     assert {path.name for path in tmp_path.iterdir()} == {"dense"}
     assert signal.getsignal(signal.SIGTERM) is before
 

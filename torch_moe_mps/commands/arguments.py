@@ -14,8 +14,8 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 DESCRIPTION = "Quantised Hugging Face models on Apple GPUs."
 EPILOG = (
-    "`torch-moe-mps COMMAND --help` has examples. An error is one line, behind --debug, or with "
-    "MOE_MPS_TRACEBACK=1 in the environment, with a traceback; the exit code is then not 0."
+    "`torch-moe-mps COMMAND --help` has examples. An error is one line, to which --debug, or "
+    "MOE_MPS_TRACEBACK=1 in the environment, adds a traceback; the exit code is then not 0."
 )
 
 
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
             add_options.__name__.removeprefix("_"),
             help=does[:1].lower() + does[1:].removesuffix("."),
             description=does,
-            epilog=textwrap.dedent(more).rstrip(),
+            epilog=_with_examples(textwrap.dedent(more).rstrip()),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_options(command)
@@ -66,6 +66,18 @@ def parser() -> argparse.ArgumentParser:
             help="show where an error comes from, as MOE_MPS_TRACEBACK=1 does",
         )
     return whole
+
+
+def _with_examples(text: str) -> str:
+    """The text of a command's help, with the comments of examples above them.
+
+    zsh, the shell of macOS, takes a comment behind a command for arguments where it is pasted.
+    """
+    lines = []
+    for line in text.splitlines():
+        command, _, comment = line.partition("  # ")
+        lines += [f"  {comment}:", f"    {command.strip()}"] if comment else [line]
+    return "\n".join(lines)
 
 
 def _setting(text: str) -> str:

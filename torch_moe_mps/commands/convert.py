@@ -182,6 +182,7 @@ def _written_beside(destination: Path) -> Iterator[Path]:
             print(f"{folder} has what is complete: the same command goes on with it", file=sys.stderr)
         else:
             shutil.rmtree(folder, ignore_errors=True)
+            print(f"nothing of {destination} is complete: the same command begins anew", file=sys.stderr)
         raise
     finally:
         os.close(lock)

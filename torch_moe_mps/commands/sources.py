@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from .._text import first_line, split_gguf
 from ..macs import refusal
@@ -62,8 +61,8 @@ def skeleton_of(options: argparse.Namespace, folder: str) -> tuple[Source, Any]:
 
 def check_generates(options: argparse.Namespace, folder: str) -> None:
     """Raises: ValueError for a model that makes vectors or scores; its weights are not read for that."""
-    made: Any = Source(folder, loading_options(options)).cls
-    if isinstance(made, type) and issubclass(made, PreTrainedModel) and not made.can_generate():
+    can_generate = getattr(Source(folder, loading_options(options)).cls, "can_generate", None)
+    if can_generate is not None and not can_generate():  # an Auto class has none, and is for text
         raise ValueError(NO_TEXT)
 
 
