@@ -4,12 +4,14 @@ import copy
 import itertools
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from math import ceil
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .._extension import PACKAGE
 from .._text import first_line
 from .basics.classes import class_before
 
@@ -24,11 +26,16 @@ _WIDTHS = re.compile(
     r"n_embd|n_inner|inner_dim|d_ff|dff|d_ssm|d_inner|lru_width|_width|^dim)$|ffn_hidden_size"
 )
 _HEADS = re.compile(r"heads$|n_head$|n_head_kv$|head_count|n_groups$|o_groups$")
+_HIDDEN = re.compile(r"^(hidden_size|d_model|n_embd|dim|emb_dim)$")
 _MAIN_HEADS = re.compile(r"num_attention_heads$|^n_heads?$|^num_heads$|decoder_attention_heads$")
 _KEY_HEADS = re.compile(r"num_key_value_heads$|num_kv_heads$|n_head_kv$")
+_INNER = re.compile(r"intermediate|ffn|inner|d_ff|dff")
+_OF_TEXT = re.compile(r"out_hidden_size|output_dim|projection_dim|text_")  # in parts that are not the text's
 _EXPERTS = re.compile(r"(^|_)experts$|num_experts$|local_experts$")
 _OTHER_EXPERTS = re.compile(r"shared|per_tok|top|zero|dense")
-_LAYERS = re.compile(r"num_(hidden_|encoder_|decoder_)?layers$|n_layers?$|depth$|(encoder|decoder)_layers$")
+_LAYERS = re.compile(
+    r"num_(hidden_|encoder_|decoder_)?layers$|num_blocks$|n_layers?$|depth$|(encoder|decoder)_layers$"
+)
 _LISTS_OF_LAYERS = re.compile(r"layers|indices|indexes")
 _VOCABULARIES = re.compile(r"vocab_size")
 _IDS = re.compile(r"(token_id|token_ids|token_index|_id)$")
@@ -52,9 +59,11 @@ def small_model(model: PreTrainedModel, run: Callable[[PreTrainedModel], object]
     text = model.config.get_text_config(decoder=True)
     layers = _layers(model, text)
     kinds = [_kind(layer) for layer in layers]
-    for divisor, kept in itertools.product(divisors(text), selections(kinds)):
+    sizes = divisors(text)
+    for narrow, divisor, kept in itertools.product((True, False), sizes, [*selections(kinds)]):
         try:
-            twin = _built(model, _smaller(model.config, text, divisor, (len(kinds), kept)))
+            shrink = _Shrink(text, divisor, len(kinds), kept, narrow)
+            twin = _built(model, shrink(model.config))
             own = {_kind(layer) for layer in _layers(twin, twin.config.get_text_config(decoder=True))}
             if own >= {*kinds}:
                 run(twin)
@@ -95,17 +104,23 @@ def _layers(model: nn.Module, text: PreTrainedConfig) -> nn.ModuleList:
     """
     lists = (value for value in text.to_dict().values() if isinstance(value, list))
     counts = {*_of(text, _LAYERS), *(len(one) for one in lists if all(isinstance(x, str) for x in one))}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) in counts and "encoder" not in name.split("."):
-            return module
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [(name, module) for name, module in lists if len(module) in counts]
+    if lists:  # an encoder's only where no other is: some decoders are called so
+        return min(lists, key=lambda found: "encoder" in found[0].split("."))[1]
     raise CannotBeShrunk("it has no list of layers whose length is in its config")
 
 
 def _kind(layer: nn.Module) -> Hashable:
-    """Equal for layers of the same modules with the same switches, whatever their sizes."""
+    """Equal for layers of the same modules with the same switches, whatever their sizes.
+
+    Modules of torch, PEFT and this package, which may stand for each other, do not count.
+    """
+    named = ((name, class_before(module), module) for name, module in layer.named_modules())
     return frozenset(
-        (re.sub(r"\d+", "*", name), class_before(module), *_switches(module))
-        for name, module in layer.named_modules()
+        (re.sub(r"\d+", "*", name.replace(".base_layer", "")), cls, *_switches(module))
+        for name, cls, module in named
+        if cls.__module__.partition(".")[0] not in ("torch", "peft", PACKAGE.name)
     )
 
 
@@ -140,16 +155,20 @@ def selections(kinds: Sequence[Hashable]) -> Iterator[list[int]]:
 
 def divisors(text: PreTrainedConfig) -> list[int]:
     """Divisors of the hidden size and of the heads that are tried, the likeliest first."""
-    hidden, heads, fewer = text.hidden_size, _of(text, _MAIN_HEADS), _of(text, _KEY_HEADS)
+    hidden, heads, fewer = _of(text, _HIDDEN), _of(text, _MAIN_HEADS), _of(text, _KEY_HEADS)
+    if not hidden:
+        return []
 
     def fits(n: int) -> bool:
         rest = [h // n for h in heads if h % n == 0]
         groups = [k // n if k % n == 0 else k for k in fewer]
-        return hidden % n == 0 and len(rest) == len(heads) and all(h % k == 0 for h in rest for k in groups)
+        return (
+            hidden[0] % n == 0 and len(rest) == len(heads) and all(h % k == 0 for h in rest for k in groups)
+        )
 
-    every = [n for n in range(1, hidden + 1) if fits(n)]
-    small = [n for n in every if hidden // n <= WIDEST]
-    large = [n for n in reversed(every) if WIDEST < hidden // n <= 4 * WIDEST]
+    every = [n for n in range(1, hidden[0] + 1) if fits(n)]
+    small = [n for n in every if hidden[0] // n <= WIDEST]
+    large = [n for n in reversed(every) if WIDEST < hidden[0] // n <= 4 * WIDEST]
     return (small + large)[:_SIZES_TRIED]
 
 
@@ -158,84 +177,103 @@ def _of(config: PreTrainedConfig, names: re.Pattern) -> list[int]:
     return [value for name, value in values if names.search(name) and type(value) is int and value > 0]
 
 
-def _smaller(
-    config: PreTrainedConfig, text: PreTrainedConfig, divisor: int, layers: tuple[int, list[int]]
-) -> PreTrainedConfig:
-    """A config with its parts; those that are not the text's keep their widths, and have a layer or two."""
-    values = {k: v for k, v in copy.deepcopy(config.to_dict()).items() if k not in _NOT_OF_A_TWIN}
-    for name, value in values.items():
-        part = vars(config).get(name)
-        if isinstance(part, PreTrainedConfig):
-            values[name] = _smaller(part, text, divisor, layers).to_dict()
-        elif config is text:
-            values[name] = _of_text(name, value, divisor, *layers, config)
-        else:
-            values[name] = _of_others(name, value)
-    result = type(config).from_dict(values)
-    if config._attn_implementation in ("eager", "sdpa"):
-        result._attn_implementation = config._attn_implementation
-    return result
+class _Shrink(NamedTuple):
+    """Makes smaller configs.
+
+    Attributes:
+        text: the part of the config that is the decoder's.
+        divisor: of its widths and heads.
+        count: of its layers.
+        kept: those of them that a small model has.
+        narrow: whether other parts get smaller widths, too.
+    """
+
+    text: PreTrainedConfig
+    divisor: int
+    count: int
+    kept: list[int]
+    narrow: bool
+
+    def __call__(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """A config with its parts."""
+        values = {k: v for k, v in copy.deepcopy(config.to_dict()).items() if k not in _NOT_OF_A_TWIN}
+        own = divisors(config) if self.narrow and config is not self.text else []
+        for name, value in values.items():
+            part = vars(config).get(name)
+            if isinstance(part, PreTrainedConfig):
+                values[name] = self(part).to_dict()
+            elif config is self.text:
+                values[name] = self._of_text(name, value)
+            else:
+                values[name] = self._of_another(name, value, own[0] if own else 1)
+        result = type(config).from_dict(values)
+        if config._attn_implementation in ("eager", "sdpa"):
+            result._attn_implementation = config._attn_implementation
+        return result
+
+    def _of_text(self, name: str, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return self._list_of_text(name, value)
+        if isinstance(value, dict) and all(isinstance(item, dict) for item in value.values()):
+            return self._of_each_layer(value)
+        if type(value) is not int or value < 1:
+            return value
+        if value == self.count and _LAYERS.search(name):
+            return len(self.kept)
+        if name == "num_kv_shared_layers":
+            return sum(layer >= self.count - value for layer in self.kept)
+        if _EXPERTS.search(name) and not _OTHER_EXPERTS.search(name):
+            return _experts(value, self.text)
+        if _WINDOWS.search(name):
+            return min(value, WINDOW)
+        return _size(name, value, self.divisor)
+
+    def _list_of_text(self, name: str, values: Any) -> Any:
+        """A list of a value for each layer, of numbers of layers, or of something else."""
+        if len(values) == self.count:
+            values = [values[layer] for layer in self.kept]
+        elif _LISTS_OF_LAYERS.search(name) and all(type(value) is int for value in values):
+            return [value for value in values if value in self.kept]
+        return [_size(name, value, self.divisor) for value in values]
+
+    def _of_each_layer(self, values: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+        """Values of single layers, by their numbers."""
+        by_number = {int(number): found for number, found in values.items() if str(number).isdecimal()}
+        if len(by_number) < len(values):  # of something else
+            return values
+        return {
+            index: {name: self._of_text(name, value) for name, value in found.items()}
+            for index, layer in enumerate(self.kept)
+            if (found := by_number.get(layer))
+        }
+
+    def _of_another(self, name: str, value: Any, divisor: int) -> Any:
+        """A value of a part that is not the text's, which has a layer or two."""
+        if type(value) is int and _LAYERS.search(name):
+            return min(value, 2)
+        if isinstance(value, list) and _LISTS_OF_LAYERS.search(name) and all(type(i) is int for i in value):
+            return [item for item in value if item < 2]
+        if value == self.text.hidden_size and _OF_TEXT.search(name):
+            return value // self.divisor
+        return _size(name, value, divisor)
 
 
-def _of_others(name: str, value: Any) -> Any:
-    if _LAYERS.search(name) and type(value) is int:
-        return min(value, 2)
-    if isinstance(value, list) and _LISTS_OF_LAYERS.search(name) and all(type(i) is int for i in value):
-        return [item for item in value if item < 2]
-    return _vocabulary(name, value)
-
-
-def _of_text(
-    name: str, value: Any, divisor: int, count: int, layers: list[int], config: PreTrainedConfig
-) -> Any:
-    if isinstance(value, list | tuple):
-        if len(value) == count:
-            return [value[layer] for layer in layers]
-        if _LISTS_OF_LAYERS.search(name) and all(type(item) is int for item in value):
-            return [item for item in value if item in layers]
-        if _WIDTHS.search(name):
-            return [_divided(item, divisor) for item in value]
-        return _vocabulary(name, value)
-    if isinstance(value, dict) and all(isinstance(item, dict) for item in value.values()):
-        return _of_each_layer(value, divisor, count, layers, config)
+def _size(name: str, value: Any, divisor: int) -> Any:
+    """A width or a number of heads, divided; a size of a vocabulary or an id in it."""
     if type(value) is not int or value < 1:
-        return value
-    if value == count and _LAYERS.search(name):
-        return len(layers)
-    if name == "num_kv_shared_layers":
-        return sum(layer >= count - value for layer in layers)
+        return _vocabulary(name, value)
     if _WIDTHS.search(name) and "head" not in name:
-        return _divided(value, divisor)
+        exact = value // divisor if value % divisor == 0 else 0
+        aligned = 8 * ceil(value / divisor / 8)  # as some kernels ask
+        return aligned if not exact or (_INNER.search(name) and value % 8 == 0) else exact
     if _HEADS.search(name):
         return value // divisor if value % divisor == 0 else value
-    if _EXPERTS.search(name) and not _OTHER_EXPERTS.search(name):
-        return _experts(value, config)
-    if _WINDOWS.search(name):
-        return min(value, WINDOW)
     return _vocabulary(name, value)
-
-
-def _of_each_layer(
-    values: dict[Any, dict[str, Any]], divisor: int, count: int, layers: list[int], config: PreTrainedConfig
-) -> dict[Any, dict[str, Any]]:
-    """Values of single layers, by their numbers."""
-    by_number = {int(number): found for number, found in values.items() if str(number).isdecimal()}
-    if len(by_number) < len(values) or not values:  # of something else
-        return values
-    return {
-        index: {name: _of_text(name, value, divisor, count, layers, config) for name, value in found.items()}
-        for index, layer in enumerate(layers)
-        if (found := by_number.get(layer))
-    }
-
-
-def _divided(value: Any, divisor: int) -> Any:
-    return max(1, round(value / divisor)) if type(value) is int else value
 
 
 def _experts(count: int, config: PreTrainedConfig) -> int:
     """The fewest that a divisor leaves, of which a token chooses no more than half, in groups as before."""
-    names = re.compile(r"per_tok|top_?k|n_group$|topk_group")
+    names = re.compile(r"per_tok|top_?k|moe_k|n_group$|topk_group")
     least = max([_LEAST_EXPERTS, *(2 * n for n in _of(config, names) if n <= count // 2)])
     return next(n for n in range(min(least, count), count + 1) if count % n == 0)
 

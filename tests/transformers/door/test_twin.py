@@ -132,6 +132,18 @@ def test_a_wrong_formula_is_left_out_and_the_verdict_is_kept(untested, put_rule,
     assert said_again == said and str(again) == str(report)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_quantised_model_agrees(untested, again):
+    with tiny_models.groups_of_32():
+        model = tiny("qwen3_moe")
+    report, said = accelerated(model, bits=4, group_size=32)
+    if again:
+        (kept,) = untested.rglob("selfcheck-*.json")
+        kept.unlink()
+        report, said = accelerated(model)
+    assert not said and "a small Qwen3MoeForCausalLM agrees with its own code" in str(report)
+
+
 def test_a_change_of_the_config_is_another_verdict(untested):
     accelerated(tiny("qwen3_moe"))
     accelerated(tiny("qwen3_moe", norm_topk_prob=True))
