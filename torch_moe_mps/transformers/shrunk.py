@@ -15,12 +15,14 @@ from .._extension import PACKAGE
 from .._text import first_line
 from .basics.classes import class_before
 
-WIDEST = 256  # hidden sizes from there on are divided
+WIDEST = 128  # hidden sizes from there on are divided, and down to the next one where that does not fit
+_LARGEST = 1024
 VOCABULARY = 128
 WINDOW = 8  # keys of layers with a window, so that a few tokens fill it
 _MOST_LAYERS = 12
 _LEAST_EXPERTS = 4
 _SIZES_TRIED = 4
+_ALIKE = 6  # failures, after which no more sizes are tried
 _WIDTHS = re.compile(
     r"(hidden_size|intermediate_size|hidden_dim|ffn_dim|embed_dim|emb_dim|embedding_size|proj_dim|d_model|"
     r"n_embd|n_inner|inner_dim|d_ff|dff|d_ssm|d_inner|lru_width|_width|^dim)$|ffn_hidden_size"
@@ -55,23 +57,23 @@ def small_model(model: PreTrainedModel, run: Callable[[PreTrainedModel], object]
 
     Raises: CannotBeShrunk where there is none, with the last reason.
     """
-    failure = "its config has no sizes that are known"
+    failures: list[str] = []
     text = model.config.get_text_config(decoder=True)
     layers = _layers(model, text)
     kinds = [_kind(layer) for layer in layers]
-    sizes = divisors(text)
-    for narrow, divisor, kept in itertools.product((True, False), sizes, [*selections(kinds)]):
+    for narrow, divisor, kept in itertools.product((True, False), divisors(text), [*selections(kinds)]):
         try:
-            shrink = _Shrink(text, divisor, len(kinds), kept, narrow)
-            twin = _built(model, shrink(model.config))
+            twin = _built(model, _Shrink(text, divisor, len(kinds), kept, narrow)(model.config))
             own = {_kind(layer) for layer in _layers(twin, twin.config.get_text_config(decoder=True))}
             if own >= {*kinds}:
                 run(twin)
                 return twin
-            failure = "its small models lack a kind of its layers"
+            failures.append("its small models lack a kind of its layers")
         except Exception as error:  # of the config's or the model's own code, for sizes that do not fit
-            failure = f"{type(error).__name__}: {first_line(error)}"
-    raise CannotBeShrunk(failure)
+            failures.append(f"{type(error).__name__}: {first_line(error)}")
+        if failures.count(failures[-1]) == _ALIKE:
+            break
+    raise CannotBeShrunk(failures[-1] if failures else "its config has no sizes that are known")
 
 
 def _built(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
@@ -168,7 +170,7 @@ def divisors(text: PreTrainedConfig) -> list[int]:
 
     every = [n for n in range(1, hidden[0] + 1) if fits(n)]
     small = [n for n in every if hidden[0] // n <= WIDEST]
-    large = [n for n in reversed(every) if WIDEST < hidden[0] // n <= 4 * WIDEST]
+    large = [n for n in reversed(every) if WIDEST < hidden[0] // n <= _LARGEST]
     return (small + large)[:_SIZES_TRIED]
 
 
