@@ -1,5 +1,5 @@
 # Sourced by the other scripts: makes .venv with the pinned packages and this one, and leaves its python in $PYTHON.
-# TORCH_VERSION=2.15.0 in the environment installs that torch in place of the pinned one.
+# TORCH_VERSION=2.15.0 in the environment installs that torch in place of the pinned one, TRANSFORMERS_VERSION=5.23.0 that transformers.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
@@ -24,7 +24,8 @@ system_python() {
 
 # Another torch may bring another version of CUDA's compiler than the pinned one.
 requirements() {
-  sed "${TORCH_VERSION:+s/^torch==.*/torch==$TORCH_VERSION/; s/^nvidia-cuda-nvrtc==[^;]*/nvidia-cuda-nvrtc/}" tests/requirements.txt
+  sed "${TORCH_VERSION:+s/^torch==.*/torch==$TORCH_VERSION/; s/^nvidia-cuda-nvrtc==[^;]*/nvidia-cuda-nvrtc/};${TRANSFORMERS_VERSION:+s/^transformers==.*/transformers==$TRANSFORMERS_VERSION/}" \
+    tests/requirements.txt
 }
 
 make_environment() {

@@ -11,7 +11,7 @@ from compile_shaders import is_released
 from macos import SUPPORTED
 from support.processes import REPOSITORY
 
-from torch_moe_mps._versions import TORCH, refused
+from torch_moe_mps._versions import TORCH, TRANSFORMERS, minor, refused
 from torch_moe_mps.ops import OPERATORS
 
 FOLDER = REPOSITORY / ".github" / "workflows"
@@ -147,6 +147,27 @@ def test_runners_have_a_macos_that_their_torch_takes():
     for row in rows:
         torch = ".".join(row.get("torch", TORCH[0]).split(".")[:2])
         assert refused(torch, RUNNERS[row["runner"]]) is None, row
+
+
+def test_the_oldest_and_the_newest_transformers_run_all_tests():
+    (pinned,) = re.findall("^transformers==(.*)", (REPOSITORY / "tests/requirements.txt").read_text(), re.M)
+    rows = of_matrix(jobs(FOLDER / "test.yml")["linux"])
+    versions = [minor(row.get("transformers", pinned)) for row in rows]
+    assert versions == [TRANSFORMERS[0], TRANSFORMERS[-1]]
+
+
+@pytest.mark.parametrize(("variable", "package"), [("TORCH", "torch"), ("TRANSFORMERS", "transformers")])
+def test_a_variable_replaces_a_pinned_version(variable, package):
+    def required(**names: str) -> dict[str, str]:
+        program = ["bash", "-c", "source scripts/environment.sh; requirements"]
+        text = subprocess.run(
+            program, cwd=REPOSITORY, env=os.environ | names, capture_output=True, text=True, check=True
+        ).stdout
+        return dict(re.findall(r"^([\w-]+)==([^; ]*)", text, re.M))
+
+    plain, changed = required(), required(**{f"{variable}_VERSION": "9.8.7"})
+    differs = {name for name in plain if plain[name] != changed.get(name)}
+    assert changed[package] == "9.8.7" and differs <= {package, "nvidia-cuda-nvrtc"}
 
 
 def test_a_release_brings_compiled_shaders():

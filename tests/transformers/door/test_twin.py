@@ -1,5 +1,6 @@
 """Behind a transformers that was not tested, a small model is compared: each test puts a fault in."""
 
+import importlib
 import json
 import re
 import warnings
@@ -144,6 +145,14 @@ def test_a_quantised_model_agrees(untested, again):
     assert not said and "a small Qwen3MoeForCausalLM agrees with its own code" in str(report)
 
 
+def test_a_part_of_a_model_agrees(untested):
+    """In a pipeline other processes have the other layers."""
+    model = tiny("qwen3_moe")
+    model.model.layers[0] = torch.nn.Identity()
+    report, said = accelerated(model)
+    assert not said and "a small Qwen3MoeForCausalLM agrees with its own code" in str(report)
+
+
 def test_a_change_of_the_config_is_another_verdict(untested):
     accelerated(tiny("qwen3_moe"))
     accelerated(tiny("qwen3_moe", norm_topk_prob=True))
@@ -205,26 +214,36 @@ class TestOfNoKnownSizes:
         assert "\n" not in str(error.value) and model.state_dict().keys() == before.keys()
 
 
-def test_a_renamed_argument_in_a_copy_of_a_modelling_file(untested, tmp_path, monkeypatch):
-    """Whatever comes of it, the model's logits are those of its own code."""
+@pytest.mark.parametrize("name", ["position_embeddings", "attention_mask"])
+def test_a_renamed_argument_in_a_copy_of_a_modelling_file(untested, tmp_path, monkeypatch, name):
+    """Layers and their attention call it otherwise: whatever comes of it, results are its own code's."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-    text = re.sub(
-        r"^from \.\.\.(?=\w)", "from transformers.", Path(modeling_qwen3_moe.__file__).read_text(), flags=re.M
-    )
+    text = Path(modeling_qwen3_moe.__file__).read_text()
+    text = re.sub(r"^from \.\.\.(?=\w)", "from transformers.", text, flags=re.M)
     text = text.replace("from ... import", "from transformers import")
     text = text.replace("from .configuration", "from transformers.models.qwen3_moe.configuration")
-    (tmp_path / "renamed_qwen3_moe.py").write_text(
-        re.sub(r"\bposition_embeddings\b", "tables_of_angles", text)
+    before, begins, rest = text.partition("class Qwen3MoeAttention(")
+    layers, ends, model = rest.partition("class Qwen3MoePreTrainedModel(")
+    called = {"attention_mask": "attention_mask=causal_mask"}.get(name, f"{name}={name}")
+    assert name in layers and called in model
+    layers, model = (
+        re.sub(rf"\b{name}\b", "renamed", layers),
+        model.replace(called, f"renamed{called[len(name) :]}"),
     )
+    file = f"renamed_{name}"
+    (tmp_path / f"{file}.py").write_text(before + begins + layers + ends + model)
     monkeypatch.syspath_prepend(tmp_path)
-    import renamed_qwen3_moe
-
-    model = renamed_qwen3_moe.Qwen3MoeForCausalLM(tiny_models.tiny_config("qwen3_moe")).eval()
+    cls = importlib.import_module(file).Qwen3MoeForCausalLM
+    model = cls(tiny_models.tiny_config("qwen3_moe")).eval()
     tiny_models.randomise(model, 0)
-    expected = output(model, prompt())
+    ids, mask = prompt(), torch.ones_like(prompt())
+    mask[0, :3] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected, tokens = output(model, ids, attention_mask=mask), model.generate(ids, **how)
     accelerated(model)
-    assert torch.allclose(output(model, prompt()), expected, atol=1e-5)
+    assert torch.allclose(output(model, ids, attention_mask=mask), expected, atol=1e-5)
+    assert torch.equal(model.generate(ids, **how), tokens)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4", "qwen3_next"])
