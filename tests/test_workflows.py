@@ -163,7 +163,7 @@ def test_a_variable_replaces_a_pinned_version(variable, package):
         text = subprocess.run(
             program, cwd=REPOSITORY, env=os.environ | names, capture_output=True, text=True, check=True
         ).stdout
-        return dict(re.findall(r"^([\w-]+)==([^; ]*)", text, re.M))
+        return dict(re.findall(r"^([\w-]+)==([^;\s]*)", text, re.M))
 
     plain, changed = required(), required(**{f"{variable}_VERSION": "9.8.7"})
     differs = {name for name in plain if plain[name] != changed.get(name)}
