@@ -218,7 +218,7 @@ def test_layout_and_card(folder, trained):
     assert {name.removesuffix(".weight"): t.shape for name, t in written.items()} == shapes
     card = (output / "README.md").read_text()
     assert "| data | data.jsonl: 18 lines, 162 tokens |" in card and str(folder) not in card
-    assert "torch-moe-mps generate model --adapter adapter" in card
+    assert "\ntorch-moe-mps generate model --adapter adapter -p 'Who are you?'\n" in card
     assert ET.parse(output / "loss.svg").getroot().tag.endswith("svg")
 
 

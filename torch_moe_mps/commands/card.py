@@ -73,6 +73,15 @@ The weights{of}, written by `torch-moe-mps convert` {__version__}.
 {errors}"""
 
 
+def use_of_adapter(folder: str, model: str, options: argparse.Namespace) -> str:
+    """The command that asks a model with the adapter in a folder, as it was trained."""
+    own = ("--bits", "--group-size")
+    given = [(name, getattr(options, name[2:].replace("-", "_"))) for name in own]
+    words = [word for name, value in given if value is not None for word in (name, str(value))]
+    question = ("--adapter", folder, "-p", "Who are you?")
+    return shlex.join(("torch-moe-mps", "generate", model, *words, *question))
+
+
 def adapter_card(
     name: str, options: argparse.Namespace, about: dict[str, Any], examples: int, tokens: int
 ) -> str:
@@ -87,8 +96,7 @@ def adapter_card(
     model = Path(options.model).name if is_here else options.model  # no folder of this machine is named
     of_the_hub = {} if is_here else {"base_model": split_gguf(options.model)[0]}
     data = ModelCardData(library_name="peft", tags=["lora", _TAG], **of_the_hub)
-    bits = "" if options.bits is None else f" --bits {options.bits}"
-    use = f"torch-moe-mps generate {shlex.quote(model)}{bits} --adapter {shlex.quote(name)} -p ..."
+    use = use_of_adapter(name, model, options)
     rows = [
         ("data", f"{Path(options.data).name}: {examples} lines, {tokens:,} tokens"),
         ("rank", f"{options.rank}, of experts {options.expert_rank}"),

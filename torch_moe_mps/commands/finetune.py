@@ -19,7 +19,7 @@ from ..macs import machine_memory, this_mac
 from ..training.examples import Example, read_examples
 from ..training.record import ADAPTER, RECORD, begun
 from ..transformers.basics.report import in_unit
-from .card import CARD, adapter_card
+from .card import CARD, adapter_card, use_of_adapter
 from .fit import size_when_loaded
 from .interrupts import at_ctrl_c
 from .results import written_whole
@@ -172,4 +172,4 @@ def _save(
     tokens = sum(len(example.ids) for example in examples)
     (output / CARD).write_text(adapter_card(output.name, options, about, len(examples), tokens))
     _write(output, about)
-    print(f"wrote {output}: torch-moe-mps generate {options.model} --adapter {output} -p ...")
+    print(f"wrote {output}. To ask it:\n{use_of_adapter(str(output), options.model, options)}")

@@ -54,6 +54,8 @@ def settings_of_answer(
     """
     own = model.generation_config
     config = copy.deepcopy(own) if whole is None else GenerationConfig(**whole)
+    if not asked.get("do_sample", config.do_sample):  # transformers warns of what changes nothing then
+        asked = {name: value for name, value in asked.items() if name not in _OF_DRAWS}
     config.update(**asked)
     if config.eos_token_id is None:
         config.eos_token_id = own.eos_token_id
