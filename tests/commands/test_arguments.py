@@ -75,6 +75,14 @@ EARLY = {
     "finetune {here} {here}/data --output {here}": "exists; --resume goes on with a training",
     "finetune {here} {here}/data --resume --output {here}": "--resume needs a training in {here}, got none",
     "fit {here} --json {here}/no/file": "--json must be a file that can be written",
+    "fit {here} --recipe nope": "--recipe must be small, fast, best, mixed_2_6, mixed_3_4, mixed_3_6, mixed_",
+    "fit {here}/folder": "folder has no config.json",
+    "convert {here} {here}/new --importance {here}/no": "--importance must be auto or a file",
+    "chat {here} --shares 1,2": "--shares is for the processes that torchrun starts, got one process",
+    "generate {here} --prompts {here}/empty": "empty has no prompt",
+    "generate {here} --prompts {here}/latin": "--prompts must be a file in UTF-8",
+    "perplexity {here} --text {here}/latin": "--text must be a file in UTF-8",
+    "finetune {here} {here}/empty.jsonl --output {here}/new": "empty.jsonl:1: must have",
 }
 
 
@@ -82,6 +90,11 @@ EARLY = {
 def test_a_cheap_error_is_said_at_once(line, tmp_path, refused, monkeypatch):
     """Before the module of the command, which imports torch, and in one line."""
     (tmp_path / "data").write_text('{"text": "a"}')
+    (tmp_path / "empty.jsonl").write_text('{"txt": "a"}')
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "empty").write_text("\n\n")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    (tmp_path / "folder").mkdir()
     monkeypatch.setattr("torch_moe_mps.commands.importlib", None)
     assert EARLY[line].format(here=tmp_path) in refused(*line.format(here=tmp_path).split())
 
@@ -94,6 +107,7 @@ def test_a_cheap_error_is_said_at_once(line, tmp_path, refused, monkeypatch):
 ])  # fmt: skip
 def test_a_cheap_error_waits_for_no_torch(line, tmp_path):
     (tmp_path / "data").write_text('{"text": "a"}')
+    (tmp_path / "config.json").write_text("{}")
     result = module(*line.format(here=tmp_path).split())
     said = result.stderr.strip().splitlines()[-1]
     assert result.returncode == 1 and said.startswith("torch-moe-mps: error: ")
@@ -103,13 +117,15 @@ def test_a_cheap_error_waits_for_no_torch(line, tmp_path):
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "check"])  # it has no model
 def test_every_command_says_a_wrong_name(command, capsys, tmp_path):
     """Whatever options it has beside."""
-    others = {"convert": [tmp_path / "new"], "finetune": [__file__]}.get(command, [])
+    (tmp_path / "data").write_text('{"text": "a"}')
+    data = [tmp_path / "data", "--output", tmp_path / "new"]
+    others = {"convert": [tmp_path / "new"], "finetune": data, "generate": ["-p", "a"]}.get(command, [])
     assert main([command, str(tmp_path / "nothing"), *map(str, others)]) == 1
     assert "nothing is neither a folder nor the name of a model on the Hub" in capsys.readouterr().err
 
 
 WRONG = {
-    "convert": ("--bits 7", "--group-size 48", "--linear-bits 9", "--embedding-bits 9"),
+    "convert": ("--mode q9", "--bits 7", "--group-size 48", "--linear-bits 9", "--embedding-bits 9"),
     "bench": (
         "--bits 4.5",
         "--prompt 0",

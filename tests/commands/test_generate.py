@@ -216,7 +216,7 @@ def test_bad_input_is_one_line(checkpoint, tmp_path, refused, monkeypatch):
     hello = ["-p", "hello"]
     for arguments, message in (
         ([], "stdin must be in UTF-8: "),
-        (["--prompts", tmp_path / "latin.txt"], "latin.txt must be in UTF-8: "),
+        (["--prompts", tmp_path / "latin.txt"], "--prompts must be a file in UTF-8, got "),
         (["--prompts", tmp_path / "empty.txt"], "empty.txt has no prompt"),
         (
             ["--prompts", tmp_path / "empty.txt", *hello],

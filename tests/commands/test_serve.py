@@ -467,7 +467,7 @@ def test_how_many_are_answered_together(arguments, processes, most, line, monkey
     parsed = options("serve", "model", *arguments)
     if isinstance(most, str):
         with pytest.raises(ValueError, match=f"^{most}$"):
-            early.check(parsed)
+            early.check_options(parsed)
     else:
         assert serving_of_commands.rows_of(parsed) == most
     assert capsys.readouterr().err == line

@@ -17,7 +17,7 @@ import torch_moe_mps
 from support import tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
 from torch_moe_mps.commands.arguments import parser
-from torch_moe_mps.commands.early import check
+from torch_moe_mps.commands.early import check_options
 from torch_moe_mps.commands.serve import media_of, server_of, sockets_of
 from torch_moe_mps.commands.serving import served_by
 from torch_moe_mps.serving import structured
@@ -39,7 +39,7 @@ def client_of(*arguments: object, key: str = "none") -> Iterator[openai.OpenAI]:
 def server_at(*arguments: object) -> Iterator[str]:
     """The URL of `serve` with these arguments, in this process."""
     options = parser().parse_args(["serve", "--device", "cpu", "--log-level", "error", *map(str, arguments)])
-    check(options)
+    check_options(options)
     sockets = sockets_of("localhost", 0)
     with served_by(options, media_of(options)) as served:
         server = server_of(served, options)

@@ -16,7 +16,7 @@ from .._install import install_command
 from .._text import first_line
 from ..pipeline.torchrun import first_process_talks, tell_other_processes
 from .arguments import parser
-from .early import check
+from .early import check_options
 
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         with _signals_raise(), first_process_talks():
-            check(options)  # before the seconds in which torch is imported
+            check_options(options)  # before the seconds in which torch is imported
             code: int = importlib.import_module(f".{options.command}", __package__).run(options) or 0
             sys.stdout.flush()
     except BrokenPipeError:  # what reads the output has seen enough

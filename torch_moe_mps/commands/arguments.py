@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 
 from .. import __version__
 
+RECIPES = ("small", "fast", "best")
+MIXED = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
+_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 DESCRIPTION = "Quantised Hugging Face models on Apple GPUs."
@@ -134,6 +137,12 @@ def _one_of(*values: int) -> Callable[[str], int]:
 
 _BITS = (1, 2, 3, 4, 5, 6, 8)
 _GROUP_SIZE = _one_of(16, 32, 64, 128)
+
+
+def _mode(text: str) -> str:
+    if text not in _MODES:
+        raise argparse.ArgumentTypeError(f"must be {', '.join(_MODES[:-1])} or {_MODES[-1]}, got {text}")
+    return text
 
 
 def _numbers(text: str) -> list[int]:
@@ -326,8 +335,8 @@ def _convert(command: argparse.ArgumentParser) -> None:
     add("destination", metavar="DST", help="folder to write; it must not exist")
     add("--bits", type=_one_of(*_BITS), help="2, 3, 4, 5, 6 or 8 (4)")
     add("--group-size", type=_GROUP_SIZE, help="weights that share a scale: 32, 64 or 128 (64)")
-    modes = "affine, mxfp4, mxfp8, nvfp4, q2_k, q3_k, q4_k, q5_k, q6_k or iq4_xs (affine)"
-    add("--mode", default="affine", help=modes)
+    modes = f"{', '.join(_MODES[:-1])} or {_MODES[-1]}"
+    add("--mode", default="affine", type=_mode, help=f"{modes} (affine)")
     add(
         "--linear-bits",
         type=_bits,

@@ -9,15 +9,31 @@ from pathlib import Path
 
 from .._install import install_command
 from ..pipeline.torchrun import processes
-from .places import adapter_config, look_for_inputs, place_of_adapter
+from .arguments import MIXED, RECIPES
+from .places import (
+    adapter_config,
+    look_for_files,
+    look_for_models,
+    place_of_adapter,
+    prompts_of,
+    utf8_text,
+)
 from .results import check_writable
 
 
-def check(options: argparse.Namespace) -> None:
-    """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
+def check_options(options: argparse.Namespace) -> None:
+    """Checks the options of a command; `generate` has its prompts as options.texts then.
+
+    Raises: ValueError, OSError, ImportError with one line that says what is wrong.
+    """
+    if getattr(options, "shares", None) is not None and processes() == 1:
+        raise ValueError("--shares is for the processes that torchrun starts, got one process")
+    recipe = getattr(options, "recipe", None)
+    if recipe not in (None, *RECIPES, *MIXED) and not Path(recipe).exists():
+        raise ValueError(f"--recipe must be {', '.join((*RECIPES, *MIXED))} or a file, got {recipe}")
     if (own := _OWN.get(options.command)) is not None:
         own(options)
-    look_for_inputs(options)  # on the Hub, too, which takes longer
+    look_for_models(options)  # on the Hub, too, which takes longer
 
 
 def alone(options: argparse.Namespace) -> str | None:
@@ -76,6 +92,9 @@ def _perplexity(options: argparse.Namespace) -> None:
     check_writable("--json", options.json)
     if options.card and options.adapter is not None:
         raise ValueError("--card is of a model alone; leave out --adapter")
+    look_for_files(options)
+    if options.text is not None and Path(options.text).is_file():  # a pipe can be read once
+        utf8_text("--text", options.text)
     _check_adapter(options)
 
 
@@ -86,6 +105,8 @@ def _convert(options: argparse.Namespace) -> None:
     check_writable("--save-importance", options.save_importance)
     if options.save_importance is not None and options.importance is None:
         raise ValueError("--save-importance needs --importance, which it writes")
+    if options.importance not in (None, "auto") and not Path(options.importance).is_file():
+        raise ValueError(f"--importance must be auto or a file, got {options.importance}")
     if options.importance is not None and options.bits == 1:
         raise ValueError("--importance must be of formats with 2 bits and more, got --bits 1")
     if options.recipe is not None and (options.bits is not None or options.mode != "affine"):
@@ -116,12 +137,15 @@ def packs(options: argparse.Namespace) -> bool:
 
 
 def _finetune(options: argparse.Namespace) -> None:
+    from ..training.examples import rows_of
     from ..training.record import begun
 
     _check_one_process(options)
     _check_package("peft", "finetune", "finetune")
-    if Path(options.data).is_file():  # else `look_for_inputs` says so
-        begun(options)
+    look_for_files(options)
+    begun(options)
+    for _ in rows_of(options.data):
+        pass
 
 
 _OWN: dict[str, Callable[[argparse.Namespace], None]] = {
@@ -165,6 +189,8 @@ def _check_prompt(options: argparse.Namespace) -> None:
             raise ValueError(f"--image must be a file, got {file}")
     if options.prompt is None and options.prompts is None and sys.stdin.isatty():
         raise ValueError("a prompt is needed: --prompt, --prompts or stdin")
+    look_for_files(options)
+    options.texts = prompts_of(options)
 
 
 def _check_adapter(options: argparse.Namespace) -> None:

@@ -7,7 +7,6 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from .speculation import speculation_of
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, RuntimeError with one line that says what is wrong."""
     asked = choice(settings_of(options))
-    prompts = _prompts(options)
+    prompts = options.texts
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
     check_generates(options, folder)
@@ -65,22 +64,6 @@ def run(options: argparse.Namespace) -> None:
                 print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False), flush=True)
     if generating.speculation is not None:
         print(generating.speculation, file=sys.stderr)
-
-
-def _prompts(options: argparse.Namespace) -> list[str]:
-    """The prompts of the argument, of a file, or of stdin."""
-    if options.prompt is not None:
-        return [options.prompt]
-    try:
-        if options.prompts is None:
-            texts = [sys.stdin.buffer.read().decode("utf-8")]
-        else:
-            texts = Path(options.prompts).read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{options.prompts or 'stdin'} must be in UTF-8: {error}") from None
-    if not any(text.strip() for text in texts):
-        raise ValueError(f"{options.prompts or 'stdin'} has no prompt")
-    return [text for text in texts if text.strip()]
 
 
 def _inputs(options: argparse.Namespace, reader: Any, prompts: list[str]) -> Any:

@@ -19,6 +19,7 @@ from ..transformers.basics.wide_logits import wide_logits
 from ..transformers.checkpoints.calibration import SAMPLE
 from ..transformers.checkpoints.quantize.weights import free
 from .card import keep_figures
+from .places import utf8_text
 from .results import write_json
 from .sources import check_generates, folder_of, load_stored, tokenizer_of, usable_device, with_adapter
 
@@ -202,11 +203,7 @@ def _divergence(logs: Tensor, top: Tensor, ids: Tensor) -> dict[str, float]:
 
 def text_ids(source: str, text: str | None, trust_remote_code: bool = False) -> tuple[Tensor, Tensor]:
     """The tokens [T] of a text file, and the token [1] that the tokenizer puts in front, or none [0]."""
-    file = Path(text or SAMPLE)
-    try:
-        words = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text must be a file in UTF-8, got {file}: {error}") from None
+    words = utf8_text("--text", text or SAMPLE)
     tokenizer = tokenizer_of(source, trust_remote_code)
     ids = tokenizer(words, return_tensors="pt", verbose=False).input_ids[0]
     begins = len(ids) > 0 and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id

@@ -5,6 +5,7 @@ Nothing here waits for torch, so that a wrong name is said at once.
 
 import argparse
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,20 +32,51 @@ _NAMES = {
 _FILES = {"data": "DATA", "text": "--text", "prompts": "--prompts"}  # options, and how they are written
 
 
-def look_for_inputs(options: argparse.Namespace) -> None:
-    """Look for files and models that a command names; of those on the Hub, small files alone are downloaded.
-
-    Raises: ValueError, OSError for a name that is of no folder and not on the Hub, and for no such file.
-    """
+def look_for_files(options: argparse.Namespace) -> None:
+    """Raises: ValueError for the name of a file that is none."""
     for option, name in _FILES.items():
         file = getattr(options, option, None)
         if file is not None and (not Path(file).exists() or Path(file).is_dir()):  # it may be a pipe
             raise ValueError(f"{name} must be a file, got {'the folder ' * Path(file).is_dir()}{file}")
+
+
+def look_for_models(options: argparse.Namespace) -> None:
+    """Look for the models that a command names; of those on the Hub, small files alone are downloaded.
+
+    Raises: ValueError, OSError for a name that is of no folder and not on the Hub.
+    """
     revision = getattr(options, "revision", None)  # `report` has no such option
     for option, has_revision in _NAMES.items():
         names = getattr(options, option, None) or []
         for name in [names] if isinstance(names, str) else names:
             place_of(name, revision if has_revision else None, weights=False, only_look=True)
+
+
+def utf8_text(option: str, file: str | Path) -> str:
+    """The text of a file that an option names. Raises: ValueError for one that is not in UTF-8."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} must be a file in UTF-8, got {file}: {error}") from None
+
+
+def prompts_of(options: argparse.Namespace) -> list[str]:
+    """The prompts of `generate`: the argument, the lines of a file, or stdin.
+
+    Raises: ValueError for a file or an input without one, and where they are not in UTF-8.
+    """
+    if options.prompt is not None:
+        return [options.prompt]
+    if options.prompts is not None:
+        texts = utf8_text("--prompts", options.prompts).split("\n")
+    else:
+        try:
+            texts = [sys.stdin.buffer.read().decode("utf-8")]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"stdin must be in UTF-8: {error}") from None
+    if not any(text.strip() for text in texts):
+        raise ValueError(f"{options.prompts or 'stdin'} has no prompt")
+    return [text for text in texts if text.strip()]
 
 
 def place_of(source: str, revision: str | None, weights: bool, only_look: bool = False) -> str:
@@ -66,6 +98,8 @@ def place_of(source: str, revision: str | None, weights: bool, only_look: bool =
             f"--revision needs a name on the Hub, got the {'file' if file else 'folder'} {source}"
         )
     if file is None:
+        if not (Path(source) / "config.json").is_file():
+            raise ValueError(f"{source} has no config.json")
         return source
     path = Path(folder) / file
     if not path.is_file():

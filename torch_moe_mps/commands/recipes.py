@@ -9,6 +9,7 @@ from ..ops._formats import LARGE_BLOCK
 from ..quantization import Format
 from ..transformers.checkpoints.quantize.recipe import ARGUMENTS, AUTO, SAME, fits, recipe_of
 from ..transformers.checkpoints.quantize.targets import quantizable, weights_of
+from .arguments import MIXED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,7 +27,6 @@ NAMED: dict[str, tuple[dict[str, Any], Any]] = {
     "fast": ({"bits": 4, **_ALL_ALIKE}, None),
     "best": ({"bits": 4}, 5),
 }
-MIXED = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 
 
 def arguments_of(options: argparse.Namespace, model: "PreTrainedModel") -> dict[str, Any]:
@@ -75,9 +75,6 @@ def read_recipe(file: str) -> dict[str, Any]:
         recipe = json.loads(Path(file).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is no JSON: {error}") from None
-    except FileNotFoundError:
-        known = ", ".join((*NAMED, *MIXED))
-        raise ValueError(f"--recipe must be {known} or a file, got {file}") from None
     if not isinstance(recipe, dict) or not set(recipe) <= {*ARGUMENTS}:
         wrong = sorted(set(recipe) - {*ARGUMENTS}) if isinstance(recipe, dict) else type(recipe).__name__
         raise ValueError(f"{file} must have {', '.join(sorted(ARGUMENTS))}, got {wrong}")

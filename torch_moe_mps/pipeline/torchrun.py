@@ -40,8 +40,6 @@ def tell_other_processes(error: Exception) -> None:
 def load(folder: str, shares: Sequence[int] | None, **asked: Any) -> Any:
     """`from_pretrained` of a folder, its layers spread over all processes. Raises: ValueError."""
     if processes() == 1:
-        if shares is not None:
-            raise ValueError("--shares is for the processes that torchrun starts, got one process")
         from ..transformers.loading import from_pretrained
 
         return from_pretrained(folder, **asked)

@@ -9,13 +9,15 @@ import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .._text import first_line
 
 _IGNORED = -100  # of labels
-_FORMS = 'must have "messages", "prompt" and "completion", or "text"'
+_FORMS = (("messages",), ("prompt", "completion"), ("text",))  # the keys of a line
+_ONE_OF_THEM = 'must have "messages", "prompt" and "completion", or "text"'
 
 
 @dataclass
@@ -45,7 +47,7 @@ def read_examples(file: str, tokenizer: Any, longest: int) -> list[Example]:
 
     Raises: ValueError with file and line number.
     """
-    result = [_example(file, number, row, tokenizer, longest) for number, row in _rows(file)]
+    result = [_example(file, number, row, tokenizer, longest) for number, row in rows_of(file)]
     if not result:
         raise ValueError(f"{file} must have a line with an example, got none")
     return result
@@ -55,8 +57,11 @@ def _refuse(file: str, line: int, what: str, came: object) -> NoReturn:
     raise ValueError(f"{file}:{line}: {what}, got {came}")
 
 
-def _rows(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number of each line that is not empty, and its object."""
+def rows_of(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number of each line that is not empty, and its object.
+
+    Raises: ValueError with file and line number, for what needs no tokenizer.
+    """
     try:
         lines = Path(file).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as error:
@@ -74,6 +79,8 @@ def _rows(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
             _refuse(file, number, "must be a JSON object", first_line(error))
         if not isinstance(row, dict):
             _refuse(file, number, "must be a JSON object", f"a {type(row).__name__}")
+        if row.keys() & {*chain(*_FORMS)} not in map(set, _FORMS):
+            _refuse(file, number, _ONE_OF_THEM, ", ".join(map(repr, row)) or "nothing")
         yield number, row
 
 
@@ -104,18 +111,15 @@ def _text_of(
     file: str, number: int, row: dict[str, Any], tokenizer: Any
 ) -> tuple[str, list[tuple[int, int]], str]:
     """The text of an example, the parts of it that the loss is on, and its kind."""
-    keys = row.keys() & {"messages", "prompt", "completion", "text"}
-    match sorted(keys):
+    match sorted(row.keys() & {*chain(*_FORMS)}):
         case ["messages"]:
             return _conversation(file, number, row["messages"], tokenizer)
         case ["completion", "prompt"]:
             prompt, completion = (_string(file, number, row, key) for key in ("prompt", "completion"))
             return prompt + completion, [(len(prompt), len(prompt + completion))], "completion"
-        case ["text"]:
+        case _:
             text = _string(file, number, row, "text")
             return text, [(0, len(text))], "text"
-        case _:
-            _refuse(file, number, _FORMS, ", ".join(map(repr, row)) or "nothing")
 
 
 def _string(file: str, number: int, row: dict[str, Any], key: str) -> str:
