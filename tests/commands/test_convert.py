@@ -73,7 +73,7 @@ def test_fewer_bits_are_quantised_again(layout, eight_bits, tmp_path, capsys):
     source = eight_bits
     if layout == "mlx":
         source = tmp_path / "mlx"
-        assert run(eight_bits, source, "--to", "mlx") == 0
+        assert run(eight_bits, source, "--to", "mlx", "--dtype", "float16") == 0
     capsys.readouterr()
     options = ["--bits", 3, "--group-size", 64, "--json", tmp_path / "x.json"]
     assert run(source, tmp_path / "new", *options) == 0

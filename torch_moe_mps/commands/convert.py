@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -207,11 +208,14 @@ def _convert(
             print(
                 f"goes on behind {done} parts" if done else "begins anew: what was there is of other options"
             )
-        with Parts(source, **recipe, importance=importance, **loading_options(options)) as parts:
+        how = loading_options(options) | {"dtype": _dtype(source, options, recipe)}
+        with Parts(source, **recipe, importance=importance, **how) as parts:
             if options.to == "mlx":
                 save_mlx(parts.model, shards, _config(source, parts.model), parts.into(shards))
             else:
-                save_parts(parts.model, shards, parts.into(shards), mtp_tensors(source, parts.model))
+                runs_in = Source(source, loading_options(options)).skeleton().dtype
+                tensors = parts.into(shards), mtp_tensors(source, parts.model)
+                save_parts(parts.model, shards, *tensors, runs_in=runs_in)
             _save_generation_config(parts.model, folder, source)
             report = parts.report or QuantizationReport()
         text = str(report)
@@ -226,6 +230,18 @@ def _convert(
         base = None if Path(options.source).exists() else split_gguf(options.source)[0]
         (folder / CARD).write_text(model_card(destination.name, source, base, options.to, text))
     return report.rows()
+
+
+def _dtype(source: str, options: argparse.Namespace, recipe: dict[str, Any]) -> str:
+    """Dtype of scales, and of what stays dense: float16, where bfloat16 would lose as much as 8 bits do.
+
+    mlx-lm computes in the dtype of the scales, in which activations may overflow.
+    """
+    about = Source(source, loading_options(options))
+    quantises = recipe["recipe"] is not None or about.gguf is not None or bool(about.stored)
+    may_change = options.dtype == "auto" and options.to != "mlx" and quantises
+    is_bfloat16 = about.skeleton().dtype is torch.bfloat16
+    return "float16" if may_change and is_bfloat16 else options.dtype
 
 
 def _config(source: str, model: Any) -> dict[str, Any]:

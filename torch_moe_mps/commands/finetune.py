@@ -56,7 +56,8 @@ def run(options: argparse.Namespace) -> None:
         return
     folder = folder_of(options.model, options.revision)
     torch.manual_seed(options.seed)  # of the first weights of the adapter
-    adapted = steps.with_new_adapter(load(options, folder, device), targets, ranks, options.model)
+    model = load(options, folder, device, trains=True)
+    adapted = steps.with_new_adapter(model, targets, ranks, options.model)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     plan = steps.Plan(
         options.batch, options.epochs, options.steps, options.learning_rate, options.seed, options.save_every

@@ -15,6 +15,7 @@ from ..macs import refusal
 from ..pipeline import torchrun
 from ..serving.encoder import NO_TEXT
 from ..serving.prompts import LONGEST
+from ..transformers.checkpoints.activations import load_in_best
 from ..transformers.checkpoints.layouts.files import check_files
 from ..transformers.checkpoints.layouts.gguf.file import check_file
 from ..transformers.checkpoints.source import Source, read_tokenizer
@@ -119,21 +120,27 @@ def loading_options(options: argparse.Namespace) -> dict[str, Any]:
     return {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
 
 
-def load(options: argparse.Namespace, folder: str, device: str) -> Any:
+def load(options: argparse.Namespace, folder: str, device: str, trains: bool = False) -> Any:
     """The model in a folder, quantised as --bits, --group-size and --kv-bits say.
 
     stderr has when it begins and ends, unless --log-level asks for errors alone.
+
+    Args:
+        trains: whether it is for training, whose gradients are too small for float16.
     """
     bits = {} if options.bits is None else {"bits": options.bits, "group_size": options.group_size}
     doing = "Reading" if options.bits is None else f"Reading in {options.bits} bits"
-    quiet = getattr(options, "log_level", None) == "error" or not torchrun.is_first_process()
-    if not quiet:
+    if not (quiet := _is_quiet(options)):
         print(f"{doing}: {options.model}, for {device}", file=sys.stderr, flush=True)
     started = time.perf_counter()
-    model = load_stored(options, folder, device, kv_bits=options.kv_bits, **bits)
+    model = load_stored(options, folder, device, trains, kv_bits=options.kv_bits, **bits)
     if not quiet:
         print(f"The model is ready after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
     return model
+
+
+def _is_quiet(options: argparse.Namespace) -> bool:
+    return getattr(options, "log_level", None) == "error" or not torchrun.is_first_process()
 
 
 def with_adapter(options: argparse.Namespace, model: Any) -> Any:
@@ -159,10 +166,25 @@ def with_adapter(options: argparse.Namespace, model: Any) -> Any:
     return adapted.eval().get_base_model()
 
 
-def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: Any) -> Any:
+def load_stored(
+    options: argparse.Namespace, folder: str, device: str, trains: bool = False, **asked: Any
+) -> Any:
     """The model in a folder; `asked` are more arguments of from_pretrained.
 
-    Under torchrun, the layers are spread over all processes.
+    Unless --dtype says it, stderr has which activations go with quantised weights, and why. Under torchrun,
+    the layers are spread over all processes.
     """
     asked |= {"device_map": device, **loading_options(options)}
-    return torchrun.load(folder, options.shares, **asked)
+
+    def loaded(dtype: torch.dtype | None) -> Any:
+        own = {} if dtype is None else {"dtype": dtype}
+        return torchrun.load(folder, options.shares, **asked | own)
+
+    if options.dtype != "auto" or trains or torchrun.processes() > 1:
+        return loaded(None)
+    quantises = asked.get("bits") is not None
+    source = Source(folder, loading_options(options))
+    model, activations = load_in_best(source, quantises, device, loaded)
+    if activations.dtype is not None and not _is_quiet(options):
+        print(activations, file=sys.stderr, flush=True)
+    return model

@@ -45,8 +45,8 @@ def importance_for(
         assert result is not None
         return result
     name = str(given)
-    text = _text(SAMPLE if name == AUTO else Path(name))
-    ids = _tokens(source, text)
+    text = text_for(name)
+    ids = tokens_of_text(source, text)
     model = load(is_read_as_it_is(source))
     device = model.device
     result = collect_importance(model, ids, text=text)
@@ -62,7 +62,9 @@ def is_read_as_it_is(source: Source) -> bool:
     return total_bytes(source.skeleton()) < _SHARE * machine_memory()
 
 
-def _text(file: Path) -> str:
+def text_for(name: str) -> str:
+    """The text in a file, or for "auto" the built-in one. Raises: ValueError."""
+    file = SAMPLE if name == AUTO else Path(name)
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -72,6 +74,7 @@ def _text(file: Path) -> str:
         raise ValueError(f"moe_mps::importance: {file} must be {expected}, got {error.strerror}") from None
 
 
-def _tokens(source: Source, text: str) -> Tensor:
+def tokens_of_text(source: Source, text: str) -> Tensor:
+    """The first tokens of a text, in the model's own tokenizer."""
     tokenizer = read_tokenizer(source.path, source.gguf, bool(source.others.get("trust_remote_code")))
     return tokenizer(text, return_tensors="pt", verbose=False).input_ids[0][:TOKENS]

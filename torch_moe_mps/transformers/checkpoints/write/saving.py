@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 
 from ....quantization import Format
@@ -117,11 +118,13 @@ def save_parts(
     shards: Shards,
     parts: Iterable[Mapping[str, Tensor]],
     beside: Iterable[tuple[str, Tensor]] = (),
+    runs_in: torch.dtype | None = None,
 ) -> None:
     """Writes what `save_pretrained` of transformers would, for a model whose tensors come some at a time.
 
     Args:
         beside: what is written as it is.
+        runs_in: the dtype that config.json names, where it is not that of the tensors.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -131,7 +134,7 @@ def save_parts(
     for name, tensor in beside:
         shards.add(name, tensor)
     shards.finish()
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.dtype = str(runs_in or model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     config = config_of(model)
     if config is not None:
