@@ -198,8 +198,6 @@ def _check_adapter(options: argparse.Namespace) -> None:
         return
     if processes() > 1:
         raise ValueError("--adapter is for one process, got a pipeline of several")
-    if getattr(options, "prompt_cache", None) is not None:  # whose names do not tell adapters
-        raise ValueError("--prompt-cache must be without --adapter, got both")
     _check_package("peft", "--adapter", "adapters")
     place_of_adapter(options.adapter, weights=False)
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -427,7 +427,7 @@ class Batch:
             self.answers.pop()
         if is_kept:
             ids = torch.cat((answer.prompt[0], answer.prompt.new_tensor(computed)))
-            answer.kept = Kept(ids, cache, answer.kept.states, answer.kept.images)
+            answer.kept = replace(answer.kept, ids=ids, cache=cache)
             self._keep(answer)
         answer.job.on_end(reason)
 

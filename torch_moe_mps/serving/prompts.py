@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from ..transformers.basics.interface import experts_of, weights_in
 from ..transformers.caches.prompt_cache import (
+    adapters_of,
     can_be_cut,
     fingerprint,
     kept_states,
@@ -61,6 +62,7 @@ class Kept:
     states: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     images: Images | None = None
     number: int = 0  # counts all that were put
+    adapters: Any = None  # that the model added where it was computed; None of a file is what it adds now
 
     def usable(self, ids: Tensor, images: Images | None = None) -> int:
         """How many tokens another prompt shares, with states for so many; one of it is always computed.
@@ -97,6 +99,7 @@ class Prompts:
         self.computed = 0  # tokens of prompts that nothing was kept for
         self.put_so_far = 0
         self._is_read = self._is_in_file = False
+        self._adapters: Any = ()
 
     def take(self, ids: Tensor, new: DynamicCache, images: Images | None = None) -> Kept:
         """Cache with the longest kept part of a prompt [T]: its caller adds the rest, and puts it back.
@@ -109,7 +112,7 @@ class Prompts:
         tokens = 0 if best is None else best.usable(ids, images)
         self.computed += len(ids) - tokens
         if best is None or tokens == 0:
-            return Kept(ids[:0], new)
+            return Kept(ids[:0], new, adapters=self._adapters)
         whole = tokens == len(best.ids)
         # A part is copied when it is added to: if there is no memory for both, the other is given up.
         if whole or best.nbytes() * 2 > self.memory:
@@ -118,10 +121,16 @@ class Prompts:
             return best
         states = {position: state for position, state in best.states.items() if position <= tokens}
         seen = None if images is None else best.images
-        return Kept(best.ids[:tokens], prefix(best.cache, tokens, best.states), states, seen)
+        cache = prefix(best.cache, tokens, best.states)
+        return Kept(best.ids[:tokens], cache, states, seen, adapters=self._adapters)
 
     def put(self, kept: Kept) -> None:
-        """Keeps a prompt; those that it begins with, and the oldest ones beyond the memory, are given up."""
+        """Keeps a prompt; those that it begins with, and the oldest ones beyond the memory, are given up.
+
+        One that was begun with other adapters than the model adds now is not kept.
+        """
+        if kept.adapters not in (None, self._adapters):
+            return
         for layer in kept.cache.layers:
             if getattr(layer, "record_past", False):  # for guessed tokens, which are cut off again
                 layer.record_past = False
@@ -133,11 +142,13 @@ class Prompts:
             del self.kept[0]
 
     def read(self, model: Any) -> None:
-        """Reads the files, once.
+        """Reads the files, once, and gives up what was computed with other adapters than the model adds now.
 
         One that is damaged, is something else, or is of another model is named on stderr and ignored. The
         files in the folder that are of other models are left alone.
         """
+        if (adapters := adapters_of(model)) != self._adapters:
+            self.kept, self._adapters = [], adapters
         if self._is_read:
             return
         self._is_read = True

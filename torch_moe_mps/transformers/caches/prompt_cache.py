@@ -19,7 +19,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
@@ -216,7 +216,7 @@ def load_with_states(
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Tells models apart by their config and a sample of each tensor."""
+    """Tells models apart by their config, a sample of each tensor, and the adapters that they add."""
     config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_THE_FILE}
     result = hashlib.blake2b(json.dumps(config, default=str, sort_keys=True).encode(), digest_size=16)
     samples = []
@@ -225,7 +225,20 @@ def fingerprint(model: PreTrainedModel) -> str:
         flat = tensor.detach().reshape(-1)
         samples.append(flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].clone().view(torch.uint8))
     result.update(torch.cat(samples).cpu().numpy().tobytes())
+    if added := adapters_of(model):
+        result.update(repr(added).encode())
     return result.hexdigest()
+
+
+def adapters_of(model: nn.Module) -> tuple[tuple[str, str, float], ...]:
+    """(name of a layer, adapter, scale) of what PEFT's layers add to a model now."""
+    return tuple(
+        (name, adapter, module.scaling[adapter])
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "scaling", None), dict) and not module.disable_adapters
+        for adapter in dict.fromkeys((*module.merged_adapters, *module.active_adapters))
+        if adapter in module.scaling
+    )
 
 
 def _key(model: PreTrainedModel) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""Kept prompts of a model whose adapters are switched: each is for what was added where it was computed."""
+
+import peft
+import pytest
+import torch
+from support import tiny_models
+from support.models import eager
+from transformers import GenerationConfig
+
+import torch_moe_mps
+from torch_moe_mps.serving.batch import Batch
+from torch_moe_mps.serving.generating import Generating
+from torch_moe_mps.serving.job import Job
+from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.transformers.caches.prompt_cache import fingerprint
+
+IDS = torch.randint(2, 90, (1, 40), generator=torch.Generator().manual_seed(0))
+
+
+def with_two_adapters():
+    model = eager(tiny_models.tiny_model("llama"))
+    torch.manual_seed(0)
+    how = {"target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=64, **how)).eval()
+    adapted.add_adapter("b", peft.LoraConfig(r=4, lora_alpha=64, **how))
+    torch_moe_mps.accelerate(adapted)
+    return adapted
+
+
+def turned(adapted, scale: float) -> None:
+    for module in adapted.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling["b"] = scale
+
+
+CHANGES = {
+    "b": lambda adapted: adapted.set_adapter("b"),
+    "b at another scale": lambda adapted: turned(adapted, -8.0),
+    "none": lambda adapted: adapted.base_model.disable_adapter_layers(),
+    "b again": lambda adapted: adapted.base_model.enable_adapter_layers(),
+    "the first": lambda adapted: adapted.set_adapter("default"),
+}
+
+
+def in_a_batch(model, prompts: Prompts) -> list[int]:
+    tokens: list[int] = []
+    config = GenerationConfig(max_new_tokens=8, eos_token_id=None, pad_token_id=0)
+    batch = Batch(model, prompts, 2)
+    batch.waiting.append(Job({"input_ids": IDS}, config, tokens.append, lambda reason: None))
+    while batch.has_work:
+        batch.step()
+    return tokens
+
+
+def by_generate(model, prompts: Prompts) -> list[int]:
+    given = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "do_sample": False, "pad_token_id": 0}
+    return Generating(model, prompts).generate(max_new_tokens=8, **given)[0, IDS.shape[1] :].tolist()
+
+
+@pytest.mark.slow("answers with and without kept prompts, with five states of its adapters")
+@pytest.mark.parametrize("answer", [in_a_batch, by_generate])
+def test_an_answer_is_that_of_the_active_adapter(answer):
+    """Twice each: the second time its own prompt is kept. A file of another state is of another model."""
+    adapted = with_two_adapters()
+    model, prompts, names = adapted.get_base_model(), Prompts(1 << 30), []
+    expected = [answer(model, prompts)]
+    names.append(fingerprint(model))
+    for change in CHANGES.values():
+        change(adapted)
+        expected.append(answer(model, Prompts(1 << 30)))
+        names.append(fingerprint(model))
+        assert answer(model, prompts) == expected[-1] == answer(model, prompts)
+        assert len(prompts.kept) == 1
+    assert expected[0] == expected[5] and len({*map(tuple, expected)}) == 4
+    assert names[0] == names[5] and names[1] != names[2] and len({*names}) == 4
+
+
+def test_an_answer_that_began_with_another_adapter_is_not_kept():
+    adapted = with_two_adapters()
+    model, prompts = adapted.get_base_model(), Prompts(1 << 30)
+    batch = Batch(model, prompts, 2)
+    config = GenerationConfig(max_new_tokens=8, eos_token_id=None, pad_token_id=0)
+    for _ in range(2):
+        batch.waiting.append(Job({"input_ids": IDS}, config, lambda token: False, lambda reason: None))
+    batch.step()
+    adapted.set_adapter("b")
+    while batch.has_work:
+        batch.step()
+    right = in_a_batch(model, Prompts(1 << 30))
+    assert in_a_batch(model, prompts) == right
