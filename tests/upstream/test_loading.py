@@ -1,4 +1,4 @@
-"""The loader of transformers: hooks of quantizers, converters of names and weights, and what saving writes."""
+"""The loader of transformers: hooks of quantizers, converters of names and weights, and what is saved."""
 
 import json
 from typing import ClassVar
