@@ -5,8 +5,8 @@ each function may import what it needs.
 
 Torch gets the operators; waiting for its import keeps `torch-moe-mps --help` fast. In transformers, the
 implementation "moe_mps" goes with the experts interface, and with the attention interface for layers with
-sinks or soft caps, quantised checkpoints with the quantizers and `save_pretrained`. PEFT gets LoRA layers for
-quantised weights, TRL the rows of quantised heads.
+sinks or soft caps, quantised checkpoints with the quantizers, `save_pretrained` and `num_parameters`. PEFT
+gets LoRA layers for quantised weights, and counts these, TRL the rows of quantised heads.
 """
 
 import importlib
@@ -49,11 +49,13 @@ def register_models(module: Any) -> None:
 
     from .transformers.attention.attention import NAME, attention
     from .transformers.attention.implementations import batch_with_own_code
+    from .transformers.checkpoints.quantize.counting import count_packed
     from .transformers.checkpoints.write.saving import describe_when_saving
 
     module.AttentionInterface.register(NAME, attention)
     batch_with_own_code(ContinuousBatchingManager)
     describe_when_saving(module.PreTrainedModel)
+    count_packed(module.PreTrainedModel)
 
 
 def register_mtp(module: Any) -> None:

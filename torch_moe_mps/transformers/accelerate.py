@@ -202,11 +202,11 @@ def restore(model: nn.Module) -> nn.Module:
     """Undo `accelerate`: the model's own code runs again. Quantised experts stay as they are.
 
     What belongs to the process stays until it ends, and changes nothing for models that are not accelerated:
-    what is registered with transformers (implementations, readers of our checkpoints and of GGUF files, and
-    `save_pretrained`, which describes quantised weights); functions around its attention `sdpa`, around the
-    mask of that, around ours for biases of relative positions, and around methods of attention classes that
-    expand latents or mask chosen keys; names that begin with _moe_mps_ in the files of models whose functions
-    were replaced.
+    what is registered with transformers (implementations, readers of our checkpoints and of GGUF files,
+    `save_pretrained`, which describes quantised weights, and `num_parameters`, which counts them); functions
+    around its attention `sdpa`, around the mask of that, around ours for biases of relative positions, and
+    around methods of attention classes that expand latents or mask chosen keys; names that begin with
+    _moe_mps_ in the files of models whose functions were replaced.
 
     Returns: the model.
 

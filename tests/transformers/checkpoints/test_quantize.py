@@ -5,11 +5,14 @@ import copy
 import expecttest
 import pytest
 import torch
+from support import tiny_models
 from support.interrupts import Interrupts, interrupted
 from support.memory import Memory
+from support.models import eager
 from support.quantized_layers import bits_of
 from support.tiny_models import dense_twin, tiny_model
 
+import torch_moe_mps
 from torch_moe_mps.quantization import Format, formats
 from torch_moe_mps.transformers import QuantizationReport, experts_of, quantize_experts
 from torch_moe_mps.transformers.basics.report import QuantizedProjection
@@ -198,3 +201,15 @@ def test_an_interrupt_at_every_seventh_line():
     while check_interrupted(after):
         after += 7
     assert after > 1000
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_a_quantised_model_stays_in_its_format_and_the_report_says_so(architecture):
+    with tiny_models.groups_of_32():
+        model = eager(tiny_models.tiny_model(architecture))
+    first = torch_moe_mps.accelerate(model, bits=8, group_size=32).quantization
+    said = torch_moe_mps.accelerate(model, bits=4, group_size=32).quantization
+    assert {name: said.skipped[name] for name in (*first.modules, *first.shared)} == dict.fromkeys(
+        (*first.modules, *first.shared), "already affine8_32"
+    )
+    assert "self_attn.q_proj (2): not quantised, already affine8_32" in str(said)

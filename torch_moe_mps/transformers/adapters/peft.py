@@ -1,4 +1,4 @@
-"""Where PEFT lacks an interface: three of its functions, wrapped. docs/upstream.md says what it should have.
+"""Where PEFT lacks an interface: four of its functions, wrapped. docs/upstream.md says what it should have.
 
 The functions are those of the version in `_versions.PEFT`; any other version of PEFT stays as it is, and
 refuses quantised layers itself.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..._versions import PEFT
 from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
+from ..checkpoints.quantize.counting import counting_packed
 from ..modules.linears import QuantizedLinear
 from .lora import ParamWrapper, wrapped_linear
 
@@ -29,6 +30,7 @@ def register() -> None:
     _wrap(lora_model.LoraModel, "_create_new_module", lambda plain: staticmethod(_creating(plain)))
     _wrap(BaseTuner, "_inject_parameters", _naming)
     _wrap(tuners_utils, "_maybe_include_all_linear_layers", _including)
+    _wrap(peft.PeftModel, "get_nb_trainable_parameters", counting_packed)
 
 
 def _wrap(owner: Any, name: str, around: Callable) -> None:

@@ -10,7 +10,7 @@ from ....quantization import Format
 from ...basics.interface import experts_of, formats_of, is_quantized, projections, weights_in
 from ...basics.report import QuantizationReport, with_progress
 from ...modules.experts import unsupported
-from ...modules.linears import has_quantized_weights
+from ...modules.linears import QuantizedLayer, has_quantized_weights
 from .importance import Importance
 from .recipe import Recipe
 from .sizes import bytes_a_token
@@ -63,10 +63,16 @@ def quantize_model(
         quantize_experts raises.
     """
     weights = weights_of(model, recipe)
-    report = QuantizationReport(skipped=weights.dense)
+    report = QuantizationReport(skipped=weights.dense | _packed(model))
     if importance is not None:
         report.importance = importance.give(model, weights.targets)
     return quantize_targets("quantize", model, weights.targets, report, progress)
+
+
+def _packed(model: nn.Module) -> dict[str, str]:
+    """{name: reason} of layers that are quantised already, and stay in their format."""
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer))
+    return {name: f"already {layer.format}" for name, layer in layers}
 
 
 def quantize_targets(
