@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from .._install import install_command
 from .._text import first_line
 from ..pipeline.torchrun import first_process_talks, tell_other_processes
-from .arguments import parser
+from .arguments import parse, parser
 from .early import check_options
 
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
@@ -23,7 +23,7 @@ _ENDED = (signal.SIGTERM, signal.SIGHUP)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns: the exit code."""
-    options, said = parser().parse_args(arguments), None
+    options, said = parse(sys.argv[1:] if arguments is None else arguments), None
     if options.command is None:
         parser().print_help()
         return 0

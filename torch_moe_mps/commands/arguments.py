@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
         _chat,
         _generate,
         _serve,
+        _launch,
         _finetune,
     ):
         does, _, more = (add_options.__doc__ or "").partition("\n\n")
@@ -69,6 +70,17 @@ def parser() -> argparse.ArgumentParser:
             help="show where an error comes from, as MOE_MPS_TRACEBACK=1 does",
         )
     return whole
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command; `launch` has what is behind -- in options.arguments."""
+    own, behind = [*arguments], list[str]()
+    if own[:1] == ["launch"] and "--" in own:
+        place = own.index("--")
+        own, behind = own[:place], own[place + 1 :]
+    options = parser().parse_args(own)
+    options.arguments = behind
+    return options
 
 
 def _with_examples(text: str) -> str:
@@ -550,6 +562,28 @@ def _serve(command: argparse.ArgumentParser) -> None:
     add(
         "--log-level", choices=levels, default="info", help="what is logged; info: a line each request (info)"
     )
+
+
+def _launch(command: argparse.ArgumentParser) -> None:
+    """Start a coding agent that asks a model on this machine.
+
+    The server that answers at --port is asked, if there is one with this model, and goes on afterwards.
+    Otherwise one is started, and ends behind the agent. Nothing in the agent's own settings changes. What is
+    behind -- are its arguments.
+
+    examples:
+      torch-moe-mps launch claude qwen3-4bit
+      torch-moe-mps launch codex Qwen/Qwen3-30B-A3B --bits 4
+      torch-moe-mps launch opencode                                       # with the server that is running
+      torch-moe-mps launch codex qwen3-4bit -- exec "What does this repository do?"
+    """
+    add = command.add_argument
+    add("agent", choices=("codex", "claude", "opencode"), metavar="AGENT", help="codex, claude or opencode")
+    _add(command, "model", nargs="?", help="folder, name on the Hub, or a GGUF file (as the server has it)")
+    add("--port", type=_integer(1, 65535), default=8000, help="port of the server (8000)")
+    _add(command, *_HOW_TO_RUN, "--adapter")
+    add("--prompt-cache", metavar="FOLDER", help="keep computed prompts there when the server ends")
+    _add(command, "--prompt-memory")
 
 
 def _finetune(command: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from .._install import install_command
 from ..pipeline.torchrun import processes
 from .arguments import MIXED, RECIPES
+from .launch import check_agent
 from .places import (
     adapter_config,
     look_for_files,
@@ -33,7 +34,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--recipe must be {', '.join((*RECIPES, *MIXED))} or a file, got {recipe}")
     if (own := _OWN.get(options.command)) is not None:
         own(options)
-    look_for_models(options)  # on the Hub, too, which takes longer
+    if options.command != "launch":  # whose server may have the model elsewhere
+        look_for_models(options)  # on the Hub, too, which takes longer
 
 
 def alone(options: argparse.Namespace) -> str | None:
@@ -77,6 +79,12 @@ def _serve(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"--prompt-cache must be a folder, got {options.prompt_cache}: {error.strerror}"
             ) from None
+
+
+def _launch(options: argparse.Namespace) -> None:
+    check_agent(options)
+    _check_package("uvicorn", "launch", "serve")
+    _check_adapter(options)
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -155,6 +163,7 @@ _OWN: dict[str, Callable[[argparse.Namespace], None]] = {
     "finetune": _finetune,
     "fit": _fit,
     "generate": _generate,
+    "launch": _launch,
     "perplexity": _perplexity,
     "serve": _serve,
 }

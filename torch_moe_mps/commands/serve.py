@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..pipeline.torchrun import is_first_process
 from ..serving.media import Media
+from .launch import KEY
 
 if TYPE_CHECKING:
     import uvicorn
-
-KEY = "MOE_MPS_API_KEY"  # in the environment, where --api-key is not
 
 
 def run(options: argparse.Namespace) -> None:
