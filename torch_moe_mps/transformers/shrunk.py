@@ -106,12 +106,12 @@ def _layers(model: nn.Module, text: PreTrainedConfig) -> nn.ModuleList:
 
     Raises: CannotBeShrunk for none.
     """
-    lists = (value for value in text.to_dict().values() if isinstance(value, list))
-    counts = {*_of(text, _LAYERS), *(len(one) for one in lists if all(isinstance(x, str) for x in one))}
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    lists = [(name, module) for name, module in lists if len(module) in counts]
-    if lists:  # an encoder's only where no other is: some decoders are called so
-        return min(lists, key=lambda found: "encoder" in found[0].split("."))[1]
+    of_words = [value for value in text.to_dict().values() if isinstance(value, list)]
+    counts = {*_of(text, _LAYERS), *(len(one) for one in of_words if all(isinstance(x, str) for x in one))}
+    named = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    found = [(name, module) for name, module in named if len(module) in counts]
+    if found:  # an encoder's only where no other is: some decoders are called so
+        return min(found, key=lambda each: "encoder" in each[0].split("."))[1]
     raise CannotBeShrunk("it has no list of layers whose length is in its config")
 
 
@@ -187,14 +187,14 @@ class _Shrink(NamedTuple):
     Attributes:
         text: the part of the config that is the decoder's.
         divisor: of its widths and heads.
-        count: of its layers.
+        layers: how many it has.
         kept: those of them that a small model has.
         narrow: whether other parts get smaller widths, too.
     """
 
     text: PreTrainedConfig
     divisor: int
-    count: int
+    layers: int
     kept: list[int]
     narrow: bool
 
@@ -222,10 +222,10 @@ class _Shrink(NamedTuple):
             return self._of_each_layer(value)
         if type(value) is not int or value < 1:
             return value
-        if value == self.count and _LAYERS.search(name):
+        if value == self.layers and _LAYERS.search(name):
             return len(self.kept)
         if name == "num_kv_shared_layers":
-            return sum(layer >= self.count - value for layer in self.kept)
+            return sum(layer >= self.layers - value for layer in self.kept)
         if _EXPERTS.search(name) and not _OTHER_EXPERTS.search(name):
             return _experts(value, self.text)
         if _WINDOWS.search(name):
@@ -234,7 +234,7 @@ class _Shrink(NamedTuple):
 
     def _list_of_text(self, name: str, values: Any) -> Any:
         """A list of a value for each layer, of numbers of layers, or of something else."""
-        if len(values) == self.count:
+        if len(values) == self.layers:
             values = [values[layer] for layer in self.kept]
         elif _LISTS_OF_LAYERS.search(name) and all(type(value) is int for value in values):
             return [value for value in values if value in self.kept]

@@ -11,7 +11,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -242,25 +242,36 @@ def _classes(model: nn.Module, report: Report) -> list[type]:
     return [*dict.fromkeys(class_before(model.get_submodule(row.name)) for row in report.replaced)]
 
 
-def said(model: PreTrainedModel) -> list[Tensor]:
-    """The logits of a prompt and of the tokens that follow it; of what says no tokens, its first output."""
+def said(model: PreTrainedModel) -> dict[str, Tensor]:
+    """{what a model gives: its logits}: the tokens behind a prompt, one by one, and the last of padded rows.
+
+    Of a model that says no tokens the first output of a prompt counts, and where rows cannot be padded, none.
+    """
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(2, VOCABULARY // 2, (1, _PROMPT), generator=generator)
-    if not model.can_generate():
-        return [model(input_ids=ids)[0]]
-    how: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
-    return [
-        *model.generate(ids, **how, pad_token_id=0, return_dict_in_generate=True, output_logits=True).logits
-    ]
+    ids = torch.randint(2, VOCABULARY // 2, (2, _PROMPT), generator=generator)
+    result = {}
+    if model.can_generate():
+        how = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
+        told = {"return_dict_in_generate": True, "output_logits": True}
+        logits = model.generate(ids[:1], **how, **told).logits
+        result = {f"token {number}": of_token for number, of_token in enumerate(logits)}
+    else:
+        result["a prompt"] = model(input_ids=ids[:1])[0]
+    mask = torch.ones_like(ids)
+    mask[1, : _PROMPT // 3] = 0
+    with contextlib.suppress(Exception):  # of a model without masks, whatever it says of them
+        result["a padded prompt"] = model(input_ids=ids, attention_mask=mask)[0][:, -1]
+    return result
 
 
-def _differs(result: list[Tensor], expected: list[Tensor]) -> str | None:
-    for token, (ours, own) in enumerate(zip(result, expected, strict=True)):
-        if ours.shape != own.shape:
-            return f"token {token} has the shape {[*ours.shape]} in place of {[*own.shape]}"
+def _differs(result: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
+    for name, own in expected.items():
+        ours = result.get(name)
+        if ours is None or ours.shape != own.shape:
+            return f"{name} has no logits of the shape {[*own.shape]}"
         error = (torch.sub(ours, own).abs().max() / own.abs().max()).item()
         if not error <= TOLERANCE:
-            return f"token {token} differs by {error:.1g} of the largest logit"
+            return f"{name} differs by {error:.1g} of the largest logit"
     return None
 
 

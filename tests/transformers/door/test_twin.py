@@ -108,6 +108,23 @@ def test_a_forward_that_swallows_its_cache_is_left_out(untested, put_rule, archi
     assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0), expected)
 
 
+@pytest.mark.slow("leaves out one class of a small model after the other")
+def test_a_forward_that_swallows_its_mask_is_left_out(untested, put_rule):
+    """Rows without padding would not show it."""
+
+    def swallows_mask(own):
+        return lambda self, x, *args, attention_mask=None, **options: own(self, x, *args, **options)
+
+    put_rule("Qwen3MoeDecoderLayer", swallows_mask)
+    model, ids = tiny("qwen3_moe"), prompt()
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    expected = output(model, ids, attention_mask=mask)
+    report, (line,) = accelerated(model)
+    assert "Qwen3MoeDecoderLayer differs from its own code (a padded prompt differs by" in line
+    assert torch.allclose(output(model, ids, attention_mask=mask), expected, atol=1e-5)
+
+
 def test_a_tested_version_compares_nothing(simulated, monkeypatch, put_rule):
     monkeypatch.setenv(machine.SWITCH, "1")
     put_rule("Qwen3MoeRMSNorm", lambda own: lambda self, x: own(self, x) * 1.01)
