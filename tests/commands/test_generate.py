@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import transformers
 from support import tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
 from support.disk import files_of
-from support.processes import COMMAND, Forked
+from support.processes import COMMAND, Forked, environment
 from tokenizers import decoders
 
 import torch_moe_mps
@@ -291,3 +293,15 @@ def test_a_pipe_that_is_closed_ends_it_quietly(checkpoint):
     with open(errors) as said:
         assert "error" not in said.read().lower()
     assert process.wait(60) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.slow("starts a process")
+@pytest.mark.skipif(sys.platform == "darwin", reason="torch has libgomp on Linux alone")
+@pytest.mark.parametrize("own, shown", [({}, "1000"), ({"GOMP_SPINCOUNT": "77"}, "77")])
+def test_waiting_threads_leave_the_cores_to_others(own, shown, checkpoint):
+    """libgomp says at its start how long its threads spin; what a user has set stays."""
+    variables = environment() | {"OMP_DISPLAY_ENV": "verbose"} | own
+    asked = ["generate", str(checkpoint), "--raw", "-p", "a", "--max-tokens", "1", "--device", "cpu"]
+    command = [sys.executable, "-c", COMMAND, *asked]
+    said = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    assert said.returncode == 0 and f"GOMP_SPINCOUNT = '{shown}'" in said.stderr

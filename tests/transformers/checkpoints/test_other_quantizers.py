@@ -38,6 +38,16 @@ class Positive(Gptq):
         return super().__call__(weight.abs())
 
 
+class ZeroBlocks(Fp8):
+    """Of matrices whose first block has the scale 0."""
+
+    def __call__(self, weight):
+        tensors, values = super().__call__(weight)
+        (high, wide), tensors[self.part][0, 0] = self.block, 0
+        values[:high, :wide] = 0
+        return tensors, values
+
+
 # {name: (writer, format, whether the values are the library's to the bit)}
 CASES = {
     "int4": (CompressedTensors(), "affine4_32", True),
@@ -59,6 +69,7 @@ CASES = {
     "fp8 of all": (Fp8("compressed-tensors", "weight_scale", None, True), "mxfp8", True),
     "fp8 of modelopt": (Fp8("modelopt", "weight_scale", "row", True), "mxfp8", True),
     "fp8 of blocks": (Fp8("fp8", "weight_scale_inv", (128, 128), False), "affine8_32", False),
+    "fp8 with a zero": (ZeroBlocks("fp8", "weight_scale_inv", (32, 32), True), "affine8_32", False),
     "fp8 of blocks by powers": (Fp8("fp8", "weight_scale_inv", (32, 32), True), "mxfp8", True),
 }
 
