@@ -36,6 +36,8 @@ def check_options(options: argparse.Namespace) -> None:
         own(options)
     if options.command != "launch":  # whose server may have the model elsewhere
         look_for_models(options)  # on the Hub, too, which takes longer
+    if options.command == "generate":
+        options.texts = prompts_of(options)  # of stdin last, which may take any time
 
 
 def alone(options: argparse.Namespace) -> str | None:
@@ -57,6 +59,7 @@ def _generate(options: argparse.Namespace) -> None:
     _check_one_process(options)
     _check_settings(options)
     _check_prompt(options)
+    look_for_files(options)
     _check_adapter(options)
     _check_speculation(options)
     check_writable("--prompt-cache", options.prompt_cache)
@@ -198,8 +201,6 @@ def _check_prompt(options: argparse.Namespace) -> None:
             raise ValueError(f"--image must be a file, got {file}")
     if options.prompt is None and options.prompts is None and sys.stdin.isatty():
         raise ValueError("a prompt is needed: --prompt, --prompts or stdin")
-    look_for_files(options)
-    options.texts = prompts_of(options)
 
 
 def _check_adapter(options: argparse.Namespace) -> None:
