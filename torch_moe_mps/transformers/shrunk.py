@@ -61,13 +61,14 @@ def small_model(model: PreTrainedModel, run: Callable[[PreTrainedModel], object]
     text = model.config.get_text_config(decoder=True)
     layers = _layers(model, text)
     kinds = [_kind(layer) for layer in layers]
+    wanted = {kind for kind in kinds if kind}  # but for what stands where another process has layers
     for narrow, divisor, kept in itertools.product((True, False), divisors(text), [*selections(kinds)]):
         try:
-            twin = _built(model, _Shrink(text, divisor, len(kinds), kept, narrow)(model.config))
-            own = {_kind(layer) for layer in _layers(twin, twin.config.get_text_config(decoder=True))}
-            if own >= {
-                kind for kind in kinds if kind
-            }:  # but for what stands where another process has layers
+            config = _Shrink(text, divisor, len(kinds), kept, narrow)(model.config)
+            with torch.device("meta"):  # first without weights, which take time
+                bare = class_before(model)(config)
+            if {_kind(layer) for layer in _layers(bare, bare.config.get_text_config(decoder=True))} >= wanted:
+                twin = _built(model, config)
                 run(twin)
                 return twin
             failures.append("its small models lack a kind of its layers")
