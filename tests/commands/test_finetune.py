@@ -83,10 +83,13 @@ def test_learns(folder, trained):
     assert [row["step"] for row in about["curve"]] == [*range(1, 13)]
     assert lines[0] == "18 lines to train on, 2 held out, 180 tokens; the loss is on 20 completions"
     count = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
-    assert lines[1].startswith(f"{count:,} parameters are trained\npredicted peak of 4 x 9 tokens: ")
+    assert lines[1].startswith(
+        f"{count:,} parameters are trained\npredicted peak of the tensors of 4 x 9 tokens: "
+    )
     assert lines[2] == f"held-out loss before: {about['before']:.4f}"
     assert re.fullmatch(r"step 1 of 12: loss \d\.\d{4}, \d+ tokens/s, \d+:\d\d left", lines[3])
     assert lines[15] == f"held-out loss after: {about['after']:.4f}"
+    assert "GB of memory were taken, at most: by the process, with Python, libraries and " in lines[16]
 
 
 @pytest.mark.slow("twelve steps of training, once more")

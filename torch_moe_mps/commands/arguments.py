@@ -349,7 +349,12 @@ def _convert(command: argparse.ArgumentParser) -> None:
     add("--bits", type=_one_of(*_BITS), help="2, 3, 4, 5, 6 or 8 (4)")
     add("--group-size", type=_GROUP_SIZE, help="weights that share a scale: 32, 64 or 128 (64)")
     modes = f"{', '.join(_MODES[:-1])} or {_MODES[-1]}"
-    add("--mode", default="affine", type=_mode, help=f"{modes} (affine)")
+    add(
+        "--mode",
+        default="affine",
+        type=_mode,
+        help=f"{modes}; k and xs need rows of 256 n, others get affine (affine)",
+    )
     add(
         "--linear-bits",
         type=_bits,

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
     if held_out:
         about["after"] = steps.held_out_loss(adapted, held_out, options.batch, pad)
         print(f"held-out loss after: {about['after']:.4f}")
-    print(f"{_memory_taken(device) / 1e9:.2f} GB of memory were taken, at most")
+    print(f"{_memory_taken(device) / 1e9:.2f} GB of memory were taken, at most: {_counted(device)}")
     _save(options, adapted, output, about, examples)
 
 
@@ -129,7 +129,7 @@ def _predicted(peak: Any, parameters: int, rows: int, length: int) -> str:
     inner = ", ".join(f"{name} {show(size)}" for name, size in parts.items())
     return (
         f"{parameters:,} parameters are trained\n"
-        f"predicted peak of {rows} x {length} tokens: {show(peak.total)} ({inner})"
+        f"predicted peak of the tensors of {rows} x {length} tokens: {show(peak.total)} ({inner})"
     )
 
 
@@ -142,6 +142,13 @@ def _check_fits(peak: Any, device: str) -> None:
             f"the training must fit in {show(limit)}, got {show(peak.total)}: smaller --bits, --max-length, "
             "--batch, --rank or --expert-rank take less"
         )
+
+
+def _counted(device: str) -> str:
+    """Names of what `_memory_taken` counts beside the tensors whose peak was predicted."""
+    if device == "mps":
+        return "with what torch keeps of the GPU's memory for later"
+    return "by the process, with Python, libraries and quantised weights decoded for the CPU"
 
 
 def _memory_taken(device: str) -> int:

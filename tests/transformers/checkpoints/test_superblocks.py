@@ -38,17 +38,17 @@ def test_in_place_while_it_is_loaded_and_stored(tmp_path):
     assert_close(output(model, prompt()), expected, 0.3)
 
 
-def test_columns_that_are_no_multiple_of_256():
+def test_columns_that_are_no_multiple_of_32():
     """Experts are refused before anything changes; a linear layer stays dense, and the report says why."""
-    model = tiny("qwen3_moe", **WIDE | {"moe_intermediate_size": 128})
+    model = tiny("qwen3_moe", **WIDE | {"moe_intermediate_size": 48})
     expected = (
         r"^moe_mps::quantize: model.layers.0.mlp.experts.down_proj must be of an input dimension that is a "
-        r"multiple of 256 for q4_k, got 128$"
+        r"multiple of 256 for q4_k, got 48$"
     )
     with pytest.raises(ValueError, match=expected):
         torch_moe_mps.accelerate(model, mode="q4_k")
     assert not any(formats_in(module) for module in model.modules())
-    model = tiny("qwen3", hidden_size=256, intermediate_size=192, num_hidden_layers=1)
+    model = tiny("qwen3", hidden_size=256, intermediate_size=48, num_hidden_layers=1)
     report = torch_moe_mps.accelerate(model, mode="q4_k").quantization
-    assert report.skipped["model.layers.0.mlp.down_proj"] == "its input dimension 192 is no multiple of 256"
+    assert report.skipped["model.layers.0.mlp.down_proj"] == "its input dimension 48 is no multiple of 256"
     assert "model.layers.0.mlp.up_proj" in report.modules

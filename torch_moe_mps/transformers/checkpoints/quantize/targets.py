@@ -94,6 +94,11 @@ class Target:
                 check.fail(f"{self.name}.{parameter}", expected, columns)
 
 
+# {format in blocks of 256: the bits of its values in groups}: with scales about as many as those of the types
+# that llama.cpp takes in its place, of 4.5 (Q4_0), 5.5 (Q5_0), 6 (Q5_1) and 8.5 bits (Q8_0).
+IN_GROUPS = {"q2_k": 4, "q3_k": 4, "iq4_xs": 4, "q4_k": 5, "q5_k": 6, "q6_k": 8}
+
+
 class Weights(NamedTuple):
     """{name: target} of the weights that a recipe quantises, and {name: reason} of those that stay dense."""
 
@@ -120,6 +125,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
         kind = "embeddings" if any(other.kind == "embeddings" for other in alike) else target.kind
         wanted = {p: recipe.format_of([other.path(p) for other in alike], kind) for p in target.parameters}
         target.formats = {parameter: format for parameter, format in wanted.items() if format is not None}
+        target.formats = {part: _fitting(target, part, format) for part, format in target.formats.items()}
         reason = None if target.kind == "experts" else reasons.of(name, target.module)
         if reason is None and len(target.formats) < len(wanted):
             reason = "kept by the recipe"
@@ -165,6 +171,14 @@ def quantizable(model: nn.Module) -> dict[str, Target]:
 def paths_of(targets: Mapping[str, Target]) -> list[str]:
     """Names that recipes have for all parameters that can be quantised."""
     return [target.path(parameter) for target in targets.values() for parameter in target.parameters]
+
+
+def _fitting(target: Target, parameter: str, format: Format) -> Format:
+    """The format, or one in groups where rows are not made of its blocks, as llama.cpp does it."""
+    columns = target.rows_first(target.dense(parameter)).shape[-1]
+    if format.mode not in IN_GROUPS or columns % format.multiple == 0 or columns % 32 != 0:
+        return format
+    return Format(IN_GROUPS[format.mode], 64 if columns % 64 == 0 else 32)
 
 
 def _does_not_fit(weight: Tensor, format: Format) -> str | None:
