@@ -3,12 +3,14 @@
 import os
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.dist import Distribution
 
 VERSIONS = runpy.run_path("torch_moe_mps/_versions.py")
@@ -23,6 +25,15 @@ class WithoutTorch(build_ext):
             "torch_moe_mps: the Metal extension is compiled against the torch it will run with; "
             "install torch first and use `pip install --no-build-isolation .`"
         )
+
+
+class Anew(build_py):
+    """Without what an earlier build of the checkout left: modules that are gone would be installed again."""
+
+    def run(self):
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, "torch_moe_mps"), ignore_errors=True)
+        super().run()
 
 
 class Platform(Distribution):
@@ -75,7 +86,7 @@ def description() -> str:
     return re.sub(r"\]\((?!https://|#)", f"]({source}/blob/v{version[0]}/", text)
 
 
-wheels = {"bdist_wheel": EveryPython}
+wheels = {"bdist_wheel": EveryPython, "build_py": Anew}
 setup(
     distclass=Platform,
     long_description=description(),

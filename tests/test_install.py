@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,16 @@ def test_the_pip_is_that_of_this_python(tmp_path):
     (tmp_path / "pip").chmod(0o755)
     command, _ = python(HINT + SHOW, PATH=str(tmp_path)).splitlines()
     assert shlex.split(command)[:4] == [sys.executable, "-m", "pip", "install"]
+
+
+@pytest.mark.slow("pip builds a checkout twice")
+def test_a_module_that_is_gone_is_not_installed_again(tmp_path):
+    """From a checkout that was installed before, and has been updated since."""
+    sources = installed.build_wheel.copy_sources(tmp_path / "sources")
+    (gone := sources / "torch_moe_mps" / "gone.py").write_text("")
+    names = []
+    for folder in ("first", "second"):
+        wheel = installed.build_wheel.build_wheel(sources, tmp_path / folder)
+        names.append({*zipfile.ZipFile(wheel).namelist()})
+        gone.unlink(missing_ok=True)
+    assert names[0] - names[1] == {"torch_moe_mps/gone.py"} and names[1] < names[0]
