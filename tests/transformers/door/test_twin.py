@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from support import tiny_models
 from support.models import output, prompt
 from support.processes import python
@@ -126,6 +127,7 @@ def test_a_forward_that_swallows_its_mask_is_left_out(untested, put_rule):
 
 
 def test_a_tested_version_compares_nothing(simulated, monkeypatch, put_rule):
+    monkeypatch.setattr(_versions, "TRANSFORMERS", ("5.0", _versions.minor(transformers.__version__)))
     monkeypatch.setenv(machine.SWITCH, "1")
     put_rule("Qwen3MoeRMSNorm", lambda own: lambda self, x: own(self, x) * 1.01)
     report, said = accelerated(tiny("qwen3_moe"))
