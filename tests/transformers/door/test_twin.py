@@ -121,7 +121,7 @@ def test_a_forward_that_swallows_its_mask_is_left_out(untested, put_rule):
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     expected = output(model, ids, attention_mask=mask)
-    report, (line,) = accelerated(model)
+    _, (line,) = accelerated(model)
     assert "Qwen3MoeDecoderLayer differs from its own code (a padded prompt differs by" in line
     assert torch.allclose(output(model, ids, attention_mask=mask), expected, atol=1e-5)
 
