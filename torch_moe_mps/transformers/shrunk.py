@@ -61,14 +61,15 @@ def small_model(model: PreTrainedModel, run: Callable[[PreTrainedModel], object]
     text = model.config.get_text_config(decoder=True)
     layers = _layers(model, text)
     kinds = [_kind(layer) for layer in layers]
+    cls: Any = class_before(model)
     wanted = {kind for kind in kinds if kind}  # but for what stands where another process has layers
     for narrow, divisor, kept in itertools.product((True, False), divisors(text), [*selections(kinds)]):
         try:
             config = _Shrink(text, divisor, len(kinds), kept, narrow)(model.config)
             with torch.device("meta"):  # first without weights, which take time
-                bare = class_before(model)(config)
+                bare = cls(config)
             if {_kind(layer) for layer in _layers(bare, bare.config.get_text_config(decoder=True))} >= wanted:
-                twin = _built(model, config)
+                twin = _built(cls, config)
                 run(twin)
                 return twin
             failures.append("its small models lack a kind of its layers")
@@ -79,9 +80,8 @@ def small_model(model: PreTrainedModel, run: Callable[[PreTrainedModel], object]
     raise CannotBeShrunk(failures[-1] if failures else "its config has no sizes that are known")
 
 
-def _built(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    cls: Any = class_before(model)
-    twin = cls(config).float().eval()
+def _built(cls: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    twin: PreTrainedModel = cls(config).float().eval()
     fill(twin)
     return twin
 
