@@ -67,18 +67,19 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 @torch.no_grad()
-def seconds(model: Any, ids: Tensor) -> tuple[float, float]:
-    """The least of three times for a prompt, and for a token behind it."""
-    prompts, tokens = [], []
-    for _ in range(3):
-        started = time.perf_counter()
-        cache = model(ids[None, :PROMPT], use_cache=True).past_key_values
-        prompts.append(time.perf_counter() - started)
-        for token in ids[PROMPT : PROMPT + 16]:
-            started = time.perf_counter()
-            model(token[None, None], past_key_values=cache)
-            tokens.append(time.perf_counter() - started)
-    return min(prompts), statistics.median(tokens)
+def seconds(models: dict[str, Any], ids: Tensor) -> dict[str, tuple[float, float]]:
+    """Medians of the CPU's time for a prompt and for a token behind it; the models take turns."""
+    prompts, tokens = ({name: list[float]() for name in models} for _ in range(2))
+    for _ in range(5):
+        for name, model in models.items():
+            started = time.process_time()
+            cache = model(ids[None, :PROMPT], use_cache=True).past_key_values
+            prompts[name].append(time.process_time() - started)
+            for token in ids[PROMPT : PROMPT + 16]:
+                started = time.process_time()
+                model(token[None, None], past_key_values=cache)
+                tokens[name].append(time.process_time() - started)
+    return {name: (statistics.median(prompts[name]), statistics.median(tokens[name])) for name in models}
 
 
 def main() -> None:
@@ -105,19 +106,17 @@ def main() -> None:
         cells = f"| {weights:7} | {scales:8} | {name_of(model.dtype):11} | {kind:8} "
         print(f"{cells}| {divergence:8.5f} | {equal:9.1%} | {ties:6.1%} |", flush=True)
 
-    answers, times = {}, []
-    for dtype in DTYPES:
-        model = load(dtype)
+    answers, models = {}, {name_of(dtype): load(dtype) for dtype in DTYPES}
+    for dtype, model in zip(DTYPES, models.values(), strict=True):
         for kind in ("rounded", "float32") if dtype.itemsize == 2 else ():
             show("Q4_1", "float16", model, kind)
         answers[name_of(dtype)] = answer(model, file)
-        times.append((name_of(dtype), *seconds(model, ids)))
     for scales in DTYPES:
         for dtype in DTYPES:
             show("8 bits", name_of(scales), load(scales, bits=8).to(dtype), "float32")
     for name, text in answers.items():
         print(f'"What is the capital of France?" in {name}: {text!r}')
-    for name, prompt, token in times:
+    for name, (prompt, token) in seconds(models, ids).items():
         print(f"{name}: a prompt of {PROMPT} tokens in {prompt:.2f} s, a token in {1e3 * token:.0f} ms")
 
 
