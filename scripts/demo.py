@@ -50,6 +50,7 @@ from support import trained, trained_models  # noqa: E402
 import torch_moe_mps  # noqa: E402
 from torch_moe_mps.commands.sources import usable_device  # noqa: E402
 from torch_moe_mps.transformers import Report, experts_of  # noqa: E402
+from torch_moe_mps.transformers.checkpoints.quantize.sizes import total_bytes  # noqa: E402
 
 
 def write_checkpoint(folder: str) -> None:
@@ -119,13 +120,14 @@ def prompt_ids(path: str, prompt: str, model):
 
 @torch.no_grad()
 def run(model, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The prompt's logits, the tokens generated greedily, and tokens per second."""
+    """The prompt's logits, the greedy answer, and tokens per second of one that has all its tokens."""
     logits = model(input_ids=ids).logits.float()
     options = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-    model.generate(input_ids=ids, max_new_tokens=2, **options)
+    options |= {"input_ids": ids, "max_new_tokens": tokens}
+    answer = model.generate(**options)[0, ids.shape[1] :].cpu()
     start = time.perf_counter()
-    generated = model.generate(input_ids=ids, max_new_tokens=tokens, **options)[0, ids.shape[1] :].cpu()
-    return logits, generated, len(generated) / (time.perf_counter() - start)
+    model.generate(**options, min_new_tokens=tokens)[0, -1].item()
+    return logits, answer, tokens / (time.perf_counter() - start)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -183,11 +185,12 @@ def accelerate(model, bits: int | None) -> Report:
 
 
 def demonstrate(model, ids: torch.Tensor, tokenizer, args: argparse.Namespace) -> None:
-    parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    parameters, before = model.num_parameters() / 1e6, total_bytes(model) / 1e6
     print(f"{type(model).__name__}, {parameters:.0f} M parameters, {model.dtype}, {model.device}\n")
     eager = run_eager(model, ids, args.tokens)
     print(accelerate(model, args.bits))
     logits, tokens, speed = run(model, ids, args.tokens)
+    print(f"\nweights: {before:.0f} MB before, {total_bytes(model) / 1e6:.0f} MB now")
     if eager is None:
         print(f"\ntokens/s: {speed:.1f}; transformers' own code does not run quantised weights")
     else:

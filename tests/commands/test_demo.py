@@ -87,6 +87,29 @@ def test_checkpoint_of_the_user(architecture, operator, demo, tmp_path):
     assert operator in printed and "greedy tokens equal to eager's: 4 of 4" in printed
 
 
+def test_an_answer_is_timed_to_the_length_that_was_asked_for(demo, tmp_path, monkeypatch):
+    """Behind an end, too, after which an answer is one token long."""
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("qwen3", num_hidden_layers=1)
+    model.generation_config.eos_token_id = [*range(model.config.vocab_size - 1)]
+    model.save_pretrained(tmp_path)
+    calls, own = [], type(model).forward
+
+    def forward(*given, **named):
+        calls.append(1)
+        return own(*given, **named)
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    demo("--model", str(tmp_path), "--tokens", "9", "--dtype", "float32")
+    assert len(calls) >= 2 * (1 + 1 + 9)  # logits, the answer and the timed one, twice
+
+
+def test_quantised_weights_are_shown_with_their_size(demo):
+    printed = demo("--random", "--bits", "4", "--tokens", "2")
+    before, now = map(int, re.search(r"weights: (\d+) MB before, (\d+) MB now", printed).groups())
+    assert 80 <= before <= 86 and 32 / 6.5 <= before / now <= 32 / 4.5
+
+
 def test_quantised_checkpoint(demo, tmp_path):
     """Without transformers' own code beside it, which cannot run the experts."""
     with tiny_models.groups_of_32():
