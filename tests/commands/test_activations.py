@@ -68,6 +68,13 @@ def test_on_a_cpu_activations_are_in_float32(letters, capsys):
     assert "activations in float32: " in capsys.readouterr().err
 
 
+def test_without_a_tokenizer_nothing_is_measured(letters, tmp_path):
+    folder = with_factor(letters, tmp_path / "model", EMBEDDING, 1.0)
+    for file in folder.glob("*token*"):
+        file.unlink()
+    assert loaded(folder, "mps").dtype == torch.bfloat16
+
+
 def test_what_is_asked_for_and_dense_weights_stay(letters, tmp_path):
     folder = with_factor(letters, tmp_path / "model", EMBEDDING, 1.0)
     assert loaded(folder, "cpu", dtype="bfloat16").dtype == torch.bfloat16

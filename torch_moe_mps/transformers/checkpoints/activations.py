@@ -49,10 +49,14 @@ def load_in_best(
     if known is not None:
         return load(known.dtype), known
     try:
+        ids = _tokens(source)
+    except (ValueError, OSError):
+        return load(None), Activations(None, "no tokenizer is there for a text to measure with")
+    try:
         model = load(torch.float16)
     except ValueError:  # which bfloat16 raises again, if it is of anything else
         return load(torch.bfloat16), Activations(torch.bfloat16, "weights that float16 does not hold")
-    found = largest(model, _tokens(source))
+    found = largest(model, ids)
     limit = f"of {_END:,.0f}, while {found.tokens} tokens of a text are read"
     if found.value * MARGIN <= _END:
         return model, Activations(torch.float16, f"they reach {found.value:,.0f} {limit}")
