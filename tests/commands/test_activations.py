@@ -130,3 +130,8 @@ def test_a_file_of_trained_weights_says_paris(smollm2, capsys):
     options = ["-p", trained_models.QUESTION, "--max-tokens", "8", "--device", "cpu"]
     assert main(["generate", str(smollm2), *options]) == 0
     assert capsys.readouterr().out == "The capital of France is Paris.\n"
+
+
+@pytest.mark.parametrize("architecture", ["bert", "qwen3_next"])
+def test_encoders_and_recurrent_models_are_measured(architecture, tmp_path):
+    assert loaded(chat_checkpoint(tmp_path / "model", architecture), "mps").dtype == torch.float16

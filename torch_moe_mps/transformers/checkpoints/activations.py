@@ -94,7 +94,7 @@ def largest(model: nn.Module, ids: Tensor) -> Largest:
     """The largest number that a model's modules take or give while it reads tokens [T]."""
     device = next(model.parameters()).device
     with _watched(model) as seen:
-        model(input_ids=ids[None].to(device), use_cache=False)
+        model(input_ids=ids[None].to(device))
     value = float(torch.stack(seen).max()) if seen else 0.0
     return Largest(value if value == value else torch.inf, len(ids))
 
