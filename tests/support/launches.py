@@ -1,6 +1,5 @@
 """How many kernels a program launches: operators of aten that are no views, and the package's dispatches."""
 
-import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -17,8 +16,9 @@ from transformers.cache_utils import DynamicLayer
 
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.basics.interface import is_experts
-from torch_moe_mps.transformers.caches.cache import CACHES, STATES
+from torch_moe_mps.transformers.caches.cache import STATES
 from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.upstream.calls import cache_name
 
 from . import tiny_models
 
@@ -118,8 +118,7 @@ def layers_of(model: nn.Module) -> tuple[nn.Module, str]:
 
 def name_of_cache(model: nn.Module) -> str:
     """The argument of a model's forward that is its cache."""
-    names = inspect.signature(type(model).forward).parameters
-    return next((name for name in (*CACHES, STATES) if name in names), CACHES[0])
+    return cache_name(type(model).forward) or STATES
 
 
 def prompted(model: nn.Module, tokens: list[int], rows: int = 1) -> Any:

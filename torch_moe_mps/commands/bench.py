@@ -31,6 +31,7 @@ from ..serving.speculation import Speculation
 from ..transformers.capture.calls import tokens_of
 from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
+from ..transformers.upstream.calls import cache_among, cache_argument
 from .caches import KVCache, kv_cache
 from .perplexity import text_ids
 from .results import write_json
@@ -219,7 +220,9 @@ class Bench:
             generating.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=cache if cache is not None else DynamicCache(config=self.model.config),
+                **cache_argument(
+                    self.model, DynamicCache(config=self.model.config) if cache is None else cache
+                ),
                 max_new_tokens=tokens,
                 min_new_tokens=tokens,
                 do_sample=False,
@@ -236,11 +239,12 @@ class Bench:
         """A cache with `depth` tokens; None for none."""
         cache = None
         for ids in self.ids[:, :depth].split(_CHUNK, dim=1) if depth else ():
-            cache = self._forward(ids, cache).past_key_values
+            cache = cache_among(self._forward(ids, cache))
         return cache
 
     def _forward(self, ids: Tensor, cache: Any) -> Any:
-        return self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        given = cache_argument(self.model, cache)
+        return self.model(input_ids=ids, **given, use_cache=True, logits_to_keep=1)
 
     def _read(self, ids: Tensor, cache: Any) -> int:
         """The token after a prompt; `item` waits for the device."""
@@ -252,7 +256,7 @@ class Bench:
         how |= {"eos_token_id": [self.vocabulary], "pad_token_id": 0, "max_new_tokens": tokens}
 
         def generate(cache: Any) -> None:
-            arguments = {} if cache is None else {"past_key_values": cache}
+            arguments = {} if cache is None else cache_argument(self.model, cache)
             self.model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, **how).tolist()
 
         name = f"tg{tokens}{kind}" + (f" @ d{depth}" if depth else "")
@@ -280,7 +284,7 @@ class Bench:
         self._synchronize()
         start = time.perf_counter()
         for _ in range(count):
-            cache = self._forward(ids, cache).past_key_values
+            cache = cache_among(self._forward(ids, cache))
         seconds = (time.perf_counter() - start) / count
         self._synchronize()
         return seconds
@@ -295,7 +299,7 @@ class Bench:
         """A copy behind two tokens: a copied cache has no room for more, nor one that the model made."""
         cache = copy.deepcopy(cache)
         for _ in range(2):
-            cache = self._forward(self.ids[:, :1], cache).past_key_values
+            cache = cache_among(self._forward(self.ids[:, :1], cache))
         return cache
 
     def _synchronize(self) -> None:

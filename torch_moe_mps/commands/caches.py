@@ -8,8 +8,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..transformers.basics.shapes import call_on_shapes
-from ..transformers.caches.cache import CACHES, as_held
+from ..transformers.caches.cache import as_held
 from ..transformers.caches.growing import room_behind, room_behind_window
+from ..transformers.upstream.calls import cache_among
 
 
 class KVCache:
@@ -71,7 +72,7 @@ def _cached(model: Any, tokens: int, bits: int) -> list[tuple[int | None, int]]:
     """(sliding window or None, bytes) of each layer of the cache."""
     ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
     output = call_on_shapes(model, input_ids=ids)
-    layers = next(output[name] for name in CACHES if name in output).layers
+    layers = cache_among(output).layers
     return [(getattr(layer, "sliding_window", None), _nbytes(as_held(layer, bits))) for layer in layers]
 
 

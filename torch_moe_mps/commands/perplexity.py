@@ -18,6 +18,7 @@ from ..transformers.basics.report import aligned, with_progress
 from ..transformers.basics.wide_logits import wide_logits
 from ..transformers.checkpoints.calibration import SAMPLE
 from ..transformers.checkpoints.quantize.weights import free
+from ..transformers.upstream.calls import cache_argument
 from .card import keep_figures
 from .places import utf8_text
 from .results import write_json
@@ -242,4 +243,4 @@ class WithQuantizedCache:
         from ..transformers.caches.cache import QuantizedCache
 
         cache = QuantizedCache(self.model.config)
-        return self.model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+        return self.model(input_ids=input_ids, **cache_argument(self.model, cache), use_cache=True)

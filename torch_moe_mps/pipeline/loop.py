@@ -21,6 +21,7 @@ from ..transformers.basics.interface import weights_in
 from ..transformers.basics.shapes import call_on_shapes
 from ..transformers.checkpoints.absent import around_text
 from ..transformers.checkpoints.quantize.sizes import total_bytes
+from ..transformers.upstream.calls import cache_among, cache_argument
 
 _Source = tuple[int, bool]  # the number of a layer, and whether it returned a tensor or kept it
 _EMBEDDED = -1, True
@@ -69,7 +70,7 @@ def find_loop(model: Any) -> Loop:
     with torch.no_grad(), calls:
         embedded = base.get_input_embeddings()(ids[:, :1])
     try:
-        calls.run(inputs_embeds=embedded, past_key_values=cache)
+        calls.run(inputs_embeds=embedded, **cache_argument(base, cache))
     except _DoesNotRun:
         calls.uses_embeddings |= calls.layer is None  # layers may need the ids
     path = f"{name}.{layers}".lstrip(".")
@@ -136,7 +137,7 @@ class _Calls(TorchDispatchMode):
         self._check_order(self.count)
         leaves = pytree.tree_leaves(output, is_leaf=lambda value: isinstance(value, Cache))
         self._read(self.count, self._sources_of(leaves))
-        return output.past_key_values
+        return cache_among(output)
 
     def _enter(self, number: int, layer: nn.Module, args: tuple) -> None:
         self._check_order(number)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..transformers.capture.exchange import exchange_by
+from ..transformers.upstream.calls import cache_among
 from .peers import PeerError, Peers, as_octets, from_octets, on_the_host
 from .stages import Stage
 
@@ -287,7 +288,7 @@ class Running:
     def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict, **kwargs: Any) -> Any:
         """Reads a prompt in chunks: a process starts the next one as soon as it has sent one."""
         if generation_config.prefill_chunk_size is not None:
-            cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+            cache, mask = cache_among(model_kwargs), model_kwargs.get("attention_mask")
             before = 0 if cache is None else int(cache.get_seq_length())
             known = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
             tokens = input_ids.shape[1]

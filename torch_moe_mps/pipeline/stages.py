@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from ..transformers.checkpoints.absent import beside_text, leave_out
+from ..transformers.upstream.calls import cache_among
 from .loop import Loop
-
-_CACHE = "past_key_values"
 
 
 class Elsewhere(nn.Module):
@@ -34,8 +33,8 @@ class Elsewhere(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        if kwargs.get(_CACHE) is not None:
-            count_tokens(kwargs[_CACHE], self.index, hidden, self.convolves)
+        if (cache := cache_among(kwargs)) is not None:
+            count_tokens(cache, self.index, hidden, self.convolves)
         # Where nothing arrives, nobody reads what follows from this.
         results = [hidden] * (self.results or 1) if self.arrives is None else self.arrives(hidden.device)
         return results[0] if self.results is None else tuple(results)

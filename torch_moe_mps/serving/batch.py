@@ -20,6 +20,7 @@ from ..transformers.caches.cache import hands_cache_on
 from ..transformers.caches.prompt_cache import new_cache, reads_whole
 from ..transformers.caches.rows import NotJoinable, Rows, capacity
 from ..transformers.caches.state import LayerState
+from ..transformers.upstream.calls import cache_among, cache_argument
 from .choosing import Chooser, Chosen, choose
 from .generating import Generating, can_be_kept, images_of, prepare_steps
 from .job import Job, Reason, prompt_length
@@ -278,8 +279,8 @@ class Batch:
         moved = {} if kept.images is None else kept.images.moved
         for name, module in self._turning.items():
             module.rope_deltas = moved.get(name)
-        out = self._called(**inputs, past_key_values=kept.cache, use_cache=True, logits_to_keep=1)
-        kept.cache, kept.ids = out.get("past_key_values", kept.cache), ids[0, :end]
+        out = self._called(kept.cache, **inputs, use_cache=True, logits_to_keep=1)
+        kept.cache, kept.ids = cache_among(out, kept.cache), ids[0, :end]
         if kept.images is not None:
             kept.images.moved.update({name: module.rope_deltas for name, module in self._turning.items()})
         for module in self._turning.values():
@@ -295,9 +296,9 @@ class Batch:
             self._reading = None
             self._begin_tokens(answer, out.logits[:, -1])
 
-    def _called(self, **inputs: Any) -> Any:
+    def _called(self, cache: Any, **inputs: Any) -> Any:
         with wide_logits():  # the choosers widen them
-            return self.model(**inputs)
+            return self.model(**inputs, **cache_argument(self.model, cache))
 
     def _piece(self) -> int:
         """How many tokens of a prompt are read at once: a few steps of the answers that wait meanwhile."""
@@ -347,7 +348,8 @@ class Batch:
             self._make_room(len(self.answers), 0, 0)
         before = self._chosen
         tokens = self._inputs(self.answers) if before is None else before.inputs()
-        out = self._called(input_ids=tokens, **self._rows.arguments())
+        others = self._rows.arguments()  # which may move the cache
+        out = self._called(self._rows.cache, input_ids=tokens, **others)
         self._rows.advance()
         self._chosen = choose([answer.chooser for answer in self.answers], out.logits[:, -1])
         if before is not None:
@@ -380,7 +382,7 @@ class Batch:
         moved = {} if answer.kept.images is None else answer.kept.images.moved
         for name, module in self._turning.items():
             module.rope_deltas = moved.get(name)
-        out = self._called(input_ids=token, past_key_values=answer.kept.cache, use_cache=True)
+        out = self._called(answer.kept.cache, input_ids=token, use_cache=True)
         for module in self._turning.values():
             module.rope_deltas = None
         answer.chosen = choose([answer.chooser], out.logits[:, -1])
@@ -448,6 +450,6 @@ def reason_for_generate(model: PreTrainedModel, config: GenerationConfig) -> str
     if model.config.is_encoder_decoder:
         return f"{kind} is an encoder with a decoder"
     if not hands_cache_on(model):
-        return f"{kind} holds its states elsewhere than in past_key_values"
+        return f"{kind} holds its states elsewhere than in a cache"
     own, known = inspect.unwrap(model.generate), inspect.unwrap(GenerationMixin.generate)
     return None if own is known else f"{kind} has a generate() of its own"

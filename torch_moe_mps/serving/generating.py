@@ -20,6 +20,7 @@ from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
 from ..transformers.caches.cache import hands_cache_on
 from ..transformers.caches.prompt_cache import new_cache, reads_whole, runs_on
+from ..transformers.upstream.calls import cache_among, cache_argument
 from .prompts import Images, Kept, Prompts, is_marked, mark, pauses
 from .speculation import Speculation
 
@@ -128,7 +129,7 @@ class Generating(Beside):
             steps.end()
             prompts.put(kept)
             return ids
-        result = self.model.generate(**given, past_key_values=kept.cache)
+        result = self.model.generate(**given, **cache_argument(self.model, kept.cache))
         if images is not None:
             images.moved.update({name: module.rope_deltas for name, module in modules.items()})
             kept.images = images
@@ -146,9 +147,8 @@ class Generating(Beside):
             if steps.is_ended():
                 return False
             with nullcontext() if pipeline is None else pipeline.reading():
-                self.model(
-                    input_ids=ids[:, start:end], past_key_values=kept.cache, use_cache=True, logits_to_keep=1
-                )
+                cache = cache_argument(self.model, kept.cache)
+                self.model(input_ids=ids[:, start:end], **cache, use_cache=True, logits_to_keep=1)
             start, kept.ids = end, ids[0, :end].cpu()
             tell(end, prompt)
             if is_marked(end, prompt):
@@ -240,7 +240,7 @@ def prepare_steps(model: Any) -> None:
 
     @functools.wraps(own)
     def prepare(ids: Tensor, next_sequence_length: int | None = None, **given: Any) -> Any:
-        cache = given.get("past_key_values")
+        cache = cache_among(given)
         if next_sequence_length is None and cache is not None and (before := cache.get_seq_length()):
             next_sequence_length = ids.shape[1] - before
         if given.get("is_first_iteration") and cache is not None and runs_on(cache):

@@ -9,6 +9,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from ..transformers.basics.state import Beside
 from ..transformers.caches.prompt_cache import new_cache
+from ..transformers.upstream.calls import cache_among, cache_argument
 from .prompts import Kept, Prompts
 
 
@@ -53,7 +54,7 @@ class Speculation(Beside):
                 result = guess(ids, *others, **more)
                 self.guessed += result[0].shape[1] - ids.shape[1]
                 if keeps and result[0].shape[1] > ids.shape[1]:
-                    self._drafted = result[0][0].cpu(), generator.assistant_kwargs["past_key_values"]
+                    self._drafted = result[0][0].cpu(), cache_among(generator.assistant_kwargs)
                 return result
 
             def update_candidate_strategy(ids: Any, scores: Any, matches: Any) -> Any:
@@ -79,7 +80,7 @@ class Speculation(Beside):
         draft = generator.assistant_model
         kept = self.prompts.take(ids, new_cache(draft))
         if len(kept.ids):
-            generator.assistant_kwargs["past_key_values"] = kept.cache
+            generator.assistant_kwargs |= cache_argument(draft, kept.cache)
 
 
 def print_counts(speculation: Speculation | None) -> None:

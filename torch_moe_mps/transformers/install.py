@@ -31,6 +31,7 @@ from .modules.experts import runs_own_code
 from .modules.functions import InPlace, with_operators
 from .modules.rules import FUNCTION_RULES, MODULE_RULES
 from .modules.rules.trial import on_the_cpu
+from .upstream.calls import in_place
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -69,7 +70,7 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
     except RuntimeError as error:
         return [], first_line(error)
     if done:
-        _run(module, forward, {})
+        _run(module, forward, {}, is_own=True)
         return done, None
     return [], next(iter(refusals), reason) or "its formula is none of the operators'"
 
@@ -115,11 +116,15 @@ def drop_forward_of_class(module: nn.Module) -> None:
         del module.__dict__["forward"]
 
 
-def _run(module: nn.Module, forward: Callable, reads: dict) -> None:
-    """Lets a module run a forward, as long as what was read to find it holds."""
+def _run(module: nn.Module, forward: Callable, reads: dict, is_own: bool = False) -> None:
+    """Lets a module run a forward, as long as what was read to find it holds.
+
+    Args:
+        is_own: the forward is the module's own code, but for functions that it calls.
+    """
     state_of(module).reads = kept(reads)
     cls: type = type(module)
-    _set_class(module, _rewritten_class(cls, forward))
+    _set_class(module, _rewritten_class(cls, forward, is_own))
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -129,10 +134,11 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 @functools.cache
-def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.Module]:
+def _rewritten_class(original: type[nn.Module], rewritten: Callable, is_own: bool) -> type[nn.Module]:
     """The subclass of `original` that runs `rewritten` in inference and the original forward otherwise."""
     own = original.forward
-    runs_own = getattr(rewritten, RUNS_OWN, own)
+    runs_own = in_place(own, getattr(rewritten, RUNS_OWN)) if hasattr(rewritten, RUNS_OWN) else own
+    inference = rewritten if is_own else in_place(runs_own, rewritten)
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +153,7 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
             return own(self, *args, **kwargs)
         if changed or runs_own_code(self, *args, *kwargs.values()):
             return runs_own(self, *args, **kwargs)
-        return rewritten(self, *args, **kwargs)
+        return inference(self, *args, **kwargs)
 
     marks: dict[str, Any] = {CLASS_MARK: original, OWN_FORWARD: (original, own)}
     cls = subclass(original, _new_copy, forward=forward, **marks)

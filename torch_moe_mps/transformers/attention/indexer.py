@@ -21,6 +21,7 @@ from ..modules.experts import is_observed
 from ..modules.rules.constants import constant
 from ..modules.rules.rope import TURNS, Turn, tables_and_options
 from ..modules.rules.trial import LEAST_HEADS, HeldKeys, has_parts, numbers, twin_of, untied
+from ..upstream.calls import CACHE, cache_name
 from .causal_mask import CausalMask
 from .chosen_keys import Choice
 from .indexer_trial import IndexerTrial, form_by_trial
@@ -29,7 +30,7 @@ ops = torch.ops.moe_mps
 
 _LAYERS = ("wq_b", "wk", "k_norm", "weights_proj")
 _NUMBERS = ("n_heads", "head_dim", "index_topk", "softmax_scale", "layer_idx")
-_TAKEN = {"q_resid", "position_embeddings", "attention_mask", "position_ids", "past_key_values"}
+_TAKEN = {"q_resid", "position_embeddings", "attention_mask", "position_ids", CACHE}
 _BATCH, _TOKENS, _BEFORE = 16, 3, 4  # of a trial, of whose rows those with equal scores do not count
 # The attribute of indices none of which its token does not see.
 IN_ORDER = "_moe_mps_in_order"
@@ -39,7 +40,7 @@ class IndexerForm(NamedTuple):
     """How an indexer makes its queries and keys.
 
     Attributes:
-        names: of what its forward takes behind the hidden states.
+        names: of what its forward takes behind the hidden states, the cache as CACHE.
         turn: the form of `rope` in which both turn, None if they do not.
         rotary: the width of its tables.
     """
@@ -49,16 +50,25 @@ class IndexerForm(NamedTuple):
     rotary: int
 
 
-def indexer_forward(indexer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def indexer_forward(
+    indexer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Any,
+    cache: Any,
+    q_resid: Any = None,
+    position_ids: Any = None,
+) -> Tensor:
     """The forward of a rewritten indexer: [B, T, K] int32, -1 where a token may choose from fewer keys."""
     form: IndexerForm = indexer.__dict__[STATE].formula
-    arguments = dict(zip(form.names, args, strict=False)) | kwargs
-    mask, (cos, _) = arguments["attention_mask"], arguments["position_embeddings"]
+    mask, (cos, _) = attention_mask, position_embeddings
+    arguments = {"q_resid": q_resid, "position_embeddings": position_embeddings, "position_ids": position_ids}
+    arguments = {name: value for name, value in arguments.items() if name in form.names} | {CACHE: cache}
     # Our implementation of attention asks for numbers. Beside a mask of bool, that of `sdpa`, a model
     # scatters the result, which takes no -1.
     runs = type(mask) is CausalMask and mask.window is None and mask.dtype is not torch.bool
     if not runs or hidden_states.dtype is torch.float64 or cos.shape[-1] != form.rotary:
-        return original_class(indexer).forward(indexer, hidden_states, *args, **kwargs)
+        return NotImplemented
     seen, device = mask.seen, hidden_states.device
     choice = _choice(indexer, form, hidden_states, arguments, seen)
     if choice is None:
@@ -92,7 +102,7 @@ def _into_cache(
     indexer: Any, form: IndexerForm, q: Tensor | None, k: Tensor, given: dict[str, Any]
 ) -> tuple[Tensor | None, Tensor]:
     """The queries, turned; the keys k [B, T, D], normed and turned, behind those of the cache."""
-    norm, cache, dtype = indexer.k_norm, given.get("past_key_values"), k.dtype
+    norm, cache, dtype = indexer.k_norm, given.get(CACHE), k.dtype
     cos, sin, options = None, None, dict[str, Any]()  # where nothing turns
     if form.turn is not None:
         cos, sin, options = tables_and_options(form.turn, *given["position_embeddings"])
@@ -132,7 +142,8 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for an indexer, else None."""
     if not has_parts(module, _LAYERS, _NUMBERS):
         return None
-    names = tuple(inspect.signature(original_class(module).forward).parameters)[2:]
+    own = original_class(module).forward
+    _, _, *names = (CACHE if n == cache_name(own) else n for n in inspect.signature(own).parameters)
     rotary, width = getattr(module, "qk_rope_head_dim", None), getattr(module, "head_dim", 0)
     fits = {*names} <= _TAKEN and {*names} >= _TAKEN - {"q_resid", "position_ids"}
     heads: Any = module.n_heads
@@ -145,7 +156,7 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
         return None
     depends_on(module, "qk_rope_head_dim")
     depends_on(module, "use_rope")
-    form = form_by_trial(module, _trial, names, rotary, width)
+    form = form_by_trial(module, _trial, tuple(names), rotary, width)
     if form is None:
         return None
     state_of(module).formula = form
@@ -154,7 +165,7 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
 
 def _trial(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -> IndexerTrial:
     """A trial of an indexer whose layers have few inputs."""
-    twin = twin_of(module, index_topk=3)
+    twin, own = twin_of(module, index_topk=3), original_class(module).forward
     keys = _BEFORE + _TOKENS
     hidden, before = numbers(_BATCH, _TOKENS, twin.wk.in_features), numbers(_BATCH, _BEFORE, width)
     every = {
@@ -171,8 +182,8 @@ def _trial(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -
 
     return IndexerTrial(
         held=lambda: HeldKeys(before, twin.layer_idx),
-        own=lambda cache: original_class(module).forward(twin, hidden, **arguments, past_key_values=cache),
-        ours=lambda form, cache: _choice(twin, form, hidden, arguments | {"past_key_values": cache}, keys),
+        own=lambda cache: own(twin, hidden, **arguments, **{str(cache_name(own)): cache}),
+        ours=lambda form, cache: _choice(twin, form, hidden, arguments | {CACHE: cache}, keys),
         is_same=_is_same,
         forms=[IndexerForm(names, turn, rotary) for turn in filter(fits, (None, *TURNS))],
     )

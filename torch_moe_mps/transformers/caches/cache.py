@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import (
     DynamicCache,
-    EncoderDecoderCache,
     PreTrainedConfig,
     PreTrainedModel,
     StaticCache,
@@ -22,13 +21,12 @@ from transformers.cache_utils import CacheLayerMixin
 from ...ops.attention import CACHE_BITS
 from ..basics.residency import follow_moved
 from ..basics.state import CLASS_MARK, NOTHING, STATE, state_of
+from ..upstream.calls import cache_among, cache_name, decoder_cache
 from .held import HeldEntries
 from .layers import Made, growing_class
 from .quantized_states import QuantizedStates, can_be_quantized
 from .state import LayerState
 
-# Arguments of a forward that are its cache: all models' but Mamba's, Mamba's, and continuous batching's.
-CACHES = ("past_key_values", "cache_params", "cache")
 STATES = "state"  # the argument of a forward that is a list of states: RWKV's
 STATE_OF_MODULE = "conv1d_state"  # the attribute of a module that keeps states
 # Whether `generate` makes the calls, and their positions from those of the prompt.
@@ -73,9 +71,7 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     Weights that have moved are kept resident again.
     """
-    cache: Any = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
-    if type(cache) is EncoderDecoderCache:
-        cache = cache.self_attention_cache
+    cache = decoder_cache(cache_among(kwargs))
     if cache is None:
         return
     quantizes = module.__dict__.get(STATE, NOTHING).kv_bits == CACHE_BITS
@@ -189,7 +185,7 @@ def _decoders(model: nn.Module) -> Iterator[nn.Module]:
 
 def takes_cache(model: nn.Module) -> bool:
     """Whether a model's forward has an argument for its cache."""
-    return not inspect.signature(model.forward).parameters.keys().isdisjoint(CACHES[:2])
+    return cache_name(model.forward) is not None
 
 
 def takes_states(model: nn.Module) -> bool:
@@ -198,11 +194,11 @@ def takes_states(model: nn.Module) -> bool:
 
 
 def hands_cache_on(model: PreTrainedModel) -> bool:
-    """Whether the states of a conversation are all in what a call takes as `past_key_values`.
+    """Whether the states of a conversation are all in the cache of a call.
 
-    Mamba and RWKV have another name for them; RecurrentGemma's own code keeps them in its modules.
+    RWKV has a list of states; RecurrentGemma's own code keeps them in its modules.
     """
-    return CACHES[0] in inspect.signature(model.forward).parameters and not keeps_states(model)
+    return takes_cache(model) and not keeps_states(model)
 
 
 def keeps_states(model: nn.Module) -> bool:

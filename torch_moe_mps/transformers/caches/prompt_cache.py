@@ -122,7 +122,7 @@ def save_prompt_cache(
         file: a safetensors file; one that is not a prompt cache is not replaced.
         model: that computed the cache.
         ids: [1, T] or [T], the tokens of the prompt.
-        cache: that the model returned as `past_key_values`, with T tokens; dense or with kv_bits=8.
+        cache: that the model returned, with T tokens; dense or with kv_bits=8.
 
     Raises: ValueError for a cache of another length or class, for a file that is something else, and for a
         model whose own code goes on wrongly behind a cache (`READ_WHOLE`); OSError; torch.AcceleratorError as
@@ -168,7 +168,8 @@ def save_prompt_cache(
 def load_prompt_cache(file: str | os.PathLike[str], model: PreTrainedModel) -> tuple[Tensor, DynamicCache]:
     """Read what `save_prompt_cache` wrote.
 
-    Pass both to `generate`: `model.generate(ids_with_more, past_key_values=cache)`. The model computes from
+    Pass both to `generate`: `model.generate(ids_with_more, cache=cache)`, before transformers 5.24
+    `past_key_values=cache`. The model computes from
     them the same bits as from the cache that was saved.
 
     Returns: the tokens [1, T] and their cache, on the model's device.

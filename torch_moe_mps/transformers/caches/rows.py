@@ -132,7 +132,7 @@ class Rows:
         return copy_of_cache(self.cache, layers)
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the call for the next token of each row, beside the tokens."""
+        """Arguments of the call for the next token of each row, beside the tokens and the cache."""
         assert self.cache is not None
         if self._left == 0:
             for layer in self.cache.layers:
@@ -144,7 +144,7 @@ class Rows:
             shown = self._shown[: len(self), :end]
             setattr(shown, RANGE, (self._range,))
             mask = {"attention_mask": shown}
-        return {"past_key_values": self.cache, "position_ids": self._positions, "use_cache": True, **mask}
+        return {"position_ids": self._positions, "use_cache": True, **mask}
 
     def advance(self) -> None:
         """Counts the token of each row that a call has added to the cache."""

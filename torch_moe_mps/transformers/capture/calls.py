@@ -39,6 +39,7 @@ from ..caches.held import HeldEntries
 from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator, symbols_end
 from ..modules.sampling import OPERATOR, current, sampling
+from ..upstream.calls import cache_among
 from .arguments import MASK, padding_of, whole
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint, forbidden, note_change
@@ -357,7 +358,7 @@ def _positions_by_hand(arguments: dict[str, Any]) -> str | None:
     """
     if FOLLOWS.get() or arguments.get("position_ids") is None:
         return None
-    layers = getattr(arguments.get("past_key_values"), "layers", ())
+    layers = getattr(cache_among(arguments), "layers", ())
     counts = any(isinstance(layer, HeldEntries) for layer in layers)
     return "position_ids are compared with the cache, outside of generate()" if counts else None
 

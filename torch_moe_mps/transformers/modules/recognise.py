@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from ...ops import FAMILIES
 from ..basics.report import Done
-from ..basics.state import STATE, original_class, state_of
+from ..basics.state import STATE, state_of
 from ..graphs.nodes import aten, is_call, tensor_of
 from ..graphs.patterns import called, match, parsed, uncast
 from ..graphs.tracing import VALUE
@@ -197,7 +197,7 @@ def forward_of(name: str) -> Callable:
         inputs = call.by_place(args, named) if named else args
         weights = weights_of(module, call, inputs)
         if weights is None:
-            return original_class(module).forward(module, *args, **named)
+            return NotImplemented
         if call.groups == 1:
             return operator(*inputs, *weights, *call.constants)
         return applied(operator, call, inputs, weights)

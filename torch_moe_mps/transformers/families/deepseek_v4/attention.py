@@ -41,17 +41,15 @@ def compressed_layer(
     position_embeddings: Any,
     position_ids: Any,
     attention_mask: Any,
-    past_key_values: Any = None,
-    **options: Any,
+    cache: Any = None,
+    output_attentions: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The forward of a layer that is recognised."""
-    held, (_, *within) = _layer_of(past_key_values, layer.layer_idx), layer.modules()
+    held, (_, *within) = _layer_of(cache, layer.layer_idx), layer.modules()
     unpadded = type(attention_mask) is CausalMask and attention_mask.key_range is None
     plain = attention_mask is None or unpadded
-    if held is None or not plain or options.get("output_attentions") or is_observed(*within):
-        options |= {"position_ids": position_ids, "attention_mask": attention_mask}
-        options |= {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
-        return original_class(layer).forward(layer, hidden_states, **options)
+    if held is None or not plain or output_attentions or is_observed(*within):
+        return NotImplemented
     tables = position_embeddings[layer.rope_layer_type]
     return _attended(layer, held, hidden_states, tables), None
 

@@ -25,10 +25,10 @@ _NUMBERS = ("n_heads", "head_dim", "index_topk", "index_kpool", "softmax_scale",
 
 
 def kpool_forward(
-    indexer: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, past_key_values: Any
+    indexer: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, cache: Any
 ) -> Any:
     """The forward of a rewritten indexer: a Choice, or EVERYTHING where tokens may choose all pools."""
-    layer = layer_of(indexer, past_key_values)
+    layer = layer_of(indexer, cache)
     runs = (
         indexer.config._attn_implementation == "sdpa"
         and hidden_states.dtype is not torch.float64
@@ -38,8 +38,7 @@ def kpool_forward(
     if not runs or _is_padded(attention_mask, layer):
         if not runs and isinstance(layer, HeldPools):
             layer.is_padded = None  # nothing has looked at this call's mask
-        own = original_class(indexer).forward
-        return own(indexer, hidden_states, q_resid, attention_mask, past_key_values)
+        return NotImplemented
     return _choice(indexer, hidden_states, q_resid, layer)
 
 

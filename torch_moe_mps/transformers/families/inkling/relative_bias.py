@@ -183,7 +183,7 @@ def relative_forward(
     own, bank = original_class(module).forward, module.get_parameter("proj")
     fits = states.dim() == 4 and states.dtype == bank.dtype in ACTIVATION_DTYPES
     if not fits or states.shape[1:2] != query_positions.shape:
-        return own(module, states, query_positions, key_positions)
+        return NotImplemented
     return BiasOfStates(
         states,
         bank,

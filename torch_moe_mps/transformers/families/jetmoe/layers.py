@@ -72,7 +72,7 @@ def own_experts(experts: Any, inputs: Tensor, expert_size: Any) -> Any:
 def parallel_experts(experts: Any, inputs: Tensor, expert_size: Any) -> Tensor:
     """The forward of rewritten experts [E, N, H]: of inputs [P, H] with an expert each."""
     if not isinstance(expert_size, Tensor):
-        return own_experts(experts, inputs, expert_size)
+        return NotImplemented
     return ops.expert_mm(inputs, experts.weight, expert_size.view(-1, 1)).squeeze(1)
 
 
@@ -80,10 +80,10 @@ def block_of_experts(block: Any, layer_input: Tensor) -> Tensor:
     """The forward of a rewritten block of MLPs."""
     x = layer_input.reshape(-1, layer_input.shape[-1])
     if is_observed(block.input_linear, block.output_linear):
-        return original_class(block).forward(block, layer_input)
+        return NotImplemented
     _, _, weights, ids, _ = block.router(x)
     if not isinstance(ids, Tensor):  # the router runs its own code
-        return original_class(block).forward(block, layer_input)
+        return NotImplemented
     stacks = block.input_linear.weight, block.output_linear.weight
     out = ops.moe_experts(x, *stacks, ids, weights.view_as(ids))
     return out.view(layer_input.shape) + block.bias

@@ -21,8 +21,7 @@ def experts_forward(
 ) -> Tensor:
     """The forward of rewritten experts."""
     if is_observed(*experts._modules.values()):
-        own = original_class(experts).forward
-        return own(experts, hidden_states, top_k_index, top_k_weights)
+        return NotImplemented
     routed = experts.num_routed_experts
     stacks = experts.gate_up_proj[:routed], experts.down_proj
     out = ops.moe_experts(hidden_states, *stacks, top_k_index, top_k_weights)  # ids behind the stacks give 0

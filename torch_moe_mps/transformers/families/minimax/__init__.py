@@ -6,5 +6,4 @@ from .layers import lightning_layer
 
 _CHILDREN = "qkv_proj", "output_gate", "norm", "out_proj"
 _OPERATORS = SCAN, "rms_norm_gated"
-_ARGUMENTS = "past_key_values", ("position_embeddings",)
-FAMILY = Family(recurrent_layers=(LayerKind(_CHILDREN, lightning_layer, _OPERATORS, *_ARGUMENTS),))
+FAMILY = Family(recurrent_layers=(LayerKind(_CHILDREN, lightning_layer, _OPERATORS),))

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...basics.state import original_class
 from ...modules.rules.recurrent_layers import is_seen, masked
 
 ops = torch.ops.moe_mps
@@ -16,23 +15,20 @@ def lightning_layer(
     hidden_states: Tensor,
     position_embeddings: Any = None,
     attention_mask: Any = None,
-    past_key_values: Any = None,
-    **options: Any,
+    cache: Any = None,
 ) -> tuple[Tensor, Tensor]:
     heads, width = layer.num_attention_heads, layer.head_dim
     if is_seen(layer):
-        options |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
-        options["position_embeddings"] = position_embeddings
-        return original_class(layer).forward(layer, hidden_states, **options)
+        return NotImplemented
     mixed, gate = layer.qkv_proj(hidden_states), layer.output_gate(hidden_states)
     mixed = masked(layer.act_fn(mixed), attention_mask).unflatten(-1, (heads, 3 * width))
-    held = None if past_key_values is None else past_key_values.get_linear_cache(layer.layer_idx)
+    held = None if cache is None else cache.get_linear_cache(layer.layer_idx)
     shape = hidden_states.shape[0], heads, width, width
     state = torch.zeros(shape, device=mixed.device) if held is None else held.float()
     q, k, v = mixed.split_with_sizes([width] * 3, -1)
     out = ops.linear_attention_(q, k, v, -layer.slope_rate.view(-1), state, 1.0, delta=False)
     norm = layer.norm
     out = ops.rms_norm_gated(out.flatten(2), gate, norm.weight, norm.variance_epsilon, activation="sigmoid")
-    if past_key_values is not None and held is not state:
-        past_key_values.set_linear_cache(layer.layer_idx, state)
+    if cache is not None and held is not state:
+        cache.set_linear_cache(layer.layer_idx, state)
     return layer.out_proj(out), state

@@ -36,14 +36,14 @@ class _HeldBlocks(HeldKeys):
 
 
 def block_indexer_forward(
-    indexer: Any, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any, position_ids: Tensor
+    indexer: Any, hidden_states: Tensor, position_embeddings: Any, cache: Any, position_ids: Tensor
 ) -> Any:
     """The forward of a rewritten indexer: a Choice; None where tokens may choose all blocks.
 
     Blocks begin with the cache's first token, whatever the positions are.
     """
     q_norm, k_norm = (norm_arguments(norm, indexer.q_norm.weight) for norm in _norms(indexer))
-    layer = None if past_key_values is None else past_key_values.layers[indexer.layer_idx]
+    layer = None if cache is None else cache.layers[indexer.layer_idx]
     runs = (
         indexer.config._attn_implementation == NAME
         and hidden_states.dtype is not torch.float64
@@ -54,8 +54,7 @@ def block_indexer_forward(
         and (layer is None or isinstance(layer, HeldIndex))
     )
     if not runs:
-        arguments = (hidden_states, position_embeddings, past_key_values, position_ids)
-        return original_class(indexer).forward(indexer, *arguments)
+        return NotImplemented
     return _chosen(
         indexer, state_of(indexer).formula, hidden_states, position_embeddings, layer, q_norm, k_norm
     )

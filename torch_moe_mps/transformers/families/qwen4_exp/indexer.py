@@ -35,10 +35,10 @@ def qsa_forward(
     hidden_states: Tensor,
     position_embeddings: Any,
     attention_mask: Tensor,
-    past_key_values: Any,
+    cache: Any,
 ) -> Tensor:
     """The forward of a rewritten indexer: a mask of what is chosen, which is made when attention asks."""
-    layer = layer_of(indexer, past_key_values)
+    layer = layer_of(indexer, cache)
     runs = (
         type(attention_mask) is CausalMask
         and attention_mask.key_range is None
@@ -50,8 +50,7 @@ def qsa_forward(
         and not is_observed(*_norms(indexer))
     )
     if not runs:
-        arguments = (hidden_states, position_embeddings, attention_mask, past_key_values)
-        return original_class(indexer).forward(indexer, *arguments)
+        return NotImplemented
     turn: Turn = state_of(indexer).formula
     choice = _choice(indexer, turn, hidden_states, position_embeddings, layer)
     if choice is None:

@@ -54,26 +54,24 @@ def own_block(
     position_ids: Tensor,
     attention_mask: Any,
     use_cache: bool = True,
-    past_key_values: Any = None,
-    **options: Any,
+    cache: Any = None,
 ) -> Any:
     """The block's own code, with the states of the cache where that has a place for them."""
-    own, number = original_class(block).forward, block.layer_idx
-    arguments = input_states, position_ids, attention_mask, use_cache
-    if not (use_cache and _has_place(past_key_values, number)):
-        return own(block, *arguments, past_key_values=past_key_values, **options)
-    unit, layer = block.rg_lru, past_key_values.layers[number]
-    held = past_key_values.get_conv_state(number)
+    number = block.layer_idx
+    if not (use_cache and _has_place(cache, number)):
+        return NotImplemented
+    unit, layer = block.rg_lru, cache.layers[number]
+    held = cache.get_conv_state(number)
     block.conv1d_state = None if held is None else held[..., 1:]
-    unit.recurrent_states = past_key_values.get_recurrent_state(number)
+    unit.recurrent_states = cache.get_recurrent_state(number)
     try:
-        result = own(block, *arguments, past_key_values=past_key_values, **options)
+        result = original_class(block).forward(block, input_states, position_ids, attention_mask, use_cache)
         conv, recurrent = F.pad(block.conv1d_state, (1, 0)), unit.recurrent_states
     finally:
         block.conv1d_state = unit.recurrent_states = None
     if held is None:
-        past_key_values.update_conv_state(conv, number, conv_kernel_size=conv.shape[-1])
-        past_key_values.update_recurrent_state(recurrent, number)
+        cache.update_conv_state(conv, number, conv_kernel_size=conv.shape[-1])
+        cache.update_recurrent_state(recurrent, number)
     # New tensors: a backward may still need the states before.
     layer.conv_states[0], layer.recurrent_states[0] = conv, recurrent
     return result
@@ -86,15 +84,13 @@ def recurrent_block(
     position_ids: Tensor,
     attention_mask: Any,
     use_cache: bool = True,
-    past_key_values: Any = None,
-    **options: Any,
+    cache: Any = None,
 ) -> tuple[Tensor, None]:
     """The forward of a rewritten block."""
     unit, number = block.rg_lru, block.layer_idx
-    cache = past_key_values if use_cache and _has_place(past_key_values, number) else None
+    cache = cache if use_cache and _has_place(cache, number) else None
     if (use_cache and cache is None) or is_observed(block.conv_1d, unit):
-        arguments = input_states, position_ids, attention_mask, use_cache, past_key_values
-        return own_block(block, *arguments, **options)
+        return NotImplemented
     mixed = convolved(block.conv_1d, "none", block.linear_x(input_states), cache, number)
     of_heads = mixed.unflatten(-1, (unit.num_attention_heads, unit.block_width))
     gates = [
@@ -143,7 +139,7 @@ def _matches_module(module: nn.Module) -> bool:
     for piece in pieces:
         arguments = x[:, piece], places[:, piece], None
         theirs.append(original_class(module).forward(own, *arguments)[0])
-        ours.append(recurrent_block(twin, *arguments, past_key_values=cache)[0])
+        ours.append(recurrent_block(twin, *arguments, cache=cache)[0])
     theirs += [own.conv1d_state, own.rg_lru.recurrent_states]
     ours += [cache.layers[0].conv_states[0][..., 1:], cache.layers[0].recurrent_states[0]]
     theirs.append(original_class(module).forward(own, x, places, None, use_cache=False)[0])

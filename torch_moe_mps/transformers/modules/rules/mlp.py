@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from ....ops._activations import Activation
 from ....ops.linear import mlp_quantized
 from ...basics.report import Done
-from ...basics.state import STATE, original_class, state_of
+from ...basics.state import STATE, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import linear_of, match, uncast
 from ...graphs.tracing import ITEM
@@ -115,12 +115,12 @@ def _fit(x: fx.Node, result: fx.Node, bound: dict[str, Any]) -> bool:
 
 def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     """The forward of an MLP, whatever its argument is called."""
-    (x,) = args or named.values()
+    x, *others = (*args, *named.values())
     formula: MlpFormula = module.__dict__[STATE].formula
     layers, down = [getattr(module, name) for name in formula.first], getattr(module, formula.down)
-    others = [getattr(module, name) for name in formula.others]
-    if not join(*layers) or type(down) is not QuantizedLinear or is_observed(down, *others):
-        return original_class(module).forward(module, x)
+    within = [getattr(module, name) for name in formula.others]
+    if others or not join(*layers) or type(down) is not QuantizedLinear or is_observed(down, *within):
+        return NotImplemented
     first = layers[0].__dict__[STATE].joined
     (*gate_up, gate_up_bias), (*weights, bias) = first.weights, down.weights()
     options = activation_arguments(tuple(formula.activation))

@@ -120,8 +120,9 @@ def projection_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Ten
     layer, *others = (getattr(module, name) for name in (formula.layer, *formula.others))
     x, *residual = inputs if formula.x == 0 else inputs[::-1]
     fits = type(layer) is QuantizedLinear and not is_observed(layer, *others)
+    fits = fits and len(args) + len(named) == len(formula.inputs)
     if not fits or any(_of_kind(item) != ((*x.shape[:-1], layer.rows), x.dtype) for item in residual):
-        return original_class(module).forward(module, *args, **named)
+        return NotImplemented
     out: Tensor = linear_quantized(
         x, *layer.weights(), layer.format.name, *residual, activation=formula.activation
     )

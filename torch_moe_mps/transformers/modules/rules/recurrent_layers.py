@@ -14,13 +14,12 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from ...basics.report import Done
 from ...basics.state import original_class
+from ...upstream.calls import in_place, needed_arguments
 from ..experts import is_observed
 from .linear_attention import ACTIVATIONS
 from .trial import FewDirections, agrees, twin_of, verdict
 
 ops = torch.ops.moe_mps
-
-_PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")  # arguments that keep sequences of a row apart
 
 
 # What the forwards have in common
@@ -35,13 +34,6 @@ def _in_a_row(owner: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
 
 def masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else (x * mask[:, :, None]).to(x.dtype)
-
-
-def _is_plain_call(layer: Any, cache: Any, options: dict) -> bool:
-    """Whether a call wants nothing but a prompt or tokens, with no hook to be called on the way."""
-    recording = cache is not None and getattr(cache, "is_recording_past", bool)(layer.layer_idx)
-    packed = any(options.get(name) is not None for name in _PACKED)
-    return not recording and not packed and not is_seen(layer)
 
 
 def is_seen(layer: nn.Module) -> bool:
@@ -86,22 +78,13 @@ def scan(
 
 
 def with_cache(run: Callable) -> Callable:
-    """The forward of a layer, which its own code runs where a call wants more.
+    """The forward of a layer. `run` gets the input without what a mask hides, the cache and the mask."""
 
-    `run` gets the input without what a mask hides, the cache and the mask.
-    """
-
-    def forward(
-        layer: Any,
-        hidden_states: Tensor,
-        cache_params: Any = None,
-        attention_mask: Any = None,
-        **options: Any,
-    ) -> Tensor:
-        if not _is_plain_call(layer, cache_params, options):
-            options |= {"cache_params": cache_params, "attention_mask": attention_mask}
-            return original_class(layer).forward(layer, hidden_states, **options)
-        return run(layer, masked(hidden_states, attention_mask), cache_params, attention_mask)
+    def forward(layer: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Any = None) -> Tensor:
+        is_recording = cache is not None and getattr(cache, "is_recording_past", bool)(layer.layer_idx)
+        if is_recording or is_seen(layer):
+            return NotImplemented
+        return run(layer, masked(hidden_states, attention_mask), cache, attention_mask)
 
     forward.__doc__ = run.__doc__
     return forward
@@ -193,15 +176,11 @@ class LayerKind(NamedTuple):
     Attributes:
         children: names of child modules; a layer with all of them is a candidate.
         forward: runs in place of such a layer's own, and runs `operators`.
-        cache: the name of its argument for the cache.
-        unused_arguments: names of arguments that its own forward requires and does not read.
     """
 
     children: tuple[str, ...]
     forward: Callable
     operators: tuple[str, ...]
-    cache: str = "cache_params"
-    unused_arguments: tuple[str, ...] = ()
 
 
 SCAN = "linear_attention_"
@@ -217,7 +196,7 @@ def rewrite_recurrent_layer(module: nn.Module) -> tuple[Callable, list[Done]] | 
     for kind in LAYER_KINDS:
         has_numbers = not any(buffer.is_meta for buffer in module.buffers())
         if has_numbers and all(name in module._modules for name in kind.children):
-            matches = verdict(module, _matches_module, kind.forward, kind.cache, *kind.unused_arguments)
+            matches = verdict(module, _matches_module, kind.forward)
             return (kind.forward, [*map(Done, kind.operators)]) if matches else None
     return None
 
@@ -242,7 +221,7 @@ class _Linear(DynamicCache):
         return [state for state in result if state is not None]
 
 
-def _matches_module(module: nn.Module, forward: Callable, of_cache: str, *unused_arguments: str) -> bool:
+def _matches_module(module: nn.Module, forward: Callable) -> bool:
     """Whether a forward does what the module's own does: results and states."""
     twin = twin_of(module, layer_idx=0)
     linear = next(part for part in twin.modules() if isinstance(part, FewDirections))
@@ -250,14 +229,16 @@ def _matches_module(module: nn.Module, forward: Callable, of_cache: str, *unused
     mask = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])
     own = original_class(module).forward
     found = []
-    for run in (own, forward):
+    for run in (own, in_place(own, forward)):
         copied, cache, results = copy.deepcopy(twin), _Linear(), []
-        arguments: dict[str, Any] = {"hidden_states": x[:, :5], "attention_mask": mask}
-        arguments |= dict.fromkeys(unused_arguments)
-        results.append(run(copied, **arguments, **{of_cache: None}))
-        for piece, own_mask in ((x[:, :5], mask), (x[:, 5:6], None), (x[:, 6:], None)):
-            arguments |= {"hidden_states": piece, "attention_mask": own_mask}
-            results.append(run(copied, **arguments, **{of_cache: cache}))
+        pieces = (
+            (x[:, :5], mask, None),
+            (x[:, :5], mask, cache),
+            (x[:, 5:6], None, cache),
+            (x[:, 6:], None, cache),
+        )
+        for piece, own_mask, states in pieces:
+            results.append(run(copied, piece, **needed_arguments(own, states), attention_mask=own_mask))
         outs = [result[0] if isinstance(result, tuple) else result for result in results]
         found.append([*outs, *cache.states()])
     theirs, ours = found

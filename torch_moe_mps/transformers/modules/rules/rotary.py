@@ -47,8 +47,7 @@ def rotary_forward(
     frequencies, scaling = _parameters(rotary, layer_type)
     axes = None if form is None else form.axes
     if form is None or not _fits(x, position_ids, frequencies, axes):
-        options = {} if layer_type is None else {"layer_type": layer_type}
-        return original_class(rotary).forward(rotary, x, position_ids, **options)
+        return NotImplemented
     chosen = None if axes is None or position_ids.dim() == 2 else _on(frequencies.device, axes)
     return rotary_tables(position_ids, frequencies, scaling, x.dtype, form.layout, chosen)
 

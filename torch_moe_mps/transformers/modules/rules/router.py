@@ -67,11 +67,7 @@ class Router(NamedTuple):
 def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     """The forward of a rewritten router."""
     router: Router = module.__dict__[STATE].formula
-    arguments = dict(zip(router.inputs, args, strict=False))
-    is_bound = len(args) <= len(router.inputs)
-    if named:
-        is_bound = is_bound and not named.keys() & arguments and named.keys() <= {*router.inputs}
-        arguments |= named
+    arguments = dict(zip(router.inputs, args, strict=False)) | named
     x: Any = arguments.get(router.inputs[0])
     name = router.choice_bias
     if name in router.inputs:
@@ -80,7 +76,8 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
         choice_bias = name and _tensor(module, name)
     weight = _tensor(module, router.weight)
     fits = (
-        is_bound
+        len(args) <= len(router.inputs)
+        and named.keys() <= {*router.inputs}
         and isinstance(x, Tensor)
         and (router.is_flat or x.dim() == 2)
         and x.device == weight.device
@@ -91,7 +88,7 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
         and not (router.parts and is_observed(*map(module.get_submodule, router.parts)))
     )
     if not fits:
-        return original_class(module).forward(module, *args, **named)
+        return NotImplemented
     x = x.reshape(-1, weight.shape[1]) if router.is_flat else x
     bias = None if router.bias is None else _tensor(module, router.bias)
     if router.in_float32 and not x.dtype == weight.dtype == torch.float32:

@@ -1,0 +1,159 @@
+"""Calls of transformers' forwards: arguments are found by what they are for, whatever a release calls them.
+
+An argument for the cache is `past_key_values` or `cache_params` up to transformers 5.23, and `cache` from
+5.24 on.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, get_args
+
+from torch import nn
+from transformers import Cache, EncoderDecoderCache
+
+CACHE = "cache"  # the name of that argument in forwards of this package
+_CACHE_NAMES = (CACHE, "past_key_values", "cache_params")
+# Options that models hand down to all of their modules. They change nothing of what a module computes whose
+# code has no argument of this name.
+NEUTRAL = frozenset(
+    (
+        # Positions: of a module that turns nothing by them. Sequences in one row come by other names, too.
+        *("position_ids", "position_embeddings"),
+        # Results that the model gives besides, and the cache, which is an argument of its own.
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache"),
+        *("logits_to_keep", "is_first_iteration"),  # used up above all modules
+    )
+)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NAMED = (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
+
+
+def cache_name(forward: Callable) -> str | None:
+    """Name of the argument of a forward, or of a bound one, that takes its cache; None without one."""
+    forward = inspect.unwrap(forward)
+    return _cache_name(getattr(forward, "__func__", forward))
+
+
+@functools.lru_cache(maxsize=4096)
+def _cache_name(forward: Callable) -> str | None:
+    """The one whose type is a Cache, else the one with a name that it had in some release."""
+    parameters = inspect.signature(forward).parameters
+    typed = (name for name, parameter in parameters.items() if _is_cache_type(parameter.annotation))
+    named = (name for name in _CACHE_NAMES if name in parameters)
+    return next(typed, next(named, None))
+
+
+def _is_cache_type(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return any(word.strip(" \"'").endswith("Cache") for word in annotation.split("|"))
+    kinds = get_args(annotation) or (annotation,)
+    return any(isinstance(kind, type) and issubclass(kind, Cache) for kind in kinds)
+
+
+def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """The cache as an argument of a model's call, or of its `generate`."""
+    name = cache_name(model.forward)
+    return {CACHE if name is None else name: cache}
+
+
+def needed_arguments(forward: Callable, cache: Any) -> dict[str, Any]:
+    """Arguments of a forward beside its input and its mask: the cache, and None for all that it needs."""
+    name = cache_name(forward)
+    _, _, *others = inspect.signature(forward).parameters.values()
+    required = (item.name for item in others if item.default is item.empty and item.kind in _NAMED)
+    of_cache = {} if name is None else {name: cache}
+    return {each: None for each in required if each != "attention_mask"} | of_cache
+
+
+def cache_among(values: Mapping[str, Any], default: Any = None) -> Any:
+    """The cache among the arguments of a call, or in what a call returns, else the default."""
+    return next((value for value in values.values() if isinstance(value, Cache)), default)
+
+
+def decoder_cache(cache: Any) -> Any:
+    """The part of a cache that new tokens are added to."""
+    return cache.self_attention_cache if type(cache) is EncoderDecoderCache else cache
+
+
+class _Forms(NamedTuple):
+    """Parameters of a forward of this package beside those of the code whose place it takes.
+
+    Attributes:
+        order: names of the code's positional arguments.
+        known: {name of an argument of the code: its name in ours}; a name alone in `*args` and `**named`.
+        defaults: {name of an argument of the code: what it is where a call leaves it out}.
+        needed: names of arguments that ours cannot do without.
+        is_open: ours takes what comes in the order and by the names of the code.
+        hands_cache_on: the code names no cache, and ours takes the one among its options.
+    """
+
+    order: tuple[str, ...]
+    known: dict[str, str]
+    defaults: dict[str, Any]
+    needed: tuple[str, ...]
+    is_open: bool = False
+    hands_cache_on: bool = False
+
+
+def _forms(own: Callable, ours: Callable) -> _Forms:
+    _, *theirs = inspect.signature(own).parameters.values()
+    _, *taken = inspect.signature(ours).parameters.values()
+    names = [parameter.name for parameter in theirs if parameter.kind in _NAMED]
+    defaults = {parameter.name: parameter.default for parameter in theirs}
+    order = tuple(parameter.name for parameter in theirs if parameter.kind in _POSITIONAL)
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in taken):
+        return _Forms(order, {name: name for name in names}, defaults, (), is_open=True)
+    wanted = [parameter.name for parameter in taken]
+    known = {name: name for name in names if name in wanted}
+    of_cache = cache_name(own) if CACHE in wanted else None
+    if of_cache is not None:
+        known[of_cache] = CACHE
+    if wanted and order and wanted[0] not in known.values():
+        known[order[0]] = wanted[0]  # the input, whatever it is called
+    needed = tuple(parameter.name for parameter in taken if parameter.default is parameter.empty)
+    hands_cache_on = CACHE in wanted and of_cache is None
+    return _Forms(order, known, defaults, needed, hands_cache_on=hands_cache_on)
+
+
+def in_place(own: Callable, ours: Callable) -> Callable:
+    """A forward that runs `ours` for calls that it understands, and `own` for all others.
+
+    `ours` has arguments of the code whose place it takes by their names there: the first one by its place,
+    and the cache as `cache`. A call is understood if each other argument is None, has its default, or is an
+    option in NEUTRAL that the code does not name. `ours` returns NotImplemented for a call that wants more.
+    """
+    order, known, defaults, needed, is_open, hands_cache_on = _forms(own, ours)
+    most, takes_one = len(order), len(needed) <= 1
+
+    def bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        if len(args) > most:
+            return None
+        values: dict[str, Any] = {}
+        given = dict(zip(order, args, strict=False))
+        for name, value in (given | kwargs).items():
+            if name in known:
+                values[known[name]] = value
+            elif hands_cache_on and isinstance(value, Cache):
+                values[CACHE] = value
+            elif value is not None and not (value is defaults[name] if name in defaults else name in NEUTRAL):
+                return None
+        is_whole = len(given) + len(kwargs) == len(given | kwargs) and all(name in values for name in needed)
+        return values if is_whole else None
+
+    @functools.wraps(own)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or not takes_one or len(args) != 1:
+            values = bound(args, kwargs)
+            if values is None:
+                return own(module, *args, **kwargs)
+            if is_open:
+                named = {name: value for name, value in values.items() if name in kwargs}
+                result = ours(module, *args, **named)
+            else:
+                result = ours(module, **values)
+        else:
+            result = ours(module, *args)
+        return own(module, *args, **kwargs) if result is NotImplemented else result
+
+    return forward
