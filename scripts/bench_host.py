@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
 
 import torch_moe_mps
 from torch_moe_mps.transformers.install import is_rewritten
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 # Parts of a file's path -> the layer of code that it belongs to; the first that fits.
 LAYERS = {
@@ -88,7 +89,7 @@ class Step:
 
     def __call__(self) -> float:
         started = time.process_time()
-        self.model(self.token, past_key_values=self.cache, use_cache=True)
+        self.model(self.token, **cache_argument(self.model, self.cache), use_cache=True)
         return time.process_time() - started
 
 

@@ -12,6 +12,7 @@ from support.launches import Launches
 from transformers.generation import utils as generation
 
 from torch_moe_mps.commands import bench, main
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 SIZES = ["--prompt", 6, "--max-tokens", 3, "--turn", 2, "--depth", "0,20", "--repeats", 2, "--device", "cpu"]
 TESTS = ["pp6", "tg3", "tg3 sampled", "pp6 @ d20", "tg3 @ d20", "tg3 sampled @ d20", "ttft2 @ d20"]
@@ -99,10 +100,10 @@ def test_on_mps(checkpoint, tmp_path, capsys, simulated, monkeypatch):
     model = from_pretrained(checkpoint, bits=4, group_size=32, device_map="mps")
     ids = torch.ones(1, 1, dtype=torch.long, device="mps")
     with torch.no_grad():
-        cache = model(input_ids=ids).past_key_values
-        model(input_ids=ids, past_key_values=cache)
+        cache = cache_among(model(input_ids=ids))
+        model(input_ids=ids, **cache_argument(model, cache))
     with torch.no_grad(), simulated.trace() as encoded, Launches() as operators:
-        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        model(input_ids=ids, **cache_argument(model, cache), logits_to_keep=1)
     kernels = [line for line in str(encoded).splitlines() if " grid " in line]
     assert generated[0]["launches"] == operators.counts.total() + len(kernels) and len(kernels) > 10
 

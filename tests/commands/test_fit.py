@@ -20,6 +20,7 @@ from torch_moe_mps.commands import fit, main
 from torch_moe_mps.commands.caches import kv_cache
 from torch_moe_mps.serving.prompts import prompt_bytes
 from torch_moe_mps.transformers.caches.state import parts
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 # Qwen3-30B-A3B with a quarter of its layers, where their number says nothing.
 QWEN3 = {
@@ -206,7 +207,7 @@ def test_the_memory_of_a_cache_is_at_most_what_fit_says(architecture, bits):
         cache = transformers.DynamicCache(config=model.config)
         for tokens in calls:
             with torch.no_grad():
-                model(torch.ones(1, tokens, dtype=torch.long), past_key_values=cache)
+                model(torch.ones(1, tokens, dtype=torch.long), **cache_argument(model, cache))
         states = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
         held = sum(part.untyped_storage().nbytes() for tensor in states for part in parts(tensor))
         assert found.at(sum(calls)) <= held <= found.memory(sum(calls)) <= 1.5 * held
@@ -357,7 +358,7 @@ def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
     model = tiny_models.model_class(architecture)(config).eval()
     for tokens in (1, 5, 40):
         with torch.no_grad():
-            cache = model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=True).past_key_values
+            cache = cache_among(model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=True))
         nbytes = 0
         for layer in cache.layers:
             for value in vars(layer).values():

@@ -32,6 +32,7 @@ from torch_moe_mps.serving.generating import Generating
 from torch_moe_mps.serving.prompts import Prompts
 from torch_moe_mps.serving.speculation import Speculation
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
+from torch_moe_mps.transformers.upstream.calls import cache_among
 
 
 def options(command: str, *arguments) -> argparse.Namespace:
@@ -434,7 +435,7 @@ def test_ctrl_c_ends_an_answer_within_a_step(times, parallel, checkpoint, tmp_pa
 def test_the_bits_of_keys_and_values(checkpoint, bits):
     model = load(options("chat", checkpoint, "--kv-bits", bits), str(checkpoint), "cpu")
     ids = torch.ones(1, 5, dtype=torch.long)
-    cache = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+    cache = cache_among(model.generate(ids, max_new_tokens=2, return_dict_in_generate=True))
     assert [isinstance(layer.keys, QuantizedStates) for layer in cache.layers] == [bits == 8] * 2
 
 

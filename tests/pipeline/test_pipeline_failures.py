@@ -19,6 +19,7 @@ from torch_moe_mps.pipeline.peers import PeerError, Timeouts
 from torch_moe_mps.pipeline.running import Running
 from torch_moe_mps.pipeline.stages import Stage
 from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 HOST = socket.gethostname()
 OTHER = (
@@ -163,13 +164,13 @@ def test_a_failure_while_a_token_is_captured(monkeypatch):
     cache = DynamicCache(config=model.config)
     token = torch.zeros(1, 1, dtype=torch.int64)
     for _ in range(3):
-        model(token, past_key_values=cache)  # begins with a call that has another kind of cache
+        model(token, **cache_argument(model, cache))  # begins with a call that has another kind of cache
     peers.fails = True
     with warnings.catch_warnings(), pytest.raises(PeerError, match="closed its connection"):
         warnings.simplefilter("error")
-        model(token, past_key_values=cache)
+        model(token, **cache_argument(model, cache))
     peers.fails = False
     assert not captures_of(model).programs
     for _ in range(3):
-        model(token, past_key_values=cache)
+        model(token, **cache_argument(model, cache))
     assert captures_of(model).programs

@@ -83,9 +83,9 @@ class NeedsIds(Layer):
 def changed(run, layer=Layer):
     """A model with three such layers, which `run` calls with hidden states and ids."""
 
-    def forward(self, input_ids=None, inputs_embeds=None, past_key_values=None, use_cache=None):
+    def forward(self, input_ids=None, inputs_embeds=None, cache=None, use_cache=None):
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        return BaseModelOutputWithPast(run(self, hidden, input_ids), past_key_values)
+        return BaseModelOutputWithPast(run(self, hidden, input_ids), cache)
 
     model = tiny_models.tiny_model("llama")
     model.model.__class__ = type("Changed", (LlamaModel,), {"forward": forward})

@@ -26,6 +26,7 @@ from torch_moe_mps.selfcheck import compare as compare_module
 from torch_moe_mps.selfcheck.compare import compare
 from torch_moe_mps.selfcheck.libraries import libraries, pipelines
 from torch_moe_mps.transformers import self_check
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 AFFINE = FORMATS["affine4_32"]
 
@@ -210,7 +211,7 @@ def run(model) -> None:
     with torch.no_grad():
         for tokens in (20, 3, 1):
             ids = torch.arange(1, 1 + tokens)[None]
-            model(ids.to(model.device), past_key_values=cache).logits.cpu()
+            model(ids.to(model.device), **cache_argument(model, cache)).logits.cpu()
 
 
 def is_found(simulated, model, options: dict, kernel: str) -> bool:

@@ -166,7 +166,7 @@ def test_a_model_without_rows_answers_in_turn(architecture, caplog):
 
 
 @pytest.mark.parametrize("architecture", ["mamba2", "rwkv"])
-def test_states_elsewhere_than_in_past_key_values(architecture, caplog):
+def test_a_model_without_a_cache_of_keys(architecture, caplog):
     """One answer after the other, by the model's own `generate`, also where prompts are kept."""
     own, model, many = tiny_models.tiny_model(architecture), model_of(architecture), prompts(3)
     with caplog.at_level(logging.WARNING, "torch_moe_mps"):
@@ -174,7 +174,7 @@ def test_states_elsewhere_than_in_past_key_values(architecture, caplog):
     for ids, answer in zip(many, answers, strict=True):
         assert torch.equal(answer, alone(own, ids, generation_config=config(4)))
     (line,) = [record.getMessage() for record in caplog.records if "one by one" in record.getMessage()]
-    assert "holds its states elsewhere than in past_key_values" in line
+    assert "has no cache of keys and values" in line
     whole = Generating(model, Prompts(1 << 20)).generate(
         input_ids=many[1][None], generation_config=config(4), attention_mask=torch.ones_like(many[1][None])
     )

@@ -7,6 +7,7 @@ import torch
 from support import tiny_models
 
 import torch_moe_mps
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
@@ -35,11 +36,11 @@ def tiny_model(implementation: str | None):
 def decode_steps(model, count: int) -> list[float]:
     """Seconds of each greedy decode step after a prompt of five tokens."""
     ids, times = torch.randint(2, 90, (1, 5)).to("mps"), []
-    cache = model(input_ids=ids, use_cache=True).past_key_values
+    cache = cache_among(model(input_ids=ids, use_cache=True))
     token = ids[:, -1:]
     for _ in range(count):
         start = time.perf_counter()
-        logits = model(input_ids=token, past_key_values=cache).logits
+        logits = model(input_ids=token, **cache_argument(model, cache)).logits
         token = logits[:, -1:].argmax(-1)
         assert token.item() == 0
         times.append(time.perf_counter() - start)

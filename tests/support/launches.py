@@ -18,7 +18,7 @@ from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.basics.interface import is_experts
 from torch_moe_mps.transformers.caches.cache import STATES
 from torch_moe_mps.transformers.capture.calls import captures_of
-from torch_moe_mps.transformers.upstream.calls import cache_name
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_name
 
 from . import tiny_models
 
@@ -132,7 +132,7 @@ def prompted(model: nn.Module, tokens: list[int], rows: int = 1) -> Any:
         try:
             model(ids, **{name_of_cache(model): cache}, use_cache=True)
         except ValueError:  # MiniMax takes only a cache of its own class
-            cache = model(ids, use_cache=True).past_key_values
+            cache = cache_among(model(ids, use_cache=True))
     if not len(getattr(*layers_of(model))):  # nothing fills it, and calls that find it empty are not captured
         cache.layers += [] if cache.layers else [DynamicLayer()]
         layer = next((layer for layer in cache.layers if "keys" in vars(layer)), None)

@@ -2,6 +2,8 @@
 
 import torch
 
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
+
 from . import tiny_models
 from .models import eager, prompt
 
@@ -25,10 +27,10 @@ def decoded(model, tokens: int = 4, batch: int = 2) -> tuple[torch.Tensor, list[
     ids = prompt(batch)
     with torch.no_grad():
         out = model(input_ids=ids, use_cache=True)
-        cache, logits = out.past_key_values, [out.logits]
+        cache, logits = cache_among(out), [out.logits]
         for token in range(tokens):
             ids = torch.full((batch, 1), 5 + token)
-            logits.append(model(input_ids=ids, past_key_values=cache, use_cache=True).logits)
+            logits.append(model(input_ids=ids, **cache_argument(model, cache), use_cache=True).logits)
     layer = cache.layers[0]
     return torch.cat(logits, 1), [layer.conv_states[0], layer.recurrent_states[0]]
 
@@ -36,7 +38,7 @@ def decoded(model, tokens: int = 4, batch: int = 2) -> tuple[torch.Tensor, list[
 def step(model):
     """A call that runs the linear attention for one more token."""
     with torch.no_grad():
-        cache = model(input_ids=prompt(1).to(model.device), use_cache=True).past_key_values
+        cache = cache_among(model(input_ids=prompt(1).to(model.device), use_cache=True))
     layer = layer_of(model)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, 1, model.config.get_text_config().hidden_size, generator=generator)

@@ -19,6 +19,7 @@ from support.interrupts import interrupted
 from support.models import eager, output, prompt
 from torch_moe_mps.transformers import experts_of
 from torch_moe_mps.transformers.modules.linears import has_quantized_weights
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 ARCHITECTURES = ("qwen3_moe", "gpt_oss", "gemma4", "deepseek_v3")
 TOLERANCE = 2e-5
@@ -260,8 +261,10 @@ class ModelMachine(RuleBasedStateMachine):
         """The logits of single tokens after a prompt."""
         cache = DynamicCache(config=model.config)
         first, *others = prompt().split([5, 1, 1, 1, 1], 1)
-        output(model, first, past_key_values=cache, use_cache=True)
-        return torch.cat([output(model, t, past_key_values=cache, use_cache=True) for t in others], 1)
+        output(model, first, **cache_argument(model, cache), use_cache=True)
+        return torch.cat(
+            [output(model, t, **cache_argument(model, cache), use_cache=True) for t in others], 1
+        )
 
     @invariant()
     def computes_what_its_own_code_does(self):

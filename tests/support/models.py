@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from support import tiny_models
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 # Architectures whose class here has no generate: their logits or hidden states are compared.
 NO_GENERATE = {"diffusion_gemma", "muse_spark", "openai_privacy_filter", "qwen3_omni_moe"}
@@ -45,9 +46,9 @@ def in_parts(model, ids: torch.Tensor, *sizes: int, cache=None) -> tuple[list[to
     logits = []
     with torch.no_grad():
         for part in ids.split([ids.shape[1] - sum(sizes), *sizes], 1):
-            out = model(input_ids=part, past_key_values=cache, use_cache=True)
+            out = model(input_ids=part, **cache_argument(model, cache), use_cache=True)
             logits.append(out[0].float().cpu())
-            cache = out.get("past_key_values", cache)  # RecurrentGemma gives none back
+            cache = cache_among(out, cache)  # RecurrentGemma gives none back
     return logits, cache
 
 
@@ -63,7 +64,9 @@ class Conversation:
     def tokens(self, count: int) -> list[torch.Tensor]:
         logits = []
         for _ in range(count):
-            out = self.model(self.token, past_key_values=self.cache, use_cache=True, **self.inputs)
+            out = self.model(
+                self.token, **cache_argument(self.model, self.cache), use_cache=True, **self.inputs
+            )
             logits.append(out.logits.cpu())
             self.token = out.logits[:, -1:].argmax(-1)
         return logits

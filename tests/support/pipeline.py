@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from support import mlx_models, recipes, tiny_models  # noqa: F401  (recipes: of tiny models)
 from support.models import generate, prompt
 from support.processes import Recorded
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 _RESULT = "RESULT "
 _RUN = "import sys; from support import pipeline; pipeline.run(*sys.argv[1:])"
@@ -82,8 +83,8 @@ def staged(folder: str | Path, cls: Any = None, **options: Any) -> Any:
 
 def two_turns(model: Any, ids: torch.Tensor) -> torch.Tensor:
     cache = transformers.DynamicCache(config=model.config)
-    first = generate(model, ids, past_key_values=cache, max_new_tokens=4)
-    return generate(model, torch.cat([first, ids], 1), past_key_values=cache, max_new_tokens=4)
+    first = generate(model, ids, **cache_argument(model, cache), max_new_tokens=4)
+    return generate(model, torch.cat([first, ids], 1), **cache_argument(model, cache), max_new_tokens=4)
 
 
 def left_padded(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -450,6 +450,6 @@ def reason_for_generate(model: PreTrainedModel, config: GenerationConfig) -> str
     if model.config.is_encoder_decoder:
         return f"{kind} is an encoder with a decoder"
     if not hands_cache_on(model):
-        return f"{kind} holds its states elsewhere than in a cache"
+        return f"{kind} has no cache of keys and values"
     own, known = inspect.unwrap(model.generate), inspect.unwrap(GenerationMixin.generate)
     return None if own is known else f"{kind} has a generate() of its own"

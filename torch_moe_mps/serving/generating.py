@@ -18,7 +18,7 @@ from transformers.generation import utils as generation
 
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
-from ..transformers.caches.cache import hands_cache_on
+from ..transformers.caches.cache import counts_tokens, hands_cache_on
 from ..transformers.caches.prompt_cache import new_cache, reads_whole, runs_on
 from ..transformers.upstream.calls import cache_among, cache_argument
 from .prompts import Images, Kept, Prompts, is_marked, mark, pauses
@@ -241,7 +241,8 @@ def prepare_steps(model: Any) -> None:
     @functools.wraps(own)
     def prepare(ids: Tensor, next_sequence_length: int | None = None, **given: Any) -> Any:
         cache = cache_among(given)
-        if next_sequence_length is None and cache is not None and (before := cache.get_seq_length()):
+        counts = next_sequence_length is None and cache is not None and counts_tokens(cache)
+        if counts and (before := cache.get_seq_length()):
             next_sequence_length = ids.shape[1] - before
         if given.get("is_first_iteration") and cache is not None and runs_on(cache):
             cache._is_user_defined = False

@@ -31,7 +31,7 @@ from .modules.experts import runs_own_code
 from .modules.functions import InPlace, with_operators
 from .modules.rules import FUNCTION_RULES, MODULE_RULES
 from .modules.rules.trial import on_the_cpu
-from .upstream.calls import in_place
+from .upstream.calls import Binder, in_place
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -138,7 +138,8 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable, is_own: boo
     """The subclass of `original` that runs `rewritten` in inference and the original forward otherwise."""
     own = original.forward
     runs_own = in_place(own, getattr(rewritten, RUNS_OWN)) if hasattr(rewritten, RUNS_OWN) else own
-    inference = rewritten if is_own else in_place(runs_own, rewritten)
+    bound = None if is_own else Binder(own, rewritten)
+    takes_one = bound is not None and bound.takes_one
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +154,12 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable, is_own: boo
             return own(self, *args, **kwargs)
         if changed or runs_own_code(self, *args, *kwargs.values()):
             return runs_own(self, *args, **kwargs)
-        return inference(self, *args, **kwargs)
+        if bound is None or (takes_one and args and not args[1:] and not kwargs):
+            result = rewritten(self, *args, **kwargs)
+        else:
+            given = bound(args, kwargs)
+            result = NotImplemented if given is None else rewritten(self, *given[0], **given[1])
+        return runs_own(self, *args, **kwargs) if result is NotImplemented else result
 
     marks: dict[str, Any] = {CLASS_MARK: original, OWN_FORWARD: (original, own)}
     cls = subclass(original, _new_copy, forward=forward, **marks)

@@ -31,6 +31,7 @@ from torch_moe_mps.transformers.attention.attention import attention, attention_
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 from torch_moe_mps.transformers.families.glm5_next import indexer as kpool_indexer
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 pytestmark = pytest.mark.one_schedule
 NAME = "moe_mps_test"
@@ -253,12 +254,12 @@ def padded_steps(model, ids) -> list[torch.Tensor]:
             out = model(
                 input_ids=ids[:, start:stop],
                 attention_mask=shown[:, :stop],
-                past_key_values=cache,
+                **cache_argument(model, cache),
                 use_cache=True,
             )
             assert out[0].isfinite().all()
             results.append(out[0].float().cpu()[shown[:, start:stop].cpu() == 1])
-            cache = out.past_key_values
+            cache = cache_among(out)
     return results
 
 
@@ -327,9 +328,9 @@ def test_cross_attention_beside_soft_caps(device):
         logits = [model(input_ids=ids, decoder_input_ids=ids, attention_mask=m).logits for m in (None, shown)]
         cache = None
         for part in ids.split([5, 3, 1], 1):
-            out = model(input_ids=ids, decoder_input_ids=part, past_key_values=cache)
+            out = model(input_ids=ids, decoder_input_ids=part, **cache_argument(model, cache))
             logits.append(out.logits)
-            cache = out.past_key_values
+            cache = cache_among(out)
         return logits
 
     expected = run()
@@ -361,7 +362,7 @@ def test_a_token_makes_no_mask(simulated, name):
     token = torch.ones(1, 1, dtype=torch.int64, device="mps")
     torch_moe_mps.accelerate(model)
     cache = prompted(model, [1] * 20)
-    counts = launches(simulated, lambda: model(token, past_key_values=cache))
+    counts = launches(simulated, lambda: model(token, **cache_argument(model, cache)))
     assert counts["embedding"] == 1
     assert not counts.keys() & {"le", "gt", "bitwise_and", "where", "new_ones"}
 
@@ -410,7 +411,7 @@ def peak_of_a_prompt(model, *prompts: int, padded: bool = False) -> int:
                 ids = torch.ones(1, tokens, dtype=torch.int64, device="mps")
                 shown = torch.ones(1, sum(prompts[: i + 1]), dtype=torch.int64, device="mps")
                 options = {"attention_mask": shown} if padded else {}
-                model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
+                model(ids, **cache_argument(model, cache), use_cache=True, logits_to_keep=1, **options)
     return memory.peak
 
 

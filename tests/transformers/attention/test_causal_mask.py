@@ -29,6 +29,7 @@ from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.attention.mask_functions import order_of, window_of_last
 from torch_moe_mps.transformers.graphs.tracing import Recorder
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 CONFIG = GptOssConfig(
     num_hidden_layers=2, sliding_window=6, num_attention_heads=2, num_key_value_heads=1, head_dim=4
@@ -53,7 +54,7 @@ def masks(past, tokens, create, cache=None, implementation=NAME, **options):
                 config,
                 torch.zeros(2, tokens, 8),
                 options.get("attention_mask"),
-                past_key_values=held,
+                **cache_argument(create, held),
                 **{name: value for name, value in options.items() if name != "attention_mask"},
             )
         )

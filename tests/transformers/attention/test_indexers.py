@@ -17,6 +17,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.attention.indexer import indexer_forward, rewrite_indexer
 from torch_moe_mps.transformers.basics.state import state_of
 from torch_moe_mps.transformers.modules.rules.constants import constant
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 pytestmark = pytest.mark.one_schedule
 
@@ -97,10 +98,10 @@ def test_an_indexer_of_few_keys_only_writes(simulated):
     indexer.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(IDS[:1, :4].to("mps"), past_key_values=cache)
-        model(IDS[:1, 4:5].to("mps"), past_key_values=cache)
-    (args, kwargs) = calls[-1]
-    counts = launches(simulated, lambda: indexer_forward(indexer, *args, **kwargs))
+        model(IDS[:1, :4].to("mps"), **cache_argument(model, cache))
+        model(IDS[:1, 4:5].to("mps"), **cache_argument(model, cache))
+    (args, kwargs), forward = calls[-1], type(indexer).forward
+    counts = launches(simulated, lambda: forward(indexer, *args, **kwargs))
     assert sum(counts.values()) <= 2, counts
 
 
@@ -147,7 +148,7 @@ def test_a_token_reads_the_blocks_that_are_chosen(simulated):
     torch_moe_mps.accelerate(model)
     cache = in_parts(model, torch.ones(1, 200, dtype=torch.int64, device="mps"))[1]
     with torch.no_grad(), simulated.counters() as dispatches:
-        model(torch.ones(1, 1, dtype=torch.int64, device="mps"), past_key_values=cache)
+        model(torch.ones(1, 1, dtype=torch.int64, device="mps"), **cache_argument(model, cache))
     full, sparse = (d for d in dispatches if d.kernel.startswith("attention"))
     assert "selected" in sparse.kernel and "selected" not in full.kernel
     keys, blocks = (sum(d.buffers[number].distinct_bytes_read for number in (1, 2)) for d in (full, sparse))

@@ -18,6 +18,7 @@ from torch_moe_mps.transformers.attention.latents import Expansion, Promised, ex
 from torch_moe_mps.transformers.attention.visible import Visible
 from torch_moe_mps.transformers.caches.growing import latents_together
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 pytestmark = pytest.mark.one_schedule
 
@@ -115,19 +116,19 @@ def test_caches_and_masks(simulated, model):
 
     def static(model):
         cache = StaticCache(config=model.config, max_cache_len=40)
-        logits_of(model, past_key_values=cache)
-        return logits_of(model, IDS[:, :2], past_key_values=cache)
+        logits_of(model, **cache_argument(model, cache))
+        return logits_of(model, IDS[:, :2], **cache_argument(model, cache))
 
     def changed(model):
         cache = DynamicCache(config=model.config)
-        logits_of(model, past_key_values=cache)
+        logits_of(model, **cache_argument(model, cache))
         cache.crop(-3)
         cache.batch_repeat_interleave(2)
         cache.reorder_cache(torch.tensor([3, 0, 1, 1]))
-        few = logits_of(model, IDS[:, :2].repeat(2, 1), past_key_values=cache)
+        few = logits_of(model, IDS[:, :2].repeat(2, 1), **cache_argument(model, cache))
         cache.batch_select_indices(torch.tensor([1, 2]))
         for again in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-            one = logits_of(model, IDS[:, :1], past_key_values=again)
+            one = logits_of(model, IDS[:, :1], **cache_argument(model, again))
         return torch.cat([few.flatten(), one.flatten()])
 
     for call in (padded, without_cache, static, changed):

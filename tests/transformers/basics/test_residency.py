@@ -12,6 +12,7 @@ from transformers import DynamicCache
 import torch_moe_mps
 from torch_moe_mps.transformers.basics.residency import MOVED
 from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 IDS = torch.arange(20)[None]
 
@@ -26,7 +27,7 @@ def model_on_mps(**arguments):
 @torch.no_grad()
 def run(model) -> torch.Tensor:
     cache = DynamicCache(config=model.config)
-    return model(input_ids=IDS.to(model.device), past_key_values=cache, use_cache=True).logits
+    return model(input_ids=IDS.to(model.device), **cache_argument(model, cache), use_cache=True).logits
 
 
 def resident(simulated, model) -> set[bool]:
@@ -74,7 +75,7 @@ def test_weights_that_move_follow(simulated, sets, monkeypatch):
     cache, ids = DynamicCache(config=model.config), IDS.to("mps")
     with torch.no_grad():
         for piece in (ids, *[ids[:, :1]] * 4):  # the third token is captured, and joins what it reads
-            model(input_ids=piece, past_key_values=cache, use_cache=True)
+            model(input_ids=piece, **cache_argument(model, cache), use_cache=True)
     packed = {n: w.untyped_storage().data_ptr() for n, w in model.named_buffers() if "packed" in n}
     projections = [packed[f"model.layers.0.self_attn.{name}_proj.packed"] for name in "qkv"]
     assert len({*projections}) == 1 and captures_of(model).programs

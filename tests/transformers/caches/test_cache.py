@@ -24,6 +24,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.caches import growing
 from torch_moe_mps.transformers.caches.cache import QuantizedCache, grow_cache, growing_class, pools_padding
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 PLAIN = [
     (DynamicLayer, {}),
@@ -383,7 +384,7 @@ def test_training_with_a_cache_in_8_bits_is_refused():
     torch_moe_mps.accelerate(model, kv_bits=8)
     ids = torch.arange(1, 9)[None]
     with pytest.raises(ValueError, match="kv_bits=8 must hold keys and values without gradients, got some"):
-        model(input_ids=ids, labels=ids, past_key_values=DynamicCache(config=model.config))
+        model(input_ids=ids, labels=ids, **cache_argument(model, DynamicCache(config=model.config)))
     model(input_ids=ids, labels=ids).loss.backward()  # a decoder's own cache holds what it is given
     assert all(p.grad is not None for p in model.model.layers[0].self_attn.parameters())
 
@@ -435,7 +436,7 @@ def test_generate_gives_the_same_tokens(architecture):
                     **options,
                 )
             )
-            layers = results[-1].past_key_values.layers
+            layers = cache_among(results[-1]).layers
             grown = [type(layer).__name__.startswith("Growing") for layer in layers]
             assert any(grown) if active else not any(grown)
         ours, plain = results
@@ -449,10 +450,10 @@ def test_a_prompt_cache_is_continued_twice():
     torch_moe_mps.accelerate(model)
     ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(0))
     prompt = DynamicCache(config=model.config)
-    model(ids[:, :10], past_key_values=prompt)
+    model(ids[:, :10], **cache_argument(model, prompt))
     expected = model(ids).logits[:, 10:]
     for _ in range(2):
-        logits = model(ids[:, 10:], past_key_values=copy.deepcopy(prompt)).logits
+        logits = model(ids[:, 10:], **cache_argument(model, copy.deepcopy(prompt))).logits
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
     assert prompt.get_seq_length() == 10
 
@@ -470,7 +471,7 @@ def test_other_caches_are_left_alone():
     static = StaticCache(config=model.config, max_cache_len=16)
     for cache in (own, static):
         before = [type(layer) for layer in cache.layers]
-        model(ids, past_key_values=cache)
+        model(ids, **cache_argument(model, cache))
         assert [type(layer) for layer in cache.layers] == before
 
 
@@ -533,7 +534,7 @@ def test_the_kernels_of_a_cache_in_8_bits(simulated, architecture):
     torch_moe_mps.accelerate(model, kv_bits=8)
     _, cache = steps(model, IDS.to("mps"))
     with torch.no_grad(), simulated.trace() as commands:
-        model(IDS[:, :1].to("mps"), past_key_values=cache)
+        model(IDS[:, :1].to("mps"), **cache_argument(model, cache))
     kernels = [line.split()[0] for line in str(commands).splitlines() if " grid " in line]
     assert kernels.count("write_cache_quantized_affine8_f32") == 2 * len(cache.layers)
     assert kernels.count("attention8_64_affine8_f32") == len(cache.layers)
@@ -555,7 +556,7 @@ def test_generate_with_a_cache_in_8_bits(options):
         IDS[:1], max_new_tokens=8, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, **options
     )
     assert out.sequences.shape == (1, 28)
-    assert all(isinstance(layer.keys, QuantizedStates) for layer in out.past_key_values.layers)
+    assert all(isinstance(layer.keys, QuantizedStates) for layer in cache_among(out).layers)
 
 
 def test_a_static_cache_in_8_bits_is_refused():
@@ -582,12 +583,12 @@ def test_caches_that_stay_as_they_are_are_said():
     ):
         before = [type(layer) for layer in cache.layers]
         with pytest.warns(UserWarning, match=f"8 is not for {name}, which keeps keys and values as they"):
-            grow_cache(decoder, (), {"past_key_values": cache})
+            grow_cache(decoder, (), cache_argument(decoder, cache))
         assert [type(layer) for layer in cache.layers] == before
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for cache in (QuantizedCache(model.config), DynamicCache(config=model.config), None):
-            grow_cache(decoder, (), {"past_key_values": cache})
+            grow_cache(decoder, (), cache_argument(decoder, cache))
 
 
 def test_layers_tell_what_pools_padding():

@@ -20,6 +20,7 @@ from torch_moe_mps.transformers.caches.prompt_cache import (
     new_cache,
     prefix,
 )
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 # {kind of cache: architecture, its sizes, kv_bits, whether it can be cut anywhere}
 KINDS = {
@@ -52,7 +53,7 @@ def read(model, cache, pieces, start: int = 0) -> torch.Tensor:
     """The logits of the last piece."""
     for size in pieces:
         ids = IDS[:, start : start + size]
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        logits = model(input_ids=ids, **cache_argument(model, cache), use_cache=True).logits
         start += size
     return logits
 
@@ -93,7 +94,9 @@ def test_a_file_is_for_one_model(tmp_path):
     ids, loaded = torch_moe_mps.load_prompt_cache(file, model)
     more = torch.cat((ids, IDS[:, 8:12]), 1)
     given = {"attention_mask": torch.ones_like(more), "max_new_tokens": 4, "do_sample": False}
-    assert torch.equal(model.generate(more, past_key_values=loaded, **given), model.generate(more, **given))
+    assert torch.equal(
+        model.generate(more, **cache_argument(model, loaded), **given), model.generate(more, **given)
+    )
     assert fingerprint(model) == fingerprint(model_of("growing"))
 
     def message() -> str:

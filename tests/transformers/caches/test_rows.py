@@ -16,6 +16,7 @@ from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.caches.rows import NotJoinable, Rows
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 # They give no logits of text.
 OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}
@@ -55,8 +56,8 @@ def logits_of(model, talk: "Talk") -> list[torch.Tensor]:
     """Those for the tokens of a conversation, of a model alone."""
     cache, token, logits = None, talk.ids, []
     for chosen in talk.logits:
-        out = model(input_ids=token, past_key_values=cache, use_cache=True)
-        cache, token = out.past_key_values, chosen.argmax(-1)[:, None]
+        out = model(input_ids=token, **cache_argument(model, cache), use_cache=True)
+        cache, token = cache_among(out), chosen.argmax(-1)[:, None]
         logits.append(out.logits[:, -1])
     return logits
 
@@ -71,14 +72,14 @@ class Talk:
         self.logits, self.done = [], 1
         cache, token = new_cache(model), self.ids
         for _ in range(tokens):
-            out = model(input_ids=token, past_key_values=cache, use_cache=True)
+            out = model(input_ids=token, **cache_argument(model, cache), use_cache=True)
             self.logits.append(out.logits[:, -1].cpu())
             token = out.logits[:, -1:].argmax(-1)
 
     def cache(self, model):
         """That of the prompt."""
         cache = new_cache(model)
-        model(input_ids=self.ids, past_key_values=cache, use_cache=True)
+        model(input_ids=self.ids, **cache_argument(model, cache), use_cache=True)
         return cache
 
     @property
@@ -109,7 +110,8 @@ class Batch:
 
     def step(self) -> None:
         tokens = torch.tensor([[talk.token] for talk in self.talks]).to(self.model.device)
-        out = self.model(input_ids=tokens, **self.rows.arguments())
+        others = self.rows.arguments()  # which may move the cache
+        out = self.model(input_ids=tokens, **cache_argument(self.model, self.rows.cache), **others)
         self.rows.advance()
         for talk, logits in zip(self.talks, out.logits[:, -1].cpu(), strict=True):
             assert_close(logits[None], talk.logits[talk.done], self.tolerance)
@@ -185,7 +187,7 @@ def test_a_row_goes_on_alone():
     for row, talk in enumerate(talks):
         cache = batch.rows.alone(row)
         assert cache.get_seq_length() == talk.ids.shape[1] + 3
-        out = model(torch.tensor([[talk.token]]), past_key_values=cache, use_cache=True)
+        out = model(torch.tensor([[talk.token]]), **cache_argument(model, cache), use_cache=True)
         assert_close(out.logits[:, -1], talk.logits[talk.done], 1e-5)
     batch.step()  # nothing of the batch was changed
 
@@ -277,7 +279,7 @@ def test_caches_without_rows_say_so(architecture):
     model = own_model(architecture)
     torch_moe_mps.accelerate(model)
     rows, ids = Rows(model), torch.arange(1, 7)[None]
-    cache = model(ids, use_cache=True).past_key_values
+    cache = cache_among(model(ids, use_cache=True))
     with pytest.raises(NotJoinable, match=REFUSED[architecture]):
         rows.join(cache)
     assert len(rows) == 0 and rows.cache is None

@@ -39,6 +39,7 @@ from torch_moe_mps.transformers.capture.plan import CallPlan
 from torch_moe_mps.transformers.graphs import passes, tracing
 from torch_moe_mps.transformers.graphs.tracing import Recorder
 from torch_moe_mps.transformers.modules.rules import constants
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 PROMPT = 9
 
@@ -93,16 +94,17 @@ def answer(model: nn.Module, device: str, padding: int = 0) -> list[torch.Tensor
     shown = torch.ones(batch, PROMPT + 6, dtype=torch.int64, device=device)
     shown[1:, :padding] = 0
 
-    def call(ids, end, **cache):
-        return model(ids, **({"attention_mask": shown[:, :end]} if padding else {}), **cache)
+    def call(ids, end, cache=None):
+        mask = {"attention_mask": shown[:, :end]} if padding else {}
+        return model(ids, **mask, **cache_argument(model, cache))
 
     ids = prompt(batch, PROMPT).to(device)
     try:
-        cache = call(ids, PROMPT, past_key_values=DynamicCache(config=model.config)).past_key_values
+        cache = cache_among(call(ids, PROMPT, DynamicCache(config=model.config)))
     except ValueError:  # from a model with a cache of its own
-        cache = call(ids, PROMPT).past_key_values
+        cache = cache_among(call(ids, PROMPT))
     tokens = torch.arange(3, 3 + 6 * batch, device=device).view(6, batch, 1)
-    return [call(each, PROMPT + n, past_key_values=cache)[0].cpu() for n, each in enumerate(tokens, 1)]
+    return [call(each, PROMPT + n, cache)[0].cpu() for n, each in enumerate(tokens, 1)]
 
 
 @pytest.mark.sweep
@@ -155,13 +157,14 @@ def test_tokens_that_choose_from_rows_for_several(device, architecture, same_bit
     captures = captures_of(model)
     ids, mine, theirs, by_modules = prompt(1, PROMPT).to(device), [], [], []
     cache, other = (
-        each(ids, past_key_values=DynamicCache(config=each.config)).past_key_values for each in (model, own)
+        cache_among(each(ids, **cache_argument(each, DynamicCache(config=each.config))))
+        for each in (model, own)
     )
     programs, first = KINDS_OF_TOKENS[architecture]
     for number, token in enumerate(torch.arange(first + 8, device=device).view(-1, 1, 1)):
         captures.reason = "none ran"
-        mine.append(model(token, past_key_values=cache)[0].cpu())
-        theirs.append(own(token, past_key_values=other)[0].cpu())
+        mine.append(model(token, **cache_argument(model, cache))[0].cpu())
+        theirs.append(own(token, **cache_argument(own, other))[0].cpu())
         if captures.reason is not None:
             by_modules.append(number)
     assert_equal(mine, theirs)
@@ -254,7 +257,7 @@ def test_batches_and_several_tokens(batch, tokens, device, same_bits):
     ids = prompt(batch, PROMPT + 6 * tokens).to(device)
     for part in ids.split([PROMPT, *[tokens] * 6], 1):
         results = [
-            output(m, part, past_key_values=c, use_cache=True)
+            output(m, part, **cache_argument(m, c), use_cache=True)
             for m, c in zip((model, own), caches, strict=True)
         ]
         assert torch.equal(*results)
@@ -304,14 +307,14 @@ def test_a_models_own_cache():
     model, own = pair("minimax", "cpu")
     ids, caches = prompt(2, PROMPT), []
     for each in (model, own):
-        caches.append(each(ids).past_key_values)
+        caches.append(cache_among(each(ids)))
     for number in range(8):
         token = ids[:, number : number + 1]
         if number == 6:
             for cache in caches:
                 cache.batch_select_indices(torch.tensor([1, 1]))
         assert torch.equal(
-            *(output(m, token, past_key_values=c) for m, c in zip((model, own), caches, strict=True))
+            *(output(m, token, **cache_argument(m, c)) for m, c in zip((model, own), caches, strict=True))
         )
     assert captures_of(model).programs and captures_of(model).reason is None
     assert all(map(torch.equal, *(cache.linear_cache[1:] for cache in caches)))
@@ -331,7 +334,7 @@ def test_masks_of_padding():
         for first, stop in zip(range(begin, end), range(begin + 1, end + 1), strict=True):
             part = slice(0 if first == 30 else first, stop)
             results = [
-                output(each, ids[:, part], attention_mask=mask[:, :stop], past_key_values=cache)
+                output(each, ids[:, part], attention_mask=mask[:, :stop], **cache_argument(each, cache))
                 for each, cache in zip((model, own), caches, strict=True)
             ]
             assert torch.equal(*results)
@@ -373,7 +376,7 @@ def test_own_code_for_padded_batches(architecture, same_bits, caplog):
         cache = DynamicCache(config=model.config)
         parts = [slice(0, 9), *(slice(n, n + 1) for n in range(9, 24))]
         given = [(ids[:, part], shown[:, : part.stop].contiguous()) for part in parts]
-        results.append([output(each, i, attention_mask=m, past_key_values=cache) for i, m in given])
+        results.append([output(each, i, attention_mask=m, **cache_argument(each, cache)) for i, m in given])
     assert_equal(*results)
     assert captures_of(model).reason == PADDED[architecture]
     assert not [record for record in caplog.records if record.levelname == "ERROR"]  # torch's own
@@ -595,7 +598,7 @@ def test_a_patched_model_class_and_a_shallow_copy():
     forward = cls.forward
     try:
         cls.forward = lambda self, *args, **kwargs: forward(self, *args, **kwargs) | {"logits": None}
-        assert model(talk.token, past_key_values=talk.cache)["logits"] is None
+        assert model(talk.token, **cache_argument(model, talk.cache))["logits"] is None
     finally:
         cls.forward = forward
     talk.tokens(4)
@@ -823,11 +826,11 @@ def test_short_prompts_cost_no_capture(own_cache):
     captures = captures_of(model)
     for _ in range(9):
         cache = DynamicCache(config=model.config) if own_cache else None
-        cache = model(prompt(1, 5), past_key_values=cache).past_key_values
+        cache = cache_among(model(prompt(1, 5), **cache_argument(model, cache)))
         assert captures.reason in ("it fills an empty cache", "it makes a cache", calls._TOO_FEW)
     token = prompt(1, 1)
     for _ in range(4):  # the first makes the layers grow in place
-        model(token, past_key_values=cache)
+        model(token, **cache_argument(model, cache))
     assert captures.reason is None and len(captures.programs) == 1, str(captures)
 
 
@@ -931,7 +934,7 @@ def test_nothing_is_kept_but_weights():
     talk = Conversation(model)
     talk.tokens(5)
     assert captures_of(model).programs
-    out = model(talk.token, past_key_values=talk.cache, use_cache=True)
+    out = model(talk.token, **cache_argument(model, talk.cache), use_cache=True)
     alive = [weakref.ref(out.logits), *(weakref.ref(layer.keys) for layer in talk.cache.layers)]
     del out, talk
     gc.collect()

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 transformers.logging.set_verbosity_error()
 # One for each kind of layers that caches have, and each of our own implementations of attention.
@@ -113,7 +114,7 @@ def call(model, ids, cache, begin: int, moved: int):
         positions = torch.arange(begin, begin + ids.shape[1]) + moved
         given["position_ids"] = positions.expand(len(ids), -1)
     if cache is not None:
-        given["past_key_values"] = cache
+        given |= cache_argument(model, cache)
     return model(input_ids=ids, use_cache=True, **given)
 
 
@@ -135,7 +136,7 @@ def run(architecture: str, steps: list[Step]) -> Iterator:
             assert_close(out[0].detach(), right[0], 1e-5)
         except AssertionError as error:
             raise AssertionError(f"call {number}, {steps[number]}: {error}") from None
-        cache, right_cache = (getattr(each, "past_key_values", None) for each in (out, right))
+        cache, right_cache = map(cache_among, (out, right))
         begin += 0 if cache is None else tokens
         if cache is not None and number == len(steps) // 2:  # as beams do
             for each in (cache, right_cache):
@@ -197,8 +198,8 @@ def test_gradients_through_a_cache(architecture):
     for each in (model, own):
         embeddings = each.get_input_embeddings()(IDS[:, :7]).requires_grad_()
         cache = DynamicCache(config=each.config)
-        each(inputs_embeds=embeddings, past_key_values=cache)
-        each(input_ids=IDS[:, 7:10], past_key_values=cache)
-        each(input_ids=IDS[:, 10:11], past_key_values=cache).logits.square().sum().backward()
+        each(inputs_embeds=embeddings, **cache_argument(each, cache))
+        each(input_ids=IDS[:, 7:10], **cache_argument(each, cache))
+        each(input_ids=IDS[:, 10:11], **cache_argument(each, cache)).logits.square().sum().backward()
         gradients.append(embeddings.grad)
     assert_close(*gradients, 1e-5)

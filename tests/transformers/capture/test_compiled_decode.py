@@ -8,6 +8,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 import torch_moe_mps
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 ALWAYS = ["gpt_oss"]  # qwen3_moe's step is compiled by generate
 IN_THE_SWEEP = ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gemma4", "qwen3_next"]
@@ -23,7 +24,7 @@ def nothing_compiled():
 
 def after_a_prompt(model) -> StaticCache:
     cache = StaticCache(config=model.config, max_cache_len=16)
-    model(torch.arange(4, device=model.device)[None], past_key_values=cache)
+    model(torch.arange(4, device=model.device)[None], **cache_argument(model, cache))
     return cache
 
 
@@ -35,8 +36,8 @@ def check_decode_step(architecture: str, device: str, backend: str) -> None:
     token = torch.tensor([[5]], device=device)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     with torch.no_grad():
-        expected = model(token, past_key_values=after_a_prompt(model)).logits
-        result = compiled(token, past_key_values=after_a_prompt(model)).logits
+        expected = model(token, **cache_argument(model, after_a_prompt(model))).logits
+        result = compiled(token, **cache_argument(model, after_a_prompt(model))).logits
     torch.testing.assert_close(result.cpu(), expected.cpu(), rtol=1e-5, atol=1e-5)
 
 
@@ -56,7 +57,7 @@ def model_in_8_bits():
 def test_a_graph_with_16_bits_in_place_of_8_is_refused():
     whole = torch.compile(model_in_8_bits(), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"kv_bits=8 needs a DynamicCache, .* got a compiled call"):
-        whole(torch.tensor([[5]]), past_key_values=DynamicCache())
+        whole(torch.tensor([[5]]), **cache_argument(whole, DynamicCache()))
 
 
 @pytest.mark.sweep
@@ -65,7 +66,7 @@ def test_a_dynamic_cache_in_8_bits_is_compiled_in_part():
     model, results = model_in_8_bits(), []
     for call in (model, torch.compile(model, backend="aot_eager")):
         cache = DynamicCache(config=model.config)
-        results += [call(torch.tensor([[5]]), past_key_values=cache).logits for _ in range(2)][1:]
+        results += [call(torch.tensor([[5]]), **cache_argument(call, cache)).logits for _ in range(2)][1:]
         assert type(cache.layers[0].keys) is QuantizedStates
     torch.testing.assert_close(*results)
 

@@ -16,6 +16,7 @@ from support.models import eager
 from support.tiny_models import tiny_model
 
 import torch_moe_mps
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 PACKAGE = (str(Path(torch_moe_mps.__file__).parent), "<torch_moe_mps")  # and the forwards that it writes
 
@@ -59,7 +60,7 @@ def per_layer(model, count: Callable) -> Counter[str]:
     for layers in (decoder.layers, decoder.layers, decoder.layers[:-1]):
         decoder.layers = layers
         cache = prompted(model, [0])
-        found.append(count(lambda: model(token, past_key_values=cache, use_cache=True)))  # noqa: B023
+        found.append(count(lambda: model(token, **cache_argument(model, cache), use_cache=True)))  # noqa: B023
     return found[1] - found[2]
 
 

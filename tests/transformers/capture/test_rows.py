@@ -14,6 +14,7 @@ from torch_moe_mps.transformers.attention import causal_mask
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import CAPTURES, captures_of
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,7 @@ def tokens(model, rows: int, padding: int, count: int = 4) -> list[torch.Tensor]
     cache, logits = DynamicCache(config=model.config), []
     for part in (slice(0, 5), *(slice(n, n + 1) for n in range(5, 5 + count))):
         mask = {"attention_mask": shown[:, : part.stop]} if padding else {}
-        out = model(ids[:, part], past_key_values=cache, use_cache=True, **mask)
+        out = model(ids[:, part], **cache_argument(model, cache), use_cache=True, **mask)
         logits.append(out.logits.cpu())
     return logits[1:]
 

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor
 import torch_moe_mps
 from torch_moe_mps.commands import perplexity
 from torch_moe_mps.serving import encoder
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 
 def model_on(device: str, dtype: torch.dtype = torch.bfloat16, capture: bool = False):
@@ -76,7 +77,7 @@ def test_captured_tokens(device):
             assert (logits.bfloat16().float() != logits).any(-1).all()
             out = model(ids, use_cache=True)
             for _ in range(4):
-                out = model(ids[:, :1], past_key_values=out.past_key_values)
+                out = model(ids[:, :1], **cache_argument(model, cache_among(out)))
                 assert out.logits.dtype == torch.bfloat16
     assert len(model._moe_mps_capture.programs) == 2
 

@@ -28,6 +28,7 @@ from torch_moe_mps.transformers.checkpoints.layouts.gguf.quantizer import packin
 from torch_moe_mps.transformers.checkpoints.quantize.targets import quantizable
 from torch_moe_mps.transformers.checkpoints.quantize.weights import quantized_names
 from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 IDS = torch.arange(1, 9)[None]
 CASES = [
@@ -284,9 +285,9 @@ def operators_of_a_token(model) -> dict[str, int]:
     """Of a captured one."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
+        model(IDS, **cache_argument(model, cache))
         for _ in range(4):
-            model(IDS[:, :1], past_key_values=cache)
+            model(IDS[:, :1], **cache_argument(model, cache))
     return operators_of_token(model)
 
 

@@ -16,6 +16,7 @@ from torch_moe_mps.selfcheck import calls, machine, once
 from torch_moe_mps.transformers import self_check
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.capture.calls import SWITCH
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 NORM = once.checks_of([calls.Subject("rms_norm", torch.float32)])[:1]
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
@@ -124,7 +125,7 @@ def logits_of(model):
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
         for ids in (IDS, IDS[:, :1]):
-            logits = model(ids.to(model.device), past_key_values=cache).logits
+            logits = model(ids.to(model.device), **cache_argument(model, cache)).logits
     return logits.cpu(), cache
 
 

@@ -13,6 +13,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import captures_of
 from torch_moe_mps.transformers.families.deepseek_v4 import attention as compressed_attention
 from torch_moe_mps.transformers.graphs import passes
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 IDS = torch.randint(1, 90, (2, 34), generator=torch.Generator().manual_seed(5))
 CUTS = ((34,), (9, 1, 1, 3, 1, 1, 1, 8, 1, 1, 1, 6), (1,) * 34)
@@ -27,7 +28,7 @@ def logits_of(model, ids, cuts, cache=None, begin=0, modes=(torch.no_grad,), pos
         if positions is not None:
             given["position_ids"] = positions(torch.arange(begin, begin + tokens)[None]).to(model.device)
         with mode():
-            logits = model(part, past_key_values=cache, use_cache=True, **given).logits
+            logits = model(part, **cache_argument(model, cache), use_cache=True, **given).logits
         parts.append(logits.detach().cpu())
         begin += tokens
     return torch.cat(parts, 1), cache
@@ -121,7 +122,7 @@ def test_a_cache_goes_from_one_code_to_the_other(own):
     logits, copied = logits_of(model, IDS, (1, 1, 4, 1), copied, 13)
     assert (logits - own[1][:, 13:20]).abs().max() < 1e-4
     with torch.enable_grad():
-        logits = model(IDS[:, 20:22], past_key_values=copied, use_cache=True).logits
+        logits = model(IDS[:, 20:22], **cache_argument(model, copied), use_cache=True).logits
     assert (logits - own[1][:, 20:22]).abs().max() < 1e-4
     logits, copied = logits_of(model, IDS, (1, 1, 1, 5), copied, 22)
     assert (logits - own[1][:, 22:30]).abs().max() < 1e-4
@@ -217,7 +218,7 @@ def test_positions_by_hand_behind_captured_tokens(simulated, monkeypatch):
         _, cache = logits_of(each, IDS[:1], (8,))
         positions = torch.tensor([[*range(8), 2]], device=each.device)
         asked = {
-            "past_key_values": cache,
+            **cache_argument(each, cache),
             "position_ids": positions,
             "attention_mask": torch.ones_like(positions),
         }

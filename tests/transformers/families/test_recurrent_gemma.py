@@ -11,6 +11,7 @@ from transformers import DynamicCache
 import torch_moe_mps
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.capture.calls import CAPTURES, captures_of
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 ROUNDING = 1e-5
 OPERATORS = "causal_conv1d_update_", "heads_mm", "rg_lru_"
@@ -43,7 +44,7 @@ class Reading:
 
     def on(self, tokens: int) -> None:
         ids = self.ids[:, self.read : self.read + tokens]
-        out = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True)
+        out = self.model(input_ids=ids, **cache_argument(self.model, self.cache), use_cache=True)
         self.logits.append(out.logits.detach())
         self.read += tokens
 
@@ -166,7 +167,7 @@ def test_gradients_through_several_calls():
     for model in (own_model(), accelerated(capture=False)):
         cache = DynamicCache(config=model.config)
         parts = talk(8, tokens=12).split([9, 1, 1, 1], 1)
-        logits = [model(input_ids=p, past_key_values=cache, use_cache=True).logits for p in parts]
+        logits = [model(input_ids=p, **cache_argument(model, cache), use_cache=True).logits for p in parts]
         torch.cat(logits, 1).square().mean().backward()
         grads.append(model.model.layers[0].temporal_block.rg_lru.input_gate_weight.grad)
     assert_close(grads[1], grads[0], ROUNDING)

@@ -15,6 +15,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.caches.state import parts
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 # Qwen3-30B-A3B: of its experts those that a token is routed to, one of its layers, fewer rows of the head.
 LAYERS, EXPERTS, TOP_K, VOCABULARY, ROWS = 48, 128, 8, 151936, 512
@@ -75,10 +76,10 @@ def counted(simulated, model, keys) -> tuple[int, int]:
 
     with torch.no_grad():
         with simulated.dropped():
-            model(token, past_key_values=cache)
+            model(token, **cache_argument(model, cache))
         cache.update = counting
         with simulated.counters() as dispatches:
-            model(token, past_key_values=cache)
+            model(token, **cache_argument(model, cache))
     read = 0
     for dispatch in dispatches:
         if dispatch.kernel.startswith("attention") and "merge" not in dispatch.kernel:
@@ -150,7 +151,7 @@ def moved_and_held(simulated, model, context: int, names: tuple[str, ...]) -> tu
     held = sum(part.nbytes for each in states if each is not None for part in parts(each))
     token = torch.tensor([[5]], device="mps")
     with torch.no_grad(), simulated.counters() as dispatches, MovedByAten() as moved:
-        model(token, past_key_values=cache, use_cache=True)
+        model(token, **cache_argument(model, cache), use_cache=True)
     return moved.total + moved_by(dispatches), held
 
 
@@ -253,12 +254,12 @@ def captured_bytes(simulated, model, context: int, monkeypatch) -> tuple[int, in
     token = torch.tensor([[5]], device="mps")
     with simulated.dropped():
         for _ in range(8):  # those that complete a pool have a program of their own
-            model(token, past_key_values=cache, use_cache=True)
+            model(token, **cache_argument(model, cache), use_cache=True)
     captures.reason = "the program does not fit the next token"
     held = sum(layer.pools.nbytes for layer in cache.layers)
     with monkeypatch.context() as patch, simulated.counters() as dispatches, MovedByAten() as moved:
         patch.setattr(calls, "forbidden", lambda: None)  # the mode only counts
-        model(token, past_key_values=cache, use_cache=True)
+        model(token, **cache_argument(model, cache), use_cache=True)
     assert captures.reason is None
     return moved.total + moved_by(dispatches), held
 

@@ -18,6 +18,7 @@ from torch_moe_mps.commands import main
 from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.quantization import quantize
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 pytestmark = pytest.mark.slow("30 layers of trained weights")
 TOKENS = 8
@@ -85,10 +86,10 @@ def test_guesses_leave_the_tokens_as_they_are(parts, packed):
 def test_a_kept_prompt_gives_the_same_tokens(parts, packed, tmp_path):
     _, _, ids, expected = parts
     with torch.no_grad():
-        cache = packed(ids[:, :-1], use_cache=True).past_key_values
+        cache = cache_among(packed(ids[:, :-1], use_cache=True))
     torch_moe_mps.save_prompt_cache(tmp_path / "prompt.safetensors", packed, ids[:, :-1], cache)
     _, cache = torch_moe_mps.load_prompt_cache(tmp_path / "prompt.safetensors", packed)
-    assert torch.equal(generated(packed, ids, past_key_values=cache), expected)
+    assert torch.equal(generated(packed, ids, **cache_argument(packed, cache)), expected)
 
 
 @pytest.mark.sweep
@@ -99,9 +100,9 @@ def test_a_cache_in_8_bits_gives_the_same_tokens(parts, packed):
     try:
         with torch.no_grad():
             cache = DynamicCache(config=packed.config)
-            packed(ids[:, :-1], past_key_values=cache)
+            packed(ids[:, :-1], **cache_argument(packed, cache))
             assert all(type(layer.keys) is QuantizedStates for layer in cache.layers)
-            step = packed(ids[:, -1:], past_key_values=cache).logits
+            step = packed(ids[:, -1:], **cache_argument(packed, cache)).logits
         assert divergence(step, logits(own, ids)[:, -1:]) <= 0.005
         assert torch.equal(generated(packed, ids), expected)
     finally:

@@ -18,6 +18,7 @@ from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules.recognise import Call
 from torch_moe_mps.transformers.modules.rules import linear_attention as rules
 from torch_moe_mps.transformers.modules.rules.formulas import gated_norm
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 ARCHITECTURES = ("qwen3_next", "qwen3_5_moe")
 STEP = {"causal_conv1d_update_": 1, "linear_attention_": 1, "rms_norm_gated": 1}
@@ -51,8 +52,8 @@ def test_prompts_in_pieces(architecture):
         cache, logits = None, []
         with torch.no_grad():
             for piece in pieces:
-                out = model(input_ids=piece, past_key_values=cache, use_cache=True)
-                cache, logits = out.past_key_values, [*logits, out.logits]
+                out = model(input_ids=piece, **cache_argument(model, cache), use_cache=True)
+                cache, logits = cache_among(out), [*logits, out.logits]
         layer = cache.layers[0]
         return torch.cat(logits, 1), layer.conv_states[0], layer.recurrent_states[0]
 
@@ -120,7 +121,7 @@ def test_as_exact_in_16_bit():
     model = model_of(dtype=torch.bfloat16)
     x = torch.randn(16, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.no_grad():
-        cache = model(input_ids=prompt(16), use_cache=True).past_key_values
+        cache = cache_among(model(input_ids=prompt(16), use_cache=True))
         narrow, wide = copy.deepcopy(cache), copy.deepcopy(cache)
         wide.layers[0].conv_states[0] = cache.layers[0].conv_states[0].float()
         correct = copy.deepcopy(layer_of(model)).float()(x.float(), cache_params=wide)
@@ -190,11 +191,11 @@ def test_a_state_of_another_dtype():
         if accelerated:
             torch_moe_mps.accelerate(model)
         with torch.no_grad():
-            cache = model(input_ids=prompt(), use_cache=True).past_key_values
+            cache = cache_among(model(input_ids=prompt(), use_cache=True))
             layer = cache.layers[0]
             layer.recurrent_states[0] = layer.recurrent_states[0].bfloat16()
             logits = []
-            token = {"input_ids": torch.full((2, 1), 5), "past_key_values": cache, "use_cache": True}
+            token = {"input_ids": torch.full((2, 1), 5), **cache_argument(model, cache), "use_cache": True}
             used = operators_of(lambda: logits.append(model(**token).logits))  # noqa: B023
         assert "linear_attention_" not in used and layer.recurrent_states[0].dtype == torch.bfloat16
         assert used.get("causal_conv1d_update_", 0) == accelerated

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import torch_moe_mps
 from torch_moe_mps.transformers.modules.rules import recurrent_layers
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 CONV, SCAN, NORM = "causal_conv1d_update_", "linear_attention_", "rms_norm_gated"
 SCANS = (SCAN, "selective_scan_")
@@ -50,8 +51,8 @@ def logits_of(model, mask: bool = False, pieces=(9, 1, 1, 3, 1)):
     with torch.no_grad():
         for end, piece in zip(torch.tensor(pieces).cumsum(0).tolist(), ids.split(pieces, 1), strict=True):
             given = {"attention_mask": whole[:, :end]} if mask else {}
-            out = model(input_ids=piece, past_key_values=cache, use_cache=True, **given)
-            cache, found = out.past_key_values, [*found, out.logits]
+            out = model(input_ids=piece, **cache_argument(model, cache), use_cache=True, **given)
+            cache, found = cache_among(out), [*found, out.logits]
     return torch.cat(found, 1)
 
 

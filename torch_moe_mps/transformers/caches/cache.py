@@ -194,11 +194,18 @@ def takes_states(model: nn.Module) -> bool:
 
 
 def hands_cache_on(model: PreTrainedModel) -> bool:
-    """Whether the states of a conversation are all in the cache of a call.
+    """Whether the states of a conversation are all in the cache of a call, which counts its tokens.
 
-    RWKV has a list of states; RecurrentGemma's own code keeps them in its modules.
+    RWKV has a list of states, Mamba a cache without keys; modules of RecurrentGemma's own code have them.
     """
-    return takes_cache(model) and not keeps_states(model)
+    text = model.config.get_text_config(decoder=True)
+    return takes_cache(model) and not keeps_states(model) and counts_tokens(DynamicCache(config=text))
+
+
+def counts_tokens(cache: Any) -> bool:
+    """Whether a cache has keys, or takes them, by which it counts its tokens."""
+    layers = getattr(cache, "layers", ())
+    return not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
 
 def keeps_states(model: nn.Module) -> bool:

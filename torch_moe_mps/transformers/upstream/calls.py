@@ -51,9 +51,9 @@ def _is_cache_type(annotation: Any) -> bool:
     return any(isinstance(kind, type) and issubclass(kind, Cache) for kind in kinds)
 
 
-def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
-    """The cache as an argument of a model's call, or of its `generate`."""
-    name = cache_name(model.forward)
+def cache_argument(called: Any, cache: Any) -> dict[str, Any]:
+    """The cache as an argument of a model's call and of its `generate`, or of a function's call."""
+    name = cache_name(getattr(called, "forward", called))
     return {CACHE if name is None else name: cache}
 
 
@@ -116,44 +116,60 @@ def _forms(own: Callable, ours: Callable) -> _Forms:
     return _Forms(order, known, defaults, needed, hands_cache_on=hands_cache_on)
 
 
-def in_place(own: Callable, ours: Callable) -> Callable:
-    """A forward that runs `ours` for calls that it understands, and `own` for all others.
+Given = tuple[tuple[Any, ...], dict[str, Any]]
 
-    `ours` has arguments of the code whose place it takes by their names there: the first one by its place,
-    and the cache as `cache`. A call is understood if each other argument is None, has its default, or is an
-    option in NEUTRAL that the code does not name. `ours` returns NotImplemented for a call that wants more.
+
+class Binder:
+    """Arguments of calls of a forward, as another one takes them that is in its place.
+
+    That one names arguments as the forward does, but for the first one, and for the cache, which is `cache`.
+
+    Attributes:
+        takes_one: the other forward needs no argument but the first.
     """
-    order, known, defaults, needed, is_open, hands_cache_on = _forms(own, ours)
-    most, takes_one = len(order), len(needed) <= 1
 
-    def bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        if len(args) > most:
+    def __init__(self, own: Callable, ours: Callable) -> None:
+        self._forms = _forms(own, ours)
+        self.takes_one = len(self._forms.needed) <= 1
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+        """The arguments of a call; None for one that is not understood.
+
+        It is understood where each argument that the other forward has no name for is None, has its default,
+        or is an option in NEUTRAL that the forward does not name.
+        """
+        order, known, defaults, needed, is_open, hands_cache_on = self._forms
+        given = dict(zip(order, args, strict=False))
+        if len(args) > len(order) or any(name in given for name in kwargs):
             return None
         values: dict[str, Any] = {}
-        given = dict(zip(order, args, strict=False))
-        for name, value in (given | kwargs).items():
+        for name, value in (*given.items(), *kwargs.items()):
             if name in known:
                 values[known[name]] = value
             elif hands_cache_on and isinstance(value, Cache):
                 values[CACHE] = value
-            elif value is not None and not (value is defaults[name] if name in defaults else name in NEUTRAL):
+            elif value is None or (value is defaults[name] if name in defaults else name in NEUTRAL):
+                continue
+            else:
                 return None
-        is_whole = len(given) + len(kwargs) == len(given | kwargs) and all(name in values for name in needed)
-        return values if is_whole else None
+        if not all(name in values for name in needed):
+            return None
+        if is_open:
+            return args, {name: value for name, value in values.items() if name in kwargs}
+        return (), values
+
+
+def in_place(own: Callable, ours: Callable) -> Callable:
+    """A forward that runs `ours` for calls that a Binder understands, and `own` for all others.
+
+    `ours` returns NotImplemented for a call that wants more.
+    """
+    bound = Binder(own, ours)
 
     @functools.wraps(own)
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or not takes_one or len(args) != 1:
-            values = bound(args, kwargs)
-            if values is None:
-                return own(module, *args, **kwargs)
-            if is_open:
-                named = {name: value for name, value in values.items() if name in kwargs}
-                result = ours(module, *args, **named)
-            else:
-                result = ours(module, **values)
-        else:
-            result = ours(module, *args)
+        given = bound(args, kwargs)
+        result = NotImplemented if given is None else ours(module, *given[0], **given[1])
         return own(module, *args, **kwargs) if result is NotImplemented else result
 
     return forward

@@ -77,7 +77,7 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     weight = _tensor(module, router.weight)
     fits = (
         len(args) <= len(router.inputs)
-        and named.keys() <= {*router.inputs}
+        and not (named and named.keys() - {*router.inputs})
         and isinstance(x, Tensor)
         and (router.is_flat or x.dim() == 2)
         and x.device == weight.device
