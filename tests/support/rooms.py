@@ -18,6 +18,7 @@ FLOORS = (
     "ops",
     "selfcheck",
     "quantization",
+    "transformers.upstream",
     "transformers.basics",
     "transformers.graphs",
     "transformers.caches",

@@ -29,6 +29,7 @@ DENSE_ARCHITECTURES = (
 # Attributes of configs, set where a config has them. Sizes are odd where the architecture allows.
 SIZES = {
     "vocab_size": 97,
+    "unpadded_vocab_size": 97,
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_layers": 2,
