@@ -28,6 +28,7 @@ from torch import Tensor
 import torch_moe_mps
 from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.transformers.basics.wide_logits import wide_logits
+from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 WINDOW, PROMPT = 512, 256
 HEAD = (
@@ -73,11 +74,11 @@ def seconds(models: dict[str, Any], ids: Tensor) -> dict[str, tuple[float, float
     for _ in range(5):
         for name, model in models.items():
             started = time.process_time()
-            cache = model(ids[None, :PROMPT], use_cache=True).past_key_values
+            cache = cache_among(model(ids[None, :PROMPT], use_cache=True))
             prompts[name].append(time.process_time() - started)
             for token in ids[PROMPT : PROMPT + 16]:
                 started = time.process_time()
-                model(token[None, None], past_key_values=cache)
+                model(token[None, None], **cache_argument(model, cache))
                 tokens[name].append(time.process_time() - started)
     return {name: (statistics.median(prompts[name]), statistics.median(tokens[name])) for name in models}
 

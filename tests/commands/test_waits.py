@@ -4,11 +4,9 @@ import contextlib
 
 import pytest
 import torch
-import transformers
 from support import serving, tiny_models
 from support.serving import said
 from support.waits import Waits
-from transformers.generation import utils as generation
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
@@ -124,24 +122,3 @@ def test_no_token_of_bench_waits(simulated):
                 bench._generated("", cache, 20, do_sample=True, temperature=0.7, top_k=20, top_p=0.95)
         waits.append(seen.count)
     assert waits[0] == waits[1]
-
-
-def test_older_transformers_is_said_to_wait(monkeypatch, capsys):
-    """In one line, once for a model, of the device alone that it is about."""
-
-    def said() -> list[str]:  # by this package: threads of servers and other libraries may print, too
-        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("torch-moe-mps: ")]
-
-    model = tiny_models.tiny_model("llama")
-    Generating(model)
-    assert said() == []
-    monkeypatch.delattr(generation, "DeferredStopCheck")
-    monkeypatch.setattr(transformers, "__version__", "5.21.0")
-    Generating(model)
-    assert said() == []
-    model = tiny_models.tiny_model("llama")
-    monkeypatch.setattr(type(model), "device", torch.device("mps"))
-    Generating(model)
-    Generating(model)
-    expected = "transformers 5.21.0 waits for each token before it computes the next; 5.23 does not"
-    assert said() == [f"torch-moe-mps: {expected}"]

@@ -46,6 +46,6 @@ def step(model):
 
     def run():
         with torch.no_grad():
-            return layer(x, cache_params=cache)
+            return layer(x, **cache_argument(layer, cache))
 
     return run

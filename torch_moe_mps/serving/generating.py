@@ -11,10 +11,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import StoppingCriteria
-from transformers.generation import utils as generation
 
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
@@ -254,9 +252,3 @@ def prepare_steps(model: Any) -> None:
         return type(made)(sorted(made, key=lambda item: not getattr(item, "is_first", False)))
 
     model.prepare_inputs_for_generation, model._get_logits_processor = prepare, processors
-    if model.device.type == "mps" and not hasattr(generation, "DeferredStopCheck"):
-        print(
-            f"torch-moe-mps: transformers {transformers.__version__} waits for each token before it computes "
-            "the next; 5.23 does not",
-            file=sys.stderr,
-        )

@@ -122,12 +122,12 @@ def test_as_exact_in_16_bit():
     x = torch.randn(16, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.no_grad():
         cache = cache_among(model(input_ids=prompt(16), use_cache=True))
-        narrow, wide = copy.deepcopy(cache), copy.deepcopy(cache)
+        layer, narrow, wide = layer_of(model), copy.deepcopy(cache), copy.deepcopy(cache)
         wide.layers[0].conv_states[0] = cache.layers[0].conv_states[0].float()
-        correct = copy.deepcopy(layer_of(model)).float()(x.float(), cache_params=wide)
-        own = layer_of(model)(x, cache_params=narrow)
+        correct = copy.deepcopy(layer).float()(x.float(), **cache_argument(layer, wide))
+        own = layer(x, **cache_argument(layer, narrow))
         torch_moe_mps.accelerate(model)
-        ours = layer_of(model)(x, cache_params=cache)
+        ours = layer(x, **cache_argument(layer, cache))
     assert ours.dtype == torch.bfloat16
     error, own_error = ((y.float() - correct).square().mean() for y in (ours, own))
     assert error <= own_error
