@@ -6,6 +6,7 @@ from typing import Any
 from . import conversation
 from .answer import Answer, Item, Piece
 from .protocol import Protocol, Writer, event, input_of, new_id, openai_error
+from .ranges import integer
 from .request import (
     HINTS,
     MOST_ANSWERS,
@@ -18,7 +19,6 @@ from .request import (
     Refused,
     Request,
     Tool,
-    integer,
     sampling,
     wrong,
 )

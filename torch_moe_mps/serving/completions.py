@@ -6,6 +6,7 @@ from .answer import Answer, Item, Piece
 from .chat import Chunks, envelope, usage
 from .logprobs import completion_form
 from .protocol import Protocol, Writer, event
+from .ranges import integer
 from .request import (
     HINTS,
     MOST_ANSWERS,
@@ -13,7 +14,6 @@ from .request import (
     SHARED,
     Fields,
     Request,
-    integer,
     sampling,
     wrong,
 )

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from .encoder import Encoder
-from .request import TEXT, YES_OR_NO, Fields, Refused, integer, wrong
+from .ranges import integer
+from .request import TEXT, YES_OR_NO, Fields, Refused, wrong
 from .served import Served
 
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"

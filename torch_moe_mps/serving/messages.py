@@ -1,12 +1,12 @@
 """Anthropic's messages: `/v1/messages` and `/v1/messages/count_tokens`, which Claude Code asks."""
 
 import json
-import math
 from typing import Any
 
 from . import conversation
 from .answer import Answer, Item, Piece
 from .protocol import Protocol, Text, Writer, blocks, event, input_of, new_id
+from .ranges import DRAWS, SETTINGS, integer, number
 from .request import (
     OBJECT,
     TEXT,
@@ -18,8 +18,6 @@ from .request import (
     Request,
     Tool,
     instance,
-    integer,
-    number,
     sampling,
     wrong,
 )
@@ -30,17 +28,17 @@ from .tools import Call
 _FIELDS = Fields(
     {
         "max_tokens": integer(1),
-        "min_p": number(0, 1),
+        "min_p": DRAWS["min_p"],
         "model": TEXT,
         "output_config": OBJECT,
         "output_format": OBJECT,
-        "repetition_penalty": number(0, math.inf, open_at_low=True),
+        "repetition_penalty": SETTINGS["repetition_penalty"],
         "stop_sequences": instance(list, "a list of texts"),
         "stream": YES_OR_NO,
         "temperature": number(0, 2),
         "thinking": OBJECT,
         "tool_choice": OBJECT,
-        "top_k": integer(0),
+        "top_k": DRAWS["top_k"],
         "top_p": number(0, 1, open_at_low=True),
     },
     needed="messages",

@@ -1,12 +1,12 @@
 """Requests, in whatever protocol they come, and the checks of their fields."""
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from .defaults import choice
+from .ranges import DRAWS, SEED, SETTINGS, Check, integer, number
 
 _MOST_STOPS = 16
 MOST_ANSWERS = 32  # to one request
@@ -133,26 +133,6 @@ class Request:
 
 
 _SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
-Check = tuple[Callable[[Any], bool], str]  # whether a value can be so, and what it must be
-
-
-def number(low: float, high: float, open_at_low: bool = False) -> Check:
-    def fits(value: Any) -> bool:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and low <= value <= high and not (open_at_low and value == low)
-
-    if high == math.inf:
-        return (
-            lambda value: fits(value) and math.isfinite(value),
-            f"a number {'above' if open_at_low else 'of at least'} {low:g}",
-        )
-    between = "above {:g} and at most {:g}" if open_at_low else "from {:g} to {:g}"
-    return fits, f"a number {between.format(low, high)}"
-
-
-def integer(low: int, high: float = math.inf) -> Check:
-    expected = f"an integer of at least {low}" if high == math.inf else f"an integer from {low} to {high}"
-    return lambda value: type(value) is int and low <= value <= high, expected
 
 
 def instance(kind: type, expected: str) -> Check:
@@ -186,11 +166,11 @@ SHARED: dict[str, Check] = {
     "frequency_penalty": number(-2, 2),
     "generation_config": (is_object_in_json, "the text of an object in JSON"),
     "logit_bias": (_are_biases, "an object of token ids and numbers from -100 to 100"),
-    "min_p": number(0, 1),
+    "min_p": DRAWS["min_p"],
     "model": TEXT,
     "presence_penalty": number(-2, 2),
-    "repetition_penalty": number(0, math.inf, open_at_low=True),
-    "seed": integer(-(1 << 63), (1 << 63) - 1),
+    "repetition_penalty": SETTINGS["repetition_penalty"],
+    "seed": SEED,
     "stop": STOPS,
     "stream": YES_OR_NO,
     "temperature": number(0, 2),

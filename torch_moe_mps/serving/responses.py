@@ -7,6 +7,7 @@ from . import conversation
 from .answer import Answer, Item, Piece
 from .chat import MOST_LOGPROBS, logprobs_of
 from .protocol import Protocol, Text, Writer, blocks, event, input_of, new_id
+from .ranges import integer
 from .request import (
     HINTS,
     OBJECT,
@@ -18,7 +19,6 @@ from .request import (
     Request,
     Tool,
     instance,
-    integer,
     sampling,
     wrong,
 )

@@ -1,0 +1,102 @@
+"""Ranges of the settings of an answer, for jobs and protocols alike: none lets in what another refuses."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import GenerationConfig
+
+Check = tuple[Callable[[Any], bool], str]  # whether a value can be so, and what it must be
+LARGEST = 1e6  # number that any dtype of logits bears as a factor or a divisor, with all that follows from it
+MOST = (1 << 63) - 1  # that an operator can count
+
+
+def number(low: float, high: float = LARGEST, open_at_low: bool = False) -> Check:
+    """Check of a number in a range; NaN and infinity lie in none."""
+
+    def fits(value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and low <= value <= high and not (open_at_low and value == low)
+
+    between = "above {:g} and at most {:g}" if open_at_low else "from {:g} to {:g}"
+    return fits, f"a number {between.format(low, high)}"
+
+
+def integer(low: int, high: int = MOST) -> Check:
+    """Check of an integer in a range."""
+    return lambda value: type(value) is int and low <= value <= high, f"an integer from {low} to {high}"
+
+
+SEED = integer(-MOST - 1)  # of a torch.Generator
+# {setting of a GenerationConfig: its range, where it is not None}.
+SETTINGS: dict[str, Check] = {
+    "encoder_no_repeat_ngram_size": integer(0),
+    "encoder_repetition_penalty": number(0, open_at_low=True),
+    "guidance_scale": number(-LARGEST),
+    "length_penalty": number(-LARGEST),
+    "max_length": integer(1),
+    "max_new_tokens": integer(1),
+    "max_time": number(0, open_at_low=True),
+    "min_length": integer(0),
+    "min_new_tokens": integer(0),
+    "no_repeat_ngram_size": integer(0),
+    "num_beam_groups": integer(1, 1024),
+    "num_beams": integer(1, 1024),
+    "num_return_sequences": integer(1, 1024),
+    "repetition_penalty": number(0, open_at_low=True),
+}
+# {the same of how tokens are drawn}: where none is drawn, transformers reads none of these.
+DRAWS: dict[str, Check] = {
+    "epsilon_cutoff": number(0, 1),
+    "eta_cutoff": number(0, 1),
+    "min_p": number(0, 1),
+    "temperature": number(0, open_at_low=True),
+    "top_h": number(0, 1, open_at_low=True),
+    "top_k": integer(0),
+    "top_p": number(0, 1),
+    "typical_p": number(0, 1, open_at_low=True),
+}
+
+
+def token(vocabulary: int) -> Check:
+    """Check of a token that a model knows."""
+    fits, _ = integer(0, vocabulary - 1)
+    return fits, f"of tokens from 0 to {vocabulary - 1}"
+
+
+def tokens(vocabulary: int) -> Check:
+    """Check of one token or a list of tokens that a model knows."""
+    fits, expected = token(vocabulary)
+
+    def all_fit(value: Any) -> bool:
+        return all(map(fits, value)) if isinstance(value, (list, tuple)) else fits(value)
+
+    return all_fit, expected
+
+
+def check_settings(config: GenerationConfig, own: GenerationConfig, vocabulary: int) -> None:
+    """Checks settings before an answer begins.
+
+    Args:
+        own: the model's own settings, whose tokens are as they are.
+        vocabulary: how many tokens the model knows.
+
+    Raises: ValueError for the first that is out of its range.
+    """
+    for name, check in (SETTINGS | DRAWS if config.do_sample else SETTINGS).items():
+        _check(name, check, getattr(config, name, None))
+    ends = config.eos_token_id
+    if ends != own.eos_token_id:
+        _check("eos_token_id", tokens(vocabulary), ends)
+
+
+def check_seed(seed: Any) -> None:
+    """Raises: ValueError for a seed that no generator takes."""
+    _check("seed", SEED, seed)
+
+
+def _check(name: str, check: Check, value: Any) -> None:
+    fits, expected = check
+    if value is not None and not fits(value):
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        raise ValueError(f"torch_moe_mps: {name} must be {expected}, got {shown}")
