@@ -658,3 +658,31 @@ def test_a_model_that_only_generates_encodes_nothing(here):
     for path, body in (("embeddings", {"input": "a"}), ("rerank", {"query": "a", "documents": ["a"]})):
         status, text = post(here, f"/v1/{path}", body)
         assert status == 400 and "This model " in json.loads(text)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("/v1/chat/completions", {"messages": said("a")}), ("/v1/completions", {"prompt": "a"})],
+)
+def test_a_stream_that_the_servers_end_cuts_has_no_finish_reason(here, path, asked):
+    """Its last event is the error."""
+    generator = here.says("ok")
+    generator.submit = lambda job: job.on_end("cancelled")
+    try:
+        text = post(here, path, asked | {"stream": True})[1]
+    finally:
+        del generator.submit
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    assert events[-1]["error"]["code"] == "server_ends"
+    reasons = [choice["finish_reason"] for part in events[:-1] for choice in part["choices"]]
+    assert not any(reasons), reasons
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["frequency_penalty", "generation_config", "logit_bias", "presence_penalty", "seed", "stop"],
+)
+def test_messages_check_what_they_read_of_openais_fields(here, field):
+    body = {"messages": said("a"), "max_tokens": 5, field: [5]}
+    status, text = post(here, "/v1/messages", body)
+    assert status == 400 and f"'{field}' must be" in json.loads(text)["error"]["message"], text

@@ -149,6 +149,11 @@ class Answer:
         """The stop that the answer ends before."""
         return self._cut.stop
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether something other than the model has ended the answer: an error, or the server's end."""
+        return self.reason not in (None, "stop", "length")
+
     def progress(self, read: int, of: int) -> None:
         self.read = read
 

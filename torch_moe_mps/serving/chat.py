@@ -142,7 +142,8 @@ class _Chunks(Chunks):
         return self._chunk(number, {"tool_calls": [call]})
 
     def ended(self, number: int) -> str:
-        return self._chunk(number, {}, finish_reason(self.answers.answers[number]))
+        answer = self.answers.answers[number]
+        return "" if answer.is_cut else self._chunk(number, {}, finish_reason(answer))
 
     def _chunk(
         self, number: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None

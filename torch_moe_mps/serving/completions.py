@@ -74,7 +74,10 @@ class _Chunks(Chunks):
         return event(self.envelope | {"choices": [_choice(number, item.text, item.entries or None, None)]})
 
     def ended(self, number: int) -> str:
-        choice = _choice(number, "", None, _reason(self.answers.answers[number]))
+        answer = self.answers.answers[number]
+        if answer.is_cut:
+            return ""
+        choice = _choice(number, "", None, _reason(answer))
         return event(self.envelope | {"choices": [choice]})
 
 

@@ -9,6 +9,7 @@ from .protocol import Protocol, Text, Writer, blocks, event, input_of, new_id
 from .ranges import DRAWS, SETTINGS, integer, number
 from .request import (
     OBJECT,
+    SHARED,
     TEXT,
     YES_OR_NO,
     Chat,
@@ -26,7 +27,8 @@ from .structured import schema_of
 from .tools import Call
 
 _FIELDS = Fields(
-    {
+    SHARED
+    | {
         "max_tokens": integer(1),
         "min_p": DRAWS["min_p"],
         "model": TEXT,
@@ -44,7 +46,7 @@ _FIELDS = Fields(
     needed="messages",
     others=frozenset({
         "anthropic_version", "cache_control", "container", "context_management", "inference_geo",
-        "mcp_servers", "metadata", "seed", "service_tier", "speed", "system", "tools",
+        "mcp_servers", "metadata", "service_tier", "speed", "system", "tools",
     }),
 )  # fmt: skip
 _KINDS = {
