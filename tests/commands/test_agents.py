@@ -11,6 +11,7 @@ import re
 import time
 import urllib.error
 import urllib.request
+from http.client import HTTPConnection
 from pathlib import Path
 
 import openai
@@ -570,13 +571,63 @@ def test_pages_of_other_sites_are_refused(here):
     asked = urllib.request.Request(f"{here.url}/v1/models", headers={"sec-fetch-site": "cross-site"})
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(asked)
-    with scripted.server(from_any_page=True) as open_to_all:
+    with scripted.server(origins=("*",)) as open_to_all:
         request = urllib.request.Request(
             f"{open_to_all.url}/v1/models",
             headers={"sec-fetch-site": "cross-site", "origin": "http://a.example"},
         )
         with urllib.request.urlopen(request) as answer:
             assert answer.headers["access-control-allow-origin"] == "*"
+
+
+def test_pages_of_other_origins_are_refused_where_a_browser_sends_nothing_else(here, caplog):
+    """Browsers leave Sec-Fetch-Site out towards http: hosts of a network."""
+    body = json.dumps({"messages": said("a"), "max_tokens": 1})
+
+    def status_of(url: str, **headers: str) -> tuple[int, dict]:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        answer = asked(url, "POST", named)
+        return answer.status, json.load(answer)
+
+    def asked(url: str, method: str, headers: dict):
+        connection = HTTPConnection(url.removeprefix("http://"), timeout=60)
+        connection.request(method, "/v1/chat/completions", body, headers)
+        return connection.getresponse()
+
+    own, json_type = here.url.removeprefix("http://"), {"content_type": "application/json"}
+    here.says(*["ok"] * 9)
+    assert status_of(here.url, **json_type)[0] == 200
+    assert status_of(here.url)[0] == 200  # programs that name no type
+    assert status_of(here.url, origin=f"http://{own}", **json_type)[0] == 200
+    assert status_of(here.url, origin=f"http://{own}", sec_fetch_site="same-origin", **json_type)[0] == 200
+    foreign = (
+        "http://evil.example",
+        "null",
+        "http://127.0.0.1:1",
+        "http://localhost",
+        f"file://{own}",
+        own,
+        "",
+    )
+    for origin in foreign:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "torch_moe_mps.serving.app"):
+            status, told = status_of(here.url, origin=origin, **json_type)
+        assert status == 403 and told["error"]["code"] == "origin_not_allowed", origin
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert line.startswith("/v1/chat/completions: 403, ") and repr(origin) in line
+    for kind in ("text/plain", "Text/Plain;charset=UTF-8"):
+        status, told = status_of(here.url, content_type=kind)
+        assert status == 403 and told["error"]["code"] == "content_type_not_allowed", kind
+    with scripted.server(origins=("https://app.example", "null")) as some:
+        some.says(*["ok"] * 3)
+        for origin in ("https://app.example", "null"):
+            allowed = {"origin": origin, "sec_fetch_site": "cross-site"}
+            assert status_of(some.url, **allowed, **json_type)[0] == 200
+        assert status_of(some.url, origin="https://app.example.evil.example", **json_type)[0] == 403
+        headers = {"origin": "https://app.example", "access-control-request-method": "POST"}
+        answer = asked(some.url, "OPTIONS", headers)
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
 
 
 def test_a_base_url_without_v1(here):

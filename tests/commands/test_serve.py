@@ -491,6 +491,13 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
         main(["serve", str(checkpoint), "--log-level", "loud"])
     error = capsys.readouterr().err
     assert "error: argument --log-level: invalid choice: 'loud'" in error and error.count("\n") == 1
+    for wrong in ("app.example", "https://app.example/path", "https://", "*"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["serve", str(checkpoint), "--allow-origin", wrong])
+        error = capsys.readouterr().err
+        assert (
+            f"must be as https://app.example:8080, or null, got {wrong}" in error and error.count("\n") == 1
+        )
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert refused("serve", checkpoint) == f"serve needs `{install_command('serve')}`, which brings uvicorn"
 

@@ -101,6 +101,14 @@ def _setting(text: str) -> str:
     return text
 
 
+def _origin(text: str) -> str:
+    """Reads the origin of pages, as browsers send it."""
+    scheme, mark, place = text.rstrip("/").lower().partition("://")
+    if text != "null" and (not scheme or not mark or not place or set(place) & set("/?#@* ")):
+        raise argparse.ArgumentTypeError(f"must be as https://app.example:8080, or null, got {text}")
+    return text.rstrip("/").lower()
+
+
 def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
     """Reads an integer within bounds."""
     expected = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -553,6 +561,14 @@ def _serve(command: argparse.ArgumentParser) -> None:
     add("--continuous-batching", action=_Gone, nargs=0, help=argparse.SUPPRESS)
     add("--api-key", metavar="KEY", help="what requests need as a bearer (MOE_MPS_API_KEY, or none)")
     add("--enable-cors", action="store_true", help="answer scripts of any web page")
+    add(
+        "--allow-origin",
+        action="append",
+        type=_origin,
+        default=[],
+        metavar="ORIGIN",
+        help="answer scripts of its pages, such as https://app.example; again for each",
+    )
     add("--only-model", action="store_true", help="refuse requests for a model of another name")
     add("--media-folder", metavar="FOLDER", help="requests may name pictures below it (only data: URLs)")
     add("--media-urls", action="store_true", help="requests may name pictures by http: and https: URLs")

@@ -57,7 +57,8 @@ def server_of(served: Any, options: argparse.Namespace) -> "uvicorn.Server":
             super().handle_exit(number, frame)
 
     key = options.api_key or os.environ.get(KEY) or None
-    access = Access(tuple(options.allow_host), key, options.only_model, options.enable_cors)
+    origins = ("*",) if options.enable_cors else tuple(options.allow_origin)
+    access = Access(tuple(options.allow_host), key, options.only_model, origins)
     level = "warning" if options.log_level == "info" else options.log_level  # its lines are not of requests
     return Ending(
         uvicorn.Config(

@@ -49,13 +49,13 @@ class Access:
         hosts: names in the Host header beside this machine's.
         key: that requests need; None lets in all.
         only_model: whether requests for a model of another name are refused.
-        from_any_page: whether scripts of any page of the web are answered.
+        origins: of pages of the web whose scripts are answered, "*" for any.
     """
 
     hosts: tuple[str, ...] = ()
     key: str | None = None
     only_model: bool = False
-    from_any_page: bool = False
+    origins: tuple[str, ...] = ()
 
 
 class Server:
@@ -90,14 +90,14 @@ class Server:
                     count = functools.partial(self._count, protocol)
                     routes.append(Route(f"{path}/{protocol.counts}", count, methods=["POST"]))
         access = self.access
-        guard = Middleware(
-            Guard, hosts=access.hosts, key=access.key, from_any_page=access.from_any_page, refuse=refusal
+        guard = Middleware(Guard, hosts=access.hosts, key=access.key, origins=access.origins, refuse=refusal)
+        cors = Middleware(
+            CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"]
         )
-        cors = Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
         handlers = {Refused: _handled, HTTPException: _handled, Exception: _handled}
         return Starlette(
             routes=routes,
-            middleware=[cors, guard] if access.from_any_page else [guard],
+            middleware=[cors, guard] if access.origins else [guard],
             exception_handlers=handlers,
         )
 
@@ -341,6 +341,8 @@ def refused_by(error: Exception) -> Refused:
 
 def refusal(path: str, refused: Refused) -> Response:
     """The response of an error, as the protocol of the path has it."""
+    if refused.status < 500:
+        log.info("%s: %d, %s", path, refused.status, first_line(refused.message))
     form = anthropic_error if path.startswith("/v1/messages") else openai_error
     return JSONResponse(form(refused), status_code=refused.status)
 

@@ -19,19 +19,25 @@ class Guard:
 
     A page of the web can let its own name mean this machine, and a browser then takes the server's answers
     for the page's. The Host header has that name: only addresses and names of this machine are answered. And
-    a browser says when a page of another site asks.
+    a browser says which page asks: in Origin, and in Sec-Fetch-Site where it trusts the connection. A body
+    that is a plain text may come from any page without a question first; programs send JSON.
 
     Args:
         hosts: names that are answered beside those.
         key: that requests need as a bearer, or as `x-api-key`; None lets in all.
-        from_any_page: whether scripts of any page of the web are answered.
+        origins: pages of these are answered beside the server's own, "*" for any.
         refuse: makes the response of an error, of a path.
     """
 
     def __init__(
-        self, app: Any, hosts: Sequence[str], key: str | None, from_any_page: bool, refuse: Callable[..., Any]
+        self,
+        app: Any,
+        hosts: Sequence[str],
+        key: str | None,
+        origins: Sequence[str],
+        refuse: Callable[..., Any],
     ):
-        self.app, self.key, self.from_any_page, self.refuse = app, key, from_any_page, refuse
+        self.app, self.key, self.origins, self.refuse = app, key, origins, refuse
         own = socket.gethostname().lower()
         self.hosts = {"localhost", own, f"{own.partition('.')[0]}.local", *map(str.lower, hosts)}
 
@@ -56,15 +62,32 @@ class Guard:
         if not self._is_own(host):
             message = f"The Host header must name this machine, got {host!r}; --allow-host adds a name."
             return Refused(message, None, "host_not_allowed", 403)
-        if headers.get(b"sec-fetch-site") == "cross-site" and path != "/" and not self.from_any_page:
-            message = "A page of another site must not ask this server; --enable-cors lets it."
-            return Refused(message, None, "site_not_allowed", 403)
+        is_checked = path != "/" and "*" not in self.origins
+        if is_checked and (refused := self._of_page(host, headers)) is not None:
+            return refused
         if self.key is not None and path not in _OPEN and method != "OPTIONS":
             bearer = headers.get(b"authorization", "")
             shown = bearer[7:] if bearer[:7].lower() == "bearer " else headers.get(b"x-api-key", "")
             if not secrets.compare_digest(shown.encode(), self.key.encode()):
                 message = "The key must be that of --api-key, as a bearer or as x-api-key."
                 return Refused(message, None, "invalid_api_key", 401)
+        return None
+
+    def _of_page(self, host: str, headers: dict[bytes, str]) -> Refused | None:
+        """The refusal of what a page of another origin may have sent."""
+        origin = headers.get(b"origin")
+        if origin is not None and origin not in self.origins and not _is_of(origin, host):
+            message = (
+                f"A page of another origin must not ask this server, got {origin!r}; --allow-origin lets it."
+            )
+            return Refused(message, None, "origin_not_allowed", 403)
+        if origin is None and headers.get(b"sec-fetch-site") == "cross-site":
+            message = "A page of another site must not ask this server; --enable-cors lets it."
+            return Refused(message, None, "site_not_allowed", 403)
+        kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
+        if kind == "text/plain":
+            message = "The content-type of a body must be application/json, got 'text/plain'."
+            return Refused(message, None, "content_type_not_allowed", 403)
         return None
 
     def _is_own(self, host: str) -> bool:
@@ -79,6 +102,12 @@ class Guard:
         except ValueError:
             return False
         return True
+
+
+def _is_of(origin: str, host: str) -> bool:
+    """Whether a page of this origin was served under this Host header."""
+    scheme, _, place = origin.partition("://")
+    return scheme in ("http", "https") and place.lower() == host.lower()
 
 
 async def _until_left(app: Any, scope: Any, receive: Any, send: Any) -> None:
