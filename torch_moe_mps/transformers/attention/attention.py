@@ -5,6 +5,7 @@ A mask, a layer's window and an indexer's choice tell which keys tokens see: `Vi
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from math import ceil
@@ -30,6 +31,9 @@ MOST_TOKENS = 8  # new ones; a call with more is a prompt
 SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
 _SPECIAL = frozenset(("position_bias", "cache", "softcap", "s_aux"))  # what `sdpa` may be asked for besides
 _ADDED = frozenset(("position_bias", "sinks"))  # what `attention` may be, which the operator is not
+# Arguments of an attention function behind module, query, key, value and mask that are understood here.
+_UNDERSTOOD = _SPECIAL | _ADDED | {"scaling", "dropout", "is_causal", "sliding_window"}
+_COLLECTED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Scores(NamedTuple):
@@ -92,6 +96,8 @@ def _sdpa(
         return attention(module, query, key, value, attention_mask, scaling, **options)
     plain = options.get("is_causal") is not False and options.get("dropout", 0.0) == 0.0
     plain = plain and (_SPECIAL.isdisjoint(options) or all(options.get(name) is None for name in _SPECIAL))
+    if (added := _not_understood(sdpa)) and any(options.get(name) is not None for name in added):
+        plain = False
     if isinstance(key, Promised) and isinstance(value, Promised):
         if plain:
             call = functools.partial(_sdpa, sdpa, module, scaling=scaling, **options)
@@ -153,6 +159,8 @@ def attention(
     has_weights = before != "sdpa"
     plain = dropout == 0.0 and not (has_weights and options.get("output_attentions"))
     plain = plain and (_ADDED.isdisjoint(options) or all(options.get(name) is None for name in _ADDED))
+    if (added := _not_understood(module.__class__)) and any(options.get(name) is not None for name in added):
+        plain = False
 
     mask, indices = attention_mask, None
     if not CHOICES.isdisjoint(options):
@@ -181,11 +189,23 @@ def attention(
     return out, weights if has_weights else None
 
 
+@functools.lru_cache(maxsize=1024)
+def _not_understood(own: Any) -> tuple[str, ...]:
+    """Names of arguments that a release has added to an attention function, or to that of a layer's class."""
+    function = _attention_of(own) if isinstance(own, type) else own
+    names = () if function is None else [*inspect.signature(function).parameters.values()][5:]
+    return tuple(item.name for item in names if item.kind not in _COLLECTED and item.name not in _UNDERSTOOD)
+
+
+def _attention_of(cls: type) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """Attention of the file that has a layer's class, or a class beneath; None without one."""
+    files = (sys.modules.get(each.__module__) for each in cls.__mro__)  # FSDP2 puts a class on top
+    return next(filter(None, (getattr(file, "eager_attention_forward", None) for file in files)), None)
+
+
 def _eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The model's own attention. Raises: RuntimeError where its file has none."""
-    files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)  # FSDP2 puts a class on top
-    functions = (getattr(file, "eager_attention_forward", None) for file in files)
-    eager = next(filter(None, functions), None)
+    eager = _attention_of(type(module))
     if eager is None:
         raise RuntimeError(
             f"torch_moe_mps: attention of {type(module).__name__} must be in a file with "

@@ -148,7 +148,9 @@ class Binder:
                 values[known[name]] = value
             elif hands_cache_on and isinstance(value, Cache):
                 values[CACHE] = value
-            elif value is None or (value is defaults[name] if name in defaults else name in NEUTRAL):
+            elif value is None or (
+                _is_default(value, defaults[name]) if name in defaults else name in NEUTRAL
+            ):
                 continue
             else:
                 return None
@@ -157,6 +159,10 @@ class Binder:
         if is_open:
             return args, {name: value for name, value in values.items() if name in kwargs}
         return (), values
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (isinstance(value, bool | int | float | str) and value == default)
 
 
 def in_place(own: Callable, ours: Callable) -> Callable:
