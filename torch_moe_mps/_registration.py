@@ -45,12 +45,11 @@ def register_quantizer(module: object) -> None:
 
 
 def register_models(module: Any) -> None:
-    from transformers.generation.continuous_batching import ContinuousBatchingManager
-
     from .transformers.attention.attention import NAME, attention
     from .transformers.attention.implementations import batch_with_own_code
     from .transformers.checkpoints.quantize.counting import count_packed
     from .transformers.checkpoints.write.saving import describe_when_saving
+    from .transformers.upstream.batching import ContinuousBatchingManager
 
     module.AttentionInterface.register(NAME, attention)
     batch_with_own_code(ContinuousBatchingManager)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from .. import __version__
 from .._text import split_gguf
@@ -34,6 +33,7 @@ from ..transformers.checkpoints.write.plan import LoadPlan, planned
 from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
 from ..transformers.mtp import mtp_tensors
+from ..transformers.upstream.utilities import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import packs, says_a_format
 from .recipes import arguments_of

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
 
 from ..transformers import loading
 from ..transformers.basics.scoped import having
 from ..transformers.checkpoints.quantize.sizes import total_bytes
 from ..transformers.checkpoints.source import Source
+from ..transformers.upstream.utilities import cached_file
 from .loop import CannotBeCut, find_loop
 from .peers import PeerError, Peers, Timeouts
 from .running import Running

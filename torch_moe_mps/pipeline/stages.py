@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from ..transformers.checkpoints.absent import beside_text, leave_out
+from ..transformers.upstream.caches import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from ..transformers.upstream.calls import cache_among
 from .loop import Loop
 

@@ -43,8 +43,7 @@ def load(folder: str, shares: Sequence[int] | None, **asked: Any) -> Any:
         from ..transformers.loading import from_pretrained
 
         return from_pretrained(folder, **asked)
-    from transformers.distributed import DistributedConfig
-
+    from ..transformers.upstream.processes import DistributedConfig
     from . import loading
 
     size = DistributedConfig(pp_size=processes())

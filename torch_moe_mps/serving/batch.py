@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.generation import GenerationMixin, GenerationMode
 
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.wide_logits import wide_logits
@@ -21,6 +20,7 @@ from ..transformers.caches.prompt_cache import new_cache, reads_whole
 from ..transformers.caches.rows import NotJoinable, Rows, capacity
 from ..transformers.caches.state import LayerState
 from ..transformers.upstream.calls import cache_among, cache_argument
+from ..transformers.upstream.generation import GenerationMixin, GenerationMode
 from .choosing import Chooser, Chosen, choose
 from .generating import Generating, can_be_kept, images_of, prepare_steps
 from .job import Job, Reason, prompt_length

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 from transformers import LogitsProcessor
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from ..transformers.upstream.chat import bytes_to_unicode
 
 _LEAST = -9999.0  # OpenAI's for a token that cannot be: JSON has no infinity
 _BYTE = re.compile("<0x([0-9A-F]{2})>")

@@ -5,11 +5,11 @@ import sys
 from typing import Any
 
 from transformers import DynamicCache
-from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from ..transformers.basics.state import Beside
 from ..transformers.caches.prompt_cache import new_cache
 from ..transformers.upstream.calls import cache_among, cache_argument
+from ..transformers.upstream.generation import AssistedCandidateGenerator
 from .prompts import Kept, Prompts
 
 

@@ -8,8 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from transformers.utils.chat_parsing import ResponseParser
-
+from ..transformers.upstream.chat import ResponseParser
 from .forms import FAMILIES
 from .request import Forced, Refused
 

@@ -16,12 +16,11 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from peft.utils import load_peft_weights
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from ..transformers.adapters.lora import quiet
 from ..transformers.basics.interface import experts_of, projections
 from ..transformers.checkpoints.layouts.files import check_whole
+from ..transformers.upstream.training import TRAINER_STATE_NAME, PrinterCallback, TrainerState
 from .examples import Example
 from .memory import Ranks
 

@@ -83,7 +83,7 @@ def mtp_tensors(source: str, model: Any) -> Iterator[tuple[str, Tensor]]:
     There are none in a GGUF file, in a checkpoint that is quantised, and of a model for which transformers
     knows no names of them.
     """
-    from transformers.modeling_layers import MtpModel
+    from .upstream.guesses import MtpModel
 
     known = getattr(model.config.get_text_config(), "num_mtp_layers", 0)
     known = known and model._keys_to_ignore_on_load_unexpected

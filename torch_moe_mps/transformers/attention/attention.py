@@ -159,7 +159,8 @@ def attention(
     has_weights = before != "sdpa"
     plain = dropout == 0.0 and not (has_weights and options.get("output_attentions"))
     plain = plain and (_ADDED.isdisjoint(options) or all(options.get(name) is None for name in _ADDED))
-    if (added := _not_understood(module.__class__)) and any(options.get(name) is not None for name in added):
+    cls: Any = module.__class__
+    if (added := _not_understood(cls)) and any(options.get(name) is not None for name in added):
         plain = False
 
     mask, indices = attention_mask, None
@@ -216,7 +217,7 @@ def _eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | N
 
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask of NAME, an additive one; None only where eager's may be, for own code adds columns to it."""
-    from transformers.masking_utils import eager_mask
+    from ..upstream.masks import eager_mask
 
     mask = None if args else _causal(**{"dtype": torch.float32, **kwargs})
     if mask is None:
@@ -234,7 +235,7 @@ def _causal(**options: Any) -> CausalMask | None:
 
     Models whose indexers read the mask do not let it be None; this also says that others change the order.
     """
-    from transformers.masking_utils import causal_mask_function
+    from ..upstream.masks import causal_mask_function
 
     plain = options.get("allow_is_causal_skip", True)
     plain = plain or options.get("mask_function") is causal_mask_function

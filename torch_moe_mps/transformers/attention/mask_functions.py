@@ -68,7 +68,7 @@ def window_of_last(function: Any) -> tuple[int | None] | None:
 
 def _is_of_no_block(function: Any) -> bool:
     """Whether a mask shows the keys of a token's block, and it is known that no token is in one."""
-    from transformers.masking_utils import blockwise_overlay
+    from ..upstream.masks import blockwise_overlay
 
     blocks: Any = None
     if getattr(function, "__code__", None) is blockwise_overlay(blocks).__code__:

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from torch.fx.experimental import _config
-from transformers.utils import logging
+
+from ..upstream.utilities import logging
 
 
 @torch.no_grad()

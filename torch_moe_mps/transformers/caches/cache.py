@@ -16,11 +16,11 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
 )
-from transformers.cache_utils import CacheLayerMixin
 
 from ...ops.attention import CACHE_BITS
 from ..basics.residency import follow_moved
 from ..basics.state import CLASS_MARK, NOTHING, STATE, state_of
+from ..upstream.caches import CacheLayerMixin
 from ..upstream.calls import cache_among, cache_name, decoder_cache
 from .held import HeldEntries
 from .layers import Made, growing_class

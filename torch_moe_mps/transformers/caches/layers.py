@@ -11,13 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
 
+from ..upstream.caches import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from . import growing
 from .held import HeldPools
 from .quantized_states import can_be_quantized

@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..._faults import synchronize
 from ..._text import first_line
 from ..basics.state import kv_bits_of
+from ..upstream.caches import LinearAttentionCacheLayerMixin
 from .cache import keeps_states
 from .layers import growing_class
 from .quantized_states import QuantizedStates

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin
 
 from ..basics.key_range import NO_END, RANGE
+from ..upstream.caches import DummyLayer, LinearAttentionCacheLayerMixin
 from . import growing
 from .held import HeldEntries, HeldPools
 from .layers import GrowingWindow, Made

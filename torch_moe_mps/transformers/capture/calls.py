@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from transformers import Cache, GenerationMixin, PreTrainedModel
-from transformers.utils import ModelOutput
 
 from ..._extension import host_library
 from ..._faults import synchronized
@@ -40,6 +39,7 @@ from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator, symbols_end
 from ..modules.sampling import OPERATOR, current, sampling
 from ..upstream.calls import cache_among
+from ..upstream.utilities import ModelOutput
 from .arguments import MASK, padding_of, whole
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint, forbidden, note_change

@@ -29,12 +29,12 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
-from transformers.utils.generic import GeneralInterface
 
 from ..._extension import host_library
 from ..basics.state import Beside, State
 from ..graphs.tracing import NotCapturable
+from ..upstream.caches import CacheLayerMixin
+from ..upstream.utilities import GeneralInterface
 from .own_code import is_of_library
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -11,9 +11,9 @@ from types import FrameType
 
 import torch
 import transformers
-from transformers.dynamic_module_utils import HF_MODULES_CACHE
 
 from ..graphs.tracing import NotCapturable
+from ..upstream.utilities import HF_MODULES_CACHE
 
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
-from transformers.core_model_loading import build_glob_alternation
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZER_MAPPING,
-    AutoHfQuantizer,
-    AutoQuantizationConfig,
-    register_quantization_config,
-    register_quantizer,
-)
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import GgufConfig
 
 from ...ops._checks import Check
 from ..basics.report import QuantizationReport
 from ..modules.experts import NAME
+from ..upstream.loading import build_glob_alternation
+from ..upstream.quantizers import (
+    AUTO_QUANTIZER_MAPPING,
+    AutoHfQuantizer,
+    AutoQuantizationConfig,
+    GgufConfig,
+    HfQuantizer,
+    register_quantization_config,
+    register_quantizer,
+)
 from .absent import leave_out
 from .layouts.checking import check_loaded, check_scales
 from .layouts.dense import DenseLayout

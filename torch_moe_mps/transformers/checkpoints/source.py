@@ -19,13 +19,13 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.quantizers.auto import AutoHfQuantizer
-from transformers.utils import cached_file
 
 from ..._hub import folder_in_the_cache
 from ..._text import first_line, split_gguf
 from ...quantization import Format
 from ..modules.experts import NAME
+from ..upstream.quantizers import AutoHfQuantizer
+from ..upstream.utilities import cached_file
 from .layouts.files import checkpoint_files
 from .layouts.mlx.reading import written_by_mlx
 from .layouts.others.schemes import METHODS, modelopt_beside

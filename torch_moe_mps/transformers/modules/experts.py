@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
-from transformers.cache_utils import Cache
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
@@ -21,6 +19,8 @@ from ..basics.state import NOTHING, OWN_FORWARD, STATE, state_of
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
 from ..graphs.tracing import geometry
+from ..upstream.caches import Cache
+from ..upstream.experts import ALL_EXPERTS_FUNCTIONS
 from .traced import Input, Sizes, Traced, everywhere, remembered, trace
 
 ops = torch.ops.moe_mps

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softmax
 from torch.utils._pytree import tree_map_only
-from transformers.generation import (
+
+from ...ops._checks import ACTIVATION_DTYPES
+from ...ops.sampling import MAX_VOCABULARY, sample_
+from ..basics.scoped import having
+from ..basics.self_check_state import refused
+from ..upstream.generation import (
     LogitsProcessorList,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-
-from ...ops._checks import ACTIVATION_DTYPES
-from ...ops.sampling import MAX_VOCABULARY, sample_
-from ..basics.scoped import having
-from ..basics.self_check_state import refused
 
 OPERATOR = "sample_"
 # The processors that the operator knows, in their order, with the argument that each has.

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from transformers.quantizers.auto import AutoHfQuantizer
-
 from ...basics.report import QuantizationReport
+from ...upstream.quantizers import AutoHfQuantizer
 from ..quantize.streaming import QuantizeParameters, Stream
 from ..quantize.targets import Target
 from .layout import Layout

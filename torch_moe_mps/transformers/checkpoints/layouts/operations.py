@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import ConversionOps
 
 from ....quantization import repack_mxfp4_blocks
+from ...upstream.loading import ConversionOps
 
 Function = Callable[[list[Tensor]], Sequence[Tensor]]
 

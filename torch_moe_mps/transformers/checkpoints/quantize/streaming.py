@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ...._extension import ONE_THREAD
 from ....ops._checks import Check
 from ....quantization import QuantizedWeight
 from ...basics.report import QuantizationReport
+from ...upstream.loading import ConversionOps, WeightConverter
 from ..layouts.operations import only
 from .targets import Target, tied_layers
 from .weights import quantize_parameter, release_cache, replace

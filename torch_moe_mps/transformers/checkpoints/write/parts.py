@@ -15,20 +15,20 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    convert_and_load_state_dict_in_model,
-    rename_source_key,
-)
-from transformers.modeling_utils import LoadStateDictConfig
-from transformers.quantizers.auto import AutoHfQuantizer
-from transformers.utils import logging
 
 from ....ops._checks import Check
 from ...basics.interface import codes_of, weights_in
 from ...basics.report import QuantizationReport, now_and_then
+from ...upstream.loading import (
+    LoadStateDictConfig,
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    get_model_conversion_mapping,
+    rename_source_key,
+)
+from ...upstream.quantizers import AutoHfQuantizer
+from ...upstream.utilities import logging
 from ..layouts.checking import may_lack
 from ..layouts.files import Shards, checkpoint_files
 from ..layouts.gguf.quantizer import GgufQuantizer

@@ -25,7 +25,8 @@ def mark_quantized(model: nn.Module) -> None:
     """Lets transformers know which of its models within `model` are quantised, and how."""
     # Still incomplete when transformers' quantizers, and with them ours, are imported.
     from transformers import PreTrainedModel
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    from ...upstream.quantizers import AUTO_QUANTIZER_MAPPING
 
     quantizer = AUTO_QUANTIZER_MAPPING[NAME]
     for part in _outermost(model, PreTrainedModel):
@@ -126,7 +127,7 @@ def save_parts(
         beside: what is written as it is.
         runs_in: the dtype that config.json names, where it is not that of the tensors.
     """
-    from transformers.core_model_loading import revert_weight_conversion
+    from ...upstream.loading import revert_weight_conversion
 
     for tensors in parts:
         for name, tensor in revert_weight_conversion(model, dict(tensors)).items():

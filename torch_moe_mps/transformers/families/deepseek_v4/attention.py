@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
 
 from ...attention.causal_mask import CausalMask
 from ...basics.report import Done
@@ -22,6 +21,7 @@ from ...modules.rules.constants import beside, constant
 from ...modules.rules.formulas import is_norm
 from ...modules.rules.rotary import is_fixed
 from ...modules.rules.trial import agrees, made_alike, verdict
+from ...upstream.caches import DynamicCache
 from .cache import GrowingCompressed
 
 ops = torch.ops.moe_mps

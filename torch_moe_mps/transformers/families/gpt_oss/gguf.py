@@ -6,7 +6,8 @@ and sinks under names that no file has.
 
 from typing import Any
 
-from transformers.core_model_loading import (
+from ...upstream.gguf_files import DENSE_DECODER_RENAMINGS, GGUF_CONFIG_MAPPING
+from ...upstream.loading import (
     Concatenate,
     Interleave,
     Transpose,
@@ -14,8 +15,6 @@ from transformers.core_model_loading import (
     WeightRenaming,
     WeightTransform,
 )
-from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-from transformers.integrations.gguf.gguf_conversion_mapping import DENSE_DECODER_RENAMINGS
 
 NAME = "gpt-oss"
 _SCALING = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}

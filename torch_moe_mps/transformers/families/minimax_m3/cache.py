@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
 
 from ...caches import growing
 from ...caches.held import HeldIndex
 from ...caches.layers import Growing, Made
+from ...upstream.caches import DynamicLayer
 
 
 @runtime_checkable

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ...basics.report import Done
 from ...basics.state import original_class, with_own
 from ...modules.experts import is_observed
 from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, scan
 from ...modules.rules.trial import agrees, twin_of, verdict
+from ...upstream.caches import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 ops = torch.ops.moe_mps
 _CHILDREN = "linear_y", "linear_x", "linear_out", "conv_1d", "rg_lru"

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from ...basics.report import Done
 from ...basics.state import original_class
+from ...upstream.caches import DynamicCache, LinearAttentionLayer
 from ...upstream.calls import in_place, needed_arguments
 from ..experts import is_observed
 from .linear_attention import ACTIVATIONS

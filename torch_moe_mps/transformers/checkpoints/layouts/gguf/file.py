@@ -19,8 +19,6 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ....._text import first_line
 from .....quantization import Format, QuantizedWeight
@@ -31,6 +29,8 @@ from .....quantization.gguf import (
     format_of_blocks,
     from_blocks,
 )
+from ....upstream.gguf_files import CONFIG_MAPPING
+from ....upstream.loading import WeightConverter, WeightRenaming, rename_source_key
 from ...quantize.targets import Target
 from ...quantize.weights import words
 from .header import check_offsets, check_sizes, header_of, read_metadata
@@ -196,7 +196,7 @@ class _Converted:
     """The same of its second loader, which keeps blocks itself: conversions as of other checkpoints."""
 
     def __init__(self, architecture: str, model: "PreTrainedModel"):
-        from transformers.integrations.gguf import get_gguf_conversion_mapping
+        from ....upstream.gguf_files import get_gguf_conversion_mapping
 
         with torch.device("cpu"):  # the model is made on the meta device
             mapping = get_gguf_conversion_mapping(architecture, model.config)
@@ -248,7 +248,7 @@ class _Converted:
 
 
 def placing_of(architecture: str, model: "PreTrainedModel") -> _Processed | _Converted:
-    from transformers.integrations.gguf import is_gguf_arch_supported
+    from ....upstream.gguf_files import is_gguf_arch_supported
 
     return (_Converted if is_gguf_arch_supported(architecture) else _Processed)(architecture, model)
 

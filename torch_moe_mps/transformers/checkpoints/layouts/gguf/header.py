@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from transformers.integrations.gguf import reader
+from ....upstream.gguf_files import reader
 
 # The numbers of the format's types of values, one of each kind.
 _TYPES = {bool: 7, int: 11, float: 12, str: 8}

@@ -14,15 +14,11 @@ from typing import Any, NoReturn
 
 import torch
 from transformers import modeling_gguf_pytorch_utils
-from transformers.integrations import gguf
-from transformers.integrations.gguf import reader
-from transformers.integrations.gguf.kernels import get_gguf_kernel
-from transformers.integrations.gguf.utils import is_gguf_arch_supported
-from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from ....basics.report import QuantizationReport
 from ....basics.scoped import having
 from ....families import GGUF
+from ....upstream.gguf_files import GgufHfQuantizer, get_gguf_kernel, gguf, is_gguf_arch_supported, reader
 from ...quantize.in_place import finish_loading, refuse_dequantizing
 from ...quantize.sizes import bytes_a_token
 from ...quantize.targets import tie_quantized

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from ....basics.interface import Experts, projections
+from ....upstream.loading import PrefixChange, get_model_conversion_mapping, revert_weight_conversion
 from .architectures import ARCHITECTURES, Architecture
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours

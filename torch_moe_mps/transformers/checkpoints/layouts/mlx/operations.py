@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import ConversionOps
 
 from .....quantization import Format, dequantize
+from ....upstream.loading import ConversionOps
 from ...quantize.weights import words
 from ..operations import Operation, each, only
 

@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import (
+
+from .....quantization import TENSORS, Format
+from ....basics.interface import Experts, experts_of
+from ....modules.experts import is_interleaved
+from ....upstream.loading import (
     Concatenate,
     ConversionOps,
     Interleave,
@@ -14,10 +18,6 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightTransform,
 )
-
-from .....quantization import TENSORS, Format
-from ....basics.interface import Experts, experts_of
-from ....modules.experts import is_interleaved
 from ...quantize.weights import quantized_names
 from .names import Names
 from .operations import Cast, as_words, dequantized, halves, one_less

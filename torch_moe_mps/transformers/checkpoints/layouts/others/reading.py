@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
+
+from ....._text import first_line
+from .....ops._checks import Check
+from .....quantization import QuantizedWeight
+from .....quantization.formats import ErrorSums
+from ....basics.report import QuantizationReport
+from ....modules.experts import is_interleaved
+from ....upstream.loading import (
     Concatenate,
     Interleave,
     MergeModulelist,
@@ -22,15 +28,9 @@ from transformers.core_model_loading import (
     WeightRenaming,
     apply_renamings,
     dot_natural_key,
+    get_model_conversion_mapping,
     rename_source_key,
 )
-
-from ....._text import first_line
-from .....ops._checks import Check
-from .....quantization import QuantizedWeight
-from .....quantization.formats import ErrorSums
-from ....basics.report import QuantizationReport
-from ....modules.experts import is_interleaved
 from ...quantize.sizes import add_stored
 from ...quantize.targets import Reasons, Target, add_tied, quantizable, tied_layers, tied_pairs
 from ...quantize.weights import quantized_names

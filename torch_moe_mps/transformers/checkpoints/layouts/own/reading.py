@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from torch import nn
-from transformers.core_model_loading import WeightConverter
 
 from .....quantization import Format
 from ....basics.report import QuantizationReport
+from ....upstream.loading import WeightConverter
 from ...quantize.targets import Target
 from ..checking import check_files
 from ..layout import Layout

@@ -1,0 +1,5 @@
+"""Continuous batching."""
+
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+__all__ = ["ContinuousBatchingManager"]
