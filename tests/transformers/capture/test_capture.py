@@ -36,6 +36,7 @@ from torch_moe_mps.transformers.capture import fingerprint as fingerprints
 from torch_moe_mps.transformers.capture.calls import CAPTURES, Captures, captures_of
 from torch_moe_mps.transformers.capture.fingerprint import Fingerprint
 from torch_moe_mps.transformers.capture.plan import CallPlan
+from torch_moe_mps.transformers.capture.trial import unnoticed_change
 from torch_moe_mps.transformers.graphs import passes, tracing
 from torch_moe_mps.transformers.graphs.tracing import Recorder
 from torch_moe_mps.transformers.modules.rules import constants
@@ -474,6 +475,10 @@ WATCHED = {
         puts(lambda m: norm(m)._buffers, "one", torch.ones(1)),
     ),
     "module": (None, puts(lambda m: m.model._modules, "norm", nn.Identity())),
+    "module of a layer": (None, puts(lambda m: m.model.layers[0]._modules, "mlp", nn.Identity())),
+    "layers": (None, puts(lambda m: m.model.layers._modules, "1", nn.Identity())),
+    "attribute of a layer": (None, sets(lambda m: m.model.layers[0], "hidden_size", 2)),
+    "attribute of the config": (None, sets(lambda m: m.config, "num_experts_per_tok", 3)),
     "hook": (None, puts(lambda m: norm(m)._forward_hooks, 0, double)),
     "hook before": (None, puts(lambda m: norm(m)._forward_pre_hooks, 0, double)),
     "state of the package": (None, sets(lambda m: fingerprints, "_changes", -1)),
@@ -551,6 +556,35 @@ def test_what_the_fingerprint_holds(monkeypatch):
     assert [what for what, holds in found.items() if holds] == []
     norm(model).variance_epsilon = float(repr(norm(model).variance_epsilon))  # another object
     assert fingerprint.holds()
+
+
+def forgets_attributes(self, module, own=fingerprints._Reached._add_module):
+    own(self, module)
+    self._waiting.pop()
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "fault", "change"),
+    [
+        (fingerprints._Reached, "_add_module", forgets_attributes, "layers were swapped"),
+        (fingerprints._Entries, "are_equal", lambda self: True, "layers were swapped"),
+        (Fingerprint, "_around", lambda self: None, "the class of a module was changed"),
+        (Fingerprint, "holds", lambda self: False, "nothing has changed"),
+    ],
+)
+@torch.no_grad()
+def test_nothing_is_captured_where_a_fingerprint_misses_a_change(of, name, fault, change, monkeypatch):
+    """The report says what it is."""
+    assert unnoticed_change() is None
+    model, own = pair("qwen3_moe", "cpu")
+    monkeypatch.setattr(of, name, fault)
+    unnoticed_change.cache_clear()
+    try:
+        assert_equal(*(Conversation(each).tokens(5) for each in (model, own)))
+    finally:
+        unnoticed_change.cache_clear()
+    captures = captures_of(model)
+    assert not captures.programs and f"would not notice that {change}" in str(captures)
 
 
 @torch.no_grad()

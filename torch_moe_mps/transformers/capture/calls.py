@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import platform
 import sys
 import threading
 import time
@@ -47,6 +48,7 @@ from .own_code import OwnCode
 from .plan import CallPlan, Taken
 from .program import Integers, assemble
 from .reading import BeginsCache, Reading
+from .trial import unnoticed_change
 
 SWITCH = "MOE_MPS_CAPTURE"
 CAPTURES = "_moe_mps_capture"  # where a model's __dict__ has its Captures
@@ -304,6 +306,9 @@ class Captures:
         started = time.perf_counter()
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             raise NotCapturable("Python runs without its global lock, with which a token compares the model")
+        if (unnoticed := unnoticed_change()) is not None:
+            python = platform.python_version()
+            raise NotCapturable(f"with Python {python} a captured token would not notice that {unnoticed}")
         if not self._own_code and sys.getprofile() is not None:
             raise NotCapturable("a profiler hides whose code a token runs")
         own_code = OwnCode()

@@ -2,7 +2,8 @@
 
 A recording holds what a library's code did with the model's modules, their attributes, configs, classes and
 files; own_code.py keeps others out. All of them are objects of Python, nearly all dictionaries:
-csrc/fingerprint.mm compares what those hold; gc.get_referents lists what others hold in one C call.
+csrc/fingerprint.mm compares what those hold; gc.get_referents lists what others hold in one C call. It is not
+asked for a dictionary's: from Python 3.13 on it leaves out the attributes of an object in `vars(object)`.
 """
 
 import builtins
@@ -142,14 +143,18 @@ class _Contents:
     def __init__(self, containers: list[Any]) -> None:
         self._containers = containers
         # Two tensors of one element may be equal, others cannot be compared.
-        self._single = [c for c in containers if any(map(_is_single, gc.get_referents(c)))]
+        self._single = [c for c in containers if any(map(_is_single, self._held(c)))]
         self._now = self._read()
 
     def are_equal(self) -> bool:
         return all(map(_are_alike, self._read(), self._now))
 
     def _read(self) -> tuple[list[Any], ...]:
-        return list(map(id, gc.get_referents(*self._single))), gc.get_referents(*self._containers)
+        return list(map(id, self._held(*self._single))), self._held(*self._containers)
+
+    @staticmethod
+    def _held(*containers: Any) -> list[Any]:
+        return gc.get_referents(*containers)
 
 
 class _Entries(_Contents):
@@ -172,7 +177,11 @@ class _Entries(_Contents):
         return _comparison()(*self._arguments) or super().are_equal()
 
     def _read(self) -> tuple[list[Any], ...]:
-        return *super()._read(), list(map(list, self._containers))  # keys that are text are no referents
+        return *super()._read(), list(map(list, self._containers))  # the keys, in their order
+
+    @staticmethod
+    def _held(*containers: Any) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, containers)))
 
 
 @functools.cache
@@ -266,7 +275,8 @@ class _Reached:
             container = self._waiting.pop()
             if not isinstance(container, tuple):  # which cannot change
                 self.containers.append(container)
-            for value in gc.get_referents(container):
+            is_plain = type(container) is dict
+            for value in (*container, *container.values()) if is_plain else gc.get_referents(container):
                 self._add(value)
 
     def _add(self, value: Any) -> None:
