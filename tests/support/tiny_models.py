@@ -120,6 +120,9 @@ EXTRA: dict[str, dict] = {
         },
     },
     "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0, "indexer_types": ["full", "full"]} | HYBRID,
+    "hy_v4_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+    },
     "inkling2_text": {"n_layers_per_attn_res_block": 1},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"],
