@@ -416,7 +416,7 @@ def test_a_conversion_that_is_told_to_end_leaves_nothing_incomplete(
 ):
     before = signal.getsignal(signal.SIGTERM)
 
-    def end(*arguments):
+    def end(*arguments, **named):
         assert any(path.name.startswith(".new.") for path in tmp_path.iterdir())
         os.kill(os.getpid(), signal.SIGTERM)
 
