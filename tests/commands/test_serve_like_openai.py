@@ -49,6 +49,17 @@ CHAT, RAW, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses
 WRONG = [
     *((CHAT, {"messages": value}, "messages") for value in ("hi", None, [], {}, 5)),
     (CHAT, {}, "messages"),
+    (
+        CHAT,
+        {"messages": said("a"), "tool_choice": {"type": "allowed_tools", "allowed_tools": "weather"}},
+        "tool_choice.allowed_tools",
+    ),
+    (RESPONSES, {"input": "a", "tools": [{"type": "namespace", "name": 5, "tools": []}]}, "tools"),
+    (
+        RESPONSES,
+        {"input": [{"type": "function_call", "call_id": "1", "name": "a", "namespace": 5}]},
+        "input[0].namespace",
+    ),
     (CHAT, {"messages": [1]}, "messages[0]"),
     (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role"),
@@ -111,9 +122,11 @@ def test_malformed_requests_are_400_in_openais_form(client):
         error = json.loads(text)["error"]
         assert error["type"] == "invalid_request_error" and error["message"], (path, body)
         assert error["param"] == field, (path, body, error)
-    for body in ("{", "[1]", "5", "", "null"):
+    deep = '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": %s1%s}'
+    assert post(client, CHAT, deep % ('{"a": ' * 98, "}" * 98))[0] == 200
+    for body in ("{", "[1]", "5", "", "null", *(deep % ('{"a": ' * n, "}" * n) for n in (100, 700, 70_000))):
         status, text = post(client, CHAT, body)
-        assert status == 400 and json.loads(text)["error"]["type"] == "invalid_request_error", body
+        assert status == 400 and json.loads(text)["error"]["type"] == "invalid_request_error", body[:200]
     assert client.chat.completions.create(model="m", messages=said("a"), max_tokens=1).choices
 
 

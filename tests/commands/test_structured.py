@@ -95,6 +95,18 @@ def test_llama_cpps_fields(client):
         ),
         ({"type": "json_schema"}, "'response_format.json_schema' must be an object with a name and a schema"),
         (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}},
+            "The schema of 'response_format' must have an answer that a token begins, got one without any.",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"pattern": "(?:" * 20_000 + ")" * 20_000}}},
+            "The schema of 'response_format' must have at most 1000 parentheses inside of each other",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 300_000]}}},
+            "The schema of 'response_format' must be of at most 262144 characters, got 300014.",
+        ),
+        (
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}},
             "The schema of 'response_format' must be one that xgrammar compiles, got: Unsupported type",
         ),

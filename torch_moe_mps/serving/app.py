@@ -31,7 +31,7 @@ from .guard import Guard
 from .messages import Messages, anthropic_error
 from .prompts import LONGEST
 from .protocol import Protocol, event, openai_error
-from .request import Refused, Request
+from .request import Refused, Request, read_json
 from .responses import Responses
 from .served import Answers, Served
 
@@ -309,8 +309,8 @@ async def _body(asked: Asked) -> dict[str, Any]:
         if len(octets) > MOST_BYTES:
             raise Refused(f"The body must have at most {MOST_BYTES >> 20} MiB.", None, "too_large", 413)
     try:
-        body = json.loads(octets)
-    except (ValueError, RecursionError) as error:
+        body = read_json(octets)
+    except ValueError as error:
         line = f"The body must be an object in JSON: {first_line(error)}."
         raise Refused(line, None, "invalid_value") from None
     if not isinstance(body, dict):

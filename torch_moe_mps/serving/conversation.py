@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from .request import Forced, Refused, Tool, wrong
+from .request import Forced, Refused, Tool, read_json, wrong
 from .structured import check_extra
 
 Part = dict[str, Any]
@@ -110,8 +110,8 @@ def arguments(value: Any, say: Say) -> Any:
     if isinstance(value, dict):
         return value
     try:
-        read = json.loads(value) if value else {}
-    except (TypeError, ValueError, RecursionError):
+        read = read_json(value) if value else {}
+    except (TypeError, ValueError):
         read = None
     if isinstance(read, dict):
         return read
@@ -144,8 +144,10 @@ def tool(value: Any, where: str, say: Say) -> list[Tool]:
         return [_function(value.get("function", value), where)]
     if kind == "custom":
         return [_custom(value.get("custom", value), where)]
-    if kind == "namespace" and isinstance(value.get("name"), str) and isinstance(value.get("tools"), list):
-        space = value["name"]
+    if kind == "namespace":
+        space = value.get("name")
+        if not isinstance(space, str) or not isinstance(value.get("tools"), list):
+            raise wrong(where, "a namespace with a name and a list of tools", value)
         inner = [t for n, v in enumerate(value["tools"]) for t in tool(v, f"{where}.tools[{n}]", say)]
         return [
             Tool(in_namespace(space, t.name), t.description, t.schema, t.kind, t.own_name, space)
@@ -209,7 +211,10 @@ def chosen(body: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Forced | 
     choice, parallel = body.get("tool_choice"), body.get("parallel_tool_calls") is not False
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
-        names = {_name_of(value) for value in allowed.get("tools") or () if isinstance(value, dict)}
+        tools = allowed.get("tools") if isinstance(allowed, dict) else None
+        if not isinstance(tools, list):
+            raise wrong("tool_choice.allowed_tools", "an object with a mode and a list of tools", allowed)
+        names = [_name_of(value) for value in tools if isinstance(value, dict)]
         own, choice = [t for t in own if t.own_name in names or t.name in names], allowed.get("mode")
     if choice is None or choice == "auto":
         return own, None
@@ -232,7 +237,8 @@ def chosen(body: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Forced | 
 
 
 def _name_of(value: dict[str, Any]) -> Any:
-    inner = value.get(value.get("type", ""), value)
+    kind = value.get("type")
+    inner = value.get(kind, value) if isinstance(kind, str) else value
     return inner.get("name") if isinstance(inner, dict) else None
 
 

@@ -292,7 +292,7 @@ def _tools(values: Any, served: Served) -> list[Tool]:
 def _chosen(body: dict[str, Any], tools: list[Tool]) -> tuple[list[Tool], Forced | None]:
     choice = body.get("tool_choice") or {"type": "auto"}
     kinds: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": choice}
-    if choice.get("type") not in kinds:
+    if not isinstance(choice.get("type"), str) or choice["type"] not in kinds:
         raise wrong("tool_choice.type", "auto, any, tool or none", choice.get("type"))
     asked = {
         "tool_choice": kinds[choice["type"]],

@@ -1,7 +1,7 @@
 """Requests, in whatever protocol they come, and the checks of their fields."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from .defaults import choice
 from .ranges import DRAWS, SEED, SETTINGS, Check, integer, number
 
 _MOST_STOPS = 16
+_MOST_DEEP = 100
 MOST_ANSWERS = 32  # to one request
 
 
@@ -150,10 +151,32 @@ def _are_biases(value: Any) -> bool:
     return isinstance(value, dict) and all(key.isdecimal() and fits(bias) for key, bias in value.items())
 
 
+def read_json(text: str | bytes | bytearray) -> Any:
+    """The value of a text in JSON, in which no recursion of Python's, jinja's or xgrammar's ends.
+
+    Raises: ValueError for a text that is none, or nests deeper than that.
+    """
+    expected = f"it must nest at most {_MOST_DEEP} deep"
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(expected) from None
+    level, depth = [value], 0
+    while level := [inner for outer in level for inner in _inside(outer) if isinstance(inner, dict | list)]:
+        depth += 1
+        if depth >= _MOST_DEEP:
+            raise ValueError(expected)
+    return value
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
 def is_object_in_json(value: Any) -> bool:
     try:
-        return isinstance(json.loads(value), dict)
-    except (TypeError, ValueError, RecursionError):
+        return isinstance(read_json(value), dict)
+    except (TypeError, ValueError):
         return False
 
 

@@ -231,13 +231,11 @@ def _message(item: dict[str, Any], where: str, served: Served) -> dict[str, Any]
         return conversation.message(item, where, served.say_once)
     match kind:
         case "function_call":
-            name = _text(item, "name", where)
             arguments = conversation.arguments(item.get("arguments"), served.say_once)
-            return _calling(item, conversation.in_namespace(item.get("namespace"), name), arguments, where)
+            return _calling(item, _in_namespace(item, where), arguments, where)
         case "custom_tool_call":
             arguments = {"input": str(item.get("input", ""))}
-            name = conversation.in_namespace(item.get("namespace"), _text(item, "name", where))
-            return _calling(item, name, arguments, where)
+            return _calling(item, _in_namespace(item, where), arguments, where)
         case "local_shell_call":
             action = item.get("action")
             return _calling(item, "local_shell", action if isinstance(action, dict) else {}, where)
@@ -254,6 +252,12 @@ def _text(item: dict[str, Any], name: str, where: str) -> str:
     if not isinstance(item.get(name), str):
         raise wrong(f"{where}.{name}", "a text", item.get(name))
     return str(item[name])
+
+
+def _in_namespace(item: dict[str, Any], where: str) -> str:
+    """How the model sees the function that an item calls."""
+    space = None if item.get("namespace") is None else _text(item, "namespace", where)
+    return conversation.in_namespace(space, _text(item, "name", where))
 
 
 def _call_id(item: dict[str, Any], where: str) -> str:

@@ -19,6 +19,8 @@ from .request import Refused, wrong
 
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time and line of C++ in front of xgrammar's errors
 
+_MOST_CHARACTERS = 1 << 18  # of a schema or a grammar, whose compilation holds up other requests
+_MOST_PARENTHESES = 1000  # inside of each other: xgrammar reads patterns by recursion
 _ANY_OBJECT = {"type": "object"}
 _KINDS = "text, json_object or json_schema"
 
@@ -66,8 +68,14 @@ class Masked(LogitsProcessor):
 
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._bits = xgrammar.allocate_token_bitmask(1, vocabulary)
+        self._matcher.fill_next_token_bitmask(self._bits)  # of the first token
         self._shifts = torch.arange(32, dtype=torch.int32)
         self._length: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token begins an answer."""
+        return not self._bits.any()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         matcher, before = self._matcher, self._length
@@ -78,10 +86,27 @@ class Masked(LogitsProcessor):
                     raise RuntimeError(f"moe_mps: token {token} does not go on in the answer's schema")
         if matcher.is_terminated():  # what is computed behind the last token is dropped
             return scores
-        matcher.fill_next_token_bitmask(self._bits)
+        if before is not None:
+            matcher.fill_next_token_bitmask(self._bits)
         words, self._shifts = self._bits.to(scores.device), self._shifts.to(scores.device)
         allowed = (words.unsqueeze(-1) >> self._shifts & 1).flatten(1)[:, : scores.shape[1]]
         return scores.masked_fill(allowed == 0, -torch.inf)
+
+
+def _check_size(form: Any, kind: str, field: str) -> None:
+    """Raises: Refused for a form that takes xgrammar too long, or more stack than a thread has."""
+    text = (
+        form if isinstance(form, str) else json.dumps(form if isinstance(form, dict) else form.model_dump())
+    )
+    if len(text) > _MOST_CHARACTERS:
+        expected = f"of at most {_MOST_CHARACTERS} characters"
+        raise Refused(f"The {kind} of '{field}' must be {expected}, got {len(text)}.", field, "invalid_value")
+    depth = 0
+    for mark in re.findall("[()]", text):
+        depth = depth + 1 if mark == "(" else max(depth - 1, 0)
+        if depth > _MOST_PARENTHESES:
+            expected = f"at most {_MOST_PARENTHESES} parentheses inside of each other, got more"
+            raise Refused(f"The {kind} of '{field}' must have {expected}.", field, "invalid_value")
 
 
 class Grammars:
@@ -96,10 +121,12 @@ class Grammars:
                 of xgrammar.
             field: of the request that asks for it.
 
-        Raises: Refused for a schema that no grammar expresses, and for a text that is no grammar.
+        Raises: Refused for a schema that no grammar expresses, for a text that is no grammar, and for those
+            that no token begins.
         """
         import xgrammar
 
+        kind = "grammar" if isinstance(form, str) else "schema"
         key = id(tokenizer), vocabulary
         if key not in self._compilers:
             ends = config.eos_token_id
@@ -108,6 +135,7 @@ class Grammars:
                 tokenizer, vocab_size=vocabulary, stop_token_ids=[end for end in ends if end is not None]
             )
             self._compilers[key] = xgrammar.GrammarCompiler(words)
+        _check_size(form, kind, field)
         try:
             if isinstance(form, dict):
                 # One blank behind a comma or a colon: a model that may write any blanks may never end.
@@ -117,8 +145,11 @@ class Grammars:
             else:
                 grammar = self._compilers[key].compile_structural_tag(form)
         except RuntimeError as error:
-            kind = "grammar" if isinstance(form, str) else "schema"
             reason = _PLACE.sub("", first_line(error))
             message = f"The {kind} of '{field}' must be one that xgrammar compiles, got: {reason}"
             raise Refused(message, field, "invalid_value") from None
-        return Masked(grammar, vocabulary)
+        masked = Masked(grammar, vocabulary)
+        if masked.is_empty:
+            message = f"The {kind} of '{field}' must have an answer that a token begins, got one without any."
+            raise Refused(message, field, "invalid_value")
+        return masked
