@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import pty
 import re
@@ -11,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -500,6 +502,39 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
         )
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert refused("serve", checkpoint) == f"serve needs `{install_command('serve')}`, which brings uvicorn"
+
+
+def test_tools_that_the_template_does_not_show_are_said(checkpoint, tmp_path, capsys, caplog):
+    """At the start, and by each request that has some; what is counted is what the model reads."""
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}] * 3
+    with serving.client_of(checkpoint) as client:
+        line = f"prompts of {checkpoint} show no tools: those of requests are left out\n"
+        assert capsys.readouterr().err.endswith(line)
+        used = []
+        for more, said_now in (({}, 0), ({"tools": tools}, 1), ({"tools": tools}, 1)):
+            caplog.clear()
+            with caplog.at_level(logging.INFO, "torch_moe_mps.serving.served"):
+                answer = client.chat.completions.create(model="m", messages=said("a"), max_tokens=1, **more)
+            lines = [record.getMessage() for record in caplog.records]
+            assert lines == ["tools are left out, 3 of them: prompts of this model show none"] * said_now
+            used.append(answer.usage.prompt_tokens)
+        assert used == [1, 1, 1]
+        counted = {"messages": said("a"), "tools": [{"name": "look", "input_schema": {"type": "object"}}]}
+        url = f"{client.base_url}messages/count_tokens"
+        asked = urllib.request.Request(
+            url, json.dumps(counted).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(asked) as answer:
+            assert json.load(answer) == {"input_tokens": 1}
+    shown = shutil.copytree(checkpoint, tmp_path / "shown")
+    (shown / "chat_template.jinja").write_text(
+        "{{ tools[0].function.name if tools }}{{ messages[0].content }}"
+    )
+    with serving.client_of(shown) as client, caplog.at_level(logging.INFO, "torch_moe_mps.serving.served"):
+        caplog.clear()
+        answer = client.chat.completions.create(model="m", messages=said("a"), max_tokens=1, tools=tools)
+        assert answer.usage.prompt_tokens == 5 and caplog.records == []
+        assert "tools" not in capsys.readouterr().err
 
 
 def test_a_base_model_continues_the_text(checkpoint, tmp_path, capsys):

@@ -56,6 +56,8 @@ def server_of(served: Any, options: argparse.Namespace) -> "uvicorn.Server":
                 threading.Thread(target=served.generator.close, daemon=True).start()
             super().handle_exit(number, frame)
 
+    if served.generates and not served.shows_tools:
+        print(f"prompts of {served.name} show no tools: those of requests are left out", file=sys.stderr)
     key = options.api_key or os.environ.get(KEY) or None
     origins = ("*",) if options.enable_cors else tuple(options.allow_origin)
     access = Access(tuple(options.allow_host), key, options.only_model, origins)

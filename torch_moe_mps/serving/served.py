@@ -22,7 +22,7 @@ from .job import Generator, Job, Reason, prompt_length
 from .logprobs import Logprobs
 from .media import Media, decoded
 from .penalties import Penalties
-from .request import Chat, Refused, Request, unsupported, wrong
+from .request import Chat, Refused, Request, Tool, unsupported, wrong
 from .structured import Grammars
 from .tools import Parser, family_of, grammar
 
@@ -89,6 +89,19 @@ class Served:
     def _family(self) -> str | None:
         return family_of(self.form)
 
+    @functools.cached_property
+    def shows_tools(self) -> bool:
+        """Whether the chat template writes a tool into a prompt."""
+        messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+        probe = Tool("probe", "", {"type": "object", "properties": {}})
+        try:
+            without, with_tool = (
+                self._templated(Chat(messages, tools), messages)["input_ids"] for tools in ([], [probe])
+            )
+        except Exception:  # a template that refuses so short a chat says nothing about tools
+            return True
+        return not torch.equal(without, with_tool)
+
     def say_once(self, line: str) -> None:
         """Logs a line the first time that there is reason to."""
         if line not in self._said:
@@ -143,6 +156,8 @@ class Served:
         if isinstance(prompt, str):
             return self._of_ids(self.tokenizer(prompt, return_tensors="pt")["input_ids"].long(), field)
         messages = self._with_media(prompt.messages)
+        if prompt.tools and not self.shows_tools:
+            log.warning("tools are left out, %d of them: prompts of this model show none", len(prompt.tools))
         try:
             return self._templated(prompt, messages)
         except Exception as error:
