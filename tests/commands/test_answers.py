@@ -1,8 +1,11 @@
 """Parts of the server: text of tokens, stops, penalties, pictures, and where it listens."""
 
 import base64
+import contextlib
 import http.server
 import threading
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -98,22 +101,104 @@ def test_files_below_a_folder(tmp_path):
             own.picture(url, "image")
 
 
-def test_urls_by_a_flag():
+@contextlib.contextmanager
+def pages(answer: Callable[[http.server.BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    """The URL of a server of this machine whose answers these are."""
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(png())
+            with contextlib.suppress(OSError):  # the one that asked leaves
+                answer(self)
 
         def log_message(self, *arguments):
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as pages:
-        threading.Thread(target=pages.handle_request, daemon=True).start()
-        url = f"http://127.0.0.1:{pages.server_port}/a.png"
-        assert Media(fetches=True).picture(url, "image").size == picture(0).size
-    with pytest.raises(Refused, match="'image' cannot be fetched"):
-        Media(fetches=True).picture("http://127.0.0.1:9/a.png", "image")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/a.png?b=c"
+        server.shutdown()
+
+
+def sends_picture(handler: http.server.BaseHTTPRequestHandler) -> None:
+    assert handler.path == "/a.png?b=c"
+    handler.send_response(200)
+    handler.end_headers()
+    handler.wfile.write(png())
+
+
+NAMED = Media(fetches=True, hosts=("127.0.0.1", "localhost"))
+
+
+def test_urls_by_a_flag():
+    with pages(sends_picture) as url:
+        assert NAMED.picture(url, "image").size == picture(0).size
+        assert NAMED.picture(url.replace("127.0.0.1", "localhost"), "image").size == picture(0).size
+        with pytest.raises(Refused, match=r"^'image' cannot be fetched: .*SSL"):
+            NAMED.picture(url.replace("http:", "https:"), "image")
+    for url in (
+        "http://127.0.0.1:9/a.png",
+        "http://",
+        "http://127.0.0.1:9/a b",
+        "http://localhost:99999/",
+    ):
+        with pytest.raises(Refused, match=r"^'image' cannot be fetched: .+\.$"):
+            NAMED.picture(url, "image")
+    with pytest.raises(Refused, match=r"^'image' must be a URL: Invalid IPv6 URL\.$"):
+        NAMED.picture("http://[", "image")
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1", "localhost", "2130706433", "0", "[::1]", "[::ffff:127.0.0.1]", "[64:ff9b::7f00:1]",
+        "10.1.2.3", "192.168.1.1", "172.16.0.1", "169.254.169.254", "100.64.0.1", "[fe80::1]", "[fd00::1]",
+        "[2002:a00:1::]", "224.0.0.1", "0.0.0.0",
+    ],
+)  # fmt: skip
+def test_hosts_of_this_machine_and_its_network_are_asked_by_name_alone(host):
+    """By any way to write an address; nothing is sent."""
+    asked = []
+    with pages(asked.append) as url:
+        url = url.replace("127.0.0.1", host)
+        with pytest.raises(Refused, match=r"of this machine or its network; --media-host \S+ allows it"):
+            Media(fetches=True, hosts=("another",)).picture(url, "image")
+    assert asked == []
+
+
+def test_redirects_are_not_followed():
+    def leads_on(handler):
+        handler.send_response(302)
+        handler.send_header("location", "/a.png")
+        handler.end_headers()
+
+    with pages(leads_on) as url, pytest.raises(Refused, match="the status is 302, and redirects are not"):
+        NAMED.picture(url, "image")
+
+
+@pytest.mark.parametrize("begun", [b"", b"HTTP/1.0 200 OK\r\n\r\n"])
+def test_a_fetch_ends_in_time_however_often_an_octet_comes(begun):
+    """In the head of an answer and in its body."""
+
+    def drips(handler):
+        handler.wfile.write(begun)
+        for _ in range(100):
+            handler.wfile.write(b"H")
+            time.sleep(0.05)
+
+    with pages(drips) as url:
+        before = time.monotonic()
+        with pytest.raises(
+            Refused, match="'image' cannot be fetched: all that a prompt names must be there in"
+        ):
+            NAMED.picture(url, "image", seconds=0.3)
+        assert time.monotonic() - before < 2
+
+
+def test_a_fetch_reads_no_more_than_it_may(monkeypatch):
+    monkeypatch.setattr(media, "MOST_BYTES", len(png()) - 1)
+    with pages(sends_picture) as url, pytest.raises(Refused) as raised:
+        NAMED.picture(url, "image")
+    assert raised.value.status == 413
 
 
 def test_what_is_no_picture_is_one_line(monkeypatch):

@@ -573,6 +573,13 @@ def _serve(command: argparse.ArgumentParser) -> None:
     add("--media-folder", metavar="FOLDER", help="requests may name pictures below it (only data: URLs)")
     add("--media-urls", action="store_true", help="requests may name pictures by http: and https: URLs")
     add(
+        "--media-host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="a host of this machine or its network that --media-urls may ask, too",
+    )
+    add(
         "--allow-host",
         action="append",
         default=[],

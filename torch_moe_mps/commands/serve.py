@@ -41,7 +41,8 @@ def run(options: argparse.Namespace) -> None:
 
 def media_of(options: argparse.Namespace) -> Media:
     """The files and URLs that requests may have opened."""
-    return Media(options.media_folder and Path(options.media_folder), options.media_urls)
+    hosts = tuple(map(str.lower, options.media_host))
+    return Media(options.media_folder and Path(options.media_folder), options.media_urls, hosts)
 
 
 def server_of(served: Any, options: argparse.Namespace) -> "uvicorn.Server":

@@ -2,18 +2,28 @@
 
 import base64
 import binascii
+import contextlib
 import io
-import urllib.request
+import ipaddress
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Container
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
+from .._text import first_line
 from .request import Refused, wrong
 
 MOST_BYTES = 32 << 20  # of one picture, one sound
 MOST_PIXELS = 1 << 26
-_SECONDS = 20
+SECONDS = 20  # of all that one prompt lets the server fetch
+_TOO_LATE = f"all that a prompt names must be there in {SECONDS} s"
+_TRANSLATED = ipaddress.ip_network("64:ff9b::/96")  # addresses of IPv4 for networks without it
 
 
 @dataclass(frozen=True)
@@ -23,16 +33,22 @@ class Media:
     Args:
         folder: files below it; None for none.
         fetches: whether http: and https: URLs are fetched.
+        hosts: of this machine or its network that are asked, too.
     """
 
     folder: Path | None = None
     fetches: bool = False
+    hosts: tuple[str, ...] = ()
 
-    def picture(self, url: str, field: str) -> Any:
-        """The picture of a URL. Raises: Refused for one that may not be opened, or is none."""
+    def picture(self, url: str, field: str, seconds: float = SECONDS) -> Any:
+        """The picture of a URL. Raises: Refused for one that may not be opened, or is none.
+
+        Args:
+            seconds: in which it must be there.
+        """
         from PIL import Image, UnidentifiedImageError
 
-        octets = self.octets(url, field)
+        octets = self.octets(url, field, seconds)
         try:
             picture = Image.open(io.BytesIO(octets))
             width, height = picture.size
@@ -44,12 +60,15 @@ class Media:
                 f"'{field}' must be a picture, got {len(octets)} bytes that are none.", field
             ) from None
 
-    def octets(self, url: str, field: str) -> bytes:
-        scheme = urlsplit(url).scheme if not url.startswith("/") else ""
+    def octets(self, url: str, field: str, seconds: float = SECONDS) -> bytes:
+        try:
+            scheme = urlsplit(url).scheme if not url.startswith("/") else ""
+        except ValueError as error:
+            raise Refused(f"'{field}' must be a URL: {error}.", field, "invalid_value") from None
         if scheme == "data":
             return _of_data(url, field)
         if scheme in ("http", "https") and self.fetches:
-            return _fetched(url, field)
+            return _fetched(url, field, self.hosts, seconds)
         if scheme in ("", "file") and self.folder is not None:
             return self._of_file(url, field)
         how = "--media-folder lets the server open files, --media-urls http: URLs"
@@ -87,15 +106,96 @@ def decoded(data: str, field: str) -> bytes:
         raise Refused(f"'{field}' must be in base64.", field, "invalid_value") from None
 
 
-def _fetched(url: str, field: str) -> bytes:
+def _fetched(url: str, field: str, hosts: Container[str], seconds: float) -> bytes:
+    """What a server answers under a URL. It follows no redirects, which may lead anywhere.
+
+    Args:
+        hosts: may have any address.
+        seconds: in which the whole must be there.
+    """
+    ends = time.monotonic() + seconds
     try:
-        with urllib.request.urlopen(url, timeout=_SECONDS) as answer:
-            octets: bytes = answer.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise Refused(f"'{field}' cannot be fetched: {error}.", field, "invalid_value") from None
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        if seconds <= 0:
+            raise TimeoutError(_TOO_LATE)
+        is_secure = parts.scheme == "https"
+        bare = _connected(host, parts.port or (443 if is_secure else 80), host in hosts, seconds)
+        with _secured(bare, host) if is_secure else bare as connection:
+            # A server that sends an octet now and then never keeps a read waiting for long.
+            timer = threading.Timer(ends - time.monotonic(), _shut, [connection])
+            timer.start()
+            try:
+                octets = _answered(connection, parts, ends)
+            except (OSError, HTTPException) as error:
+                raise TimeoutError(_TOO_LATE) if time.monotonic() >= ends else error from None
+            finally:
+                timer.cancel()
+    except (OSError, ValueError, HTTPException) as error:
+        reason = first_line(error) or type(error).__name__
+        raise Refused(f"'{field}' cannot be fetched: {reason}.", field, "invalid_value") from None
     if len(octets) > MOST_BYTES:
         raise _too_large(field)
     return octets
+
+
+def _connected(host: str, port: int, is_named: bool, seconds: float) -> socket.socket:
+    """A connection to an address of a host, which is checked itself: a name may mean another one each time.
+
+    Raises: OSError.
+    """
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for *_, address in addresses:
+        if not is_named and not _is_public(str(address[0])):
+            raise OSError(f"{host} is of this machine or its network; --media-host {host} allows it")
+    error: OSError | None = None
+    for *_, address in addresses:
+        try:
+            return socket.create_connection((str(address[0]), port), seconds / len(addresses))
+        except OSError as failed:
+            error = failed
+    raise error or OSError(f"{host} has no address")
+
+
+def _secured(bare: socket.socket, host: str) -> ssl.SSLSocket:
+    """A connection by TLS, which has not begun."""
+    secure = ssl.create_default_context()
+    return secure.wrap_socket(bare, server_hostname=host, do_handshake_on_connect=False)
+
+
+def _is_public(address: str) -> bool:
+    place = ipaddress.ip_address(address)
+    if isinstance(place, ipaddress.IPv6Address):
+        inner = place.ipv4_mapped or place.sixtofour
+        if place in _TRANSLATED:
+            inner = ipaddress.IPv4Address(int(place) & 0xFFFFFFFF)
+        if inner is not None:
+            place = inner
+    return place.is_global and not place.is_multicast
+
+
+def _answered(bare: socket.socket, parts: SplitResult, ends: float) -> bytes:
+    """The body of an answer, or its beginning where that is too large. Raises: OSError, HTTPException."""
+    bare.settimeout(max(ends - time.monotonic(), 0.01))
+    connection = HTTPConnection(parts.netloc.rpartition("@")[2])
+    connection.sock = bare
+    if isinstance(bare, ssl.SSLSocket):
+        bare.do_handshake()
+    with contextlib.closing(connection):
+        connection.request("GET", urlunsplit(("", "", parts.path or "/", parts.query, "")))
+        answer = connection.getresponse()
+        if answer.status != 200:
+            more = ", and redirects are not followed" if 300 <= answer.status < 400 else ""
+            raise OSError(f"the status is {answer.status}{more}")
+        octets = answer.read(MOST_BYTES + 1)
+    if time.monotonic() >= ends:  # else what was cut off would be taken for the whole
+        raise TimeoutError(_TOO_LATE)
+    return octets
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _too_large(field: str) -> Refused:

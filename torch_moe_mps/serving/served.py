@@ -20,7 +20,7 @@ from .encoder import NO_TEXT, Encoder
 from .forms import form_of
 from .job import Generator, Job, Reason, prompt_length
 from .logprobs import Logprobs
-from .media import Media, decoded
+from .media import SECONDS, Media, decoded
 from .penalties import Penalties
 from .request import Chat, Refused, Request, Tool, unsupported, wrong
 from .structured import Grammars
@@ -196,29 +196,34 @@ class Served:
 
     def _with_media(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages with pictures in place of their URLs. Raises: Refused for what the model does not read."""
+        ends = time.monotonic() + SECONDS
         return [
-            message | {"content": [self._opened(part) for part in message["content"]]} for message in messages
+            message | {"content": [self._opened(part, ends) for part in message["content"]]}
+            for message in messages
         ]
 
-    def _opened(self, part: dict[str, Any]) -> dict[str, Any]:
+    def _opened(self, part: dict[str, Any], ends: float) -> dict[str, Any]:
         if part["type"] == "text":
             return part
         reader = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}
         if not hasattr(self.processor, reader[part["type"]]):
             raise Refused(f"This model does not read '{part['as']}'.", part["field"])
         if part["type"] == "image":
-            return {"type": "image", "image": self.media.picture(part["url"], part["field"])}
+            return {
+                "type": "image",
+                "image": self.media.picture(part["url"], part["field"], ends - time.monotonic()),
+            }
         if part["type"] == "audio":
-            return {"type": "audio", "audio": self._sound(part)}
+            return {"type": "audio", "audio": self._sound(part, ends - time.monotonic())}
         raise unsupported(part["field"], part["as"])
 
-    def _sound(self, part: dict[str, Any]) -> Any:
+    def _sound(self, part: dict[str, Any], seconds: float) -> Any:
         import io
 
         import soundfile  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         url, field = part["url"], part["field"]
-        octets = self.media.octets(url, field) if ":" in url[:8] else decoded(url, field)
+        octets = self.media.octets(url, field, seconds) if ":" in url[:8] else decoded(url, field)
         return soundfile.read(io.BytesIO(octets))[0]
 
     # Settings
