@@ -107,7 +107,7 @@ def decoded(data: str, field: str) -> bytes:
 
 
 def _fetched(url: str, field: str, hosts: Container[str], seconds: float) -> bytes:
-    """What a server answers under a URL. It follows no redirects, which may lead anywhere.
+    """The body of a URL. Redirects, which may lead anywhere, are not followed.
 
     Args:
         hosts: may have any address.
