@@ -671,10 +671,12 @@ def test_lines_of_the_log(here, of_openai, caplog):
     with caplog.at_level(logging.INFO, "torch_moe_mps.serving.app"):
         of_openai.chat.completions.create(model="m", messages=said("a"))
         deadline = time.monotonic() + 10
-        while not caplog.records and time.monotonic() < deadline:
+        while len(caplog.records) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"/v1/chat/completions: prompt {len(prompt_ids(here, 0))} tokens (4 kept) in ")
+    begins, line = [record.getMessage() for record in caplog.records]
+    prompt = f"prompt {len(prompt_ids(here, 0))} tokens"
+    assert begins == f"/v1/chat/completions: begins, {prompt}"
+    assert line.startswith(f"/v1/chat/completions: waited 0.00 s, {prompt} (4 kept) in ")
     assert ", answer 6 tokens in " in line and "tokens/s), stop" in line
 
 
@@ -685,6 +687,8 @@ def test_the_line_of_a_client_that_leaves(here, caplog, tokens):
 
     def submit(job):
         generator.jobs.append(job)
+        time.sleep(0.3)
+        job.on_progress(0, 1)
         for token in here.served.tokenizer("abcdef").input_ids[:tokens]:
             job.on_token(token)
 
@@ -696,11 +700,13 @@ def test_the_line_of_a_client_that_leaves(here, caplog, tokens):
             answer.readline()
             time.sleep(0.3)
         deadline = time.monotonic() + 10
-        while not caplog.records and time.monotonic() < deadline:
+        while len(caplog.records) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
     del generator.submit
-    line = caplog.records[0].getMessage()
+    line = caplog.records[-1].getMessage()
     prompt, answered = map(float, re.findall(r" in (-?[0-9.]+) s", line))
+    (waited,) = map(float, re.findall(r": waited ([0-9.]+) s, ", line))
+    assert 0.3 <= waited < 0.5 and prompt < 0.6  # nothing is counted twice
     assert line.endswith(", the client left") and f", answer {tokens} tokens in " in line
     assert (prompt if tokens == 0 else answered) >= 0.25 and min(prompt, answered) >= 0
 

@@ -97,7 +97,8 @@ class Answer:
     Attributes:
         tokens: all that were generated.
         reason: why it has ended: "stop", "length", "cancelled", or an error.
-        seconds: when it was submitted, its first token came, and it ended.
+        submitted, begun, first, ended: when it was submitted, its prompt began to be read (None before that),
+            its first token came, and it ended.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Answer:
         self.reason: Reason | Exception | None = None
         self.read = self.prompt_tokens = 0
         self.submitted = self.first = self.ended = time.monotonic()
+        self.begun: float | None = None
         begun = [] if parser is None else parser.initial_events
         self._goes_on = any(event["type"] == "region_chunk" for event in begun)  # with a text of the prompt
 
@@ -156,6 +158,8 @@ class Answer:
 
     def progress(self, read: int, of: int) -> None:
         self.read = read
+        if self.begun is None:
+            self.begun = time.monotonic()
 
     def take(self, token: int) -> bool:
         """Takes the next token. Returns: whether a stop has come."""

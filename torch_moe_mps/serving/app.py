@@ -111,6 +111,7 @@ class Server:
             request = protocol.read(body, self.served)
             coming = _Coming()
             coming.answers = await self._on_reader(self.served.prepare, request, coming.show)
+            log.info("%s: begins, prompt %d tokens", protocol.path, coming.answers.prompt_tokens)
             if not request.stream:
                 result = await self._whole(protocol, request, coming)
             status = 200

@@ -131,6 +131,7 @@ class Served:
         """Lets the answers be generated."""
         for answer, job in zip(answers.answers, answers.jobs, strict=True):
             answer.submitted = answer.first = answer.ended = time.monotonic()
+            answer.begun = None
             self.generator.submit(job)
 
     def count(self, request: Request) -> int:
@@ -360,13 +361,16 @@ class Answers:
     def __str__(self) -> str:
         """The line of a log."""
         now = time.monotonic()  # where the client leaves before the end
-        begun = min(answer.submitted for answer in self.answers)
         first = min(now if a.reason is None and not a.tokens else a.first for a in self.answers)
+        submitted = min(answer.submitted for answer in self.answers)
+        unread = submitted if self.tokens else first  # where nothing told that a prompt is read
+        begun = min((a.begun for a in self.answers if a.begun is not None), default=unread)
         ended = max(now if a.reason is None else a.ended for a in self.answers)
         tokens, seconds = self.tokens, ended - first
         speed = f" ({(tokens - 1) / seconds:.1f} tokens/s)" if tokens > 1 and seconds > 0 else ""
         reasons = {_in_words(answer.reason) for answer in self.answers}
         return (
+            f"waited {begun - submitted:.2f} s, "
             f"prompt {self.prompt_tokens} tokens ({self.cached_tokens} kept) in {first - begun:.2f} s, "
             f"answer {tokens} tokens in {seconds:.2f} s{speed}, {', '.join(sorted(reasons))}"
         )
