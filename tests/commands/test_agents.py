@@ -711,6 +711,17 @@ def test_the_line_of_a_client_that_leaves(here, caplog, tokens):
     assert (prompt if tokens == 0 else answered) >= 0.25 and min(prompt, answered) >= 0
 
 
+def test_the_memory_of_lines_is_bounded(here, caplog):
+    """However many fields clients make up, and however long their names are."""
+    here.says("ok")
+    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.served"):
+        body = {"messages": said("a"), **{f"f{number}": 1 for number in range(3000)}, "x" * 5000: 1}
+        assert post(here, "/v1/chat/completions", body)[0] == 200
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith(".served")]
+    assert len(lines) == 3001 and max(map(len, lines)) == 200
+    assert len(here.served._said) <= 1000
+
+
 def test_a_model_that_only_generates_encodes_nothing(here):
     for path, body in (("embeddings", {"input": "a"}), ("rerank", {"query": "a", "documents": ["a"]})):
         status, text = post(here, f"/v1/{path}", body)

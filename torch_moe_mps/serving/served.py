@@ -34,6 +34,7 @@ _CONTINUED = (
     "{% if message.role != 'user' and not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
 )
 _FRAMES = 32  # of a video
+_MOST_LINES, _LONGEST_LINE = 1000, 200
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Served:
         self.created = int(time.time())
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self._grammars, self._reading = Grammars(), threading.Lock()  # tokenizers are for one thread
-        self._said: set[str] = set()
+        self._said: dict[str, None] = {}
         if self.generates and getattr(processor, "chat_template", None) is None:
             print(f"{name} has no chat template: it continues the text of the messages", file=sys.stderr)
             processor.chat_template = _begun_by(self.tokenizer) + _CONTINUED
@@ -103,10 +104,13 @@ class Served:
         return not torch.equal(without, with_tool)
 
     def say_once(self, line: str) -> None:
-        """Logs a line the first time that there is reason to."""
+        """Logs a line the first time that there is reason to, among the last ones: clients choose the words."""
+        line = line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}..."
         if line not in self._said:
-            self._said.add(line)
+            self._said[line] = None
             log.info(line)
+        if len(self._said) > _MOST_LINES:
+            del self._said[next(iter(self._said))]
 
     # Prompts
 
