@@ -104,7 +104,7 @@ class Served:
         return not torch.equal(without, with_tool)
 
     def say_once(self, line: str) -> None:
-        """Logs a line the first time that there is reason to, among the last ones: clients choose the words."""
+        """Logs a line the first time that there is reason to, among the last: clients choose words."""
         line = line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}..."
         if line not in self._said:
             self._said[line] = None
