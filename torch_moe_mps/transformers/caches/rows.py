@@ -266,9 +266,13 @@ def _larger(memory: Any, rows: int, tokens: int) -> Any:
 
 
 def _write(base: Any, row: int, end: int, held: _Memory, source: int = 0) -> None:
-    """Writes a row's tokens to where they end with token `end` of another row."""
+    """Writes a row's tokens to where they end with token `end` of another row, and zeros in front of them.
+
+    A conversation that had this row may have left NaN, which a weight of zero does not hide.
+    """
     for place, own in zip(parts(base), parts(held.memory), strict=True):
         tokens = own[source, ..., held.start : held.start + held.tokens, :]
+        place[row, ..., : end - held.tokens, :] = 0
         place[row, ..., end - held.tokens : end, :] = tokens
 
 
