@@ -6,6 +6,7 @@ not reach could change without a captured token noticing: nothing is captured wh
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -50,7 +51,8 @@ def unnoticed_change() -> str | None:
 def _changes(model: _Model) -> Iterator[str]:
     """Makes one change of a model after the other, each but the last undone, and says what it is."""
     layers, config = model.layers, model.config
-    first, second = layers
+    first: Any = layers[0]
+    second: Any = layers[1]
 
     layers[0], layers[1] = second, first
     yield "layers were swapped"

@@ -175,8 +175,10 @@ def paths_of(targets: Mapping[str, Target]) -> list[str]:
 
 def _fitting(target: Target, parameter: str, format: Format) -> Format:
     """The format, or one in groups where rows are not made of its blocks, as llama.cpp does it."""
+    if format.mode not in IN_GROUPS or (target.kind == "experts" and is_quantized(target.experts)):
+        return format
     columns = target.rows_first(target.dense(parameter)).shape[-1]
-    if format.mode not in IN_GROUPS or columns % format.multiple == 0 or columns % 32 != 0:
+    if columns % format.multiple == 0 or columns % 32 != 0:
         return format
     return Format(IN_GROUPS[format.mode], 64 if columns % 64 == 0 else 32)
 
