@@ -89,6 +89,14 @@ def test_the_pip_is_that_of_this_python(tmp_path):
     assert shlex.split(command)[:4] == [sys.executable, "-m", "pip", "install"]
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python has no distutils of its own")
+def test_a_hint_leaves_distutils_to_setuptools(tmp_path):
+    """Whose finder gives them up for ever in a process that looks for pip."""
+    then = "import distutils.core; print(distutils.core.__file__)"
+    *_, file = python(f"{HINT}{SHOW}\n{then}", PATH=str(tmp_path)).splitlines()
+    assert "setuptools" in file
+
+
 @pytest.mark.slow("pip builds a checkout twice")
 def test_a_module_that_is_gone_is_not_installed_again(tmp_path):
     """From a checkout that was installed before, and has been updated since."""

@@ -5,7 +5,7 @@ import json
 import shlex
 import shutil
 import sys
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -21,7 +21,7 @@ def pip_install(*words: str) -> str:
     found = shutil.which("pip")
     if found is not None and Path(found).parent == own:
         pip = "pip install"
-    elif find_spec("pip") is not None:
+    elif PathFinder.find_spec("pip") is not None:  # find_spec would end distutils of setuptools
         pip = f"{shlex.quote(sys.executable)} -m pip install"
     else:
         pip = f"uv pip install --python {shlex.quote(sys.executable)}"
