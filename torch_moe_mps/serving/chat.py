@@ -103,7 +103,7 @@ class ChatCompletions(Protocol):
 
 
 class Chunks(Writer):
-    """Objects of one kind, with the usage in a last one if the request wants it."""
+    """Objects of one kind, with the usage in a last one, or in each, if the request wants it."""
 
     prefix: str
     kind: str
@@ -111,10 +111,17 @@ class Chunks(Writer):
     def __init__(self, *parts: Any):
         super().__init__(*parts)
         self.envelope = envelope(self.prefix, self.kind, self.served)
+        self._options = self.request.body.get("stream_options") or {}
+
+    def choice(self, choice: dict[str, Any]) -> str:
+        """A part of an answer."""
+        is_counted = self._options.get("include_usage") and self._options.get("continuous_usage_stats")
+        counted = {"usage": usage(self.answers)} if is_counted else {}
+        return event(self.envelope | {"choices": [choice]} | counted)
 
     def end(self) -> str:
         last = ""
-        if (self.request.body.get("stream_options") or {}).get("include_usage"):
+        if self._options.get("include_usage"):
             last = event(self.envelope | {"choices": [], "usage": usage(self.answers)})
         return f"{last}data: [DONE]\n\n"
 
@@ -149,7 +156,7 @@ class _Chunks(Chunks):
         self, number: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
     ) -> str:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return event(self.envelope | {"choices": [choice]})
+        return self.choice(choice)
 
 
 def _form(body: dict[str, Any]) -> tuple[str, dict[str, Any] | str | None]:

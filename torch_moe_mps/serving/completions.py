@@ -5,7 +5,7 @@ from typing import Any
 from .answer import Answer, Item, Piece
 from .chat import Chunks, envelope, usage
 from .logprobs import completion_form
-from .protocol import Protocol, Writer, event
+from .protocol import Protocol, Writer
 from .ranges import integer
 from .request import (
     HINTS,
@@ -71,14 +71,13 @@ class _Chunks(Chunks):
     def item(self, number: int, item: Item) -> str:
         if not isinstance(item, Piece):
             return ""
-        return event(self.envelope | {"choices": [_choice(number, item.text, item.entries or None, None)]})
+        return self.choice(_choice(number, item.text, item.entries or None, None))
 
     def ended(self, number: int) -> str:
         answer = self.answers.answers[number]
         if answer.is_cut:
             return ""
-        choice = _choice(number, "", None, _reason(answer))
-        return event(self.envelope | {"choices": [choice]})
+        return self.choice(_choice(number, "", None, _reason(answer)))
 
 
 def _prompts(value: Any) -> list[str | list[int]]:

@@ -65,7 +65,7 @@ class Guard:
         is_checked = path != "/" and "*" not in self.origins
         if is_checked and (refused := self._of_page(host, headers)) is not None:
             return refused
-        if self.key is not None and path not in _OPEN and method != "OPTIONS":
+        if self.key is not None and not _is_open(path) and method != "OPTIONS":
             bearer = headers.get(b"authorization", "")
             shown = bearer[7:] if bearer[:7].lower() == "bearer " else headers.get(b"x-api-key", "")
             if not secrets.compare_digest(shown.encode(), self.key.encode()):
@@ -102,6 +102,10 @@ class Guard:
         except ValueError:
             return False
         return True
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN or path.startswith("/page/")
 
 
 def _is_of(origin: str, host: str) -> bool:
