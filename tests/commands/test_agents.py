@@ -615,7 +615,7 @@ def test_pages_of_other_origins_are_refused_where_a_browser_sends_nothing_else(h
             status, told = status_of(here.url, origin=origin, **json_type)
         assert status == 403 and told["error"]["code"] == "origin_not_allowed", origin
         (line,) = [record.getMessage() for record in caplog.records]
-        assert line.startswith("/v1/chat/completions: 403, ") and repr(origin) in line
+        assert " /v1/chat/completions: 403, " in line and repr(origin) in line
     for kind in ("text/plain", "Text/Plain;charset=UTF-8"):
         status, told = status_of(here.url, content_type=kind)
         assert status == 403 and told["error"]["code"] == "content_type_not_allowed", kind
@@ -669,15 +669,33 @@ def test_effort_switches_thinking_off(here, of_openai):
 def test_lines_of_the_log(here, of_openai, caplog):
     here.says("hello", cached=4)
     with caplog.at_level(logging.INFO, "torch_moe_mps.serving.app"):
-        of_openai.chat.completions.create(model="m", messages=said("a"))
+        raw = of_openai.chat.completions.with_raw_response.create(model="m", messages=said("a"))
         deadline = time.monotonic() + 10
         while len(caplog.records) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
     begins, line = [record.getMessage() for record in caplog.records]
     prompt = f"prompt {len(prompt_ids(here, 0))} tokens"
-    assert begins == f"/v1/chat/completions: begins, {prompt}"
-    assert line.startswith(f"/v1/chat/completions: waited 0.00 s, {prompt} (4 kept) in ")
+    name = raw.headers["x-request-id"]
+    assert begins == f"{name} /v1/chat/completions: begins, {prompt}"
+    assert line.startswith(f"{name} /v1/chat/completions: waited 0.00 s, {prompt} (4 kept) in ")
     assert ", answer 6 tokens in " in line and "tokens/s), stop" in line
+
+
+def test_what_would_be_stored_is_a_line(here, caplog):
+    """However often a client asks; a request for nothing is none."""
+    here.says("ok")
+    here.served._said.clear()
+    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.served"):
+        for asked in (
+            {"store": True},
+            {"store": True, "metadata": {"a": "b"}},
+            {"store": False, "metadata": {}},
+        ):
+            assert post(here, "/v1/chat/completions", {"messages": said("a")} | asked)[0] == 200
+    assert [record.getMessage() for record in caplog.records if record.name.endswith(".served")] == [
+        f"/v1/chat/completions: {name!r} is ignored, as this server stores no answers"
+        for name in ("store", "metadata")
+    ]
 
 
 @pytest.mark.parametrize("tokens", [0, 3])

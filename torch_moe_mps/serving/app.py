@@ -28,13 +28,14 @@ from .answer import Item
 from .chat import ChatCompletions
 from .completions import Completions
 from .embeddings import EMBEDDINGS, RERANK, Texts
-from .guard import Guard
+from .guard import REQUEST, Guard
 from .messages import Messages, anthropic_error
 from .prompts import LONGEST
 from .protocol import Protocol, event, openai_error
 from .request import Refused, Request, read_json
 from .responses import Responses
 from .served import Answers, Served
+from .text import PATHS
 
 log = logging.getLogger(__name__)
 PING = 5.0  # seconds without a part of an answer, behind which its client is told that it comes
@@ -82,6 +83,8 @@ class Server:
             Route("/metrics", self._metrics),
             Route("/load_model", self._load, methods=["POST"]),
         ]
+        for path, reads in PATHS.items():
+            routes.append(Route(path, functools.partial(self._text, reads), methods=["POST"]))
         for start in ("/v1", ""):  # clients whose base URL lacks it are answered, too
             routes += [
                 Route(f"{start}/models", self._models),
@@ -119,7 +122,7 @@ class Server:
             request = protocol.read(body, self.served)
             coming = _Coming()
             coming.answers = await self._on_reader(self.served.prepare, request, coming.show)
-            log.info("%s: begins, prompt %d tokens", protocol.path, coming.answers.prompt_tokens)
+            _say("%s: begins, prompt %d tokens", protocol.path, coming.answers.prompt_tokens)
             if not request.stream:
                 result = await self._whole(protocol, request, coming)
             status = 200
@@ -168,7 +171,7 @@ class Server:
     def _ended(self, protocol: Protocol, answers: Answers) -> None:
         answers.cancel()
         self.generated_tokens += answers.tokens
-        log.info("%s: %s", protocol.path, answers)
+        _say("%s: %s", protocol.path, answers)
 
     def _check_model(self, body: dict[str, Any]) -> None:
         name = body.get("model", self.served.name)
@@ -186,6 +189,9 @@ class Server:
             counted["object"] = "response.input_tokens"
         return JSONResponse(counted)
 
+    async def _text(self, reads: Callable[..., Any], asked: Asked) -> Response:
+        return JSONResponse(await self._on_reader(reads, await _body(asked), self.served))
+
     async def _encode(self, path: str, asked: Asked) -> Response:
         status = 500
         try:
@@ -195,7 +201,7 @@ class Server:
             begun = time.monotonic()
             result = await asyncio.wrap_future(self.served.generator.run(texts.compute))
             count, seconds = sum(map(len, texts.ids)), time.monotonic() - begun
-            log.info("%s: %d texts of %d tokens in %.2f s", path, len(texts.ids), count, seconds)
+            _say("%s: %d texts of %d tokens in %.2f s", path, len(texts.ids), count, seconds)
             status = 200
             return JSONResponse(texts.answer(result))
         except Exception as error:
@@ -304,6 +310,11 @@ class _Coming:
         return number, item
 
 
+def _say(line: str, *values: object) -> None:
+    """Logs a line on the request that is being answered."""
+    log.info(f"%s {line}", REQUEST.get(), *values)
+
+
 def _written(writer: Any, number: int, item: Item | None) -> str:
     return str(writer.ended(number) if item is None else writer.item(number, item))
 
@@ -342,14 +353,14 @@ def refused_by(error: Exception) -> Refused:
         return Refused(str(error.detail), None, None, error.status_code)
     if isinstance(error, ClientDisconnect):
         return Refused("The client has left.", None, None, 499)
-    log.error("%s: %s", type(error).__name__, first_line(error), exc_info=error)
+    log.error("%s %s: %s", REQUEST.get(), type(error).__name__, first_line(error), exc_info=error)
     return Refused(f"{type(error).__name__}: {first_line(error)}", None, None, 500)
 
 
 def refusal(path: str, refused: Refused) -> Response:
     """The response of an error, as the protocol of the path has it."""
     if refused.status < 500:
-        log.info("%s: %d, %s", path, refused.status, first_line(refused.message))
+        _say("%s: %d, %s", path, refused.status, first_line(refused.message))
     form = anthropic_error if path.startswith("/v1/messages") else openai_error
     return JSONResponse(form(refused), status_code=refused.status)
 

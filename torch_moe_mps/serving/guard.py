@@ -6,11 +6,14 @@ import secrets
 import socket
 import uuid
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 from urllib.parse import urlsplit
 
 from .request import Refused
 
+# The request that is being answered, as its answer's header x-request-id and the lines of the log name it.
+REQUEST: ContextVar[str] = ContextVar("request", default="-")
 _OPEN = ("/", "/health")  # need no key
 
 
@@ -44,12 +47,12 @@ class Guard:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        name = f"req_{uuid.uuid4().hex}".encode()
-        scope["state"] = {**scope.get("state", {}), "request_id": name.decode()}
+        name = f"req_{uuid.uuid4().hex}"
+        REQUEST.set(name)
 
         async def named(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message = message | {"headers": [*message["headers"], (b"x-request-id", name)]}
+                message = message | {"headers": [*message["headers"], (b"x-request-id", name.encode())]}
             await send(message)
 
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}

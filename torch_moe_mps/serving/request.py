@@ -206,6 +206,7 @@ HINTS = frozenset({
     "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
     "stream_options", "user", "verbosity",
 })  # fmt: skip
+_KEPT_ELSEWHERE = frozenset({"metadata", "store"})  # with answers, by OpenAI's own servers
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,9 @@ class Fields:
             value = body.get(name)
             if value is not None and not any(value == v and type(value) is type(v) for v in values):
                 raise unsupported(name, value)
+        for name in _KEPT_ELSEWHERE & body.keys():
+            if body[name]:
+                say_once(f"{path}: {name!r} is ignored, as this server stores no answers")
         known = {*self.checks, *self.nothing, *self.others, self.needed}
         for name in sorted(body.keys() - known):
             say_once(f"{path}: the field {name!r} is not known and ignored")

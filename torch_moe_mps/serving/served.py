@@ -61,6 +61,9 @@ class Served:
         media: may be opened for messages.
         in_pipeline: whether the layers are spread over processes, which know of no processors of logits.
         encoder: makes vectors and scores; None for a model that only generates.
+
+    Attributes:
+        reading: is held while the tokenizer is used, which is for one thread at a time.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Served:
         self.encoder, self.generates = encoder, bool(model.can_generate())
         self.created = int(time.time())
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self._grammars, self._reading = Grammars(), threading.Lock()  # tokenizers are for one thread
+        self._grammars, self.reading = Grammars(), threading.Lock()
         self._said: dict[str, None] = {}
         if self.generates and getattr(processor, "chat_template", None) is None:
             print(f"{name} has no chat template: it continues the text of the messages", file=sys.stderr)
@@ -124,7 +127,7 @@ class Served:
         """
         self._check_generates()
         answers = Answers()
-        with self._reading:
+        with self.reading:
             for prompt in request.prompts:
                 prepared = self._prepared(prompt, request)
                 for _ in range(request.count):
@@ -141,8 +144,14 @@ class Served:
     def count(self, request: Request) -> int:
         """The tokens of the first prompt."""
         self._check_generates()
-        with self._reading:
+        with self.reading:
             return prompt_length(self._inputs(request.prompts[0], request.prompt_field))
+
+    def prompt_text(self, request: Request) -> str:
+        """The text of the first prompt, which is a conversation. Raises: Refused."""
+        self._check_generates()
+        with self.reading:
+            return str(self._of_chat(request.prompts[0], request.prompt_field, tokenize=False))
 
     def _check_generates(self) -> None:
         if not self.generates:
@@ -160,16 +169,20 @@ class Served:
             return self._of_ids(torch.tensor([prompt], dtype=torch.long).view(1, -1), field)
         if isinstance(prompt, str):
             return self._of_ids(self.tokenizer(prompt, return_tensors="pt")["input_ids"].long(), field)
+        inputs: dict[str, Any] = self._of_chat(prompt, field)
+        return inputs
+
+    def _of_chat(self, prompt: Any, field: str, tokenize: bool = True) -> Any:
         messages = self._with_media(prompt.messages)
         if prompt.tools and not self.shows_tools:
             log.warning("tools are left out, %d of them: prompts of this model show none", len(prompt.tools))
         try:
-            return self._templated(prompt, messages)
+            return self._templated(prompt, messages, tokenize)
         except Exception as error:
             if not isinstance(error, TemplateError | TypeError | ValueError):
                 raise
             try:
-                return self._templated(prompt, _plainer(messages))
+                return self._templated(prompt, _plainer(messages), tokenize)
             except Exception:
                 line = f"The chat template refuses the messages: {type(error).__name__}: {first_line(error)}"
                 raise Refused(line, field, "invalid_value") from None
@@ -180,7 +193,8 @@ class Served:
             raise wrong(field, f"of tokens below {vocabulary}", int(ids.max()))
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-    def _templated(self, prompt: Chat, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    def _templated(self, prompt: Chat, messages: list[dict[str, Any]], tokenize: bool = True) -> Any:
+        """The inputs of the model, or the text that they are made of."""
         template = str(self.processor.chat_template)
         more = {name: value for name, value in prompt.variables.items() if name in template}
         if any(part["type"] == "video" for message in messages for part in _parts(message)):
@@ -192,11 +206,13 @@ class Served:
             tools=[tool.function for tool in prompt.tools] or None,
             add_generation_prompt=not prompt.goes_on,
             continue_final_message=prompt.goes_on,
-            tokenize=True,
-            return_dict=True,
+            tokenize=tokenize,
+            return_dict=tokenize,
             return_tensors="pt",
             **more,
         )
+        if not tokenize:
+            return inputs
         return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
 
     def _with_media(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,53 @@
+"""Texts and tokens, as llama.cpp's server has them: `/tokenize`, `/detokenize` and `/apply-template`."""
+
+from typing import Any
+
+from .chat import ChatCompletions
+from .logprobs import text_of
+from .request import TEXT, YES_OR_NO, Fields, wrong
+from .served import Served
+
+_OPTIONS = {"add_special": YES_OR_NO, "parse_special": YES_OR_NO, "with_pieces": YES_OR_NO}
+_TOKENIZE = Fields({"content": TEXT, "model": TEXT, **_OPTIONS}, "content")
+_DETOKENIZE = Fields({"model": TEXT}, "tokens")
+
+
+def tokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
+    """The tokens of `content`, and with `with_pieces` their texts. Raises: Refused."""
+    _TOKENIZE.check(body, "/tokenize", served.say_once)
+    with served.reading:
+        ids = served.tokenizer(
+            body["content"],
+            add_special_tokens=bool(body.get("add_special")),
+            split_special_tokens=body.get("parse_special") is False,
+        )["input_ids"]
+        if not body.get("with_pieces"):
+            return {"tokens": [*ids]}
+        return {"tokens": [{"id": token, "piece": _piece(served, token)} for token in ids]}
+
+
+def detokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
+    """The text of `tokens`. Raises: Refused."""
+    _DETOKENIZE.check(body, "/detokenize", served.say_once)
+    tokens = body["tokens"]
+    if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+        raise wrong("tokens", "a list of tokens", tokens)
+    most = served.model.config.get_text_config().vocab_size
+    if tokens and not 0 <= min(tokens) <= max(tokens) < most:
+        raise wrong("tokens", f"of tokens below {most}", max(tokens, key=abs))
+    with served.reading:
+        return {"content": served.tokenizer.decode(tokens)}
+
+
+def apply_template(body: dict[str, Any], served: Served) -> dict[str, Any]:
+    """The prompt that a chat becomes, as text. Raises: Refused."""
+    return {"prompt": served.prompt_text(ChatCompletions().read(body, served))}
+
+
+def _piece(served: Served, token: int) -> str | list[int] | None:
+    """A token's text, its octets where they are a part of a character."""
+    text, octets = text_of(served.tokenizer, token)
+    return octets if "\ufffd" in text else text
+
+
+PATHS = {"/tokenize": tokenize, "/detokenize": detokenize, "/apply-template": apply_template}
