@@ -1,8 +1,11 @@
 """Models made of SmolLM2's trained weights: transformers' own, and a Mixture of Experts."""
 
 import copy
+import functools
 from pathlib import Path
+from unittest import mock
 
+import gguf
 import torch
 from torch import Tensor
 from transformers import (
@@ -14,15 +17,14 @@ from transformers import (
     PreTrainedModel,
 )
 
-from torch_moe_mps.transformers.checkpoints.layouts.gguf.file import one_table_of_names
-
 QUESTION = "What is the capital of France?"
 
 
 def dense(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model that transformers' own loader makes of a GGUF file."""
     options = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
-    with one_table_of_names():
+    table = functools.cache(gguf.get_tensor_name_map)  # transformers makes it again for each module
+    with mock.patch.object(gguf, "get_tensor_name_map", table):
         model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, device_map="cpu", **options)
     return model.eval()
 

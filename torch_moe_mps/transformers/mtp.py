@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 from weakref import WeakKeyDictionary
 
 from safetensors import safe_open
@@ -24,6 +23,7 @@ from .checkpoints.layouts.own.config import is_ours
 from .checkpoints.quantize.in_place import quantize_model
 from .checkpoints.quantize.recipe import Recipe
 from .modules.linears import formats_in
+from .upstream.loading import seen_with
 
 _READ: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # {model: what transformers made of its layers}
 
@@ -53,8 +53,7 @@ def _read(own: Any, model: Any, device_map: Any, others: dict[str, Any]) -> Any:
         expected = f"dense layers for it in {path}"
         raise ValueError(f"moe_mps::generate: use_mtp must have {expected}, got those of {method}")
     # Without the conversions of the model's own format: the layers are as they came.
-    with mock.patch.object(model, "_weight_conversions", None, create=True):
-        result = own(model, device_map, **others).eval()
+    result = own(seen_with(model, _weight_conversions=None), device_map, **others).eval()
     formats = _formats(model.get_decoder().layers[-1])
     if formats:
         quantize_model(result.layers, Recipe(formats.get("experts"), formats.get("linears")), progress=False)

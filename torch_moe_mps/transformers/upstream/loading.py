@@ -1,5 +1,7 @@
 """Names and conversions of weights, as loading and saving use them."""
 
+from typing import Any
+
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -39,4 +41,12 @@ __all__ = [
     "get_model_conversion_mapping",
     "rename_source_key",
     "revert_weight_conversion",
+    "seen_with",
 ]
+
+
+def seen_with(model: Any, **attributes: Any) -> Any:
+    """The model for a call of transformers, with other attributes: an object with the same modules."""
+    seen = object.__new__(type(model))
+    vars(seen).update(vars(model) | attributes)
+    return seen

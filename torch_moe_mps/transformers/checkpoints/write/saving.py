@@ -3,9 +3,7 @@
 import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +13,7 @@ from ...basics.interface import experts_of, projections
 from ...basics.state import NOTHING, STATE
 from ...modules.experts import NAME
 from ...modules.linears import OrderedLinear, formats_in
+from ...upstream.loading import revert_weight_conversion, seen_with
 from ..absent import absent_in
 from ..layouts.files import Shards
 from ..layouts.own.config import QuantizationConfig, is_ours, together
@@ -56,26 +55,22 @@ def describe_when_saving(cls: Any) -> None:
 
     @functools.wraps(save)
     def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with _described(model):
-            return save(model, *args, **kwargs)
+        return save(_described(model), *args, **kwargs)
 
     cls.save_pretrained = save_pretrained
 
 
-@contextmanager
-def _described(model: Any) -> Iterator[None]:
-    """Inside the block, the config of a model, which other models may share, describes its weights."""
+def _described(model: Any) -> Any:
+    """The model with a config that describes its weights; its own one may be another model's, too."""
     stored, right = getattr(model.config, "quantization_config", None), config_of(model)
     if right is None and not is_ours(stored):
-        yield
-        return
+        return model
     config = copy.copy(model.config)
     if right is not None:
         config.quantization_config = right
     else:
         del config.quantization_config
-    with mock.patch.object(model, "config", config):
-        yield
+    return seen_with(model, config=config)
 
 
 def _own_configs(model: nn.Module) -> None:
@@ -127,8 +122,6 @@ def save_parts(
         beside: what is written as it is.
         runs_in: the dtype that config.json names, where it is not that of the tensors.
     """
-    from ...upstream.loading import revert_weight_conversion
-
     for tensors in parts:
         for name, tensor in revert_weight_conversion(model, dict(tensors)).items():
             shards.add(name, tensor)

@@ -6,19 +6,16 @@ the result is a row of the file, its blocks are taken as they are.
 """
 
 import copy
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Container, Iterable
-from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....._text import first_line
 from .....quantization import Format, QuantizedWeight
@@ -142,11 +139,20 @@ def check_file(path: str) -> None:
         raise ValueError(f"moe_mps::gguf: {path} must be {expected}, got {architecture}")
 
 
-def one_table_of_names() -> AbstractContextManager[Any]:
-    """transformers makes gguf's table again for each module, which takes most of the time of loading."""
-    import gguf
+class _AroundLayers:
+    """A model for transformers' search of names, without the modules of its layers.
 
-    return mock.patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+    Names of tensors in layers have a number, which those of a layer's modules lack. transformers makes gguf's
+    table again for each module: that would take most of the time of loading.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module, self.state_dict = module, module.state_dict
+
+    def named_children(self) -> list[tuple[str, "_AroundLayers"]]:
+        """Models within the model: neither lists of layers nor modules that have no others."""
+        children = [pair for pair in self._module.named_children() if any(pair[1].children())]
+        return [(name, _AroundLayers(c)) for name, c in children if not isinstance(c, nn.ModuleList)]
 
 
 class _Processed:
@@ -158,8 +164,9 @@ class _Processed:
         processor = first.TENSOR_PROCESSORS.get(architecture, first.TensorProcessor)
         self._processor = processor(config=model.config.to_dict())
         # The type of the model is another name than gguf's for some of them.
-        with one_table_of_names():
-            self._names = first.get_gguf_hf_weights_map(model, self._processor, architecture)
+        layers = model.config.num_hidden_layers
+        around = _AroundLayers(model)
+        self._names = first.get_gguf_hf_weights_map(around, self._processor, architecture, layers)
 
     def _place(self, tensor: GgufTensor, values: np.ndarray, into: dict[str, Tensor]) -> None:
         result = self._processor.process(

@@ -8,18 +8,16 @@ import copy
 import functools
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from importlib.util import find_spec
-from threading import Lock
-from types import SimpleNamespace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
-from unittest import mock
+
+import numpy as np
 
 from ....upstream.gguf_files import reader
 
-# The numbers of the format's types of values, one of each kind.
-_TYPES = {bool: 7, int: 11, float: 12, str: 8}
-_ARRAY = 9
 _TOKENS = "tokenizer.ggml.tokens"
 # Sizes of experts that files state and transformers' first loader leaves at its defaults.
 _WIDTHS = {
@@ -30,7 +28,6 @@ _WIDTHS = {
     "qwen3moe": {"qwen3moe.expert_feed_forward_length": "moe_intermediate_size"},
 }
 _SIZE = re.compile(r"_(count|count_kv|length|size|kernel|cache|rank)$")
-_reading = Lock()
 
 
 class Header:
@@ -127,18 +124,10 @@ def reading_once(load: Callable) -> Callable:
 
 
 def _parsed(load: Callable, path: str, header: Header) -> dict[str, Any]:
-    import gguf
-
-    own = gguf.GGUFReader
-    result = SimpleNamespace(
-        fields=dict(_fields(header)), tensors=[SimpleNamespace(name=name) for name, *_ in header.tensors]
-    )
-
-    def read(asked: Any, *others: Any, **named: Any) -> Any:
-        return result if asked == path else own(asked, *others, **named)
-
-    with _reading, mock.patch.object(gguf, "GGUFReader", read):
-        parsed: dict[str, Any] = load(path)
+    with TemporaryDirectory() as folder:
+        small = Path(folder) / "header.gguf"
+        _write_small(small, header)
+        parsed: dict[str, Any] = load(str(small))
     config, tokens = parsed["config"], header.metadata.get(_TOKENS)
     if config.get("vocab_size") == 0 and tokens:  # it was counted
         config["vocab_size"] = tokens
@@ -147,12 +136,23 @@ def _parsed(load: Callable, path: str, header: Header) -> dict[str, Any]:
     return parsed
 
 
-def _fields(header: Header) -> Iterator[tuple[str, Any]]:
-    """The values as that loader takes them from the package gguf; a tokenizer's lists are empty."""
+def _write_small(path: Path, header: Header) -> None:
+    """Writes a file for that loader's config: no values of tensors, empty texts for a tokenizer's lists."""
+    from gguf import GGUFValueType, GGUFWriter
+
+    kinds = {bool: "BOOL", int: "INT64", float: "FLOAT64", str: "STRING"}
+    writer = GGUFWriter(path, header.metadata["general.architecture"])
     for key, value in header.metadata.items():
-        is_list = isinstance(value, list)
-        values = [] if key == _TOKENS or (is_list and key.startswith("tokenizer.")) else value
-        values = values if isinstance(values, list) else [values]
-        types = [_ARRAY] * is_list + [_TYPES[type(item)] for item in values[:1]]
-        parts = [item.encode() if isinstance(item, str) else [item] for item in values]
-        yield key, SimpleNamespace(parts=parts, data=range(len(parts)), types=types)
+        many = isinstance(value, list)
+        if key == _TOKENS or (many and key.startswith("tokenizer.")):
+            value, many = "", False
+        if key in ("general.architecture", "general.alignment") or value == []:
+            continue
+        kind = GGUFValueType[kinds[type(value[0] if many else value)]]
+        writer.add_key_value(key, value, *((GGUFValueType.ARRAY, kind) if many else (kind,)))
+    for name, *_ in header.tensors:
+        writer.add_tensor_info(name, [0], np.dtype(np.float32), 0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()

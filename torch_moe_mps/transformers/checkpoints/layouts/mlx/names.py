@@ -6,12 +6,16 @@ have names of mlx-lm, with one tensor for each of gate, up and down.
 
 import re
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 
 from ....basics.interface import Experts, projections
-from ....upstream.loading import PrefixChange, get_model_conversion_mapping, revert_weight_conversion
+from ....upstream.loading import (
+    PrefixChange,
+    get_model_conversion_mapping,
+    revert_weight_conversion,
+    seen_with,
+)
 from .architectures import ARCHITECTURES, Architecture
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
@@ -77,8 +81,8 @@ class Names:
     def _original(self, name: str) -> list[str]:
         owner, _, last = name.rpartition(".")
         shape = getattr(getattr(self.model.get_submodule(owner), last, None), "shape", (1, 1))
-        with mock.patch.object(self.model, "_weight_conversions", self._conversions, create=True):
-            reverted = revert_weight_conversion(self.model, {name: torch.empty(shape, device="meta")})
+        seen = seen_with(self.model, _weight_conversions=self._conversions)
+        reverted = revert_weight_conversion(seen, {name: torch.empty(shape, device="meta")})
         return [self._renamed(theirs, name) for theirs in reverted]
 
     def _renamed(self, theirs: str, name: str) -> str:
