@@ -17,6 +17,7 @@ from support.trained_models import asked, tokenizer_of
 
 import torch_moe_mps
 from torch_moe_mps.serving.speculation import Speculation
+from torch_moe_mps.serving.stand_in import call_generate
 
 CODE = """
 def area(width, height):
@@ -41,8 +42,6 @@ def run(
     """The answer, the calls of the model behind its prompt, and what was guessed."""
     counts, own = [0], type(model).forward
     speculation = Speculation(arguments)
-    if arguments:
-        speculation.count(model)
 
     def forward(self: Any, *given: Any, **named: Any) -> Any:
         counts[0] += self is model
@@ -51,11 +50,10 @@ def run(
     type(model).forward = forward
     try:
         settings = {"max_new_tokens": tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-        answer = model.generate(ids, **settings, **arguments)[0, ids.shape[1] :].tolist()
+        answer = call_generate(model, ids, counting=speculation, **settings, **arguments)
     finally:
         type(model).forward = own
-        vars(model).pop("_get_candidate_generator", None)
-    return answer, counts[0], speculation
+    return answer[0, ids.shape[1] :].tolist(), counts[0], speculation
 
 
 def main() -> None:

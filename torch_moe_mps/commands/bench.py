@@ -26,8 +26,9 @@ from .._faults import synchronize
 from ..macs import this_mac
 from ..pipeline.torchrun import is_first_process, processes, sum_of_processes
 from ..selfcheck import tensor_units
-from ..serving.generating import Generating, prepare_steps
+from ..serving.generating import Generating
 from ..serving.speculation import Speculation
+from ..serving.stand_in import call_generate
 from ..transformers.capture.calls import tokens_of
 from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
@@ -176,7 +177,6 @@ class Bench:
     ):
         self.model, self.options, self.bandwidth, self.cache = model, options, bandwidth, cache
         self.device = torch.device(model.device)
-        prepare_steps(model)
         self.speculation: Speculation | None = None
         self.captured: str | None = None  # how the tokens ran
         self.weights = sum_of_processes(model, bytes_a_token(model))
@@ -257,7 +257,7 @@ class Bench:
 
         def generate(cache: Any) -> None:
             arguments = {} if cache is None else cache_argument(self.model, cache)
-            self.model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, **how).tolist()
+            call_generate(self.model, ids, attention_mask=torch.ones_like(ids), **arguments, **how).tolist()
 
         name = f"tg{tokens}{kind}" + (f" @ d{depth}" if depth else "")
         row = self._rate(name, tokens, self._repeated(cache, generate), depth)

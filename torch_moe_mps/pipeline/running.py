@@ -234,8 +234,8 @@ class Running:
 
     # generate
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's `generate`; a failure is told to the other processes."""
+    def generate(self, *args: Any, by: Any = None, **kwargs: Any) -> Any:
+        """The model's `generate`, or that of its stand-in `by`; a failure is told to the other processes."""
         if self._leads:
             return self._lead(*args, **kwargs)
         config = kwargs.get("generation_config") or self.model.generation_config
@@ -250,7 +250,8 @@ class Running:
             self._streamer = kwargs.get("streamer")  # which transformers gives to its own functions only
         calls = self.calls
         try:
-            return type(self.model).generate(self.model, *args, **kwargs)
+            by = self.model if by is None else by
+            return type(by).generate(by, *args, **kwargs)
         except BaseException as error:
             if self.calls > calls or isinstance(error, PeerError):
                 self.peers.failed(error)

@@ -22,10 +22,11 @@ from ..transformers.caches.state import LayerState
 from ..transformers.upstream.calls import cache_among, cache_argument
 from ..transformers.upstream.generation import GenerationMixin, GenerationMode
 from .choosing import Chooser, Chosen, choose
-from .generating import Generating, can_be_kept, images_of, prepare_steps
+from .generating import Generating, can_be_kept, images_of
 from .job import Job, Reason, prompt_length
 from .one_by_one import generate_alone
 from .prompts import AT_ONCE, Images, Kept, Prompts, is_marked, mark, pauses
+from .stand_in import turned, turning
 
 logger = logging.getLogger(__name__)
 _LEAST_PIECE = 64  # tokens of a prompt that are read between two steps
@@ -109,8 +110,7 @@ class Batch:
         self._reads_late = model.device.type == "mps"
         self._bytes = 0.0  # that a token of a row takes, at most
         self._step_seconds, self._token_seconds = 0.0, 0.0
-        self._turning = {name: m for name, m in model.named_modules() if hasattr(m, "rope_deltas")}
-        prepare_steps(model)
+        self._turning = turning(model)
 
     @property
     def active(self) -> int:
@@ -196,11 +196,8 @@ class Batch:
         self._say_alone(reason)
 
         def ends() -> bool:
-            moved = {name: module.rope_deltas for name, module in self._turning.items()}
             if goes_on := self._take_jobs():
                 self.step()
-            for name, module in self._turning.items():
-                module.rope_deltas = moved[name]
             return job.is_cancelled or not goes_on
 
         def began(cached: int, read: int) -> None:
@@ -276,15 +273,13 @@ class Batch:
                 n: value.to(self.model.device) for n, value in answer.job.inputs.items() if n not in inputs
             }
             kept.images = answer.images
-        moved = {} if kept.images is None else kept.images.moved
-        for name, module in self._turning.items():
-            module.rope_deltas = moved.get(name)
-        out = self._called(kept.cache, **inputs, use_cache=True, logits_to_keep=1)
+        with turned(self._turning, {} if kept.images is None else kept.images.moved):
+            out = self._called(kept.cache, **inputs, use_cache=True, logits_to_keep=1)
+            moved = {name: module.rope_deltas for name, module in self._turning.items()}
         kept.cache, kept.ids = cache_among(out, kept.cache), ids[0, :end]
         if kept.images is not None:
-            kept.images.moved.update({name: module.rope_deltas for name, module in self._turning.items()})
-        for module in self._turning.values():
-            delta, module.rope_deltas = module.rope_deltas, None
+            kept.images.moved.update(moved)
+        for delta in moved.values():
             answer.moved = 0 if delta is None else int(delta.reshape(-1)[0])
         if end < prompt and is_marked(end, prompt) and answer.is_kept:
             mark(kept)
@@ -379,12 +374,8 @@ class Batch:
             self._take(answer, *before.read())
             return
         token = self._inputs([answer]) if before is None else before.inputs()
-        moved = {} if answer.kept.images is None else answer.kept.images.moved
-        for name, module in self._turning.items():
-            module.rope_deltas = moved.get(name)
-        out = self._called(answer.kept.cache, input_ids=token, use_cache=True)
-        for module in self._turning.values():
-            module.rope_deltas = None
+        with turned(self._turning, {} if answer.kept.images is None else answer.kept.images.moved):
+            out = self._called(answer.kept.cache, input_ids=token, use_cache=True)
         answer.chosen = choose([answer.chooser], out.logits[:, -1])
         if before is not None:
             self._take(answer, *before.read())

@@ -13,6 +13,7 @@ from ..ops.sampling import MAX_VOCABULARY, sample_
 from ..transformers.basics.self_check_state import refused
 from ..transformers.modules.sampling import OPERATOR, Sampling
 from .job import Job
+from .stand_in import in_order
 
 _NO_DISTRIBUTION = (
     "moe_mps::sample_: logits must be finite or -inf, and not all -inf, to draw a token, "
@@ -45,7 +46,7 @@ class Chooser:
             device=model.device,
             model_kwargs={},
         )
-        self.sampling = Sampling(processors, config)
+        self.sampling = Sampling(in_order(processors), config)
         device = model.device
         self.generator = None if job.seed is None else torch.Generator(device).manual_seed(job.seed)
         end = config.eos_token_id

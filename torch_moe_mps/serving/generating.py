@@ -1,7 +1,6 @@
 """generate() as chat, serve and generate call it: it keeps prompts, and ends when it is told to."""
 
 import copy
-import functools
 import hashlib
 import re
 import sys
@@ -16,11 +15,12 @@ from transformers import StoppingCriteria
 
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
-from ..transformers.caches.cache import counts_tokens, hands_cache_on
-from ..transformers.caches.prompt_cache import new_cache, reads_whole, runs_on
-from ..transformers.upstream.calls import cache_among, cache_argument
+from ..transformers.caches.cache import hands_cache_on
+from ..transformers.caches.prompt_cache import new_cache, reads_whole
+from ..transformers.upstream.calls import cache_argument
 from .prompts import Images, Kept, Prompts, is_marked, mark, pauses
 from .speculation import Speculation
+from .stand_in import call_generate, turned, turning
 
 _OF_TEXT = ("token_type_ids", "mm_token_type_ids")  # all zeros where there is only text
 # Inputs that are images or sound, and what a config calls the ids of the tokens that stand for them.
@@ -49,9 +49,6 @@ class Generating(Beside):
         if speculation is not None and prompts is not None:
             speculation.prompts = Prompts(prompts.memory)
         self._ended, self._interrupted = threading.Event(), threading.Event()
-        prepare_steps(model)
-        if speculation is not None:
-            speculation.count(model)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -97,11 +94,12 @@ class Generating(Beside):
         speculation = None if "logits_processor" in given else self.speculation  # which reads its own guesses
         if speculation is not None:
             given |= speculation.arguments
-        if self.prompts is None or not can_be_kept(self.model, given):
-            tell(0, given["input_ids"].shape[1])
-            result = self.model.generate(**given)
-        else:
-            result = self._keeping(self.prompts, given, steps, tell)
+        with turned(turning(self.model), {}):
+            if self.prompts is None or not can_be_kept(self.model, given):
+                tell(0, given["input_ids"].shape[1])
+                result = self._called(given)
+            else:
+                result = self._keeping(self.prompts, given, steps, tell)
         if speculation is not None:
             speculation.keep()
         if steps.error is not None:
@@ -114,27 +112,28 @@ class Generating(Beside):
         ids, images = given["input_ids"], images_of(self.model, given)
         prompts.read(self.model)
         kept = prompts.take(ids[0].cpu(), new_cache(self.model), images)
-        moved = {} if kept.images is None else kept.images.moved
         tell(len(kept.ids), ids.shape[1])
-        modules = {name: m for name, m in self.model.named_modules() if hasattr(m, "rope_deltas")}
-        for name, module in modules.items():
-            module.rope_deltas = moved.get(name)
         if kept.images is not None:  # they are in the cache
             given = {name: given[name] for name in {*given} - {*_beside_tokens(given)}}
-        if images is not None and kept.images is None:
-            kept.images = images
-        elif not self._compute(kept, ids, steps, tell):
-            steps.end()
-            prompts.put(kept)
-            return ids
-        result = self.model.generate(**given, **cache_argument(self.model, kept.cache))
-        if images is not None:
-            images.moved.update({name: module.rope_deltas for name, module in modules.items()})
-            kept.images = images
+        modules = turning(self.model)
+        with turned(modules, {} if kept.images is None else kept.images.moved):
+            if images is not None and kept.images is None:
+                kept.images = images
+            elif not self._compute(kept, ids, steps, tell):
+                steps.end()
+                prompts.put(kept)
+                return ids
+            result = self._called(given | cache_argument(self.model, kept.cache))
+            if images is not None:
+                images.moved.update({name: module.rope_deltas for name, module in modules.items()})
+                kept.images = images
         tokens = getattr(result, "sequences", result)[0].cpu()
         kept.ids = tokens[: kept.cache.get_seq_length()]
         prompts.put(kept)
         return result
+
+    def _called(self, given: dict[str, Any]) -> Any:
+        return call_generate(self.model, counting=self.speculation, **given)
 
     @torch.no_grad()
     def _compute(self, kept: Kept, ids: Tensor, steps: "_Steps", tell: Callable[[int, int], None]) -> bool:
@@ -222,33 +221,3 @@ class _Steps(StoppingCriteria):
         synchronize(self.device)
         if self.error is None and self.streamer is not None:
             self.streamer.end()
-
-
-def prepare_steps(model: Any) -> None:
-    """Prepares the steps of `generate`, once for a model: a captured token rests on its attributes.
-
-    The first step of assisted generation skips what its cache has, as that of plain generation does. And a
-    cache that no token can be taken back from (`runs_on`) need not be given back as it was: otherwise
-    transformers would wait for each token before it computes the next. Processors with `is_first` get the
-    logits before the settings of `generate` change them; transformers would call them behind penalties.
-    """
-    own, own_processors = model.prepare_inputs_for_generation, model._get_logits_processor
-    if "prepare_inputs_for_generation" in vars(model):
-        return
-
-    @functools.wraps(own)
-    def prepare(ids: Tensor, next_sequence_length: int | None = None, **given: Any) -> Any:
-        cache = cache_among(given)
-        counts = next_sequence_length is None and cache is not None and counts_tokens(cache)
-        if counts and (before := cache.get_seq_length()):
-            next_sequence_length = ids.shape[1] - before
-        if given.get("is_first_iteration") and cache is not None and runs_on(cache):
-            cache._is_user_defined = False
-        return own(ids, next_sequence_length=next_sequence_length, **given)
-
-    @functools.wraps(own_processors)
-    def processors(*others: Any, **named: Any) -> Any:
-        made = own_processors(*others, **named)
-        return type(made)(sorted(made, key=lambda item: not getattr(item, "is_first", False)))
-
-    model.prepare_inputs_for_generation, model._get_logits_processor = prepare, processors

@@ -1,6 +1,5 @@
 """Tokens that are guessed and verified together, in ways that transformers has."""
 
-import functools
 import sys
 from typing import Any
 
@@ -37,35 +36,29 @@ class Speculation(Beside):
         share = "" if self.acceptance is None else f" ({100 * self.acceptance:.0f} %)"
         return f"{self.accepted} of {self.guessed} guessed tokens accepted{share}"
 
-    def count(self, model: Any) -> None:
-        """Counts from now on what the model's `generate` does."""
-        own = functools.partial(type(model)._get_candidate_generator, model)
+    def counted(self, generator: Any) -> Any:
+        """A candidate generator of `generate` that counts here what it guesses."""
+        self._drafted = None
+        guess, update = generator.get_candidates, generator.update_candidate_strategy
+        # One for another tokenizer has other tokens.
+        keeps = self.prompts is not None and type(generator) is AssistedCandidateGenerator
 
-        def counted(*given: Any, **named: Any) -> Any:
-            self._drafted = None
-            generator = own(*given, **named)
-            guess, update = generator.get_candidates, generator.update_candidate_strategy
-            # One for another tokenizer has other tokens.
-            keeps = self.prompts is not None and type(generator) is AssistedCandidateGenerator
+        def get_candidates(ids: Any, *others: Any, **more: Any) -> Any:
+            if keeps and self._drafted is None:
+                self._begin(generator, ids[0].cpu())
+            result = guess(ids, *others, **more)
+            self.guessed += result[0].shape[1] - ids.shape[1]
+            if keeps and result[0].shape[1] > ids.shape[1]:
+                self._drafted = result[0][0].cpu(), cache_among(generator.assistant_kwargs)
+            return result
 
-            def get_candidates(ids: Any, *others: Any, **more: Any) -> Any:
-                if keeps and self._drafted is None:
-                    self._begin(generator, ids[0].cpu())
-                result = guess(ids, *others, **more)
-                self.guessed += result[0].shape[1] - ids.shape[1]
-                if keeps and result[0].shape[1] > ids.shape[1]:
-                    self._drafted = result[0][0].cpu(), cache_among(generator.assistant_kwargs)
-                return result
+        def update_candidate_strategy(ids: Any, scores: Any, matches: Any) -> Any:
+            self.accepted += int(matches)
+            return update(ids, scores, matches)
 
-            def update_candidate_strategy(ids: Any, scores: Any, matches: Any) -> Any:
-                self.accepted += int(matches)
-                return update(ids, scores, matches)
-
-            generator.get_candidates = get_candidates
-            generator.update_candidate_strategy = update_candidate_strategy
-            return generator
-
-        model._get_candidate_generator = counted
+        generator.get_candidates = get_candidates
+        generator.update_candidate_strategy = update_candidate_strategy
+        return generator
 
     def keep(self) -> None:
         """Keeps what the draft has computed for the last `generate`."""

@@ -1,0 +1,148 @@
+"""Nothing of a user's is left changed: his model, its configs and his caches are as they were."""
+
+import argparse
+import copy
+import pickle
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import eager, prompt
+from torch import nn
+from transformers import DynamicCache, GenerationConfig
+
+import torch_moe_mps
+from torch_moe_mps.commands.bench import Bench
+from torch_moe_mps.serving.engine import Engine
+from torch_moe_mps.serving.generating import Generating
+from torch_moe_mps.serving.job import Job
+from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.serving.speculation import Speculation
+from torch_moe_mps.transformers.capture.calls import CAPTURES
+
+IDS = prompt(1, 9)
+SETTINGS = {"max_new_tokens": 3, "pad_token_id": 0, "do_sample": False}
+# Attributes that `accelerate` gives a model, which counts its calls in it.
+COUNTS = {CAPTURES}
+
+
+def model_of(architecture: str = "qwen3_moe") -> nn.Module:
+    model = eager(tiny_models.tiny_model(architecture).eval())
+    torch_moe_mps.accelerate(model)
+    return model
+
+
+def facts(model: nn.Module) -> dict[str, object]:
+    """What somebody may have put onto a model, its modules and its configs, by name."""
+    found: dict[str, object] = {}
+    for name, module in model.named_modules():
+        found[f"class of {name}"] = type(module)
+        found |= {f"{name}.{key}": plain(value) for key, value in vars(module).items() if key not in COUNTS}
+    found["config"], found["settings"] = model.config.to_dict(), vars(copy.deepcopy(model.generation_config))
+    return found
+
+
+def plain(value: object) -> object:
+    """A value that can be compared: dictionaries by what they hold, all else by identity."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value if isinstance(value, bool | int | float | str | None) else id(value)
+
+
+def by_batch(model):
+    configs = [GenerationConfig(**SETTINGS), GenerationConfig(**SETTINGS, num_beams=2)]
+    configs.append(GenerationConfig(**SETTINGS | {"do_sample": True}))
+    torch_moe_mps.generate_batch(model, [*IDS.expand(3, -1)], configs, seed=1, progress=False)
+
+
+def by_engine(model):
+    engine, ended = Engine(model, Prompts(1 << 20), 2), []
+    engine.submit(Job({"input_ids": IDS}, GenerationConfig(**SETTINGS), lambda token: False, ended.append))
+    while not ended:
+        engine.run(lambda: None).result()
+    engine.close()
+
+
+def by_chat(model):
+    generating = Generating(model, Prompts(1 << 20), Speculation({"prompt_lookup_num_tokens": 2}))
+    for _ in range(2):
+        generating.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), **SETTINGS)
+
+
+def by_bench(model):
+    options = argparse.Namespace(prompt=4, max_tokens=2, turn=2, depth=[4], repeats=1)
+    [*Bench(model, options).rows()]
+
+
+@pytest.mark.parametrize("call", [by_batch, by_engine, by_chat, by_bench])
+def test_a_model_is_as_it_was(call):
+    model = model_of()
+    expected, before = model.generate(IDS, **SETTINGS), facts(model)
+    call(model)
+    assert changed(before, facts(model)) == {}
+    pickle.dumps(model)
+    twin = copy.deepcopy(model)
+    assert twin.prepare_inputs_for_generation.__self__ is twin
+    assert torch.equal(twin.generate(IDS, **SETTINGS), expected)
+
+
+def changed(before: dict[str, object], after: dict[str, object]) -> dict[str, object]:
+    return {
+        key: (before.get(key), after.get(key)) for key in before | after if before.get(key) != after.get(key)
+    }
+
+
+@pytest.mark.parametrize("call", [by_batch, by_chat])
+def test_positions_of_images_stay(call):
+    """What a model that reads images knows of the prompt that it read last."""
+    model = model_of("qwen3_vl_moe")
+    expected = model.generate(IDS, **SETTINGS)
+    turning = [module for module in model.modules() if hasattr(module, "rope_deltas")]
+    for module in turning:
+        module.rope_deltas = torch.tensor([[-3]])
+    before = facts(model)
+    call(model)
+    assert turning and changed(before, facts(model)) == {}
+    assert torch.equal(model.generate(IDS, **SETTINGS), expected)
+
+
+def test_accelerate_is_undone():
+    """All that `accelerate` changes is the model's own again."""
+    model = eager(tiny_models.tiny_model("qwen3_moe").eval())
+    before = facts(model)
+    torch_moe_mps.accelerate(model)
+    by_batch(model)
+    torch_moe_mps.restore(model)
+    assert changed(before, facts(model)) == {}
+
+
+def test_a_cache_of_the_users_is_given_back_whole():
+    """The next token behind it is the one that the model has without any cache."""
+    model = model_of("qwen3_next")
+    torch_moe_mps.generate_batch(model, [IDS[0]], GenerationConfig(**SETTINGS), progress=False)
+    for _ in range(2):
+        cache = DynamicCache(config=model.config)
+        model.generate(IDS, cache=cache, **SETTINGS)
+        assert cache._is_user_defined
+        torch_moe_mps.restore(model)
+
+
+@pytest.mark.parametrize("architecture", ["t5", "bart"])
+def test_an_encoder_with_a_decoder_goes_on(architecture):
+    model = encoder_with_decoder(architecture)
+    expected = model.generate(IDS, **SETTINGS)
+    torch_moe_mps.accelerate(model)
+    (found,) = torch_moe_mps.generate_batch(model, [IDS[0]], GenerationConfig(**SETTINGS), progress=False)
+    assert torch.equal(found, expected[0, 1:])
+    assert torch.equal(model.generate(IDS, **SETTINGS), expected)
+
+
+def encoder_with_decoder(architecture: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    sizes = {"vocab_size": 97, "d_model": 32, "decoder_start_token_id": 0, "pad_token_id": 0}
+    sizes |= {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    sizes |= {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "eos_token_id": None}
+    torch.manual_seed(0)
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(architecture, **sizes)).eval()
