@@ -15,7 +15,8 @@ MEMORIES = (16, 18, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)  # GiB of memory
 
 # GB/s, the width of the memory's bus times its rate. Apple's specifications round it ("800GB/s").
 # Sources: support.apple.com/specs of the MacBook Pro, Mac mini, Mac Studio and iMac with each chip; for M5
-# apple.com/newsroom of October 2025, for the M5 Pro and Max of March 2026.
+# apple.com/newsroom of October 2025, for the M5 Pro and Max of March 2026. The M5 Ultra has two M5 Max; the
+# M6 has the faster of its two memories here, because bounds are computed from it.
 # Where two GPUs of one chip have different memory, the number of GPU cores tells them apart.
 BANDWIDTHS = {
     "M1": 68.3,
@@ -39,7 +40,15 @@ BANDWIDTHS = {
     "M5 Pro": 307.0,
     "M5 Max (32 cores)": 460.0,
     "M5 Max (40 cores)": 614.0,
+    "M5 Ultra": 1228.0,
+    "M6": 170.7,
 }
+
+
+def is_known(gpu: str) -> bool:
+    """Whether a GPU, by Metal's name, is older than this release. One that is no Mac's counts so."""
+    chips = {name.partition(" (")[0] for name in BANDWIDTHS}
+    return not gpu.startswith("Apple M") or gpu.removeprefix("Apple ") in chips
 
 
 class Mac(NamedTuple):

@@ -6,7 +6,8 @@ import os
 
 import pytest
 import torch
-from support.processes import REPOSITORY, python
+from support.faults import broken
+from support.processes import REPOSITORY, forked, python
 
 from torch_moe_mps.commands import check, main
 from torch_moe_mps.ops._formats import Format
@@ -99,6 +100,98 @@ def test_quick(few, capsys, monkeypatch, refused):
     assert "--dtype must be left out with --quick, got 'float16'" in refused(
         "check", "--quick", "--dtype", "float16"
     )
+
+
+# {GPU: its cores}; those after the fourth one have plans that these have, too.
+GPUS = {"M1": 8, "M2": 10, "M4 Max": 40, "M5 Max": 40, "M3": 10, "M2 Ultra": 76, "M6": 10, "M7 Max": 48}
+
+# `check --quick` whose calls are encoded and not computed: it fails for kernels that no call launches.
+QUICK_ENCODED = """
+    import sys
+    import simulator
+    from support.simulated import install
+    install()
+    import torch
+    from torch_moe_mps.commands import check, main
+    from torch_moe_mps.selfcheck import calls, compare, once
+
+    def encoded(call, end):
+        arguments = {n: v.to("mps", copy=True) if hasattr(v, "to") else v for n, v in call.arguments.items()}
+        with simulator.dropped():
+            try:
+                compare.packet(call.operator)(**arguments)
+            except ValueError:
+                pass  # of heads that the operator does not take, as in compare()
+
+    calls.SIZES.clear()
+    once.compare = encoded
+    check.check_model = lambda dtype, formats: []
+    check.check_control = lambda dtypes: {"failures": []}
+    sys.exit(main(["check", "--quick", "--json", "report.json"]))
+"""
+
+
+@pytest.mark.slow("encodes every call of `check --quick`")
+@pytest.mark.parametrize(
+    "gpu", [gpu if i < 4 else pytest.param(gpu, marks=pytest.mark.sweep) for i, gpu in enumerate(GPUS)]
+)
+def test_quick_launches_every_kernel_on(gpu, tmp_path, monkeypatch):
+    """Plans depend on cores, and on the registers and tensor units of the GPU's family."""
+    monkeypatch.chdir(tmp_path)
+    said = forked(QUICK_ENCODED, SIMULATED_GPU=f"Apple {gpu}", SIMULATED_CORES=GPUS[gpu])
+    units = int(gpu[1]) >= 5
+    assert f"Apple {gpu}" in said and said.endswith("All built, all equal. Report: report.json")
+    assert ("Tensor units: 3 of 3 libraries" in said) == units
+    assert (f"Apple {gpu} is newer than this release" in said) == (gpu == "M7 Max")
+    kernels = json.loads((tmp_path / "report.json").read_text())["kernels"]
+    assert len(kernels) > 150 and all(kernel["launched"] for kernel in kernels)
+    assert any("tensor" in kernel["kernel"] for kernel in kernels) == units
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("gpu", ["M1", "M4 Max", "M5 Max"])
+def test_quick_passes_on(gpu, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = """
+        import sys
+        from support.simulated import install
+        install()
+        from torch_moe_mps.commands import main
+        sys.exit(main(["check", "--quick"]))
+    """
+    variables = {"SIMULATED_GPU": f"Apple {gpu}", "SIMULATED_CORES": str(GPUS[gpu])}
+    assert "All built, all equal" in forked(source, **variables)
+
+
+# (kernel, a GPU whose plan has it, the operator that calls it): one for each way of multiplying.
+VARIANTS = (
+    ("matmul_rows_affine4_64_bf16", "M1", "linear_quantized"),
+    ("matmul_rows_few_affine4_64_bf16", "M2", "linear_quantized"),
+    ("gemm8_affine4_64_bf16", "M2", "moe_experts_quantized"),
+    ("gemm32_affine4_64_bf16", "M4 Max", "linear_quantized"),
+    ("gemm16_split_affine4_64_bf16", "M4 Max", "linear_quantized"),
+    ("gemm32_split_affine4_64_bf16", "M1", "linear_quantized"),
+    ("gemm32_split_mxfp4_bf16", "M4 Max", "linear_quantized"),
+    ("linear128_tensor_affine4_64_bf16", "M5 Max", "linear_quantized"),
+)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("kernel", "gpu", "operator"), VARIANTS)
+def test_a_fault_of_one_kernel_is_found_on_the_gpu_that_runs_it(
+    simulated, kernel, gpu, operator, monkeypatch
+):
+    monkeypatch.setenv("SIMULATED_GPU", f"Apple {gpu}")
+    torch.ops.moe_mps._plan_for(0)
+    dtypes, formats = [torch.bfloat16], [Format.named("mxfp4" if "mxfp4" in kernel else "affine4_64")]
+    with simulated.intercepted(broken(kernel)):
+        if "tensor" in kernel:
+            found = [*check.check_tensor_units(dtypes, formats).faults.values()]
+        else:
+            found = check.compare_all(calls.subjects([operator], dtypes, formats))
+    monkeypatch.undo()
+    torch.ops.moe_mps._plan_for(0)
+    assert found
 
 
 def test_a_broken_state_makes_it_fail(few, capsys, monkeypatch):
@@ -204,6 +297,20 @@ def test_a_report_that_a_full_disk_does_not_take_is_printed(few, capsys, monkeyp
     assert err.splitlines()[-1] == (
         "torch-moe-mps: error: /dev/full cannot be written: No space left on device"
     )
+
+
+def test_plans_inside_others(simulated):
+    """Behind an inner block, the outer one's holds on."""
+
+    def plan() -> tuple[int, int]:
+        return torch.ops.moe_mps._gpu_cores(), torch.ops.moe_mps._gpu_registers()
+
+    own = plan()
+    with calls.planned_for(7, 100):
+        with calls.planned_for(1):
+            assert plan() == (1, own[1])
+        assert plan() == (7, 100)
+    assert plan() == own
 
 
 def test_unknown_names(few, refused):

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import ctypes
 import itertools
 import re
 import warnings
@@ -14,6 +13,7 @@ import transformers
 from hypothesis import HealthCheck, Phase, given, settings
 from support import tiny_models
 from support.any_calls import calls as any_call
+from support.faults import broken
 from torch import Tensor
 
 import torch_moe_mps
@@ -55,23 +55,6 @@ def kernels_of(simulated, check) -> list[tuple[int, set[str]]]:
 
 def size_of(call) -> int:
     return sum(value.numel() for value in call.arguments.values() if isinstance(value, Tensor))
-
-
-def broken(name: str):
-    """Runs everything but one kernel: what it would write gets bytes of ones, which are NaN or -1."""
-    from simulator import shaderlib
-
-    def run(dispatch) -> None:
-        kernel = dispatch.kernel.contents
-        if kernel.name.decode() != name:
-            shaderlib.execute(dispatch)
-            return
-        for argument in kernel.arguments[: kernel.argument_count]:
-            binding = dispatch.buffers[argument.index]
-            if argument.writable:
-                ctypes.memset(binding.data, 0xFF, binding.size)
-
-    return run
 
 
 def plain(subjects) -> list:

@@ -1,5 +1,6 @@
-"""Kernels with a fault: a text of a shader is another one."""
+"""Kernels with a fault: a text of a shader is another one, or what they write is nonsense."""
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,5 +23,22 @@ def with_fault(text: str, wrong: str) -> Callable:
         copy = shaderlib.Dispatch.from_buffer_copy(dispatch)
         copy.kernel = type(copy.kernel)(broken[path][kernel.name.decode()])
         unchecked(copy)
+
+    return run
+
+
+def broken(name: str) -> Callable:
+    """Runs everything but one kernel: what it would write gets bytes of ones, which are NaN or -1."""
+    from simulator import shaderlib
+
+    def run(dispatch) -> None:
+        kernel = dispatch.kernel.contents
+        if kernel.name.decode() != name:
+            shaderlib.execute(dispatch)
+            return
+        for argument in kernel.arguments[: kernel.argument_count]:
+            binding = dispatch.buffers[argument.index]
+            if argument.writable:
+                ctypes.memset(binding.data, 0xFF, binding.size)
 
     return run

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from .._faults import raise_fault
+from ..macs import is_known
 from ..ops import OPERATORS
 from ..ops._formats import MLX_MODES, Format
 from ..selfcheck import large, probe, tensor_units, tuner
@@ -66,6 +67,11 @@ def run(options: argparse.Namespace) -> int:
         print(f"The process before stopped in: {step}")
     about = report["machine"]
     print(f"{about['gpu']}, macOS {about['macos'] or 'none'}, torch {about['torch']}")
+    if not is_known(about["gpu"]):
+        print(
+            f"{about['gpu']} is newer than this release: kernels are planned by its family, for "
+            f"{about['cores_planned_for']} cores with {about['registers_planned_for']} registers a thread"
+        )
 
     def save(phase: str, findings: list[Finding]) -> None:
         report["phases"].append(phase)
@@ -126,6 +132,9 @@ def check_all(
     save("model", findings)
     units = check_tensor_units(dtypes, formats)
     findings += units.faults.values()
+    of_units = pipelines(units.libraries)
+    findings += [Finding(kernel, "was not compared") for kernel in never_launched(of_units)]
+    report["kernels"] += of_units
     count = (
         f"{len(units.libraries)} of {len(units.libraries) + len(units.faults)} libraries agree with the CPU"
     )

@@ -4,6 +4,7 @@
 #import <Metal/Metal.h>
 
 #include <atomic>
+#include <tuple>
 
 #include "metal/function.h"
 
@@ -29,9 +30,9 @@ int64_t registers_of_this_gpu() {
   }
 }
 
-void plan_for(int64_t of_cores, int64_t of_registers) {
-  cores = of_cores;
-  registers = of_registers;
+// Returns what held before.
+std::tuple<int64_t, int64_t> plan_for(int64_t of_cores, int64_t of_registers) {
+  return {cores.exchange(of_cores), registers.exchange(of_registers)};
 }
 
 }  // namespace
@@ -51,5 +52,6 @@ int64_t gpu_registers() {
 }  // namespace moe_mps
 
 MOE_FUNCTION("_gpu_cores() -> int", gpu_cores)
+MOE_FUNCTION("_gpu_registers() -> int", gpu_registers)
 // Plans for a GPU with so many cores, and registers a thread; 0 means those of this machine's GPU.
-MOE_FUNCTION("_plan_for(int cores, int registers=0) -> ()", plan_for)
+MOE_FUNCTION("_plan_for(int cores, int registers=0) -> (int, int)", plan_for)

@@ -7,7 +7,7 @@ heads. Its calls have few and many tokens, and plans for few and many cores.
 import functools
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ TYPED_BY = {
 }
 # One, few, and for products in tiles of 8 and of 32 pairs of an expert.
 TOKENS = (1, 12, 40, 56)
+MOST_REGISTERS = 128  # of a thread, on any GPU
 # Heads of every kernel, for `torch-moe-mps check`.
 HEADS = {
     "attention": (HEAD, (64, 64), (128, 128), (256, 256), (576, 512)),
@@ -203,6 +204,10 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
                 wider = 1 if name not in LINEARS else max(1, 256 // max(32, format.multiple))
                 for tokens in (T, TOKENS[-2]):
                     yield sample(tokens=tokens, wider=wider)
+        if name in LINEARS:
+            # Tiles that a GPU with fewer registers never takes: `check` shows that every kernel is right.
+            with planned_for(0, MOST_REGISTERS):
+                yield sample(tokens=TOKENS[-2])
 
 
 def _chosen(arguments: dict[str, Any], odd: Sample) -> Iterator[dict[str, Any]]:
@@ -226,8 +231,14 @@ def _both_ways(arguments: dict[str, Any], width: int, odd: Sample) -> Iterator[d
         yield arguments | {"x": columns[:1, :tokens], "tail": None, "transposed": False}
 
 
-def planned_for(cores: int) -> AbstractContextManager[None]:
-    return setting("_plan_for", cores, 0)
+@contextmanager
+def planned_for(cores: int, registers: int = 0) -> Iterator[None]:
+    """Inside the block, plans are for a GPU with so many cores, and registers a thread; 0: this GPU's."""
+    before = torch.ops.moe_mps._plan_for(cores, registers)
+    try:
+        yield
+    finally:
+        torch.ops.moe_mps._plan_for(*before)
 
 
 def _without_tensor_units() -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ import json
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +22,23 @@ LINKER = ("xcrun", "-sdk", "macosx", "metallib")
 LANGUAGE = ("-std=metal3.1", "-mmacosx-version-min={}.{}".format(*MACOS))
 LANGUAGE_WITH_TENSORS = ("-std=metal4.0",)
 SDK_WITH_TENSORS = 26
+
+
+class Generation(NamedTuple):
+    """GPUs of one architecture, as metal-tt names it, and of one family of Metal's, Apple7 to Apple10."""
+
+    architecture: str
+    family: int
+
+
 GENERATIONS = {
-    "M1": "applegpu_g13s",
-    "M2": "applegpu_g14s",
-    "M3": "applegpu_g15s",
-    "M4": "applegpu_g16s",
-    "M5": "applegpu_g17s",
+    "M1": Generation("applegpu_g13s", 7),
+    "M2": Generation("applegpu_g14s", 8),
+    "M3": Generation("applegpu_g15s", 9),
+    "M4": Generation("applegpu_g16s", 9),
+    "M5": Generation("applegpu_g17s", 10),
 }
-TENSOR_UNITS = ("M5",)  # the generations that have them
+TENSOR_FAMILY = 10  # the first one with tensor units
 BACK_END = ("xcrun", "metal-tt")
 SECTION = b"__GPU_METADATA"
 THREADS = 384  # asked for where a kernel declares no bound: the least that the compiler may allow
@@ -164,12 +173,7 @@ def compiled(kernel: str, threads: int, library: Path, architecture: str) -> Use
         return use_of(target.read_bytes())
 
 
-def of_library(
-    source: Path,
-    has_tensors: bool,
-    kernels: Mapping[str, int],
-    generations: Sequence[str] = tuple(GENERATIONS),
-) -> dict[str, dict[str, Any]]:
+def of_library(source: Path, has_tensors: bool, kernels: Mapping[str, int]) -> dict[str, dict[str, Any]]:
     """{kernel: {generation: its registers and spills, or the error}} of a Metal source, compiled beside it.
 
     Args:
@@ -183,9 +187,11 @@ def of_library(
     table: dict[str, dict[str, Any]] = {}
     for kernel, threads in kernels.items():
         table[kernel] = row = {}
-        for generation in TENSOR_UNITS if has_tensors else generations:
+        for generation, (architecture, family) in GENERATIONS.items():
+            if has_tensors and family < TENSOR_FAMILY:
+                continue
             try:
-                row[generation] = compiled(kernel, threads, library, GENERATIONS[generation])._asdict()
+                row[generation] = compiled(kernel, threads, library, architecture)._asdict()
             except (OSError, ValueError) as error:
                 row[generation] = {"error": str(error)}
     return table

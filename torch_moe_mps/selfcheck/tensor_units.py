@@ -17,7 +17,7 @@ from ..macs import macos
 from ..ops._formats import Format
 from ..ops._sample import FORMAT, E
 from ..ops._samples import sample_arguments
-from .calls import DTYPES, FORMATS, Call
+from .calls import DTYPES, FORMATS, Call, planned_for
 from .compare import Finding
 from .machine import COMMAND, where
 from .once import CallsToCheck, first_failures
@@ -147,15 +147,14 @@ def calls(library: str) -> Iterator[Call]:
         ("moe_experts", "expert_mm") if format is None else ("moe_experts_quantized", "linear_quantized")
     )
     torch.ops.moe_mps._allow_tensor_units(library, True)
-    torch.ops.moe_mps._plan_for(1)
     try:
-        for operator in operators:
-            for tokens, wider in LINEAR if operator == "linear_quantized" else EXPERTS:
-                sizes = {"format": format or FORMAT, "tokens": tokens, "wider": wider}
-                arguments = sample_arguments(operator, "cpu", dtype, **sizes)
-                if "ids" in arguments:
-                    arguments["ids"][-1], arguments["x"][-1] = E, torch.nan
-                yield Call(operator, dtype, arguments, f"{weights} on tensor units")
+        with planned_for(1):
+            for operator in operators:
+                for tokens, wider in LINEAR if operator == "linear_quantized" else EXPERTS:
+                    sizes = {"format": format or FORMAT, "tokens": tokens, "wider": wider}
+                    arguments = sample_arguments(operator, "cpu", dtype, **sizes)
+                    if "ids" in arguments:
+                        arguments["ids"][-1], arguments["x"][-1] = E, torch.nan
+                    yield Call(operator, dtype, arguments, f"{weights} on tensor units")
     finally:
-        torch.ops.moe_mps._plan_for(0)
         torch.ops.moe_mps._allow_tensor_units(library, False)

@@ -59,11 +59,11 @@ int simulator::macos() {
   maximize_concurrent_compilation = maximize;
 }
 - (BOOL)supportsFamily:(MTLGPUFamily)family {
-  const auto is = [name = [[self name] UTF8String]](const char* chip) {
-    return std::strstr(name, chip) != nullptr;
-  };
-  if (is("M5")) return family <= MTLGPUFamilyApple10;
-  return family <= (is("M3") || is("M4") ? MTLGPUFamilyApple9 : MTLGPUFamilyApple8);
+  const char* chip = std::strstr([[self name] UTF8String], "Apple M");
+  const int generation = chip == nullptr ? 2 : std::atoi(chip + std::strlen("Apple M"));
+  if (generation >= 5) return family <= MTLGPUFamilyApple10;
+  if (generation >= 3) return family <= MTLGPUFamilyApple9;
+  return family <= (generation == 2 ? MTLGPUFamilyApple8 : MTLGPUFamilyApple7);
 }
 - (BOOL)respondsToSelector:(SEL)selector {
   if (sel_isEqual(selector, @selector(newTensorWithDescriptor:error:))) return simulator::macos() >= 26;
