@@ -1,68 +1,24 @@
 """The engine: jobs join, end and are cancelled while others go on."""
 
-import functools
 import itertools
 import threading
 
 import pytest
 import torch
 from support import tiny_models
+from support.jobs import Asked, ids_of, model_of, run
 from support.models import eager
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import LogitsProcessor
 
 import torch_moe_mps
 from torch_moe_mps.serving import batch as batch_module
 from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.engine import Engine
-from torch_moe_mps.serving.job import Job
 from torch_moe_mps.serving.prompts import Prompts
 from torch_moe_mps.transformers.caches import growing
 from torch_moe_mps.transformers.caches.rows import capacity
 
 MEMORY = 1 << 30
-
-
-@functools.cache
-def model_of(architecture: str = "qwen3_moe"):
-    model = eager(tiny_models.tiny_model(architecture))
-    torch_moe_mps.accelerate(model)
-    return model
-
-
-def ids_of(number: int, length: int) -> torch.Tensor:
-    return torch.randint(2, 90, (1, length), generator=torch.Generator().manual_seed(number))
-
-
-class Asked:
-    """A job, and what came of it."""
-
-    def __init__(self, ids: torch.Tensor, new: int, until=lambda token: False, **settings):
-        self.tokens, self.reasons, self.read = [], [], []
-        self.done, self.until = threading.Event(), until
-        config = GenerationConfig(max_new_tokens=new, eos_token_id=None, pad_token_id=0)
-        self.config = config
-        self.job = Job({"input_ids": ids}, config, self.take, self.end, self.progress, **settings)
-
-    def take(self, token):
-        self.tokens.append(token)
-        return self.until(token)
-
-    def end(self, reason):
-        self.reasons.append(reason)
-        self.done.set()
-
-    def progress(self, read, of):
-        self.read.append((read, of))
-
-    def expected(self, model) -> list[int]:
-        ids = self.job.inputs["input_ids"]
-        return model.generate(ids, generation_config=self.config)[0, ids.shape[1] :].tolist()
-
-
-def run(batch: Batch, *asked: Asked) -> None:
-    batch.waiting.extend(each.job for each in asked)
-    while batch.has_work:
-        batch.step()
 
 
 def test_an_error_ends_one_job():

@@ -179,6 +179,16 @@ class Answer:
         self.ended = time.monotonic()
         if not self.tokens:
             self.first = self.ended
+        try:
+            self._add_rest(reason)
+            self.reason = reason
+        except Exception as error:
+            self.reason = error
+        finally:
+            self._show(None)
+
+    def _add_rest(self, reason: Reason | Exception) -> None:
+        """Hands out what was held back."""
         self._add(self._cut.rest())
         if self._parser is not None:
             self._take(self._parser.finalize()[1])
@@ -186,8 +196,6 @@ class Answer:
             self._hand_out(Piece("text", self._blanks, self._taken()))
         if self._entries:
             self._hand_out(Piece("text", "", self._taken()))
-        self.reason = reason
-        self._show(None)
 
     def _add(self, text: str) -> None:
         if text and self._parser is not None:

@@ -5,7 +5,8 @@ import inspect
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from .._faults import raise_fault, synchronize
+from .._text import first_line
 from ..transformers.basics.wide_logits import wide_logits
 from ..transformers.caches.cache import hands_cache_on
 from ..transformers.caches.prompt_cache import new_cache, reads_whole
@@ -26,6 +28,7 @@ from .generating import Generating, can_be_kept, images_of
 from .job import Job, Reason, prompt_length
 from .one_by_one import generate_alone
 from .prompts import AT_ONCE, Images, Kept, Prompts, is_marked, mark, pauses
+from .ranges import check_job
 from .stand_in import turned, turning
 
 logger = logging.getLogger(__name__)
@@ -68,6 +71,10 @@ class Batch:
     A model whose cache has no rows that come and go generates as many answers, each in a call of its own.
     Beams, and models with a `generate` of their own, run by that, one at a time; the others go on between its
     tokens.
+
+    A row is an island: what raises in the settings, the prompt, the draw, the functions or the end of one
+    answer ends that answer, with the error as its reason. A fault of the GPU ends all that have begun, and
+    so does what raises in a step of several.
 
     Args:
         prompts: keeps what was computed; None keeps nothing.
@@ -126,8 +133,15 @@ class Batch:
 
         One that `generate` must generate is generated to its end, and the steps of the others come between.
         """
-        self._end_cancelled()
         try:
+            self._advance()
+        except torch.AcceleratorError as fault:
+            self._end_all(fault)
+
+    def _advance(self) -> None:
+        """A step. Raises: torch.AcceleratorError."""
+        try:
+            self._end_cancelled()
             self._read()
             started = time.perf_counter()
             if self.answers:
@@ -136,6 +150,8 @@ class Batch:
                 self._step_alone(answer)
             if self.answers or self.alone:
                 self._step_seconds = time.perf_counter() - started
+        except torch.AcceleratorError:
+            raise
         except Exception as error:  # what is computed may be wrong for all
             self._end_all(error)
 
@@ -146,7 +162,7 @@ class Batch:
         if self._reading is not None:
             self._stop_reading(reason)
         while self.waiting:
-            self.waiting.popleft().on_end(reason)
+            self.waiting.popleft().end(reason)
 
     def _end_all(self, error: Exception) -> None:
         """Ends all answers that have begun; their caches may be wrong."""
@@ -154,7 +170,7 @@ class Batch:
         self.answers, self.alone, self._reading = [], [], None
         self._rows, self._chosen = Rows(self.model), None
         for answer in begun:
-            answer.job.on_end(error)
+            answer.job.end(error)
 
     def _end_cancelled(self) -> None:
         for answer in [item for item in (*self.answers, *self.alone) if item.job.is_cancelled]:
@@ -163,33 +179,58 @@ class Batch:
             self._stop_reading("cancelled")
         for job in [job for job in self.waiting if job.is_cancelled]:
             self.waiting.remove(job)
-            job.on_end("cancelled")
+            job.end("cancelled")
 
     # Prompts
 
     def _read(self) -> None:
         if self._reading is None and (job := self._next_job()) is not None:
             self.waiting.remove(job)
-            try:
+            with self._island(job):
                 reason = reason_for_generate(self.model, job.config)
-                if reason is not None:
-                    job.on_end(self._generate(job, reason))
-                else:
+                if reason is None:
                     self._reading = self._begin(job)
-            except Exception as error:  # of its settings or its inputs
-                job.on_end(error)
-        if self._reading is not None:
-            self._read_piece(self._reading)
+                else:
+                    job.end(self._generate(job, reason))
+        if (answer := self._reading) is None:
+            return
+        logits = None
+        with self._island(answer.job):
+            logits = self._read_piece(answer)
+        if logits is not None:
+            self._settle()  # of all: it is no island's
+            with self._island(answer.job):
+                self._join(answer)
+        if logits is not None and self._reading is not None:
+            self._reading = None
+            self._take(answer, *choose([answer.chooser], logits).read())
+
+    @contextmanager
+    def _island(self, job: Job) -> Iterator[None]:
+        """Block for one job that is not among the rows: what raises there ends that job, and no other."""
+        try:
+            yield
+        except Exception as error:
+            if self._reading is not None and self._reading.job is job:
+                self._reading = None
+            job.end(error)
+            if isinstance(error, torch.AcceleratorError):
+                raise
 
     def _next_job(self) -> Job | None:
         """The first that waits and may begin, if there is room for it: `generate` generates one at a time."""
-        jobs = (
-            job
-            for job in self.waiting
-            if not self._generates or reason_for_generate(self.model, job.config) is None
-        )
-        job = next(jobs, None)
-        return job if job is not None and self._has_room(prompt_length(job.inputs)) else None
+        for job in [*self.waiting]:
+            try:
+                check_job(self.model, job)
+                if self._generates and reason_for_generate(self.model, job.config) is not None:
+                    continue
+                length = prompt_length(job.inputs)
+            except Exception as error:
+                self.waiting.remove(job)
+                job.end(error)
+                continue
+            return job if self._has_room(length) else None
+        return None
 
     def _generate(self, job: Job, reason: str) -> Reason:
         """Generates a job by the model's `generate`, with a step of the others between its tokens."""
@@ -197,7 +238,7 @@ class Batch:
 
         def ends() -> bool:
             if goes_on := self._take_jobs():
-                self.step()
+                self._advance()  # a fault ends this one, too
             return job.is_cancelled or not goes_on
 
         def began(cached: int, read: int) -> None:
@@ -257,10 +298,11 @@ class Batch:
         whole = cache is None or reads_whole(self.model) or (images is not None and kept.images is None)
         ends = [] if whole else pauses(kept, ids.shape[1])
         chooser = Chooser(self.model, job)
-        job.on_progress(len(kept.ids), ids.shape[1])
+        job.tell(len(kept.ids), ids.shape[1])
         return _Answer(job, chooser, kept, is_kept, [*ends, ids.shape[1]], whole, images)
 
-    def _read_piece(self, answer: _Answer) -> None:
+    def _read_piece(self, answer: _Answer) -> Tensor | None:
+        """Reads a piece of a prompt. Returns: the logits [1, V] behind its end."""
         ids, kept = answer.prompt, answer.kept
         start, prompt = len(kept.ids), ids.shape[1]
         end = next(end for end in answer.ends if end > start)
@@ -286,10 +328,8 @@ class Batch:
         if self.answers or self.alone or end == prompt:
             synchronize(self.model.device)
             self._token_seconds = (time.perf_counter() - started) / (end - start)
-        answer.job.on_progress(end, prompt)
-        if end == prompt:
-            self._reading = None
-            self._begin_tokens(answer, out.logits[:, -1])
+        answer.job.tell(end, prompt)
+        return out.logits[:, -1] if end == prompt else None
 
     def _called(self, cache: Any, **inputs: Any) -> Any:
         with wide_logits():  # the choosers widen them
@@ -306,11 +346,11 @@ class Batch:
         answer, self._reading = self._reading, None
         assert answer is not None
         self._keep(answer)
-        answer.job.on_end(reason)
+        answer.job.end(reason)
 
-    def _begin_tokens(self, answer: _Answer, logits: Tensor) -> None:
+    def _join(self, answer: _Answer) -> None:
+        """Lets an answer whose prompt is read go on beside the others."""
         self._keep(answer)
-        self._settle()
         cache = answer.kept.cache
         if cache is not None:
             held = sum(LayerState(layer).memory() for layer in cache.layers)
@@ -322,7 +362,6 @@ class Batch:
             self._say_alone(str(error))
             answer.kept = self._copied(answer)
             self.alone.append(answer)
-        self._take(answer, *choose([answer.chooser], logits).read())
 
     def _copied(self, answer: _Answer) -> Kept:
         """Copy of a kept prompt, with which an answer that is generated alone goes on."""
@@ -391,7 +430,7 @@ class Batch:
             return
         answer.tokens.append(token)
         try:
-            is_complete = answer.job.on_token(token)
+            is_complete = answer.job.take(token)
         except Exception as error:  # of whoever takes the tokens
             self._end(answer, error)
             return
@@ -412,7 +451,9 @@ class Batch:
             row = self.answers.index(answer)
             computed = answer.tokens[: self._rows.lengths[row] - answer.prompt.shape[1]]
             if is_kept and computed:
-                cache = self._rows.alone(row)
+                with self._is_optional():
+                    cache = None
+                    cache = self._rows.alone(row)
             self._rows.leave(row)
             if self._chosen is not None:
                 self._chosen.leave(row)
@@ -422,12 +463,24 @@ class Batch:
             ids = torch.cat((answer.prompt[0], answer.prompt.new_tensor(computed)))
             answer.kept = replace(answer.kept, ids=ids, cache=cache)
             self._keep(answer)
-        answer.job.on_end(reason)
+        answer.job.end(reason)
 
     def _keep(self, answer: _Answer) -> None:
         is_whole = isinstance(answer.kept.cache, DynamicCache) and len(answer.kept.ids) > 0
         if self.prompts is not None and answer.is_kept and is_whole:
-            self.prompts.put(answer.kept)
+            with self._is_optional():
+                self.prompts.put(answer.kept)
+
+    @contextmanager
+    def _is_optional(self) -> Iterator[None]:
+        """Block that keeps a prompt: where that fails, answers are as they are."""
+        try:
+            yield
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            line = first_line(error) or type(error).__name__
+            logger.warning("torch_moe_mps: a prompt is not kept: %s", line)
 
 
 def reason_for_generate(model: PreTrainedModel, config: GenerationConfig) -> str | None:

@@ -12,7 +12,7 @@ from ..ops._checks import ACTIVATION_DTYPES
 from ..ops.sampling import MAX_VOCABULARY, sample_
 from ..transformers.basics.self_check_state import refused
 from ..transformers.modules.sampling import OPERATOR, Sampling
-from .job import Job
+from .job import Job, as_errors
 from .stand_in import in_order
 
 _NO_DISTRIBUTION = (
@@ -53,12 +53,22 @@ class Chooser:
         self.ends = {*end} if isinstance(end, (list, tuple)) else {end}
         length = config.max_new_tokens
         self.most = int(config.max_length - ids.shape[1] if length is None else length)
-        # Of a job with processors of its own: its prompt and its answer, [1, T], on the device.
-        self.ids = ids.to(device) if self.sampling.others else None
+        # Its prompt and its answer for processors, [1, T], on the device: a copy, which they may change.
+        self.ids = ids.to(device, copy=True) if self.sampling.others else None
 
-    def processed(self, logits: Tensor) -> Tensor:
-        """The logits [1, V] behind the processors that are not of the draw."""
-        return self.sampling.others(self.ids, logits.float())
+    def processed(self, logits: Tensor) -> Tensor | None:
+        """The logits [1, V] behind the processors that are not of the draw; None where there are none.
+
+        Raises: ValueError where these are no logits.
+        """
+        if not self.sampling.others:
+            return None
+        with as_errors():
+            scores = self.sampling.others(self.ids, logits.float())
+        got, expected = _place_of(scores), _place_of(logits)
+        if got != expected:
+            raise ValueError(f"torch_moe_mps: processors of logits must return {expected}, got {got}")
+        return scores.float()
 
     def take(self, token: Tensor) -> None:
         """Notes a token [1] of the answer, on the device, for the processors."""
@@ -115,6 +125,11 @@ class Chosen:
         return [read[row] for row in self.rows]
 
 
+def _place_of(value: Any) -> str:
+    """Shape and device of a tensor; the type of anything else."""
+    return f"{[*value.shape]} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def _begun_copy(tensor: Tensor) -> Tensor:
     """A copy for the host, which is there behind the next event."""
     if tensor.device.type == "cpu":
@@ -125,22 +140,30 @@ def _begun_copy(tensor: Tensor) -> Tensor:
 def choose(choosers: Sequence[Chooser], logits: Tensor) -> Chosen:
     """The next token of each row, from logits [B, V] of the model."""
     kinds: dict[Any, list[int]] = {}
-    rows, errors = {}, dict[int, Exception]()
+    rows, errors = dict[int, Tensor | None](), dict[int, Exception]()
     for row, chooser in enumerate(choosers):
         try:
-            rows[row] = chooser.processed(logits[row : row + 1]) if chooser.sampling.others else None
+            rows[row] = chooser.processed(logits[row : row + 1])
+        except torch.AcceleratorError:
+            raise
         except Exception as error:  # of a processor: it is this row's
             errors[row], rows[row] = error, logits[row : row + 1].float()
         kinds.setdefault((rows[row] is None, chooser.kind), []).append(row)
     made = []
     for (is_plain, _), of_kind in kinds.items():
         if not is_plain:
-            scores = torch.cat([rows[row] for row in of_kind])  # type: ignore[misc]  # they have processors
+            scores = torch.cat([rows[row] for row in of_kind])  # type: ignore[misc]  # none is None
         elif len(of_kind) == len(choosers):
             scores = logits
         else:
             scores = logits[of_kind]
-        made.append(_of_kind([choosers[row] for row in of_kind], scores))
+        try:
+            made.append(_of_kind([choosers[row] for row in of_kind], scores))
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # of their settings, which are the same
+            errors |= {row: error for row in of_kind if row not in errors}
+            made.append((torch.zeros(len(of_kind), dtype=torch.int64, device=logits.device), None))
     tokens, invalid = made[0]
     if len(made) > 1:
         order = [row for of_kind in kinds.values() for row in of_kind]
@@ -170,6 +193,7 @@ def _of_kind(choosers: list[Chooser], scores: Tensor) -> tuple[Tensor, Tensor | 
     arguments = None if OPERATOR in refused() else sampling.arguments()
     takes = scores.shape[1] <= MAX_VOCABULARY and scores.dtype in ACTIVATION_DTYPES
     if arguments is not None and takes:
-        return sample_(scores, draws, invalid, **dict(arguments), otherwise=sampling.end), invalid
+        end = sampling.otherwise(scores)
+        return sample_(scores, draws, invalid, **dict(arguments), otherwise=end), invalid
     shares = sampling.known(None, scores.float()).softmax(-1)
     return (shares / draws).argmax(-1), shares.isnan().any(-1).int()

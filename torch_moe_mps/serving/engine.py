@@ -55,7 +55,7 @@ class Engine(OnDevice):
                 self._submitted += 1
                 self._work.put(take)
         if is_late:
-            job.on_end("cancelled")
+            job.end("cancelled")
 
     def prompts_held(self) -> tuple[int, int]:
         kept = [] if self._batch.prompts is None else [*self._batch.prompts.kept]

@@ -1,20 +1,36 @@
 """Jobs: the server's side of whatever generates. A `Generator` takes them from any thread."""
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 
+from .._text import first_line
+
+logger = logging.getLogger(__name__)
 Reason = Literal["stop", "length", "cancelled"]
 T = TypeVar("T")
 
 
 def _no_progress(read: int, of: int) -> None:
     """Takes no notice of a prompt's progress."""
+
+
+@contextmanager
+def as_errors() -> Iterator[None]:
+    """Block with somebody's own function, in which SystemExit is an error as any other: it ends no thread."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"moe_mps: a function of an answer raised {error!r}") from error
 
 
 @dataclass(eq=False)
@@ -27,9 +43,11 @@ class Job:
         config: `max_new_tokens`, the tokens that end an answer, and how tokens are chosen; no stop strings,
             which `on_token` looks for.
         on_token: takes the tokens of the answer one by one, the token that ends it included. Returns:
-            whether the answer is complete; no token follows then. What it raises ends the job.
+            whether the answer is complete; no token follows then. What it raises ends the job, as what
+            `on_progress` and the processors raise.
         on_end: called once, behind the last token, with the reason: "stop" for a token that ends answers and
             for a complete answer, "length" where `max_new_tokens` were generated, "cancelled", or the error.
+            What it raises is logged.
         on_progress: takes how many tokens of the prompt are read, kept ones included, and how many it has.
         seed: of the drawn tokens; None leaves them to chance.
         processors: of this job's logits, such as the mask of a grammar. Their `input_ids` are the prompt with
@@ -57,6 +75,25 @@ class Job:
     @property
     def is_cancelled(self) -> bool:
         return self._cancelled.is_set()
+
+    def tell(self, read: int, of: int) -> None:
+        """Hands the progress of its prompt out."""
+        with as_errors():
+            self.on_progress(read, of)
+
+    def take(self, token: int) -> bool:
+        """Hands a token out. Returns: whether the answer is complete."""
+        with as_errors():
+            return bool(self.on_token(token))
+
+    def end(self, reason: Reason | Exception) -> None:
+        """Tells why it has ended."""
+        try:
+            with as_errors():
+                self.on_end(reason)
+        except Exception as error:
+            kind = type(error).__name__
+            logger.error("moe_mps: on_end of an answer raised %s: %s", kind, first_line(error))
 
 
 class Generator(Protocol):

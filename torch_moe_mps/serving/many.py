@@ -10,9 +10,10 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from .batch import Batch
-from .job import Job, Reason
+from .job import Job, Reason, as_errors
 from .memory import MOST_ROWS, free_memory
 from .prompts import Prompts
+from .ranges import check_job
 
 _NAME = "moe_mps::generate_batch"
 _SHARE_OF_PROMPTS = 4  # the part of free memory that keeps prompts, so that others may begin with them
@@ -74,9 +75,9 @@ def generate_batch(
             answer = _Answer(config, tokenizer, streamers[number], bar.update)
             config.stop_strings = None  # the answer looks for them
             own = [*(processors[number] or ())]
-            batch.waiting.append(
-                Job({"input_ids": ids}, config, answer.take, answer.end, seed=seeds[number], processors=own)
-            )
+            job = Job({"input_ids": ids}, config, answer.take, answer.end, seed=seeds[number], processors=own)
+            check_job(model, job)
+            batch.waiting.append(job)
             answers.append(answer)
         while batch.has_work:
             batch.step()
@@ -114,7 +115,11 @@ class _Answer:
         if isinstance(reason, Exception):
             self.error = reason
         elif self._streamer is not None:
-            self._streamer.end()
+            try:
+                with as_errors():
+                    self._streamer.end()
+            except Exception as error:
+                self.error = error
         self._count()
 
 

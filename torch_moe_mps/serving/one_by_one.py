@@ -37,7 +37,7 @@ class OneByOne(OnDevice):
                 self._work.put(lambda: self._begin(job))
         if is_late:
             self.waiting -= 1
-            job.on_end("cancelled")
+            job.end("cancelled")
 
     def prompts_held(self) -> tuple[int, int]:
         prompts = None if self._answering is None else self._answering.prompts
@@ -70,7 +70,7 @@ class OneByOne(OnDevice):
         except Exception as error:
             reason = error
         self.active -= 1
-        job.on_end(reason)
+        job.end(reason)
 
     def _generate(self, job: Job) -> Reason:
         assert self._answering is not None
@@ -99,7 +99,7 @@ def generate_alone(
         if not told:
             told, job.cached_tokens = True, read
             began(read, of - read)
-        job.on_progress(read, of)
+        job.tell(read, of)
 
     if job.seed is not None:
         torch.manual_seed(job.seed)
@@ -152,7 +152,7 @@ class _Tokens:
             if self.ended or self.count >= self.most:
                 return
             self.count += 1
-            self.is_complete = self._job.on_token(token) or token in self._last
+            self.is_complete = self._job.take(token) or token in self._last
 
     def end(self) -> None:
         """The job is told by the thread."""

@@ -5,6 +5,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from .job import Job
+
 Check = tuple[Callable[[Any], bool], str]  # whether a value can be so, and what it must be
 LARGEST = 1e6  # number that any dtype of logits bears as a factor or a divisor, with all that follows from it
 MOST = (1 << 63) - 1  # that an operator can count
@@ -73,6 +75,11 @@ def tokens(vocabulary: int) -> Check:
     return all_fit, expected
 
 
+def vocabulary_of(model: Any) -> int:
+    """How many tokens a model knows."""
+    return int(model.config.get_text_config().vocab_size)
+
+
 def check_settings(config: GenerationConfig, own: GenerationConfig, vocabulary: int) -> None:
     """Checks settings before an answer begins.
 
@@ -87,6 +94,12 @@ def check_settings(config: GenerationConfig, own: GenerationConfig, vocabulary: 
     ends = config.eos_token_id
     if ends != own.eos_token_id:
         _check("eos_token_id", tokens(vocabulary), ends)
+
+
+def check_job(model: Any, job: Job) -> None:
+    """Checks what a job of a model is asked with. Raises: ValueError."""
+    check_settings(job.config, model.generation_config, vocabulary_of(model))
+    check_seed(job.seed)
 
 
 def check_seed(seed: Any) -> None:

@@ -22,6 +22,7 @@ from .job import Generator, Job, Reason, prompt_length
 from .logprobs import Logprobs
 from .media import SECONDS, Media, decoded
 from .penalties import Penalties
+from .ranges import check_settings, vocabulary_of
 from .request import Chat, Refused, Request, Tool, unsupported, wrong
 from .structured import Grammars
 from .tools import Parser, family_of, grammar
@@ -188,7 +189,7 @@ class Served:
                 raise Refused(line, field, "invalid_value") from None
 
     def _of_ids(self, ids: Any, field: str) -> dict[str, Any]:
-        vocabulary = self.model.config.get_text_config().vocab_size
+        vocabulary = vocabulary_of(self.model)
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
             raise wrong(field, f"of tokens below {vocabulary}", int(ids.max()))
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -267,12 +268,16 @@ class Served:
             config = settings_of_answer(self.model, request.settings, rest, request.most, request.config)
         except (TypeError, ValueError, AttributeError) as error:
             raise wrong("generation_config", "of settings that exist", first_line(error)) from None
+        try:
+            check_settings(config, self.model.generation_config, vocabulary_of(self.model))
+        except ValueError as error:
+            raise Refused(f"'generation_config': {error}.", "generation_config", "invalid_value") from None
         if (config.num_return_sequences or 1) > 1:
             raise wrong(
                 "generation_config", "of num_return_sequences 1 (see 'n')", config.num_return_sequences
             )
         config.stop_strings = None
-        vocabulary = self.model.config.get_text_config().vocab_size
+        vocabulary = vocabulary_of(self.model)
         for tokens in config.sequence_bias or ():
             if tokens[0] >= vocabulary:
                 raise wrong("logit_bias", f"of tokens below {vocabulary}", tokens[0])
@@ -296,7 +301,7 @@ class Served:
             self._check_alone(field)
             if (prepared.config.num_beams or 1) > 1:
                 raise wrong("generation_config", f"of num_beams 1 with '{field}'", prepared.config.num_beams)
-            vocabulary = self.model.config.get_text_config().vocab_size
+            vocabulary = vocabulary_of(self.model)
             made.append(self._grammars.mask(self.tokenizer, prepared.config, vocabulary, form, field))
         logprobs = None
         if request.logprobs is not None:

@@ -92,11 +92,23 @@ class Rows:
             cache: of the conversation alone, one row without padding.
             moved: how far positions are from the number of tokens, where images take fewer or more.
 
-        Raises: NotJoinable; the rows are as they were then.
+        Raises: NotJoinable, or whatever ends it midway; the rows are as they were then.
         """
         if self._refused is not None:
             raise NotJoinable(self._refused)
         _check(cache)
+        held = [] if self.cache is None else [LayerState(layer) for layer in self.cache.layers]
+        before, values = {**vars(self)}, [state.values() for state in held]
+        self.lengths, self._moved = [*self.lengths], [*self._moved]
+        try:
+            self._join(cache, moved)
+        except BaseException:
+            vars(self).update(before)
+            for state, value in zip(held, values, strict=True):
+                state.replace(value)
+            raise
+
+    def _join(self, cache: DynamicCache, moved: int) -> None:
         length = cache.get_seq_length()
         if self.cache is None:
             self.cache = copy_of_cache(cache, [_copied(layer) for layer in cache.layers])

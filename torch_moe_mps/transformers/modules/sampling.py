@@ -85,8 +85,11 @@ class Sampling:
         draws = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_()
         if self._invalid is None:
             self._invalid = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
-        end = self.end if 0 <= self.end < logits.shape[1] else 0
-        return sample_(logits, draws, self._invalid, **dict(arguments), otherwise=end)
+        return sample_(logits, draws, self._invalid, **dict(arguments), otherwise=self.otherwise(logits))
+
+    def otherwise(self, logits: Tensor) -> int:
+        """The token for rows of logits [B, V] without a distribution: an end, where the vocabulary has it."""
+        return self.end if 0 <= self.end < logits.shape[1] else 0
 
     def arguments(self) -> tuple[tuple[str, Any], ...] | None:
         """Arguments of `sample_` for the known processors; None where it does not take them."""

@@ -1,0 +1,216 @@
+"""A row is an island: what raises in one answer ends that answer, and those beside it are as alone."""
+
+import functools
+
+import pytest
+import torch
+from support.jobs import Asked, ids_of, model_of, run
+from transformers import LogitsProcessor
+from transformers.generation import TopKLogitsWarper
+
+from torch_moe_mps.serving.batch import Batch
+from torch_moe_mps.serving.generating import Generating
+from torch_moe_mps.serving.one_by_one import OneByOne
+from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.transformers.caches import growing, rows
+
+MEMORY = 1 << 30
+
+
+@functools.cache
+def alone(number: int, length: int, new: int) -> list[int]:
+    return Asked(ids_of(number, length), new).expected(model_of())
+
+
+class Process(LogitsProcessor):
+    """Does something with the logits behind some tokens."""
+
+    def __init__(self, does, behind: int = 0):
+        self.does, self.behind = does, behind
+
+    def __call__(self, ids, scores):
+        return self.does(ids, scores) if ids.shape[1] >= self.behind else scores
+
+
+def _raise(error):
+    raise error
+
+
+def _settings(**values):
+    def change(asked):
+        for name, value in values.items():
+            setattr(asked.config, name, value)
+
+    return change
+
+
+def _processors(*made):
+    return lambda asked: asked.job.processors.extend(made)
+
+
+def _function(name, does):
+    return lambda asked: setattr(asked.job, name, does)
+
+
+# {what is wrong with a job: how it becomes so}
+WRONG = {
+    **{
+        f"{name} {value}"[:40]: _settings(do_sample=True, **{name: value})
+        for name, value in [
+            ("top_k", 10**30),
+            ("top_k", 1 << 63),
+            ("temperature", 1e300),
+            ("temperature", float("inf")),
+            ("eos_token_id", [500, -7]),
+            ("eos_token_id", 2.5),
+            ("eos_token_id", "a"),
+            ("num_beams", "two"),
+            ("bad_words_ids", "a"),
+            ("max_new_tokens", "a"),
+        ]
+    },
+    "seed": _function("seed", 1 << 80),
+    "no prompt": _function("inputs", {}),
+    "a token beyond the vocabulary": _function("inputs", {"input_ids": torch.tensor([[5, 10**6]])}),
+    "progress": _function("on_progress", lambda read, of: _raise(KeyError("mine"))),
+    "progress later": _function("on_progress", lambda read, of: read and _raise(KeyError("mine"))),
+    "token": _function("on_token", lambda token: _raise(KeyError("mine"))),
+    "token exits": _function("on_token", lambda token: _raise(SystemExit(3))),
+    "no truth": _function("on_token", lambda token: torch.zeros(2)),
+    "processor exits": _processors(Process(lambda ids, scores: _raise(SystemExit(3)), 8)),
+    "wide scores": _processors(Process(lambda ids, scores: torch.cat((scores, scores), 1), 8)),
+    "scores of two": _processors(Process(lambda ids, scores: scores[[0, 0]], 8)),
+    "scores of a list": _processors(Process(lambda ids, scores: scores.tolist(), 8)),
+    "another k": lambda asked: (
+        _settings(do_sample=True, top_k=0)(asked),
+        _processors(TopKLogitsWarper(1 << 70))(asked),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_raises_in_one_row_ends_that_row(what):
+    """Beside two others, one of which has processors, too; the next job is generated."""
+    bad = Asked(ids_of(2, 6), 6)
+    WRONG[what](bad)
+    plain = Asked(ids_of(1, 5), 9)
+    masked = Asked(ids_of(3, 4), 9, processors=[Process(lambda ids, scores: scores)])
+    late = Asked(ids_of(1, 5), 9)
+    batch = Batch(model_of(), Prompts(MEMORY), 3)
+    run(batch, plain, bad, masked, late)
+    assert len(bad.reasons) == 1 and isinstance(bad.reasons[0], Exception), bad.reasons
+    for number, length, each in ((1, 5, plain), (3, 4, masked), (1, 5, late)):
+        assert (each.reasons, each.tokens) == (["length"], alone(number, length, 9))
+
+
+def test_scores_of_another_dtype_and_tokens_that_a_processor_changes():
+    """float64 changes no other row's draw; a prompt is kept for what was computed."""
+
+    def spoils(ids, scores):
+        ids.fill_(7)
+        return scores.double()
+
+    def drawn(*processors):
+        asked = Asked(ids_of(1, 5), 9, seed=5, processors=list(processors))
+        _settings(do_sample=True, top_k=0, temperature=2.0)(asked)
+        return asked
+
+    expected, victim, bad = drawn(), drawn(Process(lambda ids, scores: scores)), drawn(Process(spoils))
+    run(Batch(model_of(), None, 1), expected)
+    prompts = Prompts(MEMORY)
+    batch = Batch(model_of(), prompts, 2)
+    run(batch, victim, bad)
+    assert victim.tokens == expected.tokens == bad.tokens
+    same = Asked(torch.full((1, 6), 7), 6)
+    run(batch, same)
+    assert same.tokens == same.expected(model_of())
+
+
+@pytest.mark.parametrize("ends", ["length", "stop", "cancelled"])
+def test_an_end_that_raises_ends_no_other(ends):
+    bad, good = Asked(ids_of(2, 6), 3), Asked(ids_of(1, 5), 9)
+    bad.until = lambda token: ends == "stop" or (ends == "cancelled" and bad.job.cancel())
+    bad.job.on_end = lambda reason: bad.reasons.append(reason) or _raise(SystemExit("mine"))
+    run(Batch(model_of(), None, 3), bad, good)
+    assert bad.reasons == [ends] and good.tokens == alone(1, 5, 9)
+
+
+@pytest.mark.parametrize("name", ["_rows.alone", "prompts.put"])
+def test_an_answer_whose_prompt_cannot_be_kept_is_whole(name, monkeypatch):
+    bad, good = Asked(ids_of(2, 6), 3), Asked(ids_of(1, 5), 9)
+    batch = Batch(model_of(), Prompts(MEMORY), 3)
+    where, attribute = name.split(".")
+
+    def fails(*arguments):
+        if len(bad.tokens) == 3:
+            raise MemoryError(name)
+
+    run_own = getattr(getattr(batch, where), attribute)
+    monkeypatch.setattr(
+        getattr(batch, where), attribute, lambda *given: fails() or run_own(*given), raising=True
+    )
+    run(batch, bad, good)
+    assert bad.reasons == good.reasons == ["length"]
+    assert bad.tokens == alone(2, 6, 3) and good.tokens == alone(1, 5, 9)
+
+
+@pytest.mark.parametrize(
+    ("home", "part", "number"),
+    [(rows, "_join", 1), (rows, "_count", 0), (growing, "view_of", 2), (rows.Rows, "_changed", 0)],
+)
+def test_a_row_that_cannot_join_leaves_the_others_as_they_were(home, part, number, monkeypatch):
+    """At the first layer, at another, and behind all."""
+    bad, good, late = Asked(ids_of(2, 16), 5), Asked(ids_of(1, 5), 9), Asked(ids_of(3, 30), 5)
+    batch, own, left = Batch(model_of(), None, 3), getattr(home, part), [number]
+    batch.waiting.append(good.job)
+    batch.step()
+    own_join = batch._rows.join
+
+    def fails(*given):
+        left[0] -= 1
+        if left[0] == -1:
+            raise MemoryError(part)
+        return own(*given)
+
+    def join(*given):
+        with monkeypatch.context() as broken:
+            broken.setattr(home, part, fails)
+            own_join(*given)
+
+    monkeypatch.setattr(batch._rows, "join", join)
+    run(batch, bad, late)
+    assert left[0] < 0 and isinstance(bad.reasons[0], MemoryError)
+    assert good.tokens == alone(1, 5, 9) and late.tokens == alone(3, 30, 5)
+
+
+def test_a_fault_of_the_gpu_ends_all():
+    """Wherever it is seen: by a processor, and by one that `generate` generates, beside others or alone."""
+    fault = torch.AcceleratorError("GPU Timeout Error")
+
+    def fails(ids, scores):
+        raise fault
+
+    for settings in ({}, {"num_beams": 2}):
+        bad, good, late = Asked(ids_of(2, 6), 6), Asked(ids_of(1, 5), 20), Asked(ids_of(1, 5), 9)
+        _settings(**settings)(bad)
+        bad.job.processors.append(Process(fails, 8))
+        batch = Batch(model_of(), None, 2)
+        run(batch, good, bad)
+        assert good.reasons == bad.reasons == [fault]
+        run(batch, late)
+        assert late.tokens == alone(1, 5, 9)
+    beams, good = Asked(ids_of(2, 6), 12), Asked(ids_of(1, 5), 20)
+    _settings(num_beams=2)(beams)
+    good.job.processors.append(Process(fails, 8))
+    run(Batch(model_of(), None, 2), good, beams)
+    assert good.reasons == beams.reasons == [fault]
+
+
+def test_one_by_one_an_end_that_raises_ends_no_thread():
+    one = OneByOne(Generating(model_of()))
+    bad, good = Asked(ids_of(2, 6), 3), Asked(ids_of(1, 5), 9)
+    bad.job.on_end = lambda reason: _raise(SystemExit("mine"))
+    for each in (bad, good):
+        one.submit(each.job)
+    assert good.done.wait(60) and good.tokens == alone(1, 5, 9)
+    one.close()

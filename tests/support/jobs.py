@@ -1,0 +1,59 @@
+"""Jobs for a batch and an engine, and what came of them."""
+
+import functools
+import threading
+
+import torch
+from transformers import GenerationConfig
+
+import torch_moe_mps
+from support import tiny_models
+from support.models import eager
+from torch_moe_mps.serving.batch import Batch
+from torch_moe_mps.serving.job import Job
+
+
+@functools.cache
+def model_of(architecture: str = "qwen3_moe"):
+    model = eager(tiny_models.tiny_model(architecture))
+    torch_moe_mps.accelerate(model)
+    return model
+
+
+def ids_of(number: int, length: int) -> torch.Tensor:
+    return torch.randint(2, 90, (1, length), generator=torch.Generator().manual_seed(number))
+
+
+class Asked:
+    """A job, and what came of it."""
+
+    def __init__(self, ids: torch.Tensor, new: int, until=lambda token: False, **settings):
+        self.tokens, self.reasons, self.read = [], [], []
+        self.done, self.until = threading.Event(), until
+        config = GenerationConfig(max_new_tokens=new, eos_token_id=None, pad_token_id=0)
+        self.config = config
+        self.job = Job({"input_ids": ids}, config, self.take, self.end, self.progress, **settings)
+
+    def take(self, token):
+        self.tokens.append(token)
+        return self.until(token)
+
+    def end(self, reason):
+        self.reasons.append(reason)
+        self.done.set()
+
+    def progress(self, read, of):
+        self.read.append((read, of))
+
+    def expected(self, model) -> list[int]:
+        ids = self.job.inputs["input_ids"]
+        return model.generate(ids, generation_config=self.config)[0, ids.shape[1] :].tolist()
+
+
+def run(batch: Batch, *asked: Asked) -> None:
+    batch.waiting.extend(each.job for each in asked)
+    for _ in range(10_000):
+        if not batch.has_work:
+            return
+        batch.step()
+    raise AssertionError("jobs are left that never end")
