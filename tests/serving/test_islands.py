@@ -1,6 +1,7 @@
 """A row is an island: what raises in one answer ends that answer, and those beside it are as alone."""
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import LogitsProcessor
 from transformers.generation import TopKLogitsWarper
 
 from torch_moe_mps.serving.batch import Batch
+from torch_moe_mps.serving.engine import Engine
 from torch_moe_mps.serving.generating import Generating
 from torch_moe_mps.serving.one_by_one import OneByOne
 from torch_moe_mps.serving.prompts import Prompts
@@ -213,4 +215,57 @@ def test_one_by_one_an_end_that_raises_ends_no_thread():
     for each in (bad, good):
         one.submit(each.job)
     assert good.done.wait(60) and good.tokens == alone(1, 5, 9)
+    one.close()
+
+
+@pytest.mark.parametrize("at", ["_end_cancelled", "_end_all"])
+def test_the_thread_of_an_engine_outlives_an_error_or_says_why_it_died(at, monkeypatch):
+    """Nobody waits for ever: what is generated, what waits and what comes later end with the reason."""
+    engine = Engine(model_of(), Prompts(MEMORY), 1)
+    jobs = [Asked(ids_of(n, 5), 10**6) for n in (1, 2)]
+    futures = []
+    began = threading.Event()
+    jobs[0].until = lambda token: began.set()
+
+    def fails(*given):
+        raise MemoryError("of the host")
+
+    engine.submit(jobs[0].job)
+    assert began.wait(60)
+    engine.submit(jobs[1].job)
+
+    def break_it():
+        monkeypatch.setattr(engine._batch, at, fails)
+        if at == "_end_all":
+            monkeypatch.setattr(engine._batch, "_step", fails)
+        futures.append(engine.run(lambda: 5))
+
+    engine.run(break_it).result(60)
+    assert all(each.done.wait(60) for each in jobs[: 1 if at == "_end_cancelled" else 2])
+    if at == "_end_cancelled":
+        monkeypatch.undo()
+        assert isinstance(jobs[0].reasons[0], MemoryError) and engine.death is None
+        jobs[1].job.cancel()
+        assert jobs[1].done.wait(60) and futures[0].result(60) == 5
+        engine.close()
+        return
+    late = Asked(ids_of(3, 5), 3)
+    engine._thread.join(60)
+    engine.submit(late.job)
+    for each in (*jobs, late):
+        assert [str(reason) for reason in each.reasons] == [str(engine.death)], each.reasons
+    assert "MemoryError: of the host" in str(engine.death)
+    assert engine.run(lambda: 5).exception(60) is engine.death
+    assert futures[0].exception(60) in (None, engine.death)
+    engine.close()
+
+
+def test_one_by_one_a_thread_that_dies_says_why():
+    one = OneByOne(Generating(model_of()))
+    job, late = Asked(ids_of(1, 5), 9), Asked(ids_of(1, 5), 9)
+    job.job.on_progress = lambda read, of: setattr(one, "active", "many")
+    for each in (job, late):
+        one.submit(each.job)
+    assert job.done.wait(60) and late.done.wait(60)
+    assert job.reasons == [one.death] == late.reasons
     one.close()

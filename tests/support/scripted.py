@@ -49,7 +49,7 @@ class Scripted:
         jobs, prompts: what was asked for.
     """
 
-    most = 1
+    most, death = 1, None
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer

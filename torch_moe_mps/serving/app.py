@@ -27,6 +27,7 @@ from .._text import first_line
 from .answer import Item
 from .chat import ChatCompletions
 from .completions import Completions
+from .device import Died
 from .embeddings import EMBEDDINGS, RERANK, Texts
 from .guard import REQUEST, Guard
 from .messages import Messages, anthropic_error
@@ -220,6 +221,8 @@ class Server:
         generator = self.served.generator
         load = "full" if generator.waiting else "busy" if generator.active else "ready"
         rows = {"active": generator.active, "waiting": generator.waiting, "most": generator.most}
+        if (death := generator.death) is not None:
+            return JSONResponse({"status": "died", "reason": first_line(death), **rows}, status_code=503)
         return JSONResponse({"status": "ok", "load": load, **rows})
 
     async def _models(self, asked: Asked) -> Response:
@@ -351,6 +354,8 @@ def refused_by(error: Exception) -> Refused:
         return error
     if isinstance(error, HTTPException):
         return Refused(str(error.detail), None, None, error.status_code)
+    if isinstance(error, Died):
+        return Refused(first_line(error), None, "died", 503)
     if isinstance(error, ClientDisconnect):
         return Refused("The client has left.", None, None, 499)
     log.error("%s %s: %s", REQUEST.get(), type(error).__name__, first_line(error), exc_info=error)

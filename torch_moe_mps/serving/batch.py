@@ -108,7 +108,7 @@ class Batch:
         self.answers: list[_Answer] = []
         self.alone: list[_Answer] = []
         self.read_tokens = self.cached_tokens = 0
-        self._take_jobs, self._generates = take, False  # whether `generate` generates a job
+        self._take_jobs, self._generated = take, list[Job]()  # by `generate`, which generates one at a time
         self._reasons = set[str]()  # that were said why answers are not generated together
         self._reading: _Answer | None = None
         self._rows = Rows(model)
@@ -121,11 +121,20 @@ class Batch:
 
     @property
     def active(self) -> int:
-        return len(self.answers) + len(self.alone) + (self._reading is not None) + self._generates
+        return len(self.answers) + len(self.alone) + (self._reading is not None) + len(self._generated)
 
     @property
     def has_work(self) -> bool:
         return bool(self.active or self.waiting)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All that have not ended."""
+        return [*(answer.job for answer in self._begun), *self._generated, *self.waiting]
+
+    @property
+    def _begun(self) -> list[_Answer]:
+        return [*self.answers, *self.alone, *([] if self._reading is None else [self._reading])]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -166,7 +175,7 @@ class Batch:
 
     def _end_all(self, error: Exception) -> None:
         """Ends all answers that have begun; their caches may be wrong."""
-        begun = [*self.answers, *self.alone, *([] if self._reading is None else [self._reading])]
+        begun = self._begun
         self.answers, self.alone, self._reading = [], [], None
         self._rows, self._chosen = Rows(self.model), None
         for answer in begun:
@@ -222,7 +231,7 @@ class Batch:
         for job in [*self.waiting]:
             try:
                 check_job(self.model, job)
-                if self._generates and reason_for_generate(self.model, job.config) is not None:
+                if self._generated and reason_for_generate(self.model, job.config) is not None:
                     continue
                 length = prompt_length(job.inputs)
             except Exception as error:
@@ -245,11 +254,11 @@ class Batch:
             self.cached_tokens += cached
             self.read_tokens += read
 
-        self._generates = True
+        self._generated.append(job)
         try:
             return generate_alone(self._answering, job, ends, began)
         finally:
-            self._generates = False
+            self._generated.remove(job)
 
     @functools.cached_property
     def _answering(self) -> Generating:

@@ -57,17 +57,13 @@ class Texts:
                 raise wrong("encoding_format", "float or base64", body["encoding_format"])
             self.ids = [self._tokens(value) for value in _inputs(body.get("input"))]
         for ids in self.ids:
+            served.check_tokens(ids, field)
             if not 0 < len(ids) <= served.context:
                 message = f"A text must have from 1 to {served.context} tokens, got {len(ids)}."
                 raise Refused(message, field, "context_length_exceeded")
 
     def _tokens(self, value: str | list[int]) -> list[int]:
-        if isinstance(value, str):
-            return [*self.encoder.tokenizer(value)["input_ids"]]
-        vocabulary = self.served.model.config.get_text_config().vocab_size
-        if not all(0 <= token < vocabulary for token in value):
-            raise wrong("input", f"of tokens below {vocabulary}", value)
-        return value
+        return [*self.encoder.tokenizer(value)["input_ids"]] if isinstance(value, str) else value
 
     def compute(self) -> Tensor:
         """On the thread of the device."""

@@ -4,7 +4,7 @@ import queue
 from typing import Any
 
 from .batch import Batch
-from .device import OnDevice
+from .device import OnDevice, Work
 from .job import Job
 from .prompts import Prompts
 
@@ -53,9 +53,9 @@ class Engine(OnDevice):
             is_late = self._closed
             if not is_late:
                 self._submitted += 1
-                self._work.put(take)
+                self._work.put(Work(take, job.end))
         if is_late:
-            job.end("cancelled")
+            job.end(self.death or "cancelled")
 
     def prompts_held(self) -> tuple[int, int]:
         kept = [] if self._batch.prompts is None else [*self._batch.prompts.kept]
@@ -74,6 +74,9 @@ class Engine(OnDevice):
         if self._batch.prompts is not None:
             self._batch.prompts.write(self._batch.model)
 
+    def _jobs(self) -> list[Job]:
+        return self._batch.jobs
+
     def _take_work(self) -> bool:
         """Does what was asked for; waits where there is nothing to generate. Returns: whether to go on."""
         while not self._closed:
@@ -82,11 +85,11 @@ class Engine(OnDevice):
             except queue.Empty:
                 return True
             if work is not None:
-                work()
+                work.do()
         while True:  # what came before the end
             try:
                 work = self._work.get_nowait()
             except queue.Empty:
                 return False
             if work is not None:
-                work()
+                work.do()

@@ -19,13 +19,13 @@ from ..transformers.caches.cache import hands_cache_on
 from ..transformers.caches.prompt_cache import new_cache, reads_whole
 from ..transformers.upstream.calls import cache_argument
 from .prompts import Images, Kept, Prompts, is_marked, mark, pauses
+from .ranges import placeholders_of
 from .speculation import Speculation
 from .stand_in import call_generate, turned, turning
 
 _OF_TEXT = ("token_type_ids", "mm_token_type_ids")  # all zeros where there is only text
-# Inputs that are images or sound, and what a config calls the ids of the tokens that stand for them.
+# Inputs that are images or sound.
 _IMAGES = re.compile("pixel_|image_|video_|audio_|input_features")
-_THEIR_TOKENS = re.compile("(image|video|audio)_token_(id|index)")
 
 
 class Generating(Beside):
@@ -167,8 +167,7 @@ def images_of(model: Any, given: dict[str, Any]) -> Images | None:
     for name, value in result.items():
         digest.update(f"{name} {value.dtype} {[*value.shape]}".encode())
         digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    ids, config = given["input_ids"][0].tolist(), vars(model.config)
-    tokens = {config[name] for name in config if _THEIR_TOKENS.fullmatch(name)}
+    ids, tokens = given["input_ids"][0].tolist(), placeholders_of(model)
     where = [position for position, token in enumerate(ids) if token in tokens]
     return Images(digest.hexdigest(), *((where[0], where[-1] + 1) if where else (0, len(ids))))
 

@@ -105,9 +105,13 @@ class Generator(Protocol):
         waiting: jobs that were submitted and have not begun.
         read_tokens: of all prompts so far that were computed.
         cached_tokens: of all prompts so far that were kept and not computed again.
+        death: why it generates nothing any more: its thread has ended by an error; None while it lives.
     """
 
     most: int
+
+    @property
+    def death(self) -> Exception | None: ...
 
     @property
     def active(self) -> int: ...
@@ -122,7 +126,9 @@ class Generator(Protocol):
     def cached_tokens(self) -> int: ...
 
     def submit(self, job: Job) -> None:
-        """Takes a job and returns at once. A job that comes behind `close` ends as cancelled."""
+        """Takes a job and returns at once. A job that comes behind `close` ends as cancelled, and behind the
+        death by that.
+        """
 
     def run(self, function: Callable[[], T]) -> "Future[T]":
         """Calls a function on the thread of the device, between two steps."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .device import OnDevice
+from .device import OnDevice, Work
 from .generating import Generating
 from .job import Job, Reason, prompt_length
 from .speculation import print_counts
@@ -27,6 +27,7 @@ class OneByOne(OnDevice):
         super().__init__()
         self._answering = answering
         self.active = self.waiting = self.read_tokens = self.cached_tokens = 0
+        self._current: Job | None = None
         self._thread.start()
 
     def submit(self, job: Job) -> None:
@@ -34,10 +35,10 @@ class OneByOne(OnDevice):
             self.waiting += 1
             is_late = self._closed
             if not is_late:
-                self._work.put(lambda: self._begin(job))
+                self._work.put(Work(lambda: self._begin(job), job.end))
         if is_late:
             self.waiting -= 1
-            job.end("cancelled")
+            job.end(self.death or "cancelled")
 
     def prompts_held(self) -> tuple[int, int]:
         prompts = None if self._answering is None else self._answering.prompts
@@ -54,7 +55,7 @@ class OneByOne(OnDevice):
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            work()
+            work.do()
         if self._answering is not None:
             self._answering.write()
             print_counts(self._answering.speculation)
@@ -63,6 +64,7 @@ class OneByOne(OnDevice):
         with self._lock:
             self.waiting -= 1
             self.active += 1
+        self._current = job
         try:
             reason: Reason | Exception = "cancelled"
             if not (job.is_cancelled or self._closed):
@@ -70,7 +72,11 @@ class OneByOne(OnDevice):
         except Exception as error:
             reason = error
         self.active -= 1
+        self._current = None
         job.end(reason)
+
+    def _jobs(self) -> list[Job]:
+        return [] if self._current is None else [self._current]
 
     def _generate(self, job: Job) -> Reason:
         assert self._answering is not None

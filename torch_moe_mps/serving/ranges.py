@@ -1,8 +1,10 @@
 """Ranges of the settings of an answer, for jobs and protocols alike: none lets in what another refuses."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
 from transformers import GenerationConfig
 
 from .job import Job
@@ -28,6 +30,7 @@ def integer(low: int, high: int = MOST) -> Check:
     return lambda value: type(value) is int and low <= value <= high, f"an integer from {low} to {high}"
 
 
+_PLACEHOLDER = re.compile("(image|video|audio)_token_(id|index)")  # names in a config
 SEED = integer(-MOST - 1)  # of a torch.Generator
 # {setting of a GenerationConfig: its range, where it is not None}.
 SETTINGS: dict[str, Check] = {
@@ -80,6 +83,22 @@ def vocabulary_of(model: Any) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
+def placeholders_of(model: Any) -> set[int]:
+    """Tokens that stand for images or sound, which need not be of the vocabulary."""
+    config = vars(model.config)
+    return {value for name, value in config.items() if _PLACEHOLDER.fullmatch(name) and type(value) is int}
+
+
+def unknown_token(model: Any, ids: Tensor | Sequence[int]) -> int | None:
+    """The first token of a prompt that a model does not know: a GPU would read whatever lies there."""
+    most = vocabulary_of(model)
+    if isinstance(ids, Tensor):
+        ids = ids[(ids < 0) | (ids >= most)].tolist()
+    beyond = [token for token in ids if not 0 <= token < most]
+    known = placeholders_of(model) if beyond else ()
+    return next((token for token in beyond if token not in known), None)
+
+
 def check_settings(config: GenerationConfig, own: GenerationConfig, vocabulary: int) -> None:
     """Checks settings before an answer begins.
 
@@ -98,6 +117,9 @@ def check_settings(config: GenerationConfig, own: GenerationConfig, vocabulary: 
 
 def check_job(model: Any, job: Job) -> None:
     """Checks what a job of a model is asked with. Raises: ValueError."""
+    if (token := unknown_token(model, job.inputs["input_ids"])) is not None:
+        most = vocabulary_of(model) - 1
+        raise ValueError(f"torch_moe_mps: prompts must be of tokens from 0 to {most}, got {token}")
     check_settings(job.config, model.generation_config, vocabulary_of(model))
     check_seed(job.seed)
 

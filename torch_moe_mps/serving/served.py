@@ -22,7 +22,7 @@ from .job import Generator, Job, Reason, prompt_length
 from .logprobs import Logprobs
 from .media import SECONDS, Media, decoded
 from .penalties import Penalties
-from .ranges import check_settings, vocabulary_of
+from .ranges import check_settings, unknown_token, vocabulary_of
 from .request import Chat, Refused, Request, Tool, unsupported, wrong
 from .structured import Grammars
 from .tools import Parser, family_of, grammar
@@ -166,12 +166,19 @@ class Served:
         return Prepared(inputs, config, text)
 
     def _inputs(self, prompt: Chat | str | list[int], field: str) -> dict[str, Any]:
-        if isinstance(prompt, list):
-            return self._of_ids(torch.tensor([prompt], dtype=torch.long).view(1, -1), field)
-        if isinstance(prompt, str):
-            return self._of_ids(self.tokenizer(prompt, return_tensors="pt")["input_ids"].long(), field)
-        inputs: dict[str, Any] = self._of_chat(prompt, field)
-        return inputs
+        if isinstance(prompt, Chat):
+            inputs: dict[str, Any] = self._of_chat(prompt, field)
+            self.check_tokens(inputs["input_ids"], field)
+            return inputs
+        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        self.check_tokens(ids, field)
+        made = torch.tensor([ids], dtype=torch.long)
+        return {"input_ids": made, "attention_mask": torch.ones_like(made)}
+
+    def check_tokens(self, ids: Any, field: str) -> None:
+        """Raises: Refused for tokens that the model does not know."""
+        if (token := unknown_token(self.model, ids)) is not None:
+            raise wrong(field, f"of tokens below {vocabulary_of(self.model)}", token)
 
     def _of_chat(self, prompt: Any, field: str, tokenize: bool = True) -> Any:
         messages = self._with_media(prompt.messages)
@@ -187,12 +194,6 @@ class Served:
             except Exception:
                 line = f"The chat template refuses the messages: {type(error).__name__}: {first_line(error)}"
                 raise Refused(line, field, "invalid_value") from None
-
-    def _of_ids(self, ids: Any, field: str) -> dict[str, Any]:
-        vocabulary = vocabulary_of(self.model)
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-            raise wrong(field, f"of tokens below {vocabulary}", int(ids.max()))
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def _templated(self, prompt: Chat, messages: list[dict[str, Any]], tokenize: bool = True) -> Any:
         """The inputs of the model, or the text that they are made of."""
