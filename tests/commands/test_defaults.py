@@ -9,6 +9,7 @@ import transformers
 from support.serving import client_of, said
 from tokenizers import processors
 
+import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.serving.defaults import choice
 
@@ -21,9 +22,9 @@ def expected(folder, prompt: str) -> str:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     said = json.loads((folder / "generation_config.json").read_text())
-    config = transformers.GenerationConfig(
-        max_new_tokens=said.get("max_new_tokens", 256 - ids.shape[1]), eos_token_id=95, pad_token_id=95
-    )
+    lengths = {name: said[name] for name in ("max_new_tokens", "max_length") if name in said}
+    lengths = lengths or {"max_length": 256}
+    config = transformers.GenerationConfig(**lengths, eos_token_id=95, pad_token_id=95)
     made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     return tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
 
@@ -50,11 +51,14 @@ def begins_with_a_token(folder) -> None:
 
 
 @pytest.mark.slow("a model answers in four ways")
-@pytest.mark.parametrize("case", ["says nothing", "neutral values", "says a length", "without a template"])
+@pytest.mark.parametrize(
+    "case", ["says nothing", "neutral values", "says a length", "counts the prompt", "without a template"]
+)
 def test_one_question_has_one_answer(case, printable, tmp_path, capsys, monkeypatch):
     settings = {
         "says nothing": {},
         "neutral values": {"min_p": 0.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 20},
+        "counts the prompt": {"max_length": 40},
     }.get(case, {"max_new_tokens": 9})
     folder = changed(printable, tmp_path / "model", **settings)
     if case == "without a template":
@@ -79,6 +83,11 @@ def test_one_question_has_one_answer(case, printable, tmp_path, capsys, monkeypa
     with client_of(folder) as client:
         answer = client.chat.completions.create(model=str(folder), messages=said(QUESTION))
     assert answer.choices[0].message.content == text
+    if settings:  # else it is of 20 tokens, as by generate()
+        model = torch_moe_mps.from_pretrained(str(folder))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        (tokens,) = torch_moe_mps.generate_batch(model, [QUESTION], tokenizer=tokenizer, progress=False)
+        assert tokenizer.decode(tokens, skip_special_tokens=True) == text
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from support import tiny_models
 from support.checkpoints import tokenizer_of
 from support.models import eager
 from support.sweep import in_sweep
+from tokenizers import decoders
 from transformers import GenerationConfig, LogitsProcessor
 
 import torch_moe_mps
@@ -126,6 +127,55 @@ def test_texts_and_stop_strings():
         model, texts, config(8, stop_strings=[stop]), tokenizer=tokenizer, progress=False
     )
     assert torch.equal(found[1], whole[1][:4])
+
+
+@functools.cache
+def own_of(architecture: str = "qwen3_moe"):
+    return eager(tiny_models.tiny_model(architecture))
+
+
+@pytest.mark.slow("ten answers of generate(), most of 20 tokens")
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+def test_an_answer_is_as_long_as_that_of_generate():
+    """Also where the model's positions end."""
+    settings = [
+        *[None] * 4,
+        GenerationConfig(pad_token_id=0),
+        GenerationConfig(max_length=29, pad_token_id=0),  # which counts the prompt
+        GenerationConfig(max_length=70, max_new_tokens=3, pad_token_id=0),
+        GenerationConfig(max_length=29, forced_eos_token_id=5, pad_token_id=0),
+        GenerationConfig(forced_eos_token_id=[5], pad_token_id=0),
+        GenerationConfig(max_new_tokens=9, max_time=1e-9, pad_token_id=0),
+    ]
+    many = [torch.arange(length) % 90 + 2 for length in (5, 25, 60, 250, *[25] * 6)]
+    found = torch_moe_mps.generate_batch(model_of(), many, settings, progress=False)
+    for ids, answer, own in zip(many, found, settings, strict=True):
+        assert torch.equal(answer, alone(own_of(), ids, generation_config=own))
+
+
+def test_a_prompt_that_is_too_long_says_so():
+    for count in (1, 2):
+        settings = GenerationConfig(max_length=9, pad_token_id=0, num_beams=count)
+        with pytest.raises(ValueError, match="Input length of input_ids is 14, but `max_length` is set to 9"):
+            torch_moe_mps.generate_batch(model_of(), [torch.arange(14)], settings, progress=False)
+
+
+def test_a_stop_string_may_begin_in_the_prompt():
+    """And end in the first token, or a later one, or within one; one that the prompt has ends nothing."""
+    tokens = [chr(33 + number) + "~" * (number < 60) for number in range(97)]
+    tokenizer = tokenizer_of(tokens, unk_token="!~")
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    ids = prompts(2)[1]
+    text = tokenizer.decode(torch.cat((ids, alone(own_of(), ids, generation_config=config(8)))))
+    end = len(tokenizer.decode(ids))
+    for start, length in ((-2, 3), (-1, 2), (-1, 1), (-3, 3), (-1, 5), (2, 1), (3, 2), (4, 4)):
+        stop = text[end + start : end + start + length]
+        settings = config(8, stop_strings=[stop])
+        expected = alone(own_of(), ids, generation_config=settings, tokenizer=tokenizer)
+        (found,) = torch_moe_mps.generate_batch(
+            model_of(), [ids], settings, tokenizer=tokenizer, progress=False
+        )
+        assert torch.equal(found, expected)
 
 
 class Only(LogitsProcessor):

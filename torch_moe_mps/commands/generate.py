@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     generating = Generating(model, kept, speculation_of(options, model, folder, device))
     if options.prompts is None:
         with at_ctrl_c(generating.end):
-            config = settings_of_answer(model, asked, limit - lengths[0])
+            config = settings_of_answer(model, asked, lengths[0], limit)
             _stream(generating, reader, inputs[0].to(model.device), {"generation_config": config, **words})
             kept.write(model)
         if generating.has_ended:
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     else:
         for some, batch in zip(batches, inputs, strict=True):
             start = batch["input_ids"].shape[1]
-            config = settings_of_answer(model, asked, limit - start)
+            config = settings_of_answer(model, asked, start, limit)
             given = {**batch.to(model.device), "generation_config": config, **words}
             answers = generating.generate(**given)[:, start:]
             for prompt, answer in zip(some, answers, strict=True):

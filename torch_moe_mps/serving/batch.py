@@ -445,7 +445,7 @@ class Batch:
             return
         if is_complete or token in answer.chooser.ends:
             self._end(answer, "stop")
-        elif len(answer.tokens) >= answer.chooser.most:
+        elif len(answer.tokens) >= answer.chooser.most or answer.chooser.is_late:
             self._end(answer, "length")
 
     def _end(self, answer: _Answer, reason: Reason | Exception) -> None:

@@ -1,12 +1,13 @@
 """The next token of each row of a batch: rows with equal settings are drawn together."""
 
 import copy
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 
 from ..ops._checks import ACTIVATION_DTYPES
 from ..ops.sampling import MAX_VOCABULARY, sample_
@@ -32,11 +33,13 @@ class Chooser:
         generator: of the drawn tokens; None where the job has no seed.
         ends: the tokens that end the answer.
         most: how many tokens the answer may have.
+
+    Raises: ValueError for a prompt as long as `max_length`, which counts it.
     """
 
     def __init__(self, model: Any, job: Job):
         ids = job.inputs["input_ids"]
-        config, _ = model._prepare_generation_config(copy.deepcopy(job.config))
+        config = _completed(model, job.config, ids)
         model._prepare_special_tokens(config, device=model.device)
         processors = model._get_logits_processor(
             generation_config=config,
@@ -51,10 +54,15 @@ class Chooser:
         self.generator = None if job.seed is None else torch.Generator(device).manual_seed(job.seed)
         end = config.eos_token_id
         self.ends = {*end} if isinstance(end, (list, tuple)) else {end}
-        length = config.max_new_tokens
-        self.most = int(config.max_length - ids.shape[1] if length is None else length)
+        self.most = config.max_length - ids.shape[1]
+        self._until = None if config.max_time is None else time.monotonic() + config.max_time
         # Its prompt and its answer for processors, [1, T], on the device: a copy, which they may change.
         self.ids = ids.to(device, copy=True) if self.sampling.others else None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether `max_time` is over, from when the prompt began to be read."""
+        return self._until is not None and time.monotonic() > self._until
 
     def processed(self, logits: Tensor) -> Tensor | None:
         """The logits [1, V] behind the processors that are not of the draw; None where there are none.
@@ -81,6 +89,22 @@ class Chooser:
         if not self.sampling.draws:
             return (False,)
         return True, self.sampling.arguments(), self.sampling.end
+
+
+def _completed(model: Any, config: GenerationConfig, ids: Tensor) -> GenerationConfig:
+    """Settings as `generate` completes them: `max_length` counts the prompt, whatever said how long it is."""
+    is_default = config.max_length is None and model.generation_config.max_length is None
+    config, _ = model._prepare_generation_config(copy.deepcopy(config))
+    config = model._prepare_generated_length(
+        generation_config=config,
+        has_default_max_length=is_default or config.max_new_tokens is not None,  # else it warns of two
+        has_default_min_length=True,
+        model_input_name="input_ids",
+        input_ids_length=ids.shape[1],
+        inputs_tensor=ids,
+    )
+    model._validate_generated_length(config, ids.shape[1], is_default)
+    return config
 
 
 class Chosen:

@@ -1,7 +1,7 @@
 """The settings of an answer: one rule for chat, generate, serve and whatever else answers.
 
 Tokens are chosen as the checkpoint's generation_config says, and greedily where it says nothing. An answer
-may be as long as the checkpoint says, and otherwise as the context goes.
+may be as long as the checkpoint says, by either of its two lengths, and otherwise as the context goes.
 """
 
 import copy
@@ -40,17 +40,27 @@ def choice(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_of_answer(
-    model: Any, asked: Mapping[str, Any], room: int, most: int | None = None, whole: Any = None
+    model: Any,
+    asked: Mapping[str, Any],
+    prompt: int,
+    context: int,
+    most: int | None = None,
+    whole: Any = None,
 ) -> GenerationConfig:
     """The settings of one answer of a model.
 
     Args:
         asked: what `choice` gives; in place of the checkpoint's.
-        room: the tokens that the context has left.
-        most: the tokens of the answer, at most; None leaves that to the settings, and to the room.
+        prompt: tokens in front of the answer.
+        context: the most tokens that the model reads.
+        most: the tokens of the answer, at most; None leaves that to the settings, and to the context.
         whole: all settings {name: value}, in place of the checkpoint's but for the tokens that end an answer.
 
-    Raises: TypeError, ValueError, AttributeError for settings that do not exist.
+    A `max_length`, which counts the prompt, holds where no number of new tokens is said. A checkpoint's that
+    is no longer than the prompt says nothing of the answer.
+
+    Raises: TypeError, ValueError, AttributeError for settings that do not exist, and for a `max_length` in
+        `whole` that leaves no token.
     """
     own = model.generation_config
     config = copy.deepcopy(own) if whole is None else GenerationConfig(**whole)
@@ -59,7 +69,12 @@ def settings_of_answer(
     config.update(**asked)
     if config.eos_token_id is None:
         config.eos_token_id = own.eos_token_id
-    longest = config.max_new_tokens if most is None else most
+    longest, room = config.max_new_tokens if most is None else most, context - prompt
+    if longest is None and config.max_length is not None:
+        longest = config.max_length - prompt
+        if longest < 1 and whole is not None:
+            raise ValueError(f"max_length {config.max_length}, which counts the prompt's {prompt} tokens")
+        longest = longest if longest > 0 else room
     config.max_new_tokens = room if longest is None else max(1, min(longest, room))
     config.max_length = None
     return config

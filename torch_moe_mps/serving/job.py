@@ -46,7 +46,7 @@ class Job:
             whether the answer is complete; no token follows then. What it raises ends the job, as what
             `on_progress` and the processors raise.
         on_end: called once, behind the last token, with the reason: "stop" for a token that ends answers and
-            for a complete answer, "length" where `max_new_tokens` were generated, "cancelled", or the error.
+            for a complete answer, "length" where its length or its time is over, "cancelled", or the error.
             What it raises is logged.
         on_progress: takes how many tokens of the prompt are read, kept ones included, and how many it has.
         seed: of the drawn tokens; None leaves them to chance.

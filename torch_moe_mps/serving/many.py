@@ -40,9 +40,10 @@ def generate_batch(
         model: accelerated; its `generate` is not called. One whose cache has no rows that come and go
             (DeepSeek-V4, MiniMax) generates them in turn, and a line of the log says why.
         prompts: N of them, tokens [T] of integers or [1, T], or texts, for which there must be a tokenizer.
-        generation_config: one for all or N: `max_new_tokens`, the tokens that end an answer, `stop_strings`
-            and how tokens are chosen; None is the model's own. Beams are searched for one prompt at a
-            time, while the others go on. There is one answer for each prompt: no `num_return_sequences`.
+        generation_config: one for all or N: lengths, times, the tokens that end an answer, `stop_strings` and
+            how tokens are chosen; None is the model's own. An answer has at most 20 tokens where neither says
+            a length, as by `generate`. Beams are searched for one prompt at a time, while the others go on.
+            There is one answer for each prompt: no `num_return_sequences`.
         tokenizer: of texts and stop strings.
         seed: of drawn tokens, one for each prompt, or one number, to which prompt n adds n. The numbers drawn
             for an answer with a seed do not depend on what is generated beside it.
@@ -53,8 +54,9 @@ def generate_batch(
     Returns: N tensors of the new tokens [M], on the CPU, in the order of the prompts; with the token that
         ended the answer.
 
-    Raises: ValueError for arguments that do not fit, and a model in a pipeline; what a prompt's processor or
-        streamer raises, and torch.AcceleratorError where the GPU fails.
+    Raises: ValueError for arguments that do not fit, for a prompt as long as `max_length`, which counts it,
+        and for a model in a pipeline; what a prompt's processor or streamer raises, and
+        torch.AcceleratorError where the GPU fails.
     """
     many = len(prompts)
     if isinstance(prompts, (str, Tensor)):
@@ -72,7 +74,8 @@ def generate_batch(
         for number, prompt in enumerate(prompts):
             config = _config(model, configs[number])
             ids = _ids(prompt, number, tokenizer)
-            answer = _Answer(config, tokenizer, streamers[number], bar.update)
+            before = [] if model.config.is_encoder_decoder else ids[0].tolist()
+            answer = _Answer(before, config, tokenizer, streamers[number], bar.update)
             config.stop_strings = None  # the answer looks for them
             own = [*(processors[number] or ())]
             job = Job({"input_ids": ids}, config, answer.take, answer.end, seed=seeds[number], processors=own)
@@ -89,9 +92,20 @@ def generate_batch(
 
 
 class _Answer:
-    """Answer to one prompt, as it grows."""
+    """Answer to one prompt, as it grows.
 
-    def __init__(self, config: GenerationConfig, tokenizer: Any, streamer: Any, count: Callable[[], object]):
+    Args:
+        before: the tokens in front of it, in which a stop string may begin.
+    """
+
+    def __init__(
+        self,
+        before: list[int],
+        config: GenerationConfig,
+        tokenizer: Any,
+        streamer: Any,
+        count: Callable[[], object],
+    ):
         stop = config.stop_strings or []
         if stop and tokenizer is None:
             raise ValueError(f"{_NAME}: tokenizer must be there for stop_strings, got None")
@@ -101,15 +115,22 @@ class _Answer:
         self._stops = [stop] if isinstance(stop, str) else [*stop]
         # A token has an octet at least, so that a stop string lies in so many tokens.
         self._longest = max((len(item.encode()) for item in self._stops), default=0)
+        self._last = before[-self._longest - 1 :]
 
     def take(self, token: int) -> bool:
         self.tokens.append(token)
         if self._streamer is not None:
             self._streamer.put(torch.tensor([token]))
-        if not self._stops:
-            return False
-        end = self._tokenizer.decode(self.tokens[-self._longest - 1 :])
-        return any(stop in end for stop in self._stops)
+        return bool(self._stops) and self._has_ended(token)
+
+    def _has_ended(self, token: int) -> bool:
+        """Whether a stop string ends in this token, wherever it began."""
+        tokens = [*self._last, token]
+        before, after = self._tokenizer.decode(self._last), self._tokenizer.decode(tokens)
+        self._last = tokens[-self._longest - 1 :]
+        pairs = enumerate(zip(before, after, strict=False))
+        known = next((place for place, (old, new) in pairs if old != new), len(before))
+        return any((start := after.rfind(stop)) >= 0 and start + len(stop) > known for stop in self._stops)
 
     def end(self, reason: Reason | Exception) -> None:
         if isinstance(reason, Exception):

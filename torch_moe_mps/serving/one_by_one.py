@@ -1,6 +1,5 @@
 """Jobs by the model's own `generate`: with kept prompts, guessed tokens and beams, and in a pipeline."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -126,9 +125,7 @@ def generate_alone(
         answering.generate(**inputs, **more, ends=ends, progress=progress, streamer=tokens)
     if tokens.is_complete:
         return "stop"
-    if tokens.count >= tokens.most:
-        return "length"
-    return "cancelled" if ends() else "stop"
+    return "cancelled" if ends() else "length"
 
 
 class _Tokens:
@@ -143,8 +140,7 @@ class _Tokens:
         last = job.config.eos_token_id
         self._last = set(last) if isinstance(last, list) else {last}
         self._job, self._is_prompt = job, True
-        self.most = job.config.max_new_tokens or sys.maxsize  # as the model has it, where a job has none
-        self.count, self.is_complete = 0, False
+        self.is_complete = False
 
     @property
     def ended(self) -> bool:
@@ -155,9 +151,8 @@ class _Tokens:
             self._is_prompt = False
             return
         for token in value.reshape(-1).tolist():
-            if self.ended or self.count >= self.most:
+            if self.ended:
                 return
-            self.count += 1
             self.is_complete = self._job.take(token) or token in self._last
 
     def end(self) -> None:

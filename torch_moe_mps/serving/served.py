@@ -264,9 +264,9 @@ class Served:
                 f"This model's maximum context length is {self.context} tokens, and the prompt has {length}."
             )
             raise Refused(message, request.prompt_field, "context_length_exceeded")
-        rest = self.context - length
+        asked, whole = request.settings, request.config
         try:
-            config = settings_of_answer(self.model, request.settings, rest, request.most, request.config)
+            config = settings_of_answer(self.model, asked, length, self.context, request.most, whole)
         except (TypeError, ValueError, AttributeError) as error:
             raise wrong("generation_config", "of settings that exist", first_line(error)) from None
         try:
