@@ -358,27 +358,22 @@ class Batch:
         answer.job.end(reason)
 
     def _join(self, answer: _Answer) -> None:
-        """Lets an answer whose prompt is read go on beside the others."""
-        self._keep(answer)
+        """Lets an answer whose prompt is read go on beside the others.
+
+        Its prompt is kept if it is copied to a row: an answer alone writes behind it, and is kept at its end.
+        """
         cache = answer.kept.cache
         if cache is not None:
             held = sum(LayerState(layer).memory() for layer in cache.layers)
             self._bytes = max(self._bytes, held / len(answer.kept.ids))
         try:
             self._rows.join(cache, answer.moved)
-            self.answers.append(answer)
         except NotJoinable as error:
             self._say_alone(str(error))
-            answer.kept = self._copied(answer)
             self.alone.append(answer)
-
-    def _copied(self, answer: _Answer) -> Kept:
-        """Copy of a kept prompt, with which an answer that is generated alone goes on."""
-        kept = answer.kept
-        if self.prompts is None or kept not in self.prompts.kept:
-            return kept
-        self.prompts.kept.remove(kept)
-        return kept
+            return
+        self.answers.append(answer)
+        self._keep(answer)
 
     # Tokens
 
