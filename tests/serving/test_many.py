@@ -248,6 +248,24 @@ def test_beams_are_searched_one_prompt_at_a_time(caplog):
     assert "beam search is generate()'s" in line
 
 
+@pytest.mark.slow("six answers, of beams")
+def test_numbers_of_a_seed_are_those_of_its_answer():
+    """Of beams, too, which generate() draws: they depend on no neighbour, and leave torch's numbers alone."""
+    model, many = model_of(), prompts(2)
+    beams = config(5, num_beams=3, do_sample=True, temperature=2.0)
+    drawn = config(9, do_sample=True, temperature=2.0)
+    expected = [alone(own_of(), many[0], 4, generation_config=beams)]
+    expected.append(alone(own_of(), many[1], 6, generation_config=drawn))
+    for beside in (6, None):
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        found = torch_moe_mps.generate_batch(model, many, [beams, drawn], seed=[4, beside], progress=False)
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(torch.get_rng_state(), before) == (beside is not None)
+    again = torch_moe_mps.generate_batch(model, many, [beams, drawn], seed=[4, None], progress=False)
+    assert torch.equal(again[0], expected[0]) and not torch.equal(again[1], found[1])
+
+
 BAD = [
     ({"prompts": "a text"}, "prompts must be a list, got a str"),
     ({"prompts": ["a text"]}, r"tokenizer must be there for texts, got None for prompts\[0\]"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from ..transformers.basics.scoped import Seeded
 from ..transformers.capture.exchange import exchange_by
 from ..transformers.upstream.calls import cache_among
 from .peers import PeerError, Peers, as_octets, from_octets, on_the_host
@@ -362,8 +363,8 @@ class Running:
                 self._answer(told["seed"], generation_config=config, **tensors, **told["options"])
 
     def _answer(self, seed: int, **given: Any) -> Any:
-        torch.manual_seed(seed)
-        return (self.answering or self).generate(**given)
+        with Seeded(self.model.device, seed):
+            return (self.answering or self).generate(**given)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError("moe_mps::pipeline: continuous batching must be in one process, got a pipeline")

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..transformers.basics.scoped import Seeded
 from .device import OnDevice, Work
 from .generating import Generating
 from .job import Job, Reason, prompt_length
@@ -106,23 +106,27 @@ def generate_alone(
             began(read, of - read)
         job.tell(read, of)
 
-    if job.seed is not None:
-        torch.manual_seed(job.seed)
     inputs = {name: value.to(model.device) for name, value in job.inputs.items()}
     more: dict[str, Any] = {"generation_config": config}
     if job.processors:
         more["logits_processor"] = job.processors
     if hasattr(model, "has_talker"):  # it would speak, too
         more["generation_mode"] = "text"
-    if hasattr(model, "pipeline"):  # other processes generate the same, and know of no functions
-        progress(0, length)
-        model.generate(**inputs, **more, streamer=tokens)
-    elif (config.num_beams or 1) > 1:  # there is nothing to show before the end
-        result = answering.generate(**inputs, **more, ends=ends, progress=progress)
-        tokens.put(inputs["input_ids"])
-        tokens.put(getattr(result, "sequences", result)[0, length:])
-    else:
-        answering.generate(**inputs, **more, ends=ends, progress=progress, streamer=tokens)
+    with Seeded(model.device, job.seed) as numbers:
+
+        def ends_there() -> bool:
+            with numbers.outside():  # others may draw tokens meanwhile
+                return ends()
+
+        if hasattr(model, "pipeline"):  # other processes generate the same, and know of no functions
+            progress(0, length)
+            model.generate(**inputs, **more, streamer=tokens)
+        elif (config.num_beams or 1) > 1:  # there is nothing to show before the end
+            result = answering.generate(**inputs, **more, ends=ends_there, progress=progress)
+            tokens.put(inputs["input_ids"])
+            tokens.put(getattr(result, "sequences", result)[0, length:])
+        else:
+            answering.generate(**inputs, **more, ends=ends_there, progress=progress, streamer=tokens)
     if tokens.is_complete:
         return "stop"
     return "cancelled" if ends() else "length"

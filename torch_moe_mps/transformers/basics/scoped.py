@@ -1,9 +1,12 @@
-"""Values that context variables have inside of a block."""
+"""Values that context variables have inside of a block, and random numbers."""
 
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 Value = TypeVar("Value")
 
@@ -16,3 +19,49 @@ def having(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
         yield value
     finally:
         variable.reset(token)
+
+
+class Seeded:
+    """Block in which random numbers follow a seed: torch's own on the CPU, and those of a device.
+
+    Behind it they go on as if it had not been.
+
+    Args:
+        seed: None leaves them as they are.
+    """
+
+    def __init__(self, device: torch.device, seed: int | None):
+        self._seed, self._devices = seed, list[Any]()
+        if device.type != "cpu":
+            self._devices.append(torch.get_device_module(device))
+        self._others = list[Tensor]()
+
+    def __enter__(self) -> "Seeded":
+        if self._seed is not None:
+            self._others = self._states()
+            torch.default_generator.manual_seed(self._seed)
+            for device in self._devices:
+                device.manual_seed(self._seed)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._swap()
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Inside this block within the other, random numbers are those of outside of both."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        if self._seed is not None:
+            others, self._others = self._others, self._states()
+            torch.set_rng_state(others[0])
+            for device, state in zip(self._devices, others[1:], strict=True):
+                device.set_rng_state(state)
+
+    def _states(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(device.get_rng_state() for device in self._devices)]
