@@ -5,7 +5,7 @@ import inspect
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +25,9 @@ from ..transformers.upstream.calls import cache_among, cache_argument
 from ..transformers.upstream.generation import GenerationMixin, GenerationMode
 from .choosing import Chooser, Chosen, choose
 from .generating import Generating, can_be_kept, images_of
+from .guesses.guessing import Guessing
+from .guesses.source import Row
+from .guesses.verify import verified
 from .job import Job, Reason, prompt_length
 from .one_by_one import generate_alone
 from .prompts import AT_ONCE, Images, Kept, Prompts, is_marked, mark, pauses
@@ -47,6 +50,7 @@ class _Answer:
         tokens: of the answer, as far as the host has read them.
         moved: how far positions are from the number of tokens, where there are images.
         chosen: the token behind these, if it is generated alone and the host has not read it.
+        row: for which tokens are guessed, if any are.
     """
 
     job: Job
@@ -59,6 +63,7 @@ class _Answer:
     tokens: list[int] = field(default_factory=list)
     moved: int = 0
     chosen: Chosen | None = None
+    row: Row | None = None
 
     @property
     def prompt(self) -> Tensor:
@@ -82,9 +87,11 @@ class Batch:
         memory: bytes for the answers and the kept prompts, of which those unused longest are given up first;
             None is no limit. One answer is generated in any case.
         take: takes new jobs, between two tokens of one that `generate` generates. Returns: whether to go on.
+        guesses: of tokens of the answers that are generated together; None guesses none.
 
     Attributes:
         waiting: jobs that have not begun.
+        guesses: of tokens; None once none can be verified.
         answers: whose tokens are generated together, by row.
         alone: whose tokens are generated in calls of their own.
         read_tokens, cached_tokens: of prompts, that were computed, and that were kept.
@@ -97,6 +104,7 @@ class Batch:
         most: int,
         memory: int | None = None,
         take: Callable[[], bool] = lambda: True,
+        guesses: Guessing | None = None,
     ):
         if hasattr(model, "pipeline"):
             raise ValueError(
@@ -108,6 +116,7 @@ class Batch:
         self.answers: list[_Answer] = []
         self.alone: list[_Answer] = []
         self.read_tokens = self.cached_tokens = 0
+        self.guesses = guesses
         self._take_jobs, self._generated = take, list[Job]()  # by `generate`, which generates one at a time
         self._reasons = set[str]()  # that were said why answers are not generated together
         self._reading: _Answer | None = None
@@ -373,6 +382,7 @@ class Batch:
             self.alone.append(answer)
             return
         self.answers.append(answer)
+        self._begin_guesses(answer)
         self._keep(answer)
 
     # Tokens
@@ -382,8 +392,17 @@ class Batch:
             self._settle()  # none has a token behind its last one
             if not self.answers:
                 return
-        if self._rows.is_full:
-            self._make_room(len(self.answers), 0, 0)
+        guesses = self._guessed()
+        if guesses is not None:
+            self._verify(guesses)
+        elif self.answers:
+            self._step_plain()
+
+    def _step_plain(self) -> None:
+        """Computes the next token of each answer."""
+        started, many = time.perf_counter(), len(self.answers)
+        if self._rows.is_full():
+            self._make_room(many, 0, 0)
         before = self._chosen
         tokens = self._inputs(self.answers) if before is None else before.inputs()
         others = self._rows.arguments()  # which may move the cache
@@ -394,6 +413,95 @@ class Batch:
             self._hand_out(before)
         if not self._reads_late:
             self._settle()
+        took_its_time = before is not None or not self._reads_late
+        if self.guesses is not None and took_its_time:
+            self.guesses.width.took(many, 1, time.perf_counter() - started, many)
+
+    # Guesses
+
+    def _begin_guesses(self, answer: _Answer) -> None:
+        if self.guesses is None:
+            return
+        if (reason := self._rows.forgets) is not None:
+            self.guesses.give_up(reason)
+            self.guesses = None
+            return
+        self.guesses.width.begin()
+        ids = answer.prompt[0].tolist()
+        answer.row = Row(ids, len(ids), answer.job.likely)
+
+    def _guessed(self) -> list[list[int]] | None:
+        """Guesses for each answer; None where the next step gives each a token without any, or none is left.
+
+        The host has read all tokens where there are guesses. It does not wait for the last one as long as
+        there are none.
+        """
+        guesses = self.guesses
+        if guesses is None:
+            return None
+        if self._chosen is not None:
+            rows, ahead, room = self._rows_to_guess(1)
+            found = guesses.guess(rows, ahead, room) if guesses.is_cheap else guesses.pays(rows, room)
+            if not found:
+                return None
+            self._settle()
+            if not self.answers:
+                return None
+        rows, ahead, room = self._rows_to_guess(0)
+        found = guesses.guess(rows, ahead, room)
+        return [[] for _ in rows] if found is None and any(ahead) else found
+
+    def _rows_to_guess(self, unread: int) -> tuple[list[Row], list[int], list[int]]:
+        """The rows, how many of their tokens are known that a step has behind its first, and how many guesses
+        each may have, where the host has not read so many of their tokens.
+        """
+        rows = [answer.row for answer in self.answers if answer.row is not None]
+        ahead = [len(row.tokens) + unread - n - 1 for row, n in zip(rows, self._rows.lengths, strict=True)]
+        return rows, ahead, [max(0, a.chooser.most - len(a.tokens) - unread - 1) for a in self.answers]
+
+    def _verify(self, guesses: list[list[int]]) -> None:
+        """Computes some tokens of each answer together: those that are known, and guesses behind them.
+
+        All rows move on by as many tokens as are right in each. What is right in one beyond them stays known,
+        and is computed again.
+        """
+        assert self.guesses is not None
+        started, answers = time.perf_counter(), [*self.answers]
+        rows, ahead, _ = self._rows_to_guess(0)
+        known = [1 + count for count in ahead]
+        tokens = 1 + min(count + len(own) for count, own in zip(ahead, guesses, strict=True))
+        inputs = [
+            [*row.tokens[-count:], *own][:tokens]
+            for row, count, own in zip(rows, known, guesses, strict=True)
+        ]
+        if self._rows.is_full(tokens):
+            self._make_room(len(rows), 0, 0)
+        ids = torch.tensor([own + own[-1:] * (tokens - len(own)) for own in inputs]).to(self.model.device)
+        others = self._rows.arguments(tokens)  # which may move the cache
+        out = self._called(self._rows.cache, input_ids=ids, **others)
+        self._rows.advance(tokens)
+        made = verified([answer.chooser for answer in answers], out.logits, known, guesses)
+        raise_fault()
+        counts = [max(0, len(own) - 1) for own in made]
+        for answer, held, own in zip(answers, counts, guesses, strict=True):
+            answer.job.accepted_tokens += held
+            answer.job.rejected_tokens += len(own) - held
+        before = [len(answer.tokens) for answer in answers]
+        reasons = [self._give_all(answer, own) for answer, own in zip(answers, made, strict=True)]
+        given = [len(answer.tokens) - count for answer, count in zip(answers, before, strict=True)]
+        right = (count + max(0, new - 1) for count, new in zip(known, given, strict=True))
+        self._rows.take_back(tokens - min(tokens, *right))
+        self.guesses.verified(rows, counts, guesses)
+        seconds = self.guesses.seconds + time.perf_counter() - started
+        self.guesses.width.took(len(rows), tokens, seconds, sum(given))
+        for answer, reason in zip(answers, reasons, strict=True):
+            if reason is not None:
+                self._end(answer, reason)
+
+    def _give_all(self, answer: _Answer, tokens: Sequence[int | Exception]) -> Reason | Exception | None:
+        """Gives tokens to their job until the answer is complete. Returns: why it ends, if it does."""
+        reasons = (self._give(answer, token) for token in tokens)
+        return next((reason for reason in reasons if reason is not None), None)
 
     def _inputs(self, answers: list[_Answer]) -> Tensor:
         """The last tokens [B, 1] of answers that the host has read."""
@@ -429,19 +537,24 @@ class Batch:
 
     def _take(self, answer: _Answer, token: int | Exception) -> None:
         """Gives a token to its job, and ends the answer where it is complete."""
+        if (reason := self._give(answer, token)) is not None:
+            self._end(answer, reason)
+
+    def _give(self, answer: _Answer, token: int | Exception) -> Reason | Exception | None:
+        """Gives a token to its job. Returns: why the answer ends, if it does."""
         if isinstance(token, Exception):
-            self._end(answer, token)
-            return
+            return token
         answer.tokens.append(token)
+        if answer.row is not None:
+            answer.row.tokens.append(token)
         try:
             is_complete = answer.job.take(token)
         except Exception as error:  # of whoever takes the tokens
-            self._end(answer, error)
-            return
+            return error
         if is_complete or token in answer.chooser.ends:
-            self._end(answer, "stop")
-        elif len(answer.tokens) >= answer.chooser.most or answer.chooser.is_late:
-            self._end(answer, "length")
+            return "stop"
+        is_late = len(answer.tokens) >= answer.chooser.most or answer.chooser.is_late
+        return "length" if is_late else None
 
     def _end(self, answer: _Answer, reason: Reason | Exception) -> None:
         """Ends an answer. Its cache is kept, unless by an error, behind which more may be in it."""

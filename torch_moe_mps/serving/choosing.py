@@ -56,6 +56,7 @@ class Chooser:
         self.ends = {*end} if isinstance(end, (list, tuple)) else {end}
         self.most = config.max_length - ids.shape[1]
         self._until = None if config.max_time is None else time.monotonic() + config.max_time
+        self._states: list[Tensor] | None = None  # of the generator before draws that may be undone
         # Its prompt and its answer for processors, [1, T], on the device: a copy, which they may change.
         self.ids = ids.to(device, copy=True) if self.sampling.others else None
 
@@ -77,6 +78,22 @@ class Chooser:
         if got != expected:
             raise ValueError(f"torch_moe_mps: processors of logits must return {expected}, got {got}")
         return scores.float()
+
+    def draw(self, numbers: Tensor) -> None:
+        """Writes the numbers of the next draw."""
+        if self._states is not None and self.generator is not None:
+            self._states.append(self.generator.get_state())
+        numbers.exponential_(generator=self.generator)
+
+    def begin_draws(self) -> None:
+        """Draws of tokens begin, of which those behind a wrong guess will be undone."""
+        self._states = []
+
+    def end_draws(self, count: int) -> None:
+        """Undoes all draws behind the first ones: they will be drawn again."""
+        states, self._states = self._states, None
+        if states and count < len(states) and self.generator is not None:
+            self.generator.set_state(states[count])
 
     def take(self, token: Tensor) -> None:
         """Notes a token [1] of the answer, on the device, for the processors."""
@@ -212,7 +229,7 @@ def _of_kind(choosers: list[Chooser], scores: Tensor) -> tuple[Tensor, Tensor | 
         draws.exponential_()
     else:
         for row, chooser in zip(draws, choosers, strict=True):
-            row.exponential_(generator=chooser.generator)
+            chooser.draw(row)
     invalid = torch.zeros(len(scores), dtype=torch.int32, device=scores.device)
     arguments = None if OPERATOR in refused() else sampling.arguments()
     takes = scores.shape[1] <= MAX_VOCABULARY and scores.dtype in ACTIVATION_DTYPES

@@ -53,9 +53,11 @@ class Job:
         processors: of this job's logits, such as the mask of a grammar. Their `input_ids` are the prompt with
             the answer so far, [1, T]. Those with `is_first` get the logits before the settings of `config`
             change them.
+        likely: tokens that the answer probably has, in their order; they are guessed first.
 
     Attributes:
         cached_tokens: of the prompt, kept and not computed again; known before the first token.
+        accepted_tokens, rejected_tokens: that were guessed and verified so far.
     """
 
     inputs: dict[str, Tensor]
@@ -65,7 +67,10 @@ class Job:
     on_progress: Callable[[int, int], None] = _no_progress
     seed: int | None = None
     processors: list[LogitsProcessor] = field(default_factory=list)
+    likely: list[int] = field(default_factory=list)
     cached_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
     _cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def cancel(self) -> None:

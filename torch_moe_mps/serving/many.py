@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from .batch import Batch
+from .guesses import guessing_of
 from .job import Job, Reason, as_errors
 from .memory import MOST_ROWS, free_memory
 from .prompts import Prompts
@@ -28,6 +29,8 @@ def generate_batch(
     seed: int | Sequence[int | None] | None = None,
     logits_processor: Sequence[Sequence[LogitsProcessor]] | None = None,
     streamer: Sequence[Any] | None = None,
+    guesses: Any = None,
+    guess_width: int | None = None,
     progress: bool = True,
 ) -> list[Tensor]:
     """Answer any number of prompts, several at once: no short answer waits for a long one.
@@ -49,6 +52,13 @@ def generate_batch(
             for an answer with a seed do not depend on what is generated beside it.
         logits_processor: N lists of processors of the logits of one prompt each.
         streamer: N objects with `put`, which gets the tokens of the answer one by one, and `end`; or None.
+        guesses: tokens that are guessed and verified together, so that one call of the model gives several:
+            "lookup" takes them from repetitions in the conversations, a small model of the same vocabulary
+            generates them, an object with `guess(rows)` and `accepted(rows, counts)` knows them
+            (`serving/guesses/source.py`). As many are guessed as the times of steps show to pay. Answers are
+            those without guesses, drawn ones with a seed, too, up to rounding: kernels for several tokens add
+            in another order. Of models with recurrent states none are guessed, and a line of the log says so.
+        guess_width: tokens that are guessed for a row, from 1 to 7; None leaves it to the times.
         progress: show a bar of the answers, where tqdm is installed.
 
     Returns: N tensors of the new tokens [M], on the CPU, in the order of the prompts; with the token that
@@ -68,7 +78,9 @@ def generate_batch(
     processors = _each("logits_processor", logits_processor, many, type(None))
     streamers = _each("streamer", streamer, many, type(None))
     memory = free_memory(model)
-    batch = Batch(model, Prompts(memory // _SHARE_OF_PROMPTS), MOST_ROWS, memory)
+    kept = Prompts(memory // _SHARE_OF_PROMPTS)
+    guessing = guessing_of(model, guesses, kept, _NAME, guess_width)
+    batch = Batch(model, kept, MOST_ROWS, memory, guesses=guessing)
     answers: list[_Answer] = []
     with tqdm(total=many, desc="Generating", unit="answer", disable=not progress) as bar:
         for number, prompt in enumerate(prompts):

@@ -75,10 +75,9 @@ class Rows:
         """The common end: how many tokens the longest row has."""
         return max(self.lengths, default=0)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the next token moves the rows to larger memory."""
-        return self._left == 0
+    def is_full(self, tokens: int = 1) -> bool:
+        """Whether so many tokens of each row move the rows to larger memory."""
+        return self._left < tokens
 
     def memory(self) -> int:
         """Bytes of all rows, without room."""
@@ -143,26 +142,48 @@ class Rows:
         layers = [_alone(layer, row, self.lengths[row]) for layer in self.cache.layers]
         return copy_of_cache(self.cache, layers)
 
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of the call for the next token of each row, beside the tokens and the cache."""
-        assert self.cache is not None
-        if self._left == 0:
-            for layer in self.cache.layers:
-                _make_room(layer, len(self))
-            self._changed()
-        end = self.end + 1
+    def arguments(self, tokens: int = 1) -> dict[str, Any]:
+        """Arguments of the call for the next tokens of each row, beside the tokens [B, T] and the cache."""
+        self.make_room(tokens)
+        end = self.end + tokens
         mask = {}
         if len(self) > 1:
             shown = self._shown[: len(self), :end]
             setattr(shown, RANGE, (self._range,))
             mask = {"attention_mask": shown}
-        return {"position_ids": self._positions, "use_cache": True, **mask}
+        positions = self._positions
+        if tokens > 1:
+            positions = positions + torch.arange(tokens, device=self._device)
+        return {"position_ids": positions, "use_cache": True, **mask}
 
-    def advance(self) -> None:
-        """Counts the token of each row that a call has added to the cache."""
-        self.lengths = [length + 1 for length in self.lengths]
-        self._positions = self._positions + 1
-        self._left -= 1
+    def make_room(self, tokens: int) -> None:
+        """Moves the rows to larger memory where there is no room for so many tokens of each."""
+        assert self.cache is not None
+        if self.is_full(tokens):
+            for layer in self.cache.layers:
+                _make_room(layer, len(self), tokens)
+            self._changed()
+
+    def advance(self, tokens: int = 1) -> None:
+        """Counts the tokens of each row that a call has added to the cache."""
+        self.lengths = [length + tokens for length in self.lengths]
+        self._positions = self._positions + tokens
+        self._left -= tokens
+
+    @property
+    def forgets(self) -> str | None:
+        """Why no token can be taken back, for a person; None where keys and values stay in memory."""
+        layers = [] if self.cache is None else self.cache.layers
+        kinds = (type(layer).__name__.removeprefix("Growing") for layer in layers if _states(layer))
+        kind = next(kinds, None)
+        return None if kind is None else f"a {kind} has states that hold all tokens"
+
+    def take_back(self, tokens: int) -> None:
+        """Undoes the last tokens of each row, for which there was room: the others are as they were."""
+        assert self.cache is not None
+        self.advance(-tokens)
+        for layer in self.cache.layers:
+            _take_back(layer, tokens, self.end)
 
     def _changed(self) -> None:
         """Makes the masks and positions of other rows, on the device: between such changes none is copied."""
@@ -252,7 +273,12 @@ def _put(layer: Any, held: _Memory, base: Any, rows: int, start: int, tokens: in
     """Gives a layer the first rows of a base as the memory of some of its tensors."""
     memory = growing.changed(base, lambda part: part[:rows])
     setattr(memory, BASE, base)
-    whole = growing.view_of(memory, start, tokens)
+    _show(layer, held._replace(memory=memory, start=start, tokens=tokens))
+
+
+def _show(layer: Any, held: _Memory) -> None:
+    """Gives a layer the tokens of a memory, the last of which is the last one that is written there."""
+    whole = growing.view_of(held.memory, held.start, held.tokens)
     for name, column, width in held.columns:
         part = whole
         if width != whole.shape[-1]:
@@ -348,10 +374,25 @@ def _copied(layer: Any) -> Any:
     return copied
 
 
-def _make_room(layer: Any, rows: int) -> None:
-    """Moves what has no room for a token to memory that has some, and spare rows."""
+def _take_back(layer: Any, tokens: int, end: int) -> None:
+    """Shows the tokens of a layer but for the last ones.
+
+    Args:
+        end: how many tokens the longest row has then. In front of those that a window shows, memory has
+            those that it has moved on from.
+    """
     for held in _memories(layer):
-        if _room_of(held) > 0:
+        behind, shown = held.start + held.tokens - tokens, held.tokens - tokens
+        if isinstance(layer, GrowingWindow):
+            shown = min(layer.sliding_window - 1, end)
+        _show(layer, held._replace(start=behind - shown, tokens=shown))
+    _count(layer, end)
+
+
+def _make_room(layer: Any, rows: int, tokens: int) -> None:
+    """Moves what has no room for so many tokens to memory that has some, and spare rows."""
+    for held in _memories(layer):
+        if _room_of(held) >= tokens:
             continue
         room, spare = _room_for(layer, held.tokens), len(parts(getattr(held.memory, BASE, held.memory))[0])
         base = _larger(held.memory, max(rows, spare), held.tokens + room)

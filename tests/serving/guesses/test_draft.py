@@ -1,0 +1,59 @@
+"""A small model that guesses: the answers are those of the model alone, in fewer steps."""
+
+import functools
+import logging
+
+import pytest
+import torch
+from support import tiny_models
+from support.guesses import Answered, prompts, settings
+from support.models import eager
+
+import torch_moe_mps
+from torch_moe_mps.serving.guesses.draft import Draft
+from torch_moe_mps.serving.guesses.source import Row
+
+
+@functools.cache
+def model_of(architecture: str, seed: int = 0, **sizes):
+    model = eager(tiny_models.tiny_model(architecture, seed=seed, **sizes))
+    torch_moe_mps.accelerate(model)
+    return model
+
+
+@pytest.mark.slow("answers of a model and its draft, which has windows")
+def test_a_draft_that_is_the_model_guesses_all():
+    """Its cache is cut where the model goes on otherwise: drawn tokens, and the turn behind an answer."""
+    model, many = model_of("gpt_oss"), prompts(2)
+    configs = [settings(22), settings(16, do_sample=True)]
+    plain = Answered(model, many, configs, seeds=[1, 2])
+    found = Answered(model, many, configs, model, width=4, seeds=[1, 2])
+    assert found.answers == plain.answers
+    likeliest, drawn = found.jobs
+    assert likeliest.rejected_tokens == 0 and likeliest.accepted_tokens == 16
+    assert drawn.rejected_tokens > 0
+
+
+def test_guesses_are_the_likeliest_tokens_of_the_draft():
+    """By its own code without a cache, of a row whose tokens are not those that were guessed."""
+    model, own = model_of("llama"), tiny_models.tiny_model("llama", seed=1)
+    draft = Draft(model, model_of("llama", 1), 1 << 20)
+    row = Row(prompts(1)[0].tolist(), 5, most=4)
+    for more in ([], [3], [4, 5, 6], [7]):
+        row.tokens += more
+        tokens = [*row.tokens]
+        for _ in range(4):
+            tokens.append(int(own(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+        assert draft.guess([row]) == [tokens[-4:]]
+        row.tokens.append(tokens[-4])
+
+
+def test_wrong_drafts_are_one_line(caplog):
+    with pytest.raises(ValueError, match="a draft must have the model's 97 tokens, got 31"):
+        torch_moe_mps.generate_batch(
+            model_of("llama"), prompts(1), settings(2), guesses=model_of("llama", vocab_size=31)
+        )
+    with caplog.at_level(logging.WARNING, "torch_moe_mps"):
+        Answered(model_of("llama"), prompts(1), [settings(3)], model_of("qwen3_next"), width=2)
+    (line,) = [record.getMessage() for record in caplog.records if "guessed" in record.getMessage()]
+    assert "the draft cannot be cut: a LinearAttentionLayer has states that hold all tokens" in line

@@ -1,0 +1,186 @@
+"""Guessed tokens: whatever is guessed, answers are those without guesses, in fewer steps."""
+
+import functools
+import logging
+
+import peft
+import pytest
+import torch
+from support import tiny_models
+from support.guesses import Answered, Partly, prompts, settings
+from support.models import eager
+from support.sweep import in_sweep
+from transformers import LogitsProcessor
+
+import torch_moe_mps
+from torch_moe_mps.serving.choosing import Chooser
+from torch_moe_mps.serving.guesses.verify import verified
+from torch_moe_mps.serving.job import Job
+from torch_moe_mps.transformers.capture import calls
+from torch_moe_mps.transformers.capture.calls import captures_of
+
+OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}  # no logits of text
+ARCHITECTURES = sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - OTHERS)
+OFTEN = ("gpt_oss",)  # windows and sinks
+
+
+@functools.cache
+def model_of(architecture: str = "qwen3_moe"):
+    model = eager(tiny_models.tiny_model(architecture))
+    torch_moe_mps.accelerate(model)
+    return model
+
+
+def compared(model, configs, most=1, width=3, **options) -> Answered:
+    """The answers with guesses, which are those without; the latter are in its `plain`."""
+    many = prompts(len(configs))
+    plain = Answered(model, many, configs, most=most, **options)
+    source = Partly(many, plain.answers)
+    found = Answered(model, many, configs, source, most, width=width, **options)
+    assert found.answers == plain.answers
+    assert found.reasons == plain.reasons
+    assert sum(job.accepted_tokens for job in found.jobs) == source.held
+    found.plain = plain
+    return found
+
+
+@pytest.mark.slow("twice three answers")
+@pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, OFTEN))
+def test_answers_are_those_without_guesses(architecture):
+    """Likeliest and drawn, alone and beside others that join and leave; where states hold all tokens, nothing
+    is guessed.
+    """
+    model = model_of(architecture)
+    model.generation_config.eos_token_id = None  # some of these have one beyond their vocabulary
+    configs = [settings(10), settings(15, do_sample=True, temperature=1.5), settings(20)]
+    found = compared(model, configs, most=2, width=5, seeds=[1, 2, 3])
+    if architecture in OFTEN:
+        assert found.batch.guesses.accepted > 10 and found.steps < 0.85 * found.plain.steps
+
+
+def test_answers_end_inside_of_guesses():
+    """By a token, by what takes them, and by their length; the turn behind goes on from what is kept."""
+    model, many = model_of(), prompts(1)
+    (whole,) = Answered(model, many, [settings(12)]).answers
+    for new, more, until in (
+        (12, {"eos_token_id": whole[5]}, lambda tokens: False),
+        (12, {}, lambda tokens: tokens == whole[:7]),
+        (4, {}, lambda tokens: False),
+    ):
+        found = Answered(
+            model, many, [settings(new, **more)], Partly(many, [whole], 1.0), width=7, until=until
+        )
+        (answer,), (kept,) = found.answers, found.batch.prompts.kept
+        assert answer == whole[: len(answer)] and len(answer) < 12
+        known = [*many[0].tolist(), *answer]
+        assert kept.ids.tolist() == known[: len(kept.ids)] and len(kept.ids) >= len(many[0])
+        assert kept.cache.get_seq_length() == len(kept.ids)
+        rest = torch.tensor([*known[len(kept.ids) :], 9])
+        expected = model(torch.tensor([[*known, 9]]), use_cache=False).logits[0, -1]
+        logits = model(rest[None], past_key_values=kept.cache).logits[0, -1]
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+class NotTwice(LogitsProcessor):
+    """Forbids the token before, and notes what it was called with: once a token, in their order."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, ids, scores):
+        self.seen.append(ids[0].tolist())
+        return scores.index_fill(1, ids[0, -1:], -torch.inf)
+
+
+def test_processors_are_asked_as_without_guesses():
+    """Grammars and logarithms of probabilities count on it."""
+    own = NotTwice()
+    config = settings(12, do_sample=True, repetition_penalty=1.2)
+    compared(model_of(), [config], processors=[[own]], seeds=[1])
+    assert own.seen[:12] == own.seen[12:] and [*map(len, own.seen[:12])] == [*range(5, 17)]
+
+
+@pytest.mark.slow("two models")
+def test_eight_bits_of_keys_and_adapters():
+    wide = eager(tiny_models.tiny_model("gemma3", head_dim=32))
+    torch_moe_mps.accelerate(wide, kv_bits=8)
+    compared(wide, [settings(14), settings(9)])
+    own = eager(tiny_models.tiny_model("qwen3_moe"))
+    how = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(own, peft.LoraConfig(r=4, lora_alpha=64, **how)).eval()
+    torch_moe_mps.accelerate(adapted)
+    compared(adapted.base_model.model, [settings(14), settings(9)])
+
+
+@pytest.mark.slow("captures two programs")
+def test_one_capture_more(monkeypatch):
+    """Steps of any number of tokens are one program: those of one token are another, as without guesses."""
+    monkeypatch.setenv(calls.SWITCH, "1")
+    model = eager(tiny_models.tiny_model("qwen3_moe"))
+    torch_moe_mps.accelerate(model)
+    many, configs = prompts(1), [settings(60)]
+    plain = Answered(model, many, configs)
+    alone = captures_of(model).programs
+    found = Answered(model, many, configs, Partly(many, plain.answers), width=7)
+    assert found.answers == plain.answers
+    assert len(alone) == 1 and len(captures_of(model).programs) == 2
+
+
+def test_states_that_hold_all_tokens_are_named(caplog):
+    model, many = model_of("qwen3_next"), prompts(2)
+    with caplog.at_level(logging.WARNING, "torch_moe_mps"):
+        found = Answered(model, many, [settings(4)] * 2, Partly(many, [[1], [1]]))
+    (line,) = [record.getMessage() for record in caplog.records if "guessed" in record.getMessage()]
+    assert line.endswith(
+        "no tokens are guessed any more: a LinearAttentionLayer has states that hold all tokens"
+    )
+    assert found.reasons == ["length"] * 2
+
+
+@pytest.mark.parametrize("guess", [lambda rows: [[90000]], lambda rows: [], lambda rows: [["a"]]])
+def test_a_source_that_fails_ends_no_answer(guess, caplog):
+    source = Partly([], [])
+    source.guess = guess
+    with caplog.at_level(logging.WARNING, "torch_moe_mps"):
+        found = Answered(model_of(), prompts(1), [settings(4)], source, width=2)
+    (line,) = [record.getMessage() for record in caplog.records if "guessed" in record.getMessage()]
+    assert "no tokens are guessed any more: " in line and "\n" not in line
+    assert found.answers == Answered(model_of(), prompts(1), [settings(4)]).answers
+
+
+BAD = [
+    ({"guesses": "looked"}, "guesses must be None, 'lookup', a draft model, .*, got 'looked'"),
+    ({"guesses": 3}, "got a int"),
+    ({"guesses": "lookup", "guess_width": 0}, "width must be from 1 to 7, got 0"),
+    ({"guesses": "lookup", "guess_width": 100}, "got 100"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD)
+def test_wrong_arguments_are_one_line(given, message):
+    with pytest.raises(ValueError, match=message):
+        torch_moe_mps.generate_batch(model_of(), prompts(1), settings(2), progress=False, **given)
+
+
+@pytest.mark.slow("100,000 draws")
+def test_drawn_tokens_have_the_distribution_of_the_model():
+    """With temperature and top-k, of a token that is guessed, and of the one behind it."""
+    model, rows, guess = model_of(), 5000, 3
+    config = settings(8, do_sample=True, temperature=0.7, top_k=5)
+    job = Job({"input_ids": torch.tensor([[5, 6]])}, config, lambda token: False, lambda reason: None)
+    torch.manual_seed(0)
+    chooser = Chooser(model, job)
+    logits = torch.randn(2, 8)
+    expected = (logits.double() / 0.7).softmax(-1)
+    expected[expected < expected.topk(5).values[:, -1:]] = 0
+    expected /= expected.sum(-1, keepdim=True)
+    counts = torch.zeros(2, 8, dtype=torch.float64)
+    for _ in range(20):
+        made = verified([chooser] * rows, logits.expand(rows, 2, 8), [1] * rows, [[guess]] * rows)
+        assert all(len(own) == 1 + (own[0] == guess) for own in made)
+        counts[0] += torch.tensor([own[0] for own in made]).bincount(minlength=8)
+        counts[1] += torch.tensor([own[1] for own in made if len(own) > 1]).bincount(minlength=8)
+    total = counts.sum(-1, keepdim=True)
+    assert total[0] == 100_000 and total[1] > 5000
+    spread = (expected * (1 - expected) / total).sqrt()
+    assert ((counts / total - expected).abs() <= 4.5 * spread + 1e-12).all()

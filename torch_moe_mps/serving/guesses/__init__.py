@@ -1,0 +1,45 @@
+"""Tokens that are guessed, and verified together by one call of the model."""
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..prompts import Prompts
+from .draft import Draft
+from .guessing import Guessing
+from .lookup import Lookup
+from .source import Source
+from .width import MOST, Width
+
+LOOKUP = "lookup"
+
+
+def guessing_of(
+    model: PreTrainedModel, guesses: Any, prompts: Prompts | None, name: str, width: int | None = None
+) -> Guessing | None:
+    """The guesses that somebody asks for.
+
+    Args:
+        guesses: None for none, "lookup", a draft model, or a `Source`.
+        prompts: of the model, that are kept.
+        name: of who asks, for errors.
+        width: how many tokens are guessed; None leaves it to the times of steps.
+
+    Raises: ValueError.
+    """
+    if width is not None and not (type(width) is int and 1 <= width <= MOST):
+        raise ValueError(f"{name}: width must be from 1 to {MOST}, got {width}")
+    if guesses is None:
+        return None
+    source: Source
+    if isinstance(guesses, str) and guesses == LOOKUP:
+        source = Lookup(prompts)
+    elif isinstance(guesses, PreTrainedModel):
+        source = Draft(model, guesses, 0 if prompts is None else prompts.memory)
+    elif hasattr(guesses, "guess") and hasattr(guesses, "accepted"):
+        source = guesses
+    else:
+        got = repr(guesses) if isinstance(guesses, str) else f"a {type(guesses).__name__}"
+        expected = f"None, {LOOKUP!r}, a draft model, or an object with guess() and accepted()"
+        raise ValueError(f"{name}: guesses must be {expected}, got {got}")
+    return Guessing(model, source, Width(width))

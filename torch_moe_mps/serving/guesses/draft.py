@@ -1,0 +1,95 @@
+"""Guesses of a small model that has the vocabulary of the model which verifies them."""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...transformers.caches.prompt_cache import new_cache, reads_whole
+from ...transformers.caches.rows import NotJoinable, Rows
+from ...transformers.upstream.calls import cache_among, cache_argument
+from ..prompts import Kept, Prompts, pauses
+from .source import Row
+from .width import MOST
+
+_NAME = "moe_mps::guesses"
+
+
+class Draft:
+    """A `Source` that generates the likeliest tokens of a model, from a cache of its own for each row.
+
+    Args:
+        model: that verifies the guesses.
+        draft: the small one, accelerated.
+        memory: bytes for the prompts that the draft has computed.
+
+    Raises: ValueError for a draft of another vocabulary, and for one whose states cannot be cut.
+    """
+
+    def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, memory: int):
+        own, other = (part.config.get_text_config(decoder=True).vocab_size for part in (model, draft))
+        if own != other:
+            raise ValueError(f"{_NAME}: a draft must have the model's {own} tokens, got {other}")
+        kind = type(draft).__name__
+        if not draft._supports_default_dynamic_cache() or reads_whole(draft):
+            raise ValueError(f"{_NAME}: a draft must have a cache that can be cut, got a {kind}")
+        self._draft, self._prompts = draft, Prompts(memory)
+        self._rows: WeakKeyDictionary[Row, Rows] = WeakKeyDictionary()
+        self._read: WeakKeyDictionary[Row, list[int]] = WeakKeyDictionary()  # the tokens in their caches
+
+    @torch.no_grad()
+    def guess(self, rows: Sequence[Row]) -> list[list[int]]:
+        return [self._of(row) if row.most else [] for row in rows]
+
+    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Needs no count: tokens that were guessed wrong are taken back with the next guess."""
+
+    def _of(self, row: Row) -> list[int]:
+        cached = self._rows.get(row)
+        if cached is None:
+            cached = self._rows[row] = self._begin(row)
+        read = self._read[row]
+        same = next((n for n, (a, b) in enumerate(zip(read, row.tokens, strict=False)) if a != b), len(read))
+        same = min(same, len(row.tokens) - 1)
+        if same < len(read):
+            cached.take_back(len(read) - same)
+        tokens, made = torch.tensor([row.tokens[same:]]), list[Tensor]()
+        cached.make_room(tokens.shape[1] + MOST)  # so that these can be taken back
+        for _ in range(row.most):
+            tokens = tokens.to(self._draft.device)
+            out = self._called(cached.cache, input_ids=tokens, **cached.arguments(tokens.shape[1]))
+            cached.advance(tokens.shape[1])
+            tokens = out.logits[:, -1:].argmax(-1)
+            made.append(tokens)
+        guesses: list[int] = torch.cat(made, 1)[0].tolist()
+        self._read[row] = [*row.tokens, *guesses[:-1]]
+        return guesses
+
+    def _begin(self, row: Row) -> Rows:
+        """Reads all tokens but the last."""
+        draft, ids, rows = self._draft, torch.tensor(row.tokens[:-1]), Rows(self._draft)
+        kept = self._prompts.take(torch.tensor(row.tokens), new_cache(draft))
+        if len(kept.ids) < len(ids):
+            self._read_on(kept, ids)
+        self._prompts.put(kept)
+        try:
+            rows.join(kept.cache)
+        except NotJoinable as error:
+            raise ValueError(f"the draft cannot be cut: {error}") from None
+        if (reason := rows.forgets) is not None:
+            raise ValueError(f"the draft cannot be cut: {reason}")
+        self._read[row] = row.tokens[: len(kept.ids)]
+        return rows
+
+    def _read_on(self, kept: Kept, ids: Tensor) -> None:
+        start = len(kept.ids)
+        for end in [*pauses(kept, len(ids)), len(ids)]:
+            tokens = ids[None, start:end].to(self._draft.device)
+            out = self._called(kept.cache, input_ids=tokens, use_cache=True)
+            kept.cache, start, kept.ids = cache_among(out, kept.cache), end, ids[:end]
+
+    def _called(self, cache: Any, **inputs: Any) -> Any:
+        return self._draft(**inputs, **cache_argument(self._draft, cache), logits_to_keep=1)
