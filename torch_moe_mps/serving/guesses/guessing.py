@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Guessing:
-    """What a batch asks for guesses.
+    """Asks a source for the guesses of a batch, and counts those that hold.
 
     Args:
         model: that verifies the guesses.
