@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
 
 from torch_moe_mps.transformers.checkpoints.quantize.importance import Importance
-from torch_moe_mps.transformers.checkpoints.quantize.targets import quantizable
+from torch_moe_mps.transformers.checkpoints.quantize.target import quantizable
 
 MOE = {"num_experts_per_tok": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 512}
 

@@ -24,9 +24,10 @@ from ..transformers.basics.report import aligned, unit_of
 from ..transformers.checkpoints.layouts.files import checkpoint_files
 from ..transformers.checkpoints.layouts.gguf.reading import GgufLayout
 from ..transformers.checkpoints.layouts.own.config import QuantizationConfig
+from ..transformers.checkpoints.quantize.decision import weights_of
 from ..transformers.checkpoints.quantize.recipe import SAME, recipe_of, requested_recipe
 from ..transformers.checkpoints.quantize.sizes import bytes_a_token, quantized_sizes, total_bytes
-from ..transformers.checkpoints.quantize.targets import Target, weights_of
+from ..transformers.checkpoints.quantize.target import Target
 from ..transformers.checkpoints.quantizer import layout_of
 from ..transformers.checkpoints.source import Source
 from .caches import KVCache, kv_cache

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..ops._formats import LARGE_BLOCK
 from ..quantization import Format
+from ..transformers.checkpoints.quantize.decision import weights_of
 from ..transformers.checkpoints.quantize.recipe import ARGUMENTS, AUTO, SAME, fits, recipe_of
-from ..transformers.checkpoints.quantize.targets import quantizable, weights_of
+from ..transformers.checkpoints.quantize.target import quantizable
 from .arguments import MIXED
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torch_moe_mps.transformers.basics.report import any_layer
 from torch_moe_mps.transformers.capture.calls import SWITCH
 from torch_moe_mps.transformers.checkpoints.layouts.gguf import file as gguf_file
 from torch_moe_mps.transformers.checkpoints.layouts.gguf.quantizer import packing
-from torch_moe_mps.transformers.checkpoints.quantize.targets import quantizable
+from torch_moe_mps.transformers.checkpoints.quantize.target import quantizable
 from torch_moe_mps.transformers.checkpoints.quantize.weights import quantized_names
 from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
 from torch_moe_mps.transformers.upstream.calls import cache_argument

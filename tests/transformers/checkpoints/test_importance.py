@@ -16,9 +16,9 @@ from torch import nn
 import torch_moe_mps
 from torch_moe_mps.quantization import Format, quantize
 from torch_moe_mps.transformers.checkpoints.quantize.blending import PRIOR
+from torch_moe_mps.transformers.checkpoints.quantize.decision import weights_of
 from torch_moe_mps.transformers.checkpoints.quantize.importance import Importance
 from torch_moe_mps.transformers.checkpoints.quantize.recipe import Recipe
-from torch_moe_mps.transformers.checkpoints.quantize.targets import weights_of
 
 transformers.logging.set_verbosity_error()
 

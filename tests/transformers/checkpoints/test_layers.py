@@ -10,7 +10,8 @@ from torch import nn
 
 import torch_moe_mps
 from torch_moe_mps.quantization import Format
-from torch_moe_mps.transformers.checkpoints.quantize.targets import Target, groups_of
+from torch_moe_mps.transformers.checkpoints.quantize.reasons import groups_of
+from torch_moe_mps.transformers.checkpoints.quantize.target import Target
 from torch_moe_mps.transformers.checkpoints.quantize.weights import quantize_target
 from torch_moe_mps.transformers.modules.linears import (
     GroupedLinear,

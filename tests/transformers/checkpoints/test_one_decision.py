@@ -12,8 +12,8 @@ from transformers.initialization import no_tie_weights
 import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.recipes import arguments_of_recipe
+from torch_moe_mps.transformers.checkpoints.quantize.decision import weights_of
 from torch_moe_mps.transformers.checkpoints.quantize.recipe import requested_recipe
-from torch_moe_mps.transformers.checkpoints.quantize.targets import weights_of
 from torch_moe_mps.transformers.modules.linears import formats_in
 
 BERT = {

@@ -8,8 +8,8 @@ from support.models import assert_close, output, prompt, tiny
 
 import torch_moe_mps
 from torch_moe_mps.commands.recipes import arguments_of_recipe
+from torch_moe_mps.transformers.checkpoints.quantize.decision import weights_of
 from torch_moe_mps.transformers.checkpoints.quantize.recipe import requested_recipe
-from torch_moe_mps.transformers.checkpoints.quantize.targets import weights_of
 from torch_moe_mps.transformers.modules.linears import formats_in
 
 # Shapes of models that people have, and which share embeddings and head are of their weights.

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,22 +24,23 @@ from ..upstream.quantizers import (
     register_quantizer,
 )
 from .absent import leave_out
-from .layouts.checking import check_loaded, check_scales
 from .layouts.dense import DenseLayout
 from .layouts.gguf.quantizer import GgufQuantizer
 from .layouts.gguf.reading import Dense, dense_state
 from .layouts.layout import Layout
+from .layouts.lifecycle import Lifecycle
 from .layouts.mlx.reading import MlxLayout
 from .layouts.others.reading import OthersLayout
 from .layouts.own.config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
 from .layouts.own.reading import OwnLayout
+from .quantize.decision import weights_of
 from .quantize.importance import Importance
-from .quantize.in_place import finish_loading, refuse_dequantizing, refuse_second_method
+from .quantize.in_place import refuse_second_method
 from .quantize.sizes import bytes_a_token
 from .quantize.streaming import QuantizeParameters, Stream
-from .quantize.targets import present, tie_quantized, weights_of
+from .quantize.target import Target, present
 from .quantize.wanted import Wanted
-from .quantize.weights import empty_weight, replace, store_empty
+from .quantize.weights import empty_weight, replace
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -81,18 +82,15 @@ def _is_for_us(stored: dict[str, Any]) -> bool:
     return torch.backends.mps.is_available() or find_spec(_PACKAGES[method]) is None
 
 
-class Quantizer(HfQuantizer):
+class Quantizer(Lifecycle, HfQuantizer):
     """Loads quantised weights, or quantises the weights of a dense checkpoint one by one, and accelerates.
 
     Attributes:
-        report: the QuantizationReport of what was quantised while loading; None if nothing was.
-        layout: what is left to read of the checkpoint.
         wanted: what is left to quantise.
         device: where the model is moved once it is quantised; None if it is there.
     """
 
     quantization_config: QuantizationConfig
-    report: QuantizationReport | None = None
     device: torch.device | None = None
 
     def __init__(self, quantization_config: QuantizationConfig, **kwargs: Any):
@@ -149,9 +147,7 @@ class Quantizer(HfQuantizer):
         elif config.measured:
             self.report = QuantizationReport(measured=config.measured)
         self.wanted.compare(self.layout.targets, self.report, config.requantize)
-        for target in self.layout.targets.values():
-            store_empty(target)
-        tie_quantized(model)
+        self.make_room(model)
         self._start(model)
 
     def _start(self, model: nn.Module) -> None:
@@ -181,28 +177,16 @@ class Quantizer(HfQuantizer):
         vars(model).pop("_get_dtype_plan", None)
         _check_no_offloading(getattr(model, "hf_device_map", None))
         self.place(model)
-        if self.report is not None:
-            if self.device is not None:
-                model.to(self.device)
-            model.hf_quantizer = self
-        self.layout = Layout()
-        finish_loading(model)
+        if self.report is not None and self.device is not None:
+            model.to(self.device)
+        self.close(model)
 
-    def place(self, model: "PreTrainedModel", loaded: Callable[[str], bool] = lambda name: True) -> None:
-        """Gives the modules whose names are `loaded` their quantised weights.
-
-        Raises: ValueError for a weight that cannot be quantised, is missing, or is of a wrong dtype.
-        """
-        self.layout.finish(loaded)
-        stored = self.layout.take(model, loaded)
-        check_loaded(model, loaded)
-        check_scales(model, stored.__contains__)
+    def place(self, model: Any, loaded: Callable[[str], bool] = lambda name: True) -> dict[str, Target]:
+        stored = super().place(model, loaded)
         self.wanted.quantize(model, stored, loaded, self.report)
-        if self.layout.has_other_names:
-            model._weight_conversions = None  # saved under the names of transformers
+        return stored
 
     def place_empty(self, model: nn.Module, done: Callable[[str], bool]) -> None:
-        """Gives the modules whose names are `done` quantised weights without memory, and never real ones."""
         for name in filter(done, [*self.layout.targets, *self.wanted.dense]):
             target = self.wanted.take(name, self.layout.targets)
             replace(model, target, {name: empty_weight(target, name) for name in target.formats})
@@ -214,9 +198,6 @@ class Quantizer(HfQuantizer):
         """Raises: ValueError where transformers would split quantised weights over processes."""
         if getattr(model.config, "distributed_config", None) is not None:
             Check("from_pretrained").fail("tp_size and ep_size", "1 for quantised weights", "more")
-
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> NoReturn:
-        refuse_dequantizing()
 
     def is_serializable(self) -> bool:
         return True
@@ -281,7 +262,7 @@ def quantizer_for(
     recipe: Mapping[str, Any] | None,
     requantize: bool,
     importance: Importance | None = None,
-) -> Quantizer | GgufQuantizer | None:
+) -> Lifecycle | None:
     """Quantizer that a checkpoint, dense or quantised, needs; None for none: FP8 without a recipe is dense.
 
     `model` is on the meta device.

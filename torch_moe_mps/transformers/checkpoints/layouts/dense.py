@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ...basics.report import QuantizationReport
 from ...upstream.quantizers import AutoHfQuantizer
 from ..quantize.streaming import QuantizeParameters, Stream
-from ..quantize.targets import Target
+from ..quantize.target import Target
 from .layout import Layout
 from .own.config import FROM_GGUF
 

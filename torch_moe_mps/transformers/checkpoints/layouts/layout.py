@@ -6,14 +6,19 @@ read `finish` and `take` give the modules their quantised weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ....quantization import Format
 from ...basics.report import QuantizationReport
 from ..quantize.streaming import Stream
-from ..quantize.targets import Target, present
+from ..quantize.target import Target, present
 from ..quantize.weights import take_stored
+from .checking import check_loaded
+
+if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
+    from transformers import PreTrainedModel
 
 
 class Layout:
@@ -65,6 +70,10 @@ class Layout:
 
         Raises: ValueError for what could not be read.
         """
+
+    def check(self, model: "PreTrainedModel", loaded: Callable[[str], bool]) -> None:
+        """Raises: ValueError for a tensor of `loaded` modules that is missing or wrong."""
+        check_loaded(model, loaded)
 
     def take(self, model: nn.Module, loaded: Callable[[str], bool]) -> dict[str, Target]:
         """Makes the targets whose names are `loaded` quantised modules, and returns them."""

@@ -29,7 +29,9 @@ from ...basics.report import any_layer, with_progress
 from ...modules.experts import activated_rows
 from ...modules.linears import GroupedLinear, QuantizedLinear
 from .blending import blended
-from .targets import Target, groups_of, layer_of, quantizable, tied_layers
+from .reasons import groups_of
+from .target import Target, layer_of, quantizable
+from .tied import tied_layers
 
 # Fewer tokens say little: most experts would see none.
 LEAST_TOKENS = 512

@@ -11,10 +11,12 @@ from ...basics.interface import experts_of, formats_of, is_quantized, projection
 from ...basics.report import QuantizationReport, with_progress
 from ...modules.experts import unsupported
 from ...modules.linears import QuantizedLayer, has_quantized_weights
+from .decision import weights_of
 from .importance import Importance
 from .recipe import Recipe
 from .sizes import bytes_a_token
-from .targets import Target, shared_weights, tie_quantized, weights_of
+from .target import Target
+from .tied import sharing, tie_quantized
 from .weights import check_target, quantize_target, release_cache
 
 
@@ -91,10 +93,10 @@ def quantize_targets(
         _check_adapters(function, model, dense)
         _check_one_method(function, model)
     report.bytes_before = report.bytes_before or bytes_a_token(model)
-    sharing = shared_weights(model, dense)
+    alike = sharing(model, dense)
     try:
         for name in with_progress(list(dense), "Quantising", "module", progress):
-            others = [dense[other] for other in sharing.get(name, ())]
+            others = [dense[other] for other in alike.get(name, ()) if other in dense and other != name]
             if name in report.modules or name in report.shared:
                 continue
             report.modules[name] = quantize_target(model, dense[name], others)

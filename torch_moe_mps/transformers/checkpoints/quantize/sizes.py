@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ....quantization import Format, QuantizedWeight
 from ...basics.interface import experts_of, weights_in
 from ...basics.report import QuantizationReport, QuantizedProjection
-from .targets import Target
+from .target import Target
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "top_k")
 

@@ -20,7 +20,8 @@ from ....quantization import QuantizedWeight
 from ...basics.report import QuantizationReport
 from ...upstream.loading import ConversionOps, WeightConverter
 from ..layouts.operations import only
-from .targets import Target, tied_layers
+from .target import Target
+from .tied import tied_layers
 from .weights import quantize_parameter, release_cache, replace
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours

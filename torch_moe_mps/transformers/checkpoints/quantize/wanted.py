@@ -11,7 +11,7 @@ from ...basics.report import QuantizationReport
 from ...modules.linears import formats_in
 from .in_place import quantize_targets
 from .sizes import quantized_bytes
-from .targets import Target
+from .target import Target
 from .weights import requantize, share
 
 _CHECK = Check("quantize")

@@ -32,7 +32,8 @@ from ...modules.linears import (
     as_codes,
     hold,
 )
-from .targets import Target, groups_of
+from .reasons import groups_of
+from .target import Target
 
 
 def quantized_names(parameter: str) -> list[str]:

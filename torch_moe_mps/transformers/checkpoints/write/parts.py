@@ -31,12 +31,13 @@ from ...upstream.quantizers import AutoHfQuantizer
 from ...upstream.utilities import logging
 from ..layouts.checking import may_lack
 from ..layouts.files import Shards, checkpoint_files
-from ..layouts.gguf.quantizer import GgufQuantizer
+from ..layouts.lifecycle import Lifecycle
 from ..quantize.importance import Importance
 from ..quantize.sizes import bytes_a_token
 from ..quantize.streaming import one_by_one
-from ..quantize.targets import layer_of, quantizable, tied_layers, tied_pairs
-from ..quantizer import Quantizer, quantizer_for
+from ..quantize.target import layer_of, quantizable
+from ..quantize.tied import tied_layers, tied_pairs
+from ..quantizer import quantizer_for
 from ..source import Source
 
 _CHECK = Check("load")
@@ -114,7 +115,7 @@ class Parts:
                 self._keys[self.part_of(name)][key] = tensors.get_slice(key)
         self._load(REST)
 
-    def _prepare(self, source: Source, quantizer: Quantizer | GgufQuantizer | None) -> None:
+    def _prepare(self, source: Source, quantizer: Lifecycle | None) -> None:
         """The converters for a quantisation that is stored, and one that is asked for."""
         self._quantizer = quantizer
         self._conversions = get_model_conversion_mapping(self.model, None, quantizer)

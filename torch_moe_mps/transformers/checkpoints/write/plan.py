@@ -11,7 +11,8 @@ from ...basics.interface import codes_of
 from ...basics.report import aligned, any_layer, in_unit
 from ...modules.linears import formats_in
 from ..quantize.sizes import bytes_a_token
-from ..quantize.targets import quantizable, tied_layers
+from ..quantize.target import quantizable
+from ..quantize.tied import tied_layers
 from ..quantize.weights import quantized_names
 from ..quantizer import quantizer_for
 from ..source import Source

@@ -17,7 +17,7 @@ from ...upstream.loading import revert_weight_conversion, seen_with
 from ..absent import absent_in
 from ..layouts.files import Shards
 from ..layouts.own.config import QuantizationConfig, is_ours, together
-from ..quantize.targets import quantizable
+from ..quantize.target import quantizable
 
 
 def mark_quantized(model: nn.Module) -> None:

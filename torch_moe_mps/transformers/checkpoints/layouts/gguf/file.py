@@ -28,7 +28,7 @@ from .....quantization.gguf import (
 )
 from ....upstream.gguf_files import CONFIG_MAPPING
 from ....upstream.loading import WeightConverter, WeightRenaming, rename_source_key
-from ...quantize.targets import Target
+from ...quantize.target import Target
 from ...quantize.weights import words
 from .header import check_offsets, check_sizes, header_of, read_metadata
 

@@ -23,7 +23,7 @@ from ....._install import pip_install
 from ....._text import first_line
 from .....ops._checks import Check
 from ...quantize.blending import blended
-from ...quantize.targets import quantizable
+from ...quantize.target import quantizable
 from .file import GgufTensor, placing_of
 
 _CHECK = Check("imatrix")

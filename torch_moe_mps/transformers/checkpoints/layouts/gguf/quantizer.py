@@ -7,23 +7,18 @@ transformers (file.py). What cannot stay packed it dequantises, and the report s
 
 import importlib
 import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers import modeling_gguf_pytorch_utils
 
-from ....basics.report import QuantizationReport
 from ....basics.scoped import having
 from ....families import GGUF
 from ....upstream.gguf_files import GgufHfQuantizer, get_gguf_kernel, gguf, is_gguf_arch_supported, reader
-from ...quantize.in_place import finish_loading, refuse_dequantizing
 from ...quantize.sizes import bytes_a_token
-from ...quantize.targets import tie_quantized
-from ...quantize.weights import store_empty
-from ..checking import check_scales
+from ..lifecycle import Lifecycle
 from .file import read_checked
 from .header import reading_once
 from .reading import Dense, GgufLayout
@@ -36,15 +31,12 @@ def packing() -> AbstractContextManager[bool]:
     return having(_asked, True)
 
 
-class GgufQuantizer(GgufHfQuantizer):
+class GgufQuantizer(Lifecycle, GgufHfQuantizer):
     """Loads the blocks of a GGUF file as packed weights, and accelerates the model.
 
-    Attributes:
-        report: the QuantizationReport of what is packed; `skipped` says what is not, and why.
-        layout: what is left to read of the file.
+    `report.skipped` says what is not packed, and why.
     """
 
-    report: QuantizationReport | None = None
     layout: GgufLayout
     _is_theirs = False  # transformers loads the file as it would without this package
 
@@ -72,9 +64,7 @@ class GgufQuantizer(GgufHfQuantizer):
             return
         self.layout = GgufLayout(model, kwargs["checkpoint_files"][0])
         self.report = self.layout.report
-        for target in self.layout.targets.values():
-            store_empty(target)
-        tie_quantized(model)
+        self.make_room(model)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         if self._packs:
@@ -88,19 +78,6 @@ class GgufQuantizer(GgufHfQuantizer):
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Any]:
         return self.layout.state() if self._packs else super().get_state_dict(checkpoint_file, model)
-
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> NoReturn:
-        refuse_dequantizing()
-
-    def place(self, model: Any, loaded: Callable[[str], bool] = lambda name: True) -> None:
-        """Gives the modules whose names are `loaded` their packed weights."""
-        self.layout.finish(loaded)
-        self.layout.take(model, loaded)
-        check_scales(model, loaded)
-
-    def place_empty(self, model: Any, done: Callable[[str], bool]) -> None:
-        """Gives the modules whose names are `done` packed weights without memory, and never real ones."""
-        self.layout.take(model, done)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if not self._packs:
@@ -116,10 +93,7 @@ class GgufQuantizer(GgufHfQuantizer):
                 f"dequantised: {some}; model.hf_quantizer.report has them all",
                 stacklevel=2,
             )
-        model.hf_quantizer = self
-        del self.layout
-        model._weight_conversions = None  # saved under the names of transformers
-        finish_loading(model)
+        self.close(model)
         return model
 
 

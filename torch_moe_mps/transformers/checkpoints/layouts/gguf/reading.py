@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from ....basics.report import QuantizationReport
+from ...quantize.reasons import Reasons
 from ...quantize.sizes import add_stored, bytes_a_token
-from ...quantize.targets import Reasons, Target, add_tied, quantizable, tied_layers
+from ...quantize.target import Target, quantizable
+from ...quantize.tied import add_tied, tied_layers
 from ...quantize.weights import quantized_names
 from ..layout import Layout
 from .checking import check_declared
@@ -58,6 +60,8 @@ class GgufLayout(Layout):
     Raises: ValueError for a file that has not what its metadata declares, or that cannot be read.
     """
 
+    has_other_names = True
+
     def __init__(self, model: Any, file: str):
         super().__init__()
         self.model, self.file = model, _checked(file, model)
@@ -75,7 +79,7 @@ class GgufLayout(Layout):
             elif other in self.targets and name not in self.targets and f"{name}.weight" in self.file.parts:
                 self._leave_dense(other)
         own = {*self.targets}
-        add_tied(tied.items(), every, self.targets)
+        add_tied(tied, every, self.targets)
         self.report.shared |= {name: tied[name] for name in self.targets if name not in own}
         whole = {f"{target.name}.{p}" for target in self.targets.values() for p in target.formats}
         dense = [t for name, parts in self.file.parts.items() if name not in whole for t in parts]
@@ -118,6 +122,9 @@ class GgufLayout(Layout):
     def conversions(self, others: list) -> list:
         """None: the names of `state` are the model's."""
         return []
+
+    def check(self, model: Any, loaded: Callable[[str], bool]) -> None:
+        """The file was checked before it was read."""
 
     def finish(self, loaded: Callable[[str], bool]) -> None:
         for name in filter(loaded, self.targets):

@@ -17,7 +17,9 @@ from ....._text import first_line
 from .....ops._checks import Check
 from .....quantization import Format
 from ...absent import beside_text
-from ...quantize.targets import Reasons, Target, add_tied, quantizable, tied_layers, tied_pairs
+from ...quantize.reasons import Reasons
+from ...quantize.target import Target, quantizable
+from ...quantize.tied import add_tied, tied_layers
 from ..checking import DENSE, check_tensor, may_lack
 from ..files import checkpoint_files, tensors_in
 from ..layout import Layout
@@ -147,7 +149,7 @@ class MlxLayout(Layout):
         for name, tensor in state.items():
             if name.endswith(".weight") and tensor.dim() > 1 and not name.startswith(inside):
                 self._layer(name, tensor.shape, why_dense)
-        add_tied(tied_pairs(tied_layers(model)), self.every, self.targets)
+        add_tied(tied_layers(model), self.every, self.targets)
 
     def _has_some(self, part: str, state: dict[str, Tensor]) -> bool:
         inside = (name for name in state if name.startswith(f"{part}."))

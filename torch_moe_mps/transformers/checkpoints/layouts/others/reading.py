@@ -31,8 +31,10 @@ from ....upstream.loading import (
     get_model_conversion_mapping,
     rename_source_key,
 )
+from ...quantize.reasons import Reasons
 from ...quantize.sizes import add_stored
-from ...quantize.targets import Reasons, Target, add_tied, quantizable, tied_layers, tied_pairs
+from ...quantize.target import Target, quantizable
+from ...quantize.tied import add_tied, tied_layers
 from ...quantize.weights import quantized_names
 from ..checking import DENSE, check_tensor
 from ..layout import Layout
@@ -126,7 +128,7 @@ class OthersLayout(Layout):
             for parameter in {*target.parameters} - {*target.formats}:
                 expected = "quantised as the other matrices are"
                 _CHECK.fail(target.path(parameter), expected, "dense, or in another layout")
-        add_tied(tied_pairs(tied_layers(model)), every, self.targets)
+        add_tied(tied_layers(model), every, self.targets)
 
     def _of_experts_apart(self) -> list[WeightConverter]:
         """For experts that are one parameter in dense checkpoints, and modules in others."""

@@ -21,7 +21,7 @@ from ....basics.report import any_layer
 from ....modules.experts import NAME
 from ....upstream.quantizers import QuantizationConfigMixin
 from ...quantize.recipe import ARGUMENTS, Recipe, recipe_of, requested_recipe
-from ...quantize.targets import Target, paths_of, quantizable
+from ...quantize.target import Target, paths_of, quantizable
 
 LIBRARY = "torch_moe_mps"
 FROM_GGUF = {"quant_method": "gguf"}

@@ -7,7 +7,7 @@ from torch import nn
 from .....quantization import Format
 from ....basics.report import QuantizationReport
 from ....upstream.loading import WeightConverter
-from ...quantize.targets import Target
+from ...quantize.target import Target
 from ..checking import check_files
 from ..layout import Layout
 from ..operations import packed_blocks

@@ -1,0 +1,60 @@
+"""Life of a checkpoint in transformers' loader: room for weights, parts that are read, a loaded model."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ...basics.report import QuantizationReport
+from ..quantize.in_place import finish_loading, refuse_dequantizing
+from ..quantize.target import Target
+from ..quantize.tied import tie_quantized
+from ..quantize.weights import store_empty
+from .checking import check_scales
+from .layout import Layout
+
+
+class Lifecycle:
+    """Base of the quantizers of transformers that read layouts.
+
+    Attributes:
+        layout: what is left to read of the checkpoint.
+        report: what is quantised or packed while loading; None for nothing.
+    """
+
+    layout: Layout
+    report: QuantizationReport | None = None
+    get_state_dict: Callable[[str, Any], Any]  # of HfQuantizer
+
+    def make_room(self, model: nn.Module) -> None:
+        """Gives the layout's targets quantised weights without values, tied as the dense ones."""
+        for target in self.layout.targets.values():
+            store_empty(target)
+        tie_quantized(model)
+
+    def place(self, model: Any, loaded: Callable[[str], bool] = lambda name: True) -> dict[str, Target]:
+        """Gives the modules whose names are `loaded` their quantised weights, and returns their targets.
+
+        Raises: ValueError for a weight that cannot be quantised, is missing, of a wrong dtype or not finite.
+        """
+        self.layout.finish(loaded)
+        stored = self.layout.take(model, loaded)
+        self.layout.check(model, loaded)
+        check_scales(model, stored.__contains__)
+        if self.layout.has_other_names:
+            model._weight_conversions = None  # saved under the names of transformers
+        return stored
+
+    def place_empty(self, model: nn.Module, done: Callable[[str], bool]) -> None:
+        """Gives the modules whose names are `done` quantised weights without memory, and never real ones."""
+        self.layout.take(model, done)
+
+    def close(self, model: Any) -> None:
+        """The model has all its weights."""
+        if self.report is not None:
+            model.hf_quantizer = self
+        self.layout = Layout()
+        finish_loading(model)
+
+    def _dequantize(self, model: Any, dtype: Any = None) -> NoReturn:
+        refuse_dequantizing()

@@ -1,0 +1,99 @@
+"""The one decision what is quantised, and to what: in place, while a checkpoint is read, for its plan."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ....quantization import Format
+from ...basics.interface import is_quantized
+from .reasons import Reasons
+from .recipe import Recipe
+from .target import Target, paths_of, quantizable
+from .tied import sharing, tied_layers
+
+# {format in blocks of 256: the bits of its values in groups}: with scales about as many as those of the types
+# that llama.cpp takes in its place, of 4.5 (Q4_0), 5.5 (Q5_0), 6 (Q5_1) and 8.5 bits (Q8_0).
+IN_GROUPS = {"q2_k": 4, "q3_k": 4, "iq4_xs": 4, "q4_k": 5, "q5_k": 6, "q6_k": 8}
+
+
+class Weights(NamedTuple):
+    """{name: target} of the weights that a recipe quantises, and {name: reason} of those that stay dense."""
+
+    targets: dict[str, Target]
+    dense: dict[str, str]
+
+
+def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
+    """Formats for the weights of a model, which get none yet.
+
+    Modules that share a weight, or will once transformers has tied it, are one: a pattern that fits the name
+    of one of them is for all, and the weight counts once.
+
+    Raises: ValueError for a pattern of the recipe that fits nothing.
+    """
+    result = Weights({}, {})
+    every = quantizable(model)
+    recipe.check_patterns(paths_of(every))
+    together = sharing(model, every, tied_layers(model))
+    recipe = recipe.of_sizes(_sizes(every, together))
+    reasons = Reasons(model)
+    for name, target in every.items():
+        alike = [every[other] for other in together.get(name, [name]) if other in every]
+        kind = "embeddings" if any(other.kind == "embeddings" for other in alike) else target.kind
+        wanted = {p: recipe.format_of([other.path(p) for other in alike], kind) for p in target.parameters}
+        target.formats = {parameter: format for parameter, format in wanted.items() if format is not None}
+        target.formats = {part: _fitting(target, part, format) for part, format in target.formats.items()}
+        reason = None if target.kind == "experts" else reasons.of(name, target.module)
+        if reason is None and len(target.formats) < len(wanted):
+            reason = "kept by the recipe"
+        if reason is None and target.kind != "experts":
+            weight: Any = target.module.weight
+            reason = _does_not_fit(weight, target.formats["weight"])
+        if reason is None:
+            result.targets[name] = target
+        else:
+            result.dense[name] = reason
+    _drop_half_shared(together, result)
+    return result
+
+
+def _sizes(every: Mapping[str, Target], together: Mapping[str, list[str]]) -> Counter[str]:
+    """How many weights of each kind can be quantised; shared ones once."""
+    sizes: Counter[str] = Counter()
+    counted: set[str] = set()
+    for name, target in every.items():
+        if name not in counted:
+            counted.update(together.get(name, ()))
+            sizes[target.kind] += sum(weight.numel() for weight in target.module.parameters(recurse=False))
+    return sizes
+
+
+def _fitting(target: Target, parameter: str, format: Format) -> Format:
+    """The format, or one in groups where rows are not made of its blocks, as llama.cpp does it."""
+    if format.mode not in IN_GROUPS or (target.kind == "experts" and is_quantized(target.experts)):
+        return format
+    columns = target.rows_first(target.dense(parameter)).shape[-1]
+    if columns % format.multiple == 0 or columns % 32 != 0:
+        return format
+    return Format(IN_GROUPS[format.mode], 64 if columns % 64 == 0 else 32)
+
+
+def _does_not_fit(weight: Tensor, format: Format) -> str | None:
+    if weight.shape[-1] % format.multiple != 0:
+        return f"its input dimension {weight.shape[-1]} is no multiple of {format.multiple}"
+    if not weight.is_floating_point() or weight.element_size() not in (2, 4):
+        return f"its weight is {weight.dtype}"
+    return None
+
+
+def _drop_half_shared(together: Mapping[str, list[str]], found: Weights) -> None:
+    """A weight that several modules share is quantised only if all of them are targets in the same format."""
+    for names in together.values():
+        formats = [found.targets[n].formats if n in found.targets else None for n in names]
+        if any(f != formats[0] for f in formats):
+            for name in names:
+                if found.targets.pop(name, None) is not None:
+                    other = next(n for n in names if n != name)
+                    found.dense[name] = f"it shares its weight with {other}, which is not quantised alike"

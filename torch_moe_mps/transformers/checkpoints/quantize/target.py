@@ -1,0 +1,114 @@
+"""Modules of a model whose weights can be quantised: experts, linear layers and embeddings."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ....ops._checks import Check
+from ....quantization import Format
+from ...basics.interface import Experts, experts_of, projections
+
+_LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+
+
+@dataclass
+class Target:
+    """A module whose weights can be quantised.
+
+    Attributes:
+        kind: "experts", "linears" or "embeddings".
+        formats: {parameter: format} of those that are. Where gate and up projections of experts have two,
+            "gate_up_proj" means the gate's, and "up_proj" has its own.
+        has_order: whether a linear layer is an OrderedLinear once it is quantised.
+        importance: {parameter: float32 [matrices, C]} where it is known what they multiply.
+    """
+
+    name: str
+    module: nn.Module
+    kind: str
+    formats: dict[str, Format] = field(default_factory=dict)
+    has_order: bool = False
+    importance: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def experts(self) -> Experts:
+        """The module of a target of kind "experts"."""
+        return cast(Experts, self.module)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters that can be quantised."""
+        return projections(self.module) if self.kind == "experts" else ("weight",)
+
+    def path(self, parameter: str) -> str:
+        """Name that recipes have for a parameter: the matrices of experts have names of their own."""
+        return f"{self.name}.{parameter}" if self.kind == "experts" else self.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights while they are dense."""
+        return getattr(self.module, self.parameters[0]).dtype
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the gate projections of experts have another format than their up projections."""
+        return self.kind == "experts" and self.experts.has_gate and "up_proj" in self.formats
+
+    def dense(self, parameter: str) -> Tensor:
+        """The dense tensor of what has a format: the rows of gates, or of up projections, if they differ."""
+        if self.is_split and parameter in ("gate_up_proj", "up_proj"):
+            halves = self.experts.gate_up_proj.chunk(2, -1 if self.experts.is_transposed else -2)
+            return halves[parameter == "up_proj"]
+        return getattr(self.module, parameter)
+
+    def rows_first(self, weight: Tensor) -> Tensor:
+        """The view [E, output, input] of a dense parameter; E is 1 for a layer."""
+        if self.kind != "experts":
+            return weight.unsqueeze(0)
+        return weight.mT if self.experts.is_transposed else weight
+
+    def check_columns(self, check: Check) -> None:
+        """Raises: ValueError for weights whose rows are not made of whole groups."""
+        for parameter, format in self.formats.items():
+            columns = self.rows_first(self.dense(parameter)).shape[-1]
+            if columns % format.multiple != 0:
+                expected = f"of an input dimension that is a multiple of {format.multiple} for {format}"
+                check.fail(f"{self.name}.{parameter}", expected, columns)
+
+
+def quantizable(model: nn.Module) -> dict[str, Target]:
+    """All experts, linear layers and embeddings by their names, in the model's order, without formats."""
+    experts, result = experts_of(model), {}
+    inside = tuple(f"{name}." for name in experts)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for name, module in model.named_modules():
+        if name in experts:
+            result[name] = Target(name, module, "experts")
+        elif name.startswith(inside):
+            continue
+        elif isinstance(module, nn.Embedding) or (module is head and isinstance(module, nn.Linear)):
+            result[name] = Target(name, module, "embeddings")
+        elif isinstance(module, nn.Linear):
+            result[name] = Target(name, module, "linears")
+    return result
+
+
+def paths_of(targets: Mapping[str, Target]) -> list[str]:
+    """Names that recipes have for all parameters that can be quantised."""
+    return [target.path(parameter) for target in targets.values() for parameter in target.parameters]
+
+
+def layer_of(module: str) -> str:
+    """The layer that contains a module, or the module itself."""
+    layer = _LAYER.match(module)
+    return layer[1] if layer else module
+
+
+def present(model: nn.Module, targets: Mapping[str, Target]) -> dict[str, Target]:
+    """The targets that a model still has after parts of it were replaced."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return {name: target for name, target in targets.items() if modules.get(name) is target.module}
