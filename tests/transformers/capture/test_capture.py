@@ -31,11 +31,11 @@ from torch_moe_mps.ops import _registry
 from torch_moe_mps.ops.attention import bits_as_bool
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
-from torch_moe_mps.transformers.capture import calls
+from torch_moe_mps.transformers.capture import calls, surroundings
 from torch_moe_mps.transformers.capture import fingerprint as fingerprints
 from torch_moe_mps.transformers.capture.calls import CAPTURES, Captures, captures_of
 from torch_moe_mps.transformers.capture.fingerprint import Fingerprint
-from torch_moe_mps.transformers.capture.plan import CallPlan
+from torch_moe_mps.transformers.capture.match import Match
 from torch_moe_mps.transformers.capture.trial import unnoticed_change
 from torch_moe_mps.transformers.graphs import passes, tracing
 from torch_moe_mps.transformers.graphs.tracing import Recorder
@@ -297,7 +297,7 @@ def test_kinds_behind_each_other(bits):
         mine, theirs = Conversation(model, batch=batch), Conversation(own, batch=batch)
         assert_equal(mine.tokens(4), theirs.tokens(4))
         assert captures.reason is None
-        programs.append(captures.programs[0].plan)
+        programs.append(captures.programs[0].match)
     assert len(captures.programs) == 2
     assert programs[3] is programs[2] is programs[1] and programs[4] is programs[0]
 
@@ -558,9 +558,10 @@ def test_what_the_fingerprint_holds(monkeypatch):
     assert fingerprint.holds()
 
 
-def forgets_attributes(self, module, own=fingerprints._Reached._add_module):
-    own(self, module)
+def forgets_attributes(self, path, module, own=fingerprints._Reached._add_module):
+    own(self, path, module)
     self._waiting.pop()
+    self.watched.pop()
 
 
 @pytest.mark.parametrize(
@@ -773,15 +774,15 @@ AROUND = {
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace`")
 @torch.no_grad()
 def test_what_must_not_be_around_a_token():
-    assert fingerprints.forbidden() is None
+    assert surroundings.forbidden() is None
     for reason, around in AROUND.items():
         with around():
-            assert reason in fingerprints.forbidden()
-        assert fingerprints.forbidden() is None
+            assert reason in surroundings.forbidden()
+        assert surroundings.forbidden() is None
     found = []
-    torch.vmap(lambda x: found.append(fingerprints.forbidden()) or x)(torch.ones(2))
+    torch.vmap(lambda x: found.append(surroundings.forbidden()) or x)(torch.ones(2))
     torch.jit.trace(
-        lambda x: found.append(fingerprints.forbidden()) or x + 1, torch.ones(2), check_trace=False
+        lambda x: found.append(surroundings.forbidden()) or x + 1, torch.ones(2), check_trace=False
     )
     assert len(found) == 2 and all("mode" in reason for reason in found)
 
@@ -804,11 +805,11 @@ def test_default_devices(device, same_bits):
             assert_equal(mine.tokens(4), theirs.tokens(4))
         finally:
             torch.set_default_device(None)
-        programs.append(captures_of(model).programs[0].plan)
+        programs.append(captures_of(model).programs[0].match)
     assert len(captures_of(model).programs) == 3 and programs[3] is programs[1] and programs[4] is programs[0]
     with torch.device("meta"):
         assert_equal(mine.tokens(1), theirs.tokens(1))
-    assert captures_of(model).programs[0].plan is programs[1]
+    assert captures_of(model).programs[0].match is programs[1]
 
 
 @pytest.mark.parametrize("architecture", in_sweep(("qwen3_next", "deepseek_v3"), ["qwen3_next"]))
@@ -903,9 +904,9 @@ def test_a_call_says_why_it_ran_module_by_module(monkeypatch):
     talk.tokens(1)
     assert captures.reason is None
     with monkeypatch.context() as patch:
-        patch.setattr(CallPlan, "take", lambda *given: {}["keys"])
+        patch.setattr(Match, "take", lambda *given: {}["keys"])
         says_why(model, talk, "the cache holds something else (KeyError: 'keys')")
-        patch.setattr(CallPlan, "take", lambda *given: 1 / 0)
+        patch.setattr(Match, "take", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):  # a fault of ours
             talk.tokens(1)
     talk.tokens(1)

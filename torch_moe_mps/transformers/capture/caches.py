@@ -49,7 +49,7 @@ def is_cache(name: Any, value: Any) -> bool:
 
 
 def layers_of(cache: Any) -> list[Any]:
-    return [] if type(cache) is list else cache.layers
+    return getattr(cache, "layers", [])  # neither a list nor None has some
 
 
 def is_known(cache: Any) -> bool:
@@ -65,9 +65,15 @@ def lists_of(cache: Any) -> list[list[Any]]:
     """States that a model's own cache holds beside its layers."""
     if type(cache) is list:
         return [cache]
-    return [
-        value for value in attributes_of(cache).values() if type(value) is list and value is not cache.layers
-    ]
+    return (
+        []
+        if cache is None
+        else [
+            value
+            for value in attributes_of(cache).values()
+            if type(value) is list and value is not cache.layers
+        ]
+    )
 
 
 def items_of(held: Any) -> Iterable[tuple[Any, Any]]:
@@ -78,12 +84,19 @@ def kind_of(mask: CausalMask) -> tuple[Any, ...]:
     return CausalMask, mask.shape, mask.dtype, mask.device, mask.lookahead
 
 
-def places_of(cache: Any, known: list[tuple[type, list[str]]]) -> list[Any]:
-    """The dictionaries that the layers of a cache hold what they hold in, and the cache's lists."""
-    places = []
-    for layer, (_, names) in zip(layers_of(cache), known, strict=True):
-        places += dictionaries_of(layer, names)
-    return places + lists_of(cache)
+def slots_of(cache: Any, layers: list[tuple[type, list[str]]], masks: list[CausalMask]) -> list[Any]:
+    """Dictionaries and lists with all that may change from call to call, in the order of all who read them.
+
+    Args:
+        cache: None for a call without one.
+        layers: (class, names of the attributes that are dictionaries) of each layer.
+
+    Returns: for each layer its attributes and its dictionaries; the cache's own lists; the masks' attributes.
+    """
+    slots: list[Any] = []
+    for layer, (_, names) in zip(layers_of(cache), layers, strict=True):
+        slots += dictionaries_of(layer, names)
+    return slots + lists_of(cache) + list(map(vars, masks))
 
 
 def empty_copy(cache: Any) -> Any:

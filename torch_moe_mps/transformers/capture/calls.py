@@ -43,11 +43,13 @@ from ..upstream.calls import cache_among
 from ..upstream.utilities import ModelOutput
 from .arguments import MASK, padding_of, whole
 from .exchange import ExchangeError, exchange_of
-from .fingerprint import Fingerprint, forbidden, note_change
+from .fingerprint import Fingerprint, note_change
+from .match import Match, Taken
 from .own_code import OwnCode
-from .plan import CallPlan, Taken
 from .program import Integers, assemble
 from .reading import BeginsCache, Reading
+from .recording import Recording
+from .surroundings import forbidden
 from .trial import unnoticed_change
 
 SWITCH = "MOE_MPS_CAPTURE"
@@ -76,7 +78,7 @@ class Capture(NamedTuple):
     """
 
     fingerprint: Fingerprint
-    plan: CallPlan
+    match: Match
     integers: Callable[..., list[int] | None]
     run: Callable[..., list[Tensor]]
     make: Make
@@ -205,9 +207,8 @@ class Captures:
         self, program: Capture, model: nn.Module, arguments: dict[str, Any], padding: Callable[[], Any]
     ) -> tuple[Any] | str:
         """A tuple of what a program returns, or why it is not for the call."""
-        plan = program.plan
         try:
-            taken: Taken | str = plan.take(arguments, padding)
+            taken: Taken | str = program.match.take(arguments, padding)
         except _OF_OTHERS as error:
             taken = f"the cache holds something else ({type(error).__name__}: {first_line(error)})"
         if isinstance(taken, str):
@@ -222,7 +223,7 @@ class Captures:
         results = program.run(taken.inputs + arriving, taken.views, taken.symbols, integers)
         if not results:
             return "a tensor has another shape, dtype, device or memory than in the captured call"
-        plan.give(taken, results, integers)
+        program.match.give(taken, results, integers)
         made, sent = program.make(results, taken.cache)
         if exchange is not None:
             exchange.send(sent)
@@ -315,17 +316,17 @@ class Captures:
         recorder = Recorder(None if self._own_code else own_code.look)
         symbol, values, least = _symbols(reading, kind)
         symints = [recorder.symbol(*value) for value in zip(values, least, strict=True)]
-        plan = CallPlan(reading, symbol, symints, recorder)
+        recording = Recording(reading, symbol, symints, recorder)
         exchange = exchange_of(model)
         # Now: the first copy of a cache notes something in its class.
         fingerprint = Fingerprint(model, self, exchange)
         sent, handover = None, None
         try:
-            run = functools.partial(recorder.run, lambda: own(model, **whole(plan.stand_ins)))
+            run = functools.partial(recorder.run, lambda: own(model, **whole(recording.stand_ins)))
             if exchange is None:
                 output = run()
             else:
-                output, sent, handover = exchange.record(run, plan.fixed_input)
+                output, sent, handover = exchange.record(run, recording.fixed_input)
         finally:
             changes = None if fingerprint.holds() else fingerprint.changed()
             if changes is not None:
@@ -333,27 +334,28 @@ class Captures:
         own_code.require_none()
         if changes is not None:
             raise NotCapturable(f"a call changes {changes}")
-        if plan.reads_mask:
+        if recording.reads_mask:
             self._reads_masks = True  # from the next call on
             raise NotCapturable("it reads the mask of padding")
         integers = Integers(recorder.env, list(recorder.symbols))
         tensors: list[Tensor] = []
-        make = _maker((output, sent), tensors, plan.stand_in_of_cache)
-        tensors = [*tensors, *plan.finish(integers.place_of, len(tensors))]
+        make = _maker((output, sent), tensors, recording.stand_in_of_cache)
+        writes, of_cache = recording.written(integers.place_of, len(tensors))
+        tensors = [*tensors, *of_cache]
         recorder.finish(tensors)
         with self._entering, recorder.env.comparing_symbols():
             simplify(recorder.graph, refused(), alone=self._inside == 1)
         weights = [*model.parameters(), *model.buffers()]
-        program = assemble(recorder.graph, integers, plan, weights)
+        program = assemble(recorder.graph, integers, recording, weights)
         evaluate = integers.function(least)
         kind.fixes_rows |= any(integers.is_fixed(symbol[p]) for p in reading.rows & symbol.keys())
         kind.pinned += integers.is_pinned  # once a window is full, it is so for all tokens
         if kind.pinned > _MOST_PINNED:
             raise NotCapturable("it rests on one length of the context")
-        plan.forget()
         seconds = time.perf_counter() - started
         operators = tuple(node.target for node in recorder.graph.nodes if is_operator(node))
-        return Capture(fingerprint, plan, evaluate, program.run, make, handover, operators, seconds)
+        match = recording.match(writes)
+        return Capture(fingerprint, match, evaluate, program.run, make, handover, operators, seconds)
 
 
 def _positions_by_hand(arguments: dict[str, Any]) -> str | None:

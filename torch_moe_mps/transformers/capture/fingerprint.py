@@ -20,15 +20,11 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import is_, is_not
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional
-from torch.nn.modules import module as torch_module
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 from transformers import Cache
 
 from ..._extension import host_library
@@ -59,17 +55,13 @@ _KNOWN_HOOKS = (
     "torch_moe_mps.transformers.caches.cache",
     "transformers.utils.output_capturing",
 )
-_GLOBAL_HOOKS = tuple(
-    value
-    for name, value in vars(torch_module).items()
-    if name.startswith("_global_") and type(value) is not bool
-)
 _LEAVES = (
     str, bytes, bool, int, float, complex, type(None), type, property, Tensor, torch.dtype, torch.device,
     torch.Generator, types.ModuleType, types.BuiltinFunctionType, types.CodeType, weakref.ref, logging.Logger,
     State, Beside,
 )  # fmt: skip
 _CONTAINERS = (dict, list, set, tuple)
+_OF_MODULES = ("_parameters", "_buffers", "_modules")  # dictionaries in the attributes of each
 # Packages whose files are not watched: their names do not change, but for torch.nn.functional's.
 _UNWATCHED = ("torch", "torch_moe_mps", "builtins")
 
@@ -96,11 +88,11 @@ class Fingerprint:
         files = list(_files(classes))
         _note_first(classes, files)
         self._copies = [
-            (container, container.copy())
-            for container in reached.containers
-            if isinstance(container, (dict, list))
+            (watched, watched.container.copy())
+            for watched in reached.watched
+            if isinstance(watched.container, (dict, list))
         ]
-        held = [*hooks, *_members(classes), *files, *reached.containers]
+        held = [*hooks, *_members(classes), *files, *(container for _, container in reached.watched)]
         # Subclasses of dict only while empty: the order of an OrderedDict is no part of its entries.
         entries = [item for item in held if type(item) is dict or (isinstance(item, dict) and not item)]
         known = set(map(id, entries))
@@ -116,19 +108,16 @@ class Fingerprint:
             return False
 
     def changed(self) -> str:
-        """The first attribute of a module that is another one now, by its path; else "the model"."""
-        before = {id(container): copy for container, copy in self._copies if isinstance(copy, dict)}
-        for name, module in self.model.named_modules():
-            known = before.get(id(vars(module)), {})
-            for attribute, value in vars(module).items():
-                if known.get(attribute) is not value:
-                    return f"{name}.{attribute}".removeprefix(".")
+        """The first thing of the model that is another one now, by its path; "the model" for its classes."""
+        for watched, before in self._copies:
+            if _differs(watched.container, before):
+                return watched.changed(before)
         return "the model"
 
     def undo(self) -> None:
         """Gives the model's attributes their values at the begin again."""
-        for container, before in self._copies:
-            if len(container) == len(before) and not any(map(is_not, _values(container), _values(before))):
+        for (_, container), before in self._copies:
+            if not _differs(container, before):
                 continue  # another thread may be reading it
             container.clear()
             container.extend(before) if isinstance(container, list) else container.update(before)
@@ -203,30 +192,6 @@ def note_change() -> None:
     _changes += 1
 
 
-def forbidden() -> str | None:
-    """Reason around a call that keeps it from running as a program; None if there is none."""
-    if torch.is_grad_enabled():
-        return "gradients are on: torch.no_grad() lets a token be one call"
-    if torch._C._is_any_autocast_enabled():
-        return "autocast is on"
-    if (
-        torch._C._len_torch_dispatch_stack()
-        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch._C._is_tracing()
-    ):
-        return "a mode of torch looks at each operator"
-    if any(_GLOBAL_HOOKS):
-        return "hooks look at the calls of all modules"
-    return None
-
-
-def default_device() -> torch.device | None:
-    """The device that `torch.set_default_device` or `with torch.device(...)` gives this thread's tensors."""
-    return next((mode.device for mode in _get_current_function_mode_stack()), None)
-
-
 def _has(module: nn.Module, hook: object) -> bool:
     return any(hook in module.__dict__[name].values() for name in _HOOKS)
 
@@ -250,41 +215,69 @@ def _is_alike(now: Any, before: Any) -> bool:
     return not isinstance(now, dict) or list(now) == list(before)
 
 
+def _differs(container: Any, before: Any) -> bool:
+    return len(container) != len(before) or any(map(is_not, _values(container), _values(before)))
+
+
 def _values(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, dict) else container
+
+
+class Watched(NamedTuple):
+    """An object that may change, and its path from the model."""
+
+    path: str
+    container: Any
+
+    def inside(self, key: Any) -> str:
+        """The path of a value in a dictionary; those of a module are its attributes for all who read it."""
+        if key in _OF_MODULES:
+            return self.path
+        return f"{self.path}.{key}".removeprefix(".") if isinstance(key, str) else f"{self.path}[{key!r}]"
+
+    def changed(self, before: Any) -> str:
+        """The path of the first value that is another one than before."""
+        if not isinstance(before, dict):
+            return self.path
+        now = self.container
+        keys = (key for key in {**now, **before} if now.get(key, self) is not before.get(key, self))
+        return next(map(self.inside, keys), self.path)
 
 
 class _Reached:
     """Objects that a model leads to, except through tensors, classes and names that functions look up.
 
     Attributes:
-        containers: objects that may change.
+        watched: objects that may change, those of modules first.
         modules: the model, its modules, and those that are attributes but not registered.
         classes: of all objects, and of caches.
     """
 
     def __init__(self, model: nn.Module, own: tuple[object, ...]) -> None:
         self.modules = list(model.modules())
-        self.containers: list[Any] = []
+        self.watched: list[Watched] = []
         self.classes: dict[type, None] = dict.fromkeys(_with_subclasses(Cache, CacheLayerMixin))
         self._seen = {id(vars(builtins)), *map(id, own)}
-        self._waiting: list[Any] = []
-        for module in self.modules:
-            self._add_module(module)
+        self._waiting: list[Watched] = []
+        for name, module in model.named_modules():
+            self._add_module(name, module)
         while self._waiting:
-            container = self._waiting.pop()
-            if not isinstance(container, tuple):  # which cannot change
-                self.containers.append(container)
-            is_plain = type(container) is dict
-            for value in (*container, *container.values()) if is_plain else gc.get_referents(container):
-                self._add(value)
+            around = self._waiting.pop()
+            container = around.container
+            if type(container) is dict:
+                for key, value in container.items():
+                    self._add(around.path, key)
+                    self._add(around.inside(key), value)
+            else:
+                for value in gc.get_referents(container):
+                    self._add(around.path, value)
 
-    def _add(self, value: Any) -> None:
+    def _add(self, path: str, value: Any) -> None:
         if isinstance(value, _LEAVES) or id(value) in self._seen:
             return
         if isinstance(value, nn.Module):
             self.modules.append(value)
-            self._add_module(value)
+            self._add_module(path, value)
             return
         self._seen.add(id(value))
         if isinstance(value, types.FunctionType):
@@ -292,15 +285,20 @@ class _Reached:
         elif not isinstance(value, _CONTAINERS):
             self.classes[type(value)] = None
             if hasattr(value, "__dict__"):
-                self._add(vars(value))
-        self._waiting.append(value)
+                self._add(path, vars(value))
+        self._watch(path, value)
 
-    def _add_module(self, module: nn.Module) -> None:
+    def _watch(self, path: str, container: Any) -> None:
+        self._waiting.append(Watched(path, container))
+        if not isinstance(container, tuple):  # which cannot change
+            self.watched.append(self._waiting[-1])
+
+    def _add_module(self, path: str, module: nn.Module) -> None:
         held = vars(module)
         self.classes[type(module)] = None
         self._seen.update((id(module), id(held)))
         self._seen.update(id(held[name]) for name in (*_HOOKS, *_UNREAD))
-        self._waiting.append(held)
+        self._watch(path, held)
 
 
 def _with_subclasses(*classes: type) -> Iterator[type]:

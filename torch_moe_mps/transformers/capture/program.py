@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from ..graphs.tracing import ITEM, PARTS, TENSOR, VALUE, Number, as_recorded, is_operator
-from .plan import CallPlan
+from .recording import Recording
 
 _FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 
@@ -52,17 +52,17 @@ class Integers:
         return eval(text, {"math": __import__("math")})
 
 
-def assemble(graph: fx.Graph, integers: Integers, plan: CallPlan, weights: list[Tensor]) -> Any:
+def assemble(graph: fx.Graph, integers: Integers, recording: Recording, weights: list[Tensor]) -> Any:
     """A program of the calls of a graph.
 
     Args:
-        graph: its placeholders are the inputs of the plan, its output is a list.
+        graph: its placeholders are the inputs of the recording, its output is a list.
         weights: of the model. A matrix that several layers share is only right as long as theirs lie in it.
     """
     program = torch.classes.moe_mps.Program()
-    for example, dims in plan.inputs:
+    for example, dims in recording.inputs:
         program.add_input(example, list(dims), list(dims.values()))
-    for view in plan.views:
+    for view in recording.views:
         program.add_view(*view)
     _Assembly(program, graph, integers)
     constants = [node.meta for node in graph.nodes if node.op == "get_attr"]

@@ -11,11 +11,11 @@ from ..attention.causal_mask import ELEMENTS, CausalMask
 from ..basics.wide_logits import are_wide
 from ..caches.growing import MEMORY
 from ..caches.quantized_states import QuantizedStates
-from ..caches.state import LayerState, dictionaries_of, parts
+from ..caches.state import LayerState, parts
 from ..graphs.tracing import NotCapturable
 from .arguments import flat, rows_of
-from .caches import column_of, is_cache, is_known, kind_of, layers_of, lists_of, start_of, static_of
-from .fingerprint import default_device
+from .caches import column_of, is_cache, is_known, items_of, kind_of, layers_of, slots_of, start_of, static_of
+from .surroundings import default_device
 
 STATIC_TYPES = (bool, float, str, type(None), torch.dtype, torch.device)
 _OF_WINDOWS = ("keys", "values")  # views that stop growing once a window is full
@@ -92,17 +92,14 @@ class Reading:
         yield from (name, *static_of(cache).items())
         for layer in layers_of(cache):
             yield type(layer)
-            own, *inner = dictionaries_of(layer, LayerState(layer).dictionaries)
-            for held in (own, *inner):
-                yield len(held)
-                for name, value in held.items():
-                    if type(value) is int and held is not own:
-                        self.growing.add(len(self.numbers))
-                    yield from self._value(self._place, name, value)
-                self._place += 1
-        for states in lists_of(cache):
-            for item in enumerate(states):
-                yield from self._value(self._place, *item)
+        layers = [(type(layer), LayerState(layer).dictionaries) for layer in layers_of(cache)]
+        own = set(map(id, map(vars, layers_of(cache))))
+        for held in slots_of(cache, layers, []):
+            yield len(held)
+            for name, value in items_of(held):
+                if type(value) is int and type(held) is dict and id(held) not in own:
+                    self.growing.add(len(self.numbers))
+                yield from self._value(self._place, name, value)
             self._place += 1
 
     def _mask(self, name: Any, mask: CausalMask) -> Iterator[Any]:

@@ -1,0 +1,227 @@
+"""Takes calls like a recorded one apart in microseconds, and puts what they have made into their cache."""
+
+from collections.abc import Callable
+from itertools import repeat
+from operator import is_not, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention.causal_mask import CausalMask
+from ..basics.wide_logits import are_wide
+from ..caches.growing import END, MEMORY
+from .arguments import MASK, flat
+from .caches import all_parts, is_cache, kind_of, layers_of, slots_of, start_of, static_of
+from .reading import HELD, NUMBER, STATIC, TENSOR, Entry
+from .surroundings import default_device
+
+SIZE, TOKENS, START = range(4, 7)  # beside NUMBER what a symbol is read from
+_NUMBERS = "numbers that were equal in the captured call differ"
+
+
+class Taken(NamedTuple):
+    """A call's tensors and numbers."""
+
+    inputs: list[Tensor]
+    views: list[Tensor]
+    memories: tuple[Any, ...]
+    slots: list[Any]
+    symbols: list[int]
+    cache: Any
+
+
+class Slots:
+    """Entries that the slots of a cache and of masks have in every call, read in one go."""
+
+    def __init__(self, entries: list[list[Entry]], sizes: list[int], symbol: dict[int, int]) -> None:
+        self._sizes = sizes
+        self._getters = [getter([entry.name for entry in own]) for own in entries]
+        every = [entry for own in entries for entry in own]
+        changing = {n: symbol[e.first] for n, e in enumerate(every) if e.kind == NUMBER and e.first in symbol}
+        static = [n for n, e in enumerate(every) if e.kind in (STATIC, NUMBER) and n not in changing]
+        self._static, self._known = getter(static), tuple(every[n].value for n in static)
+        self.numbers, self.symbols = getter([*changing]), getter([*changing.values()])
+        self.tensors = getter([n for n, entry in enumerate(every) if entry.kind == TENSOR])
+        self.held = getter([n for n, entry in enumerate(every) if entry.kind == HELD])
+
+    def read(self, slots: list[Any]) -> list[Any] | None:
+        """All values; None if those that do not change are others."""
+        if list(map(len, slots)) != self._sizes:
+            return None
+        values = [value for get, held in zip(self._getters, slots, strict=True) for value in get(held)]
+        return values if self._static(values) == self._known else None
+
+
+class Write(NamedTuple):
+    """A value that a call gives its cache: `value` says where it is among results or integers."""
+
+    name: Any
+    kind: int
+    value: Any
+    memory: int | None = None  # the number of the one that a tensor is a view of
+    end: int | None = None  # its written end, among the integers
+
+
+class Match(NamedTuple):
+    """Contents of calls like a recorded one, and where they are.
+
+    Attributes:
+        around: the default device, and whether logits are wide.
+        padding: whether `padding_of` gives keys, None where it is not asked.
+        arguments: (name, kind, value) of all but cache and masks; a number without a value changes.
+        numbers: (name, symbol) of arguments that change.
+        masks: (name, kind) of each.
+        cache: its name; None for a call without one.
+        attributes: what of the cache stays.
+        layers: (class, names of dictionaries) of each layer of the cache.
+        slots: what the cache and the masks hold.
+        readers: for each symbol the kind, the number and the place of what it is read from.
+        sources: for each view the input that it is a view of.
+        ends: for each kind of memory's end: (start, its symbol, length, its symbol), the symbol -1 for none.
+        ends_of: gives the end of each memory, from those.
+        memories_of: gives the memory of each value that shows one.
+        first_of: gives each memory once.
+        writes: for each slot what a call writes there.
+    """
+
+    around: tuple[torch.device | None, bool]
+    padding: bool | None
+    arguments: list[tuple[Any, int, Any]]
+    numbers: list[tuple[Any, int]]
+    masks: list[tuple[Any, tuple[Any, ...]]]
+    cache: str | None
+    attributes: dict[str, Any]
+    layers: list[tuple[type, list[str]]]
+    slots: Slots
+    readers: list[tuple[int, int, Any]]
+    sources: list[int]
+    ends: list[tuple[int, ...]]
+    ends_of: Callable[[Any], tuple[Any, ...]]
+    memories_of: Callable[[Any], tuple[Any, ...]]
+    first_of: Callable[[Any], tuple[Any, ...]]
+    writes: list[list[Write]]
+
+    def take(self, arguments: dict[str, Any], padding: Callable[[], Any]) -> Taken | str:
+        """A call like the recorded one, as far as Python can tell; for another one what differs.
+
+        `padding` gives what `padding_of` gives for the call.
+        """
+        inputs: list[Tensor] = []
+        arguments = flat(arguments)
+        differs = self._around(arguments) or self._passed(arguments, padding, inputs)
+        differs = differs or self._kinds(arguments)
+        if differs is not None:
+            return differs
+        cache = None if self.cache is None else arguments[self.cache]
+        slots = slots_of(cache, self.layers, [arguments[name] for name, _ in self.masks])
+        values = self.slots.read(slots)
+        if values is None:
+            return "the cache has other attributes"
+        held = self.slots.held(values)
+        of_views = [getattr(view, MEMORY) for view in held]
+        memories = self.first_of(of_views)
+        if any(map(is_not, of_views, self.memories_of(memories))):
+            return "the layers of the cache share other memory"
+        inputs += all_parts(self.slots.tensors(values) + memories)
+        views = all_parts(held)
+        if any(map(is_not, map(type, inputs), repeat(Tensor))):
+            return "a tensor is of another class"
+        symbols = self._symbols(inputs, views, [*slots, arguments])
+        differs = self._counts(arguments, values, symbols, memories)
+        return Taken(inputs, views, memories, slots, symbols, cache) if differs is None else differs
+
+    def _around(self, arguments: dict[Any, Any]) -> str | None:
+        if len(arguments) != len(self.arguments) + len(self.masks) + (self.cache is not None):
+            return "it has other arguments"
+        if default_device() != self.around[0]:
+            return "the default device is another one"
+        if are_wide() != self.around[1]:
+            return "its logits have another dtype"
+        return None
+
+    def _passed(
+        self, arguments: dict[Any, Any], padding: Callable[[], Any], inputs: list[Tensor]
+    ) -> str | None:
+        """Adds the tensors among the arguments to `inputs`."""
+        for name, kind, value in self.arguments:
+            passed = arguments.get(name)
+            if kind == TENSOR:
+                inputs.append(passed)  # type: ignore[arg-type]  # its type is compared later
+                if name == MASK and self.padding is not None:
+                    keys = padding()
+                    if keys is None or (keys[0] is not None) != self.padding:
+                        return "its padding is of another kind"
+                    inputs += keys if self.padding else ()
+            elif kind == NUMBER and value is None:
+                if type(passed) is not int:
+                    return f"{name} is of another kind"
+            elif passed is not value and (type(passed) is not type(value) or passed != value):
+                return f"{name} is another one"
+        return None
+
+    def _kinds(self, arguments: dict[Any, Any]) -> str | None:
+        for name, known in self.masks:
+            passed = arguments.get(name)
+            if type(passed) is not CausalMask or kind_of(passed) != known:
+                return f"{name} is of another kind"
+        if self.cache is not None:
+            cache = arguments.get(self.cache)
+            if not is_cache(self.cache, cache) or static_of(cache) != self.attributes:
+                return "the cache is of another kind"
+            if list(map(type, layers_of(cache))) != [known for known, _ in self.layers]:
+                return "the cache has other layers"
+        return None
+
+    def _symbols(self, inputs: list[Tensor], views: list[Tensor], slots: list[Any]) -> list[int]:
+        symbols: list[int] = []
+        for kind, number, where in self.readers:
+            if kind == SIZE:
+                symbols.append(inputs[number].shape[where])
+            elif kind == TOKENS:
+                symbols.append(views[number].shape[-2])
+            elif kind == START:
+                symbols.append(start_of(views[number], inputs[self.sources[number]]))
+            else:
+                symbols.append(slots[number][where])
+        return symbols
+
+    def _counts(
+        self, arguments: dict[Any, Any], values: list[Any], symbols: list[int], memories: tuple[Any, ...]
+    ) -> str | None:
+        if any(arguments[name] != symbols[number] for name, number in self.numbers):
+            return _NUMBERS
+        if self.slots.numbers(values) != self.slots.symbols(symbols):
+            return _NUMBERS
+        ends = [
+            (start if first < 0 else symbols[first]) + (tokens if count < 0 else symbols[count])
+            for start, first, tokens, count in self.ends
+        ]
+        if tuple([getattr(memory, END) for memory in memories]) != self.ends_of(ends):
+            return "somebody else has written behind the cache's last token"
+        return None
+
+    def give(self, taken: Taken, results: list[Tensor], integers: list[int]) -> None:
+        """Puts what a call has made into its cache."""
+        for held, writes in zip(taken.slots, self.writes, strict=False):  # nothing into masks
+            for name, kind, value, memory, end in writes:
+                if kind == NUMBER:
+                    held[name] = integers[value]
+                elif kind == STATIC:
+                    held[name] = value
+                else:
+                    cls, first, count = value
+                    states = results[first] if count == 1 else cls(*results[first : first + count])
+                    if memory is not None:
+                        setattr(states, MEMORY, taken.memories[memory])
+                        setattr(taken.memories[memory], END, integers[end])  # type: ignore[index]  # it has one
+                    held[name] = states
+
+
+def getter(names: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that returns the values of these names."""
+    if not names:
+        return lambda held: ()
+    if len(names) == 1:
+        return lambda held: (held[names[0]],)
+    return itemgetter(*names)

@@ -1,0 +1,262 @@
+"""The arguments that a call is recorded with, and where calls like it have them."""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention.causal_mask import CausalMask
+from ..basics.key_range import RANGE
+from ..basics.wide_logits import are_wide
+from ..caches.growing import END, MEMORY
+from ..caches.quantized_states import QuantizedStates
+from ..caches.state import LayerState, parts
+from ..graphs.tracing import NotCapturable, Recorder
+from .arguments import MASK
+from .caches import (
+    column_of,
+    empty_copy,
+    is_cache,
+    items_of,
+    kind_of,
+    layers_of,
+    slots_of,
+    start_of,
+    static_of,
+)
+from .match import SIZE, START, TOKENS, Match, Slots, Write, getter
+from .reading import ARGUMENTS, HELD, NUMBER, STATIC, STATIC_TYPES, TENSOR, Entry, Reading
+from .surroundings import default_device
+
+
+class Recording:
+    """Stand-ins for what a call has, and what was read of it. It is dropped once the program is made.
+
+    Attributes:
+        stand_ins: the arguments of the recorded call, as `flat` gives them.
+        inputs: for each input a tensor like it, and {dimension: symbol} where its size is one.
+        views: for each view what `add_view` of a program takes.
+    """
+
+    def __init__(
+        self, reading: Reading, symbol: dict[int, int], symints: list[Any], recorder: Recorder
+    ) -> None:
+        """`symbol`: {position of a number: its symbol}; `symints` stand for symbols in the recording."""
+        self.stand_ins: dict[Any, Any] = {}
+        self.inputs: list[tuple[Tensor, dict[int, int]]] = []
+        self.views: list[tuple[int, ...]] = []
+        self._symbol, self._symints, self._recorder = symbol, symints, recorder
+        self._around = default_device(), are_wide()
+        self._padding = reading.padding
+        self._mask: Any = None  # of padding, in the recording
+        self._cache: str | None = None
+        self._masks: list[tuple[Any, tuple[Any, ...]]] = []
+        self._attributes: dict[str, Any] = {}
+        self._layers: list[tuple[type, list[str]]] = []
+        self._arguments: list[tuple[Any, int, Any]] = []
+        self._numbers: list[tuple[Any, int]] = []  # of the arguments
+        self._ends: list[tuple[int, ...]] = []  # for each memory, as Match has them
+        self._sources: dict[int, tuple[int, int, Any]] = {}  # of symbols
+        self._before: list[dict[Any, Any]] = []  # what the recording's cache holds at its begin
+        self._memories: dict[int, tuple[int, Any, int]] = {}  # by id: number, stand-in, its first input
+        self._memory_of: list[int] = []  # of each value that shows one
+        for entry in reading.entries:
+            if entry.place == ARGUMENTS:
+                self._add_argument(entry)
+        layers = layers_of(self.stand_in_of_cache)
+        self._layers = [(type(layer), LayerState(layer).dictionaries) for layer in layers]
+        self._add_slots(reading)
+
+    def _add_argument(self, entry: Entry) -> None:
+        _, name, kind, value, first = entry
+        if is_cache(name, value):
+            self._cache, self._attributes = name, static_of(value)
+            self.stand_ins[name] = empty_copy(value)
+            return
+        if isinstance(value, CausalMask):
+            self._masks.append((name, kind_of(value)))
+            self.stand_ins[name] = CausalMask(value.shape, 0, None, value.dtype, value.device)
+            return
+        self._arguments.append((name, kind, value))
+        if kind == NUMBER:
+            self.stand_ins[name] = self._number(first, (NUMBER, ARGUMENTS, name), value)
+            if first in self._symbol:
+                self._numbers.append((name, self._symbol[first]))
+                self._arguments[-1] = name, NUMBER, None
+            return
+        if name != MASK or self._padding is None:
+            self.stand_ins[name] = self._input(value, first) if kind == TENSOR else value
+            return
+        # Whoever asks for bool gets it as it is, with its range.
+        self._mask = self.stand_ins[name] = self._input(value, first, torch.bool)
+        (keys,) = self._padding
+        setattr(self._mask, RANGE, (None if keys is None else self._of_rows(keys, first),))
+
+    def _add_slots(self, reading: Reading) -> None:
+        entries: dict[int, list[Entry]] = {}
+        for entry in reading.entries:
+            entries.setdefault(entry.place, []).append(entry)
+        masks = [self.stand_ins[name] for name, _ in self._masks]
+        slots = slots_of(self.stand_in_of_cache, self._layers, masks)
+        own = [entries.get(place, []) for place in range(len(slots))]
+        self._slots = Slots(own, list(map(len, slots)), self._symbol)
+        for entry in sorted(chain(*own), key=lambda entry: entry.kind):  # tensors, then views, as `take` does
+            slots[entry.place][entry.name] = self._stand_in(entry)
+        self._before = [dict(items_of(held)) for held in slots]
+
+    def _stand_in(self, entry: Entry) -> Any:
+        place, name, kind, value, first = entry
+        if kind == STATIC:
+            return value
+        if kind == NUMBER:
+            return self._number(first, (NUMBER, place, name), value)
+        if kind == TENSOR:
+            fakes = []
+            for tensor in parts(value):
+                fakes.append(self._input(tensor, first))
+                first += tensor.dim()
+            return _like(value, fakes)
+        real = getattr(value, MEMORY)
+        if id(real) not in self._memories:
+            source, position, fakes = len(self.inputs), first, []
+            for tensor in parts(real):
+                fakes.append(self._input(tensor, position))
+                position += tensor.dim() + 2
+            self._memories[id(real)] = len(self._memories), _like(real, fakes), source
+        memory, stand_in, source = self._memories[id(real)]
+        self._memory_of.append(memory)
+        views = []
+        for view, tensor, fake in zip(parts(value), parts(real), parts(stand_in), strict=True):
+            first += tensor.dim() + 2
+            number, begins, column = len(self.views), start_of(view, tensor), column_of(view, tensor)
+            tokens = self._number(first - 2, (TOKENS, number, None), view.shape[-2])
+            start = self._number(first - 1, (START, number, None), begins)
+            symbols = [self._symbol.get(position, -1) for position in (first - 1, first - 2)]
+            sum_of = (begins, symbols[0], view.shape[-2], symbols[1])
+            self.views.append((source, *sum_of, column, view.shape[-1]))
+            views.append(self._recorder.run(_narrow(fake, start, tokens, column, view.shape[-1])))
+            source += 1
+        if memory == len(self._ends):
+            self._ends.append(sum_of)
+            setattr(stand_in, END, start + tokens)
+        states = _like(value, views)
+        setattr(states, MEMORY, stand_in)
+        return states
+
+    def fixed_input(self, tensor: Tensor) -> Tensor:
+        """The next input, like a tensor whose sizes are those of every call."""
+        self.inputs.append((tensor, {}))
+        return self._recorder.input(tensor, tensor.shape)
+
+    def _of_rows(self, tensor: Tensor, first: int) -> Tensor:
+        """The next input, with as many rows as the one whose numbers begin at `first`."""
+        symbol = self._symbol.get(first)
+        if symbol is None:
+            return self.fixed_input(tensor)
+        self.inputs.append((tensor, {0: symbol}))
+        return self._recorder.input(tensor, (self._symints[symbol], *tensor.shape[1:]))
+
+    def _input(self, tensor: Tensor, first: int, dtype: torch.dtype | None = None) -> Tensor:
+        number, dims = len(self.inputs), range(tensor.dim())
+        sizes = tuple(self._number(first + d, (SIZE, number, d), tensor.shape[d]) for d in dims)
+        self.inputs.append((tensor, {d: self._symbol[first + d] for d in dims if first + d in self._symbol}))
+        return self._recorder.input(tensor, sizes, dtype)
+
+    def _number(self, position: int, source: tuple[int, int, Any], value: int) -> Any:
+        symbol = self._symbol.get(position)
+        if symbol is None:
+            return value
+        self._sources.setdefault(symbol, source)
+        return self._symints[symbol]
+
+    @property
+    def reads_mask(self) -> bool:
+        """Whether the recording needs more of a mask of padding than its range."""
+        return self._mask is not None and self._recorder.is_read(self._mask)
+
+    @property
+    def stand_in_of_cache(self) -> Any:
+        return None if self._cache is None else self.stand_ins[self._cache]
+
+    def match(self, writes: list[list[Write]]) -> Match:
+        """Calls like the recorded one, which write this into their caches."""
+        ends = list(dict.fromkeys(self._ends))
+        return Match(
+            around=self._around,
+            padding=None if self._padding is None else self._padding[0] is not None,
+            arguments=self._arguments,
+            numbers=self._numbers,
+            masks=self._masks,
+            cache=self._cache,
+            attributes=self._attributes,
+            layers=self._layers,
+            slots=self._slots,
+            readers=[self._sources[number] for number in range(len(self._symints))],
+            sources=[view[0] for view in self.views],
+            ends=ends,
+            ends_of=getter([ends.index(end) for end in self._ends]),
+            memories_of=getter(self._memory_of),
+            first_of=getter([self._memory_of.index(number) for number in range(len(self._ends))]),
+            writes=writes,
+        )
+
+    def written(self, expression: Callable[[Any], int], first: int) -> tuple[list[list[Write]], list[Tensor]]:
+        """Called once the call is recorded.
+
+        Args:
+            expression: gives a number of the recording its place among the integers of a call.
+            first: the place among the results of a call of those for the cache.
+
+        Returns: for each slot what the call writes there; the recording's tensors that become results for it.
+        """
+        tensors: list[Tensor] = []
+        every: list[list[Write]] = []
+        if self._cache is None:
+            return every, tensors
+        cache = self.stand_in_of_cache
+        if static_of(cache) != self._attributes:
+            raise NotCapturable("the call changes its cache's attributes")
+        for layer, (_, names) in zip(layers_of(cache), self._layers, strict=True):
+            if not {*LayerState(layer).dictionaries} >= set(names):
+                raise NotCapturable("the call takes attributes from a layer of its cache")
+        slots = slots_of(cache, self._layers, [])
+        for before, held in zip(self._before, map(dict, map(items_of, slots)), strict=False):  # not of masks
+            if before.keys() != held.keys():
+                raise NotCapturable("the call gives a layer of its cache attributes")
+            writes = []
+            for name, value in held.items():
+                if value is not before[name]:
+                    writes.append(self._write(name, value, expression, first + len(tensors)))
+                    tensors += parts(value) if isinstance(value, Tensor) else ()
+            every.append(writes)
+        return every, tensors
+
+    def _write(self, name: Any, value: Any, expression: Callable[[Any], int], first: int) -> Write:
+        if isinstance(value, Tensor):
+            memory, kept = getattr(value, MEMORY, None), (type(value), first, len(parts(value)))
+            if memory is None:
+                return Write(name, HELD, kept)
+            known = self._memories.values()
+            place = next((number for number, item, _ in known if item is memory), None)
+            if place is None:
+                raise NotCapturable("the cache moves to new memory")
+            return Write(name, HELD, kept, place, expression(getattr(memory, END)))
+        if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+            return Write(name, NUMBER, expression(value))
+        if isinstance(value, STATIC_TYPES):
+            return Write(name, STATIC, value)
+        raise NotCapturable(f"the call gives its cache {name}, a {type(value).__name__}")
+
+
+def _narrow(memory: Tensor, start: Any, tokens: Any, column: int, width: int) -> Callable[[], Tensor]:
+    def narrowed() -> Tensor:
+        some = memory.narrow(-2, start, tokens)
+        return some if width == memory.shape[-1] else some.narrow(-1, column, width)
+
+    return narrowed
+
+
+def _like(states: Tensor, fakes: list[Tensor]) -> Any:
+    return fakes[0] if len(fakes) == 1 else QuantizedStates(*fakes)

@@ -1,0 +1,37 @@
+"""State of torch around a call that decides how it runs."""
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+_GLOBAL_HOOKS = tuple(
+    value
+    for name, value in vars(torch_module).items()
+    if name.startswith("_global_") and type(value) is not bool
+)
+
+
+def forbidden() -> str | None:
+    """Reason around a call that keeps it from running as a program; None if there is none."""
+    if torch.is_grad_enabled():
+        return "gradients are on: torch.no_grad() lets a token be one call"
+    if torch._C._is_any_autocast_enabled():
+        return "autocast is on"
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+    ):
+        return "a mode of torch looks at each operator"
+    if any(_GLOBAL_HOOKS):
+        return "hooks look at the calls of all modules"
+    return None
+
+
+def default_device() -> torch.device | None:
+    """The device that `torch.set_default_device` or `with torch.device(...)` gives this thread's tensors."""
+    return next((mode.device for mode in _get_current_function_mode_stack()), None)
