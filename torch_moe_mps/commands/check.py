@@ -47,17 +47,7 @@ def run(options: argparse.Namespace) -> int:
         print(why_not())
         return NO_GPU
     check_writable("--json", options.json)
-    names = {"--dtype": options.dtype, "--format": options.format}
-    for option, value in names.items():
-        if value is not None and (options.probe or options.quick):
-            instead = "--probe" if options.probe else "--quick"
-            raise ValueError(f"{option} must be left out with {instead}, got {value!r}")
-    names = QUICK if options.quick else names
-    dtypes = _chosen("--dtype", names["--dtype"], {str(d).removeprefix("torch."): d for d in DTYPES})
-    formats = _chosen("--format", names["--format"], {str(format): format for format in FORMATS})
-    for option, chosen in (("--dtype", dtypes), ("--format", formats)):
-        if options.large and names[option] is not None and len(chosen) > 1:
-            raise ValueError(f"{option} must be one name with --large, got {names[option]!r}")
+    dtypes, formats = _dtypes_and_formats(options)
     if options.probe:
         return _probe(options.json)
     path = options.json or REPORT
@@ -91,16 +81,36 @@ def run(options: argparse.Namespace) -> int:
         findings = check_large(dtype, format, report)
     else:
         findings = check_all(dtypes, formats, report, save_so_far)
+    _print_verdict(findings, bool(report["control"]["failures"]), path)
+    save("all", findings)
+    return 1 if findings else 0
+
+
+def _dtypes_and_formats(options: argparse.Namespace) -> tuple[list[torch.dtype], list[Format]]:
+    """Raises: ValueError for names that are unknown, or that do not go with another option."""
+    names = {"--dtype": options.dtype, "--format": options.format}
+    for option, value in names.items():
+        if value is not None and (options.probe or options.quick):
+            instead = "--probe" if options.probe else "--quick"
+            raise ValueError(f"{option} must be left out with {instead}, got {value!r}")
+    names = QUICK if options.quick else names
+    dtypes = _chosen("--dtype", names["--dtype"], {str(d).removeprefix("torch."): d for d in DTYPES})
+    formats = _chosen("--format", names["--format"], {str(format): format for format in FORMATS})
+    for option, chosen in (("--dtype", dtypes), ("--format", formats)):
+        if options.large and names[option] is not None and len(chosen) > 1:
+            raise ValueError(f"{option} must be one name with --large, got {names[option]!r}")
+    return dtypes, formats
+
+
+def _print_verdict(findings: list[Finding], control_failed: bool, path: str) -> None:
     for finding in findings:
         print(f"FAILED: {finding}")
         for line in finding.lines():
             print(f"  {line}")
-    if findings and report["control"]["failures"]:
+    if findings and control_failed:
         print("Torch's own operators are wrong here, too: the failures above may be theirs.")
     verdict = "Please attach it to an issue." if findings else "All built, all equal."
     print(f"{verdict} Report: {path}")
-    save("all", findings)
-    return 1 if findings else 0
 
 
 def check_control(dtypes: dict[str, torch.dtype]) -> dict[str, Any]:

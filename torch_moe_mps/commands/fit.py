@@ -82,15 +82,7 @@ def report(
     """The tables, for all Macs or for one, and the numbers in them."""
     cache, prompt = kv_cache(model, kv_bits), prompt_bytes(model, AT_ONCE)
     total = sum(p.numel() for p in model.parameters())
-    lines = [f"{type(model).__name__}, {total / 1e9:.2f} billion weights"]
-    if cache is None:
-        lines.append("KV cache: unknown; the model's code does not run on shapes alone")
-    else:
-        per_thousand = f"{cache.token * 1000 / 1e9:.3f} GB for each 1,000 tokens of context"
-        lines.append(f"KV cache{' in 8 bits' if kv_bits == CACHE_BITS else ''}: {per_thousand}")
-        rest = cache.at(LONGEST) - cache.token * LONGEST
-        if rest:
-            lines.append(f"beside it, sliding windows and states take at most {rest / 1e9:.3f} GB")
+    lines = [f"{type(model).__name__}, {total / 1e9:.2f} billion weights", *_of_cache(cache, kv_bits)]
     lines.append(
         f"a prompt takes at most {prompt / 1e9:.3f} GB for {AT_ONCE:,} tokens, which are read at once"
     )
@@ -110,7 +102,7 @@ def report(
     lines += [*aligned([["Mac", "GPU's GB", *names], *cells], 1), "", _more_for_the_gpu(mac)]
     data = {
         "weights": total,
-        "kv_cache": None if cache is None else {"bytes_a_token": cache.token, "rest": rest},
+        "kv_cache": None if cache is None else {"bytes_a_token": cache.token, "rest": _rest_of(cache)},
         "prompt": {"tokens": AT_ONCE, "bytes": prompt},
         "sizes": [{"name": s.name, "bytes": s.weights, "bytes_a_token": s.token} for s in sizes],
         "macs": [
@@ -118,10 +110,7 @@ def report(
             for name, limit in limits
         ],
     }
-    chips = [(f"{name}, {gbs:.0f} GB/s", gbs) for name, gbs in BANDWIDTHS.items()]
-    if mac is not None:
-        known = mac.bandwidth
-        chips = [] if known is None else [(f"{mac.chip}, {known:.0f} GB/s", known)]
+    chips = _chips(mac)
     if not chips and mac is not None:
         return "\n".join([*lines, "", f"The memory bandwidth of the {mac.chip} is not known here."]), data
     bounds = {name: [bound(size, cache, context, gbs) for size in sizes] for name, gbs in chips}
@@ -134,6 +123,29 @@ def report(
         *aligned([["chip", *names], *cells], 1),
     ]
     return "\n".join(lines), data
+
+
+def _of_cache(cache: KVCache | None, kv_bits: int) -> list[str]:
+    if cache is None:
+        return ["KV cache: unknown; the model's code does not run on shapes alone"]
+    per_thousand = f"{cache.token * 1000 / 1e9:.3f} GB for each 1,000 tokens of context"
+    lines = [f"KV cache{' in 8 bits' if kv_bits == CACHE_BITS else ''}: {per_thousand}"]
+    if rest := _rest_of(cache):
+        lines.append(f"beside it, sliding windows and states take at most {rest / 1e9:.3f} GB")
+    return lines
+
+
+def _rest_of(cache: KVCache) -> int:
+    """Bytes of the longest context that do not grow with each token."""
+    return cache.at(LONGEST) - cache.token * LONGEST
+
+
+def _chips(mac: Mac | None) -> list[tuple[str, float]]:
+    """Names and GB/s of all chips, or of the one of a Mac, where that is known."""
+    if mac is None:
+        return [(f"{name}, {gbs:.0f} GB/s", gbs) for name, gbs in BANDWIDTHS.items()]
+    known = mac.bandwidth
+    return [] if known is None else [(f"{mac.chip}, {known:.0f} GB/s", known)]
 
 
 def _more_for_the_gpu(mac: Mac | None) -> str:

@@ -99,96 +99,168 @@ def operator(
     """
 
     def register(reference: Callable[..., Result]) -> Callable[..., Result]:
-        name = reference.__name__
-        grouped = Grouped(reference)
-        written = [argument for argument in grouped.signature.parameters if argument.endswith("_")]
-        schema = _schema_of(grouped.signature, written, symbols)
-        LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        OPERATORS.append(name)
-        declared = DECLARED[name] = Declared(tensors, allowed or {}, dependences)
-        if backward is not None:
-            WITH_BACKWARD[name] = backward
-        packet = getattr(torch.ops.moe_mps, name)
-        arguments = packet.default._schema.arguments
-        types = {argument.name: str(argument.type) for argument in arguments}
-        defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        declared = Declared(tensors, allowed or {}, dependences)
+        return Operator(reference, meta, declared, symbols, backward).register()
 
-        def named(args, kwargs):
-            return {**defaults, **dict(zip(types, args, strict=False)), **kwargs}
+    return register
 
-        def checked_meta(*args, **kwargs):
-            check, passed = Check(name), named(args, kwargs)
-            _check_values(check, types, passed)
-            declared.check(check, passed)
-            outputs = None if meta is None else meta(check, **grouped.gathered(passed))
-            if declared.results is not None:
-                outputs = declared.outputs(check, passed)
-            for argument in written:
-                if passed[argument] is not None:
-                    check.written(argument, passed[argument])
-            check.same_device(**{name: passed[name] for name, kind in types.items() if "Tensor" in kind})
-            if before_first_call is not None:
-                before_first_call(name, passed)
-            return outputs
 
-        def from_groups(*args, **kwargs):
-            return reference(**grouped.gathered(named(args, kwargs)))
+class Operator:
+    """Kernels of an operator, and the checks in front of them.
 
-        function = from_groups if grouped.groups else reference
+    Attributes:
+        written: arguments that are written in place.
+        types: {argument: its type in the schema}
+        defaults: {argument: its default}
+        checked: signatures whose arguments are good, as the Metal host has them.
+        mutated: the places of arguments that are written.
+    """
 
-        def run(*args, **kwargs):
-            if torch._C._is_any_autocast_enabled():  # the references compute in the dtypes that they document
-                with torch.autocast(_device_of(args), enabled=False):
-                    return _contiguous(function(*args, **kwargs))
-            return _contiguous(function(*args, **kwargs))
+    def __init__(
+        self,
+        reference: Callable,
+        meta: Callable | None,
+        declared: Declared,
+        symbols: tuple[str, ...],
+        backward: Backward | None,
+    ) -> None:
+        self.name, self.reference, self.own_meta = reference.__name__, reference, meta
+        self.grouped, self.declared, self.backward = Grouped(reference), declared, backward
+        self.written = [name for name in self.grouped.signature.parameters if name.endswith("_")]
+        schema = _schema_of(self.grouped.signature, self.written, symbols)
+        LIBRARY.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        self.packet = getattr(torch.ops.moe_mps, self.name)
+        self.overload = self.packet.default
+        arguments = self.overload._schema.arguments
+        self.types = {argument.name: str(argument.type) for argument in arguments}
+        self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        self.mutated = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+        self.function = self.from_groups if self.grouped.groups else reference
+        self.checked: set[tuple] = set()
+        self.without_dispatcher = self.checked_reference if self.written else self.on_cpu
 
-        @functools.wraps(reference)
-        def checked_reference(*args, **kwargs):
-            checked_meta(*args, **kwargs)
-            if written:
-                _check_apart(Check(name), written, named(args, kwargs))
-            if _device_of(args) == "mps":
-                _warn_mps_reference()
-            return run(*args, **kwargs)
+    def register(self) -> Callable:
+        """Gives torch its kernels, and returns what calls the operator."""
+        OPERATORS.append(self.name)
+        DECLARED[self.name] = self.declared
+        if self.backward is not None:
+            WITH_BACKWARD[self.name] = self.backward
+        LIBRARY.impl(self.name, self.checked_reference, "CPU")
+        LIBRARY.impl(self.name, self.checked_reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{self.name}", self.meta, lib=LIBRARY)
+        LIBRARY.impl(self.name, self.autograd, "Autograd", with_keyset=True)
+        self.packet.__doc__ = self.reference.__doc__
+        packet, on_cpu, may_change = self.packet, self.on_cpu, bool(self.written)
 
-        checked: set[tuple] = set()  # signatures whose arguments are good, as the Metal host has them
-
-        def on_cpu(*args, **kwargs):
-            """The same for dense tensors on the CPU, where checks take longer than many a reference."""
-            values = (*args, *kwargs.values())
-            signature = (
-                *kwargs,
-                *[(value.dtype, value.shape) if isinstance(value, Tensor) else value for value in values],
-            )
-            if signature not in checked:
-                checked_meta(*args, **kwargs)
-                if len(checked) >= MAX_SIGNATURES:
-                    checked.clear()
-                checked.add(signature)
-            return run(*args, **kwargs)
-
-        LIBRARY.impl(name, checked_reference, "CPU")
-        LIBRARY.impl(name, checked_reference, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", checked_meta, lib=LIBRARY)
-        LIBRARY.impl(
-            name,
-            _autograd_kernel(name, checked_reference if written else on_cpu, backward, named),
-            "Autograd",
-            with_keyset=True,
-        )
-        packet.__doc__ = reference.__doc__
-
-        @functools.wraps(reference)
+        @functools.wraps(self.reference)
         def call(*args, **kwargs):
-            plain = not written and args and type(args[0]) in _PLAIN
+            plain = not may_change and args and type(args[0]) in _PLAIN
             if plain and args[0].is_cpu and _only_cpu_runs((*args, *kwargs.values())):
                 return on_cpu(*args, **kwargs)
             return packet(*args, **kwargs)
 
-        vars(call)["__signature__"] = grouped.signature
+        vars(call)["__signature__"] = self.grouped.signature
         return call
 
-    return register
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name."""
+        return {**self.defaults, **dict(zip(self.types, args, strict=False)), **kwargs}
+
+    def meta(self, *args: Any, **kwargs: Any) -> Outputs:
+        """Outputs without elements. Raises the one-line errors for arguments."""
+        check, passed = Check(self.name), self.named(args, kwargs)
+        _check_values(check, self.types, passed)
+        self.declared.check(check, passed)
+        outputs = None if self.own_meta is None else self.own_meta(check, **self.grouped.gathered(passed))
+        if self.declared.results is not None:
+            outputs = self.declared.outputs(check, passed)
+        for argument in self.written:
+            if passed[argument] is not None:
+                check.written(argument, passed[argument])
+        check.same_device(**{name: passed[name] for name, kind in self.types.items() if "Tensor" in kind})
+        if before_first_call is not None:
+            before_first_call(self.name, passed)
+        return outputs
+
+    def from_groups(self, *args: Any, **kwargs: Any) -> Outputs:
+        return self.reference(**self.grouped.gathered(self.named(args, kwargs)))
+
+    def run(self, *args: Any, **kwargs: Any) -> Outputs:
+        if torch._C._is_any_autocast_enabled():  # the references compute in the dtypes that they document
+            with torch.autocast(_device_of(args), enabled=False):
+                return _contiguous(self.function(*args, **kwargs))
+        return _contiguous(self.function(*args, **kwargs))
+
+    def checked_reference(self, *args: Any, **kwargs: Any) -> Outputs:
+        self.meta(*args, **kwargs)
+        if self.written:
+            _check_apart(Check(self.name), self.written, self.named(args, kwargs))
+        if _device_of(args) == "mps":
+            _warn_mps_reference()
+        return self.run(*args, **kwargs)
+
+    def on_cpu(self, *args: Any, **kwargs: Any) -> Outputs:
+        """The same for dense tensors on the CPU, where checks take longer than many a reference."""
+        values = (*args, *kwargs.values())
+        signature = (
+            *kwargs,
+            *[(value.dtype, value.shape) if isinstance(value, Tensor) else value for value in values],
+        )
+        if signature not in self.checked:
+            self.meta(*args, **kwargs)
+            if len(self.checked) >= MAX_SIGNATURES:
+                self.checked.clear()
+            self.checked.add(signature)
+        return self.run(*args, **kwargs)
+
+    def autograd(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Outputs:
+        """The kernel for the Autograd keys, which lets inference through.
+
+        Where nothing lies between it and the CPU's kernel it calls that by itself, which takes less time.
+        Where gradients are needed it runs the declared backward, or makes the backward pass fail by name.
+        """
+        below = keyset & torch._C._after_autograd_keyset
+
+        def call():
+            with torch._C._AutoDispatchBelowAutograd():
+                return self.overload.redispatch(below, *args, **kwargs)
+
+        if forward_ad._current_level < 0 and not torch.is_grad_enabled():
+            if below != _CPU:
+                return call()
+            with torch._C._AutoDispatchBelowAutograd():
+                return self.without_dispatcher(*args, **kwargs)
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        _check_no_tangents(self.name, tensors)
+        needs_grad = [t for t in tensors if t.requires_grad]
+        if not (needs_grad and torch.is_grad_enabled()):
+            return call()
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(_NO_BACKWARD.format(self.name))
+        return self._differentiable(call, needs_grad, args, kwargs)
+
+    def _differentiable(
+        self, call: Callable, needs_grad: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Outputs:
+        error = _NO_BACKWARD.format(self.name)
+        if self.backward is not None:
+            passed = self.named(args, kwargs)
+            asked = [n for n, value in passed.items() if isinstance(value, Tensor) and value.requires_grad]
+            lacking = self.backward.lacks(self.name, asked, passed)
+            if lacking is None:
+                return _WithBackward.apply(call, self.backward, passed, asked, *(passed[n] for n in asked))
+            error = lacking
+        dirty = [args[i] for i in self.mutated if args[i] is not None]
+        outputs = _NoBackward.apply(error, call, len(dirty), *dirty, *needs_grad)[len(dirty) :]
+        return outputs if len(self.overload._schema.returns) > 1 else (outputs[0] if outputs else None)
+
+
+def _check_no_tangents(name: str, tensors: list[Tensor]) -> None:
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            f"moe_mps::{name}: forward-mode differentiation is not implemented, the operators are for "
+            "inference"
+        )
 
 
 def _only_cpu_runs(values: tuple[Any, ...]) -> bool:
@@ -254,55 +326,6 @@ def _warn_mps_reference() -> None:
         f"plain PyTorch, which is slow. {reinstall()}",
         stacklevel=2,
     )
-
-
-def _autograd_kernel(name: str, reference: Callable, backward: Backward | None, named: Callable) -> Callable:
-    """A kernel for the Autograd keys that lets inference through.
-
-    Where nothing lies between it and the CPU's kernel it calls that by itself, which takes less time. Where
-    gradients are needed it runs the declared backward, or makes the backward pass fail by name.
-    """
-    overload = getattr(torch.ops.moe_mps, name).default
-    mutated = [i for i, a in enumerate(overload._schema.arguments) if a.alias_info and a.alias_info.is_write]
-
-    def kernel(keyset, *args, **kwargs):
-        below = keyset & torch._C._after_autograd_keyset
-
-        def call():
-            with torch._C._AutoDispatchBelowAutograd():
-                return overload.redispatch(below, *args, **kwargs)
-
-        if forward_ad._current_level < 0 and not torch.is_grad_enabled():
-            if below != _CPU:
-                return call()
-            with torch._C._AutoDispatchBelowAutograd():
-                return reference(*args, **kwargs)
-        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        if forward_ad._current_level >= 0 and any(
-            forward_ad.unpack_dual(t).tangent is not None for t in tensors
-        ):
-            raise NotImplementedError(
-                f"moe_mps::{name}: forward-mode differentiation is not implemented, the operators are for "
-                "inference"
-            )
-        needs_grad = [t for t in tensors if t.requires_grad]
-        if not (needs_grad and torch.is_grad_enabled()):
-            return call()
-        if torch._C._are_functorch_transforms_active():
-            raise NotImplementedError(_NO_BACKWARD.format(name))
-        error = _NO_BACKWARD.format(name)
-        if backward is not None:
-            passed = named(args, kwargs)
-            asked = [n for n, value in passed.items() if isinstance(value, Tensor) and value.requires_grad]
-            lacking = backward.lacks(name, asked, passed)
-            if lacking is None:
-                return _WithBackward.apply(call, backward, passed, asked, *(passed[n] for n in asked))
-            error = lacking
-        dirty = [args[i] for i in mutated if args[i] is not None]
-        outputs = _NoBackward.apply(error, call, len(dirty), *dirty, *needs_grad)[len(dirty) :]
-        return outputs if len(overload._schema.returns) > 1 else (outputs[0] if outputs else None)
-
-    return kernel
 
 
 class _NoBackward(torch.autograd.Function):

@@ -152,6 +152,16 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
     check_traces()
     for prepare in PREPARED_BY:
         prepare(model)
+    experts = _replace_experts(model, report)
+    _replace_others(model, report, experts)
+    if _is_of_transformers(model):
+        _replace_calls(model, report, kv_bits, capture)
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    report.rows.sort(key=lambda row: order[row.name])
+
+
+def _replace_experts(model: nn.Module, report: Report) -> Collection[str]:
+    """Replaces the experts, and returns their names."""
     result = experts_of(model)
     for name, experts in result.items():
         done = described(experts)
@@ -161,13 +171,18 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
             state_of(experts).previous.setdefault(IMPLEMENTATION, before)
             setattr(experts.config, IMPLEMENTATION, NAME)
         report.add(name, experts, "experts", () if reason else done, reason)
-    routers = set(_routers(model, result))
+    return result.keys()
+
+
+def _replace_others(model: nn.Module, report: Report, experts: Collection[str]) -> None:
+    """Replaces routers, attention and all modules that a rule knows."""
+    routers = set(_routers(model, experts))
     attentions = {} if refusal(model, [ATTENTION]) else attention_layers(model)
     attentions = {name: layer for name, layer in attentions.items() if own_code(layer) is None}
     choose_implementations(attentions.values())
     # Children first; the model, whose name is empty, is the last.
     for name, module in sorted(model.named_modules(), key=lambda item: (not item[0], -item[0].count("."))):
-        if name in result or _is_left_out(name, module):
+        if name in experts or _is_left_out(name, module):
             continue
         done, reason = rewrite(module)
         if name in attentions:
@@ -176,26 +191,27 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
             routes = any(one.operator in ("moe_router", "moe_hash_router") for one in done)
             report.add(name, module, "router" if name in routers or routes else "other", done, reason)
     for name, module in model.named_modules():
-        if name not in result and not is_rewritten(module) and (reason := _other_experts(name, module)):
+        if name not in experts and not is_rewritten(module) and (reason := _other_experts(name, module)):
             report.add(name, module, "experts", (), reason)
     use_attention(attentions.values())
-    if _is_of_transformers(model):
-        from .caches.cache import grow_caches_in_place, growth_of
-        from .capture.calls import capture_calls, never_captured, operators_of_calls, tokens_of
-        from .modules.loss import chunk_losses
 
-        grow_caches_in_place(model, kv_bits)
-        mark_head(model)
-        chunk_losses(model)
-        capture_calls(model, capture)
-        report.capture = tokens_of(model)
-        if (reason := never_captured(model, capture)) is not None:
-            report.capture = lambda: reason
-            warnings.warn(f"torch_moe_mps: {type(model).__name__}: {reason}", stacklevel=3)
-        report.growth = growth_of(model)
-        report.beside = operators_of_calls(model)
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    report.rows.sort(key=lambda row: order[row.name])
+
+def _replace_calls(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
+    """Changes calls of the model: its caches, its head and losses, tokens that become one call."""
+    from .caches.cache import grow_caches_in_place, growth_of
+    from .capture.calls import capture_calls, never_captured, operators_of_calls, tokens_of
+    from .modules.loss import chunk_losses
+
+    grow_caches_in_place(model, kv_bits)
+    mark_head(model)
+    chunk_losses(model)
+    capture_calls(model, capture)
+    report.capture = tokens_of(model)
+    if (reason := never_captured(model, capture)) is not None:
+        report.capture = lambda: reason
+        warnings.warn(f"torch_moe_mps: {type(model).__name__}: {reason}", stacklevel=4)
+    report.growth = growth_of(model)
+    report.beside = operators_of_calls(model)
 
 
 def restore(model: nn.Module) -> nn.Module:

@@ -82,10 +82,7 @@ def from_pretrained(
     asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
     recipe = requested_recipe(**asked)  # its errors are raised before anything is loaded
     require_kv_bits("from_pretrained", kv_bits)
-    spread = getattr(kwargs.get("distributed_config"), "pp_size", None) or 1
-    if spread > 1:  # transformers would make a pipeline of its own
-        expected = "of pp_size 1: torch_moe_mps.pipeline.from_pretrained spreads layers over processes"
-        raise ValueError(f"moe_mps::from_pretrained: distributed_config must be {expected}, got {spread}")
+    _require_one_process(kwargs)
     source = Source(name, kwargs, model_class)
     if source.gguf is not None:
         kwargs["gguf_file"] = source.gguf
@@ -104,16 +101,9 @@ def from_pretrained(
     with_info = kwargs.pop("output_loading_info", False)
     reading = contextlib.nullcontext() if loading is None else loading.reading()
     with allowed(check):
-        try:
-            # What is made of several tensors, or into another format, is made before the next ones are read.
-            with one_by_one(recipe is not None or source.by_others), packing(), reading:
-                model, info = source.cls.from_pretrained(source.path, output_loading_info=True, **kwargs)
-        except NO_MODEL:
-            source.skeleton()  # says so, if the config is the reason
-            raise
-        except SafetensorError:  # does not name its file
-            source.check_files()
-            raise
+        # What is made of several tensors, or into another format, is made before the next ones are read.
+        with one_by_one(recipe is not None or source.by_others), packing(), reading:
+            model, info = _read(source, kwargs)
         _check_complete(sorted(info["missing_keys"]))
         if not isinstance(getattr(model, "hf_quantizer", None), Quantizer):
             done = accelerate(model.eval(), importance=importance, **({} if recipe is None else asked))
@@ -125,6 +115,24 @@ def from_pretrained(
     if loading is not None:
         loading.finish(model)
     return (model, info) if with_info else model
+
+
+def _require_one_process(kwargs: dict[str, Any]) -> None:
+    spread = getattr(kwargs.get("distributed_config"), "pp_size", None) or 1
+    if spread > 1:  # transformers would make a pipeline of its own
+        expected = "of pp_size 1: torch_moe_mps.pipeline.from_pretrained spreads layers over processes"
+        raise ValueError(f"moe_mps::from_pretrained: distributed_config must be {expected}, got {spread}")
+
+
+def _read(source: Source, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    try:
+        return source.cls.from_pretrained(source.path, output_loading_info=True, **kwargs)
+    except NO_MODEL:
+        source.skeleton()  # says so, if the config is the reason
+        raise
+    except SafetensorError:  # does not name its file
+        source.check_files()
+        raise
 
 
 def _importance(

@@ -95,9 +95,7 @@ def _sdpa(
     if options.get("s_aux") is not None:
         return attention(module, query, key, value, attention_mask, scaling, **options)
     plain = options.get("is_causal") is not False and options.get("dropout", 0.0) == 0.0
-    plain = plain and (_SPECIAL.isdisjoint(options) or all(options.get(name) is None for name in _SPECIAL))
-    if (added := _not_understood(sdpa)) and any(options.get(name) is not None for name in added):
-        plain = False
+    plain = plain and _asks_no_more(sdpa, options, _SPECIAL)
     if isinstance(key, Promised) and isinstance(value, Promised):
         if plain:
             call = functools.partial(_sdpa, sdpa, module, scaling=scaling, **options)
@@ -158,10 +156,7 @@ def attention(
     _, before = getattr(module, STATE, NOTHING).previous.get(IMPLEMENTATION, (None, None))
     has_weights = before != "sdpa"
     plain = dropout == 0.0 and not (has_weights and options.get("output_attentions"))
-    plain = plain and (_ADDED.isdisjoint(options) or all(options.get(name) is None for name in _ADDED))
-    cls: Any = module.__class__
-    if (added := _not_understood(cls)) and any(options.get(name) is not None for name in added):
-        plain = False
+    plain = plain and _asks_no_more(module.__class__, options, _ADDED)
 
     mask, indices = attention_mask, None
     if not CHOICES.isdisjoint(options):
@@ -188,6 +183,14 @@ def attention(
     options |= {"scaling": scaling, "dropout": dropout}
     out, weights = _eager_function(module)(module, query, key, value, mask, **options)
     return out, weights if has_weights else None
+
+
+def _asks_no_more(own: Any, options: dict[str, Any], others: frozenset[str]) -> bool:
+    """Whether a call has neither the `others` nor arguments of `own` that nobody here understands."""
+    if not others.isdisjoint(options) and any(options.get(name) is not None for name in others):
+        return False
+    added = _not_understood(own)
+    return not added or all(options.get(name) is None for name in added)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -285,19 +285,14 @@ def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
     if norm is not None and shared is not None:
         v, reader, options = norm.x, norm.call, options | shared | {"norm_v": True, "v_weight": norm.weight}
     behind = max(call, memory_of(v)).next  # as early as possible: what reads the queries comes later
-    memories = {memory_of(turned.place), memory_of(other.place)}
-    q, read = _results(call).get(queries), [*call.all_input_nodes, v]
-    if (
-        not _fit(turned, other, v)
-        or turned.call.users
-        or other.call.users
-        or len(memories) != (1 if turned.call is other.call else 2)
-        or any(memory.op != "placeholder" for memory in memories)
-        or any(memory_of(one) in memories for one in read)
-        or (q is not None and any(user < behind for user in q.users))
-        or not all(is_unchanged(node, call, behind) for node in call.all_input_nodes)
-        or not is_same(v, reader, behind)
-        or not all(is_same(one.place, one.call, behind, read=False) for one in (turned, other))
+    q = _results(call).get(queries)
+    if not (
+        _fit(turned, other, v)
+        and _are_written_once(turned, other, [*call.all_input_nodes, v])
+        and (q is None or all(user >= behind for user in q.users))
+        and all(is_unchanged(node, call, behind) for node in call.all_input_nodes)
+        and is_same(v, reader, behind)
+        and all(is_same(one.place, one.call, behind, read=False) for one in (turned, other))
     ):
         return False
     made = put(
@@ -313,6 +308,18 @@ def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
     if q is not None:
         q.replace_all_uses_with(made)
     return True
+
+
+def _are_written_once(turned: _Write, other: _Write, read: list[fx.Node]) -> bool:
+    """Whether two writes go into memories of a call's arguments, none of which is read beside them."""
+    memories = {memory_of(turned.place), memory_of(other.place)}
+    return (
+        not turned.call.users
+        and not other.call.users
+        and len(memories) == (1 if turned.call is other.call else 2)
+        and all(memory.op == "placeholder" for memory in memories)
+        and not any(memory_of(one) in memories for one in read)
+    )
 
 
 def _write_alone(call: fx.Node) -> None:

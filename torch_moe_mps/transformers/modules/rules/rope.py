@@ -91,30 +91,39 @@ def rope_form(function: Callable, call: RopeCall) -> RopeForm | None:
 
 
 def _turn_of(function: Callable, call: RopeCall, heads_dim: int, table_width: int) -> Turn | None:
-    tensors, is_complex, dims, options = call
-    generator, batch = torch.Generator().manual_seed(heads_dim), 2 if dims == 4 else 1
-    shapes = [(batch, _TOKENS, _HEADS + i, _WIDTH) for i in range(tensors)]
+    """The turn that agrees with a function on random numbers."""
+    generator, batch = torch.Generator().manual_seed(heads_dim), 2 if call.dims == 4 else 1
+    shapes = [(batch, _TOKENS, _HEADS + i, _WIDTH) for i in range(call.tensors)]
     inputs = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
     cos, sin = (torch.rand(batch, _TOKENS, table_width, generator=generator) + 0.5 for _ in range(2))
-    arguments = [x.transpose(1, 2) if heads_dim == 1 else x for x in inputs]
-    arguments += [torch.complex(cos, sin)] if is_complex else [cos, sin]
-    results = tried(function, *(arguments if dims == 4 else [x[0] for x in arguments]), **dict(options))
-    results = results if isinstance(results, tuple) else (results,)
-    if len(results) != tensors or not all(isinstance(result, Tensor) for result in results):
+    expected = _turned_by(function, call, heads_dim, inputs, [cos, sin])
+    if expected is None:
         return None
-    results = results if dims == 4 else [result[None] for result in results]
-    expected = [result if heads_dim == 1 else result.transpose(1, 2) for result in results]
     for turn in TURNS:
         columns = table_width // 2 if turn.half_of_table else table_width
         if columns * (2 if turn.doubled else 1) > _WIDTH:
             continue
         *tables_of_turn, settings = tables_and_options(turn, cos, sin)
-        turned = torch.ops.moe_mps.rope(
-            inputs[0], inputs[1] if tensors == 2 else None, *tables_of_turn, **settings
-        )
-        if all(map(agrees, turned, expected)):
+        q, k = inputs if call.tensors == 2 else (*inputs, None)
+        if all(map(agrees, torch.ops.moe_mps.rope(q, k, *tables_of_turn, **settings), expected)):
             return turn
     return None
+
+
+def _turned_by(
+    function: Callable, call: RopeCall, heads_dim: int, inputs: list[Tensor], tables: list[Tensor]
+) -> list[Tensor] | None:
+    """Results [B, H, T, D] of a function for inputs [B, T, H, D]; None if it cannot be called so."""
+    arguments = [x.transpose(1, 2) if heads_dim == 1 else x for x in inputs]
+    arguments += [torch.complex(*tables)] if call.is_complex else tables
+    results = tried(
+        function, *(arguments if call.dims == 4 else [x[0] for x in arguments]), **dict(call.options)
+    )
+    results = results if isinstance(results, tuple) else (results,)
+    if len(results) != call.tensors or not all(isinstance(result, Tensor) for result in results):
+        return None
+    results = results if call.dims == 4 else [result[None] for result in results]
+    return [result if heads_dim == 1 else result.transpose(1, 2) for result in results]
 
 
 def _turn(form: RopeForm, width: int, cos: Tensor) -> Turn | None:

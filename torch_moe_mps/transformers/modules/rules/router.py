@@ -69,20 +69,12 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     router: Router = module.__dict__[STATE].formula
     arguments = dict(zip(router.inputs, args, strict=False)) | named
     x: Any = arguments.get(router.inputs[0])
-    name = router.choice_bias
-    if name in router.inputs:
-        choice_bias = arguments.get(name)
-    else:
-        choice_bias = name and _tensor(module, name)
-    weight = _tensor(module, router.weight)
+    name, weight = router.choice_bias, _tensor(module, router.weight)
+    choice_bias: Any = arguments.get(name) if name in router.inputs else name and _tensor(module, name)
     fits = (
         len(args) <= len(router.inputs)
         and not (named and named.keys() - {*router.inputs})
-        and isinstance(x, Tensor)
-        and (router.is_flat or x.dim() == 2)
-        and x.device == weight.device
-        and (router.in_float32 or x.dtype == weight.dtype)
-        and {x.dtype, weight.dtype} <= _DTYPES
+        and _are_hidden(router, x, weight)
         and (choice_bias is None) == (name is None)
         and (router.table is None or _are_tokens(arguments.get(router.inputs[1]), x))
         and not (router.parts and is_observed(*map(module.get_submodule, router.parts)))
@@ -91,12 +83,7 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
         return NotImplemented
     x = x.reshape(-1, weight.shape[1]) if router.is_flat else x
     bias = None if router.bias is None else _tensor(module, router.bias)
-    if router.in_float32 and not x.dtype == weight.dtype == torch.float32:
-        logits = ops.router_logits(x, weight, bias)
-    else:
-        logits = F.linear(x, weight, bias)
-    if router.scale != 1.0:
-        logits = logits * router.scale
+    logits = _logits(router, x, weight, bias)
     if router.table is not None:
         table, tokens = _tensor(module, router.table), arguments[router.inputs[1]].reshape(-1)
         weights, ids = ops.moe_hash_router(x, weight, table, tokens, **router.options)
@@ -106,6 +93,25 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     if logits.dtype != (router.logits or x.dtype):
         logits = logits.to(router.logits or x.dtype)
     return logits, weights.to(router.weights or x.dtype), ids.long()
+
+
+def _are_hidden(router: Router, x: Any, weight: Tensor) -> bool:
+    """Whether an argument is hidden states that the router takes."""
+    return (
+        isinstance(x, Tensor)
+        and (router.is_flat or x.dim() == 2)
+        and x.device == weight.device
+        and (router.in_float32 or x.dtype == weight.dtype)
+        and {x.dtype, weight.dtype} <= _DTYPES
+    )
+
+
+def _logits(router: Router, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if router.in_float32 and not x.dtype == weight.dtype == torch.float32:
+        logits = ops.router_logits(x, weight, bias)
+    else:
+        logits = F.linear(x, weight, bias)
+    return logits if router.scale == 1.0 else logits * router.scale
 
 
 def _are_tokens(tokens: Any, x: Tensor) -> bool:
@@ -196,13 +202,7 @@ def _router(traced: Traced, names: list[str]) -> Router:
     inputs = dict(zip(traced.inputs, names, strict=True))
     first, weights, ids = traced.result
     selection = selection_of(weights, ids)
-    logits = before_widening(selection.logits)
-    scaled = match("PRODUCT * SCALE", logits) or {"PRODUCT": logits, "SCALE": 1.0}
-    product, scale = scaled["PRODUCT"], scaled["SCALE"]
-    linear = linear_of(product)
-    is_first = first is logits or (is_call(first, aten._to_copy) and first.args[0] is logits)
-    if linear is None or not is_first or not isinstance(scale, (int, float)):
-        raise Unsupported(UNKNOWN)
+    product, scale, linear = _product(first, before_widening(selection.logits))
 
     def name_of(value: fx.Node | None) -> str | None:
         source = before_widening(value)
@@ -235,6 +235,17 @@ def _router(traced: Traced, names: list[str]) -> Router:
         weights=_dtype(weights),
         parts=tuple({name.rpartition(".")[0] for name in (weight, bias, choice_bias) if name} - {""}),
     )
+
+
+def _product(first: fx.Node, logits: fx.Node) -> tuple[fx.Node, float, Any]:
+    """The matmul of logits, what it is multiplied with, and its (x, weight, bias); `first` are the logits."""
+    scaled = match("PRODUCT * SCALE", logits) or {"PRODUCT": logits, "SCALE": 1.0}
+    product, scale = scaled["PRODUCT"], scaled["SCALE"]
+    linear = linear_of(product)
+    is_first = first is logits or (is_call(first, aten._to_copy) and first.args[0] is logits)
+    if linear is None or not is_first or not isinstance(scale, (int, float)):
+        raise Unsupported(UNKNOWN)
+    return product, scale, linear
 
 
 def _dtype(value: fx.Node) -> torch.dtype | None:
