@@ -1,7 +1,9 @@
 """How the repository is laid out: what may import what."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 
 import pytest
@@ -144,8 +146,9 @@ def test_limits_are_the_same_on_every_floor(file, name, value):
     assert float(written) == value
 
 
-# Words with which a docstring begins in the middle of a sentence: the thing that it describes is missing.
+# Words with which a text begins in the middle of a sentence: the thing that it describes is missing.
 MIDDLE = re.compile(r"(Of|That|Those|As|What|Which|Whose)\b")
+IN_COMMENT = re.compile(rf"# {MIDDLE.pattern}", re.IGNORECASE)
 
 
 def documented(tree: ast.Module) -> Iterator[str]:
@@ -168,3 +171,23 @@ def test_docstrings_begin_with_the_thing():
     paths = [*PACKAGE.rglob("*.py"), *(dependents.REPOSITORY / "scripts").glob("*.py")]
     texts = [(path, text) for path in paths for text in documented(ast.parse(path.read_text()))]
     assert not [(path, text) for path, text in texts if MIDDLE.match(text)]
+
+
+def comments(text: str) -> Iterator[str]:
+    """Comments, those of several lines as one, and those behind `type: ignore` alone."""
+    before = 0  # the line of a comment that stands alone
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            alone = not token.line[: token.start[1]].strip()
+            if not (alone and before == token.start[0] - 1):
+                yield "# " + token.string.rpartition("# ")[2]
+            before = token.start[0] if alone else 0
+
+
+def test_comments_begin_with_the_thing():
+    """As docstrings do."""
+    wrong = "x = 1  # of each row\n# Rows of it\n# of each\ny = 2  # type: ignore[x]  # that it has\n"
+    assert [*map(bool, map(IN_COMMENT.match, comments(wrong)))] == [True, False, True]
+    texts = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    found = [(p, c) for p, text in texts.items() if IN_COMMENT.search(text) for c in comments(text)]
+    assert not [(path, comment) for path, comment in found if IN_COMMENT.match(comment)]

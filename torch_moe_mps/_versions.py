@@ -2,14 +2,14 @@
 
 import re
 
-MACOS = (14, 0)  # of the wheel, its extensions and its compiled shaders
+MACOS = (14, 0)  # the oldest for the wheel, its extensions and its compiled shaders
 TORCH = ("2.13", "2.14", "2.15")  # a wheel has an extension for each
 MACOS_OF_TORCH = {"2.15": (15, 0)}  # where torch itself needs a newer one
 # {torch: the macOS from which on it fails, and how}
 FAILS = {"2.13": ((27, 0), "its F.linear aborts with a transposed weight in bfloat16 (pytorch#197796)")}
 # Tested: the first is the oldest that is taken. What runs behind another one is compared at run time.
 TRANSFORMERS = ("5.23", "5.24")
-PEFT = "0.21"  # whose functions transformers/adapters/peft.py wraps
+PEFT = "0.21"  # transformers/adapters/peft.py wraps its functions
 TRL = "1.16"  # one of whose functions transformers/adapters/trl.py wraps
 TENSOR_UNITS = (26, 2)  # mlx#3622
 

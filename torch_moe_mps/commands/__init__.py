@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_options(options)  # before the seconds in which torch is imported
             code: int = importlib.import_module(f".{options.command}", __package__).run(options) or 0
             sys.stdout.flush()
-    except BrokenPipeError:  # what reads the output has seen enough
+    except BrokenPipeError:  # the reader of the output has seen enough
         code = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print(file=sys.stderr)  # behind ^C, or a bar of progress that has not begun to count
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"torch-moe-mps: {said}", file=sys.stderr)
     try:
         sys.stdout.flush()
-    except OSError:  # of a full disk or a closed pipe, once more when Python ends
+    except OSError:  # a full disk or a closed pipe raises once more when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 

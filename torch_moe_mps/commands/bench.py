@@ -41,7 +41,7 @@ from .speculation import speculation_of
 
 _CHUNK = 2048  # tokens of a context that are read at once
 _DEPTHS = (0, 4096, 16384)
-_SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.95}  # of "sampled" rows
+_SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.95}  # settings of "sampled" rows
 
 
 @dataclass

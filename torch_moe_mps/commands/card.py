@@ -17,7 +17,7 @@ from ..transformers.checkpoints.layouts.own.config import is_ours
 CARD = "README.md"
 _TAG = "torch-moe-mps"
 _MEASURED = "\n## Measured\n\n"
-# What holds for the converted model, too.
+# Entries that hold for the converted model, too.
 _KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "base_model")
 
 _OURS = """{install}

@@ -33,7 +33,7 @@ from .results import check_writable, written_whole
 
 REPORT = "moe_mps_report.json"
 NO_GPU = 2  # the exit code where nothing can be checked
-QUICK = {"--dtype": "bfloat16", "--format": "affine4_64,mxfp4"}  # what most models on Macs run
+QUICK = {"--dtype": "bfloat16", "--format": "affine4_64,mxfp4"}  # kernels of most models on Macs
 Item = TypeVar("Item")
 Save = Callable[[str, list[Finding]], None]  # takes a phase that has ended, and what is wrong so far
 

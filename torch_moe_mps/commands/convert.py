@@ -41,8 +41,8 @@ from .results import write_json, written_whole
 from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
 
 _ADAPTER = "adapter"  # the folder in DST
-_CHIPS = ("M1", "M4 Pro", "M5 Max (40 cores)")  # whose speed is predicted
-# What is written anew, not copied.
+_CHIPS = ("M1", "M4 Pro", "M5 Max (40 cores)")  # chips whose speed is predicted
+# Files that are written anew, not copied.
 _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
 

@@ -34,10 +34,10 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--recipe must be {', '.join((*RECIPES, *MIXED))} or a file, got {recipe}")
     if (own := _OWN.get(options.command)) is not None:
         own(options)
-    if options.command != "launch":  # whose server may have the model elsewhere
+    if options.command != "launch":  # its server may have the model elsewhere
         look_for_models(options)  # on the Hub, too, which takes longer
     if options.command == "generate":
-        options.texts = prompts_of(options)  # of stdin last, which may take any time
+        options.texts = prompts_of(options)  # stdin last: it may take any time
 
 
 def alone(options: argparse.Namespace) -> str | None:

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     if options.dry_run:
         return
     folder = folder_of(options.model, options.revision)
-    torch.manual_seed(options.seed)  # of the first weights of the adapter
+    torch.manual_seed(options.seed)  # for the first weights of the adapter
     model = load(options, folder, device, trains=True)
     adapted = steps.with_new_adapter(model, targets, ranks, options.model)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0

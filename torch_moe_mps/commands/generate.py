@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> None:
     folder = folder_of(options.model, options.revision)
     check_generates(options, folder)
     reader = _processor(options, folder) if options.image else tokenizer_of(folder, options.trust_remote_code)
-    words = {"tokenizer": getattr(reader, "tokenizer", reader)}  # of stop_strings
+    words = {"tokenizer": getattr(reader, "tokenizer", reader)}  # for stop_strings
     size = 1 if options.draft or options.prompt_lookup else options.batch  # assisted, it takes one sequence
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     inputs = [_inputs(options, reader, some) for some in batches]
@@ -84,7 +84,7 @@ def _inputs(options: argparse.Namespace, reader: Any, prompts: list[str]) -> Any
     system = [{"role": "system", "content": options.system_prompt}] if options.system_prompt else []
     chats = [[*system, {"role": "user", "content": _content(options, prompt)}] for prompt in prompts]
     wanted = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
-    if not options.image:  # of which there is one prompt, and processors take no `padding` here
+    if not options.image:  # with one there is one prompt, and processors take no `padding` here
         wanted["padding"] = True
     return reader.apply_chat_template(chats, **wanted)
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from .places import look_for_models
 
 KEY = "MOE_MPS_API_KEY"  # in the environment: of `serve`, and of who asks it
-_NAME = "torch-moe-mps"  # of the provider, in the settings of an agent
+_NAME = "torch-moe-mps"  # the provider's name in the settings of an agent
 _WAITS = 30.0  # seconds for the server to end
 # Options of `serve` that are handed on.
 _OF_THE_SERVER = (

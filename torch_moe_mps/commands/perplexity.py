@@ -24,7 +24,7 @@ from .places import utf8_text
 from .results import write_json
 from .sources import check_generates, folder_of, load_stored, tokenizer_of, usable_device, with_adapter
 
-# Of the model to compare with, the probabilities of this many tokens are kept; all others are one class.
+# Tokens whose probabilities are kept of the model to compare with; all others are one class.
 LIKELIEST = 1024
 
 
@@ -161,7 +161,7 @@ def measure(model: Callable, pieces: list[Tensor], folder: Path | None = None) -
     Args:
         folder: with the files that `save_references` wrote for the same pieces.
     """
-    sums, count = Means(), 0  # of squares, in place of the errors
+    sums, count = Means(), 0  # sums of squares, in place of the errors
     for index, piece in enumerate(with_progress(pieces, "Reading", "window")):
         logs = _log_probabilities(model, piece)
         count += len(logs)

@@ -51,7 +51,7 @@ def arguments_of_recipe(
         return _named(recipe, model, asked, for_mlx)
     if recipe not in MIXED:
         return read_recipe(recipe)
-    for name in ("linear_bits", "embedding_bits"):  # as mlx-lm has it
+    for name in ("linear_bits", "embedding_bits"):  # the names that mlx-lm has
         if asked.get(name, AUTO) == AUTO:
             asked[name] = SAME
     return asked | {"bits": int(recipe.split("_")[1]), "overrides": mixed_overrides(recipe, model)}

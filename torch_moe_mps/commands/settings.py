@@ -43,7 +43,7 @@ def read_settings(texts: Sequence[str]) -> dict[str, Any]:
         most = _AT_MOST.get(name)
         if most is not None and isinstance(value, int | float) and not 0 <= value <= most:
             raise ValueError(f"--set {name} must be from 0 to {most}, got {value}")
-    if "max_length" in settings:  # which counts the prompt
+    if "max_length" in settings:  # it counts the prompt
         raise ValueError("--set max_length must be left out: --max-tokens says how long an answer may be")
     unknown = config.update(**settings)
     if unknown:

@@ -158,7 +158,7 @@ def with_adapter(options: argparse.Namespace, model: Any) -> Any:
     with quiet():
         try:
             adapted = PeftModel.from_pretrained(model, folder)
-        except RuntimeError as error:  # of load_state_dict, whose second line has the first tensor
+        except RuntimeError as error:  # load_state_dict raises it; its second line has the first tensor
             _, *differences = str(error).splitlines()
             what = differences[0].strip() if differences else error
             raise ValueError(f"--adapter must be of this model, got {options.adapter}: {what}") from None

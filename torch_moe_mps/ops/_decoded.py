@@ -25,7 +25,7 @@ from ._formats import QuantizedWeight
 
 VARIABLE = "MOE_MPS_CPU_MEMORY"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_SAMPLES = 64  # of a tensor; each may be a cache miss: 256 took a sixth of a product of 576 x 576 with a row
+_SAMPLES = 64  # elements, each perhaps a cache miss: 256 took a sixth of a product of 576 x 576 with a row
 VALUES_AT_ONCE = 1 << 22  # decoded of a matrix: temporaries take a few times 16 MiB, whatever its size
 
 
@@ -51,7 +51,7 @@ class _Memory:
 
 class _Kept(NamedTuple):
     values: Tensor
-    changes: list[Any]  # of the tensors that were decoded
+    changes: list[Any]  # one for each tensor that was decoded
     memories: list[np.ndarray]  # samples of what they lie in, as that is now
     samples: list[bytes]  # and as it was
     beside: list[weakref.ref]  # the memory of scales and biases: another may lie at the same address
@@ -135,7 +135,7 @@ def changes(tensors: Iterable[Tensor | None]) -> list[Any]:
     present = [tensor for tensor in tensors if tensor is not None]
     try:
         return [tensor._version for tensor in present]
-    except RuntimeError:  # of inference mode
+    except RuntimeError:  # in inference mode
         return [_sums(tensor) for tensor in present]
 
 

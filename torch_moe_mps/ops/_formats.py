@@ -92,7 +92,7 @@ INTEGERS = {
     **{"q2_k": Integers(4, True, 0), "q3_k": Integers(6, False, 32), "q4_k": Integers(6, True, 0)},
     **{"q5_k": Integers(6, True, 0), "q6_k": Integers(8, False, 128), "iq4_xs": Integers(6, False, 32)},
 }
-# What weights can be quantised to, by the mode: MLX's, and ggml's with integers as scales.
+# Formats that weights can be quantised to, by the mode: MLX's, and ggml's with integers as scales.
 BITS = {"affine": (1, 2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
 GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
 MLX_MODES = tuple(BITS)

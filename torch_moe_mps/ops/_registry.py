@@ -26,7 +26,7 @@ WITH_BACKWARD: dict[str, "Backward"] = {}
 before_first_call: Callable[[str, dict[str, Any]], None] | None = None
 _PLAIN = (Tensor, torch.nn.Parameter)  # other types may stand for tensors
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-MAX_SIGNATURES = 4096  # of an operator, after which they are noted anew: contexts grow with every token
+MAX_SIGNATURES = 4096  # for each operator, then they are noted anew: contexts grow with every token
 _NO_BACKWARD = (
     "moe_mps::{}: backward is not implemented, the operators are for inference; run it under torch.no_grad() "
     "or use the model's own code for training"
@@ -343,7 +343,7 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        raise RuntimeError(ctx.error)  # as PyTorch raises on mps
+        raise RuntimeError(ctx.error)  # PyTorch raises this class on mps
 
 
 class _WithBackward(torch.autograd.Function):

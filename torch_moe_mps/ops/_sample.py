@@ -12,7 +12,7 @@ from ._formats import GRIDS, Format
 T, H, E, K, I = 3, 64, 8, 2, 32
 FORMAT = Format(4, 32, "affine")
 HEAD = (16, 8)  # elements of a head of queries and keys, and of values
-_LOWEST = {"nvfp4": 40, "mxfp8": 118, "mxfp4": 124}  # of the bytes that scales are
+_LOWEST = {"nvfp4": 40, "mxfp8": 118, "mxfp4": 124}  # lowest bytes of scales
 
 
 def whole_groups(width: int) -> int:

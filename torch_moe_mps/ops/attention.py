@@ -16,7 +16,7 @@ from .rope import PAIRS, WRITTEN, HeadNorms, Turn, ValueNorm, check_rope_cache, 
 
 MAX_HEAD = 576  # elements of a query and a key
 MAX_VALUE_HEAD = 512
-CACHE_BITS = 8  # of quantised keys and values
+CACHE_BITS = 8  # bits of quantised keys and values
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
 MAX_INDEX_BLOCK = 1024  # keys of an index
 MAX_POSITION = 2**31 - 1
@@ -200,7 +200,7 @@ def _of_distances(relative: Tensor, keys: int) -> Tensor:
 def bits_as_bool(mask: Tensor, keys: int) -> Tensor:
     """[..., S] bool of a mask of bits, [..., ceil(S / 32)] int32."""
     key = torch.arange(keys, device=mask.device)
-    words = mask.index_select(-1, key // WORD)  # whose count, while a token is captured, nobody asks for
+    words = mask.index_select(-1, key // WORD)  # nobody asks for their count while a token is captured
     return torch.bitwise_right_shift(words, (key % WORD).int()) & 1 != 0
 
 
@@ -343,7 +343,7 @@ def attention(
         logits = (logits / softcap).tanh_() * softcap
     if relative is not None:
         bias = bias + _of_distances(relative, keys).unflatten(1, queries.shape[1:3])
-    logits = (logits + bias).masked_fill(hidden, -torch.inf)  # what a hidden key holds may be NaN
+    logits = (logits + bias).masked_fill(hidden, -torch.inf)  # a hidden key may hold NaN
     sink = torch.full((heads,), -torch.inf, device=q.device) if sinks is None else sinks.float()
     sink = sink.expand(batch, tokens, heads).mT.reshape(*queries.shape[:4], 1)
     # Without any key and sink the softmax is NaN.

@@ -13,7 +13,7 @@ ACTIVATIONS = ("none", "silu")
 DECAYS = ("log", "softplus", "sigmoid", "times_beta")
 BETA_ACTIVATIONS = ("none", "sigmoid", "softplus")
 MAX_KEY_WIDTH = 256
-MAX_STATES = 16  # of a channel of selective_scan_
+MAX_STATES = 16  # for each channel of selective_scan_
 
 
 # The convolution

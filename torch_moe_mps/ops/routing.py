@@ -23,7 +23,7 @@ SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
     "softmax_after_topk": lambda logits: logits,
 }
-OF_EACH = ("sigmoid", "sqrtsoftplus")  # whose score of an expert needs no other logits
+OF_EACH = ("sigmoid", "sqrtsoftplus")  # an expert's score needs no other logits
 GROUP_SCORES = ("top2_sum", "max")
 # Rows and columns of the tiles that the grids of moe_compute_ids_tpe count.
 PAIRS_PER_TILE = 32

@@ -175,7 +175,7 @@ def _checkpoint(name: str, asked: Mapping[str, Any]) -> str:
     where |= {"_raise_exceptions_for_missing_entries": False}
     index = cached_file(name, _INDEX, **where)
     files = [_WEIGHTS]
-    with contextlib.suppress(ValueError, KeyError):  # of a broken file, which loading names
+    with contextlib.suppress(ValueError, KeyError):  # a broken file raises them; loading names it
         if index is not None:
             files = sorted({*json.loads(Path(index).read_text())["weight_map"].values()})
         paths = [cached_file(name, file, **where) for file in files]

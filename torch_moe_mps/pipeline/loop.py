@@ -113,7 +113,7 @@ class _Calls(TorchDispatchMode):
         self.results: int | None = None
         self.uses_embeddings = False
         self._begun = 0  # how many layers
-        self._sources: dict[int, set[_Source]] = {}  # of storages
+        self._sources: dict[int, set[_Source]] = {}  # by storage
         self._alive: list[Tensor] = []
         for weight in weights_in(model.get_input_embeddings()):
             self._add(weight, {_EMBEDDED})

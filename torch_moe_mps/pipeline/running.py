@@ -43,7 +43,7 @@ class Handover(NamedTuple):
 
     given: list[str]
     device: torch.device | None  # None: nothing arrives
-    present: list[bool]  # which of what arrives are tensors
+    present: list[bool]  # whether each thing that arrives is a tensor
 
 
 class Running:
@@ -55,7 +55,7 @@ class Running:
         self._samples = False  # whether token ids go back instead of logits, chosen by `generate`
         self._greedy = False  # whether the likeliest token's id goes back instead of logits
         self._leads = False
-        self.answering: Any = None  # what generates for `leading` and `follow`, if not `generate` itself
+        self.answering: Any = None  # generates for `leading` and `follow`, if not `generate` itself
         self._streamer: Any = None
         self._rest: int | None = None  # tokens of a prompt in chunks that are still to come
         self._done: Tensor | None = None
@@ -174,7 +174,7 @@ class Running:
         if not hasattr(output, "logits"):
             self._fail("return_dict", "True", False)
         if self._rest:
-            return output  # of a chunk in the middle of a prompt: nobody reads its logits
+            return output  # nobody reads logits of a chunk in the middle of a prompt
         if self.stage.last:
             if self._samples:
                 pass  # `_DecidedByTheLast` tells what is chosen
@@ -248,7 +248,7 @@ class Running:
         beams = (given("num_beams") or 1) > 1 or (given("guidance_scale") or 1) != 1
         if not beams and not any(map(given, _NEED_LOGITS)):
             kwargs["custom_generate"] = self._sample
-            self._streamer = kwargs.get("streamer")  # which transformers gives to its own functions only
+            self._streamer = kwargs.get("streamer")  # transformers gives it to its own functions only
         calls = self.calls
         try:
             by = self.model if by is None else by
@@ -269,7 +269,7 @@ class Running:
         **model_kwargs: Any,
     ) -> Any:
         self._samples = True
-        if not self.stage.last:  # of its logits all are made up; the last process has chosen the token
+        if not self.stage.last:  # its logits are all made up; the last process has chosen the token
             logits_processor = LogitsProcessorList()
         vars(model)["_prefill"] = self._prefill
         try:
@@ -324,7 +324,7 @@ class Running:
         for name, value in options.items():
             if not isinstance(value, str | int | float | bool):
                 self._fail(name, "a tensor or a number, which other processes can be told", value)
-        seed = int(torch.randint(1 << 31, ()))  # what samples in several processes samples the same
+        seed = int(torch.randint(1 << 31, ()))  # all processes draw the same
         told = {"options": options, "config": None if config is None else config.to_dict(), "seed": seed}
         prompts = getattr(self.answering, "prompts", None)
         told["kept"] = [kept.number for kept in prompts.kept] if prompts else []
@@ -359,7 +359,7 @@ class Running:
             }
             if prompts := getattr(self.answering, "prompts", None):  # the first process has given up others
                 prompts.kept = [kept for kept in prompts.kept if kept.number in told["kept"]]
-            with contextlib.suppress(ValueError, TypeError):  # which the first process has, too, and tells
+            with contextlib.suppress(ValueError, TypeError):  # the first process has it, too, and tells
                 self._answer(told["seed"], generation_config=config, **tensors, **told["options"])
 
     def _answer(self, seed: int, **given: Any) -> Any:

@@ -147,7 +147,7 @@ def _sevens(octets: Tensor) -> Tensor:
 
 
 def _iq2_xs(halves: Tensor, codes: Tensor, scales: Tensor) -> Parts:
-    low, high = codes.unflatten(-1, (8, 4, 2)).unbind(-1)  # of 16 bits: nine of a number, seven signs
+    low, high = codes.unflatten(-1, (8, 4, 2)).unbind(-1)  # from 16 bits: nine of a number, seven signs
     flags = _flags(high.flatten(-2)).unflatten(-1, (-1, 8)).roll(-1, -1)
     return _points(low, flags.flatten(1)), scales, _halves(halves)
 

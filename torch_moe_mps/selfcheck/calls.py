@@ -42,7 +42,7 @@ TYPED_BY = {
 }
 # One, few, and for products in tiles of 8 and of 32 pairs of an expert.
 TOKENS = (1, 12, 40, 56)
-MOST_REGISTERS = 128  # of a thread, on any GPU
+MOST_REGISTERS = 128  # a thread's, on any GPU
 # Heads of every kernel, for `torch-moe-mps check`.
 HEADS = {
     "attention": (HEAD, (64, 64), (128, 128), (256, 256), (576, 512)),
@@ -130,7 +130,7 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
         if passed is not None and passed.dtype != dtype:
             other = arguments.get("down_format") if scales.endswith("down_scales") else None
             if NAMED_FORMATS[other or arguments["format"]].is_affine:
-                dtype = torch.float32  # which holds both
+                dtype = torch.float32  # it holds both
     names = [arguments[argument] for argument in ("format", "down_format") if arguments.get(argument)]
     formats: list[Format | None] = [NAMED_FORMATS[format] for format in dict.fromkeys(names)]
     head = None
@@ -140,7 +140,7 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
         head = (q, v if arguments.get("v_scales") is None else 4 * v)
     result = [Subject(name, dtype, format, head, _given(name, arguments)) for format in formats or [None]]
     if name == "moe_experts_quantized" and arguments["logits"] is not None:
-        result += subjects_of("moe_router", arguments)  # which may choose in a launch of its own
+        result += subjects_of("moe_router", arguments)  # it may choose in a launch of its own
     return result
 
 

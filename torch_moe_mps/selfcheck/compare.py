@@ -91,7 +91,7 @@ def _compare(call: Call, end: float) -> Finding | None:
         actual = [tensor.cpu() for tensor in first.values()]
         again = [tensor.cpu() for tensor in _results(call, "mps", end).values()]
         raise_fault()
-    except torch.AcceleratorError:  # of the GPU, not of the operator
+    except torch.AcceleratorError:  # the GPU has failed, not the operator
         raise
     except RuntimeError as error:
         kind = "does not compile" if " does not compile: " in str(error) else "raises"
@@ -140,7 +140,7 @@ def diagnose(
                 wrong = [errors(a, e) > bound for a, e in zip(_on_cpu(call), expected, strict=True)]
             result["one_core"] = {"wrong": sum(int(item.sum()) for item in wrong), "plan": plan}
         raise_fault()
-    except (RuntimeError, ValueError) as error:  # of a GPU that has just been wrong
+    except (RuntimeError, ValueError) as error:  # a GPU that has just been wrong may raise
         result["not_diagnosed"] = first_line(error)
     return result
 
@@ -165,7 +165,7 @@ def _results(call: Call, device: str, end: float) -> dict[str, Tensor]:
         for key, value in call.arguments.items()
     }
     operator: Any = packet(call.operator)
-    with nothing_kept():  # of copies of the weights
+    with nothing_kept():  # copies of the weights
         result = operator(**own)
     returned = [*result] if isinstance(result, tuple) else [] if result is None else [result]
     arguments = operator.default._schema.arguments

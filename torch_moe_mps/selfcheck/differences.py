@@ -139,7 +139,7 @@ def untouched(
     for result, old, first in zip(results, before, actual, strict=True):
         if old is not None:
             found.append(_bits(result) == _bits(old))
-        elif fills:  # what is the same without the fill was computed
+        elif fills:  # elements that are the same without the fill were computed
             filled = _bits(result) == _bits(_fill(result.dtype))
             found.append(filled & (_bits(first) != _bits(result)))
         else:

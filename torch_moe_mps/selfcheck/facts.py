@@ -94,7 +94,7 @@ def anonymous(text: str) -> str:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (OSError, KeyError, ImportError):  # of a user without a name
+    except (OSError, KeyError, ImportError):  # a user may have no name
         return ""
 
 

@@ -17,7 +17,7 @@ from .._extension import PACKAGE, SHADERS, host_library
 from ..macs import said
 
 COMMAND = "torch-moe-mps check"
-_KEY = ("torch_moe_mps", "code", "torch", "macos", "gpu")  # what a pass holds for
+_KEY = ("torch_moe_mps", "code", "torch", "macos", "gpu")  # entries that a pass holds for
 SWITCH = "MOE_MPS_CHECK"  # in the environment: "0" leaves out the check of accelerate()
 _said = functools.cache(said)
 

@@ -38,8 +38,8 @@ class CallsToCheck(NamedTuple):
     kind: str
 
 
-_KNOWN: dict[str, Finding] = {}  # what has failed in this process, by the kind of its check
-_SETTLED: set[Subject] = set()  # what a first call need not ask for again
+_KNOWN: dict[str, Finding] = {}  # failures in this process, by the kind of their checks
+_SETTLED: set[Subject] = set()  # subjects that a first call need not ask for again
 _seconds_left = SECONDS  # for first calls
 _comparing = threading.local()
 _lock = threading.RLock()
@@ -130,7 +130,7 @@ def watch(wanted: bool, seconds: float = SECONDS) -> None:
     _seconds_left = seconds
     _SETTLED.clear()
     if wanted:
-        torch.ops.moe_mps._forget_signatures()  # what nobody watched
+        torch.ops.moe_mps._forget_signatures()  # nobody watched them
     _registry.before_first_call = _before_first_call if wanted else None
 
 

@@ -22,10 +22,10 @@ from .._text import first_line
 from .facts import facts
 from .journal import noted
 
-THREADS = 256  # of a threadgroup
+THREADS = 256  # in a threadgroup
 SIMDGROUPS = THREADS // 32
 CHAINS = 8  # kProbeChains of probe.metal
-FMAS = 8 * CHAINS  # of a step
+FMAS = 8 * CHAINS  # in a step
 MATRIX = 8 * 8 * 8  # multiply-adds of two matrices
 LIVE = (64, 80, 88, 96, 104, 112, 120, 128)  # numbers that threads of probe_live hold
 STRIDES = (1, 2, 4, 8, 16, 32, 33)  # floats between lanes, up to kProbeMostStride

@@ -15,7 +15,7 @@ from ..ops._sample import Changes, Sample
 from ..ops.attention import turned
 
 BEYOND_NORM = (9000, 8201)  # columns: rows of up to 8,192 stay in registers; read as vectors, and one by one
-BEYOND_SUM = (8000, 6151)  # as many of a weighted sum with a norm: up to 6,144
+BEYOND_SUM = (8000, 6151)  # a weighted sum with a norm has up to 6,144
 OFFSET = 8192  # columns of 9 tokens, and 2,048 of 40: an offset of 16 bits is too short for them
 FAR = 65_700  # keys: behind what 16 bits count
 WIDEST_FAR = 128  # elements of a head that are compared with so many keys

@@ -30,10 +30,10 @@ from .probe import no_commits
 SWITCH = "MOE_MPS_TUNE"  # in the environment: "0" leaves everything as it is planned
 SECONDS = 0.5  # for a model; what is left is timed the next time
 OPERATORS = ("linear_quantized", "mlp_quantized", "moe_experts", "moe_experts_quantized")
-MOST_TOKENS = 64  # of which matmuls are dot products
-ROUNDS = 12  # of each half: every number of simdgroups once
-FASTER = 0.97  # of the planned time at most, in all rounds of both halves but one of each
-BUFFER_SECONDS = 3e-4  # of a command buffer that is timed
+MOST_TOKENS = 64  # matmuls of more are no dot products
+ROUNDS = 12  # in each half: every number of simdgroups once
+FASTER = 0.97  # times the planned time at most, in all rounds of both halves but one of each
+BUFFER_SECONDS = 3e-4  # for a command buffer that is timed
 FIRST_CALLS, MOST_CALLS = 4, 64  # in one
 BEYOND_CACHES = 64 << 20  # bytes: weights that no cache of a GPU holds from call to call
 MOST_COPIES = 16
@@ -104,7 +104,7 @@ def tune(name: str, arguments: Mapping[str, Any]) -> None:
     x = arguments["x"]
     if not 0 < x.numel() <= MOST_TOKENS * x.shape[-1]:
         return
-    synchronize()  # what was encoded before is not timed
+    synchronize()  # earlier work is not timed
     started = time.monotonic()
     end = started + _seconds_left
     call = partial(getattr(torch.ops.moe_mps, name), **arguments)
@@ -160,7 +160,7 @@ def _rounds(
     Raises: OutOfTime where another round may last beyond `end`.
     """
 
-    longest = 0.0  # of a round
+    longest = 0.0  # a round's
 
     def seconds(order: Sequence[int], times: int) -> list[float]:
         for number in order:
@@ -183,7 +183,7 @@ def _rounds(
     if time.monotonic() > end:
         raise OutOfTime
     started = time.monotonic()
-    of_one = seconds([0], FIRST_CALLS)[0] / FIRST_CALLS  # which wakes the GPU, too
+    of_one = seconds([0], FIRST_CALLS)[0] / FIRST_CALLS  # it wakes the GPU, too
     longest = time.monotonic() - started
     times = min(MOST_CALLS, max(1, round(BUFFER_SECONDS / of_one))) if of_one > 0 else 1
     return timed

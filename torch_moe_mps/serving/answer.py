@@ -31,7 +31,7 @@ class Decoder:
 
     def __init__(self, tokenizer: Any, skips_special: bool):
         self._tokenizer, self._skips_special = tokenizer, skips_special
-        self._ids: list[int] = []  # those of the last piece, by which the next begins with a blank or not
+        self._ids: list[int] = []  # the last piece's, by which the next begins with a blank or not
         self._shown = 0
 
     def add(self, token: int) -> str:
@@ -112,7 +112,7 @@ class Answer:
     ):
         self._decoder, self._cut, self._parser = decoder, Cut(stops), parser
         self._ends, self._logprobs, self._show = ends, logprobs, show
-        self._entries: list[Entry] = []  # of tokens whose text is not shown yet
+        self._entries: list[Entry] = []  # tokens whose text is not shown yet
         self._blanks = ""  # at the end of what is shown so far, if it goes on
         self.tokens: list[int] = []
         self.items: list[Item] = []

@@ -40,9 +40,9 @@ from .text import PATHS
 
 log = logging.getLogger(__name__)
 PING = 5.0  # seconds without a part of an answer, behind which its client is told that it comes
-MOST_BYTES = 64 << 20  # of a body
+MOST_BYTES = 64 << 20  # in a body
 PAGE = Path(__file__).with_name("page")
-# What an answer's Markdown may hold runs no script and asks no other machine for a picture.
+# Policy for an answer's Markdown: it runs no script and asks no other machine for a picture.
 _POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; script-src 'self'; style-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "

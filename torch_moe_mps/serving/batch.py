@@ -118,13 +118,13 @@ class Batch:
         self.read_tokens = self.cached_tokens = 0
         self.guesses = guesses
         self._take_jobs, self._generated = take, list[Job]()  # by `generate`, which generates one at a time
-        self._reasons = set[str]()  # that were said why answers are not generated together
+        self._reasons = set[str]()  # said already: why answers are not generated together
         self._reading: _Answer | None = None
         self._rows = Rows(model)
         self._chosen: Chosen | None = None  # by the last step, which the host has not read
         # Whether the next tokens are computed before the host reads these: mps would wait for it meanwhile.
         self._reads_late = model.device.type == "mps"
-        self._bytes = 0.0  # that a token of a row takes, at most
+        self._bytes = 0.0  # taken by a token of a row, at most
         self._step_seconds, self._token_seconds = 0.0, 0.0
         self._turning = turning(model)
 
@@ -170,7 +170,7 @@ class Batch:
                 self._step_seconds = time.perf_counter() - started
         except torch.AcceleratorError:
             raise
-        except Exception as error:  # what is computed may be wrong for all
+        except Exception as error:  # all that is computed may be wrong
             self._end_all(error)
 
     def end_all(self, reason: Reason | Exception = "cancelled") -> None:
@@ -216,7 +216,7 @@ class Batch:
         with self._island(answer.job):
             logits = self._read_piece(answer)
         if logits is not None:
-            self._settle()  # of all: it is no island's
+            self._settle()  # for all: it is no island's
             with self._island(answer.job):
                 self._join(answer)
         if logits is not None and self._reading is not None:
@@ -405,7 +405,7 @@ class Batch:
             self._make_room(many, 0, 0)
         before = self._chosen
         tokens = self._inputs(self.answers) if before is None else before.inputs()
-        others = self._rows.arguments()  # which may move the cache
+        others = self._rows.arguments()  # may move the cache
         out = self._called(self._rows.cache, input_ids=tokens, **others)
         self._rows.advance()
         self._chosen = choose([answer.chooser for answer in self.answers], out.logits[:, -1])
@@ -549,7 +549,7 @@ class Batch:
             answer.row.tokens.append(token)
         try:
             is_complete = answer.job.take(token)
-        except Exception as error:  # of whoever takes the tokens
+        except Exception as error:  # whoever takes the tokens may raise
             return error
         if is_complete or token in answer.chooser.ends:
             return "stop"

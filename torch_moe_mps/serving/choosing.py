@@ -187,7 +187,7 @@ def choose(choosers: Sequence[Chooser], logits: Tensor) -> Chosen:
             rows[row] = chooser.processed(logits[row : row + 1])
         except torch.AcceleratorError:
             raise
-        except Exception as error:  # of a processor: it is this row's
+        except Exception as error:  # a processor has raised: it is this row's
             errors[row], rows[row] = error, logits[row : row + 1].float()
         kinds.setdefault((rows[row] is None, chooser.kind), []).append(row)
     made = []
@@ -202,7 +202,7 @@ def choose(choosers: Sequence[Chooser], logits: Tensor) -> Chosen:
             made.append(_of_kind([choosers[row] for row in of_kind], scores))
         except torch.AcceleratorError:
             raise
-        except Exception as error:  # of their settings, which are the same
+        except Exception as error:  # their settings, which are the same, are wrong
             errors |= {row: error for row in of_kind if row not in errors}
             made.append((torch.zeros(len(of_kind), dtype=torch.int64, device=logits.device), None))
     tokens, invalid = made[0]

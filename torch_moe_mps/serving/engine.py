@@ -86,7 +86,7 @@ class Engine(OnDevice):
                 return True
             if work is not None:
                 work.do()
-        while True:  # what came before the end
+        while True:  # everything that came before the end
             try:
                 work = self._work.get_nowait()
             except queue.Empty:

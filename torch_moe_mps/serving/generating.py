@@ -91,7 +91,7 @@ class Generating(Beside):
         steps = _Steps(lambda: self._ends() or (ends is not None and ends()), streamer, self.model.device)
         tell = progress or (lambda read, of: None)
         given |= {"stopping_criteria": [steps], "streamer": streamer and steps}
-        speculation = None if "logits_processor" in given else self.speculation  # which reads its own guesses
+        speculation = None if "logits_processor" in given else self.speculation  # it reads its own guesses
         if speculation is not None:
             given |= speculation.arguments
         with turned(turning(self.model), {}):

@@ -66,7 +66,7 @@ class Logprobs(LogitsProcessor):
         count: of the most probable tokens, for each place.
     """
 
-    is_first = True  # of all processors: see `in_order`
+    is_first = True  # the first of all processors: see `in_order`
 
     def __init__(self, tokenizer: Any, count: int):
         self._tokenizer, self._count = tokenizer, count

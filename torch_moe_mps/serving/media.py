@@ -19,9 +19,9 @@ from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 from .._text import first_line
 from .request import Refused, wrong
 
-MOST_BYTES = 32 << 20  # of one picture, one sound
+MOST_BYTES = 32 << 20  # in one picture, one sound
 MOST_PIXELS = 1 << 26
-SECONDS = 20  # of all that one prompt lets the server fetch
+SECONDS = 20  # for all that one prompt lets the server fetch
 _TOO_LATE = f"all that a prompt names must be there in {SECONDS} s"
 _TRANSLATED = ipaddress.ip_network("64:ff9b::/96")  # addresses of IPv4 for networks without it
 

@@ -8,7 +8,7 @@ from ..macs import machine_memory
 # Answers at once: before the M5, matmuls of 16 rows take nearly twice as long as those of 8, and on all GPUs
 # experts do, of which each has a few of the rows.
 MOST_ROWS = 8
-_OF_THE_MACHINE = 0.75  # of its memory, which a model with all that it computes may take on a CPU
+_OF_THE_MACHINE = 0.75  # part of its memory that a model with all that it computes may take on a CPU
 
 
 def free_memory(model: PreTrainedModel) -> int:

@@ -62,7 +62,7 @@ class Kept:
     states: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     images: Images | None = None
     number: int = 0  # counts all that were put
-    adapters: Any = None  # that the model added where it was computed; None of a file is what it adds now
+    adapters: Any = None  # added by the model where it was computed; None of a file is what it adds now
 
     def usable(self, ids: Tensor, images: Images | None = None) -> int:
         """How many tokens another prompt shares, with states for so many; one of it is always computed.

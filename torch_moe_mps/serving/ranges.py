@@ -11,7 +11,7 @@ from .job import Job
 
 Check = tuple[Callable[[Any], bool], str]  # whether a value can be so, and what it must be
 LARGEST = 1e6  # number that any dtype of logits bears as a factor or a divisor, with all that follows from it
-MOST = (1 << 63) - 1  # that an operator can count
+MOST = (1 << 63) - 1  # the largest that an operator can count
 
 
 def number(low: float, high: float = LARGEST, open_at_low: bool = False) -> Check:
@@ -31,7 +31,7 @@ def integer(low: int, high: int = MOST) -> Check:
 
 
 _PLACEHOLDER = re.compile("(image|video|audio)_token_(id|index)")  # names in a config
-SEED = integer(-MOST - 1)  # of a torch.Generator
+SEED = integer(-MOST - 1)  # for a torch.Generator
 # {setting of a GenerationConfig: its range, where it is not None}.
 SETTINGS: dict[str, Check] = {
     "encoder_no_repeat_ngram_size": integer(0),

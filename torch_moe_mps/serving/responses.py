@@ -195,7 +195,7 @@ def _items(values: Any, served: Served) -> list[dict[str, Any]]:
     if "role" not in values[0] and values[0].get("type") in ("input_text", "input_image"):
         return [{"role": "user", "content": conversation.content(values, "input")}]
     made: list[dict[str, Any]] = []
-    thought: str | None = None  # of the message or the calls behind it
+    thought: str | None = None  # belongs to the message or the calls behind it
     for number, item in enumerate(values):
         where, kind = f"input[{number}]", item.get("type")
         if kind == "reasoning":

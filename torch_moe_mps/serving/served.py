@@ -34,7 +34,7 @@ _CONTINUED = (
     "{% for message in messages %}{{ message.content }}"
     "{% if message.role != 'user' and not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
 )
-_FRAMES = 32  # of a video
+_FRAMES = 32  # in a video
 _MOST_LINES, _LONGEST_LINE = 1000, 200
 
 

@@ -19,7 +19,7 @@ from .request import Refused, wrong
 
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time and line of C++ in front of xgrammar's errors
 
-_MOST_CHARACTERS = 1 << 18  # of a schema or a grammar, whose compilation holds up other requests
+_MOST_CHARACTERS = 1 << 18  # in a schema or a grammar, whose compilation holds up other requests
 _MOST_PARENTHESES = 1000  # inside of each other: xgrammar reads patterns by recursion
 _ANY_OBJECT = {"type": "object"}
 _KINDS = "text, json_object or json_schema"
@@ -68,7 +68,7 @@ class Masked(LogitsProcessor):
 
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._bits = xgrammar.allocate_token_bitmask(1, vocabulary)
-        self._matcher.fill_next_token_bitmask(self._bits)  # of the first token
+        self._matcher.fill_next_token_bitmask(self._bits)  # for the first token
         self._shifts = torch.arange(32, dtype=torch.int32)
         self._length: int | None = None
 
@@ -84,7 +84,7 @@ class Masked(LogitsProcessor):
             for token in input_ids[0, before:].tolist():
                 if not matcher.accept_token(token):
                     raise RuntimeError(f"moe_mps: token {token} does not go on in the answer's schema")
-        if matcher.is_terminated():  # what is computed behind the last token is dropped
+        if matcher.is_terminated():  # tokens behind the last one are dropped
             return scores
         if before is not None:
             matcher.fill_next_token_bitmask(self._bits)

@@ -7,7 +7,7 @@ from .. import _svg as svg
 _WIDTH, _HEIGHT = 620, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 44, 40
 _TRAINED, _HELD_OUT = "#3d7fd9", "#d9573d"
-_LINES = 5  # of the grid
+_LINES = 5  # horizontal ones of the grid
 
 
 def loss_curve(

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from .._text import first_line
 
-_IGNORED = -100  # of labels
+_IGNORED = -100  # a label that counts in no loss
 _FORMS = (("messages",), ("prompt", "completion"), ("text",))  # the keys of a line
 _ONE_OF_THEM = 'must have "messages", "prompt" and "completion", or "text"'
 

@@ -12,7 +12,7 @@ from ..transformers.modules.loss import LARGEST
 
 _ADAPTER = 16  # bytes a parameter: itself, its gradient and Adam's two moments, in float32
 _SCORES = 12  # bytes a pair of tokens in a head: scores, probabilities and their gradients
-_ROWS = 12  # of hidden states, which norms, residual sums and their gradients take for a token
+_ROWS = 12  # hidden states that norms, residual sums and their gradients take for a token
 
 
 @dataclass

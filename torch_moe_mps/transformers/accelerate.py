@@ -35,8 +35,8 @@ from .modules.rules.trial import on_the_cpu
 from .self_check import begin, check_replacements, is_wanted, use_tensor_units
 
 ATTENTION = Done("attention")
-_ROUTERS = {"router", "gate"}  # what blocks call their routers
-# What a model goes through before its modules are recognised; families fill it.
+_ROUTERS = {"router", "gate"}  # names of routers in blocks
+# Steps that a model goes through before its modules are recognised; families fill it.
 PREPARED_BY: list[Callable[[nn.Module], None]] = []
 # {config: the implementation that it named when a model with it was accelerated}
 _BEFORE = WeakIdKeyDictionary()

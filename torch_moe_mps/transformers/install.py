@@ -55,7 +55,7 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
                 result = recognise(module)
         except Unsupported as unsupported:
             result, reason = None, str(unsupported)
-        except torch.AcceleratorError:  # of the GPU, not of an operator
+        except torch.AcceleratorError:  # the GPU has failed, not an operator
             raise
         except RuntimeError as error:  # from an operator that a rule tries, and that fails on this GPU
             return [], first_line(error)
@@ -89,7 +89,7 @@ def _with_functions(module: nn.Module) -> tuple[Callable, list[Done], list[str]]
     return *with_operators(original_class(module).forward, in_place), refusals
 
 
-@functools.lru_cache(maxsize=4096)  # of functions, which models call in each layer
+@functools.lru_cache(maxsize=4096)  # for each function that models call in each layer
 def _in_place(function: types.FunctionType) -> InPlace | None:
     return next(filter(None, (rule(function) for rule in FUNCTION_RULES)), None)
 

@@ -101,7 +101,7 @@ def from_pretrained(
     with_info = kwargs.pop("output_loading_info", False)
     reading = contextlib.nullcontext() if loading is None else loading.reading()
     with allowed(check):
-        # What is made of several tensors, or into another format, is made before the next ones are read.
+        # Weights of several tensors, or of another format, are made before the next ones are read.
         with one_by_one(recipe is not None or source.by_others), packing(), reading:
             model, info = _read(source, kwargs)
         _check_complete(sorted(info["missing_keys"]))

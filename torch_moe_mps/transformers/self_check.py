@@ -114,7 +114,7 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
     """
     named = report.operators()
     if report.capture is not None and report.capture() is not None:
-        named.update(INTRODUCED.values())  # which no module calls
+        named.update(INTRODUCED.values())  # no module calls them
     formats = {format for module in model.modules() for format in formats_in(module).values()}
     started = time.perf_counter()
     result, late = _failing(model, named, formats, seconds)

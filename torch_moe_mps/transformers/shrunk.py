@@ -73,7 +73,7 @@ def small_model(model: PreTrainedModel, run: Callable[[PreTrainedModel], object]
                 run(twin)
                 return twin
             failures.append("its small models lack a kind of its layers")
-        except Exception as error:  # of the config's or the model's own code, for sizes that do not fit
+        except Exception as error:  # the config or the model raises it, for sizes that do not fit
             failures.append(f"{type(error).__name__}: {first_line(error)}")
         if failures.count(failures[-1]) == _ALIKE:
             break
@@ -244,7 +244,7 @@ class _Shrink(NamedTuple):
     def _of_each_layer(self, values: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
         """Values of single layers, by their numbers."""
         by_number = {int(number): found for number, found in values.items() if str(number).isdecimal()}
-        if len(by_number) < len(values):  # of something else
+        if len(by_number) < len(values):  # it counts something else
             return values
         return {
             index: {name: self._of_text(name, value) for name, value in found.items()}
@@ -269,7 +269,7 @@ def _size(name: str, value: Any, divisor: int) -> Any:
         return _vocabulary(name, value)
     if _WIDTHS.search(name) and "head" not in name:
         exact = value // divisor if value % divisor == 0 else 0
-        aligned = 8 * ceil(value / divisor / 8)  # as some kernels ask
+        aligned = 8 * ceil(value / divisor / 8)  # some kernels ask for eights
         return aligned if not exact or (_INNER.search(name) and value % 8 == 0) else exact
     if _HEADS.search(name):
         return value // divisor if value % divisor == 0 else value

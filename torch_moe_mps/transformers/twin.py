@@ -29,10 +29,10 @@ from .basics.report import Report
 from .basics.self_check_state import OWN_CODE
 from .shrunk import VOCABULARY, CannotBeShrunk, fill, small_model
 
-TOLERANCE = 1e-4  # of the largest logit
+TOLERANCE = 1e-4  # times the largest logit
 TOKENS = 7  # behind the prompt: of its calls the third is captured, and others follow
 _PROMPT = 9
-_SEEDS = (0, 1)  # of weights: where a router is undecided, rounding decides
+_SEEDS = (0, 1)  # two draws of weights: where a router is undecided, rounding decides
 
 Replace = Callable[[nn.Module, Report, bool], None]
 Restore = Callable[[nn.Module], object]
@@ -259,7 +259,7 @@ def said(model: PreTrainedModel) -> dict[str, Tensor]:
         result["a prompt"] = model(input_ids=ids[:1])[0]
     mask = torch.ones_like(ids)
     mask[1, : _PROMPT // 3] = 0
-    with contextlib.suppress(Exception):  # of a model without masks, whatever it says of them
+    with contextlib.suppress(Exception):  # a model without masks may say anything of them
         result["a padded prompt"] = model(input_ids=ids, attention_mask=mask)[0][:, -1]
     return result
 

@@ -62,7 +62,7 @@ def _pairs(
     for path, module in model.named_modules():
         if not isinstance(module, layer.LoraLayer) or "default" not in module.lora_A:
             continue
-        name = path.removesuffix(".base_layer")  # of two stacks of experts, one is inside of the other
+        name = path.removesuffix(".base_layer")  # two stacks of experts are one inside of the other
         a, b = (stored[f"base_model.model.{path}.{part}.weight"].float() for part in ("lora_A", "lora_B"))
         b = b * module.scaling["default"]
         if isinstance(module, layer.ParamWrapper):

@@ -29,8 +29,8 @@ NAME = "moe_mps"  # the implementation in place of "eager"
 IMPLEMENTATION = "_attn_implementation"  # the attribute of a config that names it
 MOST_TOKENS = 8  # new ones; a call with more is a prompt
 SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
-_SPECIAL = frozenset(("position_bias", "cache", "softcap", "s_aux"))  # what `sdpa` may be asked for besides
-_ADDED = frozenset(("position_bias", "sinks"))  # what `attention` may be, which the operator is not
+_SPECIAL = frozenset(("position_bias", "cache", "softcap", "s_aux"))  # arguments of `sdpa`, beside its usual
+_ADDED = frozenset(("position_bias", "sinks"))  # arguments of `attention` that the operator lacks
 # Arguments of an attention function behind module, query, key, value and mask that are understood here.
 _UNDERSTOOD = _SPECIAL | _ADDED | {"scaling", "dropout", "is_causal", "sliding_window"}
 _COLLECTED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -360,6 +360,6 @@ def _is_plain(mask: Tensor, query: Tensor, key: Tensor) -> bool:
 
 def _additive(mask: Tensor, query: Tensor) -> Tensor:
     """The mask in the form that a model's own code adds to the scores."""
-    if mask.shape[1] > 1:  # of heads of keys
+    if mask.shape[1] > 1:  # it has heads of keys
         mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], 1)
     return additive(mask, query.dtype) if mask.dtype == torch.bool else mask

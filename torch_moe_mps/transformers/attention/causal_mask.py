@@ -262,7 +262,7 @@ def _slice(
     mask: CausalMask, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
 ) -> CausalMask | None:
     """A slice of the tokens, or of everything in another dimension."""
-    size = mask.shape[dim]  # of keys it may be a symbol, which no range takes
+    size = mask.shape[dim]  # a symbol where it counts keys, which no range takes
     if step == 1 and not start and (stop is None or stop >= size):
         return mask._of_tokens(0, mask.shape[_TOKENS])
     of_tokens = dim % mask.dim() == mask.dim() + _TOKENS

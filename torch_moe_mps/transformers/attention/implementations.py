@@ -19,7 +19,7 @@ from ..basics.state import original_class, state_of
 from .attention import IMPLEMENTATION, NAME, wrap_sdpa
 from .visible import CHOICES
 
-KV_BITS = (CACHE_BITS, 16)  # of keys and values in a cache; in 16 they are as the model makes them
+KV_BITS = (CACHE_BITS, 16)  # for keys and values in a cache; in 16 they are as the model makes them
 LAYER_HOOKS: list[Callable[[nn.Module], None]] = []  # called with each layer that the operator runs
 NEEDS_OUR_KERNEL: list[Callable[[nn.Module], bool]] = []  # whether a layer runs NAME in place of "eager"
 

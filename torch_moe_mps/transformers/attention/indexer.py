@@ -31,7 +31,7 @@ ops = torch.ops.moe_mps
 _LAYERS = ("wq_b", "wk", "k_norm", "weights_proj")
 _NUMBERS = ("n_heads", "head_dim", "index_topk", "softmax_scale", "layer_idx")
 _TAKEN = {"q_resid", "position_embeddings", "attention_mask", "position_ids", CACHE}
-_BATCH, _TOKENS, _BEFORE = 16, 3, 4  # of a trial, of whose rows those with equal scores do not count
+_BATCH, _TOKENS, _BEFORE = 16, 3, 4  # sizes of a trial; its rows with equal scores do not count
 # The attribute of indices none of which its token does not see.
 IN_ORDER = "_moe_mps_in_order"
 

@@ -16,7 +16,7 @@ from ...ops.index import MAX_INDEX_WIDTH
 from ..modules.rules.trial import LEAST_HEADS, untied
 from .chosen_keys import Choice
 
-BATCH, TOKENS, BEFORE, RATE, POOLS = 8, 3, 8, 2, 2  # of a trial
+BATCH, TOKENS, BEFORE, RATE, POOLS = 8, 3, 8, 2, 2  # sizes of a trial
 
 
 def layer_of(indexer: Any, cache: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-_MADE = "_moe_mps_made"  # of a class that `subclass` made: what makes its copies, and the class before
+_MADE = "_moe_mps_made"  # in a class that `subclass` made: (maker of its copies, the class before)
 
 
 def subclass(

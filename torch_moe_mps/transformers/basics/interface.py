@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ...quantization import TENSORS, Format
 
-INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # of transformers' experts
+INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # in transformers' experts
 _CODES = (*TENSORS, "order")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-WEIGHTS = ("packed", "scales", "biases", "bias")  # of a quantised linear layer
+WEIGHTS = ("packed", "scales", "biases", "bias")  # tensors of a quantised linear layer
 
 
 def may_join(parts: list[Tensor | None]) -> bool:

@@ -18,7 +18,7 @@ from .state import STATE
 _PLAIN = (bool, int, float, str, tuple)
 _PLACES = ("", "_parameters", "_buffers", "_modules")
 _MISSING = "<no attribute>"
-_TENSOR = "<a tensor>"  # whose values are read when they are needed
+_TENSOR = "<a tensor>"  # its values are read when they are needed
 _current: ContextVar[dict | None] = ContextVar("moe_mps_reads", default=None)
 
 

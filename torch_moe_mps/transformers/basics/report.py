@@ -174,12 +174,12 @@ class Report:
     quantization: QuantizationReport | None = None
     compiled: str | None = None
     checked: str | None = None
-    twin: str | None = None  # what came of comparing a small model, behind a transformers that is not known
+    twin: str | None = None  # the result for a small model, behind a transformers that is not known
     tensor_units: str | None = None
-    tuned: Callable[[], str | None] | None = None  # what was timed, when it is printed
+    tuned: Callable[[], str | None] | None = None  # asked when it is printed
     kept_on_cpu: str | None = None
     beside: set[str] = field(default_factory=set)  # operators that no module runs
-    capture: Callable[[], str | None] | None = None  # what the report says of tokens, when it is printed
+    capture: Callable[[], str | None] | None = None  # asked for a line on tokens when it is printed
     growth: Callable[[], str | None] | None = None  # the same of its caches
 
     def add(

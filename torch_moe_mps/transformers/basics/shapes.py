@@ -15,7 +15,7 @@ def call_on_shapes(model: Any, **inputs: Any) -> Any:
     Which experts or tokens are chosen changes no shape. The advice to install kernels for other machines,
     which transformers gives for hybrids, is not shown.
     """
-    model.set_experts_implementation("batched_mm")  # of transformers: knows shapes without values
+    model.set_experts_implementation("batched_mm")  # transformers' own, which knows shapes without values
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

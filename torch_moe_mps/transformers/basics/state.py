@@ -8,7 +8,7 @@ from torch import nn
 STATE = "_moe_mps"  # where a module's __dict__ has it
 # Attributes of the subclasses that rewriting makes: the class before.
 CLASS_MARK = "_moe_mps_original_class"
-OWN_FORWARD = "_moe_mps_own_forward"  # that class, and the forward that it had when it was rewritten
+OWN_FORWARD = "_moe_mps_own_forward"  # (that class, the forward that it had when it was rewritten)
 RUNS_OWN = "_moe_mps_runs_own"  # the attribute of a forward that `with_own` sets
 
 
@@ -46,7 +46,7 @@ class State:
         self.joined: Any = None
 
 
-NOTHING = State()  # of modules that have none
+NOTHING = State()  # for modules that have none
 
 
 def kv_bits_of(model: nn.Module) -> int | None:

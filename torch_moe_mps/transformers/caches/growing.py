@@ -71,7 +71,7 @@ def extended(
     nobody uses, only `new` is written; else both are copied to memory with `room` for more tokens, or room
     for a share of them.
     """
-    is_first = held[0].dim() == 1  # what transformers starts with
+    is_first = held[0].dim() == 1  # transformers starts with such a tensor
     if not all(type(part) in PLAIN for part in new) or not (is_first or all(map(_alike, held, new))):
         return [torch.cat(parts, dim=-2) for parts in zip(held, new, strict=True)]
     tokens, before = new[0].shape[-2], 0 if is_first else held[0].shape[-2]
@@ -154,7 +154,7 @@ def _has_room(held: Sequence[Tensor], memory: Tensor, tokens: int) -> bool:
     then `held` ends before what was written. It may be written again once nothing else lies in the memory.
     """
     stored = memory.packed if isinstance(memory, QuantizedStates) else memory
-    if stored.is_inference() and not torch.is_inference_mode_enabled():  # which torch forbids
+    if stored.is_inference() and not torch.is_inference_mode_enabled():  # torch forbids to write it
         return False
     end = start_of(held[0]) + held[0].shape[-2]
     if end + tokens > memory.shape[-2]:

@@ -54,7 +54,7 @@ def _update_uncompiled(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, T
     return layer.update(*args, **kwargs)
 
 
-_MADE_AGAIN = ("pools", "is_in_order")  # what a copy of a layer makes again
+_MADE_AGAIN = ("pools", "is_in_order")  # a copy of a layer makes these again
 
 
 class Made(CacheLayerMixin):
@@ -169,7 +169,7 @@ class Growing(Made, DynamicLayer):
 class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
     """A layer that holds all tokens, and the keys of an indexer."""
 
-    rate = 0  # of pools
+    rate = 0  # tokens for each pool
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         if not growing.may_grow():
@@ -213,7 +213,7 @@ class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
 
     def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._change_batch(change)
-        self.pools = None  # which are made again
+        self.pools = None  # they are made again
 
 
 class GrowingWindow(Growing, DynamicSlidingWindowLayer):
@@ -232,7 +232,7 @@ class GrowingWindow(Growing, DynamicSlidingWindowLayer):
             growing.tokens_from(-window + 1, keys),
             growing.tokens_from(-window + 1, values),
         )
-        if self._is_prompt(tokens):  # as views they would keep the memory of the whole prompt
+        if self._is_prompt(tokens):  # views would keep the memory of the whole prompt
             room = growing.room_behind_window(window)
             self.keys, self.values = growing.copied(self.keys, room), growing.copied(self.values, room)
         return keys, values

@@ -211,7 +211,7 @@ def load_with_states(
         return tensors["ids"][None].to(model.device), cache, states
     except (Unusable, OSError):
         raise
-    except Exception as error:  # what is read may be anything
+    except Exception as error:  # a file may hold anything
         raise Unusable(f"{file} is damaged or not a prompt cache: {first_line(error)}") from None
 
 

@@ -24,8 +24,8 @@ from .state import OWN, LayerState, Name, copy_of_cache, copy_of_layer, parts
 
 # The attribute of a memory, or of a state, that names the tensor with spare rows of which it is the first.
 BASE = "_moe_mps_base"
-_COUNT = Name(OWN, "cumulative_length")  # of a window: all tokens so far
-# What configs call how many tokens an indexer chooses together: it counts them from the first of all rows.
+_COUNT = Name(OWN, "cumulative_length")  # a window's count of all tokens so far
+# Names of configs for the tokens that an indexer chooses together: it counts them from the first of all rows.
 _TOGETHER = ("index_kpool", "indexer_compress_ratio", "index_block_size")
 _LEAST_CONTEXT = 4096  # tokens for which masks have room, where a model does not say how many it takes
 
@@ -194,7 +194,7 @@ class Rows:
         self._range = ranges.to(self._device)
         self._positions = torch.tensor(positions).to(self._device)
         self._left = min((_room(layer) for layer in self.cache.layers), default=1)
-        if len(self) > 1:  # of one size for all, so that their strides stay
+        if len(self) > 1:  # one size for all, so that their strides stay
             while self._context < self.end + self._left:
                 self._context *= 2
             shown = torch.arange(self._context, device=self._device) >= self._range[:, :1]

@@ -54,17 +54,17 @@ from .trial import unnoticed_change
 
 SWITCH = "MOE_MPS_CAPTURE"
 CAPTURES = "_moe_mps_capture"  # where a model's __dict__ has its Captures
-_MARK = "_moe_mps_captures"  # of a class that `_capturing_class` made: the one in whose place it is
+_MARK = "_moe_mps_captures"  # in a class that `_capturing_class` made: the one in whose place it is
 _CALLS_BEFORE = 2  # the third call of a kind is captured
-_MOST_PROGRAMS = 8  # that a model keeps
-_MOST_CAPTURES = 16  # of a kind of calls, whose guards never hold for long
+_MOST_PROGRAMS = 8  # kept for each model
+_MOST_CAPTURES = 16  # for each kind of calls: the guards of some never hold for long
 _MOST_PINNED = 4
 _MOST_KINDS = 64
 _LONGEST_REST = 4096  # calls after which a capture that failed is tried again
-# What a layer of a cache raises that holds something else than the recorded one.
+# Errors of a layer of a cache that holds something else than the recorded one.
 _OF_OTHERS = (AttributeError, LookupError, TypeError, RuntimeError)
 _TOO_FEW = "no kind of call for a few tokens was repeated three times"
-# What a recording raises where Python asks for a value that only the GPU knows.
+# Errors of a recording where Python asks for a value that only the GPU knows.
 _OF_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 Make = Callable[[list[Tensor], Any], Any]
@@ -82,7 +82,7 @@ class Capture(NamedTuple):
     integers: Callable[..., list[int] | None]
     run: Callable[..., list[Tensor]]
     make: Make
-    handover: Any  # of an Exchange, or None
+    handover: Any  # made by an Exchange, or None
     operators: tuple[Any, ...]
     seconds: float
 
@@ -113,7 +113,7 @@ class Captures:
         self.programs: list[Capture] = []
         self.reason: str | None = _TOO_FEW
         self._anywhere, self._own_code = anywhere, own_code
-        self._failure: str | None = None  # of the last capture
+        self._failure: str | None = None  # why the last capture failed
         self._kinds = Bounded(_MOST_KINDS)
         self._rest, self._rests = 0, 0
         self._reads_masks = False
@@ -200,7 +200,7 @@ class Captures:
                 self.reason = None
                 return result
             reasons.append(result)
-        self.reason = reasons[0]  # of the program that ran last
+        self.reason = reasons[0]  # the program that ran last says why
         return None
 
     def _run_one(
@@ -379,7 +379,7 @@ def _symbols(reading: Reading, kind: _Kind) -> tuple[dict[int, int], list[int], 
     """
     rows = set() if kind.fixes_rows else reading.rows
     assumed = rows if rows.isdisjoint(kind.varied) else set()
-    assumed |= reading.starts if rows else set()  # which move on when a row leaves that was the longest
+    assumed |= reading.starts if rows else set()  # they move on when a row leaves that was the longest
     changing = {position: reading.numbers[position] for position in reading.growing | assumed} | kind.varied
     groups: dict[tuple[int, int, bool, bool, bool], int] = {}
     symbol: dict[int, int] = {}
@@ -505,7 +505,7 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
         if args:
             arguments = dict(zip(names, args, strict=False))
             if not arguments.keys().isdisjoint(kwargs):
-                return own(self, *args, **kwargs)  # which says so
+                return own(self, *args, **kwargs)  # it raises the error
             kwargs |= arguments
         return captures.call(self, own, kwargs)
 

@@ -96,7 +96,7 @@ class Fingerprint:
         # Subclasses of dict only while empty: the order of an OrderedDict is no part of its entries.
         entries = [item for item in held if type(item) is dict or (isinstance(item, dict) and not item)]
         known = set(map(id, entries))
-        self._entries = _Entries(sorted(entries, key=id))  # as they lie in memory
+        self._entries = _Entries(sorted(entries, key=id))  # in their order in memory
         self._others = _Contents([item for item in held if id(item) not in known])
         self._now = self._around()
 
@@ -290,7 +290,7 @@ class _Reached:
 
     def _watch(self, path: str, container: Any) -> None:
         self._waiting.append(Watched(path, container))
-        if not isinstance(container, tuple):  # which cannot change
+        if not isinstance(container, tuple):  # a tuple cannot change
             self.watched.append(self._waiting[-1])
 
     def _add_module(self, path: str, module: nn.Module) -> None:

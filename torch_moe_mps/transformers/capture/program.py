@@ -69,7 +69,7 @@ def assemble(graph: fx.Graph, integers: Integers, recording: Recording, weights:
     read = {id(meta[TENSOR]) for meta in constants}
     joined = [part for meta in constants for part in meta.get(PARTS, ())]
     for tensor in [*joined, *(weight for weight in weights if id(weight) not in read)]:
-        program.add_weight(tensor)  # what is read by itself is found wherever it lies
+        program.add_weight(tensor)  # a tensor that is read by itself is found wherever it lies
     return program
 
 

@@ -34,7 +34,7 @@ class Entry(NamedTuple):
     name: Any
     kind: int
     value: Any
-    first: int  # of its numbers
+    first: int  # the place of its numbers
 
 
 class Reading:
@@ -106,7 +106,7 @@ class Reading:
         self.entries.append(Entry(ARGUMENTS, name, STATIC, mask, 0))
         yield from (name, *kind_of(mask))
         for attribute, value in vars(mask).items():
-            if attribute != ELEMENTS:  # which are made anew from the others
+            if attribute != ELEMENTS:  # elements are made anew from the others
                 yield from self._value(self._place, attribute, value)
         self._place += 1
 

@@ -50,18 +50,18 @@ class Recording:
         self._symbol, self._symints, self._recorder = symbol, symints, recorder
         self._around = default_device(), are_wide()
         self._padding = reading.padding
-        self._mask: Any = None  # of padding, in the recording
+        self._mask: Any = None  # stands for the mask of padding
         self._cache: str | None = None
         self._masks: list[tuple[Any, tuple[Any, ...]]] = []
         self._attributes: dict[str, Any] = {}
         self._layers: list[tuple[type, list[str]]] = []
         self._arguments: list[tuple[Any, int, Any]] = []
-        self._numbers: list[tuple[Any, int]] = []  # of the arguments
+        self._numbers: list[tuple[Any, int]] = []  # (name, symbol) of arguments
         self._ends: list[tuple[int, ...]] = []  # for each memory, as Match has them
-        self._sources: dict[int, tuple[int, int, Any]] = {}  # of symbols
-        self._before: list[dict[Any, Any]] = []  # what the recording's cache holds at its begin
+        self._sources: dict[int, tuple[int, int, Any]] = {}  # {symbol: source}
+        self._before: list[dict[Any, Any]] = []  # contents of the recording's cache at its begin
         self._memories: dict[int, tuple[int, Any, int]] = {}  # by id: number, stand-in, its first input
-        self._memory_of: list[int] = []  # of each value that shows one
+        self._memory_of: list[int] = []  # for each value that shows one
         for entry in reading.entries:
             if entry.place == ARGUMENTS:
                 self._add_argument(entry)

@@ -20,7 +20,7 @@ from .quantize.weights import free
 from .source import Source
 
 MARGIN = 2
-TOKENS = 2048  # that a model reads to measure, at most
+TOKENS = 2048  # read to measure, at most
 _END = torch.finfo(torch.float16).max
 
 
@@ -54,7 +54,7 @@ def load_in_best(
         return load(None), Activations(None, "no tokenizer is there for a text to measure with")
     try:
         model = load(torch.float16)
-    except ValueError:  # which bfloat16 raises again, if it is of anything else
+    except ValueError:  # bfloat16 raises it again, if it is about anything else
         return load(torch.bfloat16), Activations(torch.bfloat16, "weights that float16 does not hold")
     found = largest(model, ids)
     limit = f"of {_END:,.0f}, while {found.tokens} tokens of a text are read"

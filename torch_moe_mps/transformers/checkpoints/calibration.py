@@ -16,7 +16,7 @@ from .source import Source, read_tokenizer
 
 AUTO = "auto"
 SAMPLE = Path(__file__).parents[2] / "commands/sample.txt"
-# Of a longer text the rest is not read.
+# Tokens that are read of a text; the rest is left out.
 TOKENS = 1 << 16
 # A dense model runs as it is if it takes no more of the machine's memory.
 _SHARE = 0.4

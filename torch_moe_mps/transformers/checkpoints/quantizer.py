@@ -78,7 +78,7 @@ def _is_for_us(stored: dict[str, Any]) -> bool:
     """Whether transformers cannot read the checkpoint of another library here, or only for other GPUs."""
     method = stored.get("quant_method")
     if method not in _PACKAGES:
-        return method == "modelopt"  # which transformers would take for a dense checkpoint
+        return method == "modelopt"  # transformers would take it for a dense checkpoint
     return torch.backends.mps.is_available() or find_spec(_PACKAGES[method]) is None
 
 
@@ -139,7 +139,7 @@ class Quantizer(Lifecycle, HfQuantizer):
             self.layout = layout_of(config, model, kwargs["checkpoint_files"])
         leave_out(model, self.layout.absent)
         report = QuantizationReport()
-        if self.streams or config.wanted is not None:  # of what the checkpoint has
+        if self.streams or config.wanted is not None:  # a report of the checkpoint's weights is wanted
             dense, report.skipped = weights_of(model, config.recipe())
             self.wanted, self.report = Wanted(dense), report
             if config.importance is not None:

@@ -44,7 +44,7 @@ _TOKENIZERS = (
     "tokenizer*", "tokenization*", "vocab*", "merges*", "tekken*", "*.model", "*.tiktoken", "*.spm", "*.bpe"
 )  # fmt: skip
 _WHERE = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
-# What code of models raises for a config in which a value is missing, or is one that it cannot compute with.
+# Errors of models' code for a config in which a value is missing, or is one that it cannot compute with.
 NO_MODEL = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError)
 
 
@@ -67,7 +67,7 @@ def read_tokenizer(path: str, gguf: str | None, trust_remote_code: bool) -> Any:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     try:
         return AutoTokenizer.from_pretrained(path, gguf_file=gguf)
-    except Exception as error:  # what transformers does with what it misses
+    except Exception as error:  # transformers raises anything for what it misses
         name = folder / gguf if folder.is_dir() else f"{path}:{gguf}"
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(f"{name} has no tokenizer that transformers reads ({reason})") from None
@@ -111,7 +111,7 @@ class Source:
                 config_class = getattr(model_class, "config_class", None) or _config_class(str(path), passed)
             try:
                 self.config, unused = config_class.from_pretrained(path, return_unused_kwargs=True, **passed)
-            except (*NO_MODEL, StrictDataclassError) as error:  # of a field that it lacks, or got wrong
+            except (*NO_MODEL, StrictDataclassError) as error:  # a field is missing, or wrong
                 raise _wrong_config("one that transformers reads", error) from error
             kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
             self.others = {key: value for key, value in self.others.items() if key in kept}

@@ -34,7 +34,7 @@ def _numbers(value: fx.Node) -> set[float] | None:
     result: set[float] = {filled}
     for source in sources:
         is_own = isinstance(source, fx.Node) and memory_of(source) is memory
-        numbers = result if is_own else _numbers(source)  # type: ignore[arg-type]  # of a copy
+        numbers = result if is_own else _numbers(source)  # type: ignore[arg-type]  # copied numbers
         if numbers is None:
             return None
         result |= numbers

@@ -59,7 +59,7 @@ class Fusion:
         return next((name for name, formula in names.items() if name not in formula), None)
 
     def __call__(self, graph: fx.Graph) -> None:
-        results: dict[Any, Any] = {}  # of calls, of which the layers of a model have many that are equal
+        results: dict[Any, Any] = {}  # by call: the layers of a model have many equal ones
         for node in [*graph.nodes]:
             packet = getattr(node.target, "overloadpacket", None)
             if node.users and packet is not None and packet.__name__ in self._roots:

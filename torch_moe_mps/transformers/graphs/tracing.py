@@ -179,10 +179,10 @@ class Recorder(TorchDispatchMode):
         self.fakes = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.fakes.cache_enabled = False  # `_result` has a cache, whose entries take a third of the time
         self.symbols: dict[Any, int] = {}
-        self._nodes: dict[int, fx.Node] = {}  # of tensors, by id
-        self._fake_of: dict[int, FakeTensor] = {}  # of constants, by id
+        self._nodes: dict[int, fx.Node] = {}  # {id of a tensor: node}
+        self._fake_of: dict[int, FakeTensor] = {}  # {id of a constant: its fake}
         self._alive: list[Any] = []
-        self._keys: dict[int, tuple[Any, ...]] = {}  # of fake tensors, by id
+        self._keys: dict[int, tuple[Any, ...]] = {}  # by id of a fake tensor
         self._has_symbols = False  # the key that is made now
         self._results = Bounded(_MOST_KNOWN)  # {call: what it gave}, of calls with symbols
 

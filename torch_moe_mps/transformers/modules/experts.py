@@ -26,7 +26,7 @@ from .traced import Input, Sizes, Traced, everywhere, remembered, trace
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
-IMPLEMENTATION = "_experts_implementation"  # of a config
+IMPLEMENTATION = "_experts_implementation"  # the attribute of a config
 # The attribute of quantised experts with the adapters of a call: {projection: [(A, B, scaling)]}, as
 # expert_lora takes them.
 ADDED = "_moe_mps_added"

@@ -120,7 +120,7 @@ def _install(file: dict[str, Any], name: str, function: types.FunctionType, ours
     """Adds our function to the globals of a file. Returns: its name there."""
 
     def in_place(*args: Any, **kwargs: Any) -> Any:
-        live = NOW  # type: ignore[name-defined]  # noqa: F821  # what `name` stands for in the file
+        live = NOW  # type: ignore[name-defined]  # noqa: F821  # the value of `name` in the file
         return ours(*args, **kwargs) if live is function else live(*args, **kwargs)
 
     new = f"_moe_mps_{name}_{id(function):x}"

@@ -20,7 +20,7 @@ from ..basics.classes import subclass
 from ..basics.deferred import Deferred
 
 LARGEST = 1 << 24  # logits of a chunk: 64 MiB in float32
-_MARK = "_moe_mps_loss"  # of a class that `_chunking_class` made: the one in whose place it is
+_MARK = "_moe_mps_loss"  # in a class that `_chunking_class` made: the one in whose place it is
 _LABELS = "labels"
 
 # Questions about a tensor that its elements do not answer.

@@ -33,7 +33,7 @@ from .traced import (
     trace,
 )
 
-_MIXED = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))  # of the input and the weights
+_MIXED = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))  # the input's and the weights'
 _WITHOUT_WEIGHT = 24  # the width that such a module is traced with
 
 
@@ -179,7 +179,7 @@ def _is_of_rows(node: fx.Node, x: fx.Node) -> bool:
     return True
 
 
-# What runs
+# Forwards that run
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from .linears import LazyWeight, QuantizedLinear
 
 Found = TypeVar("Found")
 Sizes = tuple[int, ...]
-Path = tuple[str, ...]  # of an attribute: the names that lead there from the module
+Path = tuple[str, ...]  # to an attribute: the names that lead there from the module
 PATH = "path"  # in the meta of a node: that of the tensor which it stands for, joined by dots
 
 _MISSING = "<no attribute>"
@@ -66,7 +66,7 @@ class Input(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-# What modules are traced with: sizes in front of the last one, which a module decides. A condition on the
+# Sizes that modules are traced with, in front of the last one, which a module decides. A condition on the
 # number of rows is met by some of them and not by others. Symbols would find any, in ten times the time.
 SIZES: tuple[Sizes, ...] = ((7,), (1, 1), (2, 3, 5), (1, 70_001), (70_001, 1))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -226,7 +226,7 @@ def _twin_class(cls: type[nn.Module]) -> type:
         return watch.read(real, path, name)
 
     def getattr_(self: Any, name: str) -> Any:
-        if cls.__getattr__ is nn.Module.__getattr__:  # which looks where `read` has looked
+        if cls.__getattr__ is nn.Module.__getattr__:  # it looks where `read` has looked
             raise AttributeError(f"'{cls.__name__}' object has no attribute '{name}'")
         return cls.__getattr__(self, name)
 
@@ -322,7 +322,7 @@ def names_of_inputs(module: nn.Module) -> tuple[str, ...] | None:
     )
 
 
-# What was found
+# Results that are remembered
 
 
 def everywhere(
@@ -332,7 +332,7 @@ def everywhere(
 ) -> Found | None:
     """Result that inputs of all these shapes and dtypes share; None if they differ in it."""
     result = ask(shapes[0], dtypes[0])
-    if result is None:  # as for most modules
+    if result is None:  # most modules are such
         return None
     others = [ask(shape, dtypes[0]) for shape in shapes[1:]]
     others += [ask(shapes[0], dtype) for dtype in dtypes[1:]]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
     from transformers import PreTrainedModel
 
 
-DENSE = ("F16", "BF16", "F32", "F64")  # as safetensors calls them
+DENSE = ("F16", "BF16", "F32", "F64")  # names that safetensors has
 
 
 def check_files(model: nn.Module, files: Sequence[str] | None) -> None:
@@ -24,7 +24,7 @@ def check_files(model: nn.Module, files: Sequence[str] | None) -> None:
     state = model.state_dict()
     for file, name, dtype, shape in tensors_in(file for file in files or () if file.endswith(".safetensors")):
         stored, place = (dtype, shape), f" in {file}"
-        if (packed := state.get(f"{name.removesuffix('_blocks')}_packed")) is not None:  # as gpt-oss has them
+        if (packed := state.get(f"{name.removesuffix('_blocks')}_packed")) is not None:  # gpt-oss has them
             *rows, words = packed.shape
             check_tensor(name, stored, ["U8"], [(*rows, words // 4, 16)], place)
         elif name in state:

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from ...._text import first_line
 
 INDEX = "model.safetensors.index.json"
-UNFINISHED = "unfinished.json"  # what is complete in a folder that is being written
+UNFINISHED = "unfinished.json"  # lists the complete files of a folder that is being written
 LARGEST = 2_000_000_000  # bytes of a new file
 _COPIED = 1 << 20  # bytes that are made contiguous at a time
 
@@ -109,7 +109,7 @@ class Shards:
         self.folder, self.format, self.key = folder, format, key
         self._waiting: dict[str, Tensor] = {}
         self._ended: dict[str, Any] = {}  # parts of which something may be waiting
-        self._names: list[list[str]] = []  # of the tensors in each complete file
+        self._names: list[list[str]] = []  # names of tensors in each complete file
         self.done: dict[str, Any] = {}
         self._total = 0
         state = folder / UNFINISHED

@@ -24,7 +24,7 @@ class Lifecycle:
 
     layout: Layout
     report: QuantizationReport | None = None
-    get_state_dict: Callable[[str, Any], Any]  # of HfQuantizer
+    get_state_dict: Callable[[str, Any], Any]  # HfQuantizer has it
 
     def make_room(self, model: nn.Module) -> None:
         """Gives the layout's targets quantised weights without values, tied as the dense ones."""

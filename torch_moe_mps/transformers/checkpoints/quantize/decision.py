@@ -13,8 +13,8 @@ from .recipe import Recipe
 from .target import Target, paths_of, quantizable
 from .tied import sharing, tied_layers
 
-# {format in blocks of 256: the bits of its values in groups}: with scales about as many as those of the types
-# that llama.cpp takes in its place, of 4.5 (Q4_0), 5.5 (Q5_0), 6 (Q5_1) and 8.5 bits (Q8_0).
+# {format in blocks of 256: the bits of its values in groups}: with scales about as many as the types that
+# llama.cpp takes in its place: 4.5 (Q4_0), 5.5 (Q5_0), 6 (Q5_1) and 8.5 bits (Q8_0).
 IN_GROUPS = {"q2_k": 4, "q3_k": 4, "iq4_xs": 4, "q4_k": 5, "q5_k": 6, "q6_k": 8}
 
 

@@ -141,7 +141,7 @@ def keep_when_saving(model: nn.Module) -> None:
     savable = any(hasattr(module, "save_pretrained") for module in modules)
     if savable and any(map(has_quantized_weights, modules)):
         from ..write.saving import (
-            mark_quantized,  # which needs transformers; quantising a plain module does not
+            mark_quantized,  # needs transformers; quantising a plain module does not
         )
 
         mark_quantized(model)

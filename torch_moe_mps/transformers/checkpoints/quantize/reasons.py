@@ -88,7 +88,7 @@ def groups_of(module: nn.Module) -> int | None:
     twin = bare_twin(module)
     with on_the_cpu():
         weight, x = torch.rand(groups, 3, 5) - 0.5, torch.rand(2, 4, groups, 5) - 0.5
-        vars(twin).pop("weight", None)  # what stands for one that is read from a checkpoint
+        vars(twin).pop("weight", None)  # stands for one that is read from a checkpoint
         vars(twin).update(_parameters={"weight": weight.flatten(0, 1), "bias": None})
         twin.in_features, twin.out_features = 5, 3 * groups
         expected = torch.einsum("btgc,grc->btgr", x, weight)
@@ -100,7 +100,7 @@ def _is_plain_linear(module: Any) -> bool:
     cls = original_class(module)
     if cls is nn.Linear:
         return True
-    if cls.__module__.startswith("torch."):  # as of nn.MultiheadAttention, which reads the weight
+    if cls.__module__.startswith("torch."):  # nn.MultiheadAttention, for one, reads the weight
         return False
     return cls.forward is nn.Linear.forward or _computes_linear(module) or groups_of(module) is not None
 
@@ -178,7 +178,7 @@ def routers_of(model: nn.Module) -> set[nn.Module]:
         for child, part in model.get_submodule(block).named_children():
             linears = [module for module in part.modules() if isinstance(module, nn.Linear)]
             outputs = {linear.out_features for linear in linears}
-            other = child == last or "attn" in child or "shared" in child  # which may be as wide
+            other = child == last or "attn" in child or "shared" in child  # they may be as wide
             if not other and outputs & {count, count + 1}:
                 result.update(linears)
     for module in model.modules():  # experts that are modules of their own

@@ -10,7 +10,7 @@ from ....ops._formats import INTEGERS
 from ....quantization import Format, requested_format
 
 SAME = "same"
-# What embeddings and the output head are in unless asked otherwise: 6 bits where they are a tenth of the
+# Format of embeddings and the output head unless asked otherwise: 6 bits where they are a tenth of the
 # weights and the rest is in fewer. Of SmolLM2-135M in 4 bits, of which they are a fifth, KL falls
 # from 0.11 to 0.06 for 7 MB; of 30 billion weights they are 2 %.
 AUTO = "auto"

@@ -30,7 +30,7 @@ def weights_read_by(cls: type) -> dict[str, str]:
         names = _names_in(method.__code__)
         called = {name: method.__globals__.get(name) for name in names}
         readers = {name: value for name, value in called.items() if _reads_weight(value)}
-        if "weight" not in names and not readers:  # as of most: to parse the source takes long
+        if "weight" not in names and not readers:  # most are such, and to parse the source takes long
             continue
         nodes = _nodes_of(method)
         if nodes is None:
@@ -69,7 +69,7 @@ def _nodes_of(function: types.FunctionType) -> Nodes | None:
     try:
         source = inspect.getsource(function)
         return [*_nodes(ast.parse(f"if True:\n{source}" if source[0].isspace() else source))]
-    except (OSError, SyntaxError):  # as of a lambda in the middle of a line
+    except (OSError, SyntaxError):  # a lambda in the middle of a line has none
         return None
 
 

@@ -253,11 +253,11 @@ def _scale_of(embedding: nn.Embedding, device: torch.device) -> Tensor | None:
         return None
     probe = copy.copy(embedding)
     ones = nn.Parameter(torch.ones(1, embedding.embedding_dim, device=device), requires_grad=False)
-    probe.__dict__.pop("weight", None)  # what `store_empty` left
+    probe.__dict__.pop("weight", None)  # left by `store_empty`
     probe.__dict__["_parameters"] = {"weight": ones}
     probe.padding_idx = None
     row = probe(torch.zeros(1, dtype=torch.long, device=device))[0]
-    if row.is_meta:  # which has no values, and never multiplies any
+    if row.is_meta:  # it has no values, and never multiplies any
         return row
     return row[0].clone() if bool((row == row[0]).all()) else row
 

@@ -119,7 +119,7 @@ class Parts:
         """The converters for a quantisation that is stored, and one that is asked for."""
         self._quantizer = quantizer
         self._conversions = get_model_conversion_mapping(self.model, None, quantizer)
-        self._reader: Any = quantizer  # which keeps transformers from casting codes and scales
+        self._reader: Any = quantizer  # keeps transformers from casting codes and scales
         if quantizer is None and source.stored:
             self._reader = AutoHfQuantizer.from_config(
                 {**source.stored, "dequantize": True}, pre_quantized=True
@@ -224,7 +224,7 @@ class Parts:
         for name, result, expected in info.mismatched_keys:
             _CHECK.fail(name, f"of shape {tuple(expected)}", tuple(result))
         for name, error in info.conversion_errors.items():
-            raised = error.partition("\nError")[0].strip().splitlines()[-1]  # of what transformers says
+            raised = error.partition("\nError")[0].strip().splitlines()[-1]  # transformers' own last line
             raise ValueError(f"moe_mps::load: {name}: {raised}")
         optional = may_lack(self.model)
         for name in sorted(self._tie(info.missing_keys)):

@@ -79,7 +79,7 @@ def _is_padded(mask: Tensor, layer: HeldPools | None) -> bool:
     """Whether any row of a batch has or had padding. A single token is none."""
     noted = None if layer is None else layer.is_padded
     held = None if layer is None else layer.indexer_keys
-    if noted is None and held is not None and held.shape[1] > 0:  # which the model's own code has written
+    if noted is None and held is not None and held.shape[1] > 0:  # the model's own code has written it
         noted = not bool(held[..., -1].all())  # the column that says which keys are shown
     if not noted and mask.shape[1] > 1:
         noted = bool(beside(mask, _PADDED, lambda: not bool(mask.all())))

@@ -10,7 +10,7 @@ from ...attention.causal_mask import CausalMask
 from ...attention.chosen_keys import Choice
 
 EVERYTHING = "everything"  # in place of a Choice where tokens may choose all keys
-_METHOD = "build_attention_mask_from_topk"  # of attention layers
+_METHOD = "build_attention_mask_from_topk"  # a method of attention layers
 
 
 def take_choices(module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-MARKS = ("<|channel|>commentary", "<|channel|>analysis")  # of its chat template
+MARKS = ("<|channel|>commentary", "<|channel|>analysis")  # in its chat template
 TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|start|>assistant",

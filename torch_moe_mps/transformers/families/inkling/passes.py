@@ -7,9 +7,9 @@ from ...graphs.fusion import Fusion
 from ...graphs.nodes import aten, calls, is_unchanged, ours, put, tensor_of
 from ...graphs.patterns import before_widening, linear_of
 
-_FEW_ROWS = 32  # that a kernel of router_logits takes
+_FEW_ROWS = 32  # most rows of a kernel of router_logits
 
-# What models compute in float32, and round to the dtype that X had, the operator computes likewise.
+# Rounds as models do, which compute in float32 and round to the dtype that X had.
 input_in_convolution = Fusion(
     "input_in_convolution",
     ("causal_conv1d_update_(X, *A) + X", "causal_conv1d_update_(X, *A, add_input=True)"),

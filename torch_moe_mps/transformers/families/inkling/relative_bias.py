@@ -23,7 +23,7 @@ from ...modules.rules.trial import agrees, bare_twin, on_the_cpu, tried
 _ATEN = torch.ops.aten
 # Operators that a model applies to its bias: they give an element for each element.
 _OF_ELEMENTS = (_ATEN._to_copy.default, _ATEN.mul.Tensor)
-MOST_BYTES = 128 * 2**20  # of biases that a prompt has at a time
+MOST_BYTES = 128 * 2**20  # for biases that a prompt has at a time
 
 
 class BiasOfStates(Deferred):
@@ -141,7 +141,7 @@ def take_biases(layer: nn.Module) -> None:
 def _wrap_implementations() -> None:
     from transformers import AttentionInterface
 
-    wrap_sdpa()  # which makes elements of masks, so that it has to be inside
+    wrap_sdpa()  # inside: it makes elements of masks
     for name in ("sdpa", NAME):
         own = AttentionInterface._global_mapping[name]
         AttentionInterface.register(name, functools.wraps(own)(functools.partial(_attention, name, own)))
@@ -159,7 +159,7 @@ def _attention(
 ) -> Any:
     """`own`, an implementation of attention, or the operator where it is given such a bias."""
     position_bias = options.get("position_bias")
-    if position_bias is not None:  # of other models, which come here too, nothing else is asked
+    if position_bias is not None:  # other models come here, too, and are asked nothing else
         sinks = options.get("sinks")
         plain = options.get("dropout", 0.0) == 0.0 and not options.get("output_attentions")
         plain = plain and options.get("is_causal") is not False and options.get("cache") is None

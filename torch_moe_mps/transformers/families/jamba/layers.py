@@ -28,6 +28,6 @@ def selective_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> T
         (*mixed.shape[::2], states),
         x,
         lambda state: ops.selective_scan_(mixed, step, b, c, state, layer.A_log, **options),
-        begins_anew=x.shape[1] > 1,  # as the model's prompts do, whatever the cache holds
+        begins_anew=x.shape[1] > 1,  # the model's prompts do so, whatever the cache holds
     )
     return layer.out_proj(out)

@@ -26,7 +26,7 @@ ops = torch.ops.moe_mps
 
 _LAYERS = ("q_proj", "k_proj", "q_norm", "k_norm")
 _NUMBERS = ("num_heads", "head_dim", "block_size", "topk_blocks", "local_blocks", "layer_idx")
-_BATCH, _TOKENS, _BEFORE = 2, 3, 6  # of a trial
+_BATCH, _TOKENS, _BEFORE = 2, 3, 6  # sizes of a trial
 
 
 class _HeldBlocks(HeldKeys):

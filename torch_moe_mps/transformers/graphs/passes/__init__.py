@@ -66,22 +66,22 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     constants_first,
     make_new_tensors,
     drop_neutral,
-    share_views,  # what reads one value in one shape reads one node
+    share_views,  # readers of one value in one shape read one node
     positions_in_one,
     join_linears,  # before any of them has a norm or a residual of its own
-    turn_parts,  # of heads as they lie in an output
-    order_outputs,  # of those that the pass before has joined, too
+    turn_parts,  # heads as they lie in an output
+    order_outputs,  # also outputs that the pass before has joined
     keep_state,
     gates_in_linear_attention,
     norm_in_linear_attention,  # once no copy of its state stands between
-    order_outputs,  # of several rows, whose heads no norm folds into them any more
+    order_outputs,  # several rows, whose heads no norm folds into them any more
     heads_that_do_not_turn,
-    norms_in_rotation,  # of the whole heads
+    norms_in_rotation,  # norms of the whole heads
     join_rotations,
     write_into_cache,
     gate_in_attention,
     turn_in_attention,
-    hand_routing_over,  # of the gates that the pass before has made, too
+    hand_routing_over,  # also gates that the pass before has made
     activate_in_linears,  # before sums: what an operator adds comes behind its activation
     add_in_operators,  # before norms: a sum in an operator leaves a norm that may join what follows
     add_norms,
@@ -90,11 +90,11 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     norm_in_operators,
     norm_sums,  # norms that no operator behind them has taken
     factor_in_norm,
-    choose_in_experts,  # of logits that have their norm
+    choose_in_experts,  # from logits that have their norm
     shared_expert_in_experts,
     split_dimensions,
-    join_elements,  # of what no operator has taken
-    share_views,  # of what the passes have made
+    join_elements,  # operations that no operator has taken
+    share_views,  # views that the passes have made
     share_equal,  # last: what a pattern reads once, a call of another layer may read too
 ]
 

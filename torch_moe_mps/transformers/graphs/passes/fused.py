@@ -5,8 +5,8 @@ from ..fusion import Fusion
 _EXPERTS = ("moe_experts", "moe_experts_quantized", "moe_weighted_reduce")
 _LINEARS = ("linear_quantized", "mlp_quantized")
 
-# What an operator adds is rounded once, with its result. Experts first: a sum of experts and of an MLP is one
-# that their operator can add.
+# Terms that an operator adds are rounded once, with its result. Experts first: their operator can add a
+# sum of experts and of an MLP.
 add_in_operators = Fusion(
     "add_in_operators",
     *(

@@ -34,7 +34,7 @@ from ..tracing import ITEM, PARTS, TENSOR, VALUE, Number, as_given, as_recorded,
 from .norms import MOST_ROWS
 
 _COPIES = (aten.clone, aten.cat)
-_SOME_ROWS = 2  # that show what happens to each row
+_SOME_ROWS = 2  # enough to show what happens to each row
 
 
 def join_linears(graph: fx.Graph) -> None:

@@ -29,7 +29,7 @@ _TAKING = (
     ours.router_logits,
     ours.moe_hash_router,
 )
-MOST_ROWS = 513  # of a dense matrix that `router_logits` multiplies by: a router and a gate. Not measured.
+MOST_ROWS = 513  # largest dense matrix of `router_logits`: a router and a gate. Not measured.
 
 
 def norm_in_operators(graph: fx.Graph) -> None:

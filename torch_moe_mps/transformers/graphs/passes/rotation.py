@@ -284,7 +284,7 @@ def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
     shared = None if norm is None else _options_of_both(passed, norm)
     if norm is not None and shared is not None:
         v, reader, options = norm.x, norm.call, options | shared | {"norm_v": True, "v_weight": norm.weight}
-    behind = max(call, memory_of(v)).next  # as early as possible: what reads the queries comes later
+    behind = max(call, memory_of(v)).next  # early: readers of the queries come later
     q = _results(call).get(queries)
     if not (
         _fit(turned, other, v)

@@ -12,7 +12,7 @@ from ...basics.state import NOTHING, STATE, state_of
 from ..recognise import Call, Rows, weights_of
 from ..traced import SIZES, Input, trace
 
-NormArguments: TypeAlias = tuple[Any, float, float]  # of a norm in an operator: weight, eps and offset
+NormArguments: TypeAlias = tuple[Any, float, float]  # weight, eps and offset of a norm in an operator
 
 _MEANS = ("mean(pow(X, 2), [-1], True)", "mean(X * X, [-1], True)")
 _ROOTS = ("Y * rsqrt({} + EPS)", "Y * pow({} + EPS, -0.5)", "Y / sqrt({} + EPS)")
@@ -99,7 +99,7 @@ def check_traces() -> None:
             return
         nodes = () if traced is None else traced.graph.nodes
         reason = f"a norm gives [{', '.join(str(node.target) for node in nodes)}]"
-    except Exception as error:  # of another torch, in any of its functions
+    except Exception as error:  # another torch may raise it in any of its functions
         reason = f"{type(error).__name__}: {first_line(error)}"
     warnings.warn(
         f"torch_moe_mps: torch {torch.__version__} does not show what modules compute ({reason}); norms, "

@@ -23,12 +23,12 @@ from .trial import agrees, tried
 ops = torch.ops.moe_mps
 
 _L2NORM_EPS = 1e-6
-_NAMED = {"weight", "bias", "activation"}  # which a convolution may get by name
+_NAMED = {"weight", "bias", "activation"}  # arguments that a convolution may get by name
 _FLAG = (bool, type(None))
 ACTIVATIONS = {"silu": "silu", "swish": "silu", None: "none"}
 
 
-# What runs in the place of the functions
+# Functions that run in the place of the model's
 
 
 def causal_conv(function: Callable, *args: Any, **named: Any) -> Tensor:

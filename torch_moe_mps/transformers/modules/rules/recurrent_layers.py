@@ -22,7 +22,7 @@ from .trial import FewDirections, agrees, twin_of, verdict
 ops = torch.ops.moe_mps
 
 
-# What the forwards have in common
+# Parts that the forwards have in common
 
 
 def _in_a_row(owner: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:

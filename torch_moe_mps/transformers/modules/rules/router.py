@@ -28,10 +28,10 @@ from .selection import UNKNOWN, selection_of
 ops = torch.ops.moe_mps
 
 _DTYPES = frozenset(ACTIVATION_DTYPES)
-# What routers are traced with, where they take sequences of tokens and where they take tokens.
+# Shapes that routers are traced with, where they take sequences of tokens and where they take tokens.
 _SEQUENCES: tuple[Sizes, ...] = ((2, 3), (1, 1), (1, 70_001))
 _ROWS: tuple[Sizes, ...] = ((7,), (1,), (70_001,))
-_HALF = torch.bfloat16  # of hidden states in a trace, so that float32 in a result is the router's
+_HALF = torch.bfloat16  # dtype of hidden states in a trace, so that float32 in a result is the router's
 
 
 class Router(NamedTuple):

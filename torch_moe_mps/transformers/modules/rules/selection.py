@@ -23,7 +23,7 @@ _OF_GROUPS = {
 }
 _MASKED = "masked_fill(CHOICE, bitwise_not(MASK), FILL)"
 _MASK = "expand(scatter(ZEROS, -1, item(topk(SCORES, T, -1, True, ORDER), 1), 1), SIZES)"
-# What follows the chosen scores, outermost first: a factor, then the division by the sum.
+# Steps behind the chosen scores, outermost first: a factor, then the division by the sum.
 _FACTORS = ("W * SCALE", "W / DIVISOR")
 _SUM = "sum(W, [-1], True)"
 _DIVISIONS = (f"W / {_SUM}", f"W / ({_SUM} + EPS)", f"W / clamp({_SUM}, MIN)", f"W / clamp_min({_SUM}, MIN)")

@@ -30,7 +30,7 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # not those of devices, whose state would stay
             return function(*arguments, **options)
-    except torch.AcceleratorError:  # of the GPU
+    except torch.AcceleratorError:  # the GPU has failed
         raise
     except Exception:  # it is not ours: any error may come of it
         return None
@@ -39,7 +39,7 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
 _verdicts = Bounded(256)  # {what modules have in common: what a trial gave, in a tuple}
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _DIRECTIONS = 4  # so that queries and keys differ in more than their length
-LEAST_HEADS = 2  # that tell an indexer's relu from nothing: one head's keys come in the same order
+LEAST_HEADS = 2  # enough to tell an indexer's relu from nothing: one head's keys come in the same order
 _OF_MODULES = {*vars(nn.Module()), STATE}
 _OF_NO_FORWARD = {"layer_idx", "_is_hf_initialized"}  # modules that compute the same may differ in these
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
 
 _CHECK = Check("gguf")
 _INTEGERS = ("I8", "I16", "I32", "I64")
-# What files have beside weights: factors of rotary embeddings, which are in the config, and of activations.
+# Tensors beside weights: factors of rotary embeddings, which are in the config, and of activations.
 _BESIDE = re.compile(r"(^|\.)(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.|\.input_scale$")
 _BLOCK = re.compile(r"(?:^|.*\.)blk\.(\d+)\.")
 _OUTSIDE = re.compile(r"output\.|cls\.")  # heads, which a model of another class does not have

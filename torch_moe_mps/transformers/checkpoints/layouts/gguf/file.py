@@ -211,7 +211,7 @@ class _Converted:
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._of = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
         self._prefix, self._parameters = model.base_model_prefix, model.state_dict()
-        self._patterns: dict[str, str | None] = {}  # of tensors and of parameters
+        self._patterns: dict[str, str | None] = {}  # {tensor or parameter: pattern}
 
     def names(self, tensor: GgufTensor) -> Iterable[str]:
         name, pattern = rename_source_key(
@@ -273,7 +273,7 @@ class GgufRows:
         self._shape = order.shape if target.kind == "experts" else order.shape[1:]
         rows = order.flatten().numpy()
         self._order = None if (rows == np.arange(len(rows))).all() else rows
-        self._blocks: np.ndarray | None = None  # which of a row's blocks come one after the other
+        self._blocks: np.ndarray | None = None  # the order of a row's blocks
         self._left: dict[int, Tensor] = {}
         self._lock = Lock()  # transformers loads in several threads
         if inputs is not None:
@@ -325,7 +325,7 @@ class File:
     def __init__(self, path: str, model: "PreTrainedModel"):
         architecture, self.tensors = read_file(path)
         for tensor in self.tensors:
-            if tensor.name.endswith(".scale"):  # as NVFP4 files may have, beside weights
+            if tensor.name.endswith(".scale"):  # NVFP4 files may have them, beside weights
                 expected = "absent, for a factor of a whole tensor has no operator"
                 raise ValueError(f"moe_mps::gguf: {tensor.name} must be {expected}, got {tensor.shape}")
         self._placing = placing_of(architecture, model)

@@ -27,7 +27,7 @@ from ...quantize.target import quantizable
 from .file import GgufTensor, placing_of
 
 _CHECK = Check("imatrix")
-# What GGUF calls architectures whose model_type is another word.
+# GGUF's names of architectures whose model_type is another word.
 _ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "cohere": "commandr", "umt5": "t5"}
 # The tokens of a call, unless somebody chose another number: the older form does not say it.
 _CALL = 512
@@ -75,7 +75,7 @@ def _read(path: Path) -> tuple[dict[str, Entry], int]:
             if not all(bool((part.isfinite() & (part >= 0)).all()) for part in entry):
                 raise ValueError(f"{name} must have finite numbers of at least 0")
         return entries, tokens
-    except Exception as error:  # of struct, of numpy, and of gguf_file
+    except Exception as error:  # raised by struct, numpy or gguf_file
         raise ValueError(
             f"moe_mps::imatrix: {path.name} is damaged, or no imatrix ({first_line(error)})"
         ) from (error)

@@ -73,7 +73,7 @@ class GgufLayout(Layout):
                 self._pack(target)
         self.targets = {name: target for name, target in every.items() if target.formats}
         tied = tied_layers(model)
-        for name, other in tied.items():  # what stays dense does so for both, where both are in the file
+        for name, other in tied.items():  # one that stays dense does so for both, where both are in the file
             if name in self.targets and other not in self.targets:
                 self._leave_dense(name)
             elif other in self.targets and name not in self.targets and f"{name}.weight" in self.file.parts:

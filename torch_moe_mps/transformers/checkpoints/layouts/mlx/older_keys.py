@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from .architectures import ARCHITECTURES, Architecture, Config
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-# What takes the place of a key of the same name.
+# Values that take the place of a key of the same name.
 _REPLACED = ("architectures", "layer_types", "q_lora_rank")
 
 

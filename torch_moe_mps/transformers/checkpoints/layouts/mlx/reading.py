@@ -132,7 +132,7 @@ class MlxLayout(Layout):
         self.model, self.names = model, Names(model)
         self.stored = TensorsOfFiles(files, quantization)
         self.every = quantizable(model)
-        self._dense: dict[str, list[Format | None]] = {}  # of what is quantised in MLX and dense here
+        self._dense: dict[str, list[Format | None]] = {}  # quantised in MLX and dense here
         self._halved: set[str] = set()
         state = model.state_dict()
         self.dropped = [name for name in state if self.names.is_dropped(name)]

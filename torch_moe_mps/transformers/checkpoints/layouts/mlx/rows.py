@@ -22,7 +22,7 @@ from ...quantize.weights import quantized_names
 from .names import Names
 from .operations import Cast, as_words, dequantized, halves, one_less
 
-PARTS = ("weight", "scales", "biases")  # of a quantised matrix in MLX
+PARTS = ("weight", "scales", "biases")  # tensors of a quantised matrix in MLX
 
 
 class NamedConverter(WeightConverter):

@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
     from transformers import PreTrainedModel
 
 _CHECK = Check("load")
-# What no converter takes: shapes, orders and zeros, which are read before, and what is for activations.
+# Tensors that no converter takes: shapes, orders and zeros, which are read before, and those for activations.
 _UNREAD = rf"[._](g_idx|weight_shape|weight_zero_point)$|{UNREAD}"
 # Tensors of a matrix that is not dense, by what follows the name of the module, or that of a stack.
 _QUANTISED = {"weight_packed", "weight_scale", "weight_scale_inv", "qweight", "qzeros", "scales"}
@@ -134,7 +134,7 @@ class OthersLayout(Layout):
         """For experts that are one parameter in dense checkpoints, and modules in others."""
         made: dict[str, WeightConverter] = {}
         for name, module in self.model.named_modules():
-            end = ".".join(name.split(".")[-2:])  # which all layers have
+            end = ".".join(name.split(".")[-2:])  # all layers have this end
             down = getattr(module, "down_proj", None)
             if f"{end}.down_proj" in made or not isinstance(down, torch.Tensor) or down.dim() != 3:
                 continue
@@ -229,7 +229,7 @@ class OthersLayout(Layout):
         for key in sorted({*(key.removesuffix(end) for key, end in ends), *codes}):
             name = apply_renamings(key, self._renamings)
             weight = state.get(name)
-            if weight is None or weight.dim() != 3 or name.endswith(".weight"):  # which is a module's own
+            if weight is None or weight.dim() != 3 or name.endswith(".weight"):  # a weight is a module's own
                 continue
             turned = self._is_turned(name)
             experts, rows, columns = (weight.mT if turned else weight).shape

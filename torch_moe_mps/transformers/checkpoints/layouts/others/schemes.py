@@ -12,7 +12,7 @@ from .....ops._checks import Check
 Stored = Mapping[str, Any]  # the quantisation in a config
 _CHECK = Check("load")
 _BITS = (2, 3, 4, 5, 6, 8)
-_FLOATS = ("F16", "BF16", "F32")  # as safetensors calls them
+_FLOATS = ("F16", "BF16", "F32")  # names that safetensors has
 _EXPONENTS = ("U8", "F8_E8M0")
 
 
@@ -165,7 +165,7 @@ class Schemes:
             self._named = [*_METHODS[method](stored)]
             for target, _ in self._named:
                 _exactness(target, "")
-        except (AttributeError, TypeError, re.error) as error:  # of a value of another kind than it has
+        except (AttributeError, TypeError, re.error) as error:  # a value is of another kind than it has
             _CHECK.fail("quantization_config", f"as {method} has it", first_line(error))
 
     def of(self, names: Sequence[str]) -> Scheme:
@@ -280,7 +280,7 @@ def _gptq_of(stored: Stored) -> Iterator[tuple[str, Scheme]]:
         return Scheme("gptq", bits, _group(own), own.get("sym"), ordered=ordered, less=less)
 
     for pattern, own in (stored.get("dynamic") or {}).items():
-        if not pattern.startswith("-"):  # those modules are dense
+        if not pattern.startswith("-"):  # its modules are dense
             yield f"re:{pattern.removeprefix('+:')}", scheme({**stored, **own})
     yield "Linear", scheme(stored)
 
