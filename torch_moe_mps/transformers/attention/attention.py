@@ -95,7 +95,8 @@ def _sdpa(
     if options.get("s_aux") is not None:
         return attention(module, query, key, value, attention_mask, scaling, **options)
     plain = options.get("is_causal") is not False and options.get("dropout", 0.0) == 0.0
-    plain = plain and _asks_no_more(sdpa, options, _SPECIAL)
+    others = _not_taken(sdpa, _SPECIAL)
+    plain = plain and (others.isdisjoint(options) or all(options.get(name) is None for name in others))
     if isinstance(key, Promised) and isinstance(value, Promised):
         if plain:
             call = functools.partial(_sdpa, sdpa, module, scaling=scaling, **options)
@@ -156,7 +157,9 @@ def attention(
     _, before = getattr(module, STATE, NOTHING).previous.get(IMPLEMENTATION, (None, None))
     has_weights = before != "sdpa"
     plain = dropout == 0.0 and not (has_weights and options.get("output_attentions"))
-    plain = plain and _asks_no_more(module.__class__, options, _ADDED)
+    cls: Any = module.__class__
+    others = _not_taken(cls, _ADDED)
+    plain = plain and (others.isdisjoint(options) or all(options.get(name) is None for name in others))
 
     mask, indices = attention_mask, None
     if not CHOICES.isdisjoint(options):
@@ -185,20 +188,13 @@ def attention(
     return out, weights if has_weights else None
 
 
-def _asks_no_more(own: Any, options: dict[str, Any], others: frozenset[str]) -> bool:
-    """Whether a call has neither the `others` nor arguments of `own` that nobody here understands."""
-    if not others.isdisjoint(options) and any(options.get(name) is not None for name in others):
-        return False
-    added = _not_understood(own)
-    return not added or all(options.get(name) is None for name in added)
-
-
 @functools.lru_cache(maxsize=1024)
-def _not_understood(own: Any) -> tuple[str, ...]:
-    """Names of arguments that a release has added to an attention function, or to that of a layer's class."""
+def _not_taken(own: Any, others: frozenset[str]) -> frozenset[str]:
+    """The `others`, and arguments that a release has added to an attention function or that of a class."""
     function = _attention_of(own) if isinstance(own, type) else own
     names = () if function is None else [*inspect.signature(function).parameters.values()][5:]
-    return tuple(item.name for item in names if item.kind not in _COLLECTED and item.name not in _UNDERSTOOD)
+    added = {item.name for item in names if item.kind not in _COLLECTED}
+    return others | (added - _UNDERSTOOD)
 
 
 def _attention_of(cls: type) -> Callable[..., tuple[Tensor, Tensor | None]] | None:

@@ -17,8 +17,8 @@ from ..upstream.utilities import HF_MODULES_CACHE
 
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-# Folders of the standard library and of all that may be a checkout: torch, transformers, this package, files
-# of checkpoints.
+# Folders of the standard library and of all that may be a checkout: torch, transformers, this package, the
+# files of checkpoints.
 _FOLDERS = tuple(
     os.path.join(folder, "")
     for folder in (

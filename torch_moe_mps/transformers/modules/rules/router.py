@@ -10,6 +10,7 @@ A router keeps its interface: its results have the dtypes that the model's code 
 import functools
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -67,25 +68,20 @@ class Router(NamedTuple):
 def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     """The forward of a rewritten router."""
     router: Router = module.__dict__[STATE].formula
-    arguments = dict(zip(router.inputs, args, strict=False)) | named
-    x: Any = arguments.get(router.inputs[0])
-    name, weight = router.choice_bias, _tensor(module, router.weight)
-    choice_bias: Any = arguments.get(name) if name in router.inputs else name and _tensor(module, name)
-    fits = (
-        len(args) <= len(router.inputs)
-        and not (named and named.keys() - {*router.inputs})
-        and _are_hidden(router, x, weight)
-        and (choice_bias is None) == (name is None)
-        and (router.table is None or _are_tokens(arguments.get(router.inputs[1]), x))
-        and not (router.parts and is_observed(*map(module.get_submodule, router.parts)))
-    )
-    if not fits:
+    passed = _passed(module, router, args, named)
+    if passed is None:
         return NotImplemented
+    x, weight, choice_bias, arguments = passed
     x = x.reshape(-1, weight.shape[1]) if router.is_flat else x
-    bias = None if router.bias is None else _tensor(module, router.bias)
-    logits = _logits(router, x, weight, bias)
+    bias = None if router.bias is None else attrgetter(router.bias)(module)
+    if router.in_float32 and not x.dtype == weight.dtype == torch.float32:
+        logits = ops.router_logits(x, weight, bias)
+    else:
+        logits = F.linear(x, weight, bias)
+    if router.scale != 1.0:
+        logits = logits * router.scale
     if router.table is not None:
-        table, tokens = _tensor(module, router.table), arguments[router.inputs[1]].reshape(-1)
+        table, tokens = attrgetter(router.table)(module), arguments[router.inputs[1]].reshape(-1)
         weights, ids = ops.moe_hash_router(x, weight, table, tokens, **router.options)
     else:
         choice_bias = None if choice_bias is None else choice_bias.flatten()
@@ -95,36 +91,34 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     return logits, weights.to(router.weights or x.dtype), ids.long()
 
 
-def _are_hidden(router: Router, x: Any, weight: Tensor) -> bool:
-    """Whether an argument is hidden states that the router takes."""
-    return (
-        isinstance(x, Tensor)
+def _passed(
+    module: nn.Module, router: Router, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Tensor, Tensor, Any, dict[str, Any]] | None:
+    """Hidden states, weight, bias of the choice and arguments by name; None for calls that the router does
+    not take."""
+    arguments = dict(zip(router.inputs, args, strict=False)) | named
+    x: Any = arguments.get(router.inputs[0])
+    name, weight = router.choice_bias, attrgetter(router.weight)(module)
+    choice_bias = arguments.get(name) if name in router.inputs else name and attrgetter(name)(module)
+    fits = (
+        len(args) <= len(router.inputs)
+        and not (named and named.keys() - {*router.inputs})
+        and isinstance(x, Tensor)
         and (router.is_flat or x.dim() == 2)
         and x.device == weight.device
         and (router.in_float32 or x.dtype == weight.dtype)
         and {x.dtype, weight.dtype} <= _DTYPES
+        and (choice_bias is None) == (name is None)
+        and (router.table is None or _are_tokens(arguments.get(router.inputs[1]), x))
+        and not (router.parts and is_observed(*map(module.get_submodule, router.parts)))
     )
-
-
-def _logits(router: Router, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if router.in_float32 and not x.dtype == weight.dtype == torch.float32:
-        logits = ops.router_logits(x, weight, bias)
-    else:
-        logits = F.linear(x, weight, bias)
-    return logits if router.scale == 1.0 else logits * router.scale
+    return (x, weight, choice_bias, arguments) if fits else None
 
 
 def _are_tokens(tokens: Any, x: Tensor) -> bool:
     """Whether there is a token for each hidden state."""
     is_tensor = isinstance(tokens, Tensor) and tokens.dtype in ID_DTYPES
     return is_tensor and tokens.device == x.device and tokens.shape == x.shape[:-1]
-
-
-def _tensor(module: nn.Module, path: str) -> Any:
-    result: Any = module
-    for name in path.split("."):
-        result = getattr(result, name)
-    return result
 
 
 def rewrite_router(module: nn.Module) -> tuple[Callable, list[Done]] | None:
