@@ -477,7 +477,7 @@ class Batch:
         if self._rows.is_full(tokens):
             self._make_room(len(rows), 0, 0)
         ids = torch.tensor([own + own[-1:] * (tokens - len(own)) for own in inputs]).to(self.model.device)
-        others = self._rows.arguments(tokens)  # which may move the cache
+        others = self._rows.arguments(tokens)  # may move the cache
         out = self._called(self._rows.cache, input_ids=ids, **others)
         self._rows.advance(tokens)
         made = verified([answer.chooser for answer in answers], out.logits, known, guesses)

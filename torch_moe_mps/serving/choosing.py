@@ -56,7 +56,7 @@ class Chooser:
         self.ends = {*end} if isinstance(end, (list, tuple)) else {end}
         self.most = config.max_length - ids.shape[1]
         self._until = None if config.max_time is None else time.monotonic() + config.max_time
-        self._states: list[Tensor] | None = None  # of the generator before draws that may be undone
+        self._states: list[Tensor] | None = None  # the generator's, before draws that may be undone
         # Its prompt and its answer for processors, [1, T], on the device: a copy, which they may change.
         self.ids = ids.to(device, copy=True) if self.sampling.others else None
 

@@ -13,7 +13,7 @@ from ..prompts import Kept, Prompts
 from .source import Row
 
 _GRAM = 3  # tokens that must repeat
-_BITS = 21  # of a token in the number that stands for a gram
+_BITS = 21  # for a token in the number that stands for a gram
 _CANDIDATES = 8  # places, the last first, of which the one with the longest repetition is taken
 _LONGEST = 32  # tokens of a repetition that are compared
 _KEPT = 4  # prompts that are looked into, the last ones

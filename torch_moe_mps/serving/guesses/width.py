@@ -7,10 +7,10 @@ from ...transformers.attention.attention import MOST_TOKENS
 from .source import Row
 
 MOST = MOST_TOKENS - 1  # a step has a token that is known in front of the guesses
-_LEAST_GAIN = 1.02  # of tokens a second, for which tokens are guessed
+_LEAST_GAIN = 1.02  # in tokens a second, for which tokens are guessed
 _SAMPLES = 3  # steps of a kind whose time is not its own: what they run is captured, and compiled
 _NEW = 0.1  # the part that a step has in the mean of its kind
-_SLOPE = 0.1  # of a step for each token more, as long as none of its kind was measured
+_SLOPE = 0.1  # a part of a step for each token more, until one of its kind was measured
 # Time that guesses may lose, in tokens: so much at first and at most, what they gained, and a share of the
 # tokens that are generated.
 _LOSS, _GAIN, _SHARE = 1.5, 4.0, 0.01
@@ -30,7 +30,7 @@ class Width:
         self._seconds: dict[tuple[int, int], float] = {}  # {(rows, tokens of each): the mean of a step}
         self._counts: dict[tuple[int, int], int] = {}
         self._budget = _LOSS
-        self._hits, self._tries = 0.0, 0.0  # of all rows
+        self._hits, self._tries = 0.0, 0.0  # over all rows
 
     def begin(self) -> None:
         """A conversation begins: it does not pay with what others gained."""
