@@ -559,7 +559,7 @@ class Batch:
     def _end(self, answer: _Answer, reason: Reason | Exception) -> None:
         """Ends an answer. Its cache is kept, unless by an error, behind which more may be in it."""
         is_kept = answer.is_kept and not isinstance(reason, Exception)
-        # A token that the host reads late is in the cache, if another one was computed behind it.
+        # The last token is in the cache only if a later step ran.
         computed, cache = answer.tokens[:-1], answer.kept.cache
         if answer in self.alone:
             self.alone.remove(answer)

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..transformers.basics.scoped import Seeded
+from ..transformers.upstream.generation import as_text
 from .device import OnDevice, Work
 from .generating import Generating
 from .job import Job, Reason, prompt_length
@@ -107,11 +108,9 @@ def generate_alone(
         job.tell(read, of)
 
     inputs = {name: value.to(model.device) for name, value in job.inputs.items()}
-    more: dict[str, Any] = {"generation_config": config}
+    more: dict[str, Any] = {"generation_config": config, **as_text(model)}
     if job.processors:
         more["logits_processor"] = job.processors
-    if hasattr(model, "has_talker"):  # it would speak, too
-        more["generation_mode"] = "text"
     with Seeded(model.device, job.seed) as numbers:
 
         def ends_there() -> bool:

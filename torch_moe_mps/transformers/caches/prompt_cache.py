@@ -26,7 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..._faults import synchronize
 from ..._text import first_line
 from ..basics.state import kv_bits_of
-from ..upstream.caches import LinearAttentionCacheLayerMixin
+from ..upstream.caches import READ_WHOLE, LinearAttentionCacheLayerMixin
 from .cache import keeps_states
 from .layers import growing_class
 from .quantized_states import QuantizedStates
@@ -35,9 +35,6 @@ from .state import LayerState, copy_of_cache, copy_of_layer
 _PACKAGE = __package__.partition(".")[0]
 _FORM = "torch_moe_mps prompt cache"
 _OF_THE_FILE = ("_name_or_path", "transformers_version", "quantization_config", "architectures")
-# Types of models whose own code in transformers 5.23 forgets a cache where several tokens follow it,
-# or gives no cache back: a prompt in pieces would be another one.
-READ_WHOLE = ("bamba", "falcon_mamba", "jamba", "mamba", "zamba")
 _SAMPLES = 64  # octets of each tensor that tell models apart
 # {position: {index of a layer: its attributes}}: states that only fit a prefix of this length.
 States = Mapping[int, dict[int, dict[str, Any]]]
