@@ -156,7 +156,7 @@ def test_serve_answers_a_client(home, checkpoint, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    line = [home / "bin/torch-moe-mps", "serve", checkpoint, "--port", port, *DEVICE]
+    line = [home / "bin/torch-moe-mps", "serve", checkpoint, "--port", port, *DEVICE, "--prompt-disk", "0"]
     log = tmp_path / "log"
     with log.open("w") as file:
         process = subprocess.Popen([*map(str, line)], stdout=file, stderr=file, env=variables(), cwd=tmp_path)

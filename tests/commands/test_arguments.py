@@ -145,7 +145,7 @@ WRONG = {
     "generate": ("--batch 0", "--max-tokens 0", "--max-tokens 1.5", "--prompt-lookup 0"),
     "perplexity": ("--window 1", "--tokens 1"),
     "report": ("--minutes 0", "--minutes=-1"),
-    "serve": ("--port 70000", "--port=-1", "--parallel 0", "--prompt-memory=-1"),
+    "serve": ("--port 70000", "--port=-1", "--parallel 0", "--prompt-memory=-1", "--prompt-disk=-1"),
 }
 
 

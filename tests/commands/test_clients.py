@@ -141,9 +141,9 @@ def two_servers(checkpoint: Path) -> Iterator[list[str]]:
     with contextlib.ExitStack() as stack:
         urls = []
         for _ in range(2):
-            port = serving.free_port()
+            port, options = serving.free_port(), ("--device", "cpu", "--prompt-disk", "0")
             command = [sys.executable, "-m", "torch_moe_mps", "serve", checkpoint, "--port", port]
-            stack.enter_context(running([*command, "--device", "cpu"], checkpoint.parent, "answers at"))
+            stack.enter_context(running([*command, *options], checkpoint.parent, "answers at"))
             urls.append(f"http://localhost:{port}")
         yield urls
 

@@ -84,7 +84,10 @@ def test_a_server_runs_as_long_as_the_agent(printable, agent, monkeypatch, tmp_p
         monkeypatch.setenv(name, value)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert main(["launch", "codex", str(printable), "--port", port, "--device", "cpu"]) == 7
+        assert (
+            main(["launch", "codex", str(printable), "--port", port, "--device", "cpu", "--prompt-disk", "0"])
+            == 7
+        )
     told = agent()
     assert 'env_key="MOE_MPS_API_KEY"' in " ".join(told["words"]) and f":{port}/" not in told["url"]
     assert told["answer"] == serving_text(printable)

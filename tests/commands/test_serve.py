@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-import safetensors
 import torch
 import transformers
 from support import serving, tiny_models
@@ -30,6 +29,7 @@ from torch_moe_mps.commands import early, main
 from torch_moe_mps.commands import serving as serving_of_commands
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.sources import load
+from torch_moe_mps.serving import disk
 from torch_moe_mps.serving.generating import Generating
 from torch_moe_mps.serving.prompts import Prompts
 from torch_moe_mps.serving.speculation import Speculation
@@ -145,10 +145,11 @@ def computed(monkeypatch):
     return counts
 
 
-def test_prompts_are_kept_over_requests_and_restarts(checkpoint, tmp_path, computed, capsys):
+def test_prompts_are_kept_over_requests_and_restarts(checkpoint, tmp_path, computed, capsys, monkeypatch):
     """Two conversations with one beginning, by turns; then another server with the same folder."""
     name, first = str(checkpoint), "thequickbrownfoxjumps" * 2
-    kept = ["--prompt-cache", str(tmp_path / "kept")]
+    monkeypatch.setattr(disk, "BLOCK", 8)
+    kept = ["--prompt-folder", str(tmp_path / "kept")]
 
     def ask(client, chat: list, text: str) -> int:
         """How many tokens of the prompt are computed; the answer is that of a model that keeps nothing."""
@@ -171,16 +172,23 @@ def test_prompts_are_kept_over_requests_and_restarts(checkpoint, tmp_path, compu
         next(iter(stream))
         stream.close()  # a client that goes leaves nothing half computed
         assert ask(client, other, "last") <= 5
-    files = sorted((tmp_path / "kept").iterdir())
-    assert 2 <= len(files) <= 4
-    (tmp_path / "kept" / "notes.txt").write_text("notes")
-    files[0].write_bytes(files[0].read_bytes()[:-40])
+    (tmp_path / "notes.txt").write_text("notes")
     with client_of(checkpoint, *kept) as client:
-        assert ask(client, [], first + "when") <= 3
-    with pytest.raises(ValueError, match=r"--prompt-cache must be a folder, got .*: File exists"):
-        client_of(checkpoint, "--prompt-cache", tmp_path / "kept" / "notes.txt").__enter__()
-    assert f"{files[0]} is damaged or not a prompt cache" in capsys.readouterr().err
-    assert (tmp_path / "kept" / "notes.txt").exists()
+        assert ask(client, [], first + "when") == 4  # behind the prompt whose client went
+        assert ask(client, [], first + "wherever") <= 5
+        with urllib.request.urlopen(str(client.base_url).replace("v1/", "metrics")) as answer:
+            lines = answer.read().decode().splitlines()
+        values = dict(line.split() for line in lines if line.startswith("moe_mps_disk"))
+        with client_of(checkpoint, *kept) as other:  # the folder is the first one's
+            assert ask(other, [], first + "when") == 46
+    assert values["moe_mps_disk_hits_total"] == "1" and values["moe_mps_disk_tokens_total"] == "42"
+    assert f"not kept on the disk: {kept[1]} cannot be used: another server" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--prompt-folder must be a folder, got the file"):
+        client_of(checkpoint, "--prompt-folder", tmp_path / "notes.txt").__enter__()
+    with client_of(checkpoint, "--prompt-folder", tmp_path) as client:
+        assert ask(client, [], first + "when") == 46
+    assert f"not kept on the disk: {tmp_path} has other files in it" in capsys.readouterr().err
+    assert [*tmp_path.glob("*.txt")] == [tmp_path / "notes.txt"]
 
 
 def test_the_memory_of_kept_prompts_is_bounded(checkpoint, computed):
@@ -213,7 +221,7 @@ def test_a_long_prompt_ends_with_its_piece(way, checkpoint, monkeypatch, compute
 def test_conversations_side_by_side(checkpoint, tmp_path):
     """Each answer is the one that it has alone; kept prompts, probabilities and stops are those of each."""
     texts = ["hello", "abcabcabc", "thequick" * 9, "hello"]
-    with client_of(checkpoint, "--parallel", 3, "--prompt-cache", tmp_path / "kept") as client:
+    with client_of(checkpoint, "--parallel", 3, "--prompt-folder", tmp_path / "kept") as client:
         create = client.chat.completions.create
         asked = {"model": "m", "temperature": 0, "max_tokens": 20}
 
@@ -392,7 +400,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(checkpoint, tmp_path):
 def test_ctrl_c_ends_a_server_whose_disk_is_full(checkpoint, tmp_path):
     """It says what it cannot keep."""
     port, folder = serving.free_port(), tmp_path / "kept"
-    arguments = ["--port", port, "--device", "cpu", "--prompt-cache", folder, "--log-level", "error"]
+    arguments = ["--port", port, "--device", "cpu", "--prompt-folder", folder, "--log-level", "error"]
     server = Terminal("serve", checkpoint, *arguments, longest_file=2000)
     with openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=60) as client:
         end = time.monotonic() + 90
@@ -407,8 +415,10 @@ def test_ctrl_c_ends_a_server_whose_disk_is_full(checkpoint, tmp_path):
     server.type(CTRL_C)
     code, shown = server.rest()
     assert code == 128 + signal.SIGINT and "Traceback" not in shown
-    assert f"torch-moe-mps: the prompt is not kept in {folder}" in shown and "File too large" in shown
-    assert not [*folder.iterdir()]
+    assert (
+        f"torch-moe-mps: prompts are not kept in {folder} any more: " in shown and "File too large" in shown
+    )
+    assert not [*folder.glob("*/*")]
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
@@ -416,7 +426,7 @@ def test_ctrl_c_ends_a_server_whose_disk_is_full(checkpoint, tmp_path):
 def test_ctrl_c_ends_an_answer_within_a_step(times, parallel, checkpoint, tmp_path):
     """The client is told; a second one loses no prompts."""
     port, folder = serving.free_port(), tmp_path / "kept"
-    kept = ["--prompt-cache", folder, "--parallel", parallel]
+    kept = ["--prompt-folder", folder, "--parallel", parallel]
     server = Terminal("serve", checkpoint, "--port", port, "--device", "cpu", *kept)
     server.wait_for(f"answers at http://localhost:{port}/v1")
     asked = {"model": "m", "messages": said("hello"), "temperature": 0, "stream": True}
@@ -428,9 +438,7 @@ def test_ctrl_c_ends_an_answer_within_a_step(times, parallel, checkpoint, tmp_pa
                     server.type(CTRL_C * times)
     code, text = server.rest()
     assert code == 128 + signal.SIGINT and "Traceback" not in text and shown < 200
-    (file,) = folder.iterdir()
-    with safetensors.safe_open(file, "pt") as held:
-        assert any(tensor.shape[-1] >= 5 for tensor in map(held.get_tensor, held.keys()))
+    assert max(int(file.stem.rpartition("-")[2]) for file in folder.glob("*/*.state")) > 5  # tokens
 
 
 @pytest.mark.parametrize("bits", [8, 16])

@@ -49,7 +49,7 @@ class Scripted:
         jobs, prompts: what was asked for.
     """
 
-    most, death = 1, None
+    most, death, disk = 1, None, None
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer

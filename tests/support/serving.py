@@ -38,7 +38,10 @@ def client_of(*arguments: object, key: str = "none") -> Iterator[openai.OpenAI]:
 @contextlib.contextmanager
 def server_at(*arguments: object) -> Iterator[str]:
     """The URL of `serve` with these arguments, in this process."""
-    options = parser().parse_args(["serve", "--device", "cpu", "--log-level", "error", *map(str, arguments)])
+    given = [*map(str, arguments)]
+    if "--prompt-folder" not in given:  # the user's cache is no place for tests
+        given += ["--prompt-disk", "0"]
+    options = parser().parse_args(["serve", "--device", "cpu", "--log-level", "error", *given])
     check_options(options)
     sockets = sockets_of("localhost", 0)
     with served_by(options, media_of(options)) as served:

@@ -253,6 +253,15 @@ _SHARED: dict[str, dict[str, Any]] = {
         "metavar": "GB",
         "help": "memory for prompts that are kept beside the last one (an eighth of the machine's)",
     },
+    "--prompt-folder": {
+        "metavar": "DIR",
+        "help": "where prompts are kept that memory has no room for, and over restarts (the user's cache)",
+    },
+    "--prompt-disk": {
+        "type": _number("of at least 0", lambda value: value >= 0),
+        "metavar": "GB",
+        "help": "how large that folder may be; 0 keeps none (16, or a quarter of what the disk has free)",
+    },
     "--draft": {
         "metavar": "MODEL",
         "help": "a small model that guesses tokens, which MODEL verifies together",
@@ -266,6 +275,7 @@ _SHARED: dict[str, dict[str, Any]] = {
 _FROM_THE_HUB = ("--revision", "--trust-remote-code")
 _HOW_TO_RUN = ("--bits", "--group-size", "--kv-bits", "--device", "--dtype", *_FROM_THE_HUB)
 _MODEL_TO_RUN = ("model", *_HOW_TO_RUN, "--shares")
+_KEPT = ("--prompt-memory", "--prompt-folder", "--prompt-disk")
 _SPECULATION = ("--draft", "--prompt-lookup")
 
 
@@ -542,18 +552,17 @@ def _serve(command: argparse.ArgumentParser) -> None:
 
     Clients of OpenAI use the URL http://localhost:8000/v1, those of Anthropic http://localhost:8000, people
     the page there. A request computes what is new in it: earlier turns of a chat and shared beginnings are
-    kept. Several are answered side by side, as agents ask them; --parallel 1 answers one by one.
+    kept, in memory and on the disk, over restarts, too. Several are answered side by side, as agents ask
+    them; --parallel 1 answers one by one.
 
     examples:
-      torch-moe-mps serve qwen3-4bit --prompt-cache prompts               # kept over restarts, too
+      torch-moe-mps serve qwen3-4bit --prompt-folder prompts --prompt-disk 50
       torch-moe-mps serve qwen3-4bit --parallel 1 --draft qwen3-0.6b      # guesses tokens of one at a time
       torch-moe-mps serve Qwen/Qwen3-30B-A3B --bits 4 --port 8080
       torch-moe-mps serve qwen3-4bit --host 0.0.0.0 --api-key "$(cat key)"
     """
     add = command.add_argument
-    _add(command, *_MODEL_TO_RUN, "--adapter")
-    add("--prompt-cache", metavar="FOLDER", help="keep computed prompts there when the server ends")
-    _add(command, "--prompt-memory", *_SPECULATION)
+    _add(command, *_MODEL_TO_RUN, "--adapter", *_KEPT, *_SPECULATION)
     together = "conversations answered together, at most (8 where memory takes them); 1 as generate() does"
     add("--parallel", type=_integer(1), metavar="N", help=together)
     add("--host", default="localhost", help="address to listen on (localhost)")
@@ -609,9 +618,7 @@ def _launch(command: argparse.ArgumentParser) -> None:
     add("agent", choices=("codex", "claude", "opencode"), metavar="AGENT", help="codex, claude or opencode")
     _add(command, "model", nargs="?", help="folder, name on the Hub, or a GGUF file (as the server has it)")
     add("--port", type=_integer(1, 65535), default=8000, help="port of the server (8000)")
-    _add(command, *_HOW_TO_RUN, "--adapter")
-    add("--prompt-cache", metavar="FOLDER", help="keep computed prompts there when the server ends")
-    _add(command, "--prompt-memory")
+    _add(command, *_HOW_TO_RUN, "--adapter", *_KEPT)
 
 
 def _finetune(command: argparse.ArgumentParser) -> None:

@@ -70,18 +70,12 @@ def _serve(options: argparse.Namespace) -> None:
         raise ValueError(f"--media-folder must be a folder, got {options.media_folder}")
     for package in ("starlette", "uvicorn"):
         _check_package(package, "serve", "serve")
-    _check_kept(options)
     _check_adapter(options)
     _check_speculation(options)
     if (options.parallel or 1) > 1 and (reason := alone(options)) is not None:
         raise ValueError(f"--parallel must be 1 with {reason}, got {options.parallel}")
-    if options.prompt_cache is not None:
-        try:
-            Path(options.prompt_cache).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"--prompt-cache must be a folder, got {options.prompt_cache}: {error.strerror}"
-            ) from None
+    if options.prompt_folder is not None and Path(options.prompt_folder).is_file():
+        raise ValueError(f"--prompt-folder must be a folder, got the file {options.prompt_folder}")
 
 
 def _launch(options: argparse.Namespace) -> None:

@@ -27,8 +27,8 @@ _NAME = "torch-moe-mps"  # the provider's name in the settings of an agent
 _WAITS = 30.0  # seconds for the server to end
 # Options of `serve` that are handed on.
 _OF_THE_SERVER = (
-    "bits", "group_size", "kv_bits", "device", "dtype", "revision", "adapter", "prompt_cache",
-    "prompt_memory",
+    "bits", "group_size", "kv_bits", "device", "dtype", "revision", "adapter", "prompt_folder",
+    "prompt_disk", "prompt_memory",
 )  # fmt: skip
 
 

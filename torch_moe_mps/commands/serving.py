@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 
 from ..macs import machine_memory
 from ..pipeline.torchrun import is_first_process, processes
+from ..selfcheck.machine import cache_folder
+from ..serving.disk import Disk
 from ..serving.encoder import Encoder, encoder_of
 from ..serving.engine import Engine
 from ..serving.generating import Generating
@@ -33,6 +36,8 @@ from .sources import (
     with_adapter,
 )
 from .speculation import speculation_of
+
+_DISK = 16.0  # GB of kept prompts, where nobody says how many
 
 
 @contextmanager
@@ -110,9 +115,26 @@ def prompts_of(options: argparse.Namespace) -> Prompts:
     """Where chat and serve keep prompts."""
     gigabytes = machine_memory() / 8e9 if options.prompt_memory is None else options.prompt_memory
     memory = int(gigabytes * 1e9)
-    if options.command == "chat" or options.prompt_cache is None:
+    if options.command == "chat":
         return Prompts(memory, file=options.prompt_cache)
-    return Prompts(memory, folder=options.prompt_cache)
+    return Prompts(memory, disk=disk_of(options))
+
+
+def disk_of(options: argparse.Namespace) -> Disk | None:
+    """Where the server keeps prompts beside memory; a line says where, or why nowhere."""
+    if options.prompt_disk == 0 or processes() > 1:
+        return None
+    try:
+        folder = Path(options.prompt_folder or cache_folder() / "prompts")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        gigabytes = options.prompt_disk or min(_DISK, shutil.disk_usage(folder).free / 4e9)
+        disk = Disk(folder, int(gigabytes * 1e9))
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"torch-moe-mps: prompts are not kept on the disk: {error}", file=sys.stderr)
+        return None
+    line = f"Prompts are kept in {folder}, {disk.nbytes / 1e9:.1f} of at most {gigabytes:.1f} GB"
+    print(f"{line}; --prompt-disk 0 keeps none", file=sys.stderr)
+    return disk
 
 
 def follow(options: argparse.Namespace) -> None:

@@ -74,6 +74,7 @@ class Server:
         self.served, self.access = served, access
         self.requests: Counter[tuple[str, int]] = Counter()
         self.generated_tokens = 0
+        self._computed, self._seconds = 0, 0.0  # tokens of prompts whose time is known, and that time
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
 
     def application(self) -> Any:
@@ -172,6 +173,9 @@ class Server:
     def _ended(self, protocol: Protocol, answers: Answers) -> None:
         answers.cancel()
         self.generated_tokens += answers.tokens
+        if seconds := answers.read_seconds:
+            self._computed += answers.prompt_tokens - answers.cached_tokens
+            self._seconds += seconds
         _say("%s: %s", protocol.path, answers)
 
     def _check_model(self, body: dict[str, Any]) -> None:
@@ -260,7 +264,7 @@ class Server:
         """Prometheus' text."""
         generator = self.served.generator
         prompts, octets = generator.prompts_held()
-        values = [
+        values: list[tuple[str, str, str, float]] = [
             ("prompt_tokens_total", "counter", "tokens of prompts that were computed", generator.read_tokens),
             ("cached_tokens_total", "counter", "tokens of prompts that were kept", generator.cached_tokens),
             ("generated_tokens_total", "counter", "tokens of answers", self.generated_tokens),
@@ -271,6 +275,21 @@ class Server:
             ("kept_prompts_bytes", "gauge", "memory of the prompts that are kept", octets),
             ("memory_bytes", "gauge", "memory of the device in use", _memory(self.served.model)),
         ]
+        if (disk := generator.disk) is not None:
+            saved = disk.tokens * self._seconds / max(1, self._computed) - disk.seconds
+            values += [
+                ("disk_hits_total", "counter", "prompts that were read from the disk", disk.hits),
+                ("disk_tokens_total", "counter", "tokens of these", disk.tokens),
+                ("disk_read_bytes_total", "counter", "bytes of these", disk.read_bytes),
+                ("disk_written_bytes_total", "counter", "bytes of prompts written", disk.written_bytes),
+                ("disk_bytes", "gauge", "bytes of prompts on the disk", disk.nbytes),
+                (
+                    "disk_seconds_saved",
+                    "gauge",
+                    "time that computing these would have taken",
+                    max(0.0, saved),
+                ),
+            ]
         lines = []
         for name, kind, text, value in values:
             lines += [

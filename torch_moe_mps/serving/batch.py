@@ -24,6 +24,7 @@ from ..transformers.caches.state import LayerState
 from ..transformers.upstream.calls import cache_among, cache_argument
 from ..transformers.upstream.generation import GenerationMixin, GenerationMode
 from .choosing import Chooser, Chosen, choose
+from .disk import Restoring
 from .generating import Generating, can_be_kept, images_of
 from .guesses.guessing import Guessing
 from .guesses.source import Row
@@ -120,6 +121,7 @@ class Batch:
         self._take_jobs, self._generated = take, list[Job]()  # by `generate`, which generates one at a time
         self._reasons = set[str]()  # said already: why answers are not generated together
         self._reading: _Answer | None = None
+        self._restoring: tuple[Job, Restoring | None] | None = None  # from a disk, for the next job
         self._rows = Rows(model)
         self._chosen: Chosen | None = None  # by the last step, which the host has not read
         # Whether the next tokens are computed before the host reads these: mps would wait for it meanwhile.
@@ -179,6 +181,7 @@ class Batch:
             self._end(answer, reason)
         if self._reading is not None:
             self._stop_reading(reason)
+        self._leave_restoring()
         while self.waiting:
             self.waiting.popleft().end(reason)
 
@@ -197,12 +200,15 @@ class Batch:
             self._stop_reading("cancelled")
         for job in [job for job in self.waiting if job.is_cancelled]:
             self.waiting.remove(job)
+            if self._restoring is not None and self._restoring[0] is job:
+                self._leave_restoring()
             job.end("cancelled")
 
     # Prompts
 
     def _read(self) -> None:
-        if self._reading is None and (job := self._next_job()) is not None:
+        job = self._next_job() if self._reading is None else None
+        if job is not None and self._is_restored(job):
             self.waiting.remove(job)
             with self._island(job):
                 reason = reason_for_generate(self.model, job.config)
@@ -250,6 +256,27 @@ class Batch:
             return job if self._has_room(length) else None
         return None
 
+    def _is_restored(self, job: Job) -> bool:
+        """Whether memory has what a disk has of a job's prompt; a part of it is read where it has not."""
+        if self._restoring is None or self._restoring[0] is not job:
+            self._leave_restoring()
+            is_kept = self.prompts is not None and not reads_whole(self.model)
+            begun = self.prompts.restoring(self.model, job.inputs) if self.prompts and is_kept else None
+            self._restoring = job, begun
+        restoring = self._restoring[1]
+        if restoring is not None and self.prompts is not None:
+            if not restoring.step(wait=not (self.answers or self.alone)):
+                return False
+            self.prompts.take_back(restoring)
+            job.disk_tokens = len(restoring.ids)
+        self._restoring = None
+        return True
+
+    def _leave_restoring(self) -> None:
+        if self._restoring is not None and self._restoring[1] is not None:
+            self._restoring[1].leave()
+        self._restoring = None
+
     def _generate(self, job: Job, reason: str) -> Reason:
         """Generates a job by the model's `generate`, with a step of the others between its tokens."""
         self._say_alone(reason)
@@ -294,10 +321,8 @@ class Batch:
         tokens = capacity(rows, longest) + beside
         tokens += sum(len(item.kept.ids) + len(item.tokens) for item in self.alone)
         needed = self._bytes * tokens
-        kept = [] if self.prompts is None else self.prompts.kept
-        held = [prompt.nbytes() for prompt in kept]
-        while held and needed + sum(held) > self.memory:
-            del kept[0], held[0]
+        if self.prompts is not None:
+            self.prompts.shrink(int(self.memory - needed))
         return needed <= self.memory
 
     def _begin(self, job: Job) -> _Answer:
@@ -559,7 +584,7 @@ class Batch:
     def _end(self, answer: _Answer, reason: Reason | Exception) -> None:
         """Ends an answer. Its cache is kept, unless by an error, behind which more may be in it."""
         is_kept = answer.is_kept and not isinstance(reason, Exception)
-        # The last token is in the cache only if a later step ran.
+        # A token that the host reads late is in the cache, if another one was computed behind it.
         computed, cache = answer.tokens[:-1], answer.kept.cache
         if answer in self.alone:
             self.alone.remove(answer)

@@ -193,7 +193,10 @@ def usage(answers: Answers) -> dict[str, Any]:
         "prompt_tokens": answers.prompt_tokens,
         "completion_tokens": answers.tokens,
         "total_tokens": answers.prompt_tokens + answers.tokens,
-        "prompt_tokens_details": {"cached_tokens": answers.cached_tokens},
+        "prompt_tokens_details": {
+            "cached_tokens": answers.cached_tokens,
+            "disk_tokens": answers.disk_tokens,
+        },
         "completion_tokens_details": {"reasoning_tokens": answers.reasoning_tokens},
     }
 

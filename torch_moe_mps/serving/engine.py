@@ -5,8 +5,11 @@ from typing import Any
 
 from .batch import Batch
 from .device import OnDevice, Work
+from .disk import Disk
 from .job import Job
 from .prompts import Prompts
+
+_PAUSE = 0.01  # seconds between the parts of a prompt that are stored while nobody asks
 
 
 class Engine(OnDevice):
@@ -61,6 +64,10 @@ class Engine(OnDevice):
         kept = [] if self._batch.prompts is None else [*self._batch.prompts.kept]
         return len(kept), sum(prompt.nbytes() for prompt in kept)
 
+    @property
+    def disk(self) -> Disk | None:
+        return None if self._batch.prompts is None else self._batch.prompts.disk
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -68,20 +75,26 @@ class Engine(OnDevice):
         self._thread.join()
 
     def _run(self) -> None:
+        prompts = self._batch.prompts
         while self._take_work():
-            self._batch.step()
+            if self._batch.has_work:
+                self._batch.step()
+            if prompts is not None:
+                prompts.store()
         self._batch.end_all()
-        if self._batch.prompts is not None:
-            self._batch.prompts.write(self._batch.model)
+        if prompts is not None:
+            prompts.write(self._batch.model)
 
     def _jobs(self) -> list[Job]:
         return self._batch.jobs
 
     def _take_work(self) -> bool:
         """Does what was asked for; waits where there is nothing to generate. Returns: whether to go on."""
+        prompts = self._batch.prompts
         while not self._closed:
+            is_storing = prompts is not None and prompts.is_storing
             try:
-                work = self._work.get(block=not self._batch.has_work)
+                work = self._work.get(not self._batch.has_work, _PAUSE if is_storing else None)
             except queue.Empty:
                 return True
             if work is not None:

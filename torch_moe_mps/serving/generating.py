@@ -46,6 +46,7 @@ class Generating(Beside):
             )
             prompts = None
         self.model, self.prompts, self.speculation = model, prompts, speculation
+        self.disk_tokens = 0  # tokens of the last prompt that a disk had
         if speculation is not None and prompts is not None:
             speculation.prompts = Prompts(prompts.memory)
         self._ended, self._interrupted = threading.Event(), threading.Event()
@@ -111,6 +112,12 @@ class Generating(Beside):
     ) -> Any:
         ids, images = given["input_ids"], images_of(self.model, given)
         prompts.read(self.model)
+        self.disk_tokens = 0
+        if restoring := prompts.restoring(self.model, {"input_ids": ids.cpu()} if images is None else given):
+            while not restoring.step(wait=True):
+                continue
+            prompts.take_back(restoring)
+            self.disk_tokens = len(restoring.ids)
         kept = prompts.take(ids[0].cpu(), new_cache(self.model), images)
         tell(len(kept.ids), ids.shape[1])
         if kept.images is not None:  # they are in the cache
@@ -196,8 +203,8 @@ def can_be_kept(model: Any, given: dict[str, Any]) -> bool:
 class _Steps(StoppingCriteria):
     """Between the steps of `generate`: shows their tokens, and ends it.
 
-    A streamer that raises, because the client has gone, stops generation, too: `generate` returns then, with
-    a cache that is whole. An error of the GPU leaves `generate`: the cache is not.
+    A streamer that raises, as that of a request does whose client has gone, ends it, too: `generate` returns
+    then, with a cache that is whole. An error of the GPU leaves `generate`: the cache is not.
     """
 
     def __init__(self, is_ended: Callable[[], bool], streamer: Any, device: torch.device):

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 
 from .._text import first_line
+from .disk import Disk
 
 logger = logging.getLogger(__name__)
 Reason = Literal["stop", "length", "cancelled"]
@@ -57,6 +58,7 @@ class Job:
 
     Attributes:
         cached_tokens: of the prompt, kept and not computed again; known before the first token.
+        disk_tokens: of these, read from a disk.
         accepted_tokens, rejected_tokens: that were guessed and verified so far.
     """
 
@@ -71,6 +73,7 @@ class Job:
     cached_tokens: int = 0
     accepted_tokens: int = 0
     rejected_tokens: int = 0
+    disk_tokens: int = 0
     _cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def cancel(self) -> None:
@@ -140,6 +143,10 @@ class Generator(Protocol):
 
     def prompts_held(self) -> tuple[int, int]:
         """How many prompts are kept, and their bytes."""
+
+    @property
+    def disk(self) -> "Disk | None":
+        """Where prompts are kept beside memory."""
 
     def close(self) -> None:
         """Ends all jobs within a step as cancelled, writes the files of kept prompts, and ends the thread."""

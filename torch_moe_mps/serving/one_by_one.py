@@ -1,16 +1,19 @@
 """Jobs by the model's own `generate`: with kept prompts, guessed tokens and beams, and in a pipeline."""
 
+import queue
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from ..transformers.basics.scoped import Seeded
-from ..transformers.upstream.generation import as_text
 from .device import OnDevice, Work
+from .disk import Disk
 from .generating import Generating
 from .job import Job, Reason, prompt_length
 from .speculation import print_counts
+
+_PAUSE = 0.01  # seconds between the parts of a prompt that are stored while nobody asks
 
 
 class OneByOne(OnDevice):
@@ -45,6 +48,11 @@ class OneByOne(OnDevice):
         kept = [] if prompts is None else [*prompts.kept]
         return len(kept), sum(prompt.nbytes() for prompt in kept)
 
+    @property
+    def disk(self) -> Disk | None:
+        prompts = None if self._answering is None else self._answering.prompts
+        return None if prompts is None else prompts.disk
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -54,7 +62,16 @@ class OneByOne(OnDevice):
         self._thread.join()
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
+        prompts = None if self._answering is None else self._answering.prompts
+        while True:
+            try:
+                work = self._work.get(timeout=_PAUSE if prompts and prompts.is_storing else None)
+            except queue.Empty:
+                if prompts:
+                    prompts.store()
+                continue
+            if work is None:
+                break
             work.do()
         if self._answering is not None:
             self._answering.write()
@@ -104,13 +121,16 @@ def generate_alone(
         nonlocal told
         if not told:
             told, job.cached_tokens = True, read
+            job.disk_tokens = min(read, answering.disk_tokens)
             began(read, of - read)
         job.tell(read, of)
 
     inputs = {name: value.to(model.device) for name, value in job.inputs.items()}
-    more: dict[str, Any] = {"generation_config": config, **as_text(model)}
+    more: dict[str, Any] = {"generation_config": config}
     if job.processors:
         more["logits_processor"] = job.processors
+    if hasattr(model, "has_talker"):  # it would speak, too
+        more["generation_mode"] = "text"
     with Seeded(model.device, job.seed) as numbers:
 
         def ends_there() -> bool:

@@ -4,8 +4,8 @@ Conversations share what they begin with, such as a system prompt, and the one t
 room for others.
 """
 
+import logging
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
+from .._text import first_line
 from ..transformers.basics.interface import experts_of, weights_in
 from ..transformers.caches.prompt_cache import (
     adapters_of,
     can_be_cut,
-    fingerprint,
     kept_states,
     load_with_states,
     prefix,
@@ -27,6 +27,9 @@ from ..transformers.caches.prompt_cache import (
 )
 from ..transformers.caches.state import LayerState, bytes_of_storages
 from ..transformers.checkpoints.quantize.sizes import top_k
+from .disk import Disk, Restoring
+
+log = logging.getLogger(__name__)
 
 AT_ONCE = 2048  # tokens of a prompt
 LONGEST = 1 << 24  # tokens of models that read any number: longer than any window or context
@@ -91,11 +94,11 @@ class Prompts:
     Args:
         memory: bytes that they may take together; the latest is kept in any case.
         file: where `read` and `write` have the latest prompt, if any.
-        folder: where they have all of them.
+        disk: has what memory has no room for, and all of them behind a restart.
     """
 
-    def __init__(self, memory: int, file: str | None = None, folder: str | None = None):
-        self.memory, self.kept, self.file, self.folder = memory, list[Kept](), file, folder
+    def __init__(self, memory: int, file: str | None = None, disk: Disk | None = None):
+        self.memory, self.kept, self.file, self.disk = memory, list[Kept](), file, disk
         self.computed = 0  # tokens of prompts that nothing was kept for
         self.put_so_far = 0
         self._is_read = self._is_in_file = False
@@ -138,51 +141,79 @@ class Prompts:
         self.kept.append(kept)
         self.put_so_far += 1
         kept.number = self.put_so_far
-        while len(self.kept) > 1 and sum(other.nbytes() for other in self.kept) > self.memory:
+        if self.disk is not None and kept.images is None:
+            self.disk.note(kept.ids, kept.cache, kept.states)
+        self.shrink(self.memory, 1)
+
+    def shrink(self, memory: int, least: int = 0) -> None:
+        """Gives up the prompts unused longest until the rest takes at most so many bytes, or is so few."""
+        while len(self.kept) > least and sum(other.nbytes() for other in self.kept) > memory:
             del self.kept[0]
 
-    def read(self, model: Any) -> None:
-        """Reads the files, once, and gives up what was computed with other adapters than the model adds now.
+    def restoring(self, model: Any, inputs: dict[str, Any]) -> Restoring | None:
+        """Begins to read what the disk has of a prompt and memory has not; None where that is nothing.
 
-        One that is damaged, is something else, or is of another model is named on stderr and ignored. The
-        files in the folder that are of other models are left alone.
+        Args:
+            inputs: of the model, on the CPU. Prompts with more than text are not on the disk.
+        """
+        if self.disk is None or {*inputs} - {"input_ids", "attention_mask"}:
+            return None
+        self.read(model)
+        ids = inputs["input_ids"][0]
+        try:
+            return self.disk.find(model, ids, max((kept.usable(ids) for kept in self.kept), default=0))
+        except Exception as error:  # the prompt is computed
+            log.warning("no prompt is read from %s: %s", self.disk.folder, first_line(error))
+            return None
+
+    def take_back(self, restored: Restoring) -> None:
+        """Keeps what was read."""
+        if len(restored.ids):
+            self.put(Kept(restored.ids, restored.cache, adapters=self._adapters))
+
+    def read(self, model: Any) -> None:
+        """Reads the file, once, and gives up what was computed with other adapters than the model adds now.
+
+        One that is damaged, is something else, or is of another model is named on stderr and ignored.
         """
         if (adapters := adapters_of(model)) != self._adapters:
             self.kept, self._adapters = [], adapters
+        if self.disk is not None:
+            self.disk.use(model, adapters)
         if self._is_read:
             return
         self._is_read = True
-        files = [] if self.file is None else [Path(self.file)]
-        for file in [*files, *sorted(self._in_folder(model), key=lambda file: file.stat().st_mtime)]:
-            try:
-                ids, cache, states = load_with_states(file, model)
-            except FileNotFoundError:
-                continue
-            except (ValueError, OSError) as error:
-                print(f"torch-moe-mps: {error}; it is ignored", file=sys.stderr)
-                continue
-            self.put(Kept(ids[0].cpu(), cache, states))
-            self._is_in_file = True
+        if self.file is None:
+            return
+        try:
+            ids, cache, states = load_with_states(self.file, model)
+        except FileNotFoundError:
+            return
+        except (ValueError, OSError) as error:
+            print(f"torch-moe-mps: {error}; it is ignored", file=sys.stderr)
+            return
+        self.put(Kept(ids[0].cpu(), cache, states))
+        self._is_in_file = True
 
     def write(self, model: Any) -> None:
-        """Writes the files; what fails is named on stderr.
+        """Writes the file, and what the disk has not yet; what fails is named on stderr.
 
-        The file is written unless little of the last prompts was not in it. In the folder, files of prompts
-        that are no longer kept are removed.
+        The file is written unless little of the last prompts was not in it.
         """
         if self.file is not None and self.kept and (self.computed >= _WORTH or not self._is_in_file):
             _write(Path(self.file), model, self.kept[-1])
-        if self.folder is not None:
-            before, name = {*self._in_folder(model)}, fingerprint(model)
-            for number, kept in enumerate(self.kept):
-                file = Path(self.folder) / f"{name}-{number:03}.safetensors"
-                before.discard(file)
-                _write(file, model, kept)
-            for file in before:
-                file.unlink()
+        if self.disk is not None:
+            self.disk.close()
 
-    def _in_folder(self, model: Any) -> Iterator[Path]:
-        return Path(self.folder).glob(f"{fingerprint(model)}-*.safetensors") if self.folder else iter(())
+    @property
+    def is_storing(self) -> bool:
+        """Whether there is something to copy for the disk."""
+        return self.disk is not None and self.disk.is_storing
+
+    def store(self) -> None:
+        """Copies a part of a prompt for the disk, between two steps."""
+        if self.disk is not None:
+            self.disk.store()
 
 
 def mark(kept: Kept) -> None:

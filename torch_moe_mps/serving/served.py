@@ -377,6 +377,17 @@ class Answers:
         return sum(first.values())
 
     @property
+    def disk_tokens(self) -> int:
+        """Kept tokens that were read from a disk."""
+        return sum({id(job.inputs): job.disk_tokens for job in reversed(self.jobs)}.values())
+
+    @property
+    def read_seconds(self) -> float:
+        """Seconds for which the prompts were computed, where nothing else was computed beside them."""
+        answer = self.answers[0]
+        return max(0.0, answer.first - answer.begun) if answer.begun is not None and answer.tokens else 0.0
+
+    @property
     def tokens(self) -> int:
         return sum(len(answer.tokens) for answer in self.answers)
 
@@ -394,10 +405,11 @@ class Answers:
         ended = max(now if a.reason is None else a.ended for a in self.answers)
         tokens, seconds = self.tokens, ended - first
         speed = f" ({(tokens - 1) / seconds:.1f} tokens/s)" if tokens > 1 and seconds > 0 else ""
+        disk = f", {self.disk_tokens} of the disk" if self.disk_tokens else ""
         reasons = {_in_words(answer.reason) for answer in self.answers}
         return (
             f"waited {begun - submitted:.2f} s, "
-            f"prompt {self.prompt_tokens} tokens ({self.cached_tokens} kept) in {first - begun:.2f} s, "
+            f"prompt {self.prompt_tokens} tokens ({self.cached_tokens} kept{disk}) in {first - begun:.2f} s, "
             f"answer {tokens} tokens in {seconds:.2f} s{speed}, {', '.join(sorted(reasons))}"
         )
 

@@ -11,8 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import torch_moe_mps
 from torch_moe_mps.serving import prompts
 from torch_moe_mps.serving.generating import Generating
-from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole
-from torch_moe_mps.transformers.upstream.caches import READ_WHOLE
+from torch_moe_mps.transformers.caches.prompt_cache import READ_WHOLE, new_cache, reads_whole
 
 IDS = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(0))
 PIECES = 7, 1, 5  # behind a first one

@@ -9,8 +9,7 @@ import json
 import os
 import sys
 import tempfile
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,15 +25,18 @@ from transformers import DynamicCache, PreTrainedModel
 from ..._faults import synchronize
 from ..._text import first_line
 from ..basics.state import kv_bits_of
-from ..upstream.caches import READ_WHOLE, LinearAttentionCacheLayerMixin
+from ..upstream.caches import LinearAttentionCacheLayerMixin
 from .cache import keeps_states
 from .layers import growing_class
-from .quantized_states import QuantizedStates
 from .state import LayerState, copy_of_cache, copy_of_layer
+from .stored import checksum, reader, stored
 
 _PACKAGE = __package__.partition(".")[0]
 _FORM = "torch_moe_mps prompt cache"
 _OF_THE_FILE = ("_name_or_path", "transformers_version", "quantization_config", "architectures")
+# Types of models whose own code in transformers 5.23 forgets a cache where several tokens follow it,
+# or gives no cache back: a prompt in pieces would be another one.
+READ_WHOLE = ("bamba", "falcon_mamba", "jamba", "mamba", "zamba")
 _SAMPLES = 64  # octets of each tensor that tell models apart
 # {position: {index of a layer: its attributes}}: states that only fit a prefix of this length.
 States = Mapping[int, dict[int, dict[str, Any]]]
@@ -74,12 +76,17 @@ def runs_on(cache: DynamicCache) -> bool:
     return linear or not all(getattr(layer, "is_croppable", True) for layer in layers)
 
 
+def fits_one_prefix(layer: Any) -> bool:
+    """Whether the state of a layer may fit no other number of tokens: a recurrent one, a window."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin) or bool(getattr(layer, "is_sliding", False))
+
+
 def kept_states(cache: DynamicCache) -> dict[int, dict[str, Any]]:
     """Copies of the layers that cannot be cut back to the tokens that the cache has now."""
     return {
         index: tree_map(_copy, LayerState(layer).values())
         for index, layer in enumerate(cache.layers)
-        if isinstance(layer, LinearAttentionCacheLayerMixin) or getattr(layer, "is_sliding", False)
+        if fits_one_prefix(layer)
     }
 
 
@@ -139,20 +146,20 @@ def save_prompt_cache(
     tensors: dict[str, Tensor] = {"ids": ids}
     layers = [
         {
-            "class": _plain(layer).__name__,
+            "class": plain_class(layer).__name__,
             "bits": getattr(layer, "bits", None),
-            "state": _stored(LayerState(layer).values(), tensors),
+            "state": stored(LayerState(layer).values(), tensors),
         }
         for layer in cache.layers
     ]
-    kept = [[position, [[i, _stored(s, tensors)] for i, s in of.items()]] for position, of in states.items()]
+    kept = [[position, [[i, stored(s, tensors)] for i, s in of.items()]] for position, of in states.items()]
     about = {
         "form": _FORM,
-        "key": json.dumps(_key(model)),
+        "key": json.dumps(key_of(model)),
         "layers": json.dumps(layers),
         "states": json.dumps(kept),
     }
-    about["sum"] = str(_sum(about, tensors))
+    about["sum"] = str(checksum(about, tensors))
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         whole = Path(folder) / path.name
         try:
@@ -184,15 +191,15 @@ def load_with_states(
     if not Path(file).is_file():
         raise FileNotFoundError(f"{file} is no file")
     try:
-        with safe_open(file, framework="pt") as stored:
-            about = stored.metadata() or {}
+        with safe_open(file, framework="pt") as held:
+            about = held.metadata() or {}
             if about.get("form") != _FORM:
                 raise Unusable(f"{file} is not a prompt cache")
             _check_key(file, json.loads(about["key"]), model)
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        if str(_sum(about, tensors)) != about["sum"]:
+            tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+        if str(checksum(about, tensors)) != about["sum"]:
             raise Unusable(f"{file} is damaged: its checksum is another")
-        read = _reader(tensors, model.device)
+        read = reader(tensors, model.device)
         cache = new_cache(model)
         layers = json.loads(about["layers"])
         while len(cache.layers) < len(layers):
@@ -238,7 +245,7 @@ def adapters_of(model: nn.Module) -> tuple[tuple[str, str, float], ...]:
     )
 
 
-def _key(model: PreTrainedModel) -> dict[str, Any]:
+def key_of(model: PreTrainedModel) -> dict[str, Any]:
     """Everything that decides the values of a cache: weights, dtype, device, versions."""
     return {
         "model": fingerprint(model),
@@ -253,7 +260,7 @@ def _key(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _check_key(file: object, stored: Mapping[str, Any], model: PreTrainedModel) -> None:
-    key = _key(model)
+    key = key_of(model)
     for name in key:
         if stored.get(name) == key[name]:
             continue
@@ -264,69 +271,16 @@ def _check_key(file: object, stored: Mapping[str, Any], model: PreTrainedModel) 
 
 def _is_ours(path: Path) -> bool:
     try:
-        with safe_open(path, framework="pt") as stored:
-            return (stored.metadata() or {}).get("form") == _FORM
+        with safe_open(path, framework="pt") as held:
+            return (held.metadata() or {}).get("form") == _FORM
     except (SafetensorError, OSError):
         return False
 
 
-def _plain(layer: Any) -> type:
+def plain_class(layer: Any) -> type:
     """transformers' class of a layer."""
     return getattr(type(layer), "plain", type(layer))
 
 
 def _copy(value: Any) -> Any:
     return value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
-
-
-def _stored(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """A value in JSON, with its tensors aside."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, dict):
-        return {"dict": [[key, _stored(item, tensors)] for key, item in value.items()]}
-    if isinstance(value, QuantizedStates):
-        return {"quantized": [_stored(part, tensors)["tensor"] for part in value.parts()]}
-    if isinstance(value, Tensor):
-        name = str(len(tensors))
-        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        return {"tensor": name}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"device": None}
-    raise ValueError(f"moe_mps::save_prompt_cache: a cache with a {type(value).__name__} cannot be written")
-
-
-def _reader(tensors: Mapping[str, Tensor], device: torch.device) -> Callable[[Any], Any]:
-    """Function that turns JSON of `_stored` into the value."""
-
-    def read(stored: Any) -> Any:
-        if not isinstance(stored, dict):
-            return stored
-        ((kind, value),) = stored.items()
-        match kind:
-            case "dict":
-                return {key: read(item) for key, item in value}
-            case "quantized":
-                return QuantizedStates(*(tensors[name].to(device) for name in value))
-            case "tensor":
-                return tensors[value].to(device)
-            case "dtype":
-                return getattr(torch, value)
-            case _:
-                return device
-
-    return read
-
-
-def _sum(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> int:
-    """A checksum of all that a file says: its metadata but the sum, and the tensors in the order of names."""
-    header = [
-        {name: text for name, text in about.items() if name != "sum"},
-        [[name, str(tensor.dtype), [*tensor.shape]] for name, tensor in sorted(tensors.items())],
-    ]
-    total = zlib.crc32(json.dumps(header, sort_keys=True).encode())
-    for _, tensor in sorted(tensors.items()):
-        total = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, total)
-    return total

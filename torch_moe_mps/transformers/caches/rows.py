@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ..basics.key_range import NO_END, RANGE
-from ..upstream.caches import DummyLayer, LinearAttentionCacheLayerMixin, chosen_together
+from ..upstream.caches import DummyLayer, LinearAttentionCacheLayerMixin
 from . import growing
 from .held import HeldEntries, HeldPools
 from .layers import GrowingWindow, Made
@@ -25,6 +25,8 @@ from .state import OWN, LayerState, Name, copy_of_cache, copy_of_layer, parts
 # The attribute of a memory, or of a state, that names the tensor with spare rows of which it is the first.
 BASE = "_moe_mps_base"
 _COUNT = Name(OWN, "cumulative_length")  # a window's count of all tokens so far
+# Names of configs for the tokens that an indexer chooses together: it counts them from the first of all rows.
+_TOGETHER = ("index_kpool", "indexer_compress_ratio", "index_block_size")
 _LEAST_CONTEXT = 4096  # tokens for which masks have room, where a model does not say how many it takes
 
 
@@ -57,7 +59,7 @@ class Rows:
         self.lengths: list[int] = []
         self._device, self._moved = model.device, list[int]()
         config = model.config.get_text_config(decoder=True)
-        together = chosen_together(config)
+        together = {name: getattr(config, name, None) or 1 for name in _TOGETHER}
         self._refused = next(
             (f"its {name} is {count}" for name, count in together.items() if count > 1), None
         )
@@ -365,7 +367,7 @@ def _alone(layer: Any, row: int, length: int) -> Any:
 
 
 def _copied(layer: Any) -> Any:
-    """A copy that shares the memory of tokens, read-only; states are cloned."""
+    """A layer that shares tokens with another one, which neither writes, and no states."""
     copied = copy_of_layer(layer)
     LayerState(copied).put({name: state.clone() for name, state in _states(layer).items()})
     _count(copied, None)

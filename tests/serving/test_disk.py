@@ -1,0 +1,236 @@
+"""Prompts in a folder: written while others are answered, and read back behind a restart."""
+
+import os
+import threading
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import eager
+from transformers import GenerationConfig
+
+import torch_moe_mps
+from torch_moe_mps.serving import disk as disk_module
+from torch_moe_mps.serving.batch import Batch
+from torch_moe_mps.serving.disk import Disk
+from torch_moe_mps.serving.engine import Engine
+from torch_moe_mps.serving.generating import Generating
+from torch_moe_mps.serving.job import Job
+from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
+
+MEMORY = 1 << 30
+LONG = torch.randint(2, 90, (1, 70), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(disk_module, "BLOCK", 16)
+
+
+def model_of(architecture: str, kv_bits: int = 16, **config):
+    model = eager(tiny_models.tiny_model(architecture, **config))
+    torch_moe_mps.accelerate(model, kv_bits=kv_bits)
+    return model
+
+
+class Asked:
+    def __init__(self, ids: torch.Tensor, new: int = 6):
+        self.ids, self.tokens, self.ended = ids, [], threading.Event()
+        self.config = GenerationConfig(max_new_tokens=new, eos_token_id=None, pad_token_id=0, do_sample=False)
+        self.job = Job({"input_ids": ids}, self.config, self.take, lambda reason: self.ended.set())
+
+    def take(self, token: int) -> bool:
+        self.tokens.append(token)
+        return False
+
+    def expected(self, model) -> list[int]:
+        return model.generate(self.ids, generation_config=self.config)[0, self.ids.shape[1] :].tolist()
+
+
+def answer(model, disk: Disk | None, *asked: Asked) -> Prompts:
+    """Answers by a new server, which ends."""
+    prompts = Prompts(MEMORY, disk=disk)
+    batch = Batch(model, prompts, 4)
+    batch.waiting.extend(each.job for each in asked)
+    while batch.has_work:
+        batch.step()
+        prompts.store()
+    prompts.write(model)
+    return prompts
+
+
+def turn(asked: Asked, *more: int) -> torch.Tensor:
+    return torch.cat((asked.ids, torch.tensor([asked.tokens]), torch.tensor([more])), 1)
+
+
+@pytest.mark.parametrize(
+    "architecture, how",
+    [
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"kv_bits": 8, "head_dim": 32}),
+        pytest.param("gpt_oss", {}, marks=pytest.mark.slow("windows")),
+        pytest.param("qwen3_next", {}, marks=pytest.mark.slow("recurrent states")),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.sweep),
+        pytest.param("deepseek_v32", {}, marks=pytest.mark.sweep),
+        pytest.param("deepseek_v4", {}, marks=pytest.mark.sweep),
+        pytest.param("minimax_m3_vl", {}, marks=pytest.mark.sweep),
+        pytest.param("recurrent_gemma", {}, marks=pytest.mark.sweep),
+    ],
+)
+def test_a_turn_behind_a_restart(architecture, how, tmp_path):
+    """It goes on where the first ended, with the tokens of a model that computes all of it."""
+    model = model_of(architecture, **how)
+    first = Asked(LONG)
+    answer(model, Disk(tmp_path, MEMORY), first)
+    disk = Disk(tmp_path, MEMORY)
+    second = Asked(turn(first, 5, 7, 9))
+    prompts = answer(model, disk, second)
+    assert second.tokens == second.expected(model)
+    assert second.job.disk_tokens == second.job.cached_tokens == 75  # all but the last one of the answer
+    assert (disk.hits, disk.tokens) == (1, 75) and disk.read_bytes > 0 and prompts.computed == 4
+    (kept,) = prompts.kept
+    eight = [isinstance(layer.keys, QuantizedStates) for layer in kept.cache.layers if hasattr(layer, "keys")]
+    assert "kv_bits" not in how or eight == [True, True]
+    third, alone = turn(second, 3), Disk(tmp_path, MEMORY)
+    generating = Generating(model, Prompts(MEMORY, disk=alone))
+    given = {"attention_mask": torch.ones_like(third), "max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(third, pad_token_id=0, **given)
+    assert torch.equal(generating.generate(input_ids=third, pad_token_id=0, **given), expected)
+    assert generating.disk_tokens == third.shape[1] - 2
+    generating.write()
+
+
+def test_a_common_beginning_is_there_once(tmp_path):
+    """Its blocks have one file; a prompt that shares them computes what is new in it."""
+    model, disk = model_of("qwen3_moe"), Disk(tmp_path, MEMORY)
+    first, other = Asked(LONG), Asked(torch.cat((LONG[:, :50], LONG[:, :9]), 1))
+    answer(model, disk, first, other)
+    names = [path.name for path in tmp_path.glob("*/*.block")]
+    assert len(names) == 5  # 4 of 70 tokens and those behind, 3 of 59, of which 3 are the same
+    assert all(path.stat().st_mode & 0o77 == 0 for path in tmp_path.rglob("*"))
+    third = Asked(torch.cat((LONG[:, :40], LONG[:, 3:8]), 1))
+    answer(model, disk := Disk(tmp_path, MEMORY), third)
+    assert third.job.disk_tokens == 32 and third.tokens == third.expected(model)
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight.mul_(1.5)  # another model
+    fourth = Asked(LONG)
+    answer(model, Disk(tmp_path, MEMORY), fourth)
+    assert fourth.job.disk_tokens == 0 and fourth.tokens == fourth.expected(model)
+
+
+@pytest.mark.slow("an answer for each damaged file")
+@pytest.mark.parametrize("architecture", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.sweep)])
+def test_torn_files_are_none(architecture, tmp_path, caplog):
+    """A file that ends early, has another byte, or has no name yet: all answers are right."""
+    model, first = model_of(architecture), Asked(LONG)
+    answer(model, Disk(tmp_path, MEMORY), first)
+    files = sorted(tmp_path.glob("*/*"), key=lambda path: path.stat().st_size)
+    for number, path in enumerate(files):
+        whole = path.read_bytes()
+        damaged = whole[: len(whole) // 2] if number % 2 else whole[:-1] + bytes([whole[-1] ^ 1])
+        path.write_bytes(damaged)
+        (path.parent / "half.new").write_bytes(whole[:100])
+        second = Asked(turn(first, 5))
+        answer(model, Disk(tmp_path, MEMORY), second)
+        assert second.tokens == second.expected(model)
+    assert "is left out" in caplog.text and not [*tmp_path.glob("*/*.new")]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_end_in_the_middle_of_a_write(tmp_path, monkeypatch):
+    """As behind a kill: what was whole is read; what was not is computed."""
+    model, first, disk, written = model_of("qwen3_moe"), Asked(LONG), Disk(tmp_path, MEMORY), []
+    own = disk_module.Path.replace
+
+    def replace(self, target):
+        written.append(target)
+        if len(written) == 4:  # in front of the fourth file's name
+            raise SystemExit  # of the thread
+        return own(self, target)
+
+    monkeypatch.setattr(disk_module.Path, "replace", replace)
+    batch = Batch(model, prompts := Prompts(MEMORY, disk=disk), 1)
+    batch.waiting.append(first.job)
+    while batch.has_work or len(written) < 4:
+        batch.step()
+        prompts.store()
+    os.close(disk._held)  # as the system does
+    assert len([*tmp_path.glob("*/*.new")]) == 1
+    second = Asked(turn(first, 5))
+    answer(model, Disk(tmp_path, MEMORY), second)
+    assert second.job.disk_tokens == 48 and second.tokens == second.expected(model)
+
+
+def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
+    """Answers end while the writer is in its first file; all is written once it goes on."""
+    model, goes_on, calls = model_of("qwen3_moe"), threading.Event(), []
+    own = Disk._write_part
+
+    def slow(self, *given):
+        calls.append(len(calls))
+        assert goes_on.wait(60)
+        own(self, *given)
+
+    monkeypatch.setattr(Disk, "_write_part", slow)
+    engine = Engine(model, Prompts(MEMORY, disk=Disk(tmp_path, MEMORY)), 4)
+    asked = [Asked(LONG[:, n:], 20) for n in range(4)]
+    for each in asked:
+        engine.submit(each.job)
+    for each in asked:
+        assert each.ended.wait(60)
+    assert len(calls) == 1 and not [*tmp_path.glob("*/*")]
+    goes_on.set()
+    engine.close()
+    again = Asked(turn(asked[0], 4))
+    answer(model, Disk(tmp_path, MEMORY), again)
+    assert again.job.disk_tokens == 89 and again.tokens == again.expected(model)
+
+
+def test_the_folder_is_bounded(tmp_path):
+    """The prompt that was used longest ago goes, its end before its beginning."""
+    model = model_of("qwen3_moe")
+    disk = Disk(tmp_path, MEMORY)
+    first, second = Asked(LONG), Asked(LONG.flip(1))
+    answer(model, disk, first)
+    most = int(disk.nbytes * 1.6)
+    for asked in (second, Asked(turn(first, 5)), Asked(LONG.roll(9))):
+        disk = Disk(tmp_path, most)
+        answer(model, disk, asked)
+        files = [path.stat().st_size for path in tmp_path.glob("*/*")]
+        assert sum(files) == disk.nbytes <= most
+    again = Asked(turn(first, 5))
+    answer(model, Disk(tmp_path, most), again)
+    assert 0 < again.job.disk_tokens < 70 and again.tokens == again.expected(model)
+
+
+def test_a_full_disk_fails_no_answer(tmp_path, monkeypatch, capsys):
+    model = model_of("qwen3_moe")
+
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    disk = Disk(tmp_path, MEMORY)
+    monkeypatch.setattr(disk_module, "octets_of", full)
+    asked = Asked(LONG)
+    answer(model, disk, asked)
+    assert asked.tokens == asked.expected(model)
+    line = f"torch-moe-mps: prompts are not kept in {tmp_path} any more: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == line and not [*tmp_path.glob("*/*")]
+
+
+def test_folders_that_are_refused(tmp_path):
+    """Of somebody else, of another version, of another server, and one that is none."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match="notes has other files in it"):
+        Disk(tmp_path / "notes", 1)
+    disk = Disk(tmp_path / "own", 1)
+    with pytest.raises(OSError, match="own cannot be used: another server uses it"):
+        Disk(tmp_path / "own", 1)
+    disk.close()
+    (tmp_path / "own" / "torch_moe_mps prompts").write_text("7")
+    with pytest.raises(ValueError, match=r"own is of another version \(7\)"):
+        Disk(tmp_path / "own", 1)
+    with pytest.raises(OSError, match=r"a\.txt cannot be used: File exists"):
+        Disk(tmp_path / "notes" / "a.txt", 1)

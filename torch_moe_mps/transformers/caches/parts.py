@@ -1,0 +1,195 @@
+"""The cache of a prompt in parts: blocks of tokens, each written once, and states that fit one prefix alone.
+
+A part is {index of a layer: its attributes} behind the part's last token. Of a layer that holds all tokens,
+the tensors that grow are cut to the tokens of the part (`Grows`); the others are whole in each.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+from transformers import DynamicCache
+
+from . import growing
+from .layers import growing_class
+from .prompt_cache import fits_one_prefix, plain_class
+from .quantized_states import QuantizedStates
+from .state import LayerState, copy_of_layer
+from .stored import Grows, checksum, reader, stored
+
+_FORM = "torch_moe_mps part of a prompt"
+Part = Mapping[int, dict[str, Any]]
+
+
+def block(cache: DynamicCache, start: int, end: int) -> Part:
+    """The tokens from `start` to `end`, of the layers that hold all. The tensors are views."""
+    part = {}
+    for index, layer in enumerate(cache.layers):
+        if not fits_one_prefix(layer):
+            before, after = (LayerState(_cut(layer, tokens)).values() for tokens in (start, end))
+            part[index] = {name: _behind(before.get(name), value) for name, value in after.items()}
+    return part
+
+
+def _cut(layer: Any, tokens: int) -> Any:
+    part = copy_of_layer(layer)
+    if layer.is_initialized and layer.keys is not None:
+        part.crop(tokens - layer.get_seq_length())
+    return part
+
+
+def _behind(before: Any, after: Any) -> Any:
+    """The part of a tensor behind another one, which it begins with; any other value as it is."""
+    if not isinstance(after, Tensor) or not isinstance(before, Tensor):
+        return after
+    grown = [dim for dim in range(after.dim()) if before.shape[dim] != after.shape[dim]]
+    if not grown:
+        return after
+    (dim,) = grown
+    return Grows(dim, after[(slice(None),) * dim + (slice(before.shape[dim], None),)])
+
+
+class Joined:
+    """A cache that is put together of its parts, in their order.
+
+    Args:
+        cache: an empty one of the model.
+        tokens: that it will have.
+
+    Attributes:
+        tokens: that it has.
+    """
+
+    def __init__(self, cache: DynamicCache, tokens: int):
+        self.cache, self.tokens, self._most = cache, 0, tokens
+
+    def add(self, part: Part, classes: Mapping[int, tuple[str, int | None]], end: int) -> None:
+        """Adds a part, whose tensors are copied.
+
+        Args:
+            classes: {index of a layer: its class in transformers, the bits of its keys and values}
+            end: the tokens that the cache then has.
+
+        Raises: ValueError for other layers than those of the cache.
+        """
+        layers = self.cache.layers
+        while len(layers) <= max(part, default=-1):
+            layers.append(self.cache.layer_class_to_replicate())
+        for index, values in part.items():
+            layer, (name, bits) = layers[index], classes[index]
+            if plain_class(layer).__name__ != name:
+                raise ValueError("it is of a model with other layers")
+            if bits is not None and getattr(layer, "bits", None) is None:
+                plain: Any = type(layer)
+                layer.__class__ = growing_class(plain, bits)
+            held = LayerState(layer).values()
+            joined = {key: self._with(held.get(key), new, end) for key, new in values.items()}
+            LayerState(layer).replace(joined)
+        self.tokens = end
+
+    def _with(self, held: Any, new: Any, end: int) -> Any:
+        if isinstance(new, dict):
+            return {key: _own(value) for key, value in new.items()}
+        if not isinstance(new, Grows):
+            return _own(new)
+        before: Any = held if isinstance(held, Tensor) and self.tokens else None
+        if isinstance(new.tensor, QuantizedStates):
+            pairs = zip((None,) * 3 if before is None else before.parts(), new.tensor.parts(), strict=True)
+            return QuantizedStates(*(self._longer(old, part, new.dim, end) for old, part in pairs))
+        return self._longer(before, new.tensor, new.dim, end)
+
+    def _longer(self, held: Tensor | None, new: Tensor, dim: int, end: int) -> Tensor:
+        if dim != new.dim() - 2:
+            return new.clone() if held is None else torch.cat((held, new), dim)
+        left = (self._most - end) * new.shape[dim] // max(1, end - self.tokens)
+        (joined,) = growing.extended(
+            (new.new_empty(0) if held is None else held,), (new,), left + growing.room_behind(self._most)
+        )
+        return joined
+
+
+def _own(value: Any) -> Any:
+    return value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
+
+
+def classes_of(cache: DynamicCache) -> dict[int, tuple[str, int | None]]:
+    """{index of a layer: its class in transformers, the bits of its keys and values}"""
+    return {
+        index: (plain_class(layer).__name__, getattr(layer, "bits", None))
+        for index, layer in enumerate(cache.layers)
+    }
+
+
+def octets_of(part: Part, classes: Mapping[int, tuple[str, int | None]]) -> bytes:
+    """The file of a part. Raises: ValueError for a value that cannot be written."""
+    tensors: dict[str, Tensor] = {}
+    layers = [[index, *classes[index], stored(values, tensors)] for index, values in part.items()]
+    about = {"form": _FORM, "layers": json.dumps(layers)}
+    about["sum"] = str(checksum(about, tensors))
+    return save(tensors, metadata=about)
+
+
+def read_part(file: Path) -> tuple[Part, dict[int, tuple[str, int | None]]]:
+    """A part and the classes of its layers; its tensors lie in the file, on the CPU.
+
+    Raises: ValueError, OSError, or what safetensors raises, for a file that is damaged or something else.
+    """
+    with safe_open(file, framework="pt") as held:
+        about = held.metadata() or {}
+        tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+    if about.get("form") != _FORM or str(checksum(about, tensors)) != about["sum"]:
+        raise ValueError("its checksum is another")
+    read, part, classes = reader(tensors, torch.device("cpu")), {}, {}
+    for index, name, bits, values in json.loads(about["layers"]):
+        part[index], classes[index] = read(values), (name, bits)
+    return part, classes
+
+
+def on_device(part: Part, device: torch.device) -> Part:
+    """A part whose tensors are on a device."""
+    return {i: {name: _moved(value, device) for name, value in values.items()} for i, values in part.items()}
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    if isinstance(value, Grows):
+        return Grows(value.dim, _moved(value.tensor, device))
+    if isinstance(value, QuantizedStates):
+        return value.map(lambda tensor: tensor.to(device))
+    if isinstance(value, torch.device):
+        return device
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def begun_copy(part: Part) -> Part:
+    """A copy of a part on the CPU, which is there behind what the device does next."""
+    return {i: {name: _copied(value) for name, value in values.items()} for i, values in part.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, Grows):
+        return Grows(value.dim, _copied(value.tensor))
+    if isinstance(value, QuantizedStates):
+        return value.map(_copied)
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value, non_blocking=True)
+
+
+def device_of(part: Part) -> torch.device:
+    """The device of a part's tensors; the CPU where it has none."""
+    for values in part.values():
+        for value in values.values():
+            for inner in value.values() if isinstance(value, dict) else (value,):
+                tensor = inner.tensor if isinstance(inner, Grows) else inner
+                if isinstance(tensor, Tensor):
+                    return tensor.device
+    return torch.device("cpu")
