@@ -156,6 +156,7 @@ def test_a_model_takes_the_folder_from_a_kernel_config(tmp_path):
         from support import simulated
         simulated.install()
         import torch
+        torch.version.cuda = None  # as on a Mac: kernels asks for CUDA first
         from support import shader_calls, tiny_models
         from support.models import prompt
         from transformers import AutoModelForCausalLM, KernelConfig

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.oracles_experts import dequantise
+from support.oracles_operators import clamped
 from torch import Tensor
 
 from torch_moe_mps.ops._formats import Format
@@ -134,7 +135,7 @@ def test_of_an_activation(device, interleaved):
     out.backward(dy.to(device))
     right = rows.detach().double().requires_grad_()
     gate, up = (right[..., 0::2], right[..., 1::2]) if interleaved else right.chunk(2, -1)
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    gate, up = clamped(gate, 7.0), clamped(up, 7.0, -7.0)
     ((up + 1) * gate * torch.sigmoid(1.5 * gate)).backward(dy.double())
     assert (right.grad == 0).any()
     near(leaf.grad, right.grad, 1e-6)

@@ -222,6 +222,11 @@ def expert_activation(a):
     return [estimated(Estimate(*(part.reshape(*a.rows.shape[:-1], -1) for part in out)))]
 
 
+def clamped(x: Tensor, high: float, low: float = -math.inf) -> Tensor:
+    """torch.clamp, with a gradient of 1 at both limits: since torch 2.15 its own is 0 there."""
+    return torch.where(x > high, high, torch.where(x < low, low, x))
+
+
 def expert_activation_backward(a):
     """By torch's own derivatives, in float64."""
     rows, dy = a.rows.double().requires_grad_(), a.dy.double()
@@ -236,7 +241,7 @@ def expert_activation_backward(a):
         out = functions[a.activation](gate) * up
     else:
         limit, alpha = 7.0 if a.limit is None else a.limit, 1.702 if a.alpha is None else a.alpha
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        gate, up = clamped(gate, limit), clamped(up, limit, -limit)
         out = (
             (up + 1) * gate * torch.sigmoid(alpha * gate)
             if a.activation == "swiglu_oai"

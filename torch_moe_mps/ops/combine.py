@@ -70,7 +70,7 @@ def expert_activation_backward(dy: Tensor, rows: Tensor, activation: Activation)
         rows, activation, alpha, limit, gated, interleaved: as for expert_activation.
 
     Returns: [..., 2I] ([..., I] when not gated) in the dtype of `rows`; computed in float32. Where a clamp
-        took another value, and for relu at 0, it is 0.
+        took another value, and for relu at 0, it is 0; a clamp passes on what lies at its limit.
 
     Raises: ValueError for a dtype, shape, device or option that does not fit.
     """

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from support import tiny_models
+from support.sweep import in_sweep
 from torch import nn
 from transformers.initialization import no_tie_weights
 
@@ -64,7 +65,7 @@ def check(cls, config) -> None:
 
 
 @pytest.mark.usefixtures("shipped_defaults")
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", in_sweep(range(8), (0, 4)))
 def test_all_architectures(part):
     names = [*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES][part::8]
     with tiny_models.groups_of_32():

@@ -90,7 +90,8 @@ def test_launches(model, simulated):
     with own_code():
         before = count(**how)[0], count(**greedy)[0]
     (samples, names), (chooses, _) = count(**how), count(**greedy)
-    assert (before, samples, chooses) == ((70, 50), 50, 49)
+    assert before in ((70, 50), (69, 50))  # torch 2.15 sorts in one launch less
+    assert (samples, chooses) == (50, 49)
     assert names["exponential_"] == names["sample_rows_bf16"] == 1 and not names["multinomial"]
 
 
