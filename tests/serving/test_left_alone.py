@@ -130,12 +130,15 @@ def test_a_cache_of_the_users_is_given_back_whole():
 
 @pytest.mark.parametrize("architecture", ["t5", "bart"])
 def test_an_encoder_with_a_decoder_goes_on(architecture):
+    """Its answers, of beams, too, have nothing of the prompt, which the encoder reads."""
     model = encoder_with_decoder(architecture)
-    expected = model.generate(IDS, **SETTINGS)
+    configs = [GenerationConfig(**SETTINGS, num_beams=beams) for beams in (1, 3)]
+    expected = [model.generate(IDS, generation_config=config)[0] for config in configs]
     torch_moe_mps.accelerate(model)
-    (found,) = torch_moe_mps.generate_batch(model, [IDS[0]], GenerationConfig(**SETTINGS), progress=False)
-    assert torch.equal(found, expected[0, 1:])
-    assert torch.equal(model.generate(IDS, **SETTINGS), expected)
+    found = torch_moe_mps.generate_batch(model, [*IDS.expand(2, -1)], configs, progress=False)
+    for answer, config, whole in zip(found, configs, expected, strict=True):
+        assert torch.equal(answer, whole[1:])
+        assert torch.equal(model.generate(IDS, generation_config=config)[0], whole)
 
 
 def encoder_with_decoder(architecture: str) -> nn.Module:

@@ -13,7 +13,9 @@ from tokenizers import decoders
 from transformers import GenerationConfig, LogitsProcessor
 
 import torch_moe_mps
+from torch_moe_mps.serving.choosing import Chooser, choose
 from torch_moe_mps.serving.generating import Generating
+from torch_moe_mps.serving.job import Job
 from torch_moe_mps.serving.prompts import Prompts
 
 LENGTHS = (3, 20, 9, 5, 14, 7, 4, 11, 6, 8, 12, 10)
@@ -246,6 +248,20 @@ def test_beams_are_searched_one_prompt_at_a_time(caplog):
     assert answers.ended == [2, 1, 3, 0]
     (line,) = [record.getMessage() for record in caplog.records if "one by one" in record.getMessage()]
     assert "beam search is generate()'s" in line
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"repetition_penalty": 1.1}], ids=str)
+def test_logits_without_a_likeliest_token_end_the_answer(settings):
+    """However it is chosen; of others +inf is the likeliest, as by generate()."""
+    job = Job({"input_ids": torch.arange(3)[None]}, config(**settings), lambda token: False, print)
+    logits = torch.randn(4, 97, generator=torch.Generator().manual_seed(0))
+    logits[1, 7] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, 5] = torch.inf if not settings else 100.0
+    token, nan, nothing, most = choose([Chooser(model_of(), job) for _ in logits], logits).read()
+    assert isinstance(token, int) and most == 5
+    for error in (nan, nothing):
+        assert isinstance(error, RuntimeError) and "got NaN, +inf or -inf alone" in str(error)
 
 
 @pytest.mark.slow("six answers, of beams")

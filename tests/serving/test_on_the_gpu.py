@@ -33,10 +33,10 @@ class Asked(Job):
     def __init__(self, number: int, config: GenerationConfig, waits: Waits | None = None):
         generator = torch.Generator().manual_seed(number)
         ids = torch.randint(2, 90, (1, 3 + 5 * number % 17), generator=generator)
-        super().__init__({"input_ids": ids}, config, self.take, self.end)
+        super().__init__({"input_ids": ids}, config, self.note, self.end)
         self.tokens, self.reason, self.waits, self.waited = [], None, waits, []
 
-    def take(self, token: int) -> bool:
+    def note(self, token: int) -> bool:
         self.tokens.append(token)
         self.waited.append(self.waits and self.waits.count)
         return False
@@ -74,7 +74,7 @@ def test_rows_of_the_engine(architecture, simulated):
     whole = expected(plain, jobs[1])
     jobs[1].config.eos_token_id = whole[2]
     gone = Asked(20, settings(60))
-    gone.on_token = lambda token: gone.take(token) or (len(gone.tokens) == 3 and gone.cancel())
+    gone.on_token = lambda token: gone.note(token) or (len(gone.tokens) == 3 and gone.cancel())
     batch = Batch(model, Prompts(1 << 30), 8)
     batch.waiting.extend([*jobs, gone])
     rows = set()

@@ -129,17 +129,17 @@ class Chosen:
 
     Args:
         tokens: [B].
-        invalid: [B], not 0 where the logits had no distribution; None where each had one.
+        invalid: [B], not 0 where the logits had no distribution.
         errors: {row: what its processors raised}.
 
     Attributes:
         rows: which of the rows that were chosen for are left, in the order of their answers.
     """
 
-    def __init__(self, tokens: Tensor, invalid: Tensor | None, errors: dict[int, Exception]):
+    def __init__(self, tokens: Tensor, invalid: Tensor, errors: dict[int, Exception]):
         self.rows = [*range(len(tokens))]
         self._tokens, self._errors = tokens, errors
-        self._copies = [item if item is None else _begun_copy(item) for item in (tokens, invalid)]
+        self._copies = [_begun_copy(item) for item in (tokens, invalid)]
         self._copied = None
         if tokens.device.type != "cpu":
             self._copied = torch.Event(device=tokens.device, blocking=True)
@@ -159,7 +159,7 @@ class Chosen:
         """The token of each row that is left, or what it has in its place; waits until it is known."""
         if self._copied is not None:
             self._copied.synchronize()
-        tokens, wrong = ([] if copy is None else copy.tolist() for copy in self._copies)
+        tokens, wrong = (copy.tolist() for copy in self._copies)
         read: dict[int, int | Exception] = dict(enumerate(tokens))
         read |= {row: RuntimeError(_NO_DISTRIBUTION) for row, is_wrong in enumerate(wrong) if is_wrong}
         read |= self._errors
@@ -204,26 +204,26 @@ def choose(choosers: Sequence[Chooser], logits: Tensor) -> Chosen:
             raise
         except Exception as error:  # their settings, which are the same, are wrong
             errors |= {row: error for row in of_kind if row not in errors}
-            made.append((torch.zeros(len(of_kind), dtype=torch.int64, device=logits.device), None))
+            none = torch.zeros(len(of_kind), dtype=torch.int64, device=logits.device)
+            made.append((none, none))
     tokens, invalid = made[0]
     if len(made) > 1:
         order = [row for of_kind in kinds.values() for row in of_kind]
         back = torch.tensor(order).argsort().to(logits.device)
-        tokens = torch.cat([item for item, _ in made])[back]
-        none = [torch.zeros_like(item, dtype=torch.int32) for item, _ in made]
-        wrong = [item if item is not None else zeros for (_, item), zeros in zip(made, none, strict=True)]
-        invalid = torch.cat(wrong)[back]
+        tokens, invalid = (torch.cat(each)[back] for each in zip(*made, strict=True))
     for row, chooser in enumerate(choosers):
         chooser.take(tokens[row : row + 1])
     return Chosen(tokens, invalid, errors)
 
 
-def _of_kind(choosers: list[Chooser], scores: Tensor) -> tuple[Tensor, Tensor | None]:
+def _of_kind(choosers: list[Chooser], scores: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens [R] of rows with equal settings, and whether each had no distribution."""
     sampling = choosers[0].sampling
     if not sampling.draws:
         scores = sampling.known(None, scores.float()) if sampling.known else scores
-        return scores.argmax(-1), None
+        likeliest = scores.max(-1)
+        least = torch.finfo(scores.dtype).min  # unlike -inf and NaN, which no token has
+        return likeliest.indices, likeliest.values != likeliest.values.clamp_min(least)
     draws = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
     if all(chooser.generator is None for chooser in choosers):
         draws.exponential_()

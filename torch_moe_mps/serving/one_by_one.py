@@ -143,7 +143,8 @@ def generate_alone(
         elif (config.num_beams or 1) > 1:  # there is nothing to show before the end
             result = answering.generate(**inputs, **more, ends=ends_there, progress=progress)
             tokens.put(inputs["input_ids"])
-            tokens.put(getattr(result, "sequences", result)[0, length:])
+            begun = 1 if model.config.is_encoder_decoder else length  # tokens in front of the answer
+            tokens.put(getattr(result, "sequences", result)[0, begun:])
         else:
             answering.generate(**inputs, **more, ends=ends_there, progress=progress, streamer=tokens)
     if tokens.is_complete:
