@@ -11,6 +11,7 @@ from support.serving import said
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_moe_mps.serving import structured
+from torch_moe_mps.serving.limited import Limited
 
 SCHEMA = {
     "type": "object",
@@ -100,7 +101,11 @@ def test_llama_cpps_fields(client):
         ),
         (
             {"type": "json_schema", "json_schema": {"schema": {"pattern": "(?:" * 20_000 + ")" * 20_000}}},
-            "The schema of 'response_format' must have at most 1000 parentheses inside of each other",
+            "The schema of 'response_format' must have at most 100 parentheses inside of each other",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"enum": [*range(5000)]}}},
+            "The schema of 'response_format' must have at most 4096 choices in one place, got 5000.",
         ),
         (
             {"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 300_000]}}},
@@ -148,7 +153,10 @@ def test_what_a_mask_costs_a_token():
     vocabulary = 151936
     words = xgrammar.TokenizerInfo([chr(i) for i in range(128)], vocab_size=vocabulary, stop_token_ids=[127])
     grammar = xgrammar.GrammarCompiler(words).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
-    mask, ids = structured.Masked(grammar, vocabulary), torch.zeros(1, 3, dtype=torch.int64)
+    mask, ids = (
+        structured.Masked(grammar, vocabulary, Limited(), KeyError()),
+        torch.zeros(1, 3, dtype=torch.int64),
+    )
     scores = torch.empty(1, vocabulary, device="meta")
     mask(ids, scores)
     for character in '{"':

@@ -35,12 +35,14 @@ from .prompts import LONGEST
 from .protocol import Protocol, event, openai_error
 from .request import Refused, Request, read_json
 from .responses import Responses
-from .served import Answers, Served
+from .served import Answers, Served, Show
 from .text import PATHS
 
 log = logging.getLogger(__name__)
 PING = 5.0  # seconds without a part of an answer, behind which its client is told that it comes
 MOST_BYTES = 64 << 20  # in a body
+_MOST_VALUES = 1 << 22
+_READERS = 32  # requests that are read at a time
 PAGE = Path(__file__).with_name("page")
 # Policy for an answer's Markdown: it runs no script and asks no other machine for a picture.
 _POLICY = (
@@ -75,7 +77,8 @@ class Server:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.generated_tokens = 0
         self._computed, self._seconds = 0, 0.0  # tokens of prompts whose time is known, and that time
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        # Readers tokenise and compile without Python's lock: a long prompt or a large schema delays no other.
+        self._reader = ThreadPoolExecutor(_READERS, thread_name_prefix="reader")
 
     def application(self) -> Any:
         routes = [
@@ -119,11 +122,8 @@ class Server:
     async def _answer(self, protocol: Protocol, asked: Asked) -> Response:
         status = 500
         try:
-            body = await _body(asked)
-            self._check_model(body)
-            request = protocol.read(body, self.served)
-            coming = _Coming()
-            coming.answers = await self._on_reader(self.served.prepare, request, coming.show)
+            octets, coming = await _octets(asked), _Coming()
+            request, coming.answers = await self._on_reader(self._read, protocol, octets, coming.show)
             _say("%s: begins, prompt %d tokens", protocol.path, coming.answers.prompt_tokens)
             if not request.stream:
                 result = await self._whole(protocol, request, coming)
@@ -135,6 +135,13 @@ class Server:
             return refusal(protocol.path, refused)
         finally:
             self.requests[protocol.path, status] += 1
+
+    def _read(self, protocol: Protocol, octets: bytearray, show: Show) -> tuple[Request, Answers]:
+        """The request of a body, with its prompts read."""
+        body = body_of(octets)
+        self._check_model(body)
+        request = protocol.read(body, self.served)
+        return request, self.served.prepare(request, show)
 
     async def _whole(self, protocol: Protocol, request: Request, coming: "_Coming") -> dict[str, Any]:
         try:
@@ -188,21 +195,29 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
 
     async def _count(self, protocol: Protocol, asked: Asked) -> Response:
-        request = protocol.read_prompt(await _body(asked), self.served)
-        counted: dict[str, Any] = {"input_tokens": await self._on_reader(self.served.count, request)}
+        def count(octets: bytearray) -> int:
+            return self.served.count(protocol.read_prompt(body_of(octets), self.served))
+
+        counted: dict[str, Any] = {"input_tokens": await self._on_reader(count, await _octets(asked))}
         if isinstance(protocol, Responses):
             counted["object"] = "response.input_tokens"
         return JSONResponse(counted)
 
     async def _text(self, reads: Callable[..., Any], asked: Asked) -> Response:
-        return JSONResponse(await self._on_reader(reads, await _body(asked), self.served))
+        def text(octets: bytearray) -> Any:
+            return reads(body_of(octets), self.served)
+
+        return JSONResponse(await self._on_reader(text, await _octets(asked)))
+
+    def _read_texts(self, path: str, octets: bytearray) -> Texts:
+        body = body_of(octets)
+        self._check_model(body)
+        return Texts(path, body, self.served)
 
     async def _encode(self, path: str, asked: Asked) -> Response:
         status = 500
         try:
-            body = await _body(asked)
-            self._check_model(body)
-            texts = await self._on_reader(Texts, path, body, self.served)
+            texts = await self._on_reader(self._read_texts, path, await _octets(asked))
             begun = time.monotonic()
             result = await asyncio.wrap_future(self.served.generator.run(texts.compute))
             count, seconds = sum(map(len, texts.ids)), time.monotonic() - begun
@@ -341,13 +356,20 @@ def _written(writer: Any, number: int, item: Item | None) -> str:
     return str(writer.ended(number) if item is None else writer.item(number, item))
 
 
-async def _body(asked: Asked) -> dict[str, Any]:
-    """The object in JSON of a request. Raises: Refused."""
+async def _octets(asked: Asked) -> bytearray:
+    """The body of a request. Raises: Refused."""
     octets = bytearray()
     async for chunk in asked.stream():
         octets += chunk
         if len(octets) > MOST_BYTES:
             raise Refused(f"The body must have at most {MOST_BYTES >> 20} MiB.", None, "too_large", 413)
+    return octets
+
+
+def body_of(octets: bytearray) -> dict[str, Any]:
+    """The object in JSON of a body; large ones take a while. Raises: Refused."""
+    if sum(map(octets.count, (b",", b"[", b"{"))) > _MOST_VALUES:  # which Python reads without a break
+        raise Refused(f"The body must have at most {_MOST_VALUES} values.", None, "too_large", 413)
     try:
         body = read_json(octets)
     except ValueError as error:

@@ -51,7 +51,8 @@ class Texts:
         if path == RERANK:
             field = "texts" if body.get("texts") is not None else "documents"
             self.documents = _documents(body.get(field), field)
-            self.ids = self.encoder.pairs(body["query"], self.documents)
+            with served.tokenizing():
+                self.ids = self.encoder.pairs(body["query"], self.documents)
         else:
             if body.get("encoding_format") not in (None, "float", "base64"):
                 raise wrong("encoding_format", "float or base64", body["encoding_format"])
@@ -63,7 +64,10 @@ class Texts:
                 raise Refused(message, field, "context_length_exceeded")
 
     def _tokens(self, value: str | list[int]) -> list[int]:
-        return [*self.encoder.tokenizer(value)["input_ids"]] if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        with self.served.tokenizing():
+            return [*self.encoder.tokenizer(value)["input_ids"]]
 
     def compute(self) -> Tensor:
         """On the thread of the device."""

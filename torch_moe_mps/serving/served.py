@@ -1,12 +1,13 @@
 """The model that is served: what a request becomes before it is generated, and its answers."""
 
+import contextlib
 import copy
 import functools
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from jinja2 import TemplateError
 
 from .._text import first_line
+from ..transformers.upstream.chat import variables_of
 from .answer import Answer, Decoder, Item
 from .defaults import settings_of_answer
 from .encoder import NO_TEXT, Encoder
@@ -34,6 +36,11 @@ _CONTINUED = (
     "{% for message in messages %}{{ message.content }}"
     "{% if message.role != 'user' and not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
 )
+# Variables of a chat template that the chat itself sets, and arguments of what applies it.
+_OF_THE_CHAT = {
+    "add_generation_prompt", "continue_final_message", "conversation", "messages", "return_dict",
+    "return_tensors", "tokenize", "tools",
+}  # fmt: skip
 _FRAMES = 32  # in a video
 _MOST_LINES, _LONGEST_LINE = 1000, 200
 
@@ -83,7 +90,7 @@ class Served:
         self.encoder, self.generates = encoder, bool(model.can_generate())
         self.created = int(time.time())
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self._grammars, self.reading = Grammars(), threading.Lock()
+        self._grammars, self._lock, self._saying = Grammars(), threading.Lock(), threading.Lock()
         self._said: dict[str, None] = {}
         if self.generates and getattr(processor, "chat_template", None) is None:
             print(f"{name} has no chat template: it continues the text of the messages", file=sys.stderr)
@@ -107,14 +114,43 @@ class Served:
             return True
         return not torch.equal(without, with_tool)
 
+    @functools.cached_property
+    def _variables(self) -> set[str]:
+        """Variables of the chat template that a request may set: those that it reads but a chat's own."""
+        templates = self.processor.chat_template
+        templates = templates.values() if isinstance(templates, dict) else [templates]
+        return {name for template in templates for name in variables_of(template)} - _OF_THE_CHAT
+
     def say_once(self, line: str) -> None:
         """Logs a line the first time that there is reason to, among the last: clients choose words."""
         line = line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}..."
-        if line not in self._said:
-            self._said[line] = None
-            log.info(line)
-        if len(self._said) > _MOST_LINES:
-            del self._said[next(iter(self._said))]
+        with self._saying:
+            if line not in self._said:
+                self._said[line] = None
+                log.info(line)
+            if len(self._said) > _MOST_LINES:
+                del self._said[next(iter(self._said))]
+
+    @contextlib.contextmanager
+    def tokenizing(self, splits: bool = False) -> Iterator[Any]:
+        """Block with the tokenizer: several threads at a time may encode and decode with a fast one.
+
+        Processors and slow tokenizers are for one thread at a time.
+
+        Args:
+            splits: whether special tokens are read as text: it is another tokenizer that does.
+        """
+        if self.tokenizer is self.processor and getattr(self.tokenizer, "is_fast", False) and not splits:
+            yield self.tokenizer
+            return
+        with self._lock:
+            yield self._splitting if splits else self.tokenizer
+
+    @functools.cached_property
+    def _splitting(self) -> Any:
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.split_special_tokens = True
+        return tokenizer
 
     # Prompts
 
@@ -128,11 +164,10 @@ class Served:
         """
         self._check_generates()
         answers = Answers()
-        with self.reading:
-            for prompt in request.prompts:
-                prepared = self._prepared(prompt, request)
-                for _ in range(request.count):
-                    answers.add(*self._job(request, prepared, len(answers.jobs), show))
+        for prompt in request.prompts:
+            prepared = self._prepared(prompt, request)
+            for _ in range(request.count):
+                answers.add(*self._job(request, prepared, len(answers.jobs), show))
         return answers
 
     def submit(self, answers: "Answers") -> None:
@@ -145,14 +180,12 @@ class Served:
     def count(self, request: Request) -> int:
         """The tokens of the first prompt."""
         self._check_generates()
-        with self.reading:
-            return prompt_length(self._inputs(request.prompts[0], request.prompt_field))
+        return prompt_length(self._inputs(request.prompts[0], request.prompt_field))
 
     def prompt_text(self, request: Request) -> str:
         """The text of the first prompt, which is a conversation. Raises: Refused."""
         self._check_generates()
-        with self.reading:
-            return str(self._of_chat(request.prompts[0], request.prompt_field, tokenize=False))
+        return str(self._of_chat(request.prompts[0], request.prompt_field, tokenize=False))
 
     def _check_generates(self) -> None:
         if not self.generates:
@@ -170,7 +203,10 @@ class Served:
             inputs: dict[str, Any] = self._of_chat(prompt, field)
             self.check_tokens(inputs["input_ids"], field)
             return inputs
-        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        ids: Any = prompt
+        if isinstance(prompt, str):
+            with self.tokenizing() as tokenizer:
+                ids = tokenizer(prompt)["input_ids"]
         self.check_tokens(ids, field)
         made = torch.tensor([ids], dtype=torch.long)
         return {"input_ids": made, "attention_mask": torch.ones_like(made)}
@@ -197,22 +233,22 @@ class Served:
 
     def _templated(self, prompt: Chat, messages: list[dict[str, Any]], tokenize: bool = True) -> Any:
         """The inputs of the model, or the text that they are made of."""
-        template = str(self.processor.chat_template)
-        more = {name: value for name, value in prompt.variables.items() if name in template}
+        more = {name: value for name, value in prompt.variables.items() if name in self._variables}
         if any(part["type"] == "video" for message in messages for part in _parts(message)):
             more["num_frames"] = _FRAMES
         if self.processor is self.tokenizer:
             messages = [message | {"content": _text_of(message)} for message in messages]
-        inputs = self.processor.apply_chat_template(
-            messages,
-            tools=[tool.function for tool in prompt.tools] or None,
-            add_generation_prompt=not prompt.goes_on,
-            continue_final_message=prompt.goes_on,
-            tokenize=tokenize,
-            return_dict=tokenize,
-            return_tensors="pt",
-            **more,
-        )
+        with self.tokenizing():
+            inputs = self.processor.apply_chat_template(
+                messages,
+                tools=[tool.function for tool in prompt.tools] or None,
+                add_generation_prompt=not prompt.goes_on,
+                continue_final_message=prompt.goes_on,
+                tokenize=tokenize,
+                return_dict=tokenize,
+                return_tensors="pt",
+                **more,
+            )
         if not tokenize:
             return inputs
         return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}

@@ -8,6 +8,7 @@ device in bits.
 import importlib.util
 import json
 import re
+import threading
 from typing import Any
 
 import torch
@@ -15,12 +16,17 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from .._text import first_line
+from .limited import Limited, TooLong
 from .request import Refused, wrong
 
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time and line of C++ in front of xgrammar's errors
 
-_MOST_CHARACTERS = 1 << 18  # in a schema or a grammar, whose compilation holds up other requests
-_MOST_PARENTHESES = 1000  # inside of each other: xgrammar reads patterns by recursion
+_MOST_CHARACTERS = 1 << 18  # in a schema or a grammar
+_MOST_CHOICES = 4096  # in one list, or in a grammar: their time grows by the square
+_MOST_PARENTHESES = 100  # inside of each other: xgrammar reads patterns by recursion
+_COMPILES, _MASKS = 10.0, 1.0  # seconds at most, for a grammar with its first mask, and for any later mask
+# Seconds that the masks of an answer may compute, in all: the others wait for each of them.
+_SPENT, _SPENT_BY_TOKEN = 0.5, 0.005
 _ANY_OBJECT = {"type": "object"}
 _KINDS = "text, json_object or json_schema"
 
@@ -61,16 +67,19 @@ class Masked(LogitsProcessor):
     Args:
         grammar: compiled by xgrammar for the tokenizer.
         vocabulary: the number of the model's logits.
+        too_long: the error of masks that take too long.
     """
 
-    def __init__(self, grammar: Any, vocabulary: int):
+    def __init__(self, grammar: Any, vocabulary: int, limited: Limited, too_long: Exception):
         import xgrammar
 
+        self._limited, self._too_long, self._spent = limited, too_long, 0.0
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._bits = xgrammar.allocate_token_bitmask(1, vocabulary)
         self._matcher.fill_next_token_bitmask(self._bits)  # for the first token
         self._shifts = torch.arange(32, dtype=torch.int32)
         self._length: int | None = None
+        self._tokens = 0  # in the answer
 
     @property
     def is_empty(self) -> bool:
@@ -78,29 +87,46 @@ class Masked(LogitsProcessor):
         return not self._bits.any()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        matcher, before = self._matcher, self._length
-        self._length = input_ids.shape[1]
-        if before is not None and not matcher.is_terminated():
-            for token in input_ids[0, before:].tolist():
-                if not matcher.accept_token(token):
-                    raise RuntimeError(f"moe_mps: token {token} does not go on in the answer's schema")
-        if matcher.is_terminated():  # tokens behind the last one are dropped
+        before, self._length = self._length, input_ids.shape[1]
+        if before is not None and not self._matcher.is_terminated():
+            self._advance(input_ids[0, before:].tolist())
+        if self._matcher.is_terminated():  # tokens behind the last one are dropped
             return scores
-        if before is not None:
-            matcher.fill_next_token_bitmask(self._bits)
         words, self._shifts = self._bits.to(scores.device), self._shifts.to(scores.device)
         allowed = (words.unsqueeze(-1) >> self._shifts & 1).flatten(1)[:, : scores.shape[1]]
         return scores.masked_fill(allowed == 0, -torch.inf)
 
+    def _advance(self, tokens: list[int]) -> None:
+        """Makes the mask behind some more tokens."""
+        self._tokens += len(tokens)
+        try:
+            _, seconds = self._limited.call(lambda: self._accept(tokens), _MASKS)
+        except TooLong:
+            raise self._too_long from None
+        self._spent += seconds
+        if self._spent > _SPENT + _SPENT_BY_TOKEN * self._tokens:
+            raise self._too_long
+
+    def _accept(self, tokens: list[int]) -> None:
+        matcher = self._matcher
+        for token in tokens:
+            if not matcher.accept_token(token):
+                raise RuntimeError(f"moe_mps: token {token} does not go on in the answer's schema")
+        if not matcher.is_terminated():
+            matcher.fill_next_token_bitmask(self._bits)
+
 
 def _check_size(form: Any, kind: str, field: str) -> None:
     """Raises: Refused for a form that takes xgrammar too long, or more stack than a thread has."""
-    text = (
-        form if isinstance(form, str) else json.dumps(form if isinstance(form, dict) else form.model_dump())
-    )
+    plain = form if isinstance(form, str | dict) else form.model_dump()
+    text = plain if isinstance(plain, str) else json.dumps(plain)
     if len(text) > _MOST_CHARACTERS:
         expected = f"of at most {_MOST_CHARACTERS} characters"
         raise Refused(f"The {kind} of '{field}' must be {expected}, got {len(text)}.", field, "invalid_value")
+    most = max(_longest_list(plain), text.count("|"))
+    if most > _MOST_CHOICES:
+        expected = f"have at most {_MOST_CHOICES} choices in one place"
+        raise Refused(f"The {kind} of '{field}' must {expected}, got {most}.", field, "invalid_value")
     depth = 0
     for mark in re.findall("[()]", text):
         depth = depth + 1 if mark == "(" else max(depth - 1, 0)
@@ -109,11 +135,19 @@ def _check_size(form: Any, kind: str, field: str) -> None:
             raise Refused(f"The {kind} of '{field}' must have {expected}.", field, "invalid_value")
 
 
+def _longest_list(form: Any) -> int:
+    if not isinstance(form, dict | list):
+        return 0
+    inner = form.values() if isinstance(form, dict) else form
+    return max((len(form) if isinstance(form, list) else 0, *map(_longest_list, inner)))
+
+
 class Grammars:
-    """Compiles grammars for a tokenizer; xgrammar keeps those that come again."""
+    """Compiles grammars for a tokenizer; xgrammar keeps those that come again. Any thread may ask."""
 
     def __init__(self) -> None:
         self._compilers: dict[tuple[int, int], Any] = {}  # {(tokenizer, vocabulary): compiler}
+        self._limited, self._lock = Limited(), threading.Lock()
 
     def mask(self, tokenizer: Any, config: Any, vocabulary: int, form: Any, field: str) -> Masked:
         """Args:
@@ -121,35 +155,53 @@ class Grammars:
                 of xgrammar.
             field: of the request that asks for it.
 
-        Raises: Refused for a schema that no grammar expresses, for a text that is no grammar, and for those
-            that no token begins.
+        Raises: Refused for a schema that no grammar expresses, for a text that is no grammar, for those that
+            no token begins, and for those that take too long.
         """
-        import xgrammar
-
         kind = "grammar" if isinstance(form, str) else "schema"
-        key = id(tokenizer), vocabulary
-        if key not in self._compilers:
-            ends = config.eos_token_id
-            ends = ends if isinstance(ends, list) else [ends]
-            words = xgrammar.TokenizerInfo.from_huggingface(
-                tokenizer, vocab_size=vocabulary, stop_token_ids=[end for end in ends if end is not None]
-            )
-            self._compilers[key] = xgrammar.GrammarCompiler(words)
         _check_size(form, kind, field)
+        if self._limited.is_busy:
+            message = f"'{field}' must wait: the server is busy with schemas and grammars that take long."
+            raise Refused(message, field, "busy", 503)
+        compiler = self._compiler(tokenizer, config, vocabulary)
+        message = (
+            f"The {kind} of '{field}' must be one that is quickly compiled and followed, got one that is not."
+        )
+        too_long = Refused(message, field, "invalid_value")
+
+        def made() -> Masked:
+            return Masked(_compiled(compiler, form), vocabulary, self._limited, too_long)
+
         try:
-            if isinstance(form, dict):
-                # One blank behind a comma or a colon: a model that may write any blanks may never end.
-                grammar = self._compilers[key].compile_json_schema(json.dumps(form), any_whitespace=False)
-            elif isinstance(form, str):
-                grammar = self._compilers[key].compile_grammar(form)
-            else:
-                grammar = self._compilers[key].compile_structural_tag(form)
+            masked, _ = self._limited.call(made, _COMPILES)
+        except TooLong:
+            raise too_long from None
         except RuntimeError as error:
             reason = _PLACE.sub("", first_line(error))
             message = f"The {kind} of '{field}' must be one that xgrammar compiles, got: {reason}"
             raise Refused(message, field, "invalid_value") from None
-        masked = Masked(grammar, vocabulary)
         if masked.is_empty:
             message = f"The {kind} of '{field}' must have an answer that a token begins, got one without any."
             raise Refused(message, field, "invalid_value")
         return masked
+
+    def _compiler(self, tokenizer: Any, config: Any, vocabulary: int) -> Any:
+        import xgrammar
+
+        key = id(tokenizer), vocabulary
+        with self._lock:
+            if key not in self._compilers:
+                ends = config.eos_token_id
+                ends = ends if isinstance(ends, list) else [ends]
+                words = xgrammar.TokenizerInfo.from_huggingface(
+                    tokenizer, vocab_size=vocabulary, stop_token_ids=[end for end in ends if end is not None]
+                )
+                self._compilers[key] = xgrammar.GrammarCompiler(words)
+        return self._compilers[key]
+
+
+def _compiled(compiler: Any, form: Any) -> Any:
+    if isinstance(form, dict):
+        # One blank behind a comma or a colon: a model that may write any blanks may never end.
+        return compiler.compile_json_schema(json.dumps(form), any_whitespace=False)
+    return compiler.compile_grammar(form) if isinstance(form, str) else compiler.compile_structural_tag(form)

@@ -15,12 +15,8 @@ _DETOKENIZE = Fields({"model": TEXT}, "tokens")
 def tokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
     """The tokens of `content`, and with `with_pieces` their texts. Raises: Refused."""
     _TOKENIZE.check(body, "/tokenize", served.say_once)
-    with served.reading:
-        ids = served.tokenizer(
-            body["content"],
-            add_special_tokens=bool(body.get("add_special")),
-            split_special_tokens=body.get("parse_special") is False,
-        )["input_ids"]
+    with served.tokenizing(splits=body.get("parse_special") is False) as tokenizer:
+        ids = tokenizer(body["content"], add_special_tokens=bool(body.get("add_special")))["input_ids"]
         if not body.get("with_pieces"):
             return {"tokens": [*ids]}
         return {"tokens": [{"id": token, "piece": _piece(served, token)} for token in ids]}
@@ -35,8 +31,8 @@ def detokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
     most = served.model.config.get_text_config().vocab_size
     if tokens and not 0 <= min(tokens) <= max(tokens) < most:
         raise wrong("tokens", f"of tokens below {most}", max(tokens, key=abs))
-    with served.reading:
-        return {"content": served.tokenizer.decode(tokens)}
+    with served.tokenizing() as tokenizer:
+        return {"content": tokenizer.decode(tokens)}
 
 
 def apply_template(body: dict[str, Any], served: Served) -> dict[str, Any]:
