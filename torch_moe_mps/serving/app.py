@@ -368,7 +368,7 @@ async def _octets(asked: Asked) -> bytearray:
 
 def body_of(octets: bytearray) -> dict[str, Any]:
     """The object in JSON of a body; large ones take a while. Raises: Refused."""
-    if sum(map(octets.count, (b",", b"[", b"{"))) > _MOST_VALUES:  # which Python reads without a break
+    if sum(map(octets.count, (b",", b"[", b"{"))) > _MOST_VALUES:  # Python reads them without a break
         raise Refused(f"The body must have at most {_MOST_VALUES} values.", None, "too_large", 413)
     try:
         body = read_json(octets)
