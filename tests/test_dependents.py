@@ -82,7 +82,7 @@ def test_what_all_operators_share_has_the_tests_of_all(file):
         ("docs/mlx.md", {"test_documents.py", "test_kept.py", "transformers/checkpoints/test_mlx.py"}),
         ("CHANGELOG.md", {"test_documents.py", "host/test_wheel.py", "commands/test_readme.py"}),
         ("scripts/demo", {"commands/test_demo.py"}),
-        ("scripts/make_api.py", {"test_documents.py"}),
+        ("scripts/make/make_api.py", {"test_documents.py"}),
         ("tests/test_package.py", {"test_package.py"}),
         ("tests/commands/conftest.py", folder("commands")),
         ("tests/support/pipeline.py", None),

@@ -111,9 +111,9 @@ def test_the_readme_has_the_limits_of_versions():
 
 
 def test_the_api_is_what_the_docstrings_say():
-    generator = runpy.run_path(str(REPOSITORY / "scripts" / "make_api.py"))
+    generator = runpy.run_path(str(REPOSITORY / "scripts" / "make" / "make_api.py"))
     written = (REPOSITORY / "docs" / "api.md").read_text()
-    assert written == generator["document"](), "run scripts/make_api.py"
+    assert written == generator["document"](), "run scripts/make/make_api.py"
     names = re.findall(r"^## torch_moe_mps\.(\w+)$", written, re.MULTILINE)
     assert names == sorted({*torch_moe_mps.__all__} - {"ops"})
 
@@ -145,14 +145,16 @@ def test_the_variables_of_the_environment():
 
 @pytest.mark.parametrize(("name", "page"), [("draw_rooms", "rooms.svg"), ("plot_quality", "quality.svg")])
 def test_pictures_are_what_the_scripts_draw(name, page):
-    script = runpy.run_path(str(REPOSITORY / "scripts" / f"{name}.py"))
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "make" / f"{name}.py"))
     document = [(REPOSITORY / "docs" / "quality.md").read_text()] if name == "plot_quality" else []
-    assert (REPOSITORY / "docs" / page).read_text() == script["drawing"](*document), f"run scripts/{name}.py"
+    assert (REPOSITORY / "docs" / page).read_text() == script["drawing"](*document), (
+        f"run scripts/make/{name}.py"
+    )
 
 
 def test_the_page_of_embeddings_is_what_the_script_writes():
     """But for the figures, which take minutes."""
-    script = runpy.run_path(str(REPOSITORY / "scripts" / "bench_embeddings.py"))
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "bench" / "bench_embeddings.py"))
     page = (REPOSITORY / "docs" / "embeddings.md").read_text()
     rows = re.findall(r"^\| (?!recipe).*\|$", page, re.M)
     assert [row.split(" | ")[0] for row in rows] == [
@@ -166,7 +168,7 @@ def test_the_page_of_embeddings_is_what_the_script_writes():
 
 def test_the_picture_of_quality():
     """Each point lies where its numbers say, by the lines and labels of the axes."""
-    script = runpy.run_path(str(REPOSITORY / "scripts" / "plot_quality.py"))
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "make" / "plot_quality.py"))
     rows = [
         "| recipe | MB | perplexity | KL |",
         "|---|---:|---:|---:|",

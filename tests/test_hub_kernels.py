@@ -16,7 +16,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 
 def build(destination: Path, **settings) -> Path:
-    path = REPOSITORY / "scripts" / "build_hub_kernels.py"
+    path = REPOSITORY / "scripts" / "make" / "build_hub_kernels.py"
     return runpy.run_path(str(path))["build"](destination, **settings)
 
 

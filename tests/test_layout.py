@@ -160,7 +160,7 @@ def documented(tree: ast.Module) -> Iterator[str]:
 def test_the_version_of_macos_is_never_asked_of_python():
     """Which may be told an older one, depending on its build (cpython#135675): `macs.macos` asks sw_vers."""
     root = dependents.REPOSITORY
-    paths = [root / "setup.py", *PACKAGE.rglob("*.py"), *(root / "scripts").glob("*.py")]
+    paths = [root / "setup.py", *PACKAGE.rglob("*.py"), *(root / "scripts").rglob("*.py")]
     assert [path.name for path in paths if "mac_ver(" in path.read_text()] == []
 
 
@@ -168,7 +168,7 @@ def test_docstrings_begin_with_the_thing():
     """A noun or a verb comes first, in the package and in the scripts."""
     assert MIDDLE.match(*documented(ast.parse('def f():\n    """Of each row."""')))
     assert not MIDDLE.match(*documented(ast.parse('class A:\n    """Offsets of rows."""')))
-    paths = [*PACKAGE.rglob("*.py"), *(dependents.REPOSITORY / "scripts").glob("*.py")]
+    paths = [*PACKAGE.rglob("*.py"), *(dependents.REPOSITORY / "scripts").rglob("*.py")]
     texts = [(path, text) for path in paths for text in documented(ast.parse(path.read_text()))]
     assert not [(path, text) for path, text in texts if MIDDLE.match(text)]
 

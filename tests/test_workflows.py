@@ -227,7 +227,7 @@ def test_apples_compiler_and_gpu_are_asked():
     """Every shader is compiled; what a hosted GPU answers is kept, and fails nothing."""
     test = jobs(FOLDER / "test.yml")
     assert {*runners(test["shaders"])} == {label for label in RUNNERS if label != "ubuntu-24.04"}
-    assert "scripts/apple_registers" in commands(test["registers"])
+    assert "scripts/macos/apple_registers" in commands(test["registers"])
     gpu = test["gpu"]
     assert gpu["continue-on-error"] is True
     first, *_ = re.findall(r"torch-moe-mps \w+ --\w+", commands(gpu))

@@ -1,4 +1,4 @@
-"""scripts/train_moe.py and scripts/bench_experts.py, and what they found."""
+"""scripts/bench/train_moe.py and scripts/bench/bench_experts.py, and what they found."""
 
 import json
 import math

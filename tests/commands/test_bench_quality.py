@@ -1,4 +1,4 @@
-"""scripts/bench_quality.py, and what it found."""
+"""scripts/bench/bench_quality.py, and what it found."""
 
 from argparse import Namespace
 

@@ -1,4 +1,4 @@
-"""scripts/shader_sources, compile_shaders and apple_registers, with stand-ins for Apple's tools."""
+"""scripts/macos/shader_sources, compile_shaders and apple_registers, with stand-ins for Apple's tools."""
 
 import importlib
 import json
@@ -70,7 +70,7 @@ def test_sources_need_no_other_file(sources, tmp_path):
 
 def test_a_folder_without_a_list_is_refused(tmp_path):
     with pytest.raises(
-        SystemExit, match=r"must be a folder that scripts/shader_sources wrote: .*No such file"
+        SystemExit, match=r"must be a folder that scripts/macos/shader_sources wrote: .*No such file"
     ):
         compile_shaders.main([str(tmp_path)])
 

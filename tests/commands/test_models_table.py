@@ -18,7 +18,7 @@ DENSE_ALWAYS = ["gemma3"]
 @functools.cache
 def generator():
     spec = importlib.util.spec_from_file_location(
-        "make_models_table", REPOSITORY / "scripts" / "make_models_table.py"
+        "make_models_table", REPOSITORY / "scripts" / "make" / "make_models_table.py"
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -57,14 +57,16 @@ def reasons(text: str, architecture: str) -> list[str]:
 def test_row_is_current(current, simulated, architecture):
     """And whether it is among those whose router is left unchanged."""
     line, report = generator().row(architecture)
-    assert rows()[architecture] == line, "run scripts/make_models_table.py"
+    assert rows()[architecture] == line, "run scripts/make/make_models_table.py"
     unchanged = reasons(generator().footer({architecture: report}), architecture)
-    assert reasons(TABLE.read_text(), architecture) == unchanged, "run scripts/make_models_table.py"
+    assert reasons(TABLE.read_text(), architecture) == unchanged, "run scripts/make/make_models_table.py"
 
 
 @pytest.mark.parametrize("architecture", in_sweep(tiny_models.DENSE_ARCHITECTURES, DENSE_ALWAYS))
 def test_dense_row_is_current(current, architecture):
-    assert rows(1)[architecture] == generator().dense_row(architecture), "run scripts/make_models_table.py"
+    assert rows(1)[architecture] == generator().dense_row(architecture), (
+        "run scripts/make/make_models_table.py"
+    )
 
 
 def test_every_other_causal_model_is_listed_and_right():
@@ -77,7 +79,9 @@ def test_every_other_causal_model_is_listed_and_right():
 @pytest.mark.slow("a model runs twice and generates")
 @pytest.mark.parametrize("architecture", in_sweep(tiny_models.other_causal(), ["qwen3_5_text"]))
 def test_row_of_another_causal_model_is_current(current, simulated, architecture):
-    assert rows(2)[architecture] == generator().other_row(architecture), "run scripts/make_models_table.py"
+    assert rows(2)[architecture] == generator().other_row(architecture), (
+        "run scripts/make/make_models_table.py"
+    )
 
 
 @pytest.mark.parametrize(

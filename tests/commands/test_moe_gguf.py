@@ -1,4 +1,4 @@
-"""scripts/moe_gguf.py: llama.cpp reads the file, and has the model's probabilities."""
+"""scripts/bench/moe_gguf.py: llama.cpp reads the file, and has the model's probabilities."""
 
 import json
 from pathlib import Path

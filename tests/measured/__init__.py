@@ -1,6 +1,6 @@
 """What is measured of this package's kernels without a Mac, beside MLX's kernels for the same work.
 
 cases/     the calls, and what MLX launches for them
-apple/     on the simulator's cost model of Apple GPUs (scripts/apple_model)
-cuda/      on an NVIDIA GPU (scripts/bench_gpu.py)
+apple/     on the simulator's cost model of Apple GPUs (scripts/macos/apple_model)
+cuda/      on an NVIDIA GPU (scripts/bench/bench_gpu.py)
 """

@@ -29,9 +29,9 @@ def test_documentation(name):
 
 
 def test_operators_table_is_current():
-    generator = runpy.run_path(str(REPOSITORY / "scripts" / "make_operators_table.py"))
+    generator = runpy.run_path(str(REPOSITORY / "scripts" / "make" / "make_operators_table.py"))
     written = (REPOSITORY / "docs" / "operators.md").read_text()
-    assert written == generator["document"](), "run scripts/make_operators_table.py"
+    assert written == generator["document"](), "run scripts/make/make_operators_table.py"
 
 
 def test_operators_table_has_every_operator_with_its_arguments():

@@ -49,7 +49,7 @@ def test_every_scale_of_nvfp4():
 
 
 def test_the_table_in_the_documentation():
-    script = REPOSITORY / "scripts" / "make_gguf_table.py"
+    script = REPOSITORY / "scripts" / "make" / "make_gguf_table.py"
     spec = importlib.util.spec_from_file_location("make_gguf_table", script)
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)

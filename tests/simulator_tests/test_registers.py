@@ -1,7 +1,7 @@
 """Kernels that may spill on one generation of GPUs: those with more registers than it is known to give.
 
 By our own counts, which are pinned beside this test: what Apple's compiler makes of a kernel, metal-tt says
-(scripts/apple_registers). The list is a file of pinned/, so that a variant with fewer registers shortens it.
+(scripts/macos/apple_registers). The list is a file of pinned/: a variant with fewer registers shortens it.
 """
 
 import re

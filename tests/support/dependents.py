@@ -41,7 +41,13 @@ from . import simulated  # noqa: F401  # which says where built pieces are kept
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "torch_moe_mps"
 TESTS = REPOSITORY / "tests"
-ROOTS = {PACKAGE: REPOSITORY, TESTS: TESTS, REPOSITORY / "scripts": REPOSITORY / "scripts"}
+SCRIPTS = REPOSITORY / "scripts"
+_OF_SCRIPTS = (SCRIPTS, *(SCRIPTS / room for room in ("bench", "make", "macos")))
+ROOTS = {
+    PACKAGE: REPOSITORY,
+    TESTS: TESTS,
+    **{folder: folder for folder in _OF_SCRIPTS},
+}  # the inner ones last
 SHADERS = PACKAGE / "shaders"
 SOURCES = (".mm", ".metal", ".h")
 # A kernel's function, and (kernel, function that it is an instance of).
@@ -84,6 +90,7 @@ def imports(path: Path, root: Path, part: ast.AST | None = None) -> Iterator[str
 def graph() -> dict[Path, set[Path]]:
     """{Python file: the files of the repository that it imports}, read anew when one has changed."""
     files = {path: root for folder, root in ROOTS.items() for path in sorted(folder.rglob("*.py"))}
+    files = {path: root for path, root in files.items() if not path.is_symlink()}
     texts = [(path.relative_to(REPOSITORY), path.read_bytes()) for path in files]
     name = build.digest(Path(__file__).read_bytes(), *itertools.chain.from_iterable(texts))
     edges = build.kept(f"imports-{name}", lambda: _read(files))

@@ -15,7 +15,9 @@ import pytest
 
 from .processes import REPOSITORY
 
-spec = importlib.util.spec_from_file_location("build_wheel", REPOSITORY / "scripts" / "build_wheel.py")
+spec = importlib.util.spec_from_file_location(
+    "build_wheel", REPOSITORY / "scripts" / "macos" / "build_wheel.py"
+)
 build_wheel = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build_wheel)
 

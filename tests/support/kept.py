@@ -29,7 +29,7 @@ import simulator
 from simulator import build
 
 from . import dependents, simulated  # noqa: F401  # simulated says where built pieces are kept
-from .dependents import PACKAGE, REPOSITORY, TESTS
+from .dependents import PACKAGE, REPOSITORY, SCRIPTS, TESTS
 
 # What every test runs in.
 EVERY_TEST = re.compile(
@@ -117,7 +117,7 @@ def fixtures(conftest: Path) -> dict[str, tuple[frozenset[str], frozenset[Path]]
 
 
 def root_of(path: Path) -> Path:
-    return next(root for folder, root in dependents.ROOTS.items() if folder in path.parents)
+    return [root for folder, root in dependents.ROOTS.items() if folder in path.parents][-1]
 
 
 def of_fixtures(test: Path) -> set[Path]:
@@ -165,7 +165,7 @@ def closure(test: Path) -> frozenset[Path]:
 @functools.cache
 def named() -> dict[Path, frozenset[Path]]:
     """{text or table of the repository: the tests that name it}"""
-    texts = matching(TEXTS) | frozenset(path for path in repository() if path.parent.name == "scripts")
+    texts = matching(TEXTS) | frozenset(path for path in repository() if SCRIPTS in path.parents)
     return {path: frozenset(dependents.dependents(path)) for path in texts if path.suffix != ".py"}
 
 

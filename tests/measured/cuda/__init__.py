@@ -5,5 +5,5 @@ programs.py, peers_*.py     sequences of dispatches: the recorded ones, and thos
 replay.py                   such a sequence on a GPU
 run.py, timing.py           checks and times of a case
 worker.py, report.py        cases in a process of their own, and the table
-main.py                     the command line of scripts/bench_gpu.py
+main.py                     the command line of scripts/bench/bench_gpu.py
 """

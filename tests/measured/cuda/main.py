@@ -1,4 +1,4 @@
-"""scripts/bench_gpu.py: the package's Metal kernels on an NVIDIA GPU, beside MLX's.
+"""scripts/bench/bench_gpu.py: the package's Metal kernels on an NVIDIA GPU, beside MLX's.
 
     record     what the operators encode, as a folder of files; needs the simulator (Linux, clang)
     run        that folder on a GPU: every result checked, every time printed; needs torch with CUDA
@@ -29,7 +29,7 @@ from ..cases.experts import Case
 from . import peers_mlx, report, run, worker
 
 REPOSITORY = Path(__file__).parents[3]
-SCRIPT = REPOSITORY / "scripts" / "bench_gpu.py"
+SCRIPT = REPOSITORY / "scripts" / "bench" / "bench_gpu.py"
 # Of the cases that are timed.
 GROUPS = (
     *("experts", "prefill", "linear", "attention", "norms", "combine", "routing", "fused", "gguf"),

@@ -1,8 +1,8 @@
 """What a decode step costs the host, counted: a time would measure what else the machine does.
 
 The host's time of a step is that of the operators it dispatches, some microseconds each, and of the calls in
-Python, each a fraction of one. `scripts/bench_host.py` times both: with the numbers below an accelerated step
-takes at most 0.38 of the time of the model's own code; the goal is 0.35.
+Python, each a fraction of one. `scripts/bench/bench_host.py` times both: with the numbers below an
+accelerated step takes at most 0.38 of the time of the model's own code; the goal is 0.35.
 """
 
 import sys

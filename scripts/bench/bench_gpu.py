@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times the package's kernels on an NVIDIA GPU: python scripts/bench_gpu.py --help."""
+"""Times the package's kernels on an NVIDIA GPU: python scripts/bench/bench_gpu.py --help."""
 
 import os
 import sys

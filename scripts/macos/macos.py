@@ -1,4 +1,4 @@
-"""Checks without a Mac that the host code builds for one: `scripts/check_macos [--all | VERSION ...]`.
+"""Checks without a Mac that the host code builds for one: `scripts/macos/check_macos [--all | VERSION ...]`.
 
 Every .mm of csrc is compiled for arm64-macos against the headers of PyTorch's macOS wheel and linked against
 its libraries, in which every symbol of torch has to be found; every Objective-C selector and class that the
@@ -28,7 +28,7 @@ from simulator.build_device import compile_once, precompiled, run, together
 from simulator.errors import BuildError
 
 DEFAULT = "2.13.0"
-PACKAGE = Path(__file__).parents[1] / "torch_moe_mps"
+PACKAGE = Path(__file__).parents[2] / "torch_moe_mps"
 VERSIONS = runpy.run_path(str(PACKAGE / "_versions.py"))
 SUPPORTED = VERSIONS["TORCH"]
 NEWEST_NEED = max(VERSIONS["MACOS_OF_TORCH"].values())  # pip takes wheels for older ones, too

