@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +77,55 @@ def test_torchs_own_faults_are_not_ours(few, capsys, monkeypatch):
     assert "Control: 26 of 27 calls of torch's own operators agree with the CPU" in out
     (failure,) = report()["control"]["failures"]
     assert failure["subject"] == "torch's own silu" and report()["failures"] == []
+
+
+def test_without_transformers_and_tqdm(few, capsys, monkeypatch):
+    """No model is run, which is no fault, and lines stand for bars."""
+    for module in ("transformers", "tqdm", "tqdm.auto"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(check, "OPERATORS", ["rms_norm", "moe_router"])
+    monkeypatch.setattr(check, "libraries", lambda *arguments: ["norms_f32"])
+    assert main(ONE) == 0
+    out, err = capsys.readouterr()
+    assert "Model: not run, transformers is not installed\n" in out
+    assert "Compiling: 1 x library\nCompiling: 1 of 1\nComparing: 2 x check\nComparing: 1 of 2\n" in err
+    assert report()["model"] == "not run: transformers is not installed"
+
+
+def test_the_bar_knows_how_much_there_is(monkeypatch):
+    """Calls at real sizes are checks of their own."""
+    seen = []
+
+    class Bar(contextlib.nullcontext):
+        def update(self):
+            seen.append("done")
+
+    monkeypatch.setattr(check, "_bar", lambda what, total, unit: seen.append(total) or Bar(Bar()))
+    monkeypatch.setattr(check, "first_fault", lambda one: None)
+    subjects = calls.subjects(["rms_norm", "attention"], [torch.float32], [])
+    assert check.compare_all(subjects) == []
+    assert seen[0] == len(seen) - 1 > len(subjects)
+
+
+def test_a_near_tie_of_experts_is_judged_apart():
+    """The fifth of 12 tokens has another second expert, which changes its logits and later ones by 10 %."""
+    torch.manual_seed(0)
+    routers, logits = [torch.randn(12, 8), torch.randn(12, 8)], torch.randn(1, 12, 32)
+    second, third = routers[0][4].topk(3).indices[1:]
+    routers[0][4, third] = routers[0][4, second] - 1e-3
+    expected = SimpleNamespace(router_logits=routers, logits=logits)
+    ours = [router.clone() for router in routers]
+    ours[0][4, third] += 2e-3
+    ours[1][4:] += 0.1
+    actual = SimpleNamespace(router_logits=ours, logits=logits.clone())
+    actual.logits[:, 4:] *= 1.1
+    tolerance = 2 * compare.TOLERANCE[torch.bfloat16]
+    assert compare.difference(actual.logits, logits) > tolerance > check.model_difference(actual, expected, 2)
+    actual.logits[:, 3] *= 1.1
+    assert check.model_difference(actual, expected, 2) > tolerance
+    actual.logits[:, 3] = logits[:, 3]
+    ours[0][4, third] += 0.5  # a choice that no rounding explains
+    assert check.model_difference(actual, expected, 2) > tolerance
 
 
 def test_the_report_is_written_behind_each_phase(few, monkeypatch):

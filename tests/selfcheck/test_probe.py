@@ -35,7 +35,7 @@ AS_ASSUMED = {
         **{"half_operand": True, "half_result": True},
     },
     "bfloat_rounding": {"to_nearest_even": True, "nan_stays": True},
-    "in_place": {"right": True},
+    "threadgroup_memory": {"given": True, "own_behind_it": True},
     "indirect_grid": {"right": True, "groups": 6},
 }
 
@@ -88,7 +88,8 @@ def test_what_is_launched(simulated):
             "out[i] = bfloat(x[i])",
             "out[i] = as_type<bfloat>(ushort(as_type<uint>(x[i]) >> 16))",
         ),
-        ("in_place", "2.0f * x[i] + 1.0f", "2.0f * x[max(i, 1u) - 1] + 1.0f"),
+        ("threadgroup_memory", "out[lane] = memory[31 - lane]", "out[lane] = memory[lane]"),
+        ("threadgroup_memory", "sum += memory[i + 31 - lane]", "sum += memory[31 - lane]"),
         ("indirect_grid", "grid[i] = 3 - i", "grid[i] = 1"),
     ],
 )
@@ -103,18 +104,18 @@ def test_a_part_that_fails_is_in_the_page(simulated, monkeypatch, capsys):
         raise RuntimeError("no pipeline for probe_fma\n/Users/jane/x")
 
     monkeypatch.setattr(probe, "Sizes", lambda: SMALL)
-    monkeypatch.setattr(probe, "PARTS", {"in_place": probe.in_place, "fma_tmacs": fails})
+    monkeypatch.setattr(probe, "PARTS", {"nan": probe.nan_rules, "fma_tmacs": fails})
     monkeypatch.setattr(check, "libraries", lambda *arguments: [])
     assert main(["check", "--probe"]) == 1
     page = json.loads(capsys.readouterr().out)
-    assert page["fma_tmacs"] == {"error": "no pipeline for probe_fma"} and page["in_place"] == {"right": True}
+    assert page["fma_tmacs"] == {"error": "no pipeline for probe_fma"} and page["nan"] == AS_ASSUMED["nan"]
 
 
 def test_a_gpu_that_fails_is_in_the_page(simulated, monkeypatch):
-    monkeypatch.setattr(probe, "PARTS", {"in_place": probe.in_place, "contraction": probe.contraction})
+    monkeypatch.setattr(probe, "PARTS", {"nan": probe.nan_rules, "contraction": probe.contraction})
     with simulated.failing("fault"):
         page = probe.probe(SMALL, [])
-    assert "Fault" in page["in_place"]["error"] and page["contraction"] == AS_ASSUMED["contraction"]
+    assert "Fault" in page["nan"]["error"] and page["contraction"] == AS_ASSUMED["contraction"]
 
 
 def test_each_kernel_computes_what_it_times(simulated):
@@ -200,7 +201,7 @@ def costs(monkeypatch):
 def test_the_model_takes_a_page(simulated, tmp_path, capsys, costs):
     file = tmp_path / "gpu.json"
     file.write_text(
-        json.dumps(PAGE | {"in_place": {"right": False}, "contraction": {"across_statements": True}})
+        json.dumps(PAGE | {"indirect_grid": {"right": False}, "contraction": {"across_statements": True}})
     )
     assert model.main(["--facts", str(file), "--linear", "512,512", "--tokens", "1", "--no-mlx"]) == 0
     out = capsys.readouterr().out
@@ -209,7 +210,7 @@ def test_the_model_takes_a_page(simulated, tmp_path, capsys, costs):
     assert "  issue slots of mma16: 16 (17)\n  issue slots of mma32: 20 (18)\n" in out
     assert "holds at full rate: 96 of 128\n" in out and "times that of 1: 1 1, 32 29.5, 33 1.02\n" in out
     assert "times those of direct ones: 1.55\n" in out
-    assert "  NOT as assumed: in_place has right False\n" in out and "contraction" not in out
+    assert "  NOT as assumed: indirect_grid has right False\n" in out and "contraction" not in out
     assert "M1 Max, measured: bound (next), predicted us" in out
     assert costs["mma16"] == Cost(16.0)
     assert model.main(["--facts", str(file), "--token"]) == 0

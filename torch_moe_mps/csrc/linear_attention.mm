@@ -144,11 +144,15 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
             static_cast<double>(q.nbytes() + k.nbytes() + 2 * v.nbytes() + 2 * state.nbytes()))
       .threadgroups({is_normed_here ? 1 : ceil_div(scan.simdgroups, simdgroups), heads},
                     {simdgroups * kSimdWidth});
-  if (norm && !is_normed_here) {
-    add_gated_norm(commands, output, *gate, *norm, {1, gate_activation == "sigmoid"}, output);
+  if (!norm || is_normed_here) {
+    commands.encode();
+    return output;
   }
+  // Metal's compiler takes it that arguments of a kernel share no memory.
+  Tensor normed = at::empty(output.sizes(), output.options());
+  add_gated_norm(commands, output, *gate, *norm, {1, gate_activation == "sigmoid"}, normed);
   commands.encode();
-  return output;
+  return normed;
 }
 
 Tensor selective_scan_(const Tensor& x, const Tensor& step, const Tensor& b, const Tensor& c,

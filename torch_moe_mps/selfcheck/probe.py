@@ -31,6 +31,7 @@ LIVE = (64, 80, 88, 96, 104, 112, 120, 128)  # numbers that threads of probe_liv
 STRIDES = (1, 2, 4, 8, 16, 32, 33)  # floats between lanes, up to kProbeMostStride
 # Threads, tiles and the values of a step of probe_fragments.
 FRAGMENT_THREADS, TILES, ROWS, DEPTH = 128, 16, 32, 32
+GIVEN_MEMORY = 28 << 10  # bytes
 TINY = 2.0**-127  # a subnormal number in single precision
 
 
@@ -145,12 +146,17 @@ def bfloat_rounding(sizes: Sizes) -> dict[str, Any]:
     return result if same else result | {"bits": got.view(torch.int16).tolist()}
 
 
-def in_place(sizes: Sizes) -> dict[str, bool]:
-    """Whether a buffer that is bound twice, to read and to write, gives the right result."""
-    x = torch.arange(4 * THREADS).float()
-    bound = x.to("mps")
-    _run("probe_in_place", [bound, bound], groups=4)
-    return {"right": torch.equal(bound.cpu(), 2 * x + 1)}
+def threadgroup_memory(sizes: Sizes) -> dict[str, bool]:
+    """Whether a kernel with 20 KiB of threadgroup memory of its own is right behind one to which the encoder
+    gave 28 of the 32 KiB that there are: the length is set back to 0 between them."""
+    given, own = torch.zeros(2, 32, dtype=torch.int32, device="mps")
+    torch.ops.moe_mps._probe_memory(given, own, GIVEN_MEMORY)
+    lanes = 31 - torch.arange(32)
+    sums = 160 * lanes + 32 * sum(range(160))  # of 5,120 numbers, 160 a lane
+    return {
+        "given": torch.equal(given.cpu(), lanes.int()),
+        "own_behind_it": torch.equal(own.cpu(), sums.int()),
+    }
 
 
 def indirect_grid(sizes: Sizes) -> dict[str, Any]:
@@ -379,7 +385,7 @@ PARTS: dict[str, Callable[[Sizes], Any]] = {
     "nan": nan_rules,
     "subnormals": subnormals,
     "bfloat_rounding": bfloat_rounding,
-    "in_place": in_place,
+    "threadgroup_memory": threadgroup_memory,
     "indirect_grid": indirect_grid,
     "dispatch_us": dispatches,
     "wake_us": wake,

@@ -3,8 +3,9 @@
 #include "common.h"
 #include "params/probe.h"
 
-constant constexpr uint kProbeChains = 8;       // products of a thread that do not wait for each other
-constant constexpr uint kProbeMostStride = 33;  // floats between lanes
+constant constexpr uint kProbeChains = 8;        // products of a thread that do not wait for each other
+constant constexpr uint kProbeMostStride = 33;   // floats between lanes
+constant constexpr uint kProbeOwnMemory = 5120;  // numbers of 4 bytes: 20 of 32 KiB
 
 // The two elements of an 8 x 8 matrix that each lane holds.
 [[kernel]] void probe_layout_f32(device const float* matrix [[buffer(0)]],
@@ -57,10 +58,24 @@ constant constexpr uint kProbeMostStride = 33;  // floats between lanes
   out[i] = bfloat(x[i]);
 }
 
-// `x` and `out` may be the same memory.
-[[kernel]] void probe_in_place_f32(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
-                                   uint i [[thread_position_in_grid]]) {
-  out[i] = 2.0f * x[i] + 1.0f;
+// Threadgroup memory that the encoder gives, turned round in a simdgroup.
+[[kernel]] void probe_given_memory_f32(device uint* out [[buffer(0)]],
+                                       threadgroup uint* memory [[threadgroup(0)]],
+                                       uint lane [[thread_index_in_simdgroup]]) {
+  memory[lane] = lane;
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  out[lane] = memory[31 - lane];
+}
+
+// As much of its own as leaves too little for what the kernel before was given.
+[[kernel]] void probe_own_memory_f32(device uint* out [[buffer(0)]],
+                                     uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup uint memory[kProbeOwnMemory];
+  for (uint i = lane; i < kProbeOwnMemory; i += 32) memory[i] = i;
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  uint sum = 0;
+  for (uint i = 0; i < kProbeOwnMemory; i += 32) sum += memory[i + 31 - lane];
+  out[lane] = sum;
 }
 
 // The grid of the next dispatch, and how many threadgroups that has run.

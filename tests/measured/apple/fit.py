@@ -27,7 +27,7 @@ MACS = 512  # of a product of 8 x 8 matrices
 HOLDS = {  # what the kernels rely on, and what the page says then
     "matrix_layout": {"as_assumed": True},
     "bfloat_rounding": {"to_nearest_even": True, "nan_stays": True},
-    "in_place": {"right": True},
+    "threadgroup_memory": {"given": True, "own_behind_it": True},
     "indirect_grid": {"right": True},
     "nan": {"isnan": True, "compares": False},
     "subnormals": {

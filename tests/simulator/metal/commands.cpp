@@ -146,12 +146,28 @@ void check_arguments(const Command& command) {
   }
 }
 
+// Whether a kernel has such an argument.
+bool takes_threadgroup_memory(const msl_kernel& kernel, unsigned index) {
+  for (int i = 0; i < kernel.argument_count; i++) {
+    const msl_argument& argument = kernel.arguments[i];
+    if (argument.kind != MSL_BUFFER && argument.index == static_cast<int>(index)) return true;
+  }
+  return false;
+}
+
 void check_threadgroup_memory(const Command& command) {
   size_t total = 0;
   for (size_t bytes : command.threadgroup_bytes) total += bytes;
   if (total > kMaxThreadgroupMemory) {
     fail(std::string(command.kernel->name) + ": " + std::to_string(total) +
          " bytes of threadgroup memory are over the limit of " + std::to_string(kMaxThreadgroupMemory));
+  }
+  for (unsigned i = 0; i < kMaxBindings; i++) {
+    if (command.threadgroup_bytes[i] == 0 || takes_threadgroup_memory(*command.kernel, i)) continue;
+    fail(std::string(command.kernel->name) + ": threadgroup(" + std::to_string(i) + ") is still set to " +
+         std::to_string(command.threadgroup_bytes[i]) +
+         " bytes by a command before: the encoder, which torch's kernels share, keeps a length until it is "
+         "set to 0");
   }
 }
 

@@ -107,7 +107,12 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
   c.kind = kind;
   c.grid = to_array(grid);
   c.threads = to_array(threads);
-  simulator::record(c, stream);
+  try {
+    simulator::record(c, stream);
+  } catch (...) {
+    c.threadgroup_bytes = {};
+    throw;
+  }
 }
 - (void)dispatchThreads:(MTLSize)threadsPerGrid threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup {
   [self dispatch:GridKind::kThreads
@@ -164,10 +169,16 @@ id<MTLComputeCommandEncoder> simulated_encoder(simulator::StreamNumber stream) {
   if (simulator::forgetting() && current && current->command && current->stream == stream) {
     current->block = block;
   } else if (!current || !current->command || current->block != block || current->stream != stream) {
+    // PyTorch's encoder goes on until a commit. Bindings of another block are nobody's to use; lengths of
+    // threadgroup memory stay.
+    const bool goes_on = current && current->command && current->stream == stream;
+    const auto lengths =
+        goes_on ? current->command->threadgroup_bytes : decltype(Command::threadgroup_bytes){};
     simulated_end_encoder();
     current = [SimulatorEncoder new];
     simulator::keep_for_the_process(current);
     current->command = new Command;
+    current->command->threadgroup_bytes = lengths;
     current->block = block;
     current->stream = stream;
   }

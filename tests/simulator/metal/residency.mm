@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
 
 #include "foundation.h"
 #include "metal.h"
@@ -26,6 +27,13 @@ void count(const std::set<const void*>& allocations, int change) {
   for (const void* allocation : allocations) resident[allocation] += change;
 }
 
+std::atomic<const void*> the_heap{nullptr};
+
+void check_alive(const char* method, const void* allocation) {
+  if (allocation == the_heap || simulator::buffer_memory(allocation)) return;
+  fail(std::string(method) + ": an allocation was freed, which nobody but the set may have retained");
+}
+
 }  // namespace
 
 @interface SimulatorHeap : NSObject <MTLHeap>
@@ -44,7 +52,8 @@ void count(const std::set<const void*>& allocations, int change) {
 
 @interface SimulatorResidencySet : NSObject <MTLResidencySet> {
  @public
-  std::set<const void*>*added, *committed;  // allocations, which the set retains
+  // Allocations. Metal promises nowhere that a set retains them, so this one does not.
+  std::set<const void*>*added, *committed;
   bool is_requested;
 }
 @end
@@ -53,12 +62,11 @@ void count(const std::set<const void*>& allocations, int change) {
   if (allocation == nil) fail("addAllocation: of nil");
   if ([allocation class] != [SimulatorHeap class] && [(id<MTLBuffer>)allocation heap] != nil)
     fail("addAllocation: a buffer of a heap is resident with its heap alone");
-  if (added->insert((void*)allocation).second && committed->count((void*)allocation) == 0)
-    [allocation retain];
+  added->insert((void*)allocation);
 }
 - (void)removeAllocation:(id)allocation {
   if (added->erase((void*)allocation) == 0) fail("removeAllocation: of what is not in the set");
-  if (committed->count((void*)allocation) == 0) [allocation release];
+  check_alive("removeAllocation", (void*)allocation);
 }
 - (void)removeAllAllocations {
   while (!added->empty()) [self removeAllocation:(__bridge id) * added->begin()];
@@ -70,12 +78,10 @@ void count(const std::set<const void*>& allocations, int change) {
     count(before, -1);
     count(*committed, 1);
   }
-  for (const void* allocation : before) {
-    if (committed->count(allocation) == 0) [(__bridge id)allocation release];
-  }
 }
 - (void)requestResidency {
   if (*added != *committed) fail("requestResidency: commit what was added first");
+  for (const void* allocation : *committed) check_alive("requestResidency", allocation);
   requests++;
   if (is_requested) return;
   is_requested = true;
@@ -110,6 +116,7 @@ id<MTLHeap> simulated_heap(size_t bytes) {
   static SimulatorHeap* heap = [] {
     SimulatorHeap* made = [SimulatorHeap new];
     simulator::keep_for_the_process(made);
+    the_heap = (__bridge void*)made;
     return made;
   }();
   return heap;

@@ -506,32 +506,92 @@ class Separation {
     blocks.clear();
     for (int i = 0; i < 31; i++)
       if (d.buffers[i].data && d.buffers[i].size) note(d.buffers[i], i);
-    for (size_t i = 0; i < blocks.size(); i++) {
-      Block& b = blocks[i];
+    for (Block& b : blocks) {
       if (size_t(b.end - b.begin) > copy_limit) continue;
-      b.copy = room + i * distance + distance / 2 + (reinterpret_cast<uintptr_t>(b.begin) & 4095);
-      memcpy(b.copy, b.begin, b.end - b.begin);
-      for (int binding : b.bindings)
-        moved.buffers[binding].data = b.copy + (static_cast<char*>(d.buffers[binding].data) - b.begin);
+      b.is_shared = is_shared(*d.kernel, b);
+      for (int binding : b.bindings) {
+        if (b.copies.empty() || b.is_shared) b.copies.push_back(copy_of(b, binding));
+        moved.buffers[binding].data =
+            b.copies.back() + (static_cast<char*>(d.buffers[binding].data) - b.begin);
+      }
     }
     return moved;
   }
 
-  void bring_back(const msl_kernel& kernel) {
-    for (const Block& b : blocks)
-      if (b.copy && std::any_of(b.bindings.begin(), b.bindings.end(), [&](int i) {
-            const msl_argument* a = buffer_argument(kernel, i);
-            return a && a->writable;
-          }))
-        memcpy(b.begin, b.copy, b.end - b.begin);
+  // What two arguments share though one of them writes it; "" if nothing is.
+  std::string conflict(const msl_dispatch& d) const {
+    for (const Block& b : blocks) {
+      if (!b.is_shared) continue;
+      for (int writer : b.bindings) {
+        for (int other : b.bindings) {
+          if (other == writer || !memory.is_accessed(writer) || !memory.is_accessed(other)) continue;
+          const long shift =
+              static_cast<char*>(d.buffers[writer].data) - static_cast<char*>(d.buffers[other].data);
+          const long at = memory.first_conflict(writer, other, shift);
+          if (at >= 0) {
+            return "accesses memory by two arguments, by one of which it writes it: " + name(d, writer) +
+                   " at byte " + std::to_string(at) + " is " + name(d, other) + " at byte " +
+                   std::to_string(at + shift) + "; Metal's compiler takes it that arguments share no memory";
+          }
+        }
+      }
+    }
+    return "";
+  }
+
+  void bring_back(const msl_dispatch& d) {
+    for (const Block& b : blocks) {
+      for (size_t i = 0; i < b.copies.size(); i++) {
+        if (b.is_shared) {
+          bring_back_written(d, b, i);
+        } else if (std::any_of(b.bindings.begin(), b.bindings.end(),
+                               [&](int binding) { return is_writable(*d.kernel, binding); })) {
+          memcpy(b.begin, b.copies[i], b.end - b.begin);
+        }
+      }
+    }
   }
 
  private:
   struct Block {  // what the dispatch sees of one MTLBuffer
     uint64_t identity;
-    char *begin, *end, *copy;
+    char *begin, *end;
     std::vector<int> bindings;
+    bool is_shared = false;  // by arguments of which one is writable: then there is a copy for each binding
+    std::vector<char*> copies = {};
   };
+
+  static bool is_writable(const msl_kernel& kernel, int binding) {
+    const msl_argument* argument = buffer_argument(kernel, binding);
+    return argument && argument->writable;
+  }
+
+  static bool is_shared(const msl_kernel& kernel, const Block& b) {
+    int arguments = 0;
+    bool writes = false;
+    for (int binding : b.bindings) {
+      arguments += buffer_argument(kernel, binding) != nullptr;
+      writes = writes || is_writable(kernel, binding);
+    }
+    return writes && arguments > 1;
+  }
+
+  static std::string name(const msl_dispatch& d, int binding) {
+    return "buffer " + std::to_string(binding) + " '" + buffer_argument(*d.kernel, binding)->name + "'";
+  }
+
+  char* copy_of(const Block& b, int slot) {
+    char* copy = room + slot * distance + distance / 2 + (reinterpret_cast<uintptr_t>(b.begin) & 4095);
+    memcpy(copy, b.begin, b.end - b.begin);
+    return copy;
+  }
+
+  void bring_back_written(const msl_dispatch& d, const Block& b, size_t i) {
+    const msl_binding& binding = d.buffers[b.bindings[i]];
+    char* data = static_cast<char*>(binding.data);
+    for (size_t byte = 0; byte < binding.size; byte++)
+      if (memory.is_written(b.bindings[i], byte)) data[byte] = b.copies[i][data - b.begin + byte];
+  }
 
   void note(const msl_binding& binding, int index) {
     char* begin = static_cast<char*>(binding.data);
@@ -541,7 +601,7 @@ class Separation {
       b.bindings.push_back(index);
       return;
     }
-    blocks.push_back({binding.identity, begin, begin + binding.size, nullptr, {index}});
+    blocks.push_back({binding.identity, begin, begin + binding.size, {index}});
   }
 
   char* room = nullptr;
@@ -792,8 +852,10 @@ extern "C" int msl_execute(const msl_dispatch* d, msl_counters* result, char* te
     } catch (const Finding&) {
     }
     stop_running();
-    separation.bring_back(*d->kernel);
+    const std::string shared = message.empty() ? separation.conflict(*d) : "";
+    separation.bring_back(*d);
     memory.end(*result);
+    if (!shared.empty()) finding(shared);
   } catch (const Finding&) {
   }
   if (message.empty()) return 0;

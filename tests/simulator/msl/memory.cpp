@@ -426,6 +426,36 @@ void Memory::clear(Segment& s) {
   }
 }
 
+namespace {
+bool has(const uint64_t* bits, size_t at) {
+  return bits && bits[at >> 6] >> (at & 63) & 1;
+}
+}  // namespace
+
+const Segment* Memory::of_binding(int binding) const {
+  for (const Segment& s : segments)
+    if (s.binding == binding) return &s;
+  return nullptr;
+}
+
+bool Memory::is_accessed(int binding) const {
+  const Segment* s = of_binding(binding);
+  return s && (s->traffic.bytes_read || s->traffic.bytes_written);
+}
+
+bool Memory::is_written(int binding, size_t byte) const {
+  const Segment* s = of_binding(binding);
+  return s && has(s->write_bits, byte);
+}
+
+long Memory::first_conflict(int writer, int other, long shift) const {
+  const Segment *a = of_binding(writer), *b = of_binding(other);
+  if (!a || !b) return -1;
+  for (long i = std::max(0l, -shift); i < long(a->size) && i + shift < long(b->size); i++)
+    if (has(a->write_bits, i) && (has(b->read_bits, i + shift) || has(b->write_bits, i + shift))) return i;
+  return -1;
+}
+
 void Memory::end(msl_counters& counters) {
   for (Segment& s : segments) {
     if (s.binding < 0 || !s.touched) continue;

@@ -93,6 +93,13 @@ class Memory {
   void aligned_access(uintptr_t address, size_t size, bool write, const void* caller);
   void atomic(uintptr_t address, unsigned size, bool write, const void* caller);
 
+  // Whether a binding with memory of its own was accessed, whether it was written, and at which byte of the
+  // first one, at least `from`, the second one's byte `shift` further on was accessed where the first was
+  // written; -1 nowhere.
+  bool is_accessed(int binding) const;
+  bool is_written(int binding, size_t byte) const;
+  long first_conflict(int writer, int other, long shift) const;
+
   // A read that all these threads make.
   void read_by(Reader reader, uintptr_t address, size_t size);
 
@@ -113,6 +120,7 @@ class Memory {
   void check(Segment& segment, size_t offset, size_t size, bool atomic, const void* caller);
   Segment* find(uintptr_t address, size_t size, bool write, const void* caller);
   Segment arena_segment();
+  const Segment* of_binding(int binding) const;
   void add_buffers(const msl_dispatch& dispatch);
   void add_module(const void* code);
   void clear(Segment& segment);

@@ -268,6 +268,18 @@ const std::map<std::string, void (*)(const Tensor& x)> other_faults = {
          dispatch(encoder, 1, 4);
        });
      }},
+    {"threadgroup memory that stays",
+     [](const Tensor& x) {
+       in_block(^(Encoder encoder) {
+         [encoder setComputePipelineState:kernel("scratch")];
+         set(encoder, x, 0);
+         [encoder setThreadgroupMemoryLength:64 atIndex:0];
+         dispatch(encoder, 1, 4);
+       });
+       with_axpy(x, ^(Encoder encoder) {
+         dispatch(encoder, 1, 4);
+       });
+     }},
     {"no pipeline",
      [](const Tensor& x) {
        in_block(^(Encoder encoder) {

@@ -66,6 +66,7 @@ FAULTS = {
     "threadgroup memory over 32 KiB in sum": "axpy: 32784 bytes of threadgroup memory are over",
     "threadgroup memory length": "setThreadgroupMemoryLength: 100 at index 0 is no multiple of 16",
     "threadgroup memory not set": "scratch: threadgroup(0) 'memory' has no memory",
+    "threadgroup memory that stays": "axpy: threadgroup(0) is still set to 64 bytes by a command before",
     "too many threads": "axpy: 1088 threads per threadgroup (64x17x1) are over the pipeline's limit of 384",
     "threads over the kernel's attribute": "narrow: 65 threads per threadgroup (65x1x1) are over the",
     "no threads": "axpy: threads per threadgroup are 0x1x1, none may be 0",

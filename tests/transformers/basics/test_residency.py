@@ -14,6 +14,7 @@ from torch_moe_mps.transformers.basics.residency import MOVED
 from torch_moe_mps.transformers.capture.calls import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
+OPS = torch.ops.moe_mps
 IDS = torch.arange(20)[None]
 
 
@@ -153,3 +154,16 @@ def test_macos_14_has_no_sets(simulated, monkeypatch):
     model = model_on_mps()
     run(model)
     assert resident(simulated, model) == {False} and simulated.residency_sets() == before
+
+
+def test_memory_that_torch_frees_first_stays_until_it_is_let_go(simulated):
+    """The host retains it: nothing says that Metal's set does."""
+    buffers, sets = simulated.live_buffers(), simulated.residency_sets()
+    for forget in (lambda number: OPS._let_go(number, 0), lambda number: None):
+        weights = [torch.zeros(1000).to("mps"), torch.zeros(1000).to("mps")]
+        number = OPS._keep_resident(weights)
+        del weights
+        assert simulated.live_buffers() == buffers + 2
+        forget(number)
+        OPS._end_residency(number)
+        assert simulated.live_buffers() == buffers and simulated.residency_sets() == sets

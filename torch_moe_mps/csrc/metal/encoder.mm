@@ -150,6 +150,8 @@ void Command::encode(id<MTLComputeCommandEncoder> encoder) const {
   } else {
     [encoder dispatchThreadgroups:metal_size(grid_) threadsPerThreadgroup:metal_size(threads_)];
   }
+  // The encoder is shared with torch: its kernels would have this memory on top of their own.
+  if (threadgroup_bytes_ > 0) [encoder setThreadgroupMemoryLength:0 atIndex:0];
 }
 
 std::string Command::text() const {

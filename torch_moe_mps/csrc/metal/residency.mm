@@ -38,7 +38,7 @@ namespace {
 
 struct Set {
   id<MoeResidencySet> set;
-  std::vector<id> allocations;           // one for each tensor, nil once that is let go
+  std::vector<id> allocations;           // one for each tensor, retained; nil once that is let go
   std::map<const void*, int64_t> users;  // how many tensors lie in an allocation
 };
 
@@ -98,7 +98,7 @@ int64_t keep_resident(at::TensorList tensors) {
     for (const at::Tensor& tensor : tensors) {
       const id allocation = allocation_of(tensor);
       if (made.users[(__bridge const void*)allocation]++ == 0) [made.set addAllocation:allocation];
-      made.allocations.push_back(allocation);
+      made.allocations.push_back([allocation retain]);
     }
     [made.set commit];
     [made.set requestResidency];
@@ -110,7 +110,7 @@ int64_t keep_resident(at::TensorList tensors) {
   }
 }
 
-// Lets one tensor's memory go, which may be freed already: the set has kept its allocation.
+// Lets one tensor's memory go, which torch may have freed already.
 void let_go(int64_t number, int64_t tensor) {
   const std::lock_guard<std::mutex> lock(sets.mutex);
   const auto found = sets.held.find(number);
@@ -119,10 +119,12 @@ void let_go(int64_t number, int64_t tensor) {
   const id allocation = set.allocations.at(tensor);
   if (allocation == nil) return;
   set.allocations[tensor] = nil;
-  if (--set.users[(__bridge const void*)allocation] > 0) return;
   @autoreleasepool {
-    [set.set removeAllocation:allocation];
-    [set.set commit];
+    if (--set.users[(__bridge const void*)allocation] == 0) {
+      [set.set removeAllocation:allocation];
+      [set.set commit];
+    }
+    [allocation release];
   }
 }
 
@@ -135,6 +137,7 @@ void end_residency(int64_t number) {
     [found->second.set removeAllAllocations];
     [found->second.set commit];
     [found->second.set release];
+    for (const id allocation : found->second.allocations) [allocation release];
   }
   sets.held.erase(found);
   sets.changed.notify_all();

@@ -5,5 +5,5 @@
 struct ChosenParams {
   MatmulParams matmul;
   RouterParams router;
-  uint norms_inputs;
+  uint32_t norms_inputs;
 };
