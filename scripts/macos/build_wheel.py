@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ OF_PYTHON = re.compile(r"_{1,2}Py[A-Z_]|__Z.*(8pybind11|6python)")
 CPU_ARM64 = 0x0100000C  # of a Mach-O header
 # Of a code signature: Apple's cs_blobs.h.
 CODE_DIRECTORY, AD_HOC, SHA256 = 0xFADE0C02, 0x2, 2
-PLACEHOLDER = "OWNER"
+ADDRESSES = ("Source", "Documentation", "Issues", "Changelog")  # that PyPI's page needs
 COMPILED = Path("torch_moe_mps", "shaders", "compiled")
 MOST_BYTES = 100_000_000  # of a file on PyPI
 
@@ -211,8 +212,9 @@ def release_faults(tag: str) -> list[str]:
         rf"^## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)$", _read("CHANGELOG.md"), re.MULTILINE
     ):
         faults.append(f"CHANGELOG.md has no date for {version}")
-    if PLACEHOLDER in _read("pyproject.toml"):
-        faults.append(f"pyproject.toml has {PLACEHOLDER} in place of the repository's address")
+    addresses = tomllib.loads(_read("pyproject.toml")).get("project", {}).get("urls", {})
+    if missing := [name for name in ADDRESSES if name not in addresses]:
+        faults.append(f"pyproject.toml has no address for {', '.join(missing)}")
     return faults
 
 

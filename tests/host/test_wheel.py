@@ -172,7 +172,7 @@ def test_what_is_forgotten_before_a_release(monkeypatch, tmp_path):
     files = {
         "torch_moe_mps/__init__.py": '__version__ = "1.2.0"\n',
         "CHANGELOG.md": "## 1.2.0 (unreleased)\n",
-        "pyproject.toml": 'Source = "https://github.com/OWNER/torch_moe_mps"\n',
+        "pyproject.toml": '[project.urls]\nSource = "https://example.com"\n',
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -180,8 +180,9 @@ def test_what_is_forgotten_before_a_release(monkeypatch, tmp_path):
     assert build_wheel.release_faults("v1.3.0") == [
         "the tag is v1.3.0, the version of torch_moe_mps is 1.2.0",
         "CHANGELOG.md has no date for 1.2.0",
-        "pyproject.toml has OWNER in place of the repository's address",
+        "pyproject.toml has no address for Documentation, Issues, Changelog",
     ]
     (tmp_path / "CHANGELOG.md").write_text("## 1.2.0 (2027-01-31)\n")
-    (tmp_path / "pyproject.toml").write_text('Source = "https://github.com/somebody/torch_moe_mps"\n')
+    addresses = [f'{name} = "https://example.com"' for name in build_wheel.ADDRESSES]
+    (tmp_path / "pyproject.toml").write_text("\n".join(["[project.urls]", *addresses]))
     assert build_wheel.release_faults("v1.2.0") == []
