@@ -76,12 +76,15 @@ def metal_extension() -> dict:
 
 
 def description() -> str:
-    """README.md with absolute links: PyPI has no other file of the repository."""
-    (source,) = re.findall(r'^Source = "(.*)"$', Path("pyproject.toml").read_text(), re.MULTILINE)
+    """README.md with absolute links, once there is an address: PyPI has no other file of the repository."""
+    found = re.search(r'^Source = "(.*)"$', Path("pyproject.toml").read_text(), re.MULTILINE)
     version = re.findall(
         r'^__version__ = "(.*)"$', Path("torch_moe_mps/__init__.py").read_text(), re.MULTILINE
     )
     text = Path("README.md").read_text()
+    if found is None:
+        return text
+    source = found[1]
     text = re.sub(r"(!\[[^\]]*\]\()(?!https://)", rf"\1{source}/raw/v{version[0]}/", text)
     return re.sub(r"\]\((?!https://|#)", f"]({source}/blob/v{version[0]}/", text)
 

@@ -325,7 +325,7 @@ def _chosen(option: str, text: str | None, known: dict[str, Item]) -> list[Item]
 def _bar(what: str, total: int, unit: str) -> Any:
     try:
         from tqdm.auto import tqdm
-    except ImportError:  # of an installation without extras
+    except ImportError:  # an installation without extras
         return _Lines(what, total, unit)
     return tqdm(total=total, desc=what, unit=unit)
 

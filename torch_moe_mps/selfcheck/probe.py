@@ -152,7 +152,7 @@ def threadgroup_memory(sizes: Sizes) -> dict[str, bool]:
     given, own = torch.zeros(2, 32, dtype=torch.int32, device="mps")
     torch.ops.moe_mps._probe_memory(given, own, GIVEN_MEMORY)
     lanes = 31 - torch.arange(32)
-    sums = 160 * lanes + 32 * sum(range(160))  # of 5,120 numbers, 160 a lane
+    sums = 160 * lanes + 32 * sum(range(160))  # 5,120 numbers, 160 a lane
     return {
         "given": torch.equal(given.cpu(), lanes.int()),
         "own_behind_it": torch.equal(own.cpu(), sums.int()),
