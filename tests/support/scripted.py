@@ -49,7 +49,7 @@ class Scripted:
         jobs, prompts: what was asked for.
     """
 
-    most, death, disk = 1, None, None
+    most, death, disk, memory = 1, None, None, None
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer

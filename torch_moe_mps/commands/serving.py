@@ -18,7 +18,7 @@ from ..serving.engine import Engine
 from ..serving.generating import Generating
 from ..serving.job import Generator
 from ..serving.media import Media
-from ..serving.memory import MOST_ROWS, free_memory
+from ..serving.memory import MOST_ROWS, Memory
 from ..serving.one_by_one import OneByOne
 from ..serving.prompts import Prompts
 from ..serving.served import Served
@@ -80,8 +80,8 @@ def _generator(options: argparse.Namespace, most: int, model: Any, folder: str, 
     if not model.can_generate():
         return OneByOne(None)
     if most == 1:
-        return OneByOne(_answering(options, model, folder, device))
-    return Engine(model, prompts_of(options), most, free_memory(model))
+        return OneByOne(_answering(options, model, folder, device), Memory(model))
+    return Engine(model, prompts_of(options), most, Memory(model))
 
 
 def _closed(generator: Generator) -> None:

@@ -30,6 +30,7 @@ from .completions import Completions
 from .device import Died
 from .embeddings import EMBEDDINGS, RERANK, Texts
 from .guard import REQUEST, Guard
+from .memory import RETRY_AFTER, Level
 from .messages import Messages, anthropic_error
 from .prompts import LONGEST
 from .protocol import Protocol, event, openai_error
@@ -122,6 +123,7 @@ class Server:
     async def _answer(self, protocol: Protocol, asked: Asked) -> Response:
         status = 500
         try:
+            self._check_memory()
             octets, coming = await _octets(asked), _Coming()
             request, coming.answers = await self._on_reader(self._read, protocol, octets, coming.show)
             _say("%s: begins, prompt %d tokens", protocol.path, coming.answers.prompt_tokens)
@@ -190,6 +192,13 @@ class Server:
         if self.access.only_model and name != self.served.name:
             message = f"The model must be {self.served.name}, got {name}."
             raise Refused(message, "model", "model_not_found", 404)
+
+    def _check_memory(self) -> None:
+        """Raises: Refused while the system is so short of memory that one more answer might end all."""
+        memory = self.served.generator.memory
+        if memory is not None and memory.level is Level.CRITICAL:
+            message = f"This machine is out of memory; ask again after {RETRY_AFTER} s."
+            raise Refused(message, None, "out_of_memory", 503, RETRY_AFTER)
 
     async def _on_reader(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
@@ -290,6 +299,12 @@ class Server:
             ("kept_prompts_bytes", "gauge", "memory of the prompts that are kept", octets),
             ("memory_bytes", "gauge", "memory of the device in use", _memory(self.served.model)),
         ]
+        if (memory := generator.memory) is not None:
+            values += [
+                ("memory_budget_bytes", "gauge", "memory that all may take together", memory.total),
+                ("memory_room_bytes", "gauge", "memory for answers and kept prompts", memory.free),
+                ("memory_level", "gauge", "1 where the system is short of memory, 2 without", memory.level),
+            ]
         if (disk := generator.disk) is not None:
             saved = disk.tokens * self._seconds / max(1, self._computed) - disk.seconds
             values += [
@@ -408,7 +423,8 @@ def refusal(path: str, refused: Refused) -> Response:
     if refused.status < 500:
         _say("%s: %d, %s", path, refused.status, first_line(refused.message))
     form = anthropic_error if path.startswith("/v1/messages") else openai_error
-    return JSONResponse(form(refused), status_code=refused.status)
+    headers = None if refused.retry_after is None else {"retry-after": str(refused.retry_after)}
+    return JSONResponse(form(refused), status_code=refused.status, headers=headers)
 
 
 async def _handled(asked: Asked, error: Exception) -> Response:

@@ -7,9 +7,8 @@ from .batch import Batch
 from .device import OnDevice, Work
 from .disk import Disk
 from .job import Job
+from .memory import Memory, is_short, is_watched
 from .prompts import Prompts
-
-_PAUSE = 0.01  # seconds between the parts of a prompt that are stored while nobody asks
 
 
 class Engine(OnDevice):
@@ -19,15 +18,16 @@ class Engine(OnDevice):
         model: of transformers; in a pipeline, jobs are generated one by one instead (`OneByOne`).
         prompts: keeps what was computed; None keeps nothing.
         most: jobs at once.
-        memory: bytes for their caches and the kept prompts; None is no limit.
+        memory: the budget of their caches and the kept prompts; None is no limit.
 
     Raises: ValueError for a model in a pipeline.
     """
 
-    def __init__(self, model: Any, prompts: Prompts | None, most: int, memory: int | None = None):
+    def __init__(self, model: Any, prompts: Prompts | None, most: int, memory: Memory | None = None):
         super().__init__()
-        self.most = most
-        self._batch = Batch(model, prompts, most, memory, self._take_work)
+        self.most, self.memory = most, memory
+        room = None if memory is None else memory.free
+        self._batch = Batch(model, prompts, most, room, self._take_work)
         self._submitted = 0
         self._thread.start()
 
@@ -80,7 +80,7 @@ class Engine(OnDevice):
             if self._batch.has_work:
                 self._batch.step()
             if prompts is not None:
-                prompts.store()
+                prompts.store(is_short(self.memory))
         self._batch.end_all()
         if prompts is not None:
             prompts.write(self._batch.model)
@@ -92,9 +92,9 @@ class Engine(OnDevice):
         """Does what was asked for; waits where there is nothing to generate. Returns: whether to go on."""
         prompts = self._batch.prompts
         while not self._closed:
-            is_storing = prompts is not None and prompts.is_storing
+            pause = None if prompts is None else prompts.pause(is_watched(self.memory))
             try:
-                work = self._work.get(not self._batch.has_work, _PAUSE if is_storing else None)
+                work = self._work.get(not self._batch.has_work, pause)
             except queue.Empty:
                 return True
             if work is not None:

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 
 from .._text import first_line
 from .disk import Disk
+
+if TYPE_CHECKING:
+    from .memory import Memory
 
 logger = logging.getLogger(__name__)
 Reason = Literal["stop", "length", "cancelled"]
@@ -114,9 +117,11 @@ class Generator(Protocol):
         read_tokens: of all prompts so far that were computed.
         cached_tokens: of all prompts so far that were kept and not computed again.
         death: why it generates nothing any more: its thread has ended by an error; None while it lives.
+        memory: the budget of the model; None is none.
     """
 
     most: int
+    memory: "Memory | None"
 
     @property
     def death(self) -> Exception | None: ...

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from .batch import Batch
 from .guesses import guessing_of
 from .job import Job, Reason, as_errors
-from .memory import MOST_ROWS, free_memory
+from .memory import MOST_ROWS, Memory
 from .prompts import Prompts
 from .ranges import check_job
 
@@ -77,7 +77,7 @@ def generate_batch(
         seeds = [seed + number for number in range(many)]
     processors = _each("logits_processor", logits_processor, many, type(None))
     streamers = _each("streamer", streamer, many, type(None))
-    memory = free_memory(model)
+    memory = Memory(model).free
     kept = Prompts(memory // _SHARE_OF_PROMPTS)
     guessing = guessing_of(model, guesses, kept, _NAME, guess_width)
     batch = Batch(model, kept, MOST_ROWS, memory, guesses=guessing)

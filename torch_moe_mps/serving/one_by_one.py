@@ -11,9 +11,8 @@ from .device import OnDevice, Work
 from .disk import Disk
 from .generating import Generating
 from .job import Job, Reason, prompt_length
+from .memory import Memory, is_short, is_watched
 from .speculation import print_counts
-
-_PAUSE = 0.01  # seconds between the parts of a prompt that are stored while nobody asks
 
 
 class OneByOne(OnDevice):
@@ -22,13 +21,14 @@ class OneByOne(OnDevice):
     Args:
         answering: stands for the model, and keeps prompts; in a pipeline the model asks it. None for a model
             that generates nothing.
+        memory: the budget of the model; None is none.
     """
 
     most = 1
 
-    def __init__(self, answering: Generating | None):
+    def __init__(self, answering: Generating | None, memory: Memory | None = None):
         super().__init__()
-        self._answering = answering
+        self._answering, self.memory = answering, memory
         self.active = self.waiting = self.read_tokens = self.cached_tokens = 0
         self._current: Job | None = None
         self._thread.start()
@@ -65,10 +65,12 @@ class OneByOne(OnDevice):
         prompts = None if self._answering is None else self._answering.prompts
         while True:
             try:
-                work = self._work.get(timeout=_PAUSE if prompts and prompts.is_storing else None)
+                work = self._work.get(
+                    timeout=None if prompts is None else prompts.pause(is_watched(self.memory))
+                )
             except queue.Empty:
                 if prompts:
-                    prompts.store()
+                    prompts.store(is_short(self.memory))
                 continue
             if work is None:
                 break

@@ -38,6 +38,7 @@ LONGEST = 1 << 24  # tokens of models that read any number: longer than any wind
 # document; of all, the first and the last are.
 _END, _EVERY, _FIRST, _LAST = 32, 4 * AT_ONCE, 2, 2
 _WORTH = 256  # tokens that are worth a new file
+_BETWEEN_PARTS, _BETWEEN_LOOKS = 0.01, 1.0  # seconds: parts of a prompt for the disk; looks at the memory
 
 
 @dataclass(frozen=True)
@@ -210,10 +211,29 @@ class Prompts:
         """Whether there is something to copy for the disk."""
         return self.disk is not None and self.disk.is_storing
 
-    def store(self) -> None:
-        """Copies a part of a prompt for the disk, between two steps."""
+    def store(self, is_short: bool = False) -> None:
+        """Copies a part of a prompt for the disk, between two steps.
+
+        Args:
+            is_short: whether the system lacks memory: prompts are given up, behind the disk if there is one.
+        """
         if self.disk is not None:
             self.disk.store()
+        if self.kept and is_short and not self.is_storing:
+            self.kept = []
+            log.warning("the system is short of memory: no prompt is kept in it")
+            if torch.backends.mps.is_available():
+                torch.mps.empty_cache()
+
+    def pause(self, is_watched: bool) -> float | None:
+        """Seconds after which `store` has something to do, though nobody asks; None where it has nothing.
+
+        Args:
+            is_watched: whether the system tells when it is short of memory.
+        """
+        if self.is_storing:
+            return _BETWEEN_PARTS
+        return _BETWEEN_LOOKS if self.kept and is_watched else None
 
 
 def mark(kept: Kept) -> None:

@@ -14,13 +14,23 @@ MOST_ANSWERS = 32  # to one request
 
 
 class Refused(Exception):
-    """A request that is refused: a line, the field that it is about, and an HTTP status."""
+    """A request that is refused: a line, the field that it is about, and an HTTP status.
+
+    Args:
+        retry_after: seconds after which it may be asked again; None where that is no use.
+    """
 
     def __init__(
-        self, message: str, field: str | None, code: str | None = "unsupported_value", status: int = 400
+        self,
+        message: str,
+        field: str | None,
+        code: str | None = "unsupported_value",
+        status: int = 400,
+        retry_after: int | None = None,
     ):
         super().__init__(message)
         self.message, self.field, self.code, self.status = message, field, code, status
+        self.retry_after = retry_after
 
 
 def wrong(field: str, expected: str, got: object) -> Refused:

@@ -1,0 +1,147 @@
+"""One budget of memory, and a system that runs short of it."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+from support import scripted, tiny_models
+from support.models import eager
+from support.serving import said
+from transformers import GenerationConfig
+
+import torch_moe_mps
+from torch_moe_mps.macs import machine_memory
+from torch_moe_mps.serving import disk as disk_module
+from torch_moe_mps.serving import prompts as prompts_module
+from torch_moe_mps.serving.disk import Disk
+from torch_moe_mps.serving.engine import Engine
+from torch_moe_mps.serving.generating import Generating
+from torch_moe_mps.serving.job import Job
+from torch_moe_mps.serving.memory import Level, Memory
+from torch_moe_mps.serving.one_by_one import OneByOne
+from torch_moe_mps.serving.prompts import Prompts, prompt_bytes
+
+IDS = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(0))
+
+
+class Pressure:
+    """A system whose level a test sets."""
+
+    def __init__(self):
+        self.level = Level.NORMAL
+
+    def __call__(self) -> Level:
+        return self.level
+
+
+@pytest.fixture(autouse=True)
+def asks_at_once(monkeypatch):
+    monkeypatch.setattr("torch_moe_mps.serving.memory._EVERY", 0.0)
+    monkeypatch.setattr(disk_module, "BLOCK", 16)
+    monkeypatch.setattr(prompts_module, "_BETWEEN_LOOKS", 0.01)
+
+
+def small():
+    model = eager(tiny_models.tiny_model("llama"))
+    torch_moe_mps.accelerate(model)
+    return model
+
+
+def test_the_budget():
+    """Three quarters of the machine, less the weights and what a piece of a prompt takes."""
+    model = small()
+    memory = Memory(model)
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert memory.weights == weights and memory.step == prompt_bytes(model, 2048) > 0
+    assert (
+        memory.total == int(machine_memory() * 0.75) and memory.free == memory.total - weights - memory.step
+    )
+    assert memory.level is Level.NORMAL
+
+
+def answered(generator, ids: torch.Tensor, new: int = 6) -> list[int]:
+    tokens, ended = [], threading.Event()
+    config = GenerationConfig(max_new_tokens=new, eos_token_id=None, pad_token_id=0, do_sample=False)
+    job = Job({"input_ids": ids}, config, tokens.append, lambda reason: ended.set())
+    generator.submit(job)
+    assert ended.wait(60)
+    return tokens
+
+
+def wait_for(condition) -> None:
+    wait = threading.Event()
+    for _ in range(2000):
+        if condition():
+            return
+        wait.wait(0.005)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("kind", ["side by side", "one by one"])
+@pytest.mark.parametrize("has_disk", [True, False])
+def test_kept_prompts_go_where_the_system_is_short(kind, has_disk, tmp_path):
+    """To the disk where there is one, though nobody asks; an answer comes back from there."""
+    model, pressure = small(), Pressure()
+    prompts = Prompts(1 << 30, disk=Disk(tmp_path, 1 << 30) if has_disk else None)
+    memory = Memory(model, pressure)
+    if kind == "side by side":
+        generator = Engine(model, prompts, 4, memory)
+    else:
+        generator = OneByOne(Generating(model, prompts), memory)
+    expected = answered(generator, IDS)
+    assert len(prompts.kept) == 1
+    pressure.level = Level.WARN
+    wait_for(lambda: not prompts.kept)
+    pressure.level = Level.NORMAL
+    wait_for(lambda: bool([*tmp_path.glob("*/*-35.state")]) == has_disk)
+    assert answered(generator, IDS) == expected
+    turn = torch.cat((IDS, torch.tensor([expected]), IDS), 1)
+    pressure.level = Level.WARN
+    wait_for(lambda: not prompts.kept)
+    answered(generator, turn)
+    assert (0 if prompts.disk is None else prompts.disk.hits) == 2 * has_disk
+    generator.close()
+
+
+def test_new_answers_wait_where_it_is_out_of_memory():
+    """503 with Retry-After in both protocols; an answer that runs goes on."""
+    with scripted.server() as here:
+        pressure, begun, goes_on = Pressure(), threading.Event(), threading.Event()
+        memory = Memory.__new__(Memory)
+        memory.total = memory.weights = memory.step = 0
+        memory._pressure, memory._asked, memory._level = pressure, -1.0, Level.NORMAL
+        generator = here.says("ok")
+        generator.memory = memory
+
+        def wait(job):
+            begun.set()
+            assert goes_on.wait(20)
+
+        generator.wait = wait
+        got = []
+        runs = threading.Thread(target=lambda: got.append(post(here, "/v1/chat/completions")))
+        runs.start()
+        assert begun.wait(20)
+        pressure.level = Level.CRITICAL
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            status, headers, body = post(here, path)
+            assert status == 503 and headers["retry-after"] == "10"
+            assert "This machine is out of memory; ask again after 10 s." in body
+        with urllib.request.urlopen(f"{here.url}/metrics") as answer:
+            assert "moe_mps_memory_level 2" in answer.read().decode()
+        goes_on.set()
+        runs.join()
+        pressure.level = Level.WARN
+        assert got[0][0] == 200 and post(here, "/v1/chat/completions")[0] == 200
+
+
+def post(here, path: str) -> tuple[int, dict, str]:
+    content = json.dumps({"messages": said("a"), "max_tokens": 9}).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(here.url + path, content), timeout=20) as answer:
+            return answer.status, answer.headers, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read().decode()
