@@ -1,134 +1,35 @@
 """Requests of every protocol with wrong values anywhere: none of them is the server's own error."""
 
-import copy
 import json
 import random
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support import scripted, serving
-
-_SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "enum": ["a", "b"]}}}
-_CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "a"}'}}
-_FUNCTION = {"name": "weather", "description": "d", "parameters": _SCHEMA}
-_SHARED = {
-    "temperature": 0.5,
-    "top_p": 0.9,
-    "top_k": 5,
-    "min_p": 0.1,
-    "seed": 3,
-    "stop": ["x"],
-    "stream": False,
-}
-_OWN = {
-    "logit_bias": {"5": 1.5},
-    "frequency_penalty": 0.5,
-    "presence_penalty": 0.5,
-    "generation_config": "{}",
-}
-# {path: a request that has every field that is read there}
-REQUESTS: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": _SHARED | _OWN | {
-        "model": "m", "max_tokens": 3, "n": 2, "logprobs": True, "top_logprobs": 2, "reasoning_effort": "low",
-        "messages": [
-            {"role": "system", "content": "s"},
-            {"role": "user", "content": [{"type": "text", "text": "a"}]},
-            {"role": "assistant", "content": None, "reasoning_content": "r", "tool_calls": [_CALL]},
-            {"role": "tool", "tool_call_id": "call_1", "content": "t"},
-            {"role": "user", "name": "u", "content": "b"},
-        ],
-        "tools": [{"type": "function", "function": _FUNCTION}, {"type": "custom", "custom": {"name": "c"}}],
-        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [_CALL]}},
-        "chat_template_kwargs": {"enable_thinking": True}, "stream_options": {"include_usage": True},
-        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA}},
-    },
-    "/v1/completions": _SHARED | _OWN | {
-        "model": "m", "prompt": ["a", "b"], "max_tokens": 3, "n": 2, "logprobs": 2,
-        "echo": False, "suffix": "", "best_of": 1,
-    },
-    "/v1/responses": _SHARED | {
-        "model": "m", "instructions": "i", "max_output_tokens": 3, "reasoning": {"effort": "low"},
-        "input": [
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
-            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
-            {"type": "function_call", "call_id": "1", "name": "weather", "namespace": "n", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "1", "output": "t"},
-            {"type": "custom_tool_call", "call_id": "2", "name": "c", "input": "x"},
-            {"type": "local_shell_call", "call_id": "3", "action": {"command": ["ls"]}},
-            {"role": "user", "content": "b"},
-        ],
-        "tools": [_FUNCTION | {"type": "function"}, {"type": "namespace", "name": "n", "tools": [_FUNCTION]}],
-        "tool_choice": {"type": "function", "name": "weather"}, "include": ["message.output_text.logprobs"],
-        "top_logprobs": 2, "text": {"format": {"type": "text"}}, "chat_template_kwargs": {"a": 1},
-    },
-    "/v1/messages": _SHARED | {
-        "model": "m", "max_tokens": 3, "system": [{"type": "text", "text": "s"}], "stop_sequences": ["x"],
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "a"}]},
-            {"role": "assistant", "content": [
-                {"type": "thinking", "thinking": "r", "signature": ""},
-                {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "a"}},
-            ]},
-            {"role": "user", "content": [
-                {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "t"}]},
-                {"type": "text", "text": "b"},
-            ]},
-        ],
-        "tools": [{"name": "weather", "description": "d", "input_schema": _SCHEMA}],
-        "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
-        "thinking": {"type": "enabled", "budget_tokens": 9}, "output_config": {"effort": "low"},
-    },
-    "/v1/embeddings": {"model": "m", "input": ["a"], "encoding_format": "float", "dimensions": 3},
-    "/v1/rerank": {"model": "m", "query": "a", "documents": ["b"], "top_n": 1},
-}  # fmt: skip
-for _path, _counts in (
-    ("chat/completions", "input_tokens"),
-    ("responses", "input_tokens"),
-    ("messages", "count_tokens"),
-):
-    REQUESTS[f"/v1/{_path}/{_counts}"] = REQUESTS[f"/v1/{_path}"]
-_DEEP = json.loads('{"a": [' * 45 + "]}" * 45)
-VALUES: list[Any] = [
-    None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, -(10**30), 0.5, -0.5, 1e300, -1e300,
-    float("inf"), float("nan"),
-    "", "a", "auto", "none", "required", "5", "é☃\n", "\x00", "x" * 5000, "{", "{}",
-    '{"a": ' * 500 + "1" + "}" * 500, "<|im_end|>", "{{ 1 }}",
-    [], {}, [[]], [{}], [None], [5], ["a"], {"a": None}, {"": ""}, {"type": None}, {"type": []}, {"type": {}},
-    {"type": "text"}, {"type": "text", "text": 5}, {"type": "function"}, {"type": "tool"},
-    {"type": "json_object"}, {"type": "namespace", "name": 5},
-    {"type": "image_url", "image_url": {"url": "/"}},
-    {"type": "allowed_tools", "allowed_tools": "a"}, {"name": []}, {"role": []}, {"$ref": "#"},
-    {"schema": {"$ref": "#"}}, _DEEP, [_DEEP],
-]  # fmt: skip
+from support.fuzzed import fuzzed
 
 
-def places_in(value: Any, at: tuple = ()) -> Iterator[tuple]:
-    """The keys and numbers that lead to every value inside of this one."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, child in inner:
-        yield (*at, key)
-        yield from places_in(child, (*at, key))
+def checkpoint_of_2048(folder: Path) -> Path:
+    """A checkpoint of a model that reads 2,048 tokens, and calls tools."""
+    serving.printable_checkpoint(folder, chat_template=scripted.TEMPLATE)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    return folder
 
 
-def fuzzed(draws: random.Random) -> tuple[str, dict[str, Any]]:
-    path = draws.choice([*REQUESTS])
-    body = copy.deepcopy(REQUESTS[path])
-    for name in draws.sample([*body], draws.randrange(len(body))):
-        if name not in ("tools", "messages", "input", "max_tokens", "max_output_tokens", "prompt"):
-            del body[name]  # else one field's refusal hides all others
-    for _ in range(draws.randint(0, 2)):
-        place = draws.choice([*places_in(body)] or [("model",)])
-        parent: Any = body
-        for key in place[:-1]:
-            parent = parent[key]
-        if draws.random() < 0.1:
-            del parent[place[-1]]
-        else:
-            parent[place[-1]] = copy.deepcopy(draws.choice(VALUES))
-    return path, body
+def ask(url: str, body: Any, leaves: bool = False) -> tuple[int, str]:
+    """Status and text of an answer; a client that leaves reads none of it."""
+    asked = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return answer.status, "" if leaves else answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
 
 
 @pytest.mark.slow("asks a server 200 times")
@@ -136,20 +37,10 @@ def fuzzed(draws: random.Random) -> tuple[str, dict[str, Any]]:
 def test_no_request_is_an_error_of_the_server(count, tmp_path):
     """Each is answered, or refused with one line."""
     draws, statuses = random.Random(5), []
-    folder = serving.printable_checkpoint(tmp_path, chat_template=scripted.TEMPLATE)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
-    with serving.server_at(folder) as url:
+    with serving.server_at(checkpoint_of_2048(tmp_path)) as url:
         for _ in range(count):
             path, body = fuzzed(draws)
-            asked = urllib.request.Request(
-                url + path, json.dumps(body).encode(), {"content-type": "application/json"}
-            )
-            try:
-                with urllib.request.urlopen(asked, timeout=60) as answer:
-                    status, text = answer.status, answer.read().decode()
-            except urllib.error.HTTPError as error:
-                status, text = error.code, error.read().decode()
+            status, text = ask(url + path, body)
             statuses.append(status)
             assert status < 500, (path, body, text)
             assert "server_error" not in text and "api_error" not in text, (path, body, text)
@@ -157,3 +48,59 @@ def test_no_request_is_an_error_of_the_server(count, tmp_path):
                 line = json.loads(text)["error"]["message"]
                 assert line and "\n" not in line, (path, body, text)
     assert min(statuses.count(200), sum(status != 200 for status in statuses)) > count / 10
+
+
+# Settings that no draw bears, and a stream that its client leaves.
+_HOSTILE: list[dict[str, Any]] = [
+    *({"generation_config": json.dumps({"do_sample": True, **settings})} for settings in (
+        {"top_k": 10**30}, {"temperature": 1e300}, {"temperature": float("inf")}, {"top_p": -1},
+        {"eos_token_id": [500, -7]}, {"num_beams": "two"}, {"bad_words_ids": "a"}, {"max_length": -1},
+        {"suppress_tokens": [10**9]}, {"forced_eos_token_id": 10**6}, {"num_beams": 2},
+        {"cache_implementation": "static"}, {"guidance_scale": 2.0}, {"dola_layers": "high"},
+    )),
+    {"grammar": "root ::= root"}, {"grammar": 'root ::= "a"'}, {"json_schema": {"enum": [*range(5000)]}},
+    {"logit_bias": {"5": -100, "6": 100}}, {"stream": True, "max_tokens": 2000},
+]  # fmt: skip
+
+
+@pytest.mark.slow("a server and many clients")
+@pytest.mark.parametrize("count", [60, pytest.param(600, marks=pytest.mark.sweep)])
+def test_what_others_ask_changes_no_answer(count, tmp_path):
+    """Hostile requests beside others, which have the answers that they have alone."""
+    draws, path = random.Random(7), "/v1/chat/completions"
+    victims = [
+        {"messages": serving.said(text), "max_tokens": 60, "temperature": temperature, "seed": number}
+        for number, (text, temperature) in enumerate((("a", 0), ("the sky", 2), ("a long text " * 9, 0)))
+    ]
+    ended = threading.Event()
+
+    def choice(text: str) -> Any:
+        return json.loads(text)["choices"][0]
+
+    with serving.server_at(checkpoint_of_2048(tmp_path)) as url, ThreadPoolExecutor(8) as clients:
+        expected = [choice(ask(url + path, body)[1]) for body in victims]
+
+        def keeps_asking(number: int) -> int:
+            times = 0
+            while not ended.is_set() or times < 2:
+                status, text = ask(url + path, victims[number])
+                assert status == 200 and choice(text) == expected[number], text
+                times += 1
+            return times
+
+        asking = [clients.submit(keeps_asking, number) for number in range(len(victims))]
+        hostile = []
+        for _ in range(count):
+            if draws.random() < 0.6:
+                body = victims[0] | {"max_tokens": 20} | draws.choice(_HOSTILE)
+                hostile.append(clients.submit(ask, url + path, body, leaves=draws.random() < 0.3))
+            else:
+                other, body = fuzzed(draws)
+                hostile.append(clients.submit(ask, url + other, body))
+        statuses = [each.result()[0] for each in hostile]
+        ended.set()
+        assert all(each.result() >= 2 for each in asking)
+        assert {200, 400} <= {*statuses}
+        assert not [status for status in statuses if status >= 500], statuses
+        with urllib.request.urlopen(f"{url}/health") as answer:
+            assert json.load(answer)["status"] == "ok"

@@ -1,7 +1,7 @@
 """Ranges of the settings of an answer, for jobs and protocols alike: none lets in what another refuses."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -62,20 +62,44 @@ DRAWS: dict[str, Check] = {
 }
 
 
+_FLAG: Check = (lambda value: isinstance(value, bool)), "true or false"
+for _name in ("do_sample", "remove_invalid_values", "renormalize_logits", "use_cache"):
+    SETTINGS[_name] = _FLAG
+_ALONE = {"encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "guidance_scale", "num_beam_groups"}
+_NO_MATTER = {"_from_model_config", "stop_strings", "transformers_version"}
+
+
 def token(vocabulary: int) -> Check:
     """Check of a token that a model knows."""
     fits, _ = integer(0, vocabulary - 1)
     return fits, f"of tokens from 0 to {vocabulary - 1}"
 
 
-def tokens(vocabulary: int) -> Check:
-    """Check of one token or a list of tokens that a model knows."""
+def tokens(vocabulary: int) -> dict[str, Check]:
+    """Checks of the settings that are tokens: {setting: its range, where it is not None}."""
     fits, expected = token(vocabulary)
 
     def all_fit(value: Any) -> bool:
-        return all(map(fits, value)) if isinstance(value, (list, tuple)) else fits(value)
+        return isinstance(value, (list, tuple)) and all(map(fits, value))
 
-    return all_fit, expected
+    def are_words(value: Any) -> bool:
+        return (
+            isinstance(value, (list, tuple)) and bool(value) and all(word and all_fit(word) for word in value)
+        )
+
+    one = fits, expected
+    some = (lambda value: fits(value) or all_fit(value)), expected
+    listed = all_fit, f"a list {expected}"
+    return {
+        "bad_words_ids": (are_words, f"a list of lists {expected}, none of them empty"),
+        "begin_suppress_tokens": listed,
+        "bos_token_id": one,
+        "eos_token_id": some,
+        "forced_bos_token_id": one,
+        "forced_eos_token_id": some,
+        "pad_token_id": one,
+        "suppress_tokens": listed,
+    }
 
 
 def vocabulary_of(model: Any) -> int:
@@ -110,9 +134,17 @@ def check_settings(config: GenerationConfig, own: GenerationConfig, vocabulary: 
     """
     for name, check in (SETTINGS | DRAWS if config.do_sample else SETTINGS).items():
         _check(name, check, getattr(config, name, None))
-    ends = config.eos_token_id
-    if ends != own.eos_token_id:
-        _check("eos_token_id", tokens(vocabulary), ends)
+    for name, check in tokens(vocabulary).items():
+        if (value := getattr(config, name, None)) != getattr(own, name, None):
+            _check(name, check, value)
+
+
+def unserved_settings(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Names of settings that a client cannot have: other caches, and ways to search and guess."""
+    served = {*SETTINGS, *DRAWS, *tokens(1)} - _ALONE
+    for name, value in settings.items():
+        if value is not None and value is not False and name not in served and name not in _NO_MATTER:
+            yield name
 
 
 def check_job(model: Any, job: Job) -> None:

@@ -24,7 +24,7 @@ from .job import Generator, Job, Reason, prompt_length
 from .logprobs import Logprobs
 from .media import SECONDS, Media, decoded
 from .penalties import Penalties
-from .ranges import check_settings, unknown_token, vocabulary_of
+from .ranges import check_settings, unknown_token, unserved_settings, vocabulary_of
 from .request import Chat, Refused, Request, Tool, unsupported, wrong
 from .structured import Grammars
 from .tools import Parser, family_of, grammar
@@ -305,6 +305,8 @@ class Served:
             config = settings_of_answer(self.model, asked, length, self.context, request.most, whole)
         except (TypeError, ValueError, AttributeError) as error:
             raise wrong("generation_config", "of settings that exist", first_line(error)) from None
+        for name in unserved_settings(whole or {}):
+            raise wrong("generation_config", "of settings that this server knows", name)
         try:
             check_settings(config, self.model.generation_config, vocabulary_of(self.model))
         except ValueError as error:
