@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_moe_mps.transformers.graphs import tracing
+from torch_moe_mps.transformers.graphs import fakes
 from torch_moe_mps.transformers.graphs.tracing import Recorder
 
 ops = torch.ops.aten
@@ -49,7 +49,7 @@ OPTIONS = {ops._to_copy.default: {"dtype": torch.float16}, ops.sum.dim_IntList: 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(tracing, "_known", tracing.Bounded(1000))
+    monkeypatch.setattr(fakes, "_known", fakes.Bounded(1000))
 
 
 def results_of(call, args, options, recorder=None) -> list[Tensor]:
@@ -61,9 +61,9 @@ def results_of(call, args, options, recorder=None) -> list[Tensor]:
             return [*map(faked, value)]
         return recorder.input(value, (*value.shape,)) if isinstance(value, Tensor) else value
 
-    fakes = [*map(faked, args)]
+    made = [*map(faked, args)]
     with torch.no_grad():
-        result = recorder.run(lambda: call(*fakes, **options))
+        result = recorder.run(lambda: call(*made, **options))
     return [*result] if isinstance(result, (tuple, list)) else [result]
 
 
@@ -74,7 +74,7 @@ def described(tensor: Tensor) -> tuple:
 
 
 def test_every_operator_has_calls():
-    assert {*CALLS} == tracing._BY_SHAPE
+    assert {*CALLS} == fakes._BY_SHAPE
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
@@ -144,8 +144,8 @@ def test_a_symbol_in_an_argument_stays_in_its_recording():
 def test_layers_share_results_over_recordings_with_symbols(monkeypatch):
     """A token's hidden states have no symbols, though the length of its cache is one."""
     asked = []
-    own = Recorder._by_shape
-    monkeypatch.setattr(Recorder, "_by_shape", lambda *args: asked.append(args[1]) or own(*args))
+    own = fakes.FakeResults._by_shape
+    monkeypatch.setattr(fakes.FakeResults, "_by_shape", lambda *args: asked.append(args[1]) or own(*args))
     for _ in range(2):
         recorder = Recorder()
         recorder.symbol(7, 2)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .tracing import ITEM, VALUE, as_recorded, geometry, sampled
+from .fakes import geometry
+from .tracing import ITEM, VALUE, as_recorded, sampled
 
 aten, ours = torch.ops.aten, torch.ops.moe_mps
 

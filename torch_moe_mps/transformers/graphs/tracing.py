@@ -16,11 +16,11 @@ import sympy  # type: ignore[import-untyped]  # it has no types
 import torch
 from torch import Tensor, _refs, fx, nn
 from torch._guards import Source
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..basics.bounded import Bounded
+from .fakes import FakeResults, geometry, listed
 
 _ATEN = torch.ops.aten
 _PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
@@ -28,20 +28,6 @@ TENSOR = "tensor"  # in the meta of a node: the constant that it stands for
 PARTS = "parts"  # likewise: the parameters that are views of this constant
 VALUE = "val"  # in the meta of a node: its fake result
 _LEAST = 10_007  # beyond the sizes of weights, for numbers in place of symbols
-# Operators whose results follow from shapes, strides and dtypes, and lie where their arguments are.
-_BY_SHAPE = frozenset(
-    getattr(getattr(_ATEN, name), overload)
-    for overload, names in {
-        "Tensor": "add div mul sub slice",
-        "Tensor_Scalar": "pow",
-        "default": "_softmax _to_copy _unsafe_view bmm cat clamp detach expand mm neg permute relu rsqrt "
-        "sigmoid silu sqrt t tanh topk unsqueeze",
-        "dim": "mean squeeze",
-        "dim_IntList": "sum",
-        "int": "select transpose",
-    }.items()
-    for name in names.split()
-)
 
 
 class NotCapturable(Exception):
@@ -127,28 +113,6 @@ class _Symbols(ShapeEnv):
         return super().evaluate_expr(orig_expr, *args, **kwargs)
 
 
-class _Like:
-    """Likeness of a fake tensor, from which others are made without its mode.
-
-    Attributes:
-        plain: a meta tensor like it, made for the second one.
-    """
-
-    plain: Tensor | None = None
-
-    def __init__(self, fake: FakeTensor) -> None:
-        self.geometry = geometry(fake)
-        self.dtype, self.device = fake.dtype, fake.fake_device
-
-    @classmethod
-    def of(cls, value: Any) -> Any:
-        return cls(value) if isinstance(value, FakeTensor) else value
-
-
-_MOST_KNOWN = 10_000
-_known = Bounded(_MOST_KNOWN)  # {call without symbols: what it gave}, of all recorders
-
-
 @contextlib.contextmanager
 def symbols_end() -> Iterator[None]:
     """Lets the symbols of recorders go at the end of the block: caches of torch hold all that they saw."""
@@ -176,15 +140,11 @@ class Recorder(TorchDispatchMode):
         self._look_at = look_at
         self.graph = fx.Graph()
         self.env = _Symbols(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-        self.fakes = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
-        self.fakes.cache_enabled = False  # `_result` has a cache, whose entries take a third of the time
         self.symbols: dict[Any, int] = {}
         self._nodes: dict[int, fx.Node] = {}  # {id of a tensor: node}
         self._fake_of: dict[int, FakeTensor] = {}  # {id of a constant: its fake}
         self._alive: list[Any] = []
-        self._keys: dict[int, tuple[Any, ...]] = {}  # by id of a fake tensor
-        self._has_symbols = False  # the key that is made now
-        self._results = Bounded(_MOST_KNOWN)  # {call: what it gave}, of calls with symbols
+        self.fakes = FakeResults(self.env, self._nodes)
 
     def symbol(self, value: int, least: int) -> torch.SymInt:
         """A number that is `value` now and at least `least` in every call."""
@@ -198,7 +158,7 @@ class Recorder(TorchDispatchMode):
 
     def input(self, like: Tensor, sizes: tuple[Any, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A fake tensor of these sizes that the calls get; of another dtype if nothing may read it."""
-        fake = self._empty(like, sizes, dtype)
+        fake = self.fakes.empty(like, sizes, dtype)
         node = self.graph.placeholder(f"input_{len(self._nodes)}")
         self._name(fake, node)
         return fake
@@ -206,7 +166,7 @@ class Recorder(TorchDispatchMode):
     @torch.compiler.disable
     def run(self, function: Callable[[], Any]) -> Any:
         # In these modes torch's compiler would give up what it compiles, and not for this call alone.
-        with torch.compiler.set_stance("force_eager"), self.fakes, self:
+        with torch.compiler.set_stance("force_eager"), self.fakes.mode, self:
             if self._look_at is None:
                 return function()
             sys.setprofile(self._look_at)
@@ -219,7 +179,7 @@ class Recorder(TorchDispatchMode):
         """Ends the graph, which returns these tensors."""
         self.graph.output([self.node_of(tensor) for tensor in results])
         self._alive, self._nodes, self._fake_of = [], {}, {}
-        self._keys, self._results = {}, Bounded(_MOST_KNOWN)
+        self.fakes.end()
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that makes a tensor, or a constant for one that nothing here has made."""
@@ -240,30 +200,12 @@ class Recorder(TorchDispatchMode):
     def is_read(self, fake: Tensor) -> bool:
         return bool(self._nodes[id(fake)].users)
 
-    def _empty(self, like: Tensor, sizes: tuple[Any, ...], dtype: torch.dtype | None = None) -> Any:
-        """A fake tensor; the mode's own from_tensor, which keeps what it shares with others, is slow."""
-        options: dict[str, Any] = {"dtype": dtype or like.dtype, "device": like.device}
-        stride = None if like.is_contiguous() else like.stride()
-        key = (*sizes,), stride, *options.values()
-        has_symbols = any(isinstance(size, torch.SymInt) for size in sizes)
-        if not has_symbols and key in _known:
-            return self._like(_known[key])
-        with self.fakes:
-            made: Any
-            if stride is None:
-                made = torch.empty(sizes, **options)
-            else:
-                made = torch.empty_strided(sizes, stride, **options)
-        if not has_symbols:
-            _known[key] = _Like(made)
-        return made
-
     def _fake(self, value: Any) -> Any:
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
             fake = self._fake_of.get(id(value))
             if fake is None:
                 self.node_of(value)
-                fake = self._fake_of[id(value)] = self._empty(value, value.shape)
+                fake = self._fake_of[id(value)] = self.fakes.empty(value, value.shape)
                 self._nodes[id(fake)] = self._nodes[id(value)]
             return fake
         if isinstance(value, (list, tuple)):
@@ -276,71 +218,6 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, (list, tuple)):
             return [self._recorded(item) for item in value]
         return as_recorded(value)
-
-    def _result(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Result of an operator, taken from an equal call before: layers and modules make many of these."""
-        if func._schema.is_mutable and func.namespace != "moe_mps":  # it may change a tensor's shape
-            self._keys = {}
-            return func(*args, **kwargs)
-        self._has_symbols = False
-        key = func, torch.get_default_dtype(), self._key(args), self._key([*kwargs.items()])
-        known = self._results if self._has_symbols else _known
-        if key in known:
-            like = known[key]
-            return [*map(self._like, like)] if isinstance(like, list) else self._like(like)
-        result = self._by_shape(func, args, kwargs)
-        if result is None:
-            result = func(*args, **kwargs)
-        if all(id(item) not in self._nodes and not _has_bits(item) for item in _listed(result)):
-            of_list = isinstance(result, (list, tuple))
-            known[key] = [*map(_Like.of, result)] if of_list else _Like.of(result)
-        return result
-
-    def _by_shape(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Result of an operator whose shapes and dtypes its meta kernel says; None for any other call.
-
-        FakeTensorMode comes to the same kernel, after several questions and a reference in Python, which took
-        most of the time of a trace.
-        """
-        if self._has_symbols or func not in _BY_SHAPE or not kwargs.keys() <= {"dtype"}:
-            return None
-        tensors = [item for value in args for item in _listed(value) if isinstance(item, Tensor)]
-        devices = {item.fake_device if isinstance(item, FakeTensor) else None for item in tensors}
-        if len(devices) != 1 or None in devices or any(map(_has_bits, tensors)):
-            return None
-        (device,) = devices
-        with in_kernel_invocation_manager(self.fakes):
-            made = func(*args, **kwargs)
-        if isinstance(made, (list, tuple)):
-            return [FakeTensor(self.fakes, item, device) for item in made]
-        return FakeTensor(self.fakes, made, device)
-
-    def _key(self, value: Any) -> Any:
-        if isinstance(value, FakeTensor):
-            self._has_symbols |= value._has_symbolic_sizes_strides
-            key = self._keys.get(id(value))
-            if key is None:
-                key = value.dtype, value.fake_device, _has_bits(value), *map(self._key, geometry(value))
-                if id(value) in self._nodes:  # it stays alive
-                    self._keys[id(value)] = key
-            return key
-        if isinstance(value, torch.SymInt):
-            self._has_symbols = True
-            return value.node.expr
-        if isinstance(value, (list, tuple)):
-            return tuple(map(self._key, value))
-        return type(value), value
-
-    def _like(self, known: Any) -> Any:
-        """A new fake tensor like another one; both may share memory, which nobody asks of fake tensors."""
-        if not isinstance(known, _Like):
-            return known
-        if known.plain is None:
-            shape, stride, offset = known.geometry
-            with in_kernel_invocation_manager(self.fakes), self.env.suppress_guards():
-                made = torch.empty_strided(shape, stride, dtype=known.dtype, device="meta")
-                known.plain = made.set_(made.untyped_storage(), offset, shape, stride)
-        return FakeTensor(self.fakes, known.plain, known.device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _PLAIN.issuperset(types):
@@ -361,8 +238,8 @@ class Recorder(TorchDispatchMode):
                 return _refs.constant_pad_nd(*args, **kwargs)
         args = [self._fake(value) for value in args]
         kwargs = {name: self._fake(value) for name, value in kwargs.items()}
-        result = self._result(func, args, kwargs)
-        results = _listed(result)
+        result = self.fakes.of(func, args, kwargs)
+        results = listed(result)
         if not any(isinstance(one, Tensor) for one in results) and not func._schema.is_mutable:
             return result  # a number, which is known
         node = self.graph.call_function(
@@ -375,19 +252,6 @@ class Recorder(TorchDispatchMode):
                 made = self.graph.call_function(_item, (node, number)) if of_list else node
                 self._name(item, made)
         return result
-
-
-def _listed(result: Any) -> Any:
-    return result if isinstance(result, (list, tuple)) else [result]
-
-
-def _has_bits(value: Any) -> bool:
-    """Whether a tensor has its elements conjugated or negated by whoever reads them."""
-    return isinstance(value, Tensor) and (value.is_conj() or value.is_neg())
-
-
-def geometry(tensor: Tensor) -> tuple[Any, Any, Any]:
-    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def key_of(value: Any) -> Any:

@@ -16,9 +16,9 @@ from ..basics.interface import Experts, formats_of, is_experts, is_quantized, pr
 from ..basics.reads import depends_on, holds, kept, recording
 from ..basics.report import Done
 from ..basics.state import NOTHING, OWN_FORWARD, STATE, state_of
+from ..graphs.fakes import geometry
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
-from ..graphs.tracing import geometry
 from ..upstream.caches import Cache
 from ..upstream.experts import ALL_EXPERTS_FUNCTIONS
 from .traced import Input, Sizes, Traced, everywhere, remembered, trace

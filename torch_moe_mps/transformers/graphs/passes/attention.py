@@ -2,8 +2,9 @@
 
 from torch import fx
 
+from ..fakes import geometry
 from ..nodes import arguments, calls, is_call, is_unchanged, memory_of, ours, put, tensor_of
-from ..tracing import VALUE, as_recorded, geometry
+from ..tracing import VALUE, as_recorded
 
 # The arguments of attention that rope_attention_ has, too, and what the others must be.
 _OF_BOTH = ("q", "k", "v", "scale", "window", "key_range", "softcap", "sinks", "gate", "gate_activation")

@@ -1,0 +1,165 @@
+"""Fake results of operators: taken from an equal call before, from a meta kernel, or from the mode."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ..basics.bounded import Bounded
+
+_ATEN = torch.ops.aten
+# Operators whose results follow from shapes, strides and dtypes, and lie where their arguments are.
+_BY_SHAPE = frozenset(
+    getattr(getattr(_ATEN, name), overload)
+    for overload, names in {
+        "Tensor": "add div mul sub slice",
+        "Tensor_Scalar": "pow",
+        "default": "_softmax _to_copy _unsafe_view bmm cat clamp detach expand mm neg permute relu rsqrt "
+        "sigmoid silu sqrt t tanh topk unsqueeze",
+        "dim": "mean squeeze",
+        "dim_IntList": "sum",
+        "int": "select transpose",
+    }.items()
+    for name in names.split()
+)
+
+
+class _Like:
+    """Likeness of a fake tensor, from which others are made without its mode.
+
+    Attributes:
+        plain: a meta tensor like it, made for the second one.
+    """
+
+    plain: Tensor | None = None
+
+    def __init__(self, fake: FakeTensor) -> None:
+        self.geometry = geometry(fake)
+        self.dtype, self.device = fake.dtype, fake.fake_device
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        return cls(value) if isinstance(value, FakeTensor) else value
+
+
+_MOST_KNOWN = 10_000
+_known = Bounded(_MOST_KNOWN)  # {call without symbols: what it gave}, of all recorders
+
+
+class FakeResults:
+    """Fake tensors for one recording.
+
+    Args:
+        env: has the symbols.
+        alive: ids of tensors that stay until the recording ends, as keys.
+    """
+
+    def __init__(self, env: ShapeEnv, alive: dict[int, Any]) -> None:
+        self.env, self._alive = env, alive
+        self.mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+        self.mode.cache_enabled = False  # `of` has a cache, whose entries take a third of the time
+        self._keys: dict[int, tuple[Any, ...]] = {}  # by id of a fake tensor
+        self._has_symbols = False  # the key that is made now
+        self._results = Bounded(_MOST_KNOWN)  # {call: what it gave}, of calls with symbols
+
+    def end(self) -> None:
+        """The recording has ended: none of its tensors stays alive here."""
+        self._alive, self._keys, self._results = {}, {}, Bounded(_MOST_KNOWN)
+
+    def empty(self, like: Tensor, sizes: tuple[Any, ...], dtype: torch.dtype | None = None) -> Any:
+        """A fake tensor; the mode's own from_tensor, which keeps what it shares with others, is slow."""
+        options: dict[str, Any] = {"dtype": dtype or like.dtype, "device": like.device}
+        stride = None if like.is_contiguous() else like.stride()
+        key = (*sizes,), stride, *options.values()
+        has_symbols = any(isinstance(size, torch.SymInt) for size in sizes)
+        if not has_symbols and key in _known:
+            return self._like(_known[key])
+        with self.mode:
+            made: Any
+            if stride is None:
+                made = torch.empty(sizes, **options)
+            else:
+                made = torch.empty_strided(sizes, stride, **options)
+        if not has_symbols:
+            _known[key] = _Like(made)
+        return made
+
+    def of(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Result of an operator, taken from an equal call before: layers and modules make many of these."""
+        if func._schema.is_mutable and func.namespace != "moe_mps":  # it may change a tensor's shape
+            self._keys = {}
+            return func(*args, **kwargs)
+        self._has_symbols = False
+        key = func, torch.get_default_dtype(), self._key(args), self._key([*kwargs.items()])
+        known = self._results if self._has_symbols else _known
+        if key in known:
+            like = known[key]
+            return [*map(self._like, like)] if isinstance(like, list) else self._like(like)
+        result = self._by_shape(func, args, kwargs)
+        if result is None:
+            result = func(*args, **kwargs)
+        if all(id(item) not in self._alive and not _has_bits(item) for item in listed(result)):
+            of_list = isinstance(result, (list, tuple))
+            known[key] = [*map(_Like.of, result)] if of_list else _Like.of(result)
+        return result
+
+    def _by_shape(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Result of an operator whose shapes and dtypes its meta kernel says; None for any other call.
+
+        FakeTensorMode comes to the same kernel, after several questions and a reference in Python, which took
+        most of the time of a trace.
+        """
+        if self._has_symbols or func not in _BY_SHAPE or not kwargs.keys() <= {"dtype"}:
+            return None
+        tensors = [item for value in args for item in listed(value) if isinstance(item, Tensor)]
+        devices = {item.fake_device if isinstance(item, FakeTensor) else None for item in tensors}
+        if len(devices) != 1 or None in devices or any(map(_has_bits, tensors)):
+            return None
+        (device,) = devices
+        with in_kernel_invocation_manager(self.mode):
+            made = func(*args, **kwargs)
+        if isinstance(made, (list, tuple)):
+            return [FakeTensor(self.mode, item, device) for item in made]
+        return FakeTensor(self.mode, made, device)
+
+    def _key(self, value: Any) -> Any:
+        if isinstance(value, FakeTensor):
+            self._has_symbols |= value._has_symbolic_sizes_strides
+            key = self._keys.get(id(value))
+            if key is None:
+                key = value.dtype, value.fake_device, _has_bits(value), *map(self._key, geometry(value))
+                if id(value) in self._alive:  # it stays alive
+                    self._keys[id(value)] = key
+            return key
+        if isinstance(value, torch.SymInt):
+            self._has_symbols = True
+            return value.node.expr
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._key, value))
+        return type(value), value
+
+    def _like(self, known: Any) -> Any:
+        """A new fake tensor like another one; both may share memory, which nobody asks of fake tensors."""
+        if not isinstance(known, _Like):
+            return known
+        if known.plain is None:
+            shape, stride, offset = known.geometry
+            with in_kernel_invocation_manager(self.mode), self.env.suppress_guards():
+                made = torch.empty_strided(shape, stride, dtype=known.dtype, device="meta")
+                known.plain = made.set_(made.untyped_storage(), offset, shape, stride)
+        return FakeTensor(self.mode, known.plain, known.device)
+
+
+def listed(result: Any) -> Any:
+    return result if isinstance(result, (list, tuple)) else [result]
+
+
+def _has_bits(value: Any) -> bool:
+    """Whether a tensor has its elements conjugated or negated by whoever reads them."""
+    return isinstance(value, Tensor) and (value.is_conj() or value.is_neg())
+
+
+def geometry(tensor: Tensor) -> tuple[Any, Any, Any]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
