@@ -28,7 +28,7 @@ constexpr int64_t kWordsOfRun = 2;
 // Keys or values as the operator is given them.
 struct CacheArguments {
   Tensor values;
-  OptionalTensor scales = {}, biases = {};  // of quantised ones
+  OptionalTensor scales = {}, biases = {};  // for quantised ones
   OptionalTensor tail = {};
 };
 
@@ -147,7 +147,7 @@ struct Cache {
     params.vectorised = params.vectorised && starts_aligned(*tail, kRun);
   }
 
-  // What the kernel's file reads beside the values.
+  // Arguments that the kernel's file reads beside the values.
   const OptionalTensor& beside() const { return tail ? tail : scales; }
 };
 

@@ -11,14 +11,14 @@ namespace moe_mps {
 
 struct AttentionShape {
   int64_t batch, tokens, heads, key_heads;
-  int64_t keys;  // that any token may see
+  int64_t keys;  // keys that any token may see
   int64_t width, value_width;
-  std::string_view file = "attention";  // of the kernels
+  std::string_view file = "attention";  // has the kernels
   bool may_be_wide = false;  // there is a kernel for 16 queries of values over 256: dense, 16 bits, no mask
   // Each token has keys of its own.
   bool selects() const { return file == "attention_selected" || file == "attention_tailed"; }
   int64_t group_heads() const { return heads / key_heads; }
-  // Of a key head, that one block may take.
+  // Queries of a key head that one block may take.
   int64_t queries() const { return selects() ? group_heads() : group_heads() * tokens; }
 };
 

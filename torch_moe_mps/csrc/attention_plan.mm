@@ -14,7 +14,7 @@ constexpr int64_t kSimdgroupsOfCore = 24;     // for its full rate
 constexpr int64_t kMemoryOfCore = 60 * 1024;  // threadgroup memory, by metal-benchmarks
 constexpr int64_t kFewKeys = 256;             // fewer are not split: merging would take as long
 constexpr int64_t kKeysOfSimdgroup = 16;
-constexpr int64_t kQueryBytes = 20 * 1024;  // of threadgroup memory; what a block shares takes up to 10 KiB
+constexpr int64_t kQueryBytes = 20 * 1024;  // for queries; what a block shares takes up to 10 KiB
 
 // A kernel of attention.metal: the widest value head, the queries and the simdgroups of a block, the bytes
 // in which an element of a query is staged, and the threadgroup memory that the kernel declares.

@@ -19,7 +19,7 @@ struct BucketTiles {
   bool sentinels = false;  // pairs without an expert get tiles too, of expert -1, behind the others
 };
 
-// What the dispatch writes: contiguous tensors of int32.
+// Outputs of the dispatch: contiguous tensors of int32.
 struct Buckets {
   at::Tensor pair_order;  // [pairs]
   at::Tensor offsets;     // [num_experts + 1]

@@ -17,7 +17,7 @@ struct WeightFormat {
   std::string type;
   const char* header;            // shaders/<header>.h has the type
   bool scales_like_activations;  // MLX's affine formats have scales in the dtype of a model
-  int64_t group_size = 0;        // of MLX's formats: how many weights share a scale
+  int64_t group_size = 0;        // in MLX's formats: how many weights share a scale
 
   // Whether a norm within the matmul of one token costs less than a launch. By the cost model, memory limits
   // the kernel from 3 bits on, which hides the norm; with 2 bits, instruction issue would limit it.

@@ -1,4 +1,4 @@
-// What a plan has to know of the GPU.
+// Facts of the GPU that a plan has to know.
 #pragma once
 #include <cstdint>
 

@@ -13,7 +13,7 @@ namespace {
 
 using at::Tensor;
 
-// What a block adds to the streams, readable for kernels.
+// Output that a block adds to the streams, readable for kernels.
 struct Update {
   Tensor streams;
   OptionalTensor out, post, comb;

@@ -10,7 +10,7 @@
 
 namespace moe_mps {
 
-// What a step reads and writes.
+// Operands of a step.
 enum class MatmulWork {
   kBucket,   // ids -> pairs by expert, tiles
   kFirst,    // x -> hidden: the first matmul, or the only one
@@ -27,7 +27,7 @@ struct MatmulStep {
   int64_t memory = 0;         // bytes of threadgroup memory
   int64_t indirect = -1;      // at least 0: the number of the grid, computed by kBucket, that replaces `grid`
   bool tensor_units = false;  // the kernel is one of tensor_units.metal
-  int64_t blocks = 0;         // of rows, one a simdgroup; 0: the grid does not depend on simdgroups
+  int64_t blocks = 0;         // blocks of rows, one a simdgroup; 0: the grid does not depend on simdgroups
   bool norms_inputs = false;  // the kernel norms its inputs; without it they have to come normed
 };
 
@@ -37,7 +37,7 @@ struct MatmulShape {
   int64_t columns = 0;    // outputs of the second matmul; 0: there is none
   bool normed = false;    // a kernel may norm the inputs of the first matmul
   bool chosen = false;    // the first matmul chooses the experts, of one token
-  bool shared = false;    // which has a pair more, of the shared expert
+  bool shared = false;    // with a pair more, the shared expert's
   bool empty = false;     // the matrices have no elements, and the kernels must read none
   bool first_on_tensor_units = false, second_on_tensor_units = false;  // where there are enough pairs
   int64_t pairs() const { return tokens * slots; }
@@ -46,7 +46,7 @@ struct MatmulShape {
 struct MatmulPlan {
   std::vector<MatmulStep> steps;
   bool lists_pairs = false;  // the first matmul's kernel lists the pairs of each expert
-  BucketTiles tiles;         // what kBucket makes
+  BucketTiles tiles;         // made by kBucket
 };
 
 // Whether so many pairs are multiplied on tensor units where a matrix can be.

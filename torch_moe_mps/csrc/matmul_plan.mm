@@ -61,7 +61,7 @@ bool fills(int64_t threadgroups, int64_t cores) {
 
 // Few pairs: a threadgroup takes as many rows as leave enough threadgroups for the GPU.
 MatmulStep few_step(const MatmulShape& shape, int64_t grid_rows, int64_t cores) {
-  constexpr int64_t kRows = kRowGroupsOfSimdgroup * kFewRows;  // of a simdgroup
+  constexpr int64_t kRows = kRowGroupsOfSimdgroup * kFewRows;  // a simdgroup's
   const int64_t threads = kFewSimdgroups * kSimdWidth;
   const int64_t of_rows = ceil_div(shape.outputs, outputs_of_rows(shape, kRows));
   const int64_t whole = ceil_div(of_rows, kFewSimdgroups);
@@ -75,7 +75,7 @@ MatmulStep few_step(const MatmulShape& shape, int64_t grid_rows, int64_t cores) 
 
 MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
   if (path == Path::kFew) return few_step(shape, std::min(shape.pairs(), shape.experts) + 1, cores);
-  constexpr int64_t kRows = kRowGroupsOfSimdgroup * kSingleRows;  // of a simdgroup
+  constexpr int64_t kRows = kRowGroupsOfSimdgroup * kSingleRows;  // a simdgroup's
   const int64_t of_rows = ceil_div(shape.outputs, outputs_of_rows(shape, kRows));
   const Size grid{ceil_div(of_rows, kSingleSimdgroups), shape.pairs() + shape.shared};
   MatmulStep step{MatmulWork::kFirst, "matmul_rows", grid, kSingleSimdgroups * kSimdWidth};

@@ -18,7 +18,7 @@ namespace moe_mps {
 // A stack of matrices in one format, [E, rows, inputs].
 struct MatrixStack {
   Library library;                    // the kernels for its format and the dtype of the activations
-  at::Tensor packed, scales, biases;  // of a dense matrix, all three are the weight
+  at::Tensor packed, scales, biases;  // in a dense matrix all three are the weight
   OptionalTensor bias;                // the layer's bias, [E, rows]
   int64_t experts, rows, inputs;
   bool norms_inputs = true;  // for one token, a norm within the matmul costs less than a launch
@@ -33,8 +33,8 @@ struct Activation {
   float alpha = 0.0f;
   float limit = 0.0f;
   uint32_t row_layout = ROWS_PLAIN;
-  int64_t activated = 0;  // of the outputs of plain rows, the first; 0: all
-  float factor = 1.0f;    // of what a pointwise activation is computed of
+  int64_t activated = 0;  // the first so many outputs of plain rows; 0: all
+  float factor = 1.0f;    // multiplies the input of a pointwise activation
 };
 
 Activation activation_of(std::string_view name, std::optional<double> alpha, std::optional<double> limit,

@@ -71,7 +71,7 @@ void set_norm(MatmulParams& params, const InputNorm& norm) {
   params.norm_offset = static_cast<float>(norm.offset);
 }
 
-// What the steps of a plan hand to each other.
+// Intermediate tensors that the steps of a plan hand to each other.
 struct Run {
   const MatmulPlan& plan;
   const Tensor& ids;

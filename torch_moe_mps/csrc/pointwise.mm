@@ -24,7 +24,7 @@ struct Formula {
   PointwiseStep code[POINTWISE_STEPS];
   uint32_t steps = 0;
   float numbers[POINTWISE_NUMBERS];
-  uint32_t count = 0;  // of numbers
+  uint32_t count = 0;  // count of numbers
 };
 
 uint8_t operand(Formula& formula, const std::string& text) {

@@ -1,4 +1,4 @@
-// What `torch-moe-mps check --probe` runs; selfcheck/probe.py says what for.
+// Host code of `torch-moe-mps check --probe`; selfcheck/probe.py says what it is for.
 #include <ATen/mps/MPSStream.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>

@@ -33,7 +33,7 @@ struct Number {
   bool is(int64_t number, c10::ArrayRef<int64_t> symbols) const { return number == of(symbols); }
 };
 
-// What a tensor must be like for the calls to be right.
+// Shape, dtype and place that a tensor must have for the calls to be right.
 struct Layout {
   at::ScalarType dtype;
   at::Device device;
@@ -101,8 +101,8 @@ c10::ArrayRef<T> items_of(const std::vector<T>& all, Range range) {
 enum class List : uint8_t { kNone, kTensors, kOptionalTensors, kIntegers };
 
 struct Argument {
-  int32_t place;   // of a list: where its places are among those of all calls
-  uint16_t count;  // of places
+  int32_t place;   // a list's: where its places are among those of all calls
+  uint16_t count;  // count of places
   List list;
   bool is_tensor;
 };
@@ -111,7 +111,7 @@ struct Call {
   c10::OperatorHandle op;
   Range arguments;
   Range results;  // -1: nobody reads it
-  Range last;     // what this call is the last to read
+  Range last;     // read by this call for the last time
   bool is_list;   // the results are those of one list
 };
 
@@ -293,7 +293,7 @@ class Program : public torch::CustomClassHolder {
   static constexpr size_t kAhead = 8;  // constants
 
   std::vector<c10::IValue> constants_;
-  std::vector<std::pair<size_t, Layout>> layouts_;  // of the tensors among the constants
+  std::vector<std::pair<size_t, Layout>> layouts_;  // for the tensors among the constants
   std::vector<Weight> weights_;
   std::vector<Layout> inputs_;
   std::vector<InputView> views_;
@@ -302,7 +302,7 @@ class Program : public torch::CustomClassHolder {
   Places listed_;
   int64_t places_ = 0;
   Places results_;
-  mutable std::atomic<int64_t> checked_ = 0;  // of checks_begun(), when a run last checked all calls
+  mutable std::atomic<int64_t> checked_ = 0;  // checks_begun() when a run last checked all calls
 };
 
 }  // namespace

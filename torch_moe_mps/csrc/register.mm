@@ -14,7 +14,7 @@ namespace {
 
 bool needs_gradient(const at::Tensor& tensor) {
   return tensor.defined() && ((at::GradMode::is_enabled() && tensor.requires_grad()) ||
-                              tensor._fw_grad(0).defined());  // of forward mode
+                              tensor._fw_grad(0).defined());  // in forward mode
 }
 
 bool overlap(const at::Tensor& a, const at::Tensor& b) {

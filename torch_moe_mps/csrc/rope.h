@@ -21,7 +21,7 @@ struct Heads {
   bool vectorised;
 };
 
-// Those of x [B, T, heads, D].
+// Strides of x [B, T, heads, D].
 Heads heads_of(const at::Tensor& x, const OptionalTensor& weight, const at::Tensor& output, int64_t rotary);
 
 // The norms of heads, which are done where they have weights.
@@ -56,7 +56,7 @@ struct Rotation {
   Rotation(const at::Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin, const HeadNorms& norms,
            const Turn& turn);
 
-  at::Tensor cos, sin;  // of the same strides
+  at::Tensor cos, sin;  // with the same strides
   double eps, weight_offset;
   std::string_view pairs;
   int64_t rotary;

@@ -14,7 +14,7 @@ namespace moe_mps {
 
 using Routing = std::tuple<at::Tensor, at::Tensor>;  // weights, ids
 
-// What chooses the experts of each row of logits. All are contiguous.
+// Arguments that choose the experts of each row of logits. All are contiguous.
 struct Router {
   at::Tensor logits;
   OptionalTensor bias, scale;

@@ -24,7 +24,7 @@ Tensor sample_(const Tensor& logits_, const Tensor& draws_, const Tensor& invali
   params.invalid_stride = invalid.stride(0);
   params.vocabulary = vocabulary;
   params.top_k = top_k < vocabulary ? top_k : 0;
-  const double removed = static_cast<float>(1.0 - top_p);  // as transformers rounds it
+  const double removed = static_cast<float>(1.0 - top_p);  // rounded as transformers does
   params.weight = std::max<int64_t>(1, kWholeWeight - std::llround(removed * kWholeWeight));
   params.otherwise = otherwise;
   params.temperature = static_cast<float>(temperature);

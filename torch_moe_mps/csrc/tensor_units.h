@@ -8,7 +8,7 @@ namespace moe_mps {
 // all ("1"), or those that passed selfcheck.py on this machine ("auto").
 bool uses_tensor_units(const Library& library);
 
-// What they need: _versions.py has the number.
+// Least macOS that they need: _versions.py has the number.
 constexpr const char* kTensorUnitsNeed = "macOS 26.2 or newer";
 
 // Whether this macOS has Metal 4, whose tensors tensor_units.metal needs.

@@ -51,7 +51,7 @@ bool starts_aligned(const at::Tensor& tensor, int64_t elements = 4);
 
 // The strides of [B, T, heads, ...]; of what all tokens share, [heads], the first two are 0. Zeros without x.
 TokenStrides token_strides(const OptionalTensor& x);
-// Those of [B, heads, T, ...].
+// Strides of [B, heads, T, ...].
 TokenStrides head_strides(const at::Tensor& x);
 
 // The DTYPE_* code of shaders/params.h; without a tensor, which no kernel reads then, DTYPE_FLOAT.

@@ -1,4 +1,4 @@
-// What selfcheck/tuner.py has found to be faster on this GPU than what is planned, of what gives the same
+// Plans that selfcheck/tuner.py has found faster on this GPU than the usual ones, of those that give the same
 // bits.
 #pragma once
 #include "matmul_plan.h"

@@ -41,7 +41,7 @@ std::string name_of(const MatmulStep& step, const MatrixStack& matrix, int64_t p
                   matrix.inputs, " by ", std::bit_ceil(static_cast<uint64_t>(pairs)));
 }
 
-// Of what the name says, without making one: every launch of a token asks. Any number that comes of equal
+// Hash of the name, without making one: every launch of a token asks. Any number that comes of equal
 // hashes would give the same bits.
 size_t hash_of(const MatmulStep& step, const MatrixStack& matrix, int64_t pairs) {
   return c10::get_hash(step.kernel, matrix.library.weights, static_cast<int>(matrix.library.dtype),
@@ -49,7 +49,7 @@ size_t hash_of(const MatmulStep& step, const MatrixStack& matrix, int64_t pairs)
                        std::bit_ceil(static_cast<uint64_t>(pairs)));
 }
 
-// Those that the pipeline allows, too.
+// Threadgroups that the pipeline allows, too.
 std::vector<int64_t> offered(const MatmulStep& step, const Library& library) {
   std::vector<int64_t> numbers = simdgroups_of(step);
   const auto most = static_cast<int64_t>(pipeline(library, step.kernel).most_threads) / kSimdWidth;
@@ -97,7 +97,7 @@ MatmulStep tuned(MatmulStep step, const MatrixStack& matrix, int64_t pairs) {
 
 }  // namespace moe_mps
 
-// What `_listed_tunable` names runs from here on with so many simdgroups a threadgroup; 0: as planned.
+// Lets what `_listed_tunable` names run with so many simdgroups a threadgroup; 0: as planned.
 MOE_FUNCTION("_tune(str name, int simdgroups) -> ()", tune)
 // From here on, whether what this thread encodes is listed; nothing is yet.
 MOE_FUNCTION("_list_tunable(bool wanted) -> ()", list_tunable)

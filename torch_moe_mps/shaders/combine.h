@@ -1,4 +1,4 @@
-// What follows the experts' matmuls: the gated activation, and the weighted sum over the slots of a token.
+// Steps behind the experts' matmuls: the gated activation, and the weighted sum over the slots of a token.
 #pragma once
 #include "common/any_vectors.h"
 #include "common/sums.h"

@@ -1,4 +1,4 @@
-// What every shader of the package uses. common/ has what several do, a file for each subject.
+// Definitions that every shader uses. common/ has what several do, a file for each subject.
 #pragma once
 #include <metal_stdlib>
 

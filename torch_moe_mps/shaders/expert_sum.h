@@ -1,10 +1,10 @@
-// What is added to the sum over a token's experts.
+// Terms that are added to the sum over a token's experts.
 #pragma once
 #include "common/activations.h"
 #include "common/dtypes.h"
 #include "params/expert_sum.h"
 
-// What a token's shared expert is multiplied by.
+// Factor of a token's shared expert.
 inline float factor_of_shared(device const uchar* shared_gate, ulong token, ExpertSumParams params) {
   if (params.has_gate == 0) return 1.0f;
   const float gate = load_one(shared_gate, params.gate_dtype, token);

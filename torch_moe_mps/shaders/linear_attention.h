@@ -67,7 +67,7 @@ inline float activated_beta(float beta, float shift, constant LinearAttentionPar
   return beta < params.beta_min ? params.beta_min : beta;  // NaN stays
 }
 
-// What a head does at a token, in threadgroup memory.
+// Arguments of a head's step at a token, in threadgroup memory.
 template <uint kRows, bool kChannels>
 struct ScanToken {
   float4 key[kRows / 4];
@@ -306,7 +306,7 @@ template <typename T, uint kLanes, int kKind>
   }
 }
 
-// What a channel has of some tokens.
+// Values of a channel for some tokens.
 template <typename T, uint kTokens>
 struct ChannelTokens {
   T x[kTokens], step[kTokens], gate[kTokens];
@@ -347,7 +347,7 @@ struct ChannelStates {
   float rates[2][kSelectiveStates / 2];
   float kept[2][kSelectiveStates / 2];
 
-  // Of a channel. `left` is how many states there are from the lane's first on.
+  // States of a channel. `left` is how many there are from the lane's first on.
   template <bool kWhole>
   void load(uint channel, device const uchar* a_log, ulong first, device const float* state, int left,
             constant SelectiveScanParams& params) {
@@ -366,7 +366,7 @@ struct ChannelStates {
     }
   }
 
-  // What a token does to both channels; `octaves` is the own one's step, times log2(e), as exp2 takes an
+  // Step of a token for both channels; `octaves` is the own one's step, times log2(e), as exp2 takes an
   // instruction less than exp. Returns: the own one's C . state.
   float take(float octaves, float x, threadgroup const StagedToken& token) {
     const float written = octaves * x;
@@ -396,7 +396,7 @@ struct HalfOfChannel {
   int left;
 };
 
-// That of the lane's own channel, or with `other` 1 of that of the lane beside it. Past the last channel the
+// Input of the lane's own channel, or with `other` 1 of that of the lane beside it. Past the last channel the
 // last one is read again, and nothing is left to store.
 inline HalfOfChannel half_of(uint place, uint other, constant SelectiveScanParams& params) {
   constexpr uint kHalf = kSelectiveStates / 2;
@@ -471,7 +471,7 @@ template <typename T>
     }
   }
 
-  // What a thread stages: a state of B or of C, of tokens kStagedRows apart.
+  // Element that a thread stages: a state of B or of C, of tokens kStagedRows apart.
   constexpr uint kStagedRows = kSelectiveThreads / (2 * kSelectiveStates);
   const uint n = thread_index % kSelectiveStates, row = thread_index / kSelectiveStates;
   const bool is_c = row % 2 != 0;
@@ -480,7 +480,7 @@ template <typename T>
   const ulong stride = is_c ? params.c.token : params.b.token;
   const float unit = is_c ? 1.0f : M_LN2_F;
 
-  // Of 2 * kUnroll tokens each half is loaded while the states take in the one before it.
+  // Each half of 2 * kUnroll tokens is loaded while the states take in the one before it.
   ChannelTokens<T, kUnroll> tokens;
   if (params.tokens >= 2 * kUnroll) tokens = rows.template load<kUnroll>(0, params);
   for (uint first = 0; first < params.tokens; first += kSelectiveTokens) {

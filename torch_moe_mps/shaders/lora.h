@@ -134,7 +134,7 @@ inline void outer_products(Factor factor, threadgroup const float* inner, uint c
   }
 }
 
-// What the kernels below bind, and the columns [first, last) of the threadgroup.
+// Arguments of the kernels below, and the columns [first, last) of the threadgroup.
 template <typename T>
 struct LoraSide {
   device const T* x;

@@ -11,7 +11,7 @@
 // 16 * kNormThreads columns are read once, and columns beyond that twice.
 constant constexpr int kNormElements = 16;
 
-// What is joined to the norm: nothing, a residual that is added to the norm of the input, a residual that is
+// Joined to the norm: nothing, a residual that is added to the norm of the input, a residual that is
 // added to the input before the norm, or a gate.
 #define JOIN_NONE 0
 #define JOIN_NORM 1

@@ -11,7 +11,7 @@ struct Pooled {
   float2 most, sum, total;
 };
 
-// What the tokens of a batch entry have: the new ones in the call, those before them in the state.
+// Keys of the tokens of a batch entry: the new ones in the call, those before them in the state.
 template <typename T>
 struct PooledTokens {
   device const T* values;
@@ -24,7 +24,7 @@ struct PooledTokens {
     return state + token % params.rows * 2 * params.columns;
   }
 
-  // Of the thread's columns from `at` on, tokens `begin` to `end` of a window: first those in the state, then
+  // Pool of the columns from `at` on, tokens `begin` to `end` of a window: first those in the state, then
   // those of the call. First the highest logit of all is looked for, then they are weighted by it.
   template <bool kWeighted>
   void pool(thread Pooled& pooled, uint begin, uint end, uint at, constant PoolParams& params) const {

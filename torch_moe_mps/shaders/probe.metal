@@ -1,4 +1,4 @@
-// What `torch-moe-mps check --probe` asks a GPU: how it computes, and how fast. No model runs any of it, and
+// Questions of `torch-moe-mps check --probe` to a GPU: how it computes, and how fast. No model runs them, and
 // MOE_DTYPE is float.
 #include "common.h"
 #include "params/probe.h"

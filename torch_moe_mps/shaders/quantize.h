@@ -11,7 +11,7 @@ struct Coded {
   float value;
 };
 
-// What each of a group's lanes has, added, in all of them; and the largest.
+// Sum and largest over a group's lanes, in all of them.
 template <typename V>
 inline V sum_of_lanes(V x, uint lanes) {
   for (uint distance = 1; distance < lanes; distance *= 2) x += simd_shuffle_xor(x, ushort(distance));
@@ -54,7 +54,7 @@ struct GroupPart {
     UNROLL for (uint i = 0; i < kQuantized; ++i) k[i] = max(k[i], least);
   }
 
-  // Of the group, sum k (w - decoded)^2.
+  // Error of the group, sum k (w - decoded)^2.
   template <typename Codes>
   float error_of(Codes codes) const {
     float error = 0.0f;
@@ -231,7 +231,7 @@ struct SmallFloat {
   static constant constexpr int kBits = kMantissaBits == 1 ? 4 : 8;
   static constant constexpr float kLargest = float(kMost);
 
-  // Of the numbers near x, the distance to the next.
+  // Distance to the next of the numbers near x.
   static float spacing(float x) {
     const uint power = max(as_type<uint>(x) & 0x7f800000u, uint(127 + kFirstExponent) << 23);
     return as_type<float>(power - (uint(kMantissaBits) << 23));

@@ -31,9 +31,9 @@ constant constexpr float kMove[2][kMoves][2] = {{{0.0f, 0.0f},
 // Each weight of a group counts as much as this share of their mean importance at least: nothing else bounds
 // the error of those that multiply nothing.
 constant constexpr float kLeastShare[1] = {0.001f};
-// Of the product of two sums, the least difference that is not rounding.
+// Least difference of the product of two sums that is not rounding.
 constant constexpr float kSmallest[1] = {0.00001f};
-// What is tried of the scale that covers a group's largest magnitude: powers of two for e8m0; for e4m3 also
+// Factors that are tried of the scale for a group's largest magnitude: powers of two for e8m0; for e4m3 also
 // what makes 4 of that magnitude.
 constant constexpr int kSteps[2] = {-1, 1};
 constant constexpr float kFactors[2] = {1.0f, 1.5f};

@@ -7,7 +7,7 @@
 #include "common/vectors.h"
 #include "params/routing.h"
 
-// What orders the choice. Keys below kLowestKey are states: 0 is not to be chosen, n is chosen for slot n
+// Keys order the choice. Those below kLowestKey are states: 0 is not to be chosen, n is chosen for slot n
 // - 1.
 template <int N>
 struct Keys {
@@ -254,7 +254,7 @@ inline Values<N> load_logits(device const T* source, RouterParams params, uint l
   return logits;
 }
 
-// What a row of logits chooses: the experts of a lane that are chosen, and what becomes their weights.
+// Choice of a row of logits: the experts of a lane that are chosen, and what becomes their weights.
 template <int N>
 struct Choice {
   Keys<N> keys;

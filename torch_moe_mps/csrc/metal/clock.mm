@@ -67,7 +67,7 @@ std::shared_ptr<Times> times(std::shared_ptr<Times> next = nullptr) {
   return next == nullptr ? gpu_clock.times : std::exchange(gpu_clock.times, std::move(next));
 }
 
-// What is encoded from here on, up to the next commit, is timed.
+// Times all that is encoded from here on, up to the next commit.
 void time_buffer() {
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   const std::shared_ptr<Times> kept = times();
@@ -108,7 +108,7 @@ std::vector<double> buffer_moments() {
 }  // namespace moe_mps
 
 MOE_FUNCTION("_time_buffer() -> ()", time_buffer)
-// Of the buffers that were timed since the last call, in order; after waiting for them.
+// Times of the buffers since the last call, in order; waits for them.
 MOE_FUNCTION("_buffer_seconds() -> float[]", buffer_seconds)
 // The same as three numbers a buffer: when the GPU began and ended it, and when Metal told of it.
 MOE_FUNCTION("_buffer_moments() -> float[]", buffer_moments)

@@ -47,7 +47,7 @@ class Command {
   }
   // The same for a tensor from an element on.
   Command& bind_from(const at::Tensor& tensor, int64_t element);
-  // What fills the slots of arguments that are absent; the kernel is told by its params not to read it.
+  // Filler for the slots of arguments that are absent; the kernel is told by its params not to read it.
   Command& stand_in(const at::Tensor& tensor) {
     stand_in_ = &tensor;
     return *this;
@@ -62,7 +62,7 @@ class Command {
     return *this;
   }
 
-  // What the dispatch takes, where the bytes of what it binds do not say it: see work.h.
+  // Work of the dispatch, where the bytes of what it binds do not say it: see work.h.
   Command& work(double slots, double bytes) {
     slots_ = slots;
     bytes_ = bytes;

@@ -33,12 +33,12 @@ MTLSize metal_size(const Size& size) {
 // queued it goes on at once, where the host hears of a completed one 50 to 150 us later.
 constexpr int64_t kFirstDispatches = 8;
 
-// Of the process: all streams and threads.
+// Counted over the process: all streams and threads.
 std::atomic<int64_t> encoded = 0;    // dispatches since it began
 std::atomic<int64_t> interval = -1;  // see commit_every
 std::atomic<double> longest = 0;     // seconds of a buffer, since somebody asked
 
-// Which dispatches this thread encodes, for the report of a wrong result.
+// Names of the dispatches that this thread encodes, for the report of a wrong result.
 struct Recorded {
   bool wanted = false;
   std::vector<std::string> lines;

@@ -21,14 +21,14 @@ namespace moe_mps {
 // For Metal to tell how a buffer ended that the host has waited for.
 constexpr std::chrono::seconds kToldWithin(30);
 
-// What the host has encoded into a command buffer.
+// Contents of a command buffer, as the host has encoded it.
 struct Work {
   std::vector<const char*> operators;  // in the order of their calls
   int64_t dispatches = 0;
   double seconds = 0;  // by estimate
 };
 
-// What the calling thread encodes from here on belongs to this operator; the text is never freed.
+// Names the operator of all that the calling thread encodes from here on; the text is never freed.
 void name_work(const char* operator_name);
 
 // Has Metal report on the command buffer that the stream encodes into, as one with work of that operator. In

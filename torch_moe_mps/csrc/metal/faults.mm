@@ -23,12 +23,12 @@ constexpr size_t kMostNamed = 4;   // operators of a message
 constexpr int32_t kFaultCode = 5;  // MTLCommandBufferStatusError
 
 struct CommandBuffer : Work {
-  int64_t number = 0;  // of the stream's buffers
+  int64_t number = 0;  // counts the stream's buffers
 };
 
 // Buffers of a stream.
 struct Stream {
-  void* buffer = nullptr;            // that is encoded into, until it is complete
+  void* buffer = nullptr;            // encoded into, until it is complete
   CommandBuffer* watched = nullptr;  // its; the buffer's handler frees it
   int64_t last = 0;                  // number of a buffer
   std::set<int64_t> incomplete;      // numbers, with that of the buffer that is encoded into
@@ -184,7 +184,7 @@ void raise_fault() {
   __block std::string fault;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
-      // What is encoded from here on goes into a buffer of its own, of which nobody has been told.
+      // Begins a buffer of its own for what is encoded from here on; nobody has been told of it.
       stream->synchronize(at::mps::SyncType::COMMIT);
       const std::lock_guard<std::mutex> lock(state.mutex);
       Stream& of = stream_of(stream);

@@ -21,7 +21,7 @@ struct Library {
   std::string_view weights = {};       // the format's name
   std::string_view weights_type = {};  // its type,
   const char* weights_header = "";     // and what defines that: shaders/<weights_header>.h
-  bool norms_inputs = true;            // of the format; without it the shader sees MOE_NORMS_APART
+  bool norms_inputs = true;            // the format does; without it the shader sees MOE_NORMS_APART
 
   std::string suffix() const;  // "_bf16", "_affine4_64_bf16"
   // Whether it needs Metal 4.0, for tensor units. All others are 3.1.
@@ -33,9 +33,9 @@ struct Library {
 struct Pipeline {
   std::string name;
   id<MTLComputePipelineState> state;
-  NSUInteger most_threads;            // of a threadgroup
-  NSUInteger static_bytes;            // of threadgroup memory that the kernel declares
-  NSUInteger most_bytes;              // of threadgroup memory that the GPU has
+  NSUInteger most_threads;            // in a threadgroup
+  NSUInteger static_bytes;            // threadgroup memory that the kernel declares
+  NSUInteger most_bytes;              // threadgroup memory that the GPU has
   std::atomic<NSUInteger>* launched;  // the most threads of a threadgroup that a plan asked for; never freed
 };
 
@@ -43,7 +43,7 @@ struct Pipeline {
 // side by side. Raises with Metal's own message when the source does not compile. The reference stays good.
 const Pipeline& pipeline(const Library& library, std::string_view function);
 
-// What measures a GPU, which no operator launches.
+// Kernels that measure a GPU; no operator launches them.
 const Library& probe_library();
 
 // Every other library that the package can build.

@@ -68,7 +68,7 @@ class Once {
 Once<id<MTLLibrary>>& libraries = *new Once<id<MTLLibrary>>;
 Once<Pipeline>& pipelines = *new Once<Pipeline>;
 
-// What a dtype is called in the names of kernels, and in Metal.
+// Names of a dtype in the names of kernels, and in Metal.
 struct DtypeNames {
   const char *suffix, *type;
 };
@@ -247,7 +247,7 @@ const Library& named_library(const std::string& name) {
   TORCH_CHECK(false, "moe_mps: no library ", name);
 }
 
-// Those for every GPU, or those for GPUs with tensor units.
+// Libraries for every GPU, or those for GPUs with tensor units.
 std::vector<std::string> library_names(bool has_tensors) {
   std::vector<std::string> names;
   for (const Library& library : all_libraries()) {

@@ -75,7 +75,7 @@ void keep_asking() {
   sets.has_thread = false;
 }
 
-// What becomes resident with a tensor: its buffer, or the heap that the buffer lies in.
+// Memory that becomes resident with a tensor: its buffer, or the heap that the buffer lies in.
 id allocation_of(const at::Tensor& tensor) {
   const id<MTLBuffer> buffer = __builtin_bit_cast(id<MTLBuffer>, tensor.storage().data());
   const id heap = [buffer heap];

@@ -13,11 +13,11 @@ namespace moe_mps {
 // (tests/simulator/apple).
 constexpr double kSlotsOfCore = 1.64e11;  // instructions of a lane a second
 constexpr double kBytesOfCore = 6.8e9;
-// What the cost model counts for a multiply-add, on an M1 in bfloat16: 1.2 to 1.44, and 2.4 to 2.8.
+// Slots of a multiply-add by the cost model, on an M1 in bfloat16: 1.2 to 1.44, and 2.4 to 2.8.
 constexpr double kSlotsOfProduct = 1.45;
 constexpr double kSlotsOfAttention = 2.8;
 constexpr double kSlotsOfHeads = 12;  // dot products, which decode for each few tokens
-// Of an element of a recurrence's state and a token: threadgroup memory takes as long as 15 of its 8.
+// Slots of an element of a recurrence's state and a token: threadgroup memory takes as long as 15 of its 8.
 constexpr double kSlotsOfScan = 15;
 
 // Work is committed once it takes so long. macOS stops a buffer after 1 to 5 s, and the display wants to draw

@@ -29,7 +29,7 @@ inline float sum_of_column(float x) {
   return x + simd_shuffle_xor(x, ushort(16));
 }
 
-// What queries are staged in: 16 of 576 elements fit into threadgroup memory in 16 bits only.
+// Type that queries are staged in: 16 of 576 elements fit into threadgroup memory in 16 bits only.
 template <typename T, bool kInT>
 struct StagedOf {
   typedef float type;
@@ -62,7 +62,7 @@ struct Block {
 
   // Threadgroup memory, after the queries.
   struct Shared {
-    // Of a tile; at the end, the sums of all teams but the first.
+    // Memory of a tile; at the end, the sums of all teams but the first.
     float2 exchange[(kProbabilities > kOtherSums ? kProbabilities : kOtherSums) * kSimdWidth];
     float2 highest[kSimdgroups][kQueries / 2];
     float2 sums[kSimdgroups][kQueries / 2];
@@ -98,7 +98,7 @@ struct Block {
     int lowest, highest;
   };
 
-  // What is added to scores: a number for each key, or where C is relative for each distance.
+  // Bias of scores: a number for each key, or where C is relative for each distance.
   struct Mask {
     device const uchar* values;
     ulong start;
@@ -107,7 +107,7 @@ struct Block {
   struct Scores {
     float v[kKeyTiles][kQueryTiles][2];
   };
-  // Of a lane's queries, over the keys so far: the highest score, and the sums of the exponentials of scores
+  // State of a lane's queries, over the keys so far: the highest score, sums of the exponentials of scores
   // less that, those of its own keys only, and of the values times these.
   struct Sums {
     float highest[kQueryTiles][2], exponentials[kQueryTiles][2];
@@ -483,7 +483,7 @@ struct Block {
     return uint(position - params.first_position);
   }
 
-  // What the relative position of a key adds to its score, for query r of the key head; 0 for hidden keys.
+  // Bias that the relative position of a key adds, for query r of the key head; 0 for hidden keys.
   static float of_distance(thread const Mask& relative, uint r, int position, uint key,
                            constant AttentionParams& params) {
     const int distance = position - int(key);

@@ -65,7 +65,7 @@ struct DenseCache {
     return run;
   }
 
-  // Which value of a run a pair's element is.
+  // Place of a pair's element in a run.
   static int value_of(int pair, int element) { return 2 * pair + element; }
   template <int N>
   static float2 pair(Run<N> run, int index) {
@@ -77,7 +77,7 @@ struct DenseCache {
   }
 };
 
-// What a library's keys and values are stored as.
+// Types that a library's keys and values are stored as.
 #ifdef MOE_WEIGHTS
 typedef MOE_WEIGHTS StoredCache;
 #else

@@ -22,7 +22,7 @@ struct Queries {
   }
 };
 
-// Those of a threadgroup; where tokens select their keys, those of a block are of one token.
+// Queries of a threadgroup; where tokens select their keys, those of a block are of one token.
 template <bool kSelects>
 inline Queries queries_of_block(uint3 group, uint size, constant AttentionParams& params) {
   const uint group_heads = params.heads / params.key_heads;

@@ -1,4 +1,4 @@
-// What is done to a score, and with the sums over all keys.
+// Changes of a score, and the end of the sums over all keys.
 #pragma once
 #include "common/activations.h"
 #include "common/dtypes.h"
@@ -16,7 +16,7 @@ inline float bias_in_order(int position, uint key, constant AttentionParams& par
   return distance >= 0 && (params.window == 0 || distance < int(params.window)) ? 0.0f : -INFINITY;
 }
 
-// What the mask adds to the score of a key: -INFINITY for a key that the token does not see. `position` is
+// Number that the mask adds to a score: -INFINITY for a key that the token does not see. `position` is
 // the last key that the token sees in order, or kNoQuery.
 inline float bias_of(device const uchar* mask, ulong start, int position, uint key,
                      constant AttentionParams& params) {

@@ -4,7 +4,7 @@
 #include "common/simdgroups.h"
 #include "matmul/formats.h"
 
-// What a product multiplies: a number for each row of the matrix, M times.
+// Right side of a product: a number for each row of the matrix, M times.
 template <typename T, int M>
 struct RowNumbers {
   device const T* v[M];

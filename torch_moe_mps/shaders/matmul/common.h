@@ -1,4 +1,4 @@
-// What the experts' kernels share: ids, rows of a matrix, buffers.
+// Parts that the experts' kernels share: ids, rows of a matrix, buffers.
 #pragma once
 #include "common.h"
 #include "geometry/matmul.h"

@@ -41,7 +41,7 @@ inline void store_combined(PairTerms<kRows> terms, uint first_token, uint tokens
   }
 }
 
-// What the terms of a block of rows are made of.
+// Parts of the terms of a block of rows.
 template <typename W, int R>
 struct TermsBlock {
   RowBlock<W, R> rows;

@@ -170,7 +170,7 @@ struct Gemm<W, kPairTiles, false> {
   // The part of the inputs that a thread copies: eight columns of some pairs.
   struct Inputs {
     static constant constexpr int kOctets = kDepth / 8;  // of a pair
-    // Of a thread's pairs
+    // Places of a thread's pairs
     static constant constexpr int kPairsApart = kGemmSimdgroups * kSimdWidth / kOctets;
     static constant constexpr int kCopies = (kMostPairs + kPairsApart - 1) / kPairsApart;
 

@@ -18,7 +18,7 @@ struct PairTile {
   TilePairs pairs;
 };
 
-// What a threadgroup multiplies: the pairs of one expert with its rows from output `first` on.
+// Product of a threadgroup: the pairs of one expert with its rows from output `first` on.
 template <typename W>
 struct GemmWork {
   typedef typename W::Element T;

@@ -10,7 +10,7 @@
 #define ACTIVATION_SWIGLU_OAI 6
 #define ACTIVATION_SILU_CLAMPED 7
 
-// Of swiglu_oai where a call gives none; ops/_activations.py has them for the reference.
+// Numbers of swiglu_oai where a call gives none; ops/_activations.py has them for the reference.
 #define SWIGLU_OAI_ALPHA 1.702f
 #define SWIGLU_OAI_LIMIT 7.0f
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// What measures a GPU.
+// Params of kernels that measure a GPU.
 struct ProbeParams {
   uint32_t steps;  // of a thread's loop
 };

@@ -41,7 +41,7 @@ struct GridCodes {
     return {rows.template load<32>(row, column), scales.template load<32>(row.unit, column)};
   }
 
-  // What a unit has beside its numbers' lower bits and signs.
+  // Contents of a unit beside its numbers' lower bits and signs.
   static uint more(Unit unit) {
     const uint own = unit.scales.integers.x;
     if constexpr (kStreamBits == 22) return own << 6 | (unit.scales.integers.y & 63);
@@ -62,7 +62,7 @@ struct GridCodes {
     odd ^= odd >> 4;
     return given | odd << 28;
   }
-  // Of the grid: that of the values of a pair.
+  // Type of the grid: that of the values of a pair.
   static uint word_of(Unit unit, int pair) {
     return kGrid.words[kPointWords * number(unit, pair / kPointPairs) + pair / 2 % kPointWords];
   }
