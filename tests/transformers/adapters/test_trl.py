@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer over packed models follows its own steps on the dense models with the same values."""
+"""TRL's trainers over packed models follow their own steps on the dense models with the same values."""
 
 import copy
 
@@ -11,6 +11,75 @@ from support.checkpoints import LETTERS, tokenizer_of
 import torch_moe_mps
 
 ROWS = [{"prompt": "abcd", "completion": "efgh"}, {"prompt": "hgf", "completion": "edcba"}] * 4
+
+
+PAIRS = [
+    {"prompt": "abcd", "chosen": "efgh", "rejected": "hgfe"},
+    {"prompt": "hgf", "chosen": "edcba", "rejected": "abc"},
+] * 4
+STEPS = 5
+
+
+def reward(completions: list[str], **columns: object) -> list[float]:
+    return [float(text.count("e")) for text in completions]
+
+
+def trained(method: str, model, output) -> tuple[list[dict], object]:
+    """The rows of the log, and the trainer."""
+    import datasets
+    import trl
+
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "o_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        task_type="CAUSAL_LM",
+    )
+    arguments = {
+        "output_dir": str(output), "max_steps": STEPS, "per_device_train_batch_size": 4, "report_to": [],
+        "learning_rate": 2e-2, "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "bf16": False,
+        "disable_tqdm": True,
+    }  # fmt: skip
+    tokenizer = tokenizer_of(LETTERS, unk_token="?", pad_token="?", eos_token="?")
+    torch.manual_seed(0)
+    if method == "dpo":
+        how, more, cls = trl.DPOConfig(**arguments), {}, trl.DPOTrainer
+    else:
+        how = trl.GRPOConfig(**arguments, num_generations=4, max_completion_length=8)
+        more, cls = {"reward_funcs": reward}, trl.GRPOTrainer
+    data = datasets.Dataset.from_list(PAIRS)
+    trainer = cls(model, args=how, train_dataset=data, processing_class=tokenizer, peft_config=config, **more)
+    trainer.train()
+    return [row for row in trainer.state.log_history if "loss" in row], trainer
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_preferences_and_rewards(method, tmp_path):
+    """Losses, rewards and lengths are those of the dense twin.
+
+    The reference is the model without its adapter: there is no second one, and packed weights stay where they
+    were.
+    """
+    with tiny_models.groups_of_32():
+        dense = tiny_models.tiny_model("qwen3_moe", head_dim=32, vocab_size=32)
+    packed = copy.deepcopy(dense)
+    torch_moe_mps.accelerate(packed, 4, 32, linear_bits=4, embedding_bits=4)
+    twin = tiny_models.dense_twin(dense, packed)
+    before = {tensor.data_ptr(): tensor.clone() for tensor in (*packed.parameters(), *packed.buffers())}
+    rows, trainer = trained(method, packed, tmp_path)
+    expected, _ = trained(method, twin, tmp_path)
+    assert len(rows) == STEPS and getattr(trainer, "ref_model", None) is None
+    named = [(name, tensor) for name, tensor in trainer.model.named_parameters() if "lora_" not in name]
+    held = [tensor for _, tensor in named] + [*trainer.model.buffers()]
+    assert {tensor.data_ptr() for tensor in held} == {*before}
+    assert all(torch.equal(tensor, before[tensor.data_ptr()]) for tensor in held)
+    for row, other in zip(rows, expected, strict=True):
+        assert abs(row["loss"] - other["loss"]) <= 1e-4
+        for name in ("rewards/margins", "reward", "completions/mean_length"):
+            assert name not in row or abs(row[name] - other[name]) <= 1e-4
+    if method == "dpo":
+        assert rows[0]["rewards/margins"] == 0 and rows[-1]["rewards/margins"] > 1
 
 
 @pytest.mark.sweep
