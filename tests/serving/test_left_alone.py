@@ -19,6 +19,7 @@ from torch_moe_mps.serving.job import Job
 from torch_moe_mps.serving.prompts import Prompts
 from torch_moe_mps.serving.speculation import Speculation
 from torch_moe_mps.transformers.capture.calls import CAPTURES
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 IDS = prompt(1, 9)
 SETTINGS = {"max_new_tokens": 3, "pad_token_id": 0, "do_sample": False}
@@ -52,7 +53,9 @@ def plain(value: object) -> object:
 def by_batch(model):
     configs = [GenerationConfig(**SETTINGS), GenerationConfig(**SETTINGS, num_beams=2)]
     configs.append(GenerationConfig(**SETTINGS | {"do_sample": True}))
+    before = copy.deepcopy(configs)
     torch_moe_mps.generate_batch(model, [*IDS.expand(3, -1)], configs, seed=1, progress=False)
+    assert [*map(vars, configs)] == [*map(vars, before)]
 
 
 def by_engine(model):
@@ -74,11 +77,26 @@ def by_bench(model):
     [*Bench(model, options).rows()]
 
 
-@pytest.mark.parametrize("call", [by_batch, by_engine, by_chat, by_bench])
-def test_a_model_is_as_it_was(call):
+def by_importance(model):
+    torch_moe_mps.collect_importance(model, torch.arange(512) % 97, progress=False)
+
+
+def by_a_file(model, tmp_path):
+    """Of a cache, which stays as it was, too."""
+    cache = DynamicCache(config=model.config)
+    model(IDS, **cache_argument(model, cache), use_cache=True)
+    before = [{name: plain(value) for name, value in vars(each).items()} for each in (cache, *cache.layers)]
+    torch_moe_mps.save_prompt_cache(tmp_path / "prompt.safetensors", model, IDS, cache)
+    torch_moe_mps.load_prompt_cache(tmp_path / "prompt.safetensors", model)
+    after = [{name: plain(value) for name, value in vars(each).items()} for each in (cache, *cache.layers)]
+    assert after == before
+
+
+@pytest.mark.parametrize("call", [by_batch, by_engine, by_chat, by_bench, by_importance, by_a_file])
+def test_a_model_is_as_it_was(call, tmp_path):
     model = model_of()
     expected, before = model.generate(IDS, **SETTINGS), facts(model)
-    call(model)
+    call(*(model, tmp_path)[: call.__code__.co_argcount])
     found = changed(before, facts(model))
     assert {*found} == ({"random numbers"} if call is by_bench else set())  # it draws without a seed
     pickle.dumps(model)

@@ -162,8 +162,10 @@ def test_a_prompt_that_is_too_long_says_so():
             torch_moe_mps.generate_batch(model_of(), [torch.arange(14)], settings, progress=False)
 
 
+@pytest.mark.slow("nine answers of generate()")
 def test_a_stop_string_may_begin_in_the_prompt():
-    """And end in the first token, or a later one, or within one; one that the prompt has ends nothing."""
+    """And end in the first token, or a later one, or within one; one that the prompt has ends nothing. A beam
+    ends by its own."""
     tokens = [chr(33 + number) + "~" * (number < 60) for number in range(97)]
     tokenizer = tokenizer_of(tokens, unk_token="!~")
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()
@@ -178,6 +180,9 @@ def test_a_stop_string_may_begin_in_the_prompt():
             model_of(), [ids], settings, tokenizer=tokenizer, progress=False
         )
         assert torch.equal(found, expected)
+    ids, beams = prompts(4)[3], config(8, num_beams=3, stop_strings="{")
+    (found,) = torch_moe_mps.generate_batch(model_of(), [ids], beams, tokenizer=tokenizer, progress=False)
+    assert torch.equal(found, alone(own_of(), ids, generation_config=beams, tokenizer=tokenizer))
 
 
 class Only(LogitsProcessor):

@@ -45,7 +45,7 @@ class Job:
         inputs: of the model's `generate`, as its processor makes them, on the CPU: `input_ids` [1, T], and
             what images or sound have become.
         config: `max_new_tokens`, the tokens that end an answer, and how tokens are chosen; no stop strings,
-            which `on_token` looks for.
+            which `on_token` looks for, but with beams, each of which ends by them.
         on_token: takes the tokens of the answer one by one, the token that ends it included. Returns:
             whether the answer is complete; no token follows then. What it raises ends the job, as what
             `on_progress` and the processors raise.
@@ -72,6 +72,7 @@ class Job:
     on_progress: Callable[[int, int], None] = _no_progress
     seed: int | None = None
     processors: list[LogitsProcessor] = field(default_factory=list)
+    tokenizer: Any = None
     likely: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     accepted_tokens: int = 0

@@ -88,9 +88,18 @@ def generate_batch(
             ids = _ids(prompt, number, tokenizer)
             before = [] if model.config.is_encoder_decoder else ids[0].tolist()
             answer = _Answer(before, config, tokenizer, streamers[number], bar.update)
-            config.stop_strings = None  # the answer looks for them
+            if (config.num_beams or 1) == 1:
+                config.stop_strings = None  # the answer looks for them
             own = [*(processors[number] or ())]
-            job = Job({"input_ids": ids}, config, answer.take, answer.end, seed=seeds[number], processors=own)
+            job = Job(
+                {"input_ids": ids},
+                config,
+                answer.take,
+                answer.end,
+                seed=seeds[number],
+                processors=own,
+                tokenizer=tokenizer,
+            )
             check_job(model, job)
             batch.waiting.append(job)
             answers.append(answer)

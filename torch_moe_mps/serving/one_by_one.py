@@ -131,6 +131,8 @@ def generate_alone(
     more: dict[str, Any] = {"generation_config": config}
     if job.processors:
         more["logits_processor"] = job.processors
+    if config.stop_strings:
+        more["tokenizer"] = job.tokenizer
     if hasattr(model, "has_talker"):  # it would speak, too
         more["generation_mode"] = "text"
     with Seeded(model.device, job.seed) as numbers:
