@@ -29,6 +29,19 @@ inline float sum_of_column(float x) {
   return x + simd_shuffle_xor(x, ushort(16));
 }
 
+typedef simdgroup_matrix<float, 8, 8> Matrix;
+
+inline Matrix matrix_of(float2 two) {
+  Matrix matrix;
+  matrix.thread_elements()[0] = two.x;
+  matrix.thread_elements()[1] = two.y;
+  return matrix;
+}
+
+inline float2 elements_of(Matrix matrix) {
+  return float2(matrix.thread_elements()[0], matrix.thread_elements()[1]);
+}
+
 // Type that queries are staged in: 16 of 576 elements fit into threadgroup memory in 16 bits only.
 template <typename T, bool kInT>
 struct StagedOf {
@@ -108,10 +121,12 @@ struct Block {
     float v[kKeyTiles][kQueryTiles][2];
   };
   // State of a lane's queries, over the keys so far: the highest score, sums of the exponentials of scores
-  // less that, those of its own keys only, and of the values times these.
+  // less that, those of its own keys only, and of the values times these: the lane's elements of matrices,
+  // which are made around each product. To Apple's compiler a matrix is a vector of 64 numbers: one that
+  // lives on, and of which single elements are changed, may lie in memory.
   struct Sums {
     float highest[kQueryTiles][2], exponentials[kQueryTiles][2];
-    simdgroup_matrix<float, 8, 8> values[kValueTiles][kQueryTiles];
+    float2 values[kValueTiles][kQueryTiles];
   };
 
   static void run(C keys, C values, device const T* q, device const uchar* mask, device const int* key_range,
@@ -148,9 +163,7 @@ struct Block {
         sums.highest[t][e] = kLowest;
         sums.exponentials[t][e] = 0.0f;
       }
-      UNROLL for (int f = 0; f < kValueTiles; ++f) {
-        sums.values[f][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-      }
+      UNROLL for (int f = 0; f < kValueTiles; ++f) sums.values[f][t] = float2(0.0f);
     }
     const bool has_values = place.member * 8 * kValueTiles < params.v.width;
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -260,7 +273,7 @@ struct Block {
   // The dot products of the simdgroup's keys and all queries.
   static void score(thread Scores& scores, C keys, threadgroup const Staged* staged, uint tile,
                     thread const ushort* seen, Place place, constant AttentionParams& params) {
-    simdgroup_matrix<float, 8, 8> products[kKeyTiles][kQueryTiles];
+    Matrix products[kKeyTiles][kQueryTiles];
     UNROLL for (int n = 0; n < kKeyTiles; ++n) {
       UNROLL for (int t = 0; t < kQueryTiles; ++t) {
         products[n][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
@@ -277,18 +290,13 @@ struct Block {
         }
       }
       UNROLL for (int i = 0; i < 4 * kRunsAtOnce; ++i) {
-        simdgroup_matrix<float, 8, 8> fragments[kKeyTiles];
+        Matrix fragments[kKeyTiles];
         UNROLL for (int n = 0; n < kKeyTiles; ++n) {
-          const float2 two = Stored::template pair<8>(runs[i / 4][n], i % 4);
-          fragments[n].thread_elements()[0] = two.x;
-          fragments[n].thread_elements()[1] = two.y;
+          fragments[n] = matrix_of(Stored::template pair<8>(runs[i / 4][n], i % 4));
         }
         UNROLL for (int t = 0; t < kQueryTiles; ++t) {
-          simdgroup_matrix<float, 8, 8> query;
-          const float2 two = float2(*reinterpret_cast<threadgroup const vec<Staged, 2>*>(
-              staged + own_query + first * (8 * kQueryTiles) + (i * kQueryTiles + t) * 64));
-          query.thread_elements()[0] = two.x;
-          query.thread_elements()[1] = two.y;
+          const Matrix query = matrix_of(float2(*reinterpret_cast<threadgroup const vec<Staged, 2>*>(
+              staged + own_query + first * (8 * kQueryTiles) + (i * kQueryTiles + t) * 64)));
           UNROLL for (int n = 0; n < kKeyTiles; ++n) {
             simdgroup_multiply_accumulate(products[n][t], fragments[n], query, products[n][t]);
           }
@@ -374,22 +382,20 @@ struct Block {
         }
       }
       UNROLL for (int n = 0; n < kValuesAtOnce; ++n) {
-        simdgroup_matrix<float, 8, 8> probabilities[kQueryTiles];
+        Matrix probabilities[kQueryTiles];
         UNROLL for (int t = 0; t < kQueryTiles; ++t) {
-          const float2 two = shared.exchange[own_place + (n * kQueryTiles + t) * kSimdWidth];
-          probabilities[t].thread_elements()[0] = two.x;
-          probabilities[t].thread_elements()[1] = two.y;
+          probabilities[t] = matrix_of(shared.exchange[own_place + (n * kQueryTiles + t) * kSimdWidth]);
         }
         UNROLL for (int i = 0; i < kValueTiles / 2; ++i) {
           const float2 of_key = Stored::template pair<kValueTiles>(runs[n][0], i);
           const float2 of_next = Stored::template pair<kValueTiles>(runs[n][1], i);
           UNROLL for (int e = 0; e < 2; ++e) {
-            simdgroup_matrix<float, 8, 8> matrix;
-            matrix.thread_elements()[0] = of_key[e];
-            matrix.thread_elements()[1] = of_next[e];
+            const Matrix matrix = matrix_of(float2(of_key[e], of_next[e]));
             const int f = Stored::value_of(i, e);
             UNROLL for (int t = 0; t < kQueryTiles; ++t) {
-              simdgroup_multiply_accumulate(sums.values[f][t], matrix, probabilities[t], sums.values[f][t]);
+              Matrix sum = matrix_of(sums.values[f][t]);
+              simdgroup_multiply_accumulate(sum, matrix, probabilities[t], sum);
+              sums.values[f][t] = elements_of(sum);
             }
           }
         }
@@ -428,7 +434,7 @@ struct Block {
         UNROLL for (int f = 0; f < kValueTiles; ++f) {
           const uint column = place.first_value() + f;
           if (column < params.v.width) {
-            sums.values[f][t].thread_elements()[e] *= gate_factor(gate, row, column, params);
+            sums.values[f][t][e] *= gate_factor(gate, row, column, params);
           }
         }
       }
@@ -453,7 +459,7 @@ struct Block {
         UNROLL for (int f = 0; f < kValueTiles; ++f) {
           const uint column = place.first_value() + f;
           if (column >= params.v.width) continue;
-          const float value = sums.values[f][t].thread_elements()[e];
+          const float value = sums.values[f][t][e];
           if (merged) {
             partial[column] = value;
           } else {
@@ -520,7 +526,7 @@ struct Block {
       const float factor = precise::exp(sums.highest[t][e] - most[e]);
       sums.highest[t][e] = most[e];
       sums.exponentials[t][e] *= factor;
-      UNROLL for (int f = 0; f < kValueTiles; ++f) sums.values[f][t].thread_elements()[e] *= factor;
+      UNROLL for (int f = 0; f < kValueTiles; ++f) sums.values[f][t][e] *= factor;
     }
   }
 
@@ -548,8 +554,7 @@ struct Block {
                                  place.lane;
     UNROLL for (int f = 0; f < kValueTiles; ++f) {
       UNROLL for (int t = 0; t < kQueryTiles; ++t) {
-        target[(f * kQueryTiles + t) * kSimdWidth] =
-            float2(sums.values[f][t].thread_elements()[0], sums.values[f][t].thread_elements()[1]);
+        target[(f * kQueryTiles + t) * kSimdWidth] = sums.values[f][t];
       }
     }
   }
@@ -559,9 +564,7 @@ struct Block {
           shared.exchange + ((team - 1) * kMembers + place.member) * kSumsOfLane * kSimdWidth + place.lane;
       UNROLL for (int f = 0; f < kValueTiles; ++f) {
         UNROLL for (int t = 0; t < kQueryTiles; ++t) {
-          const float2 two = source[(f * kQueryTiles + t) * kSimdWidth];
-          sums.values[f][t].thread_elements()[0] += two.x;
-          sums.values[f][t].thread_elements()[1] += two.y;
+          sums.values[f][t] += source[(f * kQueryTiles + t) * kSimdWidth];
         }
       }
     }

@@ -84,13 +84,13 @@ struct RowRun {
 
 template <typename Sums>
 inline void clear_sums(thread Sums& sums) {
-  for (ushort i = 0; i < sums.get_capacity(); ++i) sums[i] = 0.0f;
+  UNROLL for (ushort i = 0; i < sums.get_capacity(); ++i) sums[i] = 0.0f;
 }
 
 // Stores the outputs of kPairs pairs from their sums, by way of [kPairs][kTensorRows] in threadgroup memory:
 // those of pairs before `begin` are another threadgroup's, and from `end` on there are none.
 template <int kPairs, typename W, typename Sums>
-inline void store_product(thread const Sums& sums, GemmWork<W> work, uint begin, uint end,
+inline void store_product(thread Sums& sums, GemmWork<W> work, uint begin, uint end,
                           threadgroup float* memory, uint thread_index, constant MatmulParams& params) {
   threadgroup_barrier(mem_flags::mem_threadgroup);  // what was there has been read
   ThreadgroupTensor<float> to(memory, TensorSize(kTensorRows, kPairs));
