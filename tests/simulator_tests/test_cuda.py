@@ -12,7 +12,7 @@ from measured.cases.experts import Experts, Linear
 from measured.cases.values import Shapes
 from measured.cuda import main, peers_mlx, programs, record, report, timing
 from measured.cuda.run import Row, Runner
-from measured.cuda.worker import is_right, supervise
+from measured.cuda.worker import right_case, supervise
 from simulator import build
 from simulator.cuda import nvrtc
 from simulator.cuda.compile import Job, compile_job
@@ -318,9 +318,39 @@ def test_lines_of_a_sanitizer(plan):
         json.dumps({"number": 0, "rows": [row | {"wrong": "error 1.0e+00"}]}),
         json.dumps({"number": 0, "error": "CudaError: misaligned"}),
     ]
-    assert [is_right(plan, line, said.append) for line in lines] == [False, False, True, False, False]
+    assert [right_case(plan, line, said.append) for line in lines] == [None, None, 0, None, None]
     name = "experts int4 f16 T 1"
     assert said == [lines[0].strip(), f"{name}: error 1.0e+00", f"{name}: CudaError: misaligned"]
+
+
+def test_parts_of_a_sanitizer_say_what_is_left(plan, tmp_path, monkeypatch, capsys):
+    """Two parts, one after the other, of which the second has a case that is wrong."""
+    sanitized = [case for case in some_cases() if case.group == "sanitize"][:3]
+    plan = loaded(plan, sanitized)
+    said, ran = [], []
+
+    def part(options, plan, tool, numbers):
+        ran.append((tool, numbers))
+        return [number for number in numbers if (tool, number) != ("racecheck", 1)], 0
+
+    monkeypatch.setattr(main, "say", said.append)
+    monkeypatch.setattr(main, "sanitize_part", part)
+    monkeypatch.setattr(main, "compiled", lambda *arguments, **options: None)
+    monkeypatch.setattr(main.Plan, "load", lambda folder: plan)
+    arguments = ["sanitize", "--plan", str(tmp_path), "--part"]
+    assert main.sanitize(main.parse([*arguments, "1/2"])) == 0
+    assert ran == [("memcheck", [2, 0]), ("racecheck", [2, 0])] and said[-1].split() == [
+        "3",
+        "2",
+        "2",
+        "1",
+        "all",
+    ]
+    assert main.sanitize(main.parse([*arguments, "2/2"])) == 1
+    assert said[-1].split() == ["3", "3", "2", "1", "all"]
+    with pytest.raises(SystemExit):
+        main.parse([*arguments, "3/2"])
+    assert "--part: must be K/N with K from 1 to N, got 3/2" in capsys.readouterr().err
 
 
 def test_a_sanitizer_that_hangs_is_ended(plan, tmp_path, monkeypatch):
@@ -333,7 +363,7 @@ def test_a_sanitizer_that_hangs_is_ended(plan, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(main, "say", said.append)
     options = main.parse(["sanitize", "--plan", str(tmp_path), "--seconds", "0.5"])
-    assert main.sanitize_part(options, plan, "memcheck", [0, 0]) == (1, -9)
+    assert main.sanitize_part(options, plan, "memcheck", [0, 0]) == ([0], -9)
     assert said == ["memcheck: 1 of 2 cases right, exit code -9"]
 
 

@@ -11,6 +11,7 @@ Without a command: record, then run. A figure is "MSL on this GPU", never "Metal
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,6 +37,7 @@ GROUPS = (
     "gradients",
 )
 TOOLS = ("memcheck", "racecheck")
+SANITIZED = "sanitized.json"  # in a plan's folder
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -74,6 +76,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=3600, metavar="N", help="sanitize: of each process, the most"
     )
+    parser.add_argument(
+        "--part",
+        default="1/1",
+        metavar="K/N",
+        help="sanitize: the K-th of N parts of the cases (default: 1/1)",
+    )
     parser.add_argument("--kernels", action="store_true", help="registers and time of each dispatch")
     parser.add_argument("--cases", default="", help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
@@ -85,6 +93,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         options.dimensions = tuple(map(int, options.shape.split(",")))
     except ValueError:
         options.dimensions = ()
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", options.part)
+    options.turn, options.turns = map(int, found.groups()) if found else (1, 0)
+    if options.turn > options.turns:
+        parser.error(f"--part: must be K/N with K from 1 to N, got {options.part}")
     if len(options.dimensions) != 4:
         parser.error("--shape: four numbers are needed, as in 128,8,2048,768")
     if options.mlx and not has_kernels(options.mlx):
@@ -175,7 +187,8 @@ def sanitize(options: argparse.Namespace) -> int:
     """Each allocation is one of the driver's own, so that the tools see where it ends. Inputs are made and
     results checked on the CPU, so that they see few kernels but ours."""
     plan = Plan.load(options.plan)
-    numbers = selected(plan, ["sanitize"])[::-1]  # operators first, then formats of experts
+    every = selected(plan, ["sanitize"])[::-1]  # operators first, then formats of experts
+    numbers = every[options.turn - 1 :: options.turns]
     compiled(plan, numbers, with_peers=False)
     parts = [part for i in range(options.jobs) if (part := numbers[i :: options.jobs])]
     failed = False
@@ -183,34 +196,67 @@ def sanitize(options: argparse.Namespace) -> int:
         say(f"compute-sanitizer --tool {tool}, {len(numbers)} cases")
         with ThreadPoolExecutor(len(parts)) as pool:
             ended = list(pool.map(lambda part, tool=tool: sanitize_part(options, plan, tool, part), parts))
-        right = sum(count for count, _ in ended)
-        say(f"{tool}: {right} cases right, exit codes {[code for _, code in ended]}")
-        failed |= any(code for _, code in ended) or right != len(numbers)
+        right = [number for of_part, _ in ended for number in of_part]
+        say(f"{tool}: {len(right)} cases right, exit codes {[code for _, code in ended]}")
+        failed |= any(code for _, code in ended) or len(right) != len(numbers)
+        remember(options.plan, tool, right)
+    for text in what_is_left(plan, every, remembered(options.plan)):
+        say(text)
     return int(failed)
 
 
-def sanitize_part(options: argparse.Namespace, plan: Plan, tool: str, numbers: list[int]) -> tuple[int, int]:
+def remembered(folder: Path) -> dict[str, list[int]]:
+    """{tool: the cases of a plan that were right under it}, of all parts until now."""
+    file = folder / SANITIZED
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def remember(folder: Path, tool: str, right: list[int]) -> None:
+    known = remembered(folder)
+    known[tool] = sorted({*known.get(tool, ()), *right})
+    (folder / SANITIZED).write_text(json.dumps(known))
+
+
+def what_is_left(plan: Plan, numbers: list[int], right: dict[str, list[int]]) -> list[str]:
+    """A line for each kind of case: how many there are, are right under each tool, and are left."""
+    kinds: dict[str, list[int]] = {}
+    for number in numbers:
+        kinds.setdefault(plan.recordings[number].family, []).append(number)
+    done = {tool: {*right.get(tool, ())} for tool in TOOLS}
+    lines = ["".join(f"{text:>12}" for text in ("cases", *TOOLS, "left")) + "  kind"]
+    for kind, of_kind in sorted({**kinds, "all": numbers}.items(), key=lambda item: item[0] == "all"):
+        counts = [len(of_kind), *(len(done[tool] & {*of_kind}) for tool in TOOLS)]
+        counts.append(sum(any(number not in done[tool] for tool in TOOLS) for number in of_kind))
+        lines.append("".join(f"{count:>12}" for count in counts) + f"  {kind}")
+    return lines
+
+
+def sanitize_part(
+    options: argparse.Namespace, plan: Plan, tool: str, numbers: list[int]
+) -> tuple[list[int], int]:
     """Runs some cases in one process, for at most options.seconds.
 
-    Returns: how many are right, and the exit code: 9 where the tool has found something."""
+    Returns: those that are right, and the exit code: 9 where the tool has found something."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(SCRIPT), "worker"]
     command += ["--plan", str(options.plan), "--check", "--cases", ",".join(map(str, numbers))]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    started, right = time.perf_counter(), 0
+    started = time.perf_counter()
+    right: list[int] = []
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         limit = threading.Timer(options.seconds, os.killpg, (process.pid, signal.SIGKILL))
         limit.start()
         for line in process.stdout:
-            if worker.is_right(plan, line, say):
-                right += 1
-                if right % 20 == 0:  # a run that is cut off has said how far it came
-                    say(f"{right} of {len(numbers)} cases right, {time.perf_counter() - started:.0f} s")
+            if (number := worker.right_case(plan, line, say)) is None:
+                continue
+            right.append(number)
+            if len(right) % 20 == 0:  # a run that is cut off has said how far it came
+                say(f"{len(right)} of {len(numbers)} cases right, {time.perf_counter() - started:.0f} s")
         limit.cancel()
-    if right != len(numbers) or process.returncode:
-        say(f"{tool}: {right} of {len(numbers)} cases right, exit code {process.returncode}")
+    if len(right) != len(numbers) or process.returncode:
+        say(f"{tool}: {len(right)} of {len(numbers)} cases right, exit code {process.returncode}")
     return right, process.returncode
 
 

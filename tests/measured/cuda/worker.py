@@ -80,17 +80,17 @@ def read(process: subprocess.Popen, lines: Queue) -> None:
     lines.put(None)
 
 
-def is_right(plan: Plan, line: str, say: Callable[[str], None]) -> bool:
-    """Whether a worker's line says that a case is right; other lines are printed."""
+def right_case(plan: Plan, line: str, say: Callable[[str], None]) -> int | None:
+    """The case that is right, by a worker's line, if there is one; what else a line says is printed."""
     message = json.loads(line) if line.startswith("{") else {}
     if "number" not in message:
         if not message:
             say(line.rstrip())
-        return False
+        return None
     wrong = message.get("error", "") or "; ".join(row.wrong for row in rows_of(message) if row.wrong)
     if wrong:
         say(f"{case_of(plan.recordings[message['number']]).name}: {wrong}")
-    return not wrong
+    return None if wrong else message["number"]
 
 
 def rows_of(message: dict) -> list[Row]:
