@@ -327,6 +327,7 @@ def _report(command: argparse.ArgumentParser) -> None:
 
     Runs check --quick, check --probe, check and check --large, and with a MODEL an answer and its speed,
     beside mlx-lm's where that is installed. All goes into one file as it comes; Ctrl-C leaves what is known.
+    A small file beside it has the speed alone.
 
     examples:
       torch-moe-mps report

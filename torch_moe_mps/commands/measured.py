@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Mapping
 from typing import Any
 
-VERSION = 1  # of the form below
+VERSION = 1  # number of the form below
 # {key: its type}; what a Mac does not tell is None.
 FORM: dict[str, tuple[type, ...]] = {
     "version": (int,),
@@ -20,10 +20,10 @@ FORM: dict[str, tuple[type, ...]] = {
     "torch_moe_mps": (str,),
     "versions": (dict,),
     "verdicts": (dict,),  # {phase: how it ended}
-    "failures": (int, type(None)),  # of the quick check
+    "failures": (int, type(None)),  # findings of the quick check
     "model": (str, type(None)),
     "tokens_s": (dict,),  # {test of `bench`: tokens a second}
-    "gpu_idle_us": (float, int, type(None)),  # between command buffers that wait in the queue
+    "gpu_idle_us": (float, int, type(None)),  # time between command buffers that wait in the queue
 }
 
 

@@ -37,7 +37,7 @@ GROUPS = (
     "gradients",
 )
 TOOLS = ("memcheck", "racecheck")
-SANITIZED = "sanitized.json"  # in a plan's folder
+SANITIZED = "sanitized.json"  # a file of a plan's folder
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
