@@ -1,5 +1,6 @@
 """The command bench on a tiny model: what is measured, not how fast it is."""
 
+import argparse
 import json
 import re
 import signal
@@ -178,3 +179,24 @@ def test_depths_that_are_no_numbers(checkpoint, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(checkpoint, "--depth", "4k")
     assert "must be numbers with commas between, got '4k'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("own", "drawn"), [({}, (0.7, 20)), ({"do_sample": True, "temperature": 0.3, "top_k": 5}, (0.3, 5))]
+)
+def test_sampled_tokens_are_drawn_as_the_checkpoint_says(own, drawn, monkeypatch):
+    """As by chat, generate and serve; with usual settings where it says nothing."""
+    model, asked = tiny_models.tiny_model("llama"), []
+    model.generation_config.update(**own)
+
+    def noted(model, ids, **given):
+        settings = {name: given[name] for name in given if hasattr(model.generation_config, name)}
+        config, _ = model._prepare_generation_config(None, **settings)
+        asked.append((config.do_sample, config.temperature, config.top_k))
+        return ids
+
+    monkeypatch.setattr(bench, "call_generate", noted)
+    options = argparse.Namespace(prompt=4, max_tokens=2, turn=2, depth=[0], repeats=1)
+    assert [row.test for row in bench.Bench(model, options).rows()] == ["pp4", "tg2", "tg2 sampled"]
+    assert [do_sample for do_sample, *_ in asked] == [False, False, True, True]
+    assert asked[-1][1:] == drawn

@@ -1,8 +1,8 @@
 """`bench MODEL`: how fast a model reads prompts and generates, at several contexts.
 
 pp512 is a prompt of 512 tokens after that many tokens of context ("@ d4096"). tg128 is what `generate()`
-gives: 128 tokens, the likeliest or "sampled", each read by the host while the GPU computes the next. ttft64
-is the second turn of a chat: the time from 64 new tokens to the first answer.
+gives: 128 tokens, the likeliest or "sampled" as the checkpoint says, each read by the host while the GPU
+computes the next. ttft64 is the second turn of a chat: the time from 64 new tokens to the first answer.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from .._faults import synchronize
 from ..macs import this_mac
 from ..pipeline.torchrun import is_first_process, processes, sum_of_processes
 from ..selfcheck import tensor_units
+from ..serving.defaults import settings_of_draw
 from ..serving.generating import Generating
 from ..serving.speculation import Speculation
 from ..serving.stand_in import call_generate
@@ -41,7 +42,6 @@ from .speculation import speculation_of
 
 _CHUNK = 2048  # tokens of a context that are read at once
 _DEPTHS = (0, 4096, 16384)
-_SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.95}  # settings of "sampled" rows
 
 
 @dataclass
@@ -202,7 +202,7 @@ class Bench:
             row = self._generated("", cache, depth, do_sample=False)
             row.launches, row.host = self._launches(cache), self._host(cache)
             yield row
-            yield self._generated(" sampled", cache, depth, do_sample=True, **_SAMPLING)
+            yield self._generated(" sampled", cache, depth, **settings_of_draw(self.model))
             if self.speculation is not None:
                 yield self._guessing(self.speculation, cache, depth, name)
             if depth:

@@ -18,6 +18,7 @@ _OF_DRAWS: dict[str, tuple[float, ...]] = {
     "min_p": (0,),
     "typical_p": (1,),
 }
+_USUAL = {"temperature": 0.7, "top_k": 20, "top_p": 0.95}
 
 
 def choice(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,6 +38,11 @@ def choice(asked: Mapping[str, Any]) -> dict[str, Any]:
     ):
         settings["do_sample"] = True
     return settings
+
+
+def settings_of_draw(model: Any) -> dict[str, Any]:
+    """Settings with which the model draws tokens: the checkpoint's, or usual ones where it says greedy."""
+    return {"do_sample": True, **({} if model.generation_config.do_sample else _USUAL)}
 
 
 def settings_of_answer(
