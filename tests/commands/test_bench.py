@@ -130,7 +130,7 @@ def test_guessed_tokens_have_rows(way, checkpoint, tmp_path, capsys):
     with tiny_models.groups_of_32():
         tiny_models.tiny_model("qwen3_moe", head_dim=32, vocab_size=128).save_pretrained(checkpoint)
     add_tokenizer(checkpoint)
-    arguments = ["--draft", checkpoint] if way == "draft" else ["--prompt-lookup", 2]
+    arguments = ["--guesses", checkpoint if way == "draft" else "lookup"]
     file = tmp_path / "speed.json"
     assert run(checkpoint, *SIZES, *arguments, "--max-tokens", 9, "--json", file) == 0
     output = capsys.readouterr().out

@@ -96,9 +96,9 @@ def draft(checkpoint, tmp_path):
 def test_speculation_gives_the_same_text(way, checkpoint, draft, tmp_path, capsys):
     """Greedily; the model as its own draft guesses all tokens. With a prompt that is kept, too."""
     arguments = {
-        "draft": ["--draft", draft],
-        "itself": ["--draft", checkpoint],
-        "lookup": ["--prompt-lookup", 3],
+        "draft": ["--guesses", draft],
+        "itself": ["--guesses", checkpoint],
+        "lookup": ["--guesses", "lookup"],
     }[way]
     text = expected(checkpoint, "abcabcabc", 40)
     for _ in range(2):
@@ -232,10 +232,6 @@ def test_bad_input_is_one_line(checkpoint, tmp_path, refused, monkeypatch):
             [*hello, "--raw", "--system-prompt", "a"],
             "--system-prompt is for a chat template, and none is used",
         ),
-        (
-            [*hello, "--draft", checkpoint, "--prompt-lookup", 3],
-            "--draft and --prompt-lookup are two ways to guess",
-        ),
         ([*hello, "--prompt-cache", tmp_path], "--prompt-cache must be a file that can be written"),
         ([*hello, "--set", "max_tokens=3"], "--set must name arguments of generate(), got max_tokens"),
         ([*hello, "--set", "top_k=many"], "--set top_k must be a number, true, false, None or a list, got"),
@@ -276,8 +272,8 @@ def test_what_a_chat_template_refuses_is_one_line(checkpoint, tmp_path, refused)
 @pytest.mark.parametrize("architecture", ["qwen3_next", "minimax"])
 def test_states_that_cannot_be_cut_take_no_guesses(architecture, tmp_path, refused):
     write(tmp_path, architecture)
-    error = refused("generate", tmp_path, "-p", "a", "--prompt-lookup", 3, progress=True)
-    assert "are for a model whose cache can be cut, got the recurrent states of" in error
+    error = refused("generate", tmp_path, "-p", "a", "--guesses", "lookup", progress=True)
+    assert "is for a model whose cache can be cut, got the recurrent states of" in error
 
 
 def test_a_pipe_that_is_closed_ends_it_quietly(checkpoint):

@@ -71,5 +71,7 @@ def test_prompts_are_kept_in_every_process(checkpoint):
 def test_a_draft_in_a_pipeline_is_refused(checkpoint, refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    error = refused("serve", checkpoint, "--draft", checkpoint, "--device", "cpu")
-    assert "--draft is for one process, as the processes of a pipeline would guess differently" in error
+    error = refused("serve", checkpoint, "--guesses", checkpoint, "--device", "cpu")
+    assert (
+        "--guesses MODEL is for one process, as the processes of a pipeline would guess differently" in error
+    )

@@ -31,6 +31,7 @@ from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.sources import load
 from torch_moe_mps.serving import disk
 from torch_moe_mps.serving.generating import Generating
+from torch_moe_mps.serving.guesses.width import Width
 from torch_moe_mps.serving.prompts import Prompts
 from torch_moe_mps.serving.speculation import Speculation
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
@@ -254,7 +255,7 @@ def test_conversations_side_by_side(checkpoint, tmp_path):
 @pytest.mark.parametrize("way", ["draft", "lookup"])
 def test_guessed_tokens_change_nothing(way, checkpoint):
     """Streamed and not; the second request begins in what was kept."""
-    arguments = ["--draft", checkpoint] if way == "draft" else ["--prompt-lookup", 3]
+    arguments = ["--guesses", checkpoint if way == "draft" else "lookup"]
     with client_of(checkpoint, *arguments) as client:
         asked = {"model": str(checkpoint), "messages": said("abcabcabc"), "temperature": 0, "max_tokens": 30}
         text = expected_text(checkpoint, "abcabcabc", 30)
@@ -263,6 +264,29 @@ def test_guessed_tokens_change_nothing(way, checkpoint):
             parts = client.chat.completions.create(**asked, stream=True)
             shown = "".join(part.choices[0].delta.content or "" for part in parts)
             assert shown.replace(" ", "") == text.replace(" ", "")
+
+
+@pytest.mark.slow("three answers of a server")
+def test_a_prediction_is_guessed_and_counted(checkpoint, monkeypatch):
+    """In the usage, and in what is measured; the answer is the same whatever is predicted."""
+    monkeypatch.setattr("torch_moe_mps.serving.guesses.Width", lambda width: Width(4))
+    with client_of(checkpoint, "--guesses", "lookup") as client:
+        asked = {"model": "m", "messages": said("thequick"), "temperature": 0, "max_tokens": 12}
+        text = expected_text(checkpoint, "thequick", 12)
+        shares = []
+        letters = text.replace(" ", "")  # which its tokenizer puts between tokens
+        for likely in (letters, letters[::-1], [{"type": "text", "text": letters}]):
+            prediction = {"type": "content", "content": likely}
+            answer = client.chat.completions.create(**asked, prediction=prediction)
+            assert answer.choices[0].message.content == text
+            shares.append(answer.usage.completion_tokens_details)
+        assert all(shares[number].accepted_prediction_tokens >= 6 for number in (0, 2))
+        with urllib.request.urlopen(f"{str(client.base_url).removesuffix('/v1/')}/metrics") as shown:
+            counted = sum(share.accepted_prediction_tokens for share in shares)
+            assert f"moe_mps_accepted_guesses_total {counted}\n" in shown.read().decode()
+        for wrong in ("a text", {"type": "content"}, {"type": "content", "content": [{"type": "image"}]}):
+            with pytest.raises(openai.BadRequestError, match="'prediction' must be an object of type"):
+                client.chat.completions.create(**asked, extra_body={"prediction": wrong})
 
 
 @torch.no_grad()
@@ -380,9 +404,9 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(checkpoint, tmp_path):
-    """Answers of 200 tokens, some of them guessed; after an ended one the chat goes on, and it is kept."""
+    """Answers of 200 tokens; after an ended one the chat goes on, and it is kept."""
     flags = ["--set", "max_new_tokens=200", "--set", "do_sample=False", "--device", "cpu"]
-    kept = ["--prompt-lookup", "3", "--prompt-cache", tmp_path / "chat.safetensors"]
+    kept = ["--prompt-cache", tmp_path / "chat.safetensors"]
     chat = Terminal("chat", checkpoint, *flags, *kept)
     chat.wait_for("is loaded")
     for shown in ("\n", " "):  # before the first token, and in the middle of the answer
@@ -394,7 +418,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(checkpoint, tmp_path):
         assert "200 tokens" not in chat.shown
     code, shown = chat.leave()
     assert code == 0 and "Traceback" not in shown and "terminate called" not in shown
-    assert "guessed tokens accepted" in shown and (tmp_path / "chat.safetensors").exists()
+    assert (tmp_path / "chat.safetensors").exists()
 
 
 def test_ctrl_c_ends_a_server_whose_disk_is_full(checkpoint, tmp_path):
@@ -464,16 +488,14 @@ def test_loading_is_said(checkpoint, capsys):
     [
         ([], 1, 8, ""),
         (["--parallel", "3"], 1, 3, ""),
-        (["--draft", "small"], 1, 1, "--draft: conversations are answered one after the other\n"),
-        (["--prompt-lookup", "2"], 1, 1, "--prompt-lookup: conversations are answered one after the other\n"),
+        (["--guesses", "small"], 1, 8, ""),
         ([], 2, 1, "a pipeline of processes: conversations are answered one after the other\n"),
-        (["--parallel", "1", "--prompt-lookup", "2"], 1, 1, ""),
-        (["--parallel", "2", "--draft", "small"], 1, "--parallel must be 1 with --draft, got 2", ""),
+        (["--parallel", "1", "--guesses", "lookup"], 1, 1, ""),
         (["--parallel", "2"], 2, "--parallel must be 1 with a pipeline of processes, got 2", ""),
     ],
 )
 def test_how_many_are_answered_together(arguments, processes, most, line, monkeypatch, capsys):
-    """Eight, unless tokens are guessed or the layers are spread: a line says so."""
+    """Eight, unless the layers are spread: a line says so."""
     monkeypatch.setattr(early, "processes", lambda: processes)
     parsed = options("serve", "model", *arguments)
     if isinstance(most, str):
@@ -490,8 +512,11 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
         main(["serve", str(checkpoint), "--continuous-batching"])
     error = capsys.readouterr().err
     assert "--continuous-batching has gone: --parallel N answers" in error and error.count("\n") == 1
-    error = refused("serve", checkpoint, "--parallel", "2", "--prompt-lookup", "2")
-    assert error == "--parallel must be 1 with --prompt-lookup, got 2"
+    for option in ("--draft", "--prompt-lookup"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["serve", str(checkpoint), option, "8"])
+        error = capsys.readouterr().err
+        assert f"{option} has gone: --guesses " in error and error.count("\n") == 1
     assert "--media-folder must be a folder" in refused("serve", checkpoint, "--media-folder", "nowhere")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

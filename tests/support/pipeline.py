@@ -281,7 +281,7 @@ def commands(lines: list[list[str]], said: list[str]) -> list[str]:
 
 
 def conversations(folder: str) -> dict[str, Any]:
-    """Two that begin alike, by turns, as `serve --prompt-lookup 2` answers them, with memory for one prompt.
+    """Two that begin alike, by turns, as `serve --guesses lookup` answers them, with memory for one prompt.
 
     Returns: the answers that the first process gives; what each call computes; what is kept in the end.
     """
@@ -290,7 +290,7 @@ def conversations(folder: str) -> dict[str, Any]:
     from torch_moe_mps.serving import prompts
 
     prompts.AT_ONCE = 16
-    given = ["serve", folder, "--device", "cpu", "--prompt-lookup", "2", "--prompt-memory", "0"]
+    given = ["serve", folder, "--device", "cpu", "--guesses", "lookup", "--prompt-memory", "0"]
     model = serving._stage(parser().parse_args(given), folder, "cpu")
     counts: list[int] = []
     model.get_decoder().register_forward_pre_hook(

@@ -61,6 +61,7 @@ class Scripted:
         self.wait: Callable[[Job], None] = lambda job: None
         self.jobs: list[Job] = []
         self.prompts: list[str] = []
+        self.guessed_tokens = 0, 0
         self.active = self.waiting = self.read_tokens = self.cached_tokens = 0
 
     def submit(self, job: Job) -> None:

@@ -33,8 +33,10 @@ class _Parser(argparse.ArgumentParser):
 class _Gone(argparse.Action):
     """An option of earlier versions, whose name says what is there now."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *parts: Any) -> NoReturn:
-        parser.error("--continuous-batching has gone: --parallel N answers N conversations together")
+    def __call__(
+        self, parser: argparse.ArgumentParser, given: Any, value: Any, option: str | None = None
+    ) -> NoReturn:
+        parser.error(f"{option} has gone: {_GONE[str(option)]}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -262,21 +264,24 @@ _SHARED: dict[str, dict[str, Any]] = {
         "metavar": "GB",
         "help": "how large that folder may be; 0 keeps none (16, or a quarter of what the disk has free)",
     },
-    "--draft": {
-        "metavar": "MODEL",
-        "help": "a small model that guesses tokens, which MODEL verifies together",
+    "--guesses": {
+        "metavar": "lookup|none|MODEL",
+        "help": "tokens that are guessed: from repetitions in the text, none, or those of a small model ({})",
     },
-    "--prompt-lookup": {
-        "type": _integer(1),
-        "metavar": "N",
-        "help": "guess up to N tokens from repetitions in the text",
-    },
+    "--draft": {"action": _Gone, "help": argparse.SUPPRESS},
+    "--prompt-lookup": {"action": _Gone, "help": argparse.SUPPRESS},
 }
 _FROM_THE_HUB = ("--revision", "--trust-remote-code")
 _HOW_TO_RUN = ("--bits", "--group-size", "--kv-bits", "--device", "--dtype", *_FROM_THE_HUB)
 _MODEL_TO_RUN = ("model", *_HOW_TO_RUN, "--shares")
 _KEPT = ("--prompt-memory", "--prompt-folder", "--prompt-disk")
-_SPECULATION = ("--draft", "--prompt-lookup")
+LOOKUP, NO_GUESSES = "lookup", "none"
+_GUESSES = ("--guesses", "--draft", "--prompt-lookup")
+_GONE = {
+    "--continuous-batching": "--parallel N answers N conversations together",
+    "--draft": "--guesses MODEL has a small model guess tokens",
+    "--prompt-lookup": "--guesses lookup guesses tokens from repetitions",
+}
 
 
 def _add(command: argparse.ArgumentParser, *names: str, of: str = "MODEL", **own: Any) -> None:
@@ -487,7 +492,8 @@ def _bench(command: argparse.ArgumentParser) -> None:
     add("--turn", type=_integer(1), default=64, metavar="N", help="tokens of a second turn (64)")
     add("--depth", type=_numbers, metavar="N,N", help="contexts (0,4096,16384, as far as the model reads)")
     add("--repeats", type=_integer(1), default=5, help="of each test, behind one that warms up (5)")
-    _add(command, *_SPECULATION, "--json")
+    _add(command, *_GUESSES, of=NO_GUESSES)
+    _add(command, "--json")
     add(
         "--bandwidth",
         type=_POSITIVE,
@@ -507,14 +513,15 @@ def _chat(command: argparse.ArgumentParser) -> None:
       torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --max-tokens 1000 --set temperature=0.6
       torch-moe-mps chat qwen3-4bit --kv-bits 8                           # long chats in half of the memory
       torch-moe-mps chat qwen3-4bit --system-prompt "$(cat manual.txt)" --prompt-cache manual.safetensors
-      torch-moe-mps chat qwen3-32b-4bit --draft qwen3-0.6b                # guesses are verified together
+      torch-moe-mps chat qwen3-32b-4bit --guesses qwen3-0.6b              # which are verified together
     """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN, "--adapter", "--max-tokens", "--set", "--system-prompt")
     add("--save-folder", default="./chat_history/", help="where !save puts chats (./chat_history/)")
     kept = "keep the computed chat there, for the next one that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
-    _add(command, "--prompt-memory", *_SPECULATION)
+    _add(command, "--prompt-memory")
+    _add(command, *_GUESSES, of=LOOKUP)
     command.set_defaults(parallel=1)
 
 
@@ -527,7 +534,7 @@ def _generate(command: argparse.ArgumentParser) -> None:
     examples:
       torch-moe-mps generate qwen3-4bit -p "Why is the sky blue?"
       torch-moe-mps generate qwen3-4bit --system-prompt "Summarise:" < report.txt > summary.txt
-      torch-moe-mps generate qwen3-4bit --raw -p "def quicksort(" --set temperature=0.2 --prompt-lookup 8
+      torch-moe-mps generate qwen3-4bit --raw -p "def quicksort(" --set temperature=0.2 --guesses lookup
       torch-moe-mps generate qwen3-4bit --prompts questions.txt --batch 16 > answers.jsonl
       torch-moe-mps generate qwen3-vl-4bit --image cat.png -p "What is this?"
     """
@@ -544,7 +551,8 @@ def _generate(command: argparse.ArgumentParser) -> None:
     _add(command, "--max-tokens", "--set")
     kept = "keep the computed prompt there, for the next call that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
-    _add(command, "--adapter", *_SPECULATION, *_HOW_TO_RUN)
+    _add(command, "--adapter", *_HOW_TO_RUN)
+    _add(command, *_GUESSES, of=NO_GUESSES)
     command.set_defaults(shares=None)  # it is for one process
 
 
@@ -558,12 +566,13 @@ def _serve(command: argparse.ArgumentParser) -> None:
 
     examples:
       torch-moe-mps serve qwen3-4bit --prompt-folder prompts --prompt-disk 50
-      torch-moe-mps serve qwen3-4bit --parallel 1 --draft qwen3-0.6b      # guesses tokens of one at a time
+      torch-moe-mps serve qwen3-4bit --guesses qwen3-0.6b                 # a small model guesses tokens
       torch-moe-mps serve Qwen/Qwen3-30B-A3B --bits 4 --port 8080
       torch-moe-mps serve qwen3-4bit --host 0.0.0.0 --api-key "$(cat key)"
     """
     add = command.add_argument
-    _add(command, *_MODEL_TO_RUN, "--adapter", *_KEPT, *_SPECULATION)
+    _add(command, *_MODEL_TO_RUN, "--adapter", *_KEPT)
+    _add(command, *_GUESSES, of=LOOKUP)
     together = "conversations answered together, at most (8 where memory takes them); 1 as generate() does"
     add("--parallel", type=_integer(1), metavar="N", help=together)
     add("--host", default="localhost", help="address to listen on (localhost)")

@@ -35,10 +35,10 @@ from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
 from ..transformers.upstream.calls import cache_among, cache_argument
 from .caches import KVCache, kv_cache
+from .guesses import speculation_of
 from .perplexity import text_ids
 from .results import write_json
 from .sources import check_generates, context_of, folder_of, load, loading_options, skeleton_of, usable_device
-from .speculation import speculation_of
 
 _CHUNK = 2048  # tokens of a context that are read at once
 _DEPTHS = (0, 4096, 16384)
@@ -54,7 +54,7 @@ class Timing:
         depth: tokens of context before the test.
         share: the rate of a generation over the bound that the memory's bandwidth sets, if that is known.
         memory: bytes that the device's driver has given to this process afterwards; on a CPU the peak.
-        accepted: the share of guessed tokens that were accepted, with --draft or --prompt-lookup.
+        accepted: the share of guessed tokens that were accepted, with --guesses.
         launches, host: for one generated token, how many of this package's kernels and of torch's operators
             run (an operator launches one kernel or more) module by module, and the seconds until the host has
             issued them, as one call where tokens are captured; the GPU may finish later.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .._install import install_command
 from ..pipeline.torchrun import processes
-from .arguments import MIXED, RECIPES
+from .arguments import LOOKUP, MIXED, NO_GUESSES, RECIPES
 from .launch import check_agent
 from .places import (
     adapter_config,
@@ -42,16 +42,14 @@ def check_options(options: argparse.Namespace) -> None:
 
 def alone(options: argparse.Namespace) -> str | None:
     """The reason for which conversations are answered one after the other; None if nothing speaks for it."""
-    if processes() > 1:
-        return "a pipeline of processes"
-    return "--draft" if options.draft else "--prompt-lookup" if options.prompt_lookup else None
+    return "a pipeline of processes" if processes() > 1 else None
 
 
 def _chat(options: argparse.Namespace) -> None:
     _check_settings(options)
     _check_kept(options)
     _check_adapter(options)
-    _check_speculation(options)
+    _check_guesses(options)
     check_writable("--prompt-cache", options.prompt_cache)
 
 
@@ -61,7 +59,7 @@ def _generate(options: argparse.Namespace) -> None:
     _check_prompt(options)
     look_for_files(options)
     _check_adapter(options)
-    _check_speculation(options)
+    _check_guesses(options)
     check_writable("--prompt-cache", options.prompt_cache)
 
 
@@ -71,7 +69,7 @@ def _serve(options: argparse.Namespace) -> None:
     for package in ("starlette", "uvicorn"):
         _check_package(package, "serve", "serve")
     _check_adapter(options)
-    _check_speculation(options)
+    _check_guesses(options)
     if (options.parallel or 1) > 1 and (reason := alone(options)) is not None:
         raise ValueError(f"--parallel must be 1 with {reason}, got {options.parallel}")
     if options.prompt_folder is not None and Path(options.prompt_folder).is_file():
@@ -86,7 +84,7 @@ def _launch(options: argparse.Namespace) -> None:
 
 def _bench(options: argparse.Namespace) -> None:
     check_writable("--json", options.json)
-    _check_speculation(options)
+    _check_guesses(options)
 
 
 def _fit(options: argparse.Namespace) -> None:
@@ -206,13 +204,11 @@ def _check_adapter(options: argparse.Namespace) -> None:
     place_of_adapter(options.adapter, weights=False)
 
 
-def _check_speculation(options: argparse.Namespace) -> None:
-    if options.draft is not None and options.prompt_lookup is not None:
-        raise ValueError("--draft and --prompt-lookup are two ways to guess tokens; leave one out")
-    if processes() > 1 and options.draft:
+def _check_guesses(options: argparse.Namespace) -> None:
+    if processes() > 1 and options.guesses not in (None, NO_GUESSES, LOOKUP):
         raise ValueError(
-            "--draft is for one process, as the processes of a pipeline would guess differently; "
-            "--prompt-lookup guesses there"
+            "--guesses MODEL is for one process, as the processes of a pipeline would guess differently; "
+            "--guesses lookup guesses there"
         )
 
 

@@ -23,6 +23,7 @@ from ..serving.one_by_one import OneByOne
 from ..serving.prompts import Prompts
 from ..serving.served import Served
 from .early import alone
+from .guesses import guesses_of, speculation_of
 from .interrupts import at_ctrl_c
 from .sources import (
     check_generates,
@@ -35,7 +36,6 @@ from .sources import (
     usable_device,
     with_adapter,
 )
-from .speculation import speculation_of
 
 _DISK = 16.0  # GB of kept prompts, where nobody says how many
 
@@ -79,9 +79,9 @@ def _generator(options: argparse.Namespace, most: int, model: Any, folder: str, 
     """A generator of one conversation after the other, or of several as far as the memory goes."""
     if not model.can_generate():
         return OneByOne(None)
-    if most == 1:
-        return OneByOne(_answering(options, model, folder, device), Memory(model))
-    return Engine(model, prompts_of(options), most, Memory(model))
+    prompts = prompts_of(options)
+    guesses = guesses_of(options, model, folder, device, prompts)
+    return Engine(model, prompts, most, Memory(model), guesses)
 
 
 def _closed(generator: Generator) -> None:

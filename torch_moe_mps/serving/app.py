@@ -288,9 +288,12 @@ class Server:
         """Prometheus' text."""
         generator = self.served.generator
         prompts, octets = generator.prompts_held()
+        accepted, rejected = generator.guessed_tokens
         values: list[tuple[str, str, str, float]] = [
             ("prompt_tokens_total", "counter", "tokens of prompts that were computed", generator.read_tokens),
             ("cached_tokens_total", "counter", "tokens of prompts that were kept", generator.cached_tokens),
+            ("accepted_guesses_total", "counter", "guessed tokens that were accepted", accepted),
+            ("rejected_guesses_total", "counter", "guessed tokens that were rejected", rejected),
             ("generated_tokens_total", "counter", "tokens of answers", self.generated_tokens),
             ("rows_active", "gauge", "answers that are generated now", generator.active),
             ("rows_most", "gauge", "answers that are generated together, at most", generator.most),

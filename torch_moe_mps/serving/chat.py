@@ -27,6 +27,20 @@ from .structured import check_extra, schema_of
 from .tools import Call
 
 MOST_LOGPROBS = 20
+
+
+def _predicted(prediction: Any) -> str | None:
+    """The text of a `prediction`; None where it is none."""
+    if not isinstance(prediction, dict) or prediction.get("type") != "content":
+        return None
+    content = prediction.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        return None
+    texts = [part.get("text") for part in parts if part.get("type") == "text"]
+    return "".join(texts) if len(texts) == len(parts) and all(isinstance(t, str) for t in texts) else None
+
+
 _FIELDS = Fields(
     SHARED
     | {
@@ -39,6 +53,10 @@ _FIELDS = Fields(
         "max_completion_tokens": integer(1),
         "max_tokens": integer(1),
         "n": integer(1, MOST_ANSWERS),
+        "prediction": (
+            lambda value: _predicted(value) is not None,
+            'an object of type "content" with a text, or a list of texts',
+        ),
         "stream_options": OBJECT,
         "top_logprobs": integer(0, MOST_LOGPROBS),
     },
@@ -80,6 +98,7 @@ class ChatCompletions(Protocol):
             form_field="tool_choice" if forced else form_field,
             logprobs=logprobs_of(body, bool(body.get("logprobs")), "'logprobs' true"),
             count=body.get("n") or 1,
+            likely=_predicted(body.get("prediction")) or "",
             **sampling(body),
         )
 
@@ -197,7 +216,7 @@ def usage(answers: Answers) -> dict[str, Any]:
             "cached_tokens": answers.cached_tokens,
             "disk_tokens": answers.disk_tokens,
         },
-        "completion_tokens_details": {"reasoning_tokens": answers.reasoning_tokens},
+        "completion_tokens_details": {"reasoning_tokens": answers.reasoning_tokens} | answers.guesses_form,
     }
 
 

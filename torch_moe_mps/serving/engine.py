@@ -1,11 +1,13 @@
 """A `Generator` of several jobs at a time: a `Batch` on a thread of its own, the only one on the device."""
 
 import queue
+import sys
 from typing import Any
 
 from .batch import Batch
 from .device import OnDevice, Work
 from .disk import Disk
+from .guesses.guessing import Guessing
 from .job import Job
 from .memory import Memory, is_short, is_watched
 from .prompts import Prompts
@@ -19,15 +21,23 @@ class Engine(OnDevice):
         prompts: keeps what was computed; None keeps nothing.
         most: jobs at once.
         memory: the budget of their caches and the kept prompts; None is no limit.
+        guesses: of tokens; None guesses none.
 
     Raises: ValueError for a model in a pipeline.
     """
 
-    def __init__(self, model: Any, prompts: Prompts | None, most: int, memory: Memory | None = None):
+    def __init__(
+        self,
+        model: Any,
+        prompts: Prompts | None,
+        most: int,
+        memory: Memory | None = None,
+        guesses: Guessing | None = None,
+    ):
         super().__init__()
         self.most, self.memory = most, memory
         room = None if memory is None else memory.free
-        self._batch = Batch(model, prompts, most, room, self._take_work)
+        self._batch = Batch(model, prompts, most, room, self._take_work, guesses)
         self._submitted = 0
         self._thread.start()
 
@@ -46,6 +56,11 @@ class Engine(OnDevice):
     @property
     def cached_tokens(self) -> int:
         return self._batch.cached_tokens
+
+    @property
+    def guessed_tokens(self) -> tuple[int, int]:
+        guesses = self._batch.guesses
+        return (0, 0) if guesses is None else (guesses.accepted, guesses.rejected)
 
     def submit(self, job: Job) -> None:
         def take() -> None:
@@ -84,6 +99,8 @@ class Engine(OnDevice):
         self._batch.end_all()
         if prompts is not None:
             prompts.write(self._batch.model)
+        if sum(self.guessed_tokens):
+            print(self._batch.guesses, file=sys.stderr)
 
     def _jobs(self) -> list[Job]:
         return self._batch.jobs

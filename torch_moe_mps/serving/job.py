@@ -117,6 +117,7 @@ class Generator(Protocol):
         waiting: jobs that were submitted and have not begun.
         read_tokens: of all prompts so far that were computed.
         cached_tokens: of all prompts so far that were kept and not computed again.
+        guessed_tokens: so far, accepted and rejected.
         death: why it generates nothing any more: its thread has ended by an error; None while it lives.
         memory: the budget of the model; None is none.
     """
@@ -138,6 +139,9 @@ class Generator(Protocol):
 
     @property
     def cached_tokens(self) -> int: ...
+
+    @property
+    def guessed_tokens(self) -> tuple[int, int]: ...
 
     def submit(self, job: Job) -> None:
         """Takes a job and returns at once. A job that comes behind `close` ends as cancelled, and behind the

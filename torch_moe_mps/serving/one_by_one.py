@@ -33,6 +33,13 @@ class OneByOne(OnDevice):
         self._current: Job | None = None
         self._thread.start()
 
+    @property
+    def guessed_tokens(self) -> tuple[int, int]:
+        speculation = None if self._answering is None else self._answering.speculation
+        if speculation is None:
+            return 0, 0
+        return speculation.accepted, speculation.guessed - speculation.accepted
+
     def submit(self, job: Job) -> None:
         with self._lock:
             self.waiting += 1

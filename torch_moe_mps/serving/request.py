@@ -116,6 +116,7 @@ class Request:
         form_field: names the field that `form` or `forced` came from.
         logprobs: how many alternatives each token of the answer shall have with its probability; None for no
             probabilities at all.
+        likely: text that the answers probably have, whose tokens are guessed.
     """
 
     prompts: list[Chat | str | list[int]]
@@ -132,6 +133,7 @@ class Request:
     form_field: str = ""
     logprobs: int | None = None
     count: int = 1
+    likely: str = ""
     stream: bool = False
     body: dict[str, Any] = field(default_factory=dict)
 

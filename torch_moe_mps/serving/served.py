@@ -376,8 +376,15 @@ class Served:
             answer.progress,
             seed=None if request.seed is None else request.seed + number % request.count,
             processors=processors,
+            likely=self._likely(request),
         )
         return answer, job
+
+    def _likely(self, request: Request) -> list[int]:
+        if not request.likely:
+            return []
+        tokens: list[int] = self.tokenizer(request.likely, add_special_tokens=False)["input_ids"]
+        return tokens
 
 
 class Answers:
@@ -430,6 +437,17 @@ class Answers:
         return sum(len(answer.tokens) for answer in self.answers)
 
     @property
+    def guessed_tokens(self) -> tuple[int, int]:
+        """Guessed tokens that were accepted, and that were rejected."""
+        return sum(job.accepted_tokens for job in self.jobs), sum(job.rejected_tokens for job in self.jobs)
+
+    @property
+    def guesses_form(self) -> dict[str, int]:
+        """OpenAI's names of the guessed tokens in a usage."""
+        names = "accepted_prediction_tokens", "rejected_prediction_tokens"
+        return dict(zip(names, self.guessed_tokens, strict=True))
+
+    @property
     def reasoning_tokens(self) -> int:
         return sum(answer.reasoning_tokens for answer in self.answers)
 
@@ -444,11 +462,13 @@ class Answers:
         tokens, seconds = self.tokens, ended - first
         speed = f" ({(tokens - 1) / seconds:.1f} tokens/s)" if tokens > 1 and seconds > 0 else ""
         disk = f", {self.disk_tokens} of the disk" if self.disk_tokens else ""
+        held, wrong = self.guessed_tokens
+        guessed = f", {held} of {held + wrong} guessed tokens accepted" if held + wrong else ""
         reasons = {_in_words(answer.reason) for answer in self.answers}
         return (
             f"waited {begun - submitted:.2f} s, "
             f"prompt {self.prompt_tokens} tokens ({self.cached_tokens} kept{disk}) in {first - begun:.2f} s, "
-            f"answer {tokens} tokens in {seconds:.2f} s{speed}, {', '.join(sorted(reasons))}"
+            f"answer {tokens} tokens in {seconds:.2f} s{speed}{guessed}, {', '.join(sorted(reasons))}"
         )
 
 

@@ -155,7 +155,7 @@ def run(*arguments) -> int:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    "options", [[], ["--prompt-lookup", 3], ["--kv-bits", 8], ["--prompt-cache", "prompt.safetensors"]]
+    "options", [[], ["--guesses", "lookup"], ["--kv-bits", 8], ["--prompt-cache", "prompt.safetensors"]]
 )
 def test_the_command_answers_as_transformers_does(parts, options, tmp_path, monkeypatch, capsys):
     """Twice: the second time with the prompt that is kept."""

@@ -1,0 +1,62 @@
+"""--guesses: tokens are guessed and verified together."""
+
+import argparse
+from typing import Any
+
+from ..serving.guesses import guessing_of
+from ..serving.guesses.guessing import Guessing
+from ..serving.prompts import Prompts
+from ..serving.speculation import Speculation
+from .arguments import LOOKUP, NO_GUESSES
+from .sources import folder_of, loading_options, tokenizer_of
+
+_OF_GENERATE = 8  # tokens that `generate` looks up
+
+
+def guesses_of(
+    options: argparse.Namespace, model: Any, folder: str, device: str, prompts: Prompts
+) -> Guessing | None:
+    """The guesses of an engine; None for none.
+
+    Raises: ValueError for a draft with other tokens.
+    """
+    if options.guesses in (None, NO_GUESSES, LOOKUP):
+        return guessing_of(model, None if options.guesses == NO_GUESSES else LOOKUP, prompts, "--guesses")
+    draft, draft_folder = _draft(options, device)
+    if _differ(options, model, folder, draft, draft_folder):
+        raise ValueError(f"--guesses must be a model with the tokens of {folder}, got {options.guesses}")
+    return guessing_of(model, draft, prompts, "--guesses")
+
+
+def speculation_of(options: argparse.Namespace, model: Any, folder: str, device: str) -> Speculation | None:
+    """The guesses of `generate`; None for none.
+
+    Raises: ValueError for a model whose states cannot be cut back to the tokens that were accepted.
+    """
+    if options.guesses in (None, NO_GUESSES):
+        return None
+    if model._is_stateful or not model._supports_default_dynamic_cache():
+        expected = "a model whose cache can be cut"
+        raise ValueError(f"--guesses is for {expected}, got the recurrent states of {folder}")
+    if options.guesses == LOOKUP:
+        return Speculation({"prompt_lookup_num_tokens": _OF_GENERATE})
+    draft, draft_folder = _draft(options, device)
+    arguments: dict[str, Any] = {"assistant_model": draft}
+    if _differ(options, model, folder, draft, draft_folder):
+        own, other = (tokenizer_of(name, options.trust_remote_code) for name in (folder, draft_folder))
+        arguments |= {"tokenizer": own, "assistant_tokenizer": other}
+    return Speculation(arguments)
+
+
+def _draft(options: argparse.Namespace, device: str) -> tuple[Any, str]:
+    from ..transformers.loading import from_pretrained
+
+    folder = folder_of(options.guesses)
+    return from_pretrained(folder, device_map=device, **loading_options(options)), folder
+
+
+def _differ(options: argparse.Namespace, model: Any, folder: str, draft: Any, draft_folder: str) -> bool:
+    """Whether a model and its draft have other tokens, or another number of them."""
+    own, other = (tokenizer_of(name, options.trust_remote_code) for name in (folder, draft_folder))
+    sizes = {part.config.get_text_config().vocab_size for part in (model, draft)}
+    return own.get_vocab() != other.get_vocab() or len(sizes) > 1
