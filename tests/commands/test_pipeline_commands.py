@@ -64,7 +64,7 @@ def test_prompts_are_kept_in_every_process(checkpoint):
         assert answer == model.generate(ids, **given).tolist()
     assert first["computed"] == second["computed"]
     assert first["computed"][:4] == [16, 16, 13, 1]
-    assert max(first["computed"][3:]) < 11  # what two prompts share is computed once
+    assert max(first["computed"][3:]) < 16  # what two prompts share is computed once: 7 tokens and 8 guesses
     assert first["kept"] == second["kept"][-1:]  # the first process decides, before the next request
 
 
