@@ -17,7 +17,7 @@ from support import tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
 
 import torch_moe_mps
-from torch_moe_mps.commands import finetune, main
+from torch_moe_mps.commands import early, finetune, main
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.training import steps
 from torch_moe_mps.training.record import begun
@@ -300,3 +300,44 @@ def test_learns_a_fact(smollm2, tmp_path, capsys):
         assert main(["generate", *map(str, (smollm2, *adapter, *question))]) == 0
         answers.append(capsys.readouterr().out)
     assert "violet" not in answers[0] and "violet" in answers[1]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_preferences_and_rewards(method, folder, tmp_path, capsys):
+    """An adapter that has learnt, which another command takes; a training that was ended goes on."""
+    rows = [{"prompt": f"abc{a}", "chosen": "hijk", "rejected": "kjih"} for a in "defg"] * 2
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "reward.py").write_text(
+        "def reward(completions, **columns):\n    return [float(text.count('e')) for text in completions]\n"
+    )
+    given = ["finetune", folder / "model", tmp_path / "rows.jsonl", "--device", "cpu", "--method", method]
+    given += ["--learning-rate", "2e-2", "--save-every", 2, "--output", tmp_path / "adapter"]
+    given += ["--reward", tmp_path / "reward.py", "--answer-length", 8] if method == "grpo" else []
+    assert main([*map(str, [*given, "--steps", 4])]) == 0
+    about = json.loads((tmp_path / "adapter" / "finetune.json").read_text())
+    assert len(about["curve"]) == 4 and about["options"]["method"] == method
+    if method == "dpo":
+        assert about["curve"][0]["loss"] - about["curve"][-1]["loss"] > 0.1
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all("ref" not in name for name in tensors)
+    assert any(tensor.abs().max() > 0 for name, tensor in tensors.items() if "lora_B" in name)
+    asked = ["generate", folder / "model", "--adapter", tmp_path / "adapter", "--raw", "-p", "abc"]
+    assert main([*map(str, [*asked, "--max-tokens", 3, "--device", "cpu"])]) == 0
+    assert "by " + method in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--method grpo", "--reward FILE.py is what --method grpo needs, and no other"),
+        ("--method dpo --reward x.py", "--reward FILE.py is what --method grpo needs, and no other"),
+        ("--method dpo --held-out 3", "--held-out is for --method sft, whose loss it measures"),
+        ("--method grpo --reward x.py --batch 6", "--batch must be a multiple of --generations"),
+    ],
+)
+def test_options_of_preferences(options, message, folder, tmp_path, monkeypatch, capsys):
+    found = early.find_spec
+    monkeypatch.setattr(early, "find_spec", lambda name: name == "trl" or found(name))
+    assert run(folder, tmp_path / "adapter", *options.split()) == 1
+    assert message in capsys.readouterr().err

@@ -635,7 +635,8 @@ def _finetune(command: argparse.ArgumentParser) -> None:
     """Train a LoRA adapter on a model, whose weights stay quantised.
 
     Each line of DATA is a JSON object with "messages" (of "role" and "content"), "prompt" and "completion",
-    or "text". The loss is on answers and completions, and on all of a text. Memory and parameters are
+    or "text". The loss is on answers and completions, and on all of a text. With --method dpo a line has
+    "prompt", "chosen" and "rejected", with grpo "prompt" and what the reward reads. Memory and parameters are
     printed before weights are loaded, and what does not fit is refused. Ctrl-C ends with a checkpoint. The
     other commands take the folder as --adapter.
 
@@ -644,12 +645,25 @@ def _finetune(command: argparse.ArgumentParser) -> None:
       torch-moe-mps finetune Qwen/Qwen3-30B-A3B chats.jsonl --bits 4 --dry-run   # only what it would take
       torch-moe-mps finetune qwen3-4bit chats.jsonl --output adapter --resume    # behind its last checkpoint
       torch-moe-mps finetune qwen3-4bit chats.jsonl --expert-rank 0              # a small adapter
+      torch-moe-mps finetune qwen3-4bit sums.jsonl --method grpo --reward reward.py --learning-rate 1e-5
     """
     add = command.add_argument
     _add(command, "model")
     add("data", metavar="DATA", help="file with a JSON object in each line")
     add(
         "--output", default="adapter", metavar="DIR", help="folder to write; a new one, or --resume (adapter)"
+    )
+    ways = "sft: from answers; dpo: from better and worse ones; grpo: by a reward (sft)"
+    add("--method", choices=("sft", "dpo", "grpo"), default="sft", help=ways)
+    rewards = "with a function reward(prompts, completions, **columns), a number for each completion"
+    add("--reward", metavar="FILE", help=f"of grpo: Python {rewards}")
+    add("--generations", type=_integer(2), default=4, metavar="N", help="of grpo: answers to a prompt (4)")
+    add(
+        "--answer-length",
+        type=_integer(1),
+        default=256,
+        metavar="N",
+        help="of grpo: tokens of an answer (256)",
     )
     add("--resume", action="store_true", help="go on behind the last checkpoint in DIR")
     add("--dry-run", action="store_true", help="print parameters and memory, and train nothing")

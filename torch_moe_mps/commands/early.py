@@ -147,8 +147,19 @@ def _finetune(options: argparse.Namespace) -> None:
     _check_package("peft", "finetune", "finetune")
     look_for_files(options)
     begun(options)
-    for _ in rows_of(options.data):
-        pass
+    if options.method == "sft":
+        for _ in rows_of(options.data):
+            pass
+        return
+    if find_spec("trl") is None:
+        raise ValueError(f"--method {options.method} needs `pip install trl`, which has its trainer")
+    if options.held_out:
+        raise ValueError("--held-out is for --method sft, whose loss it measures")
+    if (options.method == "grpo") != (options.reward is not None):
+        raise ValueError("--reward FILE.py is what --method grpo needs, and no other")
+    if options.method == "grpo" and options.batch % options.generations:
+        got = f"{options.batch} and {options.generations}"
+        raise ValueError(f"--batch must be a multiple of --generations with --method grpo, got {got}")
 
 
 _OWN: dict[str, Callable[[argparse.Namespace], None]] = {

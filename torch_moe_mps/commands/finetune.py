@@ -4,13 +4,15 @@ The folder it writes has the adapter in PEFT's layout, a card, the curve of the 
 """
 
 import argparse
+import functools
 import json
 import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +26,9 @@ from .fit import size_when_loaded
 from .interrupts import at_ctrl_c
 from .results import written_whole
 from .sources import check_generates, context_of, folder_of, load, skeleton_of, tokenizer_of, usable_device
+
+if TYPE_CHECKING:
+    from ..training.preferences import Task
 
 _CURVE, _CHECKPOINTS = "loss.svg", "checkpoints"
 _MOST_HELD_OUT = 100  # examples, unless --held-out says how many
@@ -43,11 +48,14 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = tokenizer_of(folder_of(options.model, options.revision) if _is_gguf(options) else folder)
     source, model = skeleton_of(options, folder)
     longest = min(options.max_length, context_of(model.config))
-    examples, held_out = _examples(options, tokenizer, longest)
+    task = _task(options, tokenizer, longest)
+    examples, held_out = ([], []) if task else _examples(options, tokenizer, longest)
     ranks = memory.Ranks(options.rank, options.expert_rank, options.targets)
     targets = memory.short_names(model, memory.targets_in(model, options.targets))
-    rows = min(options.batch, len(examples))
-    length = max(len(example.ids) for example in (*examples, *held_out))
+    tokens = task.tokens if task else [len(example.ids) for example in (*examples, *held_out)]
+    rows, length = min(options.batch, len(tokens)), max(tokens)
+    if task:  # better answers and worse ones; all answers to a prompt
+        rows = 2 * rows if options.method == "dpo" else options.batch
     weights, size = size_when_loaded(options, source, model, folder)
     peak = memory.peak_of(model, weights, ranks, rows, length, size)
     print(_predicted(peak, memory.parameters_of(model, ranks), rows, length), flush=True)
@@ -57,20 +65,26 @@ def run(options: argparse.Namespace) -> None:
     folder = folder_of(options.model, options.revision)
     torch.manual_seed(options.seed)  # for the first weights of the adapter
     model = load(options, folder, device, trains=True)
-    adapted = steps.with_new_adapter(model, targets, ranks, options.model)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     plan = steps.Plan(
         options.batch, options.epochs, options.steps, options.learning_rate, options.seed, options.save_every
     )
+    show: Callable[[str], None] = functools.partial(print, flush=True)
+    if task:
+        from ..training.preferences import Preferring
+
+        adapter = targets, ranks, options.model
+        training: steps.Training = Preferring(model, adapter, task, plan, output / _CHECKPOINTS, show)
+    else:
+        adapted = steps.with_new_adapter(model, targets, ranks, options.model)
+        training = steps.Training(adapted, examples, pad, plan, output / _CHECKPOINTS, show)
+    adapted = training.trainer.model
     if held_out and "before" not in about:
         about["before"] = steps.held_out_loss(adapted, held_out, options.batch, pad)
     if held_out:
         print(f"held-out loss before: {about['before']:.4f}", flush=True)
     output.mkdir(parents=True, exist_ok=True)
     _write(output, about)
-    training = steps.Training(
-        adapted, examples, pad, plan, output / _CHECKPOINTS, lambda line: print(line, flush=True)
-    )
     with at_ctrl_c(training.end):
         is_done = training.run(options.resume)
     if not is_done:
@@ -81,7 +95,19 @@ def run(options: argparse.Namespace) -> None:
         about["after"] = steps.held_out_loss(adapted, held_out, options.batch, pad)
         print(f"held-out loss after: {about['after']:.4f}")
     print(f"{_memory_taken(device) / 1e9:.2f} GB of memory were taken, at most: {_counted(device)}")
-    _save(options, adapted, output, about, examples)
+    _save(options, adapted, output, about, tokens[: len(tokens) - len(held_out)])
+
+
+def _task(options: argparse.Namespace, tokenizer: Any, longest: int) -> "Task | None":
+    """The task of DPO or GRPO; None for answers that are learnt as they are."""
+    if options.method == "sft":
+        return None
+    from ..training.preferences import Task, reward_of, rows_for
+
+    rows = rows_for(options.method, options.data)
+    reward = None if options.reward is None else reward_of(options.reward)
+    print(f"{len(rows)} lines to train on, by {options.method}")
+    return Task(rows, tokenizer, reward, options.generations, options.answer_length, longest)
 
 
 def _is_gguf(options: argparse.Namespace) -> bool:
@@ -164,7 +190,7 @@ def _write(output: Path, about: dict[str, Any]) -> None:
 
 
 def _save(
-    options: argparse.Namespace, adapted: Any, output: Path, about: dict[str, Any], examples: list[Example]
+    options: argparse.Namespace, adapted: Any, output: Path, about: dict[str, Any], tokens: list[int]
 ) -> None:
     """Writes the adapter with its card, its curve and its figures."""
     from ..training.curve import loss_curve
@@ -177,7 +203,7 @@ def _save(
     (output / _CURVE).write_text(
         loss_curve(f"{options.model} on {Path(options.data).name}", losses, held_out)
     )
-    tokens = sum(len(example.ids) for example in examples)
-    (output / CARD).write_text(adapter_card(output.name, options, about, len(examples), tokens))
+    card = adapter_card(output.name, options, about, len(tokens), sum(tokens))
+    (output / CARD).write_text(card)
     _write(output, about)
     print(f"wrote {output}. To ask it:\n{use_of_adapter(str(output), options.model, options)}")

@@ -7,7 +7,7 @@ where an answer is, on all tokens.
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -57,8 +57,11 @@ def _refuse(file: str, line: int, what: str, came: object) -> NoReturn:
     raise ValueError(f"{file}:{line}: {what}, got {came}")
 
 
-def rows_of(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def rows_of(file: str, is_any: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number of each line that is not empty, and its object.
+
+    Args:
+        is_any: whether its keys may be any.
 
     Raises: ValueError with file and line number, for what needs no tokenizer.
     """
@@ -79,9 +82,27 @@ def rows_of(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
             _refuse(file, number, "must be a JSON object", first_line(error))
         if not isinstance(row, dict):
             _refuse(file, number, "must be a JSON object", f"a {type(row).__name__}")
-        if row.keys() & {*chain(*_FORMS)} not in map(set, _FORMS):
+        if not is_any and row.keys() & {*chain(*_FORMS)} not in map(set, _FORMS):
             _refuse(file, number, _ONE_OF_THEM, ", ".join(map(repr, row)) or "nothing")
         yield number, row
+
+
+def read_rows(file: str, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The objects of a file, with texts or conversations under each of some keys.
+
+    Raises: ValueError with file and line number.
+    """
+    rows = []
+    for number, row in rows_of(file, is_any=True):
+        for key in keys:
+            if not isinstance(row.get(key), str | list) or not row[key]:
+                _refuse(
+                    file, number, f'"{key}" must be a text or a list of messages', repr(row.get(key))[:60]
+                )
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{file} must have a line with an example, got none")
+    return rows
 
 
 def _example(file: str, number: int, row: dict[str, Any], tokenizer: Any, longest: int) -> Example:

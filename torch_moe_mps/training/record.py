@@ -10,7 +10,7 @@ RECORD, ADAPTER = "finetune.json", "adapter_model.safetensors"
 # Options that must be the same where a training goes on.
 _SAME = (
     "model", "bits", "group_size", "dtype", "held_out", "rank", "expert_rank", "targets", "batch", "epochs",
-    "steps", "learning_rate", "max_length", "seed",
+    "steps", "learning_rate", "max_length", "seed", "method", "generations", "answer_length",
 )  # fmt: skip
 
 

@@ -49,12 +49,11 @@ class Plan:
         return self.steps or max(1, round(self.epochs * an_epoch))
 
 
-def with_new_adapter(model: Any, targets: Collection[str], ranks: Ranks, base: str) -> Any:
-    """The model with an adapter that changes nothing yet. Experts have a rank of their own.
+def adapter_of(model: Any, targets: Collection[str], ranks: Ranks) -> LoraConfig:
+    """The config of an adapter. Experts have a rank of their own.
 
     Args:
         targets: the names of linear layers.
-        base: the name that the adapter's config has for the model.
     """
     experts = [
         f"{name.rpartition('.')[2]}.{projection}"
@@ -62,7 +61,7 @@ def with_new_adapter(model: Any, targets: Collection[str], ranks: Ranks, base: s
         for projection in projections(module)
     ]
     own = dict.fromkeys(experts if ranks.experts else (), ranks.experts)
-    config = LoraConfig(
+    return LoraConfig(
         r=ranks.linear,
         lora_alpha=2 * ranks.linear,
         target_modules=[*targets],
@@ -71,8 +70,17 @@ def with_new_adapter(model: Any, targets: Collection[str], ranks: Ranks, base: s
         alpha_pattern={name: 2 * rank for name, rank in own.items()},
         task_type="CAUSAL_LM",
     )
+
+
+def with_new_adapter(model: Any, targets: Collection[str], ranks: Ranks, base: str) -> Any:
+    """The model with an adapter that changes nothing yet.
+
+    Args:
+        targets: the names of linear layers.
+        base: the name that the adapter's config has for the model.
+    """
     with _quiet():
-        adapted = get_peft_model(model, config)
+        adapted = get_peft_model(model, adapter_of(model, targets, ranks))
     adapted.peft_config["default"].base_model_name_or_path = base
     return adapted
 
@@ -128,7 +136,8 @@ class _Shown(TrainerCallback):
         if not math.isfinite(logs["loss"]):
             _refuse_losses(f"{logs['loss']} at step {state.global_step}")
         seconds = time.perf_counter() - self._began
-        speed = (state.num_input_tokens_seen - self._tokens_before) / seconds
+        read = logs.get("num_tokens", state.num_input_tokens_seen)  # TRL counts by itself
+        speed = (read - self._tokens_before) / seconds
         state.log_history[-1]["tokens_a_second"] = speed
         left = (state.max_steps - state.global_step) * seconds / (state.global_step - self._steps_before)
         self.show(
@@ -152,40 +161,43 @@ class Training:
         plan: Plan,
         folder: Path,
         show: Callable[[str], None],
+        count: int | None = None,
     ):
-        """`folder`: of the checkpoints."""
+        """`folder`: of the checkpoints; `count`: of the lines, where they are not `examples`."""
         self._folder, self._shown = folder, _Shown(show)
-        steps = plan.steps_for(len(examples))
+        steps = plan.steps_for(len(examples) if count is None else count)
         with _quiet():
-            arguments = TrainingArguments(
-                output_dir=str(folder),
-                per_device_train_batch_size=plan.batch,
-                max_steps=steps,
-                learning_rate=plan.learning_rate,
-                lr_scheduler_type="cosine",
-                warmup_steps=max(1, steps // 20),
-                seed=plan.seed,
-                gradient_checkpointing=True,
-                gradient_checkpointing_kwargs={"use_reentrant": False},
-                logging_steps=max(1, steps // _SHOWN),
-                logging_nan_inf_filter=False,
-                save_steps=plan.save_every,
-                save_total_limit=1,
-                report_to=[],
-                disable_tqdm=True,
-                remove_unused_columns=False,
-                include_num_input_tokens_seen="non_padding",
-                use_cpu=model.device.type == "cpu",
-                dataloader_pin_memory=False,
-            )
-            self.trainer = Trainer(
-                model,
-                arguments,
-                train_dataset=list(examples),
-                data_collator=lambda some: batch_of(some, pad),
-                callbacks=[self._shown],
-            )
+            arguments: dict[str, Any] = {
+                "output_dir": str(folder),
+                "per_device_train_batch_size": plan.batch,
+                "max_steps": steps,
+                "learning_rate": plan.learning_rate,
+                "lr_scheduler_type": "cosine",
+                "warmup_steps": max(1, steps // 20),
+                "seed": plan.seed,
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": False},
+                "logging_steps": max(1, steps // _SHOWN),
+                "logging_nan_inf_filter": False,
+                "save_steps": plan.save_every,
+                "save_total_limit": 1,
+                "report_to": [],
+                "disable_tqdm": True,
+                "use_cpu": model.device.type == "cpu",
+                "dataloader_pin_memory": False,
+            }
+            self.trainer = self._trainer(model, arguments, examples, pad)
         self.trainer.remove_callback(PrinterCallback)
+
+    def _trainer(self, model: Any, arguments: dict[str, Any], examples: Sequence[Example], pad: int) -> Any:
+        counted = {"remove_unused_columns": False, "include_num_input_tokens_seen": "non_padding"}
+        return Trainer(
+            model,
+            TrainingArguments(**arguments, **counted),
+            train_dataset=list(examples),
+            data_collator=lambda some: batch_of(some, pad),
+            callbacks=[self._shown],
+        )
 
     def end(self) -> None:
         """Ends behind the step that runs, with a checkpoint."""
