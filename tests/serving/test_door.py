@@ -1,5 +1,6 @@
 """The door of a server: what a request may be, and what it is told where nothing is generated any more."""
 
+import contextlib
 import json
 import threading
 import urllib.error
@@ -98,6 +99,24 @@ def test_requests_that_take_long_to_read_delay_no_other(here, monkeypatch):
             goes_on.set()
         assert [each.result()[0] for each in hostile] == [200] * 4
     assert len(parsed) == 5 and all(name.startswith("reader") for name in parsed)
+
+
+def test_long_texts_take_turns_and_short_ones_wait_for_none(here, monkeypatch):
+    """They would take the cores from the answers."""
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def turn():
+        entered.append(path)
+        yield
+
+    for text, status in (("a", 200), ("a" * 70_000, 400)):
+        chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 3}
+        bodies = {"/v1/completions": {"prompt": text, "max_tokens": 3}, "/v1/chat/completions": chat}
+        for path, body in (bodies | {"/tokenize": {"content": text}}).items():
+            monkeypatch.setattr(here.served, "_long", turn())
+            assert ask(here, path, body)[0] == (200 if path == "/tokenize" else status)
+        assert entered == ([] if status == 200 else [*bodies, "/tokenize"])
 
 
 def test_a_body_of_too_many_values_is_refused(here, monkeypatch):

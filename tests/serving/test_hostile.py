@@ -8,7 +8,7 @@ import torch
 from support import tiny_models
 from support.jobs import Asked, ids_of, model_of
 from support.sweep import in_sweep
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.engine import Engine
@@ -56,8 +56,10 @@ class Spoils(LogitsProcessor):
 
 
 def victim(number: int, length: int) -> Asked:
-    """Greedy, and every third drawn with a seed."""
+    """Greedy, with a processor that changes nothing, and drawn with a seed."""
     asked = Asked(ids_of(number, length), 8)
+    if number % 3 == 1:
+        asked.job.processors.append(LogitsProcessorList())
     if number % 3 == 2:
         asked.job.seed = number
         asked.config.do_sample, asked.config.top_k = True, 20

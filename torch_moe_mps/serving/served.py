@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import logging
+import os
 import sys
 import threading
 import time
@@ -41,6 +42,7 @@ _OF_THE_CHAT = {
     "add_generation_prompt", "continue_final_message", "conversation", "messages", "return_dict",
     "return_tensors", "tokenize", "tools",
 }  # fmt: skip
+_LONG = 1 << 16  # characters of a text that waits for its turn
 _FRAMES = 32  # in a video
 _MOST_LINES, _LONGEST_LINE = 1000, 200
 
@@ -90,6 +92,7 @@ class Served:
         self.encoder, self.generates = encoder, bool(model.can_generate())
         self.created = int(time.time())
         self.tokenizer = getattr(processor, "tokenizer", processor)
+        self._long = threading.Semaphore(max(1, (os.cpu_count() or 1) // 4))
         self._grammars, self._lock, self._saying = Grammars(), threading.Lock(), threading.Lock()
         self._said: dict[str, None] = {}
         if self.generates and getattr(processor, "chat_template", None) is None:
@@ -132,14 +135,20 @@ class Served:
                 del self._said[next(iter(self._said))]
 
     @contextlib.contextmanager
-    def tokenizing(self, splits: bool = False) -> Iterator[Any]:
+    def tokenizing(self, characters: int = 0, splits: bool = False) -> Iterator[Any]:
         """Block with the tokenizer: several threads at a time may encode and decode with a fast one.
 
-        Processors and slow tokenizers are for one thread at a time.
+        Processors and slow tokenizers are for one thread at a time, and long texts wait for their turn: they
+        would take the processor's cores from the answers.
 
         Args:
+            characters: in the text.
             splits: whether special tokens are read as text: it is another tokenizer that does.
         """
+        with self._long if characters > _LONG else contextlib.nullcontext():
+            yield from self._tokenizing(splits)
+
+    def _tokenizing(self, splits: bool) -> Iterator[Any]:
         if self.tokenizer is self.processor and getattr(self.tokenizer, "is_fast", False) and not splits:
             yield self.tokenizer
             return
@@ -205,7 +214,7 @@ class Served:
             return inputs
         ids: Any = prompt
         if isinstance(prompt, str):
-            with self.tokenizing() as tokenizer:
+            with self.tokenizing(len(prompt)) as tokenizer:
                 ids = tokenizer(prompt)["input_ids"]
         self.check_tokens(ids, field)
         made = torch.tensor([ids], dtype=torch.long)
@@ -236,9 +245,10 @@ class Served:
         more = {name: value for name, value in prompt.variables.items() if name in self._variables}
         if any(part["type"] == "video" for message in messages for part in _parts(message)):
             more["num_frames"] = _FRAMES
+        characters = sum(len(part.get("text", "")) for message in messages for part in _parts(message))
         if self.processor is self.tokenizer:
             messages = [message | {"content": _text_of(message)} for message in messages]
-        with self.tokenizing():
+        with self.tokenizing(characters):
             inputs = self.processor.apply_chat_template(
                 messages,
                 tools=[tool.function for tool in prompt.tools] or None,

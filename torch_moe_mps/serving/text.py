@@ -15,7 +15,7 @@ _DETOKENIZE = Fields({"model": TEXT}, "tokens")
 def tokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
     """The tokens of `content`, and with `with_pieces` their texts. Raises: Refused."""
     _TOKENIZE.check(body, "/tokenize", served.say_once)
-    with served.tokenizing(splits=body.get("parse_special") is False) as tokenizer:
+    with served.tokenizing(len(body["content"]), splits=body.get("parse_special") is False) as tokenizer:
         ids = tokenizer(body["content"], add_special_tokens=bool(body.get("add_special")))["input_ids"]
         if not body.get("with_pieces"):
             return {"tokens": [*ids]}
