@@ -26,7 +26,8 @@ OFTEN = ("gpt_oss",)  # windows and sinks
 
 @functools.cache
 def model_of(architecture: str = "qwen3_moe"):
-    model = eager(tiny_models.tiny_model(architecture))
+    short = {"sliding_window": 6} if architecture == "gpt_oss" else {}  # which moves on within an answer
+    model = eager(tiny_models.tiny_model(architecture, **short))
     torch_moe_mps.accelerate(model)
     return model
 
