@@ -153,7 +153,7 @@ def test_the_oldest_and_the_newest_transformers_run_all_tests():
     (pinned,) = re.findall("^transformers==(.*)", (REPOSITORY / "tests/requirements.txt").read_text(), re.M)
     rows = of_matrix(jobs(FOLDER / "test.yml")["linux"])
     versions = [minor(row.get("transformers", pinned)) for row in rows]
-    assert versions == [TRANSFORMERS[0], TRANSFORMERS[-1]]
+    assert versions[0] == TRANSFORMERS[0] and {*versions[1:]} == {TRANSFORMERS[-1]}
 
 
 @pytest.mark.parametrize(("variable", "package"), [("TORCH", "torch"), ("TRANSFORMERS", "transformers")])
@@ -224,12 +224,14 @@ def test_no_hosted_gpu_is_asked_for_tensor_units():
 
 
 def test_apples_compiler_and_gpu_are_asked():
-    """Every shader is compiled; what a hosted GPU answers is kept, and fails nothing."""
+    """Every shader is compiled; where a hosted GPU computes rightly, the quick check decides."""
     test = jobs(FOLDER / "test.yml")
     assert {*runners(test["shaders"])} == {label for label in RUNNERS if label != "ubuntu-24.04"}
     assert "scripts/macos/apple_registers" in commands(test["registers"])
     gpu = test["gpu"]
-    assert gpu["continue-on-error"] is True
+    assert gpu["continue-on-error"] == "${{ matrix.runner != 'macos-15' }}"
+    checks = [step for step in gpu["steps"] if "torch-moe-mps check" in step.get("run", "")]
+    assert [step.get("continue-on-error", False) for step in checks] == [False, True, True]
     first, *_ = re.findall(r"torch-moe-mps \w+ --\w+", commands(gpu))
     assert first == "torch-moe-mps check --quick"
 

@@ -541,13 +541,12 @@ class Separation {
 
   void bring_back(const msl_dispatch& d) {
     for (const Block& b : blocks) {
-      for (size_t i = 0; i < b.copies.size(); i++) {
-        if (b.is_shared) {
-          bring_back_written(d, b, i);
-        } else if (std::any_of(b.bindings.begin(), b.bindings.end(),
-                               [&](int binding) { return is_writable(*d.kernel, binding); })) {
-          memcpy(b.begin, b.copies[i], b.end - b.begin);
-        }
+      if (b.is_shared) {
+        bring_back_changed(b);
+      } else if (!b.copies.empty() && std::any_of(b.bindings.begin(), b.bindings.end(), [&](int binding) {
+                   return is_writable(*d.kernel, binding);
+                 })) {
+        memcpy(b.begin, b.copies[0], b.end - b.begin);
       }
     }
   }
@@ -586,11 +585,12 @@ class Separation {
     return copy;
   }
 
-  void bring_back_written(const msl_dispatch& d, const Block& b, size_t i) {
-    const msl_binding& binding = d.buffers[b.bindings[i]];
-    char* data = static_cast<char*>(binding.data);
-    for (size_t byte = 0; byte < binding.size; byte++)
-      if (memory.is_written(b.bindings[i], byte)) data[byte] = b.copies[i][data - b.begin + byte];
+  // Bytes that a copy changed, in kernels whose accesses nobody counts, too.
+  static void bring_back_changed(const Block& b) {
+    const std::vector<char> before(b.begin, b.end);
+    for (const char* copy : b.copies)
+      for (size_t byte = 0; byte < before.size(); byte++)
+        if (copy[byte] != before[byte]) b.begin[byte] = copy[byte];
   }
 
   void note(const msl_binding& binding, int index) {

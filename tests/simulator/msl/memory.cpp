@@ -443,11 +443,6 @@ bool Memory::is_accessed(int binding) const {
   return s && (s->traffic.bytes_read || s->traffic.bytes_written);
 }
 
-bool Memory::is_written(int binding, size_t byte) const {
-  const Segment* s = of_binding(binding);
-  return s && has(s->write_bits, byte);
-}
-
 long Memory::first_conflict(int writer, int other, long shift) const {
   const Segment *a = of_binding(writer), *b = of_binding(other);
   if (!a || !b) return -1;

@@ -93,11 +93,9 @@ class Memory {
   void aligned_access(uintptr_t address, size_t size, bool write, const void* caller);
   void atomic(uintptr_t address, unsigned size, bool write, const void* caller);
 
-  // Whether a binding with memory of its own was accessed, whether it was written, and at which byte of the
-  // first one, at least `from`, the second one's byte `shift` further on was accessed where the first was
-  // written; -1 nowhere.
+  // Whether a binding with memory of its own was accessed; and the first byte that `writer` wrote and whose
+  // neighbour `shift` bytes further on was accessed by `other`, or -1.
   bool is_accessed(int binding) const;
-  bool is_written(int binding, size_t byte) const;
   long first_conflict(int writer, int other, long shift) const;
 
   // A read that all these threads make.

@@ -339,8 +339,9 @@ const std::map<std::string, void (*)(const Tensor& x)> other_faults = {
     {"wait", [](const Tensor& x) { [stream()->commandBuffer() waitUntilCompleted]; }},
     {"handler after the commit",
      [](const Tensor& x) {
+       const Tensor out = at::empty_like(x);
        in_block(^(Encoder encoder) {
-         bind_axpy(encoder, x, x, x, 1);
+         bind_axpy(encoder, x, x, out, 1);
          dispatch(encoder, 1, 1);
          id<MTLCommandBuffer> buffer = [stream()->commandBuffer() rootCommandBuffer];
          stream()->synchronize(at::mps::SyncType::COMMIT);
