@@ -8,7 +8,7 @@ import torch
 from support import tiny_models
 from support.jobs import Asked, ids_of, model_of
 from support.sweep import in_sweep
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor
 
 from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.engine import Engine
@@ -25,6 +25,13 @@ SETTINGS = [
     {"eos_token_id": [500, -7]}, {"num_beams": "two"}, {"bad_words_ids": "a"}, {"max_new_tokens": -1},
     {"num_beams": 2}, {"max_new_tokens": 1}, {"suppress_tokens": [5, 10**9]}, {"repetition_penalty": 1e5},
 ]  # fmt: skip
+
+
+class Keeps(LogitsProcessor):
+    """Changes nothing."""
+
+    def __call__(self, ids, scores):
+        return scores
 
 
 class Spoils(LogitsProcessor):
@@ -59,7 +66,7 @@ def victim(number: int, length: int) -> Asked:
     """Greedy, with a processor that changes nothing, and drawn with a seed."""
     asked = Asked(ids_of(number, length), 8)
     if number % 3 == 1:
-        asked.job.processors.append(LogitsProcessorList())
+        asked.job.processors.append(Keeps())
     if number % 3 == 2:
         asked.job.seed = number
         asked.config.do_sample, asked.config.top_k = True, 20
