@@ -24,7 +24,7 @@ _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time and line of C++ in front o
 _MOST_CHARACTERS = 1 << 18  # in a schema or a grammar
 _MOST_CHOICES = 4096  # in one list, or in a grammar: their time grows by the square
 _MOST_PARENTHESES = 100  # inside of each other: xgrammar reads patterns by recursion
-_COMPILES, _MASKS = 10.0, 0.5  # seconds at most, for a grammar with its first mask, and for any later mask
+_COMPILES, _MASKS = 10.0, 2.0  # seconds at most, for a grammar with its first mask, and for any later mask
 # Seconds that the masks of an answer may compute, in all: the others wait for each of them.
 _SPENT, _SPENT_BY_TOKEN = 0.5, 0.005
 _ANY_OBJECT = {"type": "object"}
