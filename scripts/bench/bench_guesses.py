@@ -15,7 +15,7 @@ from typing import Any
 import paths  # noqa: F401
 import torch
 from support.guesses import Answered, settings
-from support.trained import MISSING, smollm2
+from support.trained import needed
 from support.trained_models import asked, tokenizer_of
 
 import torch_moe_mps
@@ -54,9 +54,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=48)
     options = parser.parse_args()
-    file = smollm2()
-    if file is None:
-        raise SystemExit(MISSING)
+    file = needed()
     tokenizer = tokenizer_of(file)
     model, *drafts = (
         torch_moe_mps.from_pretrained(str(file), bits=bits, group_size=32, dtype=torch.float32)

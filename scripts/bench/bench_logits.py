@@ -21,7 +21,7 @@ from typing import Any
 
 import paths  # noqa: F401
 import torch
-from support.trained import MISSING, smollm2
+from support.trained import needed
 from support.trained_models import asked, tokenizer_of
 from torch import Tensor
 
@@ -89,9 +89,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=2560)
     options = parser.parse_args()
-    file = smollm2()
-    if file is None:
-        raise SystemExit(MISSING)
+    file = needed()
     ids = tokenizer_of(file)(SAMPLE.read_text(), return_tensors="pt", verbose=False).input_ids[0]
     ids = ids[: options.tokens]
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import paths  # noqa: F401
 import torch
 import transformers
-from support.trained import MISSING, smollm2
+from support.trained import needed, smollm2
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -191,9 +191,7 @@ class Row(NamedTuple):
 
 def write_dense_model(folder: Path) -> None:
     """In float16, unless it is there."""
-    file = smollm2()
-    if file is None:
-        raise SystemExit(MISSING)
+    file = needed()
     if folder.exists():
         return
     read = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}

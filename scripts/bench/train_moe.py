@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import paths  # noqa: F401
 import torch
-from support.trained import MISSING, smollm2
+from support.trained import needed
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 ENDS = (".py", ".md", ".rst", ".txt", ".pod")
@@ -81,9 +81,7 @@ def sources() -> Iterator[tuple[str, Path, Path]]:
 def tokenizer_in(folder: Path) -> Any:
     """SmolLM2's, which is written into the folder; on a machine without its package it may lie there."""
     if not folder.exists():
-        file = smollm2()
-        if file is None:
-            raise SystemExit(MISSING)
+        file = needed()
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.model_max_length = sys.maxsize  # no warnings of long texts

@@ -33,3 +33,12 @@ def client(request, printable):
 
     with serving.client_of(printable, *serving.QUANTISED, *request.param) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def here():
+    """A server whose answers are written by hand."""
+    from support import scripted
+
+    with scripted.server() as running:
+        yield running

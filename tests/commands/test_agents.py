@@ -29,12 +29,6 @@ RESULT_WITH_PDF = {"type": "tool_result", "tool_use_id": "t", "content": [PDF]}
 THOUGHT = "<think>\nhm\n</think>\n\n"
 
 
-@pytest.fixture(scope="module")
-def here():
-    with scripted.server() as running:
-        yield running
-
-
 @pytest.fixture
 def of_openai(here):
     with openai.OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0, timeout=20) as client:

@@ -67,17 +67,8 @@ def test_serve(checkpoint, captured, stream):
 def test_chat(checkpoint, captured, monkeypatch):
     lines = iter([*QUESTIONS, "!exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    flags = [
-        "--set",
-        f"max_new_tokens={TOKENS}",
-        "--set",
-        "do_sample=False",
-        "--device",
-        "cpu",
-        "--guesses",
-        "none",
-    ]
-    assert main(["chat", str(checkpoint), *flags]) == 0
+    flags = ["--set", f"max_new_tokens={TOKENS}", "--set", "do_sample=False", "--device", "cpu"]
+    assert main(["chat", str(checkpoint), *flags, "--guesses", "none"]) == 0
     assert_once(captured)
 
 

@@ -4,16 +4,9 @@ import contextlib
 import json
 
 import pytest
-from support import scripted
 
 from torch_moe_mps.commands import chat
 from torch_moe_mps.commands.arguments import parser
-
-
-@pytest.fixture(scope="module")
-def here():
-    with scripted.server() as running:
-        yield running
 
 
 @pytest.fixture

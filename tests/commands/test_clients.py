@@ -13,18 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import scripted, serving
+from support import serving
 from support.serving import said
 
 pytestmark = pytest.mark.sweep
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would fetch the prices of others
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"of": "sky"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def here():
-    with scripted.server() as running:
-        yield running
 
 
 def test_langchain(here):

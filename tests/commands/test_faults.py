@@ -9,6 +9,7 @@ from support.serving import expected_text, said
 
 from torch_moe_mps.commands import main
 from torch_moe_mps.serving.engine import Engine
+from torch_moe_mps.serving.one_by_one import OneByOne
 
 SAYS = {"timeout": "GPU Timeout Error", "fault": "GPU Address Fault Error", "memory": "Insufficient Memory"}
 
@@ -19,19 +20,21 @@ def some_buffers(step: int):
 
 
 @pytest.mark.parametrize(
-    ("streams", "options"),
-    [(False, ()), (True, ()), (True, ("--parallel", 1))],
-    ids=["side by side", "side by side, streamed", "one after the other"],
+    ("kind", "streams", "options"),
+    [(Engine, False, ()), (Engine, True, ()), (OneByOne, True, ("--parallel", 1))],
+    ids=["side by side", "side by side, streamed", "one by one"],
 )
-def test_the_server_answers_the_next_request(checkpoint, simulated, streams, options, monkeypatch):
+def test_the_server_answers_the_next_request(checkpoint, simulated, kind, streams, options, monkeypatch):
     """Chat is a client that streams."""
     generators = []
 
     def generator(*arguments):
-        generators.append(Engine(*arguments))
+        generators.append(kind(*arguments))
         return generators[-1]
 
-    monkeypatch.setattr("torch_moe_mps.commands.serving.Engine", generator)
+    monkeypatch.setattr(f"torch_moe_mps.commands.serving.{kind.__name__}", generator)
+    if kind is OneByOne:
+        serving.answers_by_generate(monkeypatch)
     text = expected_text(checkpoint, "hello", 3)
     on_mps = [*serving.QUANTISED, "--device", "mps", *options]
     with serving.client_of(checkpoint, *on_mps) as client:

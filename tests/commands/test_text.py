@@ -5,14 +5,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from support import scripted
 from support.serving import said
-
-
-@pytest.fixture(scope="module")
-def here():
-    with scripted.server() as running:
-        yield running
 
 
 @pytest.fixture

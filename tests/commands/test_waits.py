@@ -76,17 +76,20 @@ def test_no_token_waits(architecture, simulated, answers):
     assert generating.prompts.computed == 40 + 32 + 32 + 9
 
 
-def test_one_thread_uses_the_device(tmp_path, simulated, monkeypatch, capsys):
-    """In chat and serve. `test_on_the_gpu.py` shows that no token of an engine waits."""
+def test_no_token_of_chat_and_serve_waits(tmp_path, simulated, answers, monkeypatch, capsys):
+    """And one thread uses the device in both. `test_on_the_gpu.py` shows it of several answers."""
+    serving.answers_by_generate(monkeypatch)
     checkpoint = serving.chat_checkpoint(tmp_path / "model", "qwen3_next")
     texts = []
-    plain = ("--device", "mps", "--guesses", "none")
-    with serving.client_of(checkpoint, *plain, "--parallel", 1) as client, simulated.one_thread():
+    on_mps = ("--device", "mps", "--parallel", 1)
+    with serving.client_of(checkpoint, *on_mps) as client, simulated.one_thread():
         for tokens in (3, 9):
             asked = {"model": str(checkpoint), "messages": said("hello"), "temperature": 0}
             answer = client.chat.completions.create(**asked, max_tokens=tokens)
             texts.append(answer.choices[0].message.content)
-    assert texts[1].startswith(texts[0])
+    assert [tokens for tokens, _ in answers] == [3, 9] and texts[1].startswith(texts[0])
+    served = [waits for _, waits in answers]
+    del answers[:]
     for tokens in (3, 9):
         with contextlib.ExitStack() as chat:
             lines = iter(["hello", "!exit"])
@@ -98,18 +101,10 @@ def test_one_thread_uses_the_device(tmp_path, simulated, monkeypatch, capsys):
                 return line
 
             monkeypatch.setattr("builtins.input", asked_for)
-            flags = [
-                "--set",
-                f"max_new_tokens={tokens}",
-                "--set",
-                "do_sample=False",
-                "--device",
-                "mps",
-                "--guesses",
-                "none",
-            ]
+            flags = ["--set", f"max_new_tokens={tokens}", "--set", "do_sample=False", "--device", "mps"]
             assert main(["chat", str(checkpoint), *flags]) == 0
         assert texts[tokens == 9] in capsys.readouterr().out
+    assert served[0] >= served[1] and answers[0][1] >= answers[1][1]
 
 
 def test_no_token_of_bench_waits(simulated):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import openai
+import pytest
 import torch
 import transformers
 from tokenizers import decoders
@@ -16,10 +17,10 @@ from tokenizers import decoders
 import torch_moe_mps
 from support import tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
+from torch_moe_mps.commands import serving as commands
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.early import check_options
 from torch_moe_mps.commands.serve import media_of, server_of, sockets_of
-from torch_moe_mps.commands.serving import served_by
 from torch_moe_mps.serving import structured
 
 QUANTISED = ["--bits", 4, "--group-size", 32]  # as `quantised`
@@ -35,6 +36,15 @@ def client_of(*arguments: object, key: str = "none") -> Iterator[openai.OpenAI]:
         yield client
 
 
+def answers_by_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets serve and chat answer one after the other by `generate`, as a pipeline's first process does."""
+
+    def generator(options, most, model, folder, device):
+        return commands.OneByOne(commands._answering(options, model, folder, device))
+
+    monkeypatch.setattr(commands, "_generator", generator)
+
+
 @contextlib.contextmanager
 def server_at(*arguments: object) -> Iterator[str]:
     """The URL of `serve` with these arguments, in this process."""
@@ -44,7 +54,7 @@ def server_at(*arguments: object) -> Iterator[str]:
     options = parser().parse_args(["serve", "--device", "cpu", "--log-level", "error", *given])
     check_options(options)
     sockets = sockets_of("localhost", 0)
-    with served_by(options, media_of(options)) as served:
+    with commands.served_by(options, media_of(options)) as served:
         server = server_of(served, options)
         thread = threading.Thread(target=server.run, args=(sockets,))
         thread.start()

@@ -17,3 +17,11 @@ def smollm2() -> Path | None:
     if spec is None or spec.origin is None:
         return None
     return Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def needed() -> Path:
+    """The GGUF file. Raises: SystemExit with a line on how to install it."""
+    file = smollm2()
+    if file is None:
+        raise SystemExit(MISSING)
+    return file

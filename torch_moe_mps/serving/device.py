@@ -8,7 +8,9 @@ from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
 from .._text import first_line
+from .disk import Disk
 from .job import Job
+from .prompts import Prompts
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -28,11 +30,15 @@ class Work(NamedTuple):
 class OnDevice:
     """A thread of its own, and the work that waits for it. A subclass starts the thread, and has `_run`.
 
+    Args:
+        prompts: that are kept; None keeps none.
+
     Attributes:
         death: why the thread has ended, if an error has ended it: all jobs end by that, later ones, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prompts: Prompts | None) -> None:
+        self._prompts = prompts
         self.death: Died | None = None
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._lock, self._closed = threading.Lock(), False
@@ -57,6 +63,14 @@ class OnDevice:
             else:
                 self._work.put(Work(call, future.set_exception))
         return future
+
+    def prompts_held(self) -> tuple[int, int]:
+        kept = [] if self._prompts is None else [*self._prompts.kept]
+        return len(kept), sum(prompt.nbytes() for prompt in kept)
+
+    @property
+    def disk(self) -> Disk | None:
+        return None if self._prompts is None else self._prompts.disk
 
     def _live(self) -> None:
         try:

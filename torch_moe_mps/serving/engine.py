@@ -6,7 +6,6 @@ from typing import Any
 
 from .batch import Batch
 from .device import OnDevice, Work
-from .disk import Disk
 from .guesses.guessing import Guessing
 from .job import Job
 from .memory import Memory, is_short, is_watched
@@ -34,7 +33,7 @@ class Engine(OnDevice):
         memory: Memory | None = None,
         guesses: Guessing | None = None,
     ):
-        super().__init__()
+        super().__init__(prompts)
         self.most, self.memory = most, memory
         room = None if memory is None else memory.free
         self._batch = Batch(model, prompts, most, room, self._take_work, guesses)
@@ -75,14 +74,6 @@ class Engine(OnDevice):
         if is_late:
             job.end(self.death or "cancelled")
 
-    def prompts_held(self) -> tuple[int, int]:
-        kept = [] if self._batch.prompts is None else [*self._batch.prompts.kept]
-        return len(kept), sum(prompt.nbytes() for prompt in kept)
-
-    @property
-    def disk(self) -> Disk | None:
-        return None if self._batch.prompts is None else self._batch.prompts.disk
-
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -90,7 +81,7 @@ class Engine(OnDevice):
         self._thread.join()
 
     def _run(self) -> None:
-        prompts = self._batch.prompts
+        prompts = self._prompts
         while self._take_work():
             if self._batch.has_work:
                 self._batch.step()
@@ -107,7 +98,7 @@ class Engine(OnDevice):
 
     def _take_work(self) -> bool:
         """Does what was asked for; waits where there is nothing to generate. Returns: whether to go on."""
-        prompts = self._batch.prompts
+        prompts = self._prompts
         while not self._closed:
             pause = None if prompts is None else prompts.pause(is_watched(self.memory))
             try:

@@ -5,7 +5,7 @@ import hashlib
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -95,12 +95,13 @@ class Generating(Beside):
         speculation = None if "logits_processor" in given else self.speculation  # it reads its own guesses
         if speculation is not None:
             given |= speculation.arguments
-        with turned(turning(self.model), {}):
+        modules = turning(self.model)
+        with turned(modules, {}):
             if self.prompts is None or not can_be_kept(self.model, given):
                 tell(0, given["input_ids"].shape[1])
                 result = self._called(given)
             else:
-                result = self._keeping(self.prompts, given, steps, tell)
+                result = self._keeping(self.prompts, given, steps, tell, modules)
         if speculation is not None:
             speculation.keep()
         if steps.error is not None:
@@ -108,7 +109,12 @@ class Generating(Beside):
         return result
 
     def _keeping(
-        self, prompts: Prompts, given: dict[str, Any], steps: "_Steps", tell: Callable[[int, int], None]
+        self,
+        prompts: Prompts,
+        given: dict[str, Any],
+        steps: "_Steps",
+        tell: Callable[[int, int], None],
+        modules: Mapping[str, Any],
     ) -> Any:
         ids, images = given["input_ids"], images_of(self.model, given)
         prompts.read(self.model)
@@ -122,7 +128,6 @@ class Generating(Beside):
         tell(len(kept.ids), ids.shape[1])
         if kept.images is not None:  # they are in the cache
             given = {name: given[name] for name in {*given} - {*_beside_tokens(given)}}
-        modules = turning(self.model)
         with turned(modules, {} if kept.images is None else kept.images.moved):
             if images is not None and kept.images is None:
                 kept.images = images

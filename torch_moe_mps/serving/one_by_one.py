@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..transformers.basics.scoped import Seeded
 from .device import OnDevice, Work
-from .disk import Disk
 from .generating import Generating
 from .job import Job, Reason, prompt_length
 from .memory import Memory, is_short, is_watched
@@ -27,7 +26,7 @@ class OneByOne(OnDevice):
     most = 1
 
     def __init__(self, answering: Generating | None, memory: Memory | None = None):
-        super().__init__()
+        super().__init__(None if answering is None else answering.prompts)
         self._answering, self.memory = answering, memory
         self.active = self.waiting = self.read_tokens = self.cached_tokens = 0
         self._current: Job | None = None
@@ -50,16 +49,6 @@ class OneByOne(OnDevice):
             self.waiting -= 1
             job.end(self.death or "cancelled")
 
-    def prompts_held(self) -> tuple[int, int]:
-        prompts = None if self._answering is None else self._answering.prompts
-        kept = [] if prompts is None else [*prompts.kept]
-        return len(kept), sum(prompt.nbytes() for prompt in kept)
-
-    @property
-    def disk(self) -> Disk | None:
-        prompts = None if self._answering is None else self._answering.prompts
-        return None if prompts is None else prompts.disk
-
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -69,7 +58,7 @@ class OneByOne(OnDevice):
         self._thread.join()
 
     def _run(self) -> None:
-        prompts = None if self._answering is None else self._answering.prompts
+        prompts = self._prompts
         while True:
             try:
                 work = self._work.get(

@@ -32,8 +32,10 @@ def integer(low: int, high: int = MOST) -> Check:
 
 _PLACEHOLDER = re.compile("(image|video|audio)_token_(id|index)")  # names in a config
 SEED = integer(-MOST - 1)  # for a torch.Generator
+_FLAG: Check = (lambda value: isinstance(value, bool)), "true or false"
 # {setting of a GenerationConfig: its range, where it is not None}.
 SETTINGS: dict[str, Check] = {
+    "do_sample": _FLAG,
     "encoder_no_repeat_ngram_size": integer(0),
     "encoder_repetition_penalty": number(0, open_at_low=True),
     "guidance_scale": number(-LARGEST),
@@ -47,7 +49,10 @@ SETTINGS: dict[str, Check] = {
     "num_beam_groups": integer(1, 1024),
     "num_beams": integer(1, 1024),
     "num_return_sequences": integer(1, 1024),
+    "remove_invalid_values": _FLAG,
+    "renormalize_logits": _FLAG,
     "repetition_penalty": number(0, open_at_low=True),
+    "use_cache": _FLAG,
 }
 # {the same of how tokens are drawn}: where none is drawn, transformers reads none of these.
 DRAWS: dict[str, Check] = {
@@ -62,9 +67,6 @@ DRAWS: dict[str, Check] = {
 }
 
 
-_FLAG: Check = (lambda value: isinstance(value, bool)), "true or false"
-for _name in ("do_sample", "remove_invalid_values", "renormalize_logits", "use_cache"):
-    SETTINGS[_name] = _FLAG
 _ALONE = {"encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "guidance_scale", "num_beam_groups"}
 _NO_MATTER = {"_from_model_config", "stop_strings", "transformers_version"}
 

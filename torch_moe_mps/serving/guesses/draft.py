@@ -1,7 +1,7 @@
 """Guesses of a small model that has the vocabulary of the model which verifies them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +16,13 @@ from .source import Row
 from .width import MOST
 
 _NAME = "moe_mps::guesses"
+
+
+class _Cached(NamedTuple):
+    """A row's cache in the draft, and the tokens that are in it."""
+
+    rows: Rows
+    tokens: list[int]
 
 
 class Draft:
@@ -37,8 +44,7 @@ class Draft:
         if not draft._supports_default_dynamic_cache() or reads_whole(draft):
             raise ValueError(f"{_NAME}: a draft must have a cache that can be cut, got a {kind}")
         self._draft, self._prompts = draft, Prompts(memory)
-        self._rows: WeakKeyDictionary[Row, Rows] = WeakKeyDictionary()
-        self._read: WeakKeyDictionary[Row, list[int]] = WeakKeyDictionary()  # the tokens in their caches
+        self._cached: WeakKeyDictionary[Row, _Cached] = WeakKeyDictionary()
 
     @torch.no_grad()
     def guess(self, rows: Sequence[Row]) -> list[list[int]]:
@@ -48,10 +54,7 @@ class Draft:
         """Needs no count: tokens that were guessed wrong are taken back with the next guess."""
 
     def _of(self, row: Row) -> list[int]:
-        cached = self._rows.get(row)
-        if cached is None:
-            cached = self._rows[row] = self._begin(row)
-        read = self._read[row]
+        cached, read = self._cached.get(row) or self._begin(row)
         same = next((n for n, (a, b) in enumerate(zip(read, row.tokens, strict=False)) if a != b), len(read))
         same = min(same, len(row.tokens) - 1)
         if same < len(read):
@@ -65,10 +68,10 @@ class Draft:
             tokens = out.logits[:, -1:].argmax(-1)
             made.append(tokens)
         guesses: list[int] = torch.cat(made, 1)[0].tolist()
-        self._read[row] = [*row.tokens, *guesses[:-1]]
+        self._cached[row] = _Cached(cached, [*row.tokens, *guesses[:-1]])
         return guesses
 
-    def _begin(self, row: Row) -> Rows:
+    def _begin(self, row: Row) -> _Cached:
         """Reads all tokens but the last."""
         draft, ids, rows = self._draft, torch.tensor(row.tokens[:-1]), Rows(self._draft)
         kept = self._prompts.take(torch.tensor(row.tokens), new_cache(draft))
@@ -81,8 +84,7 @@ class Draft:
             raise ValueError(f"the draft cannot be cut: {error}") from None
         if (reason := rows.forgets) is not None:
             raise ValueError(f"the draft cannot be cut: {reason}")
-        self._read[row] = row.tokens[: len(kept.ids)]
-        return rows
+        return _Cached(rows, row.tokens[: len(kept.ids)])
 
     def _read_on(self, kept: Kept, ids: Tensor) -> None:
         start = len(kept.ids)
