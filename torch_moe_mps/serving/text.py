@@ -4,6 +4,7 @@ from typing import Any
 
 from .chat import ChatCompletions
 from .logprobs import text_of
+from .ranges import vocabulary_of
 from .request import TEXT, YES_OR_NO, Fields, wrong
 from .served import Served
 
@@ -28,7 +29,7 @@ def detokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
     tokens = body["tokens"]
     if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
         raise wrong("tokens", "a list of tokens", tokens)
-    most = served.model.config.get_text_config().vocab_size
+    most = vocabulary_of(served.model)
     if tokens and not 0 <= min(tokens) <= max(tokens) < most:
         raise wrong("tokens", f"of tokens below {most}", max(tokens, key=abs))
     with served.tokenizing() as tokenizer:

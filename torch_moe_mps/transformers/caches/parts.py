@@ -5,7 +5,7 @@ the tensors that grow are cut to the tokens of the part (`Grows`); the others ar
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from . import growing
 from .layers import growing_class
-from .prompt_cache import fits_one_prefix, plain_class
+from .prompt_cache import copied, fits_one_prefix, plain_class
 from .quantized_states import QuantizedStates
 from .state import LayerState, copy_of_layer
 from .stored import Grows, checksum, reader, stored
@@ -94,9 +94,9 @@ class Joined:
 
     def _with(self, held: Any, new: Any, end: int) -> Any:
         if isinstance(new, dict):
-            return {key: _own(value) for key, value in new.items()}
+            return {key: copied(value) for key, value in new.items()}
         if not isinstance(new, Grows):
-            return _own(new)
+            return copied(new)
         before: Any = held if isinstance(held, Tensor) and self.tokens else None
         if isinstance(new.tensor, QuantizedStates):
             pairs = zip((None,) * 3 if before is None else before.parts(), new.tensor.parts(), strict=True)
@@ -111,10 +111,6 @@ class Joined:
             (new.new_empty(0) if held is None else held,), (new,), left + growing.room_behind(self._most)
         )
         return joined
-
-
-def _own(value: Any) -> Any:
-    return value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
 
 
 def classes_of(cache: DynamicCache) -> dict[int, tuple[str, int | None]]:
@@ -152,44 +148,43 @@ def read_part(file: Path) -> tuple[Part, dict[int, tuple[str, int | None]]]:
 
 def on_device(part: Part, device: torch.device) -> Part:
     """A part whose tensors are on a device."""
-    return {i: {name: _moved(value, device) for name, value in values.items()} for i, values in part.items()}
 
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value.to(device)
 
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, dict):
-        return {key: _moved(item, device) for key, item in value.items()}
-    if isinstance(value, Grows):
-        return Grows(value.dim, _moved(value.tensor, device))
-    if isinstance(value, QuantizedStates):
-        return value.map(lambda tensor: tensor.to(device))
-    if isinstance(value, torch.device):
-        return device
-    return value.to(device) if isinstance(value, Tensor) else value
+    return _mapped(part, moved)
 
 
 def begun_copy(part: Part) -> Part:
     """A copy of a part on the CPU, which is there behind what the device does next."""
-    return {i: {name: _copied(value) for name, value in values.items()} for i, values in part.items()}
 
+    def begun(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return value
+        return torch.empty(value.shape, dtype=value.dtype).copy_(value, non_blocking=True)
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, Grows):
-        return Grows(value.dim, _copied(value.tensor))
-    if isinstance(value, QuantizedStates):
-        return value.map(_copied)
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty(value.shape, dtype=value.dtype).copy_(value, non_blocking=True)
+    return _mapped(part, begun)
 
 
 def device_of(part: Part) -> torch.device:
     """The device of a part's tensors; the CPU where it has none."""
-    for values in part.values():
-        for value in values.values():
-            for inner in value.values() if isinstance(value, dict) else (value,):
-                tensor = inner.tensor if isinstance(inner, Grows) else inner
-                if isinstance(tensor, Tensor):
-                    return tensor.device
-    return torch.device("cpu")
+    devices: list[torch.device] = []
+
+    def noted(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            devices.append(value.device)
+        return value
+
+    _mapped(part, noted)
+    return devices[0] if devices else torch.device("cpu")
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A part, or a value of one, with its tensors and devices changed."""
+    if isinstance(value, Mapping):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if isinstance(value, Grows):
+        return Grows(value.dim, _mapped(value.tensor, change))
+    if isinstance(value, QuantizedStates):
+        return value.map(change)
+    return change(value) if isinstance(value, (Tensor, torch.device)) else value

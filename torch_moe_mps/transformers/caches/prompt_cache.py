@@ -84,7 +84,7 @@ def fits_one_prefix(layer: Any) -> bool:
 def kept_states(cache: DynamicCache) -> dict[int, dict[str, Any]]:
     """Copies of the layers that cannot be cut back to the tokens that the cache has now."""
     return {
-        index: tree_map(_copy, LayerState(layer).values())
+        index: tree_map(copied, LayerState(layer).values())
         for index, layer in enumerate(cache.layers)
         if fits_one_prefix(layer)
     }
@@ -106,7 +106,7 @@ def prefix(cache: DynamicCache, tokens: int, states: States) -> DynamicCache:
             if layer.is_initialized and layer.keys is not None:
                 part.crop(tokens - layer.get_seq_length())
         else:
-            part = copy_of_layer(layer, **tree_map(_copy, states[tokens][index]))
+            part = copy_of_layer(layer, **tree_map(copied, states[tokens][index]))
         layers.append(part)
     return copy_of_cache(cache, layers)
 
@@ -282,5 +282,6 @@ def plain_class(layer: Any) -> type:
     return getattr(type(layer), "plain", type(layer))
 
 
-def _copy(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """A tensor in memory of its own, any other value as it is."""
     return value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
