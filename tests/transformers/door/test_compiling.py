@@ -90,10 +90,10 @@ quantized_affine4_64_bf16: 2158
 norms_bf16: 360
 pointwise_bf16: 184
 rope_bf16: 356
-attention_bf16: 904
+attention_bf16: 902
 routing_bf16: 638
 bucket_i64: 318
-all: 4918
+all: 4916
 """,
         )
 
