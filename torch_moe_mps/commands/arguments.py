@@ -265,8 +265,9 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": "how large that folder may be; 0 keeps none (16, or a quarter of what the disk has free)",
     },
     "--guesses": {
-        "metavar": "lookup|none|MODEL",
-        "help": "tokens that are guessed: from repetitions in the text, none, or those of a small model ({})",
+        "metavar": "lookup|mtp|none|MODEL",
+        "help": "tokens that are guessed: from repetitions in the text, by layers of the checkpoint, "
+        "none, or those of a small model ({})",
     },
     "--draft": {"action": _Gone, "help": argparse.SUPPRESS},
     "--prompt-lookup": {"action": _Gone, "help": argparse.SUPPRESS},
@@ -275,7 +276,7 @@ _FROM_THE_HUB = ("--revision", "--trust-remote-code")
 _HOW_TO_RUN = ("--bits", "--group-size", "--kv-bits", "--device", "--dtype", *_FROM_THE_HUB)
 _MODEL_TO_RUN = ("model", *_HOW_TO_RUN, "--shares")
 _KEPT = ("--prompt-memory", "--prompt-folder", "--prompt-disk")
-LOOKUP, NO_GUESSES = "lookup", "none"
+LOOKUP, MTP, NO_GUESSES = "lookup", "mtp", "none"
 _GUESSES = ("--guesses", "--draft", "--prompt-lookup")
 _GONE = {
     "--continuous-batching": "--parallel N answers N conversations together",
@@ -521,7 +522,7 @@ def _chat(command: argparse.ArgumentParser) -> None:
     kept = "keep the computed chat there, for the next one that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
     _add(command, "--prompt-memory")
-    _add(command, *_GUESSES, of=LOOKUP)
+    _add(command, *_GUESSES, of="lookup, and mtp where the checkpoint has it")
     command.set_defaults(parallel=1)
 
 
@@ -572,7 +573,7 @@ def _serve(command: argparse.ArgumentParser) -> None:
     """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN, "--adapter", *_KEPT)
-    _add(command, *_GUESSES, of=LOOKUP)
+    _add(command, *_GUESSES, of="lookup, and mtp where the checkpoint has it")
     together = "conversations answered together, at most (8 where memory takes them); 1 as generate() does"
     add("--parallel", type=_integer(1), metavar="N", help=together)
     add("--host", default="localhost", help="address to listen on (localhost)")

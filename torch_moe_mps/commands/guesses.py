@@ -7,7 +7,8 @@ from ..serving.guesses import guessing_of
 from ..serving.guesses.guessing import Guessing
 from ..serving.prompts import Prompts
 from ..serving.speculation import Speculation
-from .arguments import LOOKUP, NO_GUESSES
+from ..transformers.mtp import has_mtp, require_mtp
+from .arguments import LOOKUP, MTP, NO_GUESSES
 from .sources import folder_of, loading_options, tokenizer_of
 
 _OF_GENERATE = 8  # tokens that `generate` looks up
@@ -18,10 +19,15 @@ def guesses_of(
 ) -> Guessing | None:
     """The guesses of an engine; None for none.
 
-    Raises: ValueError for a draft with other tokens.
+    Raises: ValueError for a draft with other tokens, and for a checkpoint without layers that guess.
     """
-    if options.guesses in (None, NO_GUESSES, LOOKUP):
-        return guessing_of(model, None if options.guesses == NO_GUESSES else LOOKUP, prompts, "--guesses")
+    if options.guesses is None:
+        own = [LOOKUP, MTP] if has_mtp(model) else LOOKUP
+        return guessing_of(model, own, prompts, "--guesses")
+    if options.guesses == NO_GUESSES:
+        return None
+    if options.guesses in (LOOKUP, MTP):
+        return guessing_of(model, options.guesses, prompts, "--guesses")
     draft, draft_folder = _draft(options, device)
     if _differ(options, model, folder, draft, draft_folder):
         raise ValueError(f"--guesses must be a model with the tokens of {folder}, got {options.guesses}")
@@ -31,7 +37,8 @@ def guesses_of(
 def speculation_of(options: argparse.Namespace, model: Any, folder: str, device: str) -> Speculation | None:
     """The guesses of `generate`; None for none.
 
-    Raises: ValueError for a model whose states cannot be cut back to the tokens that were accepted.
+    Raises: ValueError for a model whose states cannot be cut back to the tokens that were accepted, and for a
+        checkpoint without layers that guess.
     """
     if options.guesses in (None, NO_GUESSES):
         return None
@@ -40,6 +47,9 @@ def speculation_of(options: argparse.Namespace, model: Any, folder: str, device:
         raise ValueError(f"--guesses is for {expected}, got the recurrent states of {folder}")
     if options.guesses == LOOKUP:
         return Speculation({"prompt_lookup_num_tokens": _OF_GENERATE})
+    if options.guesses == MTP:
+        require_mtp(model)
+        return Speculation({"use_mtp": True})
     draft, draft_folder = _draft(options, device)
     arguments: dict[str, Any] = {"assistant_model": draft}
     if _differ(options, model, folder, draft, draft_folder):

@@ -342,7 +342,8 @@ class Batch:
         ends = [] if whole else pauses(kept, ids.shape[1])
         chooser = Chooser(self.model, job)
         job.tell(len(kept.ids), ids.shape[1])
-        return _Answer(job, chooser, kept, is_kept, [*ends, ids.shape[1]], whole, images)
+        row = None if self.guesses is None else Row(ids[0].tolist(), ids.shape[1], job.likely)
+        return _Answer(job, chooser, kept, is_kept, [*ends, ids.shape[1]], whole, images, row=row)
 
     def _read_piece(self, answer: _Answer) -> Tensor | None:
         """Reads a piece of a prompt. Returns: the logits [1, V] behind its end."""
@@ -360,6 +361,7 @@ class Batch:
             kept.images = answer.images
         with turned(self._turning, {} if kept.images is None else kept.images.moved):
             out = self._called(kept.cache, **inputs, use_cache=True, logits_to_keep=1)
+            self._computed([answer], [start], out)
             moved = {name: module.rope_deltas for name, module in self._turning.items()}
         kept.cache, kept.ids = cache_among(out, kept.cache), ids[0, :end]
         if kept.images is not None:
@@ -375,8 +377,17 @@ class Batch:
         return out.logits[:, -1] if end == prompt else None
 
     def _called(self, cache: Any, **inputs: Any) -> Any:
+        if self.guesses is not None and self.guesses.reads_states:
+            inputs["output_hidden_states"] = -1  # the last layer's alone
         with wide_logits():  # the choosers widen them
             return self.model(**inputs, **cache_argument(self.model, cache))
+
+    def _computed(self, answers: Sequence[_Answer], firsts: Sequence[int], out: Any, tokens: int = 0) -> None:
+        """Hands the states of answers' tokens on to who guesses, but for the last ones, which are wrong."""
+        if self.guesses is not None and out.hidden_states is not None:
+            states = out.hidden_states[-1]
+            rows = [answer.row for answer in answers if answer.row is not None]
+            self.guesses.computed(rows, firsts, states[:, : states.shape[1] - tokens])
 
     def _piece(self) -> int:
         """How many tokens of a prompt are read at once: a few steps of the answers that wait meanwhile."""
@@ -432,6 +443,7 @@ class Batch:
         tokens = self._inputs(self.answers) if before is None else before.inputs()
         others = self._rows.arguments()  # may move the cache
         out = self._called(self._rows.cache, input_ids=tokens, **others)
+        self._computed(self.answers, self._rows.lengths, out)
         self._rows.advance()
         self._chosen = choose([answer.chooser for answer in self.answers], out.logits[:, -1])
         if before is not None:
@@ -452,8 +464,6 @@ class Batch:
             self.guesses = None
             return
         self.guesses.width.begin()
-        ids = answer.prompt[0].tolist()
-        answer.row = Row(ids, len(ids), answer.job.likely)
 
     def _guessed(self) -> list[list[int]] | None:
         """Guesses for each answer; None where the next step gives each a token without any, or none is left.
@@ -504,6 +514,7 @@ class Batch:
         ids = torch.tensor([own + own[-1:] * (tokens - len(own)) for own in inputs]).to(self.model.device)
         others = self._rows.arguments(tokens)  # may move the cache
         out = self._called(self._rows.cache, input_ids=ids, **others)
+        firsts = self._rows.lengths
         self._rows.advance(tokens)
         made = verified([answer.chooser for answer in answers], out.logits, known, guesses)
         raise_fault()
@@ -515,7 +526,9 @@ class Batch:
         reasons = [self._give_all(answer, own) for answer, own in zip(answers, made, strict=True)]
         given = [len(answer.tokens) - count for answer, count in zip(answers, before, strict=True)]
         right = (count + max(0, new - 1) for count, new in zip(known, given, strict=True))
-        self._rows.take_back(tokens - min(tokens, *right))
+        wrong = tokens - min(tokens, *right)
+        self._rows.take_back(wrong)
+        self._computed(answers, firsts, out, wrong)
         self.guesses.verified(rows, counts, guesses)
         seconds = self.guesses.seconds + time.perf_counter() - started
         self.guesses.width.took(len(rows), tokens, seconds, sum(given))
@@ -601,6 +614,8 @@ class Batch:
                 self._chosen.leave(row)
             self.answers[row] = self.answers[-1]
             self.answers.pop()
+        if is_kept and answer.row is not None and self.guesses is not None:
+            self.guesses.left(answer.row)
         if is_kept:
             ids = torch.cat((answer.prompt[0], answer.prompt.new_tensor(computed)))
             answer.kept = replace(answer.kept, ids=ids, cache=cache)

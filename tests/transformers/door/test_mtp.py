@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support import tiny_models
-from support.checkpoints import changed
+from support.mtp import with_mtp
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -23,21 +23,8 @@ SETTINGS = {"max_new_tokens": 12, "do_sample": False}
 def checkpoint(request, tmp_path_factory):
     """With a third layer that is no layer of the model, named as in the checkpoints of these makers."""
     folder = tmp_path_factory.mktemp(request.param)
-    with tiny_models.groups_of_32():
-        model = tiny_models.tiny_model(request.param, num_hidden_layers=3, num_mtp_layers=1)
-    model.save_pretrained(folder)
-    weights, width = load_file(folder / "model.safetensors"), model.config.hidden_size
-    generator = torch.Generator().manual_seed(0)
-    weights["model.layers.2.eh_proj.weight"] = torch.randn(width, 2 * width, generator=generator) / 8
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        weights[f"model.layers.2.{name}.weight"] = torch.rand(width, generator=generator) + 0.5
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with changed(folder / "config.json") as config:
-        config["num_hidden_layers"] = 2
-    with pytest.MonkeyPatch.context() as patch:
-        # transformers knows the number of the layer in the models that their makers published.
-        patch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
-        yield type(model), folder
+    with with_mtp(request.param, folder) as cls:
+        yield cls, folder
 
 
 def tokens_of(model, **settings) -> list[int]:

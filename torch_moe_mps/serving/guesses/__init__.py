@@ -8,10 +8,11 @@ from ..prompts import Prompts
 from .draft import Draft
 from .guessing import Guessing
 from .lookup import Lookup
-from .source import Source
+from .mtp import Mtp
+from .source import FirstOf, Source
 from .width import MOST, Width
 
-LOOKUP = "lookup"
+LOOKUP, MTP = "lookup", "mtp"
 
 
 def guessing_of(
@@ -20,7 +21,7 @@ def guessing_of(
     """The guesses that somebody asks for.
 
     Args:
-        guesses: None for none, "lookup", a draft model, or a `Source`.
+        guesses: None for none, "lookup", "mtp", a list of both, a draft model, or a `Source`.
         prompts: of the model, that are kept.
         name: of who asks, for errors.
         width: how many tokens are guessed; None leaves it to the times of steps.
@@ -31,15 +32,22 @@ def guessing_of(
         raise ValueError(f"{name}: width must be from 1 to {MOST}, got {width}")
     if guesses is None:
         return None
-    source: Source
+    return Guessing(model, _source_of(model, guesses, prompts, name), Width(width))
+
+
+def _source_of(model: PreTrainedModel, guesses: Any, prompts: Prompts | None, name: str) -> Source:
+    memory = 0 if prompts is None else prompts.memory
+    if guesses == [LOOKUP, MTP]:
+        return FirstOf(Lookup(prompts), Mtp(model, memory))
     if isinstance(guesses, str) and guesses == LOOKUP:
-        source = Lookup(prompts)
-    elif isinstance(guesses, PreTrainedModel):
-        source = Draft(model, guesses, 0 if prompts is None else prompts.memory)
-    elif hasattr(guesses, "guess") and hasattr(guesses, "accepted"):
-        source = guesses
-    else:
-        got = repr(guesses) if isinstance(guesses, str) else f"a {type(guesses).__name__}"
-        expected = f"None, {LOOKUP!r}, a draft model, or an object with guess() and accepted()"
-        raise ValueError(f"{name}: guesses must be {expected}, got {got}")
-    return Guessing(model, source, Width(width))
+        return Lookup(prompts)
+    if isinstance(guesses, str) and guesses == MTP:
+        return Mtp(model, memory)
+    if isinstance(guesses, PreTrainedModel):
+        return Draft(model, guesses, memory)
+    if hasattr(guesses, "guess") and hasattr(guesses, "accepted"):
+        source: Source = guesses
+        return source
+    got = repr(guesses) if isinstance(guesses, str) else f"a {type(guesses).__name__}"
+    expected = f"None, {LOOKUP!r}, {MTP!r}, a draft model, or an object with guess() and accepted()"
+    raise ValueError(f"{name}: guesses must be {expected}, got {got}")

@@ -2,11 +2,13 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..._text import first_line
 from ..job import as_errors
@@ -41,6 +43,11 @@ class Guessing:
     def is_cheap(self) -> bool:
         return bool(getattr(self._source, "is_cheap", False))
 
+    @property
+    def reads_states(self) -> bool:
+        """Whether the source wants the model's states."""
+        return hasattr(self._source, "computed")
+
     def __str__(self) -> str:
         guessed = self.accepted + self.rejected
         share = f" ({100 * self.accepted / guessed:.0f} %)" if guessed else ""
@@ -70,14 +77,10 @@ class Guessing:
             return None
         for row, known, most in zip(rows, ahead, room, strict=True):
             row.most = max(0, min(most, width - known))
-        started = time.perf_counter()
-        try:
-            with as_errors():
-                found = self._checked(source.guess(rows), rows)
-        except torch.AcceleratorError:  # whatever the GPU computes is wrong then
-            raise
-        except Exception as error:
-            self.give_up(f"{type(error).__name__}: {first_line(error)}")
+        started, found = time.perf_counter(), None
+        with self._source_fails():
+            found = self._checked(source.guess(rows), rows)
+        if found is None:
             return None
         self.seconds = time.perf_counter() - started
         width = self.width.best(rows, [known + len(own) for known, own in zip(ahead, found, strict=True)])
@@ -108,9 +111,32 @@ class Guessing:
             self.rejected += len(own) - count
             if own:
                 self.width.verified(row, count, len(own))
+        if self._source is not None:
+            with self._source_fails():
+                self._source.accepted(rows, held)
+
+    def computed(self, rows: Sequence[Row], firsts: Sequence[int], states: Tensor) -> None:
+        """Hands on the model's states [B, T, H] of tokens of each row, from its place of `firsts` on."""
+        with self._source_fails():
+            for number, (row, first) in enumerate(zip(rows, firsts, strict=True)):
+                self._told("computed")(row, first, states[number : number + 1])
+
+    def left(self, row: Row) -> None:
+        """Tells the source that the answer of a row has ended."""
+        with self._source_fails():
+            self._told("left")(row)
+
+    def _told(self, name: str) -> Any:
+        """A method of the source; one that does nothing where it has none."""
+        return getattr(self._source, name, lambda *_: None)
+
+    @contextmanager
+    def _source_fails(self) -> Iterator[None]:
+        """Block of a source: what it raises ends guesses, and no answer."""
         try:
-            if self._source is not None:
-                with as_errors():
-                    self._source.accepted(rows, held)
+            with as_errors():
+                yield
+        except torch.AcceleratorError:  # whatever the GPU computes is wrong then
+            raise
         except Exception as error:
             self.give_up(f"{type(error).__name__}: {first_line(error)}")

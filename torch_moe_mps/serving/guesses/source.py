@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 
 @dataclass(eq=False)
 class Row:
@@ -30,6 +32,10 @@ class Source(Protocol):
 
     One with an attribute `is_cheap` that is true is asked in each step, before the last token is known, too:
     to guess costs it next to nothing. Any other is asked where guesses pay.
+
+    One with a method `computed(row, first, states)` gets the states [1, T, H] behind the model's last layer,
+    of a row's tokens from place `first` on, each once and in their order. One with `left(row)` is told that
+    the row's answer has ended.
     """
 
     def guess(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
@@ -39,3 +45,31 @@ class Source(Protocol):
         """Takes how many of the last guesses of each row held; their tokens, and the one behind them, are
         among the row's now.
         """
+
+
+class FirstOf:
+    """A `Source` of several: each row has the guesses of the first that has some."""
+
+    def __init__(self, *sources: Source):
+        self._sources = sources
+
+    def guess(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
+        found: dict[Row, Sequence[int]] = {}
+        for source in self._sources:
+            left = [row for row in rows if not found.get(row)]
+            found.update(zip(left, source.guess(left), strict=True))
+        return [found[row] for row in rows]
+
+    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        for source in self._sources:
+            source.accepted(rows, counts)
+
+    def computed(self, row: Row, first: int, states: Tensor) -> None:
+        for source in self._sources:
+            if (takes := getattr(source, "computed", None)) is not None:
+                takes(row, first, states)
+
+    def left(self, row: Row) -> None:
+        for source in self._sources:
+            if (ends := getattr(source, "left", None)) is not None:
+                ends(row)

@@ -161,7 +161,7 @@ class Rows:
         assert self.cache is not None
         if self.is_full(tokens):
             for layer in self.cache.layers:
-                _make_room(layer, len(self), tokens)
+                make_room(layer, len(self), tokens)
             self._changed()
 
     def advance(self, tokens: int = 1) -> None:
@@ -173,17 +173,14 @@ class Rows:
     @property
     def forgets(self) -> str | None:
         """Why no token can be taken back, for a person; None where keys and values stay in memory."""
-        layers = [] if self.cache is None else self.cache.layers
-        kinds = (type(layer).__name__.removeprefix("Growing") for layer in layers if _states(layer))
-        kind = next(kinds, None)
-        return None if kind is None else f"a {kind} has states that hold all tokens"
+        return None if self.cache is None else forgetting(self.cache)
 
     def take_back(self, tokens: int) -> None:
         """Undoes the last tokens of each row, for which there was room: the others are as they were."""
         assert self.cache is not None
         self.advance(-tokens)
         for layer in self.cache.layers:
-            _take_back(layer, tokens, self.end)
+            take_back(layer, tokens, self.end)
 
     def _changed(self) -> None:
         """Makes the masks and positions of other rows, on the device: between such changes none is copied."""
@@ -206,6 +203,40 @@ class Rows:
 def capacity(rows: int, tokens: int) -> int:
     """For how many tokens there is memory where so many rows have so many tokens at most."""
     return _more(rows) * (tokens + growing.room_behind(tokens))
+
+
+def forgetting(cache: DynamicCache) -> str | None:
+    """Why no token can be taken back from a cache, for a person; None where one can."""
+    kinds = (type(layer).__name__.removeprefix("Growing") for layer in cache.layers if _states(layer))
+    kind = next(kinds, None)
+    return None if kind is None else f"a {kind} has states that hold all tokens"
+
+
+def take_back(layer: Any, tokens: int, end: int) -> None:
+    """Shows the tokens of a layer but for the last ones, for which there was room.
+
+    Args:
+        end: how many tokens the longest row has then. In front of those that a window shows, memory has
+            those that it has moved on from.
+    """
+    for held in _memories(layer):
+        behind, shown = held.start + held.tokens - tokens, held.tokens - tokens
+        if isinstance(layer, GrowingWindow):
+            shown = min(layer.sliding_window - 1, end)
+        _show(layer, held._replace(start=behind - shown, tokens=shown))
+    _count(layer, end)
+
+
+def make_room(layer: Any, rows: int, tokens: int) -> None:
+    """Moves what has no room for so many tokens to memory that has some, and spare rows."""
+    for held in _memories(layer):
+        if _room_of(held) >= tokens:
+            continue
+        room, spare = _room_for(layer, held.tokens), len(parts(getattr(held.memory, BASE, held.memory))[0])
+        base = _larger(held.memory, max(rows, spare), held.tokens + room)
+        for row in range(rows):
+            _write(base, row, held.tokens, held, row)
+        _put(layer, held, base, rows, 0, held.tokens)
 
 
 def _check(cache: Any) -> None:
@@ -372,33 +403,6 @@ def _copied(layer: Any) -> Any:
     LayerState(copied).put({name: state.clone() for name, state in _states(layer).items()})
     _count(copied, None)
     return copied
-
-
-def _take_back(layer: Any, tokens: int, end: int) -> None:
-    """Shows the tokens of a layer but for the last ones.
-
-    Args:
-        end: how many tokens the longest row has then. In front of those that a window shows, memory has
-            those that it has moved on from.
-    """
-    for held in _memories(layer):
-        behind, shown = held.start + held.tokens - tokens, held.tokens - tokens
-        if isinstance(layer, GrowingWindow):
-            shown = min(layer.sliding_window - 1, end)
-        _show(layer, held._replace(start=behind - shown, tokens=shown))
-    _count(layer, end)
-
-
-def _make_room(layer: Any, rows: int, tokens: int) -> None:
-    """Moves what has no room for so many tokens to memory that has some, and spare rows."""
-    for held in _memories(layer):
-        if _room_of(held) >= tokens:
-            continue
-        room, spare = _room_for(layer, held.tokens), len(parts(getattr(held.memory, BASE, held.memory))[0])
-        base = _larger(held.memory, max(rows, spare), held.tokens + room)
-        for row in range(rows):
-            _write(base, row, held.tokens, held, row)
-        _put(layer, held, base, rows, 0, held.tokens)
 
 
 def _room_for(layer: Any, tokens: int) -> int:

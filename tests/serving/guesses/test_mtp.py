@@ -1,0 +1,117 @@
+"""Guesses of a model's own layers for it: those that transformers' code gives, from a cache that is kept."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+from support import tiny_models
+from support.guesses import Answered, Partly, prompts, settings
+from support.models import eager
+from support.mtp import guessed, with_mtp
+from support.sweep import in_sweep
+from transformers.modeling_layers import MtpModel
+
+import torch_moe_mps
+from torch_moe_mps.commands.guesses import guesses_of
+from torch_moe_mps.serving.guesses.mtp import Mtp
+from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.transformers.capture import calls
+from torch_moe_mps.transformers.capture.calls import captures_of
+
+pytestmark = pytest.mark.slow("two models, and each step's guesses by transformers' code")
+MODELS = [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 2), ("mellum", 1)]
+OFTEN = (("deepseek_v3", 3), ("mellum", 1))  # several layers, and one with a window
+
+
+@pytest.fixture(scope="module", params=in_sweep(MODELS, OFTEN), ids=lambda model: f"{model[0]}-{model[1]}")
+def models(request, tmp_path_factory):
+    """(accelerated, transformers' own, its layers that guess)"""
+    folder = tmp_path_factory.mktemp("mtp")
+    architecture, layers = request.param
+    with with_mtp(architecture, folder, layers) as cls:
+        model, own = (cls.from_pretrained(folder).eval() for _ in range(2))
+        for each in (model, own):
+            each.generation_config.eos_token_id = None
+        torch_moe_mps.accelerate(model)
+        yield model, own, MtpModel.from_pretrained(own).eval()
+
+
+class Watched(Partly):
+    """Guesses answers that are known in part, and asks another source for the same rows.
+
+    Attributes:
+        seen: the tokens of a row and what the other one guessed.
+    """
+
+    def __init__(self, source, prompts, answers):
+        super().__init__(prompts, answers)
+        self.source, self.seen = source, []
+        self.computed, self.left = source.computed, source.left
+
+    def guess(self, rows):
+        for row, found in zip(rows, self.source.guess(rows), strict=True):
+            self.seen.append(([*row.tokens], found))
+        return super().guess(rows)
+
+
+def test_guesses_are_those_of_transformers(models):
+    """Where some guesses held before, or none; in the turn behind an answer, too."""
+    model, own, layers = models
+    source, many = Mtp(model, 1 << 30), prompts(2)
+    plain = Answered(model, many, [settings(14)] * 2)
+    turns = [torch.cat((many[0], torch.tensor(plain.answers[0]), torch.tensor([3, 4, 5]))), *many]
+    for ids in (many[0], *turns):
+        (answer,) = Answered(model, [ids], [settings(14)]).answers
+        watched = Watched(source, [ids], [answer])
+        found = Answered(model, [ids], [settings(14)], watched, width=5)
+        assert found.answers == [answer] and found.batch.guesses.accepted > 2 and len(watched.seen) > 2
+        for tokens, guesses in watched.seen:
+            assert guesses and guesses == guessed(own, layers, tokens, len(guesses))
+
+
+def test_answers_are_those_without_guesses(models):
+    """Of several conversations, drawn ones, too."""
+    model, _, _ = models
+    many = prompts(3)
+    configs = [settings(10), settings(15, do_sample=True), settings(20)]
+    plain = Answered(model, many, configs, most=2, seeds=[1, 2, 3])
+    for guesses in ("mtp", ["lookup", "mtp"]):
+        found = Answered(model, many, configs, guesses, most=2, width=3, seeds=[1, 2, 3])
+        assert found.answers == plain.answers
+        assert found.batch.guesses.accepted + found.batch.guesses.rejected > 20
+
+
+def test_a_model_without_such_layers_is_one_line():
+    model = eager(tiny_models.tiny_model("qwen3_moe"))
+    torch_moe_mps.accelerate(model)
+    with pytest.raises(
+        ValueError, match=r"mtp must be for .* layers that guess, got a qwen3_moe without them"
+    ):
+        Answered(model, prompts(1), [settings(2)], "mtp")
+    assert not guesses_of(Namespace(guesses=None), model, "", "cpu", Prompts(0)).reads_states
+
+
+def test_they_are_asked_by_default(models):
+    """By chat and serve; look-up has the first word, and is all that is asked where it is named."""
+    model, _, _ = models
+    for wanted, reads_states in ((None, True), ("mtp", True), ("lookup", False)):
+        guesses = guesses_of(Namespace(guesses=wanted), model, "", "cpu", Prompts(0))
+        assert guesses.reads_states == reads_states
+
+
+@pytest.mark.parametrize("models", [("mellum", 1)], indirect=True, ids=["mellum"])
+def test_their_calls_are_captured(models, monkeypatch):
+    """Once: a second answer captures nothing more."""
+    model, _, _ = models
+    monkeypatch.setenv(calls.SWITCH, "1")
+    torch_moe_mps.accelerate(model)
+    many = prompts(1)
+    (answer,) = Answered(model, many, [settings(40)]).answers
+    source, captured = Mtp(model, 1 << 30), []
+    for _ in range(2):
+        found = Answered(model, many, [settings(40)], Watched(source, many, [answer]), width=3)
+        assert found.answers == [answer]
+        captures = [captures_of(part) for part in (model, *source._steps)]
+        captured.append([{id(program.run) for program in each.programs} for each in captures])
+        assert all(each.reason is None for each in captures)
+    assert captured[0] == captured[1] and [*map(len, captured[0])] == [1, 3]
