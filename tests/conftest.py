@@ -1,19 +1,18 @@
 """The device that a test runs on.
 
-A test that takes the fixture `device` runs on the CPU and on "mps": on a Mac that is Metal, elsewhere it is
-the simulator (tests/simulator), which runs the same host code and shaders in an ordinary PyTorch. There it
-runs under one of four orders of threads and threadgroups, selected by the test's name, and in the sweep under
-another one, except for tests marked `one_schedule` and for cases that run only in the sweep.
+A test that takes the fixture `device` runs on the CPU and on "mps", or on the one that its mark `on` names,
+and on the other in the sweep. On a Mac "mps" is Metal, elsewhere it is the simulator (tests/simulator), which
+runs the same host code and shaders in an ordinary PyTorch. There it runs under one of four orders of threads
+and threadgroups, selected by the test's name, and in the sweep under another one, except for cases that run
+only in the sweep.
 """
 
 import gc
 import importlib
 import os
-import re
 import signal
 import sys
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import pytest
 import torch
 from support import dependents, trained
 from support.slow import pytest_runtest_call  # noqa: F401  # a hook
-from support.values import DTYPES
+from support.sweep import in_sweep
 
 SCHEDULES = 4
 OTHER_ORDER = "mps-other-order"
@@ -38,16 +37,8 @@ def pytest_configure(config):
     os.environ.setdefault("MOE_MPS_CHECK", "0")  # accelerate() checks operators only in tests about that
     os.environ.setdefault("MOE_MPS_TUNE", "0")  # nothing is timed but in tests about that
     os.environ.setdefault("MOE_MPS_CAPTURE", "0")  # tokens are captured only in tests about that
-    config.addinivalue_line(
-        "markers", "one_schedule: run the simulated mps variant under one schedule in the sweep, too"
-    )
-    config.addinivalue_line("markers", "of_kernels: about what only kernels do: on the CPU in the sweep")
-    config.addinivalue_line(
-        "markers", "either_device: about what every device has from one place: on one of them, in turn"
-    )
-    config.addinivalue_line("markers", "kernels_in_sweep: on mps in the sweep, on the CPU always")
+    config.addinivalue_line("markers", "on(device): with the fixture device, on the other in the sweep")
     config.addinivalue_line("markers", "slow(why): over 1.5 CPU seconds, not with `scripts/test --changed`")
-    config.addinivalue_line("markers", "of_models: about what models do on any device: on mps in the sweep")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of what a shell starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # tests press Ctrl-C in their processes
     gc.disable()  # until all is imported: half a million objects that stay
@@ -59,60 +50,18 @@ def pytest_configure(config):
         config.pluginmanager.register(Kept())
 
 
-def mps_variants(one_schedule: bool) -> list:
-    """The parameters of `device` beside "cpu"."""
-    if not SIMULATED or one_schedule:
-        return ["mps"]
-    return ["mps", pytest.param(OTHER_ORDER, marks=pytest.mark.sweep)]
-
-
 def pytest_generate_tests(metafunc):
     named = [mark for mark in metafunc.definition.iter_markers("parametrize") if mark.args[0] == "device"]
     if "device" in metafunc.fixturenames and not named:
-        marks = {mark.name for mark in metafunc.definition.iter_markers()}
-        cpu = pytest.param("cpu", marks=pytest.mark.sweep) if "of_kernels" in marks else "cpu"
-        mps = mps_variants("one_schedule" in marks)
-        if "of_models" in marks:
-            mps[0] = pytest.param("mps", marks=pytest.mark.sweep)
-        metafunc.parametrize("device", [cpu, *mps], indirect=True)
+        on = metafunc.definition.get_closest_marker("on")
+        devices = in_sweep(("cpu", "mps"), on.args if on else ("cpu", "mps"))
+        if SIMULATED and devices[1] == "mps":
+            devices.append(pytest.param(OTHER_ORDER, marks=pytest.mark.sweep))
+        metafunc.parametrize("device", devices, indirect=True)
 
 
-def _of_dtypes(items: list) -> Iterator[tuple[str, object]]:
-    """(case, test) of kernels, which are instances of one template for all dtypes."""
-    for item in items:
-        call = getattr(item, "callspec", None)
-        if call and call.params.get("dtype") in DTYPES and str(call.params.get("device")).startswith("mps"):
-            yield re.sub(r"dtype\d+|torch\.\w+", "", item.nodeid), item
-
-
-def _of_devices(items: list) -> Iterator[tuple[str, object]]:
-    """(case, test) of what every device has from one place."""
-    for item in items:
-        if any(item.iter_markers("either_device")):
-            yield re.sub(r"(?<=[\[-])(cpu|mps)(?=[]-])", "", item.nodeid, count=1), item
-
-
-def _not_in_turn(tests: Iterator[tuple[str, object]]) -> Iterator:
-    """The tests of each case but one: another one for another case."""
-    cases = defaultdict(list)
-    for name, item in tests:
-        cases[name].append(item)
-    for name, case in cases.items():
-        turn = zlib.crc32(name.encode()) % len(case)
-        yield from case[:turn] + case[turn + 1 :]
-
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Of a case that is the same in several dtypes, or on both devices, one runs, and the rest in the sweep.
-
-    A case that only runs there anyway is not run in another order.
-    """
-    for item in items:
-        if any(item.iter_markers("kernels_in_sweep")) and item.callspec.params.get("device") != "cpu":
-            item.add_marker(pytest.mark.sweep)
-    for item in [*_not_in_turn(_of_dtypes(items)), *_not_in_turn(_of_devices(items))]:
-        item.add_marker(pytest.mark.sweep)
+    """A case that runs only in the sweep is not run there in another order, too."""
     others = [i for i in items if OTHER_ORDER in i.nodeid and len(list(i.iter_markers("sweep"))) > 1]
     if names := config.getoption("operators"):
         others += [i for i in items if dependents.of_other_operators(i, {*names.split(",")})]
@@ -183,10 +132,11 @@ def simulated(request):
 
 @pytest.fixture
 def few_formats(monkeypatch) -> None:
-    """Random calls have one format of each way of storing, as each further one is compiled for them alone."""
-    from support import any_arguments
+    """Random calls have few formats and two dtypes, as each further one is compiled for them alone."""
+    from support import any_arguments, quantized_layers
 
-    monkeypatch.setattr(any_arguments, "EVERY_FORMAT", ("affine4_64", "mxfp4", "q4_k"))
+    monkeypatch.setattr(any_arguments, "EVERY_FORMAT", quantized_layers.ALWAYS)
+    monkeypatch.setattr(any_arguments, "DTYPES", (torch.float32, torch.bfloat16))
 
 
 @pytest.fixture

@@ -146,6 +146,7 @@ def test_signatures_are_those_that_kernels_asks_for(layers):
         _validate_layer(check_cls=module, cls=getattr(layers, name), repo=name)
 
 
+@pytest.mark.sweep
 def test_a_model_takes_the_folder_from_a_kernel_config(tmp_path):
     """As docs/hub_kernels.md has it, on mps, with the folder for Metal as it is published."""
     build(tmp_path / "hub")

@@ -40,7 +40,7 @@ def installs(command: list[str]) -> str:
     return result.stdout
 
 
-@pytest.mark.slow("pip builds a checkout")
+@pytest.mark.sweep
 def test_of_a_checkout(checkout):
     sources, target = checkout
     command, known = hint(target)
@@ -48,7 +48,7 @@ def test_of_a_checkout(checkout):
     assert "Would install torch-moe-mps" in installs(command)
 
 
-@pytest.mark.slow("pip builds a checkout")
+@pytest.mark.sweep
 def test_from_an_index(checkout, tmp_path):
     """Then pip has left no word on where it came from, and the name is enough."""
     shutil.copytree(checkout[1], tmp_path / "target")
@@ -58,7 +58,7 @@ def test_from_an_index(checkout, tmp_path):
     assert command[-2:] == ["install", "torch-moe-mps[serve]"] and known == "True"
 
 
-@pytest.mark.slow("pip builds a checkout")
+@pytest.mark.sweep
 def test_of_a_repository(checkout, tmp_path):
     shutil.copytree(checkout[1], tmp_path / "target")
     (file,) = (tmp_path / "target").glob("*.dist-info/direct_url.json")
@@ -97,7 +97,7 @@ def test_a_hint_leaves_distutils_to_setuptools(tmp_path):
     assert "setuptools" in file
 
 
-@pytest.mark.slow("pip builds a checkout twice")
+@pytest.mark.sweep
 def test_a_module_that_is_gone_is_not_installed_again(tmp_path):
     """From a checkout that was installed before, and has been updated since."""
     sources = installed.build_wheel.copy_sources(tmp_path / "sources")

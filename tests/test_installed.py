@@ -94,6 +94,7 @@ def test_no_exception_reaches_torch(package):
     assert output.startswith("2.0 torch_moe_mps will not be loaded with transformers ('tuple' object has no ")
 
 
+@pytest.mark.sweep
 def test_package_that_cannot_be_imported(package, tmp_path):
     """transformers is imported as if the package were not there."""
     (tmp_path / "torch_moe_mps").mkdir()
@@ -301,9 +302,8 @@ def server(package: Path, checkpoint: Path, *options: str) -> Iterator[openai.Op
         process.wait(30)
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param((), marks=pytest.mark.sweep), BATCHING], ids=["", "batching"]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("options", [(), BATCHING], ids=["", "batching"])
 def test_serve(package, checkpoint, options):
     with server(package, checkpoint, *options) as client:
         question = {"role": "user", "content": PROMPT}

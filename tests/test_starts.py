@@ -266,6 +266,7 @@ def printed(home: Path, source: str, *arguments: str, **own: str) -> list[str]:
     return output.splitlines()
 
 
+@pytest.mark.sweep
 def test_modules_that_start_the_import_of_torch(home):
     """Operators are registered behind it: what that imports can be half made where one of these begins."""
     (registered,) = printed(home, REGISTERED)

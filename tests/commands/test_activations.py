@@ -110,7 +110,7 @@ def smollm2():
     return trained.smollm2() or pytest.skip(trained.MISSING)
 
 
-@pytest.mark.slow("30 layers of trained weights")
+@pytest.mark.sweep
 def test_8_bits_lose_what_they_lose(smollm2):
     """At most 0.0019 nats a token, of which activations are no part."""
     ids = trained_models.tokenizer_of(smollm2)(

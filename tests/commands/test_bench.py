@@ -76,6 +76,7 @@ def test_launches_are_the_operators_of_a_token_on_a_cpu(checkpoint):
     assert len(experts) == 2 and 20 < counted.count < len(profile.events())
 
 
+@pytest.mark.sweep
 def test_on_mps(checkpoint, tmp_path, capsys, simulated, monkeypatch):
     """All rows; a token's launches are torch's operators and the kernels that the simulator saw encoded.
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.faults import broken
-from support.processes import REPOSITORY, forked, python
+from support.processes import REPOSITORY, forked
 
 from torch_moe_mps.commands import check, main
 from torch_moe_mps.ops._formats import Format
@@ -182,7 +182,7 @@ QUICK_ENCODED = """
 """
 
 
-@pytest.mark.slow("encodes every call of `check --quick`")
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "gpu", [gpu if i < 4 else pytest.param(gpu, marks=pytest.mark.sweep) for i, gpu in enumerate(GPUS)]
 )
@@ -308,15 +308,13 @@ def test_where_the_process_before_stopped(few, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(check, "libraries", lambda *arguments: ["norms_f32"])
     monkeypatch.setattr(check, "check_model", lambda dtype, formats: [])
     aborted = """
-        import os, torch
-        from support.simulated import install
+        import os
         from torch_moe_mps.selfcheck import libraries
-        install()
         libraries._pipelines_of = lambda name: os.abort()
         libraries.compile_side_by_side(["norms_f32"])
     """
     with pytest.raises(AssertionError):
-        python(aborted)
+        forked(aborted)
     for stopped in (["compiling norms_f32"], []):
         assert main(ONE) == 0
         out = capsys.readouterr().out

@@ -101,7 +101,7 @@ def serving_text(folder) -> str:
     return answer.choices[0].message.content
 
 
-@pytest.mark.slow("a server in a process of its own")
+@pytest.mark.sweep
 def test_the_end_of_launch_ends_both(printable, agent, tmp_path):
     """As by a window that is closed, while the agent works."""
     command = [sys.executable, "-m", "torch_moe_mps", "launch", "claude", str(printable), "--device", "cpu"]

@@ -76,7 +76,7 @@ def test_every_other_causal_model_is_listed_and_right():
     assert not [line for line in rows(2).values() if "| no" in line]
 
 
-@pytest.mark.slow("a model runs twice and generates")
+@pytest.mark.sweep
 @pytest.mark.parametrize("architecture", in_sweep(tiny_models.other_causal(), ["qwen3_5_text"]))
 def test_row_of_another_causal_model_is_current(current, simulated, architecture):
     assert rows(2)[architecture] == generator().other_row(architecture), (

@@ -190,7 +190,7 @@ def test_usage_in_each_part_of_a_stream():
 
 
 @needs_browser
-@pytest.mark.slow("a browser")
+@pytest.mark.sweep
 def test_markdown_edits_and_a_reload():
     """Nothing hostile runs; a table, code, its button; system prompt, temperature, retry, edit; a reload."""
     with scripted.server() as here, browser() as page:

@@ -68,7 +68,7 @@ def test_a_model_of_a_worker(simulated):
     assert upstream.every(None, ["gpt2"], workers=1) == [Result("gpt2")]
 
 
-@pytest.mark.slow("starts a process that imports torch")
+@pytest.mark.sweep
 def test_a_model_that_takes_too_long(simulated, monkeypatch):
     worker = upstream.Worker(None)
     monkeypatch.setattr(upstream, "SECONDS", 0.01)
@@ -76,7 +76,7 @@ def test_a_model_that_takes_too_long(simulated, monkeypatch):
     assert worker.process.poll() is not None
 
 
-@pytest.mark.slow("starts a process that imports torch")
+@pytest.mark.sweep
 def test_an_error_of_a_release_is_shown():
     with pytest.raises(SystemExit, match="NameError"):
         upstream.asked(None, "no_such_name")

@@ -16,9 +16,6 @@ from torch_moe_mps.ops._checks import Check
 from torch_moe_mps.ops._samples import packet
 from torch_moe_mps.quantization import quantize
 
-# What is tested here does not depend on the order of threads.
-pytestmark = pytest.mark.one_schedule
-
 
 def test_buffers_beside_each_other_do_not_overlap(device):
     """On mps an address is that of a buffer object; two objects are closer together than their buffers are
@@ -49,6 +46,7 @@ print(*(warning.message for warning in caught), sep="\\n")
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has the extension")
 def test_mps_without_the_extension():
     """Every operator runs its reference there, and one warning says so."""

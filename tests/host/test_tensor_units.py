@@ -27,7 +27,6 @@ def m5(simulated, monkeypatch):
         torch.ops.moe_mps._allow_tensor_units(name, False)
 
 
-@pytest.mark.one_schedule
 def test_plan(simulated):
     lines = []
     for tokens in (8, 255, 256, 1024):

@@ -16,8 +16,6 @@ from torch_moe_mps.ops._formats import FORMATS
 from torch_moe_mps.ops._samples import FAMILY_OF, OF_HEADS, packet
 from torch_moe_mps.selfcheck import calls, once
 
-pytestmark = pytest.mark.one_schedule
-
 ops = torch.ops.moe_mps
 HEADS = {name: [(128, 128)] for name in OF_HEADS}
 

@@ -19,7 +19,6 @@ if sys.platform == "darwin":
 
 import macos
 
-pytestmark = pytest.mark.one_schedule
 MINORS = ("2.13", "2.14")
 
 

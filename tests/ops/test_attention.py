@@ -6,8 +6,8 @@ import torch
 from support.oracles import exact
 from support.oracles_experts import dequantise
 from support.oracles_operators import checked
-from support.sweep import kernels_in_sweep
-from support.values import DTYPES, far_apart, numbers
+from support.sweep import in_sweep
+from support.values import DTYPES, EACH_DTYPE, far_apart, numbers
 
 from torch_moe_mps.ops.attention import attention as attend
 from torch_moe_mps.quantization import quantize
@@ -20,8 +20,8 @@ def tensors(device, dtype, batch, heads, key_heads, tokens, keys, width, value_w
     return [t.to(device) for t in (q, k, v)]
 
 
-# Each case takes the next dtype; kernels run in all of them in the sweep.
-TURNS = kernels_in_sweep(range(3), [0])
+# Each case takes the next dtype, and in the sweep each other one.
+TURNS = in_sweep(range(3), [0])
 
 
 def in_8_bits(device, groups, **caches):
@@ -96,7 +96,7 @@ def ranges(device, of=RANGES):
     return torch.tensor(of, dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize("window", [None, 12])
 def test_ranges(device, dtype, window):
     """Each batch entry has its own; some go beyond the keys, some are empty. All other keys hold NaN."""
@@ -110,7 +110,6 @@ def test_ranges(device, dtype, window):
         checked("attention", q, k, v, 0.3, **options)
 
 
-@pytest.mark.one_schedule
 def test_ranges_of_a_long_cache(device):
     """Chunks before a range, after it, and those in which it ends; in 8 bits and in 16."""
     of = [[1000, 2**31 - 1], [0, 130], [1199, 1200]]
@@ -292,7 +291,7 @@ def cache_of(states, tokens, group, device):
     return [memory.to(device)[:, :, 1:-1], *(tensor.to(device) for tensor in groups)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize(("width", "group"), [(32, 32), (192, 64), (128, 128), (576, 64)])
 def test_a_cache_in_8_bits(device, dtype, width, group):
     """Numbers are off by half a step at most, and everything else in the cache stays as it is."""
@@ -312,7 +311,7 @@ def test_a_cache_in_8_bits(device, dtype, width, group):
         assert (scales[:, :, outside] == 7.0).all() and (biases[:, :, outside] == 7.0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_a_cache_in_8_bits_of_special_numbers(device, dtype):
     """A group of equal numbers is exact; one with a number that is not finite is NaN, and no other is."""
     states = numbers(1, 1, 4, 64, dtype=dtype)

@@ -9,9 +9,6 @@ from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._registry import WITH_BACKWARD
 from torch_moe_mps.ops._samples import copies, packet, sample_arguments
 
-# What is tested here does not depend on the order of threads.
-pytestmark = pytest.mark.one_schedule
-
 NUMBERS_OF_TOKENS = ("moe_bucket", "moe_compute_ids_tpe", "index_topk", "sample_")
 WITH_NUMBERS = [name for name in OPERATORS if name not in NUMBERS_OF_TOKENS]
 
@@ -25,7 +22,7 @@ def floating_arguments(name: str, device: str) -> tuple[dict, list[str]]:
     return arguments, [n for n in floating if n not in mutated]
 
 
-@pytest.mark.either_device
+@pytest.mark.on("mps")
 @pytest.mark.parametrize("name", WITH_NUMBERS)
 def test_backward_fails_by_name(device, name):
     """Whichever argument needs the gradient, backward raises instead of leaving it out."""
@@ -60,7 +57,7 @@ def test_compiled_backward_fails_by_name():
         torch.testing.assert_close(compiled(), packet("fused_norm_add")(**arguments))
 
 
-@pytest.mark.either_device
+@pytest.mark.on("mps")
 @pytest.mark.parametrize("name", WITH_NUMBERS)
 def test_forward_mode_fails_by_name(device, name):
     """Forward-mode differentiation raises too: a tangent that is left out would be a wrong derivative."""
@@ -107,7 +104,7 @@ def test_writing_in_place_is_seen_by_autograd(device, name):
         product.backward()
 
 
-@pytest.mark.either_device
+@pytest.mark.on("mps")
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_writing_in_place_over_other_arguments(device, name):
     """An argument that is written and another one, read or written, as views of one buffer."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.oracles_operators import checked
 from support.routing import random_ids
+from support.sweep import rows_in_sweep
 
 
 def check_sorting(ids, num_experts, gate_up_rows=100, down_rows=65):
@@ -30,7 +31,10 @@ def test_sorting(device, dtype):
         check_sorting(random_ids(shape, -2, num_experts + 3, i, dtype).to(device), num_experts)
 
 
-@pytest.mark.parametrize("tokens, top_k, num_experts", [(700, 8, 60), (330, 7, 1024), (3100, 11, 9)])
+MANY = ((700, 8, 60), (330, 7, 1024), (3100, 11, 9))
+
+
+@pytest.mark.parametrize("tokens, top_k, num_experts", rows_in_sweep(MANY, MANY[1:2]))
 def test_sorting_of_many_pairs(device, tokens, top_k, num_experts):
     """More pairs than one threadgroup sorts, and more than all of them hold at a time."""
     check_sorting(random_ids((tokens, top_k), -1, num_experts + 1, tokens).to(device), num_experts)

@@ -129,7 +129,6 @@ def test_a_shared_expert_takes_no_launch(simulated):
         assert [line.split()[0].partition("_affine")[0] for line in commands if " grid " in line] == expected
 
 
-@pytest.mark.one_schedule
 def test_the_same_bits_every_time(device, every_order):
     matrices = layer(device, 128, torch.float16)
     options = {"logits": random((1, 128), torch.float16, 5).to(device), "top_k": 8, "scoring": "softmax"}

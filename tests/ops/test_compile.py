@@ -7,9 +7,6 @@ from torch import Tensor
 
 from torch_moe_mps.ops._sample import E, H, I, K
 
-# What is tested here does not depend on the order of threads.
-pytestmark = pytest.mark.one_schedule
-
 
 class Layer(torch.nn.Module):
     """An MoE layer that calls an operator of every kind, including those that write in place."""

@@ -15,9 +15,6 @@ from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._sample import E, H, I, T
 from torch_moe_mps.ops._samples import more_samples, packet, sample_arguments
 
-# What is tested here does not depend on the order of threads.
-pytestmark = pytest.mark.one_schedule
-
 FLOATS = "float32 or float16 or bfloat16"
 # Of an argument that does not follow another one; the last two are of pointwise and of masks.
 ALLOWED = [FLOATS, "int32 or int64", "uint32 or int32"]
@@ -463,7 +460,7 @@ def tensors_of(name: str) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
                 yield base | changes, argument, value
 
 
-@pytest.mark.either_device
+@pytest.mark.on("mps")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_tensors_of_other_dtypes(device, name):
     """The message has those that an argument may be of; they are taken, or another tensor has to follow."""

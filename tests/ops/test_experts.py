@@ -94,7 +94,6 @@ def test_more_tiles_than_one_pass_writes(device):
     check_experts(device, layer(80, 4, 48, 32, 16, torch.float32))
 
 
-@pytest.mark.one_schedule
 def test_the_same_bits_every_time(device, every_order):
     """In float32, where another order of the slots' sum shows."""
     for tokens in (1, 6, 40):
@@ -155,7 +154,6 @@ def test_weights_over_4_gib(device):
     assert_close(out, expected)
 
 
-@pytest.mark.one_schedule
 @pytest.mark.parametrize("tokens", [2, 33])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_more_experts_than_can_be_sorted(device, tokens, transposed):

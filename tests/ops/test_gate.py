@@ -22,7 +22,6 @@ def test_gate_of_gemma4(device):
     check(gate_arguments(2, 8200, 130, torch.float16, torch.float32, 6), 4, False, device)
 
 
-@pytest.mark.one_schedule
 def test_gate_for_many_tokens(device):
     """4 and 16 tokens share the router's rows; rows longer than what is staged of them at once."""
     for dtype in (torch.bfloat16, torch.float32):

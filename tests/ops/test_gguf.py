@@ -12,7 +12,7 @@ from support.quantized_layers import (
     place,
     random_matrix,
 )
-from support.sweep import kernels_in_sweep
+from support.sweep import in_sweep
 from support.values import DTYPES
 
 from torch_moe_mps.ops.linear import embedding_quantized
@@ -22,7 +22,7 @@ def dtype_of(format):
     return DTYPES[GGUF_FORMATS.index(format) % 3]
 
 
-@pytest.mark.parametrize("format", kernels_in_sweep(GGUF_FORMATS, ALWAYS_OF_GGUF))
+@pytest.mark.parametrize("format", in_sweep(GGUF_FORMATS, ALWAYS_OF_GGUF))
 def test_embeddings_are_the_values_in_float32(device, format):
     """Bit for bit: the oracle in float64 rounds to float32 once, and so does ggml."""
     columns = 3 * max(group_of(format), 32)

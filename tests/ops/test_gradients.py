@@ -15,9 +15,6 @@ from torch_moe_mps.ops._registry import WITH_BACKWARD
 from torch_moe_mps.ops._sample import Sample
 from torch_moe_mps.ops._samples import packet
 
-# What is tested here does not depend on the order of threads.
-pytestmark = pytest.mark.one_schedule
-
 FORMS = ("affine4_64", "affine3_32", "mxfp4", "nvfp4", "q4_k", "q6_k", "iq2_xs", "q8_0")
 # 8 and -1 are no experts; 1, 2, 4 and 6 have no pair.
 IDS = torch.tensor([[0, 7], [3, 8], [5, 3], [-1, 3], [0, 3]])

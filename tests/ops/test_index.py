@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.oracles_operators import checked
-from support.values import DTYPES, numbers
+from support.values import DTYPES, EACH_DTYPE, numbers
 
 from torch_moe_mps.ops.index import index_topk
 
@@ -26,7 +26,7 @@ def arguments(device, dtype, batch, tokens, heads, width, keys):
     return [tensor.to(device) for tensor in (q, k, numbers(batch, tokens, heads, seed=2))]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_sizes(device, dtype):
     for batch, tokens, heads, width, keys, top_k in SIZES:
         q, k, weights = arguments(device, dtype, batch, tokens, heads, width, keys)
@@ -80,7 +80,7 @@ def test_nothing_to_choose(device):
 BLOCKS = [(1, 2, 8, 40, 4, 3), (3, 5, 30, 100, 32, 2), (2, 1, 128, 300, 128, 3), (5, 4, 7, 3, 5, 1)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize("reduce", ["heads", "keys"])
 def test_blocks(device, dtype, reduce):
     """Scores are whole numbers, so that what is chosen is known, whatever the order of the sums."""

@@ -10,7 +10,7 @@ from support.oracles_experts import group_of, numbers_of
 from support.oracles_operators import checked, expected
 from support.pinned import assert_pinned
 from support.quantized_layers import check_linear, check_mlp, dense, place, random_matrix
-from support.values import DTYPES, random
+from support.values import DTYPES, EACH_DTYPE, random
 
 from torch_moe_mps.ops import _decoded, _formats
 from torch_moe_mps.ops.linear import embedding_quantized, linear_quantized, mlp_quantized
@@ -18,7 +18,7 @@ from torch_moe_mps.ops.linear import embedding_quantized, linear_quantized, mlp_
 IDS = (torch.int32, torch.int64)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_norm_of_the_input(device, dtype):
     """Within the product for one token, in a dispatch of its own for several, for another dtype of its weight
     and for formats of few bits; with a residual, a bias and an offset. One format has every dtype."""
@@ -51,7 +51,7 @@ def test_threadgroups_for_every_core(device, tokens, rows):
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 9])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_sums_that_are_not_rounded(device, tokens, dtype):
     """Outputs are float32 sums of 16-bit inputs, by the kernels for one token, for a few and for many: nearer
     to float64 than any 16-bit number, most of the time."""
@@ -169,7 +169,6 @@ def test_infinite_input(device, tokens):
     assert not out[0][torch.as_tensor(dense(weight, format)[:, 5] != 0)].isfinite().any()
 
 
-@pytest.mark.one_schedule
 def test_the_same_bits_every_time(device, every_order):
     format = "affine4_32"
     weight = place(random_matrix(70, 192, format, torch.float32, 0), device)
@@ -225,7 +224,6 @@ def test_against_mlx(format):
     assert np.allclose(embedded, rows, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.one_schedule
 def test_plan(simulated):
     """Kernels and grids for the rows of q, k and v, of a gate and up projection, and of lm_head."""
     lines = []

@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
-from support.values import DTYPES, far_apart, numbers
+from support.values import EACH_DTYPE, far_apart, numbers
 
 from torch_moe_mps.ops.linear_attention import (
     causal_conv1d_update_,
@@ -17,8 +17,7 @@ from torch_moe_mps.ops.linear_attention import (
 # The convolution
 
 
-@pytest.mark.one_schedule
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_the_convolution_of_qwen3_next(device, dtype):
     from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_update as model
 
@@ -102,8 +101,7 @@ def test_nan_stays_in_its_head(device):
     assert finite[0, 0, 0].all() and not finite[0, 1:, 0, 2].any() and not finite[0, :, 1, 5].any()
 
 
-@pytest.mark.one_schedule
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_the_recurrence_of_qwen3_next(device, dtype):
     """The model's own function, with the gates that its layer computes."""
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
@@ -201,8 +199,7 @@ def test_the_steps_of_a_selective_scan(device):
     assert (abs(exact(state).ravel() - right) <= 2 * (2 + abs(exact(x))) * FLOAT32_EPS * right).all()
 
 
-@pytest.mark.one_schedule
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_the_scan_of_jamba(device, dtype):
     """The model's own functions, for a prompt and a token."""
     from transformers.models.jamba.modeling_jamba import mamba_selective_scan, mamba_selective_state_update
@@ -280,8 +277,7 @@ def test_what_an_rg_lru_writes_where_it_keeps_nearly_all(device):
     assert (abs(exact(state).ravel() - right) <= (16 + 2 * abs(exact(shift))) * FLOAT32_EPS * right).all()
 
 
-@pytest.mark.one_schedule
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_the_recurrence_of_recurrent_gemma(device, dtype):
     """The model's own module in float64: a prompt, a token behind it, and one that begins anew."""
     from transformers.models.recurrent_gemma.modeling_recurrent_gemma import (

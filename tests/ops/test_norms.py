@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
-from support.values import DTYPES, random
+from support.values import EACH_DTYPE, random
 
 from torch_moe_mps.ops.norms import (
     fused_residual_layer_norm,
@@ -38,7 +38,7 @@ def check_all(residual, input, weight, scalar, eps=EPS, weight_offset=0.0):
     checked("fused_residual_norm_scalar", residual, input, weight, scalar, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_rows_with_weights_of_their_own(device, dtype):
     """Groups of columns that are normed apart: rows of a simdgroup and of a threadgroup, also strided."""
     for i, (tokens, groups, width) in enumerate([(1, 4, 64), (3, 3, 31), (2, 2, 1030), (5, 1, 8)]):
@@ -61,8 +61,7 @@ def model_norms():
     yield Gemma4RMSNorm, {}, 0.0
 
 
-@pytest.mark.one_schedule
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_the_norms_of_models(device, dtype):
     """Those that round the normed row before they multiply it, too: 2 ulp apart at most."""
     for i, (norm, options, offset) in enumerate(model_norms()):
@@ -128,8 +127,7 @@ def test_norm_sees_the_rounded_sum(device):
 # The norm with a gate
 
 
-@pytest.mark.one_schedule
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_the_gated_norm_of_qwen3_next(device, dtype):
     """The model rounds the normed row, its product with the weight and the result: 3 ulp apart at most."""
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated

@@ -14,9 +14,6 @@ from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._samples import CALLS, copies, more_samples, packet, sample_arguments
 from torch_moe_mps.ops.norms import rms_norm
 
-# What is tested here does not depend on the order of threads.
-pytestmark = pytest.mark.one_schedule
-
 
 def test_samples_cover_every_operator():
     assert set(CALLS) == set(OPERATORS)
@@ -31,7 +28,7 @@ def test_schemas():
 ALL_UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-@pytest.mark.of_kernels
+@pytest.mark.on("mps")
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("compiles_all", [False, pytest.param(True, marks=pytest.mark.sweep)])
 def test_opcheck(device, name, compiles_all):
@@ -45,7 +42,7 @@ def test_opcheck(device, name, compiles_all):
         torch.library.opcheck(packet(name).default, args, kwargs, test_utils=utils)
 
 
-@pytest.mark.either_device
+@pytest.mark.on("mps")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_keyword_and_positional_calls_agree(device, name):
     """By keyword, by position, and through the public function."""
@@ -75,7 +72,7 @@ def test_every_operator_has_its_kernels(device):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_mps::{name}", key), (name, key)
 
 
-@pytest.mark.either_device
+@pytest.mark.on("mps")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_autocast_changes_nothing(device, name):
     """Autocast does not change the dtypes that the operators compute in."""

@@ -3,14 +3,14 @@
 import pytest
 import torch
 from support.oracles_operators import checked
-from support.values import DTYPES, numbers
+from support.values import EACH_DTYPE, numbers
 
 from torch_moe_mps.ops.pointwise import BINARY, OPERATIONS, pointwise
 
 WIDE = "sigmoid a bf16; mul %0 b f32; add %1 c f16; max %2 1e-3 f32; mul %3 %3 f32"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operations(device, operation, dtype):
     x, y = (numbers(3, 130, seed=seed, dtype=dtype).to(device) * 3 for seed in (0, 1))

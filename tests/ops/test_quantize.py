@@ -20,7 +20,7 @@ def given(dtype, experts=3, columns=256):
     return awkward_weights(dtype), importance / importance.mean(-1, keepdim=True)
 
 
-@pytest.mark.of_kernels
+@pytest.mark.on("mps")
 @pytest.mark.parametrize(("format", "dtype"), [*zip(ALL_FORMATS, itertools.cycle(DTYPES))], ids=str)
 def test_as_good_as_the_reference(device, format, dtype):
     """Sums in another order decide otherwise where two scales are equally good; other formats have no sums

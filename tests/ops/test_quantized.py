@@ -98,7 +98,6 @@ def test_sentinels_contribute_and_read_nothing(device, format):
         assert (out[-1] == 0).all() and (slots[-1] == 0).all()
 
 
-@pytest.mark.one_schedule
 @pytest.mark.parametrize("format", [FORMATS[0], FORMATS[-1]])
 def test_the_same_bits_every_time(device, every_order, format):
     for tokens, experts in ((1, 16), (6, 16), (6, 3), (40, 16)):

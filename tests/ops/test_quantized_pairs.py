@@ -6,10 +6,10 @@ from support.expert_layers import ids_of_counts
 from support.oracles_experts import group_of
 from support.oracles_operators import checked
 from support.quantized_layers import FORMATS, check_layer, each, place, random_quantized
-from support.sweep import kernels_in_sweep
+from support.sweep import in_sweep
 from support.values import DTYPES, random
 
-pytestmark = pytest.mark.of_kernels
+pytestmark = pytest.mark.on("mps")
 
 
 # Pairs of each expert: what one matrix takes, a few columns of them, and more than are taken at once.
@@ -17,7 +17,7 @@ COUNTS = ((1, 2, 3), (8, 1, 9), (17, 0, 16), (33, 31, 2))
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("format", each(FORMATS, turn=0))
+@pytest.mark.parametrize("format", each(FORMATS))
 def test_many_pairs_of_one_expert(device, format, counts):
     """At 2 to 32 tokens the pairs of an expert are multiplied together. Rows of 3 and of 5 groups.
 
@@ -43,8 +43,8 @@ MANY_BLOCKS = (1, 2, 4, 5, 8, 9, 33, 0, 1, 3, 7, 17, 1, 3, 6, 12, 0, 1, 1, 5)
     ("bits", "group", "dtype"),
     [
         (4, 64, torch.half),
-        pytest.param(4, 32, torch.bfloat16, marks=pytest.mark.kernels_in_sweep),
-        pytest.param(8, 64, torch.half, marks=pytest.mark.kernels_in_sweep),
+        pytest.param(4, 32, torch.bfloat16, marks=pytest.mark.sweep),
+        pytest.param(8, 64, torch.half, marks=pytest.mark.sweep),
     ],
 )
 @pytest.mark.parametrize("counts", [MANY_BLOCKS, (2, 1, 1, 0, 0) * 8], ids=["experts", "pairs"])
@@ -58,7 +58,7 @@ def test_many_blocks_of_rows(device, counts, bits, group, dtype):
     check_layer(device, (*ids.shape, len(counts), 64, 75 * 32 // 64 * 64), format, dtype, seed, ids=ids)
 
 
-@pytest.mark.parametrize("format", each(FORMATS, turn=1))
+@pytest.mark.parametrize("format", each(FORMATS))
 def test_inputs_of_several_blocks(device, format):
     """More inputs than threadgroup memory holds at once, for one pair and for several."""
     counts, group = (1, 2, 3, 4, 9, 1), group_of(format)
@@ -67,7 +67,7 @@ def test_inputs_of_several_blocks(device, format):
         check_layer(device, (*ids.shape, len(counts), 2048 + group, group), format, dtype, i, ids=ids)
 
 
-@pytest.mark.parametrize("format", each(FORMATS, turn=2))
+@pytest.mark.parametrize("format", each(FORMATS))
 def test_more_experts_than_simdgroups(device, format):
     """In the down projection a simdgroup goes from one to the next. Rows of whole steps, and of more."""
     for i, intermediate in enumerate((256, 512, 5 * group_of(format))):
@@ -96,7 +96,7 @@ FEW_COUNTS = (
 
 
 @pytest.mark.parametrize("counts", FEW_COUNTS, ids=str)
-@pytest.mark.parametrize("bits", kernels_in_sweep((4, 8), [4]))
+@pytest.mark.parametrize("bits", in_sweep((4, 8), [4]))
 def test_simdgroups_share_few_experts(device, bits, counts):
     """Rows of one step, of fewer steps than simdgroups of an expert, and of more, the last one not full."""
     for i, (group, groups) in enumerate([(32, 1), (64, 3), (128, 7), (64, 37)]):
@@ -110,7 +110,7 @@ TURNS_COUNTS = ((1, 2) * 13, (9, 1, 0) * 6, (9, 1, 1, 0) * 6 + (1,) * 13, (9,) *
 
 
 @pytest.mark.parametrize("counts", TURNS_COUNTS, ids=lambda counts: f"{len(counts)}-{sum(counts)}")
-@pytest.mark.parametrize("bits", kernels_in_sweep((4, 8), [4]))
+@pytest.mark.parametrize("bits", in_sweep((4, 8), [4]))
 def test_simdgroups_take_experts_in_turn(device, bits, counts):
     for i, (group, groups) in enumerate([(32, 3), (64, 5), (128, 1)]):
         check_counts(device, counts, f"affine{bits}_{group}", groups, i)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_sequence import rotated
-from support.values import DTYPES, numbers
+from support.values import EACH_DTYPE, numbers
 
 from torch_moe_mps.ops.rope import rope
 
@@ -80,8 +80,7 @@ def model_tables(tokens, rotary, written, dtype):
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-@pytest.mark.one_schedule
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_the_functions_of_models(device, dtype):
     """They round each product to the dtype: 2 ulp of the larger magnitude apart at most."""
     for apply, rotary, written, columns, options in modules():
@@ -96,8 +95,7 @@ def test_the_functions_of_models(device, dtype):
             assert (abs(exact(our) - exact(model)) <= allowed).all(), apply
 
 
-@pytest.mark.one_schedule
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_norms_and_rotation_of_a_model(device, dtype):
     """Qwen3-MoE's QK-norm and rotation, no less exact than the model's own code in its dtype."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, apply_rotary_pos_emb

@@ -83,7 +83,6 @@ def test_calls_of_two_launches(simulated):
         check_turned(given)
 
 
-@pytest.mark.one_schedule
 def test_the_same_bits_every_time(device, every_order):
     given = arguments(device, 8, 1, 64, 300, torch.float16)
     first, *others = [rope_attention_(**given).cpu() for _ in every_order()]

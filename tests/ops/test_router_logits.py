@@ -1,6 +1,5 @@
 """A router's matmul in float32."""
 
-import pytest
 import torch
 from support.launches import launches
 from support.oracles_operators import checked
@@ -13,7 +12,6 @@ def check(x, weight, bias=None):
     assert checked("router_logits", x, weight, bias).dtype == torch.float32
 
 
-@pytest.mark.one_schedule
 def test_many_tokens(device):
     check(numbers(260, 96, dtype=torch.bfloat16).to(device), numbers(40, 96).to(device))
 
@@ -48,7 +46,6 @@ def routers():
     yield modeling_glm4_moe.Glm4MoeTopkRouter, configuration_glm4_moe.Glm4MoeConfig
 
 
-@pytest.mark.one_schedule
 def test_the_routers_of_models(device):
     """Their logits, bit for bit but for the order of the sum."""
     for router_class, config_class in routers():

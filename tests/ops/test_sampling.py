@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.oracles import exact
-from support.values import DTYPES, numbers
+from support.values import EACH_DTYPE, numbers
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -95,7 +95,7 @@ def test_a_large_vocabulary(device, vocabulary):
         assert share[place] >= top_p - 1e-6 and (place == 0 or share[place - 1] < top_p + 1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_tokens_are_those_of_multinomial(device, dtype):
     """Given the numbers that torch draws; rows of a larger tensor, and columns that lie apart."""
     wide = (numbers(9, 3, 1000, dtype=torch.float32) * 4).to(dtype)

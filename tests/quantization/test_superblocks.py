@@ -7,6 +7,7 @@ import pytest
 import torch
 from gguf import dequantize as values_of_ggml
 from support.gguf_blocks import SIZES, type_of
+from support.sweep import rows_in_sweep
 
 from torch_moe_mps.ops._formats import INTEGERS, LEVELS, dequantize_values
 from torch_moe_mps.quantization import QuantizedWeight, dequantize, gguf, quantize
@@ -103,10 +104,11 @@ def least_error(weight: np.ndarray, importance: np.ndarray, name: str, found: Qu
     return best
 
 
+NEAR = (("q2_k", 1.1), ("q3_k", 1.1), ("q4_k", 1.1), ("q6_k", 1.25), ("iq4_xs", 1.1))
+
+
 @pytest.mark.slow("two seconds each: the other search is long")
-@pytest.mark.parametrize(
-    ("name", "most"), [("q2_k", 1.1), ("q3_k", 1.1), ("q4_k", 1.1), ("q6_k", 1.25), ("iq4_xs", 1.1)]
-)
+@pytest.mark.parametrize(("name", "most"), rows_in_sweep(NEAR, NEAR[2:3]))
 def test_near_the_best_of_a_long_search(name, most):
     ours = theirs = 0.0
     for seed in range(1 if name == "q4_k" else 4):
@@ -142,6 +144,7 @@ def test_less_error_than_groups_of_64(name, bits):
     assert error(weight, found, importance) < 0.9 * error(weight, affine, importance)
 
 
+@pytest.mark.on("cpu")
 @pytest.mark.parametrize("name", ["q3_k", "q4_k", "iq4_xs"])
 def test_each_matrix_by_its_own_in_any_place(name, device, monkeypatch):
     weight, importance = weights(3, 24, 256), importance_of(3, 256)

@@ -211,6 +211,7 @@ def is_found(simulated, model, options: dict, kernel: str) -> bool:
     return kernel not in {line.split()[0] for line in commands}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("architecture", "sizes", "options"),
     [

@@ -15,7 +15,7 @@ from torch_moe_mps.selfcheck import large
 AFFINE = FORMATS["affine4_64"]
 
 
-@pytest.mark.slow("calls of real sizes")
+@pytest.mark.sweep
 def test_every_call_is_right(simulated):
     made = []
     for what, call in large.calls(torch.bfloat16, AFFINE, smaller=128):

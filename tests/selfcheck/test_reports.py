@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from support.faults import with_fault
-from support.processes import python
+from support.processes import forked
 
 from torch_moe_mps.ops._formats import FORMATS
 from torch_moe_mps.ops._sample import Sample
@@ -191,13 +191,13 @@ def cache(monkeypatch, tmp_path):
 
 
 def test_a_process_that_ends_by_itself_leaves_no_journal(cache):
-    python(ABORTS, "end")
+    forked(ABORTS, "end")
     assert journal.stopped() == [] and not [*cache.glob("journal*")]
 
 
 def test_where_a_process_was_when_it_was_aborted(cache):
     with pytest.raises(AssertionError):
-        python(ABORTS, "abort")
+        forked(ABORTS, "abort")
     left = [*cache.glob("journal*")]
     assert len(left) == 1
     assert journal.stopped() == ["compiling rope_f32", "calling rope f32 #3"]
@@ -207,7 +207,7 @@ def test_where_a_process_was_when_it_was_aborted(cache):
 def test_the_first_use_tells_it(simulated, cache, monkeypatch):
     monkeypatch.setattr(journal, "_open", None)
     with pytest.raises(AssertionError):
-        python(ABORTS, "abort")
+        forked(ABORTS, "abort")
     with pytest.warns(
         UserWarning, match="stopped in its self-check, compiling rope_f32, calling rope f32 #3. If"
     ):

@@ -138,7 +138,7 @@ class Clocked:
         return self.model(input_ids=input_ids, **given)
 
 
-@pytest.mark.slow("reads 8,192 tokens")
+@pytest.mark.sweep
 def test_the_longest_gap_between_tokens(monkeypatch):
     """While 8k tokens are read: one piece of at most eight steps, and two steps."""
     model = eager(tiny_models.tiny_model("llama", num_hidden_layers=1, max_position_embeddings=1 << 14))

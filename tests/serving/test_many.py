@@ -136,7 +136,7 @@ def own_of(architecture: str = "qwen3_moe"):
     return eager(tiny_models.tiny_model(architecture))
 
 
-@pytest.mark.slow("ten answers of generate(), most of 20 tokens")
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 def test_an_answer_is_as_long_as_that_of_generate():
     """Also where the model's positions end."""
@@ -210,7 +210,7 @@ WITHOUT_ROWS = {
 }
 
 
-@pytest.mark.slow("an architecture with a cache of its own")
+@pytest.mark.sweep
 @pytest.mark.parametrize("architecture", in_sweep(WITHOUT_ROWS, ("deepseek_v4",)))
 def test_a_model_without_rows_answers_in_turn(architecture, caplog):
     model, many = model_of(architecture), prompts(3)
@@ -238,7 +238,7 @@ def test_a_model_without_a_cache_of_keys(architecture, caplog):
     assert torch.equal(whole[0, len(many[1]) :], alone(own, many[1], generation_config=config(4)))
 
 
-@pytest.mark.slow("beams of one prompt beside others")
+@pytest.mark.sweep
 def test_beams_are_searched_one_prompt_at_a_time(caplog):
     """While the others go on."""
     model, many = model_of(), prompts(4)

@@ -254,7 +254,7 @@ class TestCommand:
         token, same, short, long = (float(cell) for cell in two.split("|")[4:8])
         assert token == same > 0 and long == pytest.approx(8 * short, rel=0.05)
 
-    @pytest.mark.slow("kernels of real sizes are counted")
+    @pytest.mark.sweep
     def test_encoders(self, simulated, capsys):
         """The ratios that docs/embeddings.md has."""
         _, _, *rows = self.run(capsys, "--encoders", "--gpu", "M1 Max,M4 Max")

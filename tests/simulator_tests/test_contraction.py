@@ -30,7 +30,7 @@ def test_contraction_is_a_choice_of_the_simulator(simulated):
     assert ast.literal_eval(python(PROBED, **CONTRACTED)) == chosen
 
 
-@pytest.mark.slow("all tests of a room")
+@pytest.mark.sweep
 @pytest.mark.parametrize("room", in_sweep(ROOMS, always=["rope"]))
 def test_operators_are_right_with_contraction(room):
     """All tests of an operator family that run kernels, with oracles in float64."""

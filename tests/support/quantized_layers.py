@@ -26,28 +26,14 @@ GGUF_FORMATS = tuple(name for name in OTHER_FORMATS if name[0] in "qit")
 ONE_BIT = tuple(f"affine1_{group_size}" for group_size in (32, 64, 128))  # not by importance
 EVERY_FORMAT = (*ALL_FORMATS, *ONE_BIT, *GGUF_FORMATS)
 
-# Each number of bits, each group and each mode is there; what is left of the formats is for the sweep.
-ALWAYS = {
-    "affine1_128",
-    "affine2_128",
-    "affine3_32",
-    "affine4_64",
-    "affine5_64",
-    "affine6_128",
-    "affine8_32",
-    *("mxfp4", "mxfp8", "nvfp4", "q4_k"),
-}
-# Each way in which scales and points are stored; the others in the sweep.
-ALWAYS_OF_GGUF = ("q1_0", "q4_1", "q2_k", "q3_k", "q6_k", "iq4_xs", "tq2_0", "iq1_m", "iq2_xs", "iq3_s")
+# One format of each way of storing a weight; what is left of them is for the sweep.
+ALWAYS = ("affine4_64", "mxfp4", "q4_k")
+ALWAYS_OF_GGUF = ("q4_k", "iq2_xs")
 
 
-def each(formats, turn=None):
-    """Test parameters for `formats`: those not in ALWAYS run only in the sweep.
-
-    Operators that share how a format is read share the formats, too: of ALWAYS each has those of its `turn`.
-    """
-    turns = sorted(ALWAYS)
-    return in_sweep(formats, ALWAYS if turn is None else {"affine4_64", *turns[turn::3]})
+def each(formats):
+    """Test parameters for `formats`: those not in ALWAYS run only in the sweep."""
+    return in_sweep(formats, ALWAYS)
 
 
 def random_quantized(experts, rows, columns, format, dtype, seed):

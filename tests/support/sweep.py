@@ -13,12 +13,6 @@ def in_sweep(cases: Iterable[Any], always: Collection[Any]) -> list[Any]:
     return [case if case in always else pytest.param(case, marks=pytest.mark.sweep) for case in cases]
 
 
-def kernels_in_sweep(cases: Iterable[Any], always: Collection[Any]) -> list[Any]:
-    """As in_sweep, but the reference runs in all cases for every change: on the CPU nothing is compiled."""
-    mark = pytest.mark.kernels_in_sweep
-    return [case if case in always else pytest.param(case, marks=mark) for case in cases]
-
-
 def rows_in_sweep(rows: Iterable[tuple], always: Collection[tuple]) -> list[Any]:
     """As in_sweep, of a test with several parameters."""
     return [pytest.param(*row, marks=() if row in always else pytest.mark.sweep) for row in rows]

@@ -58,7 +58,7 @@ def test_peak(architecture):
     assert said.checkpoints + said.layer + said.loss <= 3 * counted
 
 
-@pytest.mark.slow("models take steps of training in the simulator")
+@pytest.mark.sweep
 def test_peak_on_the_device(simulated, monkeypatch):
     """At most checkpoints, one layer and one chunk of logits, in the tensors that operators hand to each
     other; two layers more add their checkpoints and nothing else."""

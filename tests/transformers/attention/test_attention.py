@@ -33,7 +33,6 @@ from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 from torch_moe_mps.transformers.families.glm5_next import indexer as kpool_indexer
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
-pytestmark = pytest.mark.one_schedule
 NAME = "moe_mps_test"
 
 

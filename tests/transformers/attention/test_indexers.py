@@ -19,8 +19,6 @@ from torch_moe_mps.transformers.basics.state import state_of
 from torch_moe_mps.transformers.modules.rules.constants import constant
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
-pytestmark = pytest.mark.one_schedule
-
 # What turns first or last, in halves or in pairs; layers that share what another has chosen; sinks; queries
 # from a norm, with factors by position; windows beside.
 ARCHITECTURES = ["deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4", "dots3_note", "axk2"]

@@ -20,8 +20,6 @@ from torch_moe_mps.transformers.caches.growing import latents_together
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
-pytestmark = pytest.mark.one_schedule
-
 # hy_v4 has sinks, glm5_next nothing that turns; all of them select keys by an indexer but the first two.
 ALWAYS = ["deepseek_v3", "kimi_linear", "hy_v4", "glm5_next"]
 IN_THE_SWEEP = ["deepseek_v2", "glm4_moe_lite", "mistral4", "axk1", "bailing_hybrid", "glm_moe_dsa"]

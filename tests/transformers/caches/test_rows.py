@@ -142,7 +142,7 @@ def test_each_row_is_as_alone(architecture):
     Batch(model, 3e-5 if architecture in AMPLIFY else 1e-5).run(talks, 4)
 
 
-@pytest.mark.slow("eight conversations: alone, together, and twice by transformers' own code")
+@pytest.mark.sweep
 @pytest.mark.parametrize("architecture", AMPLIFY)
 @torch.no_grad()
 def test_amplified_roundings_are_those_of_alone(architecture):

@@ -147,7 +147,7 @@ KINDS_OF_TOKENS = {"deepseek_v4": (1, 2), "minimax_m3_vl": (1, 2), "glm5_next": 
 
 @pytest.mark.parametrize("architecture", in_sweep(KINDS_OF_TOKENS, ("deepseek_v4", "minimax_m3_vl")))
 @torch.no_grad()
-@pytest.mark.of_models
+@pytest.mark.on("cpu")
 def test_tokens_that_choose_from_rows_for_several(device, architecture, same_bits):
     rates = dict.fromkeys(("index_kpool", "indexer_compress_ratio", "index_block_size"), 4)
     chosen = {"index_topk": 8, "indexer_budget": 8, "index_topk_blocks": 2}
@@ -236,7 +236,7 @@ def tokens_behind_passes(architecture, device, batch):
 
 
 @torch.no_grad()
-@pytest.mark.either_device
+@pytest.mark.on("cpu")
 @pytest.mark.parametrize("architecture", ON_BOTH)
 def test_tokens_behind_passes(architecture, device):
     tokens_behind_passes(architecture, device, 1)
@@ -250,7 +250,7 @@ def test_tokens_behind_passes_of_more(architecture):
 
 
 @torch.no_grad()
-@pytest.mark.either_device
+@pytest.mark.on("cpu")
 @pytest.mark.parametrize("batch,tokens", [(2, 1), (1, 3)])
 def test_batches_and_several_tokens(batch, tokens, device, same_bits):
     model, own = pair("gpt_oss", device)
@@ -1058,7 +1058,7 @@ GENERATIONS = {
 
 @pytest.mark.slow("six ways to generate, by two models")
 @torch.no_grad()
-@pytest.mark.of_models
+@pytest.mark.on("cpu")
 def test_generate(device, same_bits):
     """In turns by one model, as a server has them; the windows of half of its layers begin to move."""
     model, own = pair("gpt_oss", device, torch.bfloat16, bits=4, group_size=32)
@@ -1080,9 +1080,9 @@ def test_generate(device, same_bits):
         assert captures.programs and captures._failure is None, (options, str(captures))
 
 
-@pytest.mark.slow("a conversation on the simulated GPU, twice")
+@pytest.mark.sweep
 @torch.no_grad()
-@pytest.mark.of_kernels
+@pytest.mark.on("mps")
 @pytest.mark.parametrize(
     "architecture,sizes,bits",
     [

@@ -41,7 +41,7 @@ def check_decode_step(architecture: str, device: str, backend: str) -> None:
     torch.testing.assert_close(result.cpu(), expected.cpu(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow("torch.compile of a whole model")
+@pytest.mark.sweep
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_decode_step_compiles(architecture):
     check_decode_step(architecture, "cpu", "aot_eager")

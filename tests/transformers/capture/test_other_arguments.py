@@ -66,7 +66,7 @@ class Talk:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", in_sweep((1, 3), (3,)))
 def test_rwkv(simulated, batch):
     """Two conversations in turn and a fork of one: logits and states of the own code in float64.
 
@@ -92,6 +92,7 @@ def test_rwkv(simulated, batch):
     assert captures.reason is None
 
 
+@pytest.mark.sweep
 def test_rwkv_generates(simulated):
     """Twice, by a copy and once more after `restore`: the tokens of the own code."""
     own, model = rwkv(), rwkv()

@@ -65,8 +65,8 @@ def tokens(model, rows: int, padding: int, count: int = 4) -> list[torch.Tensor]
 
 
 @pytest.mark.slow("two programs are captured, each of which takes a second")
-@pytest.mark.either_device
-@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.on("cpu")
+@pytest.mark.parametrize("padding", in_sweep((0, 2), (2,)))
 @torch.no_grad()
 def test_two_programs_for_two_to_sixteen_rows(device, padding, count_captures):
     """Eight rows of a model with eight experts are not taken for experts."""

@@ -11,6 +11,7 @@ import torch
 from support import tiny_models
 from support.models import assert_close, generate, prompt
 from support.oracles_experts import dequantise
+from support.sweep import in_sweep
 from transformers import GenerationConfig, LogitsProcessor
 
 import torch_moe_mps
@@ -53,7 +54,8 @@ def assert_unrounded(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.
     assert rounded > 1e-4  # so that the line above tells
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.on("cpu")
+@pytest.mark.parametrize("dtype", in_sweep((torch.bfloat16, torch.float16), (torch.bfloat16,)))
 def test_generate(device, dtype):
     model = model_on(device, dtype)
     states = States(model)
@@ -64,6 +66,7 @@ def test_generate(device, dtype):
         assert model(prompt(1, 5).to(model.device)).logits.dtype == dtype
 
 
+@pytest.mark.on("cpu")
 def test_captured_tokens(device):
     """A token of `generate` is not that of a plain call, whichever was captured first."""
     model = model_on(device, capture=True)

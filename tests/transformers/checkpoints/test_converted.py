@@ -106,7 +106,7 @@ SOURCES = (
     *(dense, sharded, both_layouts, fp8, mxfp4, partly_ours, mlx),
     *(ours_in_8_bits, mlx_in_8_bits, multimodal, other_multimodal, classifier, base),
 )
-OFTEN = (dense, both_layouts, fp8, partly_ours, mlx, multimodal, base)
+OFTEN = (both_layouts, partly_ours, multimodal)
 
 
 @pytest.mark.parametrize("write", in_sweep(SOURCES, OFTEN), ids=lambda f: f.__name__)
@@ -157,7 +157,10 @@ def test_a_class_without_the_head_just_has_none(head, converted):
     assert torch.equal(output(other.base_model, prompt()), output(whole.model, prompt()))
 
 
-@pytest.mark.parametrize("cls", ["AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel"])
+CLASSES = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
+
+
+@pytest.mark.parametrize("cls", in_sweep(CLASSES, ("AutoModelForCausalLM",)))
 def test_a_multimodal_model_loads_whole_and_in_part(cls, tmp_path):
     multimodal(tmp_path / "dense")
     assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "new"), *OPTIONS]) == 0

@@ -17,7 +17,7 @@ from support.declared import Change, assert_declared
 from support.gguf_blocks import type_of
 from support.gguf_files import FIRST_LOADER, class_of, of_architecture, write, write_file
 from support.models import output, prompt
-from support.sweep import in_sweep
+from support.sweep import covering, in_sweep
 
 import torch_moe_mps
 
@@ -170,8 +170,9 @@ def test_attention_without_heads(tmp_path):
         torch_moe_mps.from_pretrained(path, check=False)
 
 
-@pytest.mark.parametrize("changed", ["output.weight", "token_embd.weight"])
-@pytest.mark.parametrize("architecture", ["bloom", "falcon"])
+@pytest.mark.parametrize(
+    ("architecture", "changed"), covering(("bloom", "falcon"), ("output.weight", "token_embd.weight"))
+)
 def test_a_head_of_another_type_than_the_embedding(tmp_path, architecture, changed):
     """Their models tie both; a file that has both in it may have one packed and one in float32."""
     stored, made, matrices, _ = of_architecture(architecture, "q8_0")

@@ -6,6 +6,7 @@ import torch
 from support.checkpoints import LETTERS, tokenizer_of
 from support.models import assert_close, output, prompt, stored, tiny
 from support.processes import python
+from support.sweep import covering
 
 import torch_moe_mps
 from torch_moe_mps.transformers.modules.linears import QuantizedLayer
@@ -13,8 +14,7 @@ from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 FORMATS = {"affine": {"bits": 4, "group_size": 32}, "mxfp4": {"mode": "mxfp4"}, "nvfp4": {"mode": "nvfp4"}}
 
 
-@pytest.mark.parametrize("mode", FORMATS)
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize(("architecture", "mode"), covering(("qwen3", "gpt_oss"), FORMATS))
 def test_codes_are_no_dtype_of_a_model(architecture, mode, tmp_path):
     """In place, streamed and loaded: parameters are of one dtype, and codes keep their names."""
     model = tiny(architecture, tie_word_embeddings=True).to(torch.bfloat16)

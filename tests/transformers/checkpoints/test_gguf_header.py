@@ -47,7 +47,7 @@ def counts(monkeypatch, tmp_path):
     return found
 
 
-@pytest.mark.slow("a GGUF file written, sized, loaded and written again")
+@pytest.mark.sweep
 def test_a_header_is_read_once_without_lists(tmp_path, counts):
     """By `fit` and by loading together; a file that was written again is read again."""
     stored, keys, matrices, _ = of_architecture("gemma3", "q8_0")

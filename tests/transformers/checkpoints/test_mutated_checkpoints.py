@@ -12,6 +12,7 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from support.models import output, prompt, tiny
+from support.sweep import in_sweep
 
 import torch_moe_mps
 
@@ -43,7 +44,10 @@ class Checkpoint(NamedTuple):
     logits: torch.Tensor
 
 
-@pytest.fixture(scope="module", params=[(4, 32, "affine"), (4, 32, "mxfp4")], ids=str)
+FORMS = [(4, 32, "affine"), (4, 32, "mxfp4")]
+
+
+@pytest.fixture(scope="module", params=in_sweep(FORMS, FORMS[:1]), ids=str)
 def checkpoint(request, tmp_path_factory) -> Checkpoint:
     model = tiny("qwen3_moe")
     torch_moe_mps.quantize_experts(model, *request.param, progress=False)

@@ -74,7 +74,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", in_sweep(CASES, [*CASES][::2]))
+@pytest.mark.parametrize("name", in_sweep(CASES, [*CASES][::4]))
 def test_values_are_those_of_the_library(name, tmp_path):
     writer, format, exact = CASES[name]
     expected = write(tmp_path, writer)
@@ -93,7 +93,7 @@ def test_values_are_those_of_the_library(name, tmp_path):
             assert_close(weight, values, 0.03)
 
 
-@pytest.mark.parametrize("name", ["gptq asymmetric", "fp8 of blocks"])
+@pytest.mark.parametrize("name", in_sweep(("gptq asymmetric", "fp8 of blocks"), ("gptq asymmetric",)))
 def test_what_fits_is_what_loading_gives(name, tmp_path):
     """With the files; their config alone does not tell."""
     write(tmp_path, CASES[name][0])
@@ -109,7 +109,7 @@ def test_what_fits_is_what_loading_gives(name, tmp_path):
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize("name", ["int4", "gptq asymmetric"])
+@pytest.mark.parametrize("name", in_sweep(("int4", "gptq asymmetric"), ("gptq asymmetric",)))
 def test_it_is_read_for_the_gpu(name, simulated, tmp_path):
     """With the same words as on the CPU."""
     write(tmp_path, CASES[name][0])
@@ -142,7 +142,7 @@ PEOPLE_HAVE = (
 )
 
 
-@pytest.mark.parametrize("architecture", in_sweep(PEOPLE_HAVE, PEOPLE_HAVE[:4]))
+@pytest.mark.parametrize("architecture", in_sweep(PEOPLE_HAVE, PEOPLE_HAVE[:2]))
 def test_models_that_people_have(architecture, tmp_path):
     """What cannot be quantised here, such as a weight that code reads, is dequantised."""
     expected = write(tmp_path, CASES["int4"][0], architecture)
@@ -157,9 +157,10 @@ def stack(folder, architecture="qwen3_moe") -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    "name", ["int4", "int4 asymmetric", "mxfp4", "fp8 of rows", "fp8 of blocks by powers"]
-)
+STACKED = ("int4", "int4 asymmetric", "mxfp4", "fp8 of rows", "fp8 of blocks by powers")
+
+
+@pytest.mark.parametrize("name", in_sweep(STACKED, ("int4 asymmetric", "fp8 of blocks by powers")))
 def test_experts_may_be_stacked(name, tmp_path):
     """The same codes, formats and values as of experts that are modules."""
     writer, format, _ = CASES[name]
@@ -296,7 +297,7 @@ def test_recipes_may_be_mixed(tmp_path):
     assert {str(f) for f in formats_in(model.model.layers[0].self_attn.o_proj).values()} == {"affine6_32"}
 
 
-@pytest.mark.parametrize("name", ["int4 asymmetric", "awq", "gptq", "fp8 of modelopt"])
+@pytest.mark.parametrize("name", in_sweep(("int4 asymmetric", "awq", "gptq", "fp8 of modelopt"), ("awq",)))
 def test_transformers_loads_them_where_it_could_not(name, tmp_path, monkeypatch):
     """With no other package, by its own from_pretrained; what is saved is in our layout."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
@@ -309,7 +310,7 @@ def test_transformers_loads_them_where_it_could_not(name, tmp_path, monkeypatch)
     assert_close(output(again, prompt()), output(model, prompt()), 0.0)
 
 
-@pytest.mark.parametrize("to", ["moe_mps", "mlx"])
+@pytest.mark.parametrize("to", in_sweep(("moe_mps", "mlx"), ("mlx",)))
 def test_convert_keeps_the_codes(to, tmp_path, capsys):
     expected = write(tmp_path / "theirs", CASES["int4"][0])
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", to]) == 0
@@ -413,7 +414,7 @@ def test_layouts_that_would_pass_for_others_are_one_line(name, config, message, 
         torch_moe_mps.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("scheme", in_sweep(SCHEMES, ("W4A16", "W8A8", "FP8_BLOCK", "NVFP4A16")))
+@pytest.mark.parametrize("scheme", in_sweep(SCHEMES, ("W4A16", "FP8_BLOCK")))
 def test_checkpoints_that_compressed_tensors_writes(scheme, tmp_path):
     """With targets and what it ignores as regular expressions."""
     group, format, bound = SCHEMES[scheme]

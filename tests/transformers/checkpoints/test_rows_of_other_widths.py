@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import eager, output, prompt
+from support.sweep import covering
 
 import torch_moe_mps
 from torch_moe_mps.transformers.modules.linears import formats_in
@@ -14,8 +15,7 @@ from torch_moe_mps.transformers.modules.linears import formats_in
 LLAMA_CPP = {"q2_k": 4.5, "q3_k": 4.5, "iq4_xs": 4.5, "q4_k": 5.5, "q5_k": 6.0, "q6_k": 8.5}
 
 
-@pytest.mark.parametrize("mode", LLAMA_CPP)
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(("architecture", "mode"), covering(("llama", "qwen3_moe"), LLAMA_CPP))
 def test_nothing_stays_dense(mode, architecture):
     """In groups of 64, or of 32 where rows are no multiples of 64: at most a bit more than llama.cpp's."""
     with tiny_models.groups_of_32():

@@ -14,7 +14,7 @@ WIDE = {
 RECIPE = {"mode": "q4_k", "linear_bits": "same", "overrides": {"experts.down_proj": {"mode": "iq4_xs"}}}
 
 
-@pytest.mark.slow("seven seconds: a search four times")
+@pytest.mark.sweep
 def test_in_place_while_it_is_loaded_and_stored(tmp_path):
     """The same codes by importance, and the logits of the dense model within what 4 bits lose."""
     model = tiny("qwen3_moe", **WIDE)

@@ -134,7 +134,7 @@ def logits_of(model):
     ("kernel", "operator", "loads"),
     [
         ("write_cache_quantized", "write_cache_quantized_", False),
-        ("attention8_64_affine8", "attention", True),
+        pytest.param("attention8_64_affine8", "attention", True, marks=pytest.mark.sweep),
         pytest.param("write_cache_quantized", "write_cache_quantized_", True, marks=pytest.mark.sweep),
         pytest.param("attention8_64_affine8", "attention", False, marks=pytest.mark.sweep),
     ],

@@ -70,7 +70,6 @@ def lines_of(library: str) -> int:
     return sum(bool(line.strip()) and not line.startswith("#line") for line in source.splitlines())
 
 
-@pytest.mark.one_schedule
 class TestLines(expecttest.TestCase):
     @pytest.fixture(autouse=True)
     def _simulator(self, simulated):

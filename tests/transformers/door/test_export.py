@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import assert_close, eager, output, prompt
+from support.sweep import rows_in_sweep
 from torch import nn
 
 import torch_moe_mps
@@ -18,7 +19,10 @@ class Logits(nn.Module):
         return self.model(ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize(("architecture", "bits"), [("glm4_moe", None), ("qwen3_moe", 4), ("gpt_oss", 4)])
+EXPORTED = (("glm4_moe", None), ("qwen3_moe", 4), ("gpt_oss", 4))
+
+
+@pytest.mark.parametrize(("architecture", "bits"), rows_in_sweep(EXPORTED, EXPORTED[2:]))
 def test_export_with_a_dynamic_length(architecture, bits):
     """One program for all lengths; its results equal those of the model's own code with the same weights."""
     with tiny_models.groups_of_32():

@@ -35,6 +35,7 @@ def folder(quantised, tmp_path_factory):
     return folder
 
 
+@pytest.mark.sweep
 def test_without_the_package(folder, quantised, tmp_path):
     """transformers refuses, as it would fill weights that it does not know with random values; reading the
     pickle of a layer imports the package."""
@@ -65,6 +66,7 @@ def test_packed_weights_are_not_dequantised(folder):
         loaded.dequantize()
 
 
+@pytest.mark.sweep
 def test_a_name_that_is_nowhere_is_asked_for_once(tmp_path):
     """The Hub, which is out of order here, is not tried again for half a minute."""
     asked = []

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import transformers
 from support.processes import REPOSITORY, environment
 from support.sharding import check_fully_shard
+from support.sweep import in_sweep
 
 transformers.logging.set_verbosity_error()
 ARCHITECTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -21,7 +22,7 @@ def group():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES[:2])
+@pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES[:2], ARCHITECTURES[:1]))
 def test_one_process(group, architecture):
     check_fully_shard(architecture, "modules")
 

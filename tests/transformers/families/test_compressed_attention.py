@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from support import tiny_models
+from support.sweep import in_sweep
 from transformers import DynamicCache
 
 import torch_moe_mps
@@ -82,7 +83,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("modes", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("cuts", CUTS[1:], ids=len)
+@pytest.mark.parametrize("cuts", in_sweep(CUTS[1:], CUTS[1:2]), ids=len)
 def test_any_mode_gives_what_transformers_gives(own, cuts, modes):
     """With gradients its own code runs, on a cache that grows."""
     logits, cache = logits_of(accelerated(own), IDS, cuts, modes=modes)
@@ -100,10 +101,10 @@ POSITIONS = {
 }
 
 
-@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
-def test_positions_by_hand(own, positions):
+@pytest.mark.parametrize("kind", in_sweep(POSITIONS, ("lower later", "of rows")))
+def test_positions_by_hand(own, kind):
     """Which entries a token sees follows from them, and not from the cache."""
-    cuts = (9, 1, 1, 3, 1, 1, 5)
+    cuts, positions = (9, 1, 1, 3, 1, 1, 5), POSITIONS[kind]
     right, plain = logits_of(own[0], IDS, cuts, positions=positions)
     logits, cache = logits_of(accelerated(own), IDS, cuts, positions=positions)
     assert (logits - right).abs().max() < 1e-4
@@ -195,7 +196,7 @@ def test_captured_tokens(simulated, monkeypatch):
     assert_same_states(of_captured, cache, 0.0)
 
 
-@pytest.mark.slow("the model with most operators, on the simulated GPU")
+@pytest.mark.sweep
 def test_positions_by_hand_behind_captured_tokens(simulated, monkeypatch):
     """generate() gives positions that follow from the cache; any others are looked at, token by token."""
     monkeypatch.setenv("MOE_MPS_CAPTURE", "1")

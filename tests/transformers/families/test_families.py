@@ -138,7 +138,7 @@ ROUTED_IN_TOKENS = ("gemma4", "diffusion_gemma")
 ROUTERS = ("deepseek_v3", "gemma4", "gpt_oss", "qwen3_next")
 
 
-@pytest.mark.parametrize("architecture", in_sweep(FAMILIES, ROUTERS))
+@pytest.mark.parametrize("architecture", in_sweep(FAMILIES, ("gpt_oss",)))
 def test_bfloat16_logits(architecture):
     """No farther from float32 than the model's own code is. Near ties between experts fall either way, with
     the whole difference of two experts: the median is what rounding makes."""
@@ -152,7 +152,7 @@ def test_bfloat16_logits(architecture):
     assert torch.cat(ours).median() <= 1.1 * torch.cat(own).median()
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", in_sweep(FAMILIES, ("deepseek_v3", "qwen3_next")))
 def test_every_check(architecture, tmp_path):
     """What is replaced, padded batches, a static cache, and a checkpoint that transformers reads."""
     own, model, report = accelerated(architecture)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import assert_close, generate, in_parts, operators_of, prompt
+from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import captures_of
@@ -32,7 +33,7 @@ def exact() -> torch.Tensor:
         return own_model().double()(IDS).logits.float()
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", in_sweep((1, 2), (1,)))
 def test_tokens_are_one_call_and_right(simulated, exact, batch):
     model = accelerated(capture=True)
     logits, _ = in_parts(model, IDS[:batch], *[1] * 8)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import assert_close, in_parts, operators_of
+from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.transformers.basics.state import original_class
@@ -20,7 +21,7 @@ def own_model():
     return tiny_models.other_model("longcat_flash", zero_expert_num=8)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", in_sweep((1, 2), (1,)))
 def test_tokens_are_one_call_and_right(simulated, batch):
     with torch.no_grad():
         exact = own_model().double()(IDS[:batch]).logits.float()

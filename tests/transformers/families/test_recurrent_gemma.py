@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import assert_close, generate, operators_of, prompt
+from support.sweep import in_sweep
 from transformers import DynamicCache
 
 import torch_moe_mps
@@ -61,7 +62,7 @@ def whole(ids: torch.Tensor, **overrides) -> torch.Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", in_sweep((1, 2), (1,)))
 def test_tokens_are_one_call_and_right(simulated, batch):
     model = accelerated()
     module_by_module = copy.deepcopy(model)
@@ -76,7 +77,7 @@ def test_tokens_are_one_call_and_right(simulated, batch):
     assert {getattr(m, name, None) for m in model.modules() for name in names} == {None}
 
 
-@pytest.mark.slow("six conversations")
+@pytest.mark.sweep
 @torch.no_grad()
 def test_what_own_code_gets_wrong(simulated):
     """Two conversations in turn, several tokens behind a cache, and a cache that is used again."""
@@ -104,7 +105,7 @@ def test_what_own_code_gets_wrong(simulated):
     assert error.abs().max() > 0.01  # why this test is here
 
 
-@pytest.mark.slow("beams without a cache")
+@pytest.mark.sweep
 def test_generate_twice_and_beams(simulated):
     """Another prompt on the same model, and beams, whose states follow them: the oracle has no cache."""
     model, own = accelerated(), own_model().double()

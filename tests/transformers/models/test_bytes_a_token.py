@@ -264,7 +264,7 @@ def captured_bytes(simulated, model, context: int, monkeypatch) -> tuple[int, in
     return moved.total + moved_by(dispatches), held
 
 
-@pytest.mark.slow("contexts of two lengths, on the simulated GPU")
+@pytest.mark.sweep
 def test_a_longer_context_costs_a_captured_token_the_keys_of_pools(simulated, monkeypatch):
     text = "qwen4_exp_text"
     sizes = {"indexer_head_dim": 128, "indexer_compress_ratio": 4, "indexer_budget": 16}

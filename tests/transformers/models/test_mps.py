@@ -14,7 +14,7 @@ import torch_moe_mps
 
 transformers.logging.set_verbosity_error()
 
-pytestmark = pytest.mark.of_kernels  # test_families.py and test_quantized.py show the same on the CPU
+pytestmark = pytest.mark.on("mps")  # test_families.py and test_quantized.py show the same on the CPU
 
 # Architecture -> the operator that routes in it.
 ROUTERS = {

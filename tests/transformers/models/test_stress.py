@@ -94,8 +94,7 @@ def check(device: str, count: int, rounds: int, quantised: bool = False) -> None
 
 
 @pytest.mark.slow("eight threads generate")
-@pytest.mark.one_schedule
-@pytest.mark.of_kernels  # which threads share, beside all that they share on the CPU
+@pytest.mark.on("mps")  # which threads share, beside all that they share on the CPU
 @pytest.mark.parametrize("count", [3, pytest.param(1, marks=pytest.mark.sweep)])
 def test_threads_generate(device, count):
     check(device, count, 1)
