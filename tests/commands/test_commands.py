@@ -99,20 +99,20 @@ def test_mixed_recipe(checkpoint, tmp_path):
 def test_perplexity(checkpoint, tmp_path, capsys):
     """One table of several models; with --card what was measured stays with those that are ours."""
     text = tmp_path / "text.txt"
-    text.write_text(SAMPLE.read_text()[:150])
+    text.write_text(SAMPLE.read_text()[:70])
     new, mlx, found = (tmp_path / name for name in ("new", "mlx", "found.json"))
     assert run("convert", checkpoint, new, "--bits", 8, "--group-size", 32) == 0
     assert run("convert", checkpoint, mlx, "--bits", 3, "--group-size", 32, "--to", "mlx") == 0
-    arguments = [new, mlx, "--against", checkpoint, "--text", text, "--window", 64, "--device", "cpu"]
+    arguments = [new, mlx, "--against", checkpoint, "--text", text, "--window", 32, "--device", "cpu"]
     before = {file: file.read_bytes() for folder in (new, mlx, checkpoint) for file in folder.iterdir()}
     assert run("perplexity", *arguments) == 0
     assert {file: file.read_bytes() for file in before} == before
-    for more in (["--card"], ["--card", "--tokens", 50], ["--card", "--json", found]):
+    for more in (["--card"], ["--card", "--tokens", 40], ["--card", "--json", found]):
         capsys.readouterr()
         assert run("perplexity", *arguments, *more) == 0
     output, data = capsys.readouterr().out, json.loads(found.read_text())
     first, second = data["models"]
-    assert data["tokens"] == 150 and first["divergence"] < second["divergence"]
+    assert data["tokens"] == 70 and first["divergence"] < second["divergence"]
     lines = [line.split() for line in output.splitlines()]
     assert [str(checkpoint), f"{data['perplexity_of_other']:.4f}"] in lines
     assert first["divergence_error"] > 0 and first["standard_error"] > 0
@@ -121,13 +121,13 @@ def test_perplexity(checkpoint, tmp_path, capsys):
         divergence = f"{own['divergence']:.5f} ± {own['divergence_error']:.5f}"
         top = f"{100 * own['agreement']:.2f} %"
         assert [str(folder), *figures.split(), *divergence.split(), *top.split()] in lines
-        kept = "150 tokens of text.txt in windows of 64: "
+        kept = "70 tokens of text.txt in windows of 32: "
         kept += f"perplexity {figures} (dense has {data['perplexity_of_other']:.4f}), KL divergence from it "
         kept += f"{divergence} nats a token, equal top tokens {top}; "
         kept += f"torch-moe-mps {torch_moe_mps.__version__}"
         card = (folder / "README.md").read_text()
         assert card.count("\n- ") == 4 and card.endswith(f"\n- {kept}\n"), card  # two are tags
-        assert "\n- 50 tokens of text.txt in windows of 64: " in card and str(tmp_path) not in card
+        assert "\n- 40 tokens of text.txt in windows of 32: " in card and str(tmp_path) not in card
         if folder == new:
             report = str(torch_moe_mps.from_pretrained(str(new)).hf_quantizer.report)
             assert kept in report.splitlines() and len(report.splitlines()) == 2

@@ -109,7 +109,7 @@ def test_more_bits_are_refused(eight_bits, tmp_path, refused):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.slow("three conversions")
+@pytest.mark.sweep
 def test_types_that_mlx_does_not_have(tmp_path, refused):
     """Asked for, or stored: one line before anything is written; a recipe with a name has others for MLX."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 1, "num_experts": 2}

@@ -54,7 +54,10 @@ def test_beside(tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
-        ("llama", {"target_modules": ["q_proj", "v_proj", "down_proj"], **RANKS}),
+        pytest.param(
+            *("llama", {"target_modules": ["q_proj", "v_proj", "down_proj"], **RANKS}),
+            marks=pytest.mark.sweep,
+        ),
         (
             "qwen3_moe",
             {
@@ -63,7 +66,10 @@ def test_beside(tmp_path):
                 **RANKS,
             },
         ),
-        ("mixtral", {"target_modules": ["o_proj"], "target_parameters": ["experts.down_proj"]}),
+        pytest.param(
+            *("mixtral", {"target_modules": ["o_proj"], "target_parameters": ["experts.down_proj"]}),
+            marks=pytest.mark.sweep,
+        ),
         ("llama", {"target_modules": ["layers.1.self_attn.q_proj"]}),  # of one layer
     ],
 )

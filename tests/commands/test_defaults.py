@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from support.serving import client_of, said
+from support.sweep import in_sweep
 from tokenizers import processors
 
 import torch_moe_mps
@@ -50,10 +51,11 @@ def begins_with_a_token(folder) -> None:
     tokenizer.save_pretrained(folder)
 
 
+QUESTIONS = ("says nothing", "neutral values", "says a length", "counts the prompt", "without a template")
+
+
 @pytest.mark.slow("a model answers in four ways")
-@pytest.mark.parametrize(
-    "case", ["says nothing", "neutral values", "says a length", "counts the prompt", "without a template"]
-)
+@pytest.mark.parametrize("case", in_sweep(QUESTIONS, ("says nothing", "without a template")))
 def test_one_question_has_one_answer(case, printable, tmp_path, capsys, monkeypatch):
     settings = {
         "says nothing": {},

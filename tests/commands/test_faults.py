@@ -6,6 +6,7 @@ import openai
 import pytest
 from support import serving, tiny_models
 from support.serving import expected_text, said
+from support.sweep import in_sweep, rows_in_sweep
 
 from torch_moe_mps.commands import main
 from torch_moe_mps.serving.engine import Engine
@@ -19,9 +20,12 @@ def some_buffers(step: int):
     return zip(itertools.count(0, step), itertools.cycle(SAYS.items()))
 
 
+SERVED = ((Engine, False, ()), (Engine, True, ()), (OneByOne, True, ("--parallel", 1)))
+
+
 @pytest.mark.parametrize(
     ("kind", "streams", "options"),
-    [(Engine, False, ()), (Engine, True, ()), (OneByOne, True, ("--parallel", 1))],
+    rows_in_sweep(SERVED, SERVED[1:2]),
     ids=["side by side", "side by side, streamed", "one by one"],
 )
 def test_the_server_answers_the_next_request(checkpoint, simulated, kind, streams, options, monkeypatch):
@@ -78,15 +82,14 @@ def fails_at_each(simulated, step: int, run, failed) -> None:
         failed(code, says)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["generate", "--prompt", "hello", "--max-tokens", "3"],
-        ["perplexity", "--text", "{text}", "--window", "20"],
-        ["bench", "--prompt", "4", "--max-tokens", "2", "--turn", "2", "--repeats", "1", "--depth", "0"],
-    ],
-    ids=lambda command: command[0],
+LINES = (
+    ["generate", "--prompt", "hello", "--max-tokens", "3"],
+    ["perplexity", "--text", "{text}", "--window", "20"],
+    ["bench", "--prompt", "4", "--max-tokens", "2", "--turn", "2", "--repeats", "1", "--depth", "0"],
 )
+
+
+@pytest.mark.parametrize("command", in_sweep(LINES, LINES[:1]), ids=lambda command: command[0])
 def test_a_command_ends_with_one_line(checkpoint, simulated, tmp_path, capsys, command):
     text = tmp_path / "text"
     text.write_text("a text of letters")

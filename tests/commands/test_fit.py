@@ -12,7 +12,7 @@ from support import tiny_models
 from support.memory import Memory
 from support.models import stored
 from support.processes import REPOSITORY
-from support.sweep import covering
+from support.sweep import covering, in_sweep, rows_in_sweep
 
 import torch_moe_mps
 from torch_moe_mps import macs
@@ -341,9 +341,20 @@ def test_no_advice_for_other_machines(tmp_path, capfd, caplog):
     assert "causal_conv1d" not in capfd.readouterr().err + caplog.text
 
 
+OF_A_RUN = (
+    "qwen3_moe",
+    "gemma4",
+    "small gemma4",
+    "deepseek_v3",
+    "qwen3_next",
+    "qwen3_5",
+    "glm5_next",
+    "qwen4_exp",
+)
+
+
 @pytest.mark.parametrize(
-    "architecture",
-    ["qwen3_moe", "gemma4", "small gemma4", "deepseek_v3", "qwen3_next", "qwen3_5", "glm5_next", "qwen4_exp"],
+    "architecture", in_sweep(OF_A_RUN, ("small gemma4", "deepseek_v3", "qwen3_next", "qwen4_exp"))
 )
 def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
     """At 1, 5 and 40 tokens; gemma4's sliding window is set to 16."""
@@ -370,9 +381,10 @@ def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
         assert nbytes <= found.at(tokens) <= nbytes + (window > 0) * nbytes / (window - 1)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "bits"), [("qwen3_moe", 4), ("qwen3_moe", 8), ("qwen3_5", 4), ("gemma4", 4)]
-)
+LOADED = (("qwen3_moe", 4), ("qwen3_moe", 8), ("qwen3_5", 4), ("gemma4", 4))
+
+
+@pytest.mark.parametrize(("architecture", "bits"), rows_in_sweep(LOADED, LOADED[2:3]))
 def test_sizes_are_those_of_a_loaded_model(architecture, bits, tmp_path, capsys):
     """From a config alone, and from a checkpoint."""
     overrides = tiny_models.SMALL_GEMMA4 if architecture == "gemma4" else {}

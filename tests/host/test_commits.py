@@ -10,6 +10,7 @@ from simulator.apple.count import Limit
 from simulator.apple.facts import GPUS
 from simulator.apple.recorder import measure
 from support import tiny_models
+from support.sweep import rows_in_sweep
 
 import torch_moe_mps
 from torch_moe_mps._extension import COMMIT_BY_WORK, COMMIT_VARIABLE, _commit_interval
@@ -142,20 +143,20 @@ def of_heads(tokens: int, transposed: bool):
     return OPS.heads_quantized(x, *_matrices(32, 192, 512), transposed=transposed)
 
 
-@pytest.mark.parametrize(
-    ("call", "sizes"),
-    [
-        (recurrence, (32, 16, 32)),
-        (of_heads, (64, True)),
-        (of_heads, (64, False)),
-        (linear, (256, 4096, 4096)),
-        (mlp, (256, 2048, 4096)),
-        (experts, (512, 32, 8, 2048, 768)),
-        (attention, (256, 2048, 32, 8)),
-        (attention, (64, 4096, 32, 8)),
-        (linear, (1, 4096, 4096)),
-    ],
+ESTIMATED = (
+    (recurrence, (32, 16, 32)),
+    (of_heads, (64, True)),
+    (of_heads, (64, False)),
+    (linear, (256, 4096, 4096)),
+    (mlp, (256, 2048, 4096)),
+    (experts, (512, 32, 8, 2048, 768)),
+    (attention, (256, 2048, 32, 8)),
+    (attention, (64, 4096, 32, 8)),
+    (linear, (1, 4096, 4096)),
 )
+
+
+@pytest.mark.parametrize(("call", "sizes"), rows_in_sweep(ESTIMATED, (ESTIMATED[0], ESTIMATED[5])))
 def test_estimates_are_what_the_cost_model_says(every, base_m1, call, sizes):
     """A tenth less at the least, on the slowest GPU."""
     every(0)

@@ -27,6 +27,7 @@ def check(tmp_path):
     return run
 
 
+@pytest.mark.sweep
 def test_the_package():
     result = macos.check(macos.DEFAULT)
     assert result.faults == []

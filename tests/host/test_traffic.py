@@ -11,7 +11,7 @@ from support.gguf_blocks import random_blocks
 from support.on_mps import INT4, matrix, tensor, warnings_of_operators
 from support.oracles_experts import numbers_of
 from support.quantized_layers import GGUF_FORMATS, place, random_quantized
-from support.sweep import in_sweep
+from support.sweep import covering, in_sweep
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -185,7 +185,7 @@ OF_GROUPS = [*itertools.product(OTHER_GROUPS, [(8, 384, 6), (8, 384, 11)])]
 @pytest.mark.parametrize(
     "format, shape",
     [
-        *itertools.product(FORMATS, SHAPES),
+        *covering(FORMATS, SHAPES),
         *(pytest.param(*case, marks=pytest.mark.sweep) for case in OF_GROUPS[1:]),
         OF_GROUPS[0],
     ],
@@ -203,16 +203,16 @@ def test_decode_reads_each_expert_once(simulated, format, shape):
             layer.check_read(dispatch, parts, len(ids.unique()), readings)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "kernel", "pairs"),
-    [(12, "gemm8", 8), (24, "gemm8", 8), (25, "gemm32", 32), (70, "gemm32", 32)],
-)
-@pytest.mark.parametrize("format", FORMATS)
-def test_prefill_reads_a_weight_tile_once_per_tile_of_pairs(simulated, format, tokens, kernel, pairs):
+TILES = ((12, "gemm8", 8), (24, "gemm8", 8), (25, "gemm32", 32), (70, "gemm32", 32))
+
+
+@pytest.mark.parametrize(("format", "tile"), covering(FORMATS, TILES))
+def test_prefill_reads_a_weight_tile_once_per_tile_of_pairs(simulated, format, tile):
     """And launches as many threadgroups as there are tiles, even when all tokens choose one expert.
 
     Matrix products begin with six pairs an expert; with more than twelve the tiles are long.
     """
+    tokens, kernel, pairs = tile
     layer = Layer(4, 128, 128, format)
     for ids in (ids_of(tokens, 2, 4), torch.full((tokens, 2), 2, dtype=torch.int32)):
         with simulated.counters() as dispatches:

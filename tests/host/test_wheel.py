@@ -36,6 +36,7 @@ def wheel(tmp_path_factory, extension) -> Path:
     return build_wheel.assemble(installed.wheel(tmp_path_factory), [extension, Path(other)], folder)
 
 
+@pytest.mark.sweep
 def test_the_wheel(wheel):
     build_wheel.check_wheel(wheel, MINORS)
     with zipfile.ZipFile(wheel) as archive:

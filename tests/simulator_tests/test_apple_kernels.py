@@ -574,7 +574,7 @@ def test_attention_of_one_token_waits_for_memory(simulated, shape):
 
 
 # Of always, and the other groups in the sweep.
-ALWAYS = ("norms", "rope", "sampling", "pointwise", "int4")
+ALWAYS = ("norms", "int4")
 FORMATS = {"mlx": ("affine", "mx", "nv"), "gguf_blocks": ("q",), "gguf_points": ("iq", "tq")}
 
 
