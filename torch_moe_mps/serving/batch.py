@@ -459,8 +459,9 @@ class Batch:
     def _begin_guesses(self, answer: _Answer) -> None:
         if self.guesses is None:
             return
-        if (reason := self._rows.forgets) is not None:
-            self.guesses.give_up(reason)
+        if reads_whole(self.model):
+            kind = type(self.model).__name__
+            self.guesses.give_up(f"{kind} does not read several tokens behind a cache rightly")
             self.guesses = None
             return
         self.guesses.width.begin()
@@ -483,6 +484,8 @@ class Batch:
             if not self.answers:
                 return None
         rows, ahead, room = self._rows_to_guess(0)
+        if self._rows.are_states and min(ahead) > 0:
+            return [[] for _ in rows]  # these are right, so that they stay in the states
         found = guesses.guess(rows, ahead, room)
         return [[] for _ in rows] if found is None and any(ahead) else found
 
@@ -498,7 +501,7 @@ class Batch:
         """Computes some tokens of each answer together: those that are known, and guesses behind them.
 
         All rows move on by as many tokens as are right in each. What is right in one beyond them stays known,
-        and is computed again.
+        and is computed again. Where states hold all tokens, they move on by all or none.
         """
         assert self.guesses is not None
         started, answers = time.perf_counter(), [*self.answers]
@@ -513,6 +516,8 @@ class Batch:
             self._make_room(len(rows), 0, 0)
         ids = torch.tensor([own + own[-1:] * (tokens - len(own)) for own in inputs]).to(self.model.device)
         others = self._rows.arguments(tokens)  # may move the cache
+        if self._rows.are_states and tokens > min(known):
+            self._rows.hold()
         out = self._called(self._rows.cache, input_ids=ids, **others)
         firsts = self._rows.lengths
         self._rows.advance(tokens)
@@ -527,7 +532,9 @@ class Batch:
         given = [len(answer.tokens) - count for answer, count in zip(answers, before, strict=True)]
         right = (count + max(0, new - 1) for count, new in zip(known, given, strict=True))
         wrong = tokens - min(tokens, *right)
-        self._rows.take_back(wrong)
+        if wrong > 0:
+            wrong = tokens if self._rows.are_states else wrong
+            self._rows.take_back(wrong)
         self._computed(answers, firsts, out, wrong)
         self.guesses.verified(rows, counts, guesses)
         seconds = self.guesses.seconds + time.perf_counter() - started

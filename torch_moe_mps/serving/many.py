@@ -57,8 +57,8 @@ def generate_batch(
             has for it, a small model of the same vocabulary generates them, an object with `guess(rows)` and
             `accepted(rows, counts)` knows them (`serving/guesses/source.py`). As many are guessed as the
             times of steps show to pay. Answers are those without guesses, drawn ones with a seed, too, up to
-            rounding: kernels for several tokens add in another order. Of models with recurrent states none
-            are guessed, and a line of the log says so.
+            rounding: kernels for several tokens add in another order. Of models whose conversations take
+            turns, or that read a prompt in one call, none are guessed, and a line of the log says so.
         guess_width: tokens that are guessed for a row, from 1 to 7; None leaves it to the times.
         progress: show a bar of the answers, where tqdm is installed.
 

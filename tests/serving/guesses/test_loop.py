@@ -16,12 +16,13 @@ import torch_moe_mps
 from torch_moe_mps.serving.choosing import Chooser
 from torch_moe_mps.serving.guesses.verify import verified
 from torch_moe_mps.serving.job import Job
+from torch_moe_mps.transformers.caches.rows import Rows
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
 
 OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}  # no logits of text
 ARCHITECTURES = sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - OTHERS)
-OFTEN = ("gpt_oss",)  # windows and sinks
+OFTEN = ("gpt_oss", "qwen3_next")  # windows and sinks; recurrent states
 
 
 @functools.cache
@@ -45,23 +46,22 @@ def compared(model, configs, most=1, width=3, **options) -> Answered:
     return found
 
 
-@pytest.mark.slow("twice three answers")
+@pytest.mark.slow("twice three answers of two models")
 @pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, OFTEN))
 def test_answers_are_those_without_guesses(architecture):
-    """Likeliest and drawn, alone and beside others that join and leave; where states hold all tokens, nothing
-    is guessed.
-    """
+    """Likeliest and drawn, alone and beside others that join and leave."""
     model = model_of(architecture)
     model.generation_config.eos_token_id = None  # some of these have one beyond their vocabulary
     configs = [settings(10), settings(15, do_sample=True, temperature=1.5), settings(20)]
     found = compared(model, configs, most=2, width=5, seeds=[1, 2, 3])
     if architecture in OFTEN:
-        assert found.batch.guesses.accepted > 10 and found.steps < 0.85 * found.plain.steps
+        assert found.batch.guesses.accepted > 8 and found.steps < 0.85 * found.plain.steps
 
 
-def test_answers_end_inside_of_guesses():
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
+def test_answers_end_inside_of_guesses(architecture):
     """By a token, by what takes them, and by their length; the turn behind goes on from what is kept."""
-    model, many = model_of(), prompts(1)
+    model, many = model_of(architecture), prompts(1)
     (whole,) = Answered(model, many, [settings(12)]).answers
     for new, more, until in (
         (12, {"eos_token_id": whole[5]}, lambda tokens: False),
@@ -127,14 +127,27 @@ def test_one_capture_more(monkeypatch):
     assert len(alone) == 1 and len(captures_of(model).programs) == 2
 
 
-def test_states_that_hold_all_tokens_are_named(caplog):
-    model, many = model_of("qwen3_next"), prompts(2)
+def test_states_are_copied_for_guesses_alone(monkeypatch):
+    """Once a step, where it has guesses behind what is known; their tokens stay if all are right."""
+    model, many, copies = model_of("qwen3_next"), prompts(1), []
+    (answer,) = Answered(model, many, [settings(13)]).answers
+    hold, take_back = Rows.hold, Rows.take_back
+    monkeypatch.setattr(Rows, "hold", lambda rows: copies.append("held") or hold(rows))
+    monkeypatch.setattr(Rows, "take_back", lambda rows, n: copies.append(n) or take_back(rows, n))
+    for right, expected in ((1.0, ["held"] * 3), (0.0, ["held", 4] * 5)):
+        copies.clear()
+        source = Partly(many, [answer], right)
+        source.chance.randint = lambda least, most: most
+        assert Answered(model, many, [settings(13)], source, width=3).answers == [answer]
+        assert copies[: len(expected)] == expected and len(copies) <= len(expected) + 2
+
+
+def test_a_model_that_reads_prompts_whole_is_named(caplog):
+    model, many = model_of("jamba"), prompts(2)
     with caplog.at_level(logging.WARNING, "torch_moe_mps"):
         found = Answered(model, many, [settings(4)] * 2, Partly(many, [[1], [1]]))
     (line,) = [record.getMessage() for record in caplog.records if "guessed" in record.getMessage()]
-    assert line.endswith(
-        "no tokens are guessed any more: a LinearAttentionLayer has states that hold all tokens"
-    )
+    assert line.endswith("any more: JambaForCausalLM does not read several tokens behind a cache rightly")
     assert found.reasons == ["length"] * 2
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...transformers.caches.prompt_cache import new_cache, reads_whole
-from ...transformers.caches.rows import NotJoinable, Rows
+from ...transformers.caches.rows import NotJoinable, Rows, forgetting
 from ...transformers.upstream.calls import cache_among, cache_argument
 from ..prompts import Kept, Prompts, pauses
 from .source import Row
@@ -82,7 +82,7 @@ class Draft:
             rows.join(kept.cache)
         except NotJoinable as error:
             raise ValueError(f"the draft cannot be cut: {error}") from None
-        if (reason := rows.forgets) is not None:
+        if (reason := forgetting(kept.cache)) is not None:
             raise ValueError(f"the draft cannot be cut: {reason}")
         return _Cached(rows, row.tokens[: len(kept.ids)])
 

@@ -52,7 +52,10 @@ class Rows:
     Attributes:
         cache: of all rows; None without any.
         lengths: how many tokens each row has.
+        are_states: layers have states that hold all tokens, such as recurrent ones.
     """
+
+    are_states = False
 
     def __init__(self, model: PreTrainedModel):
         self.cache: DynamicCache | None = None
@@ -66,6 +69,7 @@ class Rows:
         self._context = max(getattr(config, "max_position_embeddings", None) or 0, _LEAST_CONTEXT)
         self._shown = self._range = self._positions = torch.empty(0, device=self._device)
         self._left = 0  # steps until a layer has no room for a token
+        self._held: list[dict[Name, Tensor]] = []  # copies of states, by layer
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -170,17 +174,26 @@ class Rows:
         self._positions = self._positions + tokens
         self._left -= tokens
 
-    @property
-    def forgets(self) -> str | None:
-        """Why no token can be taken back, for a person; None where keys and values stay in memory."""
-        return None if self.cache is None else forgetting(self.cache)
+    def hold(self) -> None:
+        """Copies states that hold all tokens, so that all tokens behind these can be taken back together."""
+        assert self.cache is not None
+        self._held = [
+            {n: state.clone() for n, state in _states(layer).items()} for layer in self.cache.layers
+        ]
 
     def take_back(self, tokens: int) -> None:
-        """Undoes the last tokens of each row, for which there was room: the others are as they were."""
+        """Undoes the last tokens of each row, for which there was room: the others are as they were.
+
+        Where there are states that hold all tokens, these are all tokens since `hold`.
+        """
         assert self.cache is not None
         self.advance(-tokens)
         for layer in self.cache.layers:
             take_back(layer, tokens, self.end)
+        for layer, held in zip(self.cache.layers, self._held, strict=False):
+            for name, state in _states(layer).items():
+                state.copy_(held[name])
+        self._held = []
 
     def _changed(self) -> None:
         """Makes the masks and positions of other rows, on the device: between such changes none is copied."""
@@ -191,6 +204,7 @@ class Rows:
         self._range = ranges.to(self._device)
         self._positions = torch.tensor(positions).to(self._device)
         self._left = min((_room(layer) for layer in self.cache.layers), default=1)
+        self.are_states = any(map(_states, self.cache.layers))
         if len(self) > 1:  # one size for all, so that their strides stay
             while self._context < self.end + self._left:
                 self._context *= 2
