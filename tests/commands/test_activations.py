@@ -2,11 +2,14 @@
 
 import argparse
 import json
+import math
+import os
 
+import openai
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import trained, trained_models
+from support import serving, trained, trained_models
 from support.serving import chat_checkpoint
 from support.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
@@ -16,7 +19,9 @@ from torch_moe_mps.commands import main
 from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.commands.sources import load
 from torch_moe_mps.transformers.basics.wide_logits import wide_logits
+from torch_moe_mps.transformers.checkpoints import activations
 from torch_moe_mps.transformers.checkpoints.activations import largest
+from torch_moe_mps.transformers.checkpoints.ranges import MOST, Largest, remember, remembered
 
 
 def loaded(model, device: str, **own):
@@ -40,6 +45,12 @@ def with_factor(source, target, name: str, factor: float):
     return target
 
 
+@pytest.fixture(autouse=True)
+def own_cache_folder(tmp_path, monkeypatch):
+    """Nothing is remembered of other tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "model.layers.0.self_attn.o_proj.weight"
 
 
@@ -61,6 +72,89 @@ def test_a_model_runs_in_float16_up_to_half_of_its_range(
     assert loaded(folder, "mps").dtype == dtype
     line = next(x for x in capsys.readouterr().err.splitlines() if x.startswith("activations"))
     assert line.startswith(f"activations in {str(dtype).removeprefix('torch.')}: {why}")
+
+
+def activations_said(capsys) -> str:
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("activations")]
+    return line
+
+
+def test_a_range_is_measured_once(letters, tmp_path, monkeypatch, capsys):
+    """And anew for other weights."""
+    folder = with_factor(letters, tmp_path / "model", EMBEDDING, 1.0)
+    measured = []
+
+    def counted(model, ids):
+        measured.append(model)
+        return largest(model, ids)
+
+    monkeypatch.setattr(activations, "largest", counted)
+    model = loaded(folder, "mps")
+    first = activations_said(capsys)
+    assert model.hf_quantizer.report.activations == first and first in str(model.hf_quantizer.report)
+    assert loaded(folder, "mps").dtype == torch.float16 and activations_said(capsys) == first
+    assert len(measured) == 1
+    os.utime(folder / "model.safetensors", (1, 1))
+    assert loaded(folder, "mps").dtype == torch.float16 and len(measured) == 2
+
+
+def test_ranges_are_remembered_in_a_file_that_may_be_damaged(tmp_path):
+    file = tmp_path / "cache/torch_moe_mps/ranges.json"
+    for found in (Largest(2.5e4, 128), Largest(math.inf, 0)):
+        remember("a", found)
+        assert remembered("a") == found
+    for text in ("[1]", "{", '{"a": [1, 2, 3]}', '{"a": ["1", 2]}', '{"a": [1, null]}', '{"a": 1}'):
+        file.write_text(text)
+        assert remembered("a") is None
+    for number in range(MOST + 1):
+        remember(str(number), Largest(1.0, 1))
+    assert remembered("0") is None and remembered(str(MOST)) == Largest(1.0, 1)
+    file.unlink()
+    file.mkdir()
+    remember("a", Largest(1.0, 1))
+    assert remembered("a") is None and remembered(None) is None
+
+
+def with_a_token_that_overflows(source, target):
+    """A copy in which float16 suffices for all letters but "z", which the text does not have."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    output = model.get_parameter(OUTPUT).data
+    output.mul_(2e4 / (output.float().abs().sum(1).max().item()))
+    model.get_input_embeddings().weight.data[25] = 6.5e4
+    model.save_pretrained(target)
+    for file in source.glob("*token*"):
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("samples", [False, True])
+def test_behind_an_overflow_the_next_start_is_in_bfloat16(
+    samples, letters, tmp_path, capsys, refused, monkeypatch
+):
+    monkeypatch.setenv("MOE_MPS_CAPTURE", "1")
+    folder = with_a_token_that_overflows(letters, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": samples}))
+    options = ["generate", str(folder), "--raw", "--device", "mps", "--bits", "8", "--group-size", "32"]
+    options += ["--max-tokens", "4", "-p"]
+    line = refused(*options, "zzz", progress=True)
+    assert line.endswith("float16 is too small for its activations: start again, in bfloat16 then"), line
+    assert main([*options, "zzz"]) == 0
+    assert activations_said(capsys) == (
+        "activations in bfloat16: in float16 they overflowed in an answer before"
+    )
+
+
+def test_a_server_says_that_float16_overflows(letters, tmp_path, caplog):
+    """To the request whose answer it ends, and in its log; other answers go on."""
+    folder = with_a_token_that_overflows(letters, tmp_path / "model")
+    how = ("--device", "mps", "--bits", "8", "--group-size", "32")
+    with serving.client_of(folder, *how) as client:
+        with pytest.raises(openai.APIError, match="float16 is too small for its activations"):
+            client.completions.create(model="model", prompt="zzz", max_tokens=4)
+        assert (
+            client.completions.create(model="model", prompt="abc", max_tokens=4).usage.completion_tokens == 4
+        )
+    assert "float16 is too small for its activations" in caplog.text
 
 
 def test_on_a_cpu_activations_are_in_float32(letters, capsys):

@@ -68,7 +68,9 @@ def _measured(
     options: argparse.Namespace, source: str, device: str, pieces: list[Tensor], folder: Path | None
 ) -> "Means":
     model = with_adapter(options, load_stored(options, source, device))
-    return measure(WithQuantizedCache(model) if options.kv_bits == CACHE_BITS else model, pieces, folder)
+    result = measure(WithQuantizedCache(model) if options.kv_bits == CACHE_BITS else model, pieces, folder)
+    result.dtype = str(model.dtype).removeprefix("torch.")
+    return result
 
 
 def _table(options: argparse.Namespace, found: list["Means"]) -> list[tuple[str, ...]]:
@@ -92,7 +94,7 @@ def _kept(options: argparse.Namespace, tokens: int, means: "Means") -> tuple[str
         figures += f" ({other} has {_exp(means.other):.4f}), KL divergence from it {divergence} nats a token"
         figures += f", equal top tokens {top}"
     about = f"{tokens} tokens of {text} in windows of {options.window}{cache}"
-    return about, f"{figures}; torch-moe-mps {__version__}"
+    return about, f"{figures}; activations in {means.dtype}, torch-moe-mps {__version__}"
 
 
 def _as_json(options: argparse.Namespace, tokens: int, found: list["Means"]) -> dict[str, Any]:
@@ -125,6 +127,7 @@ class Means:
         agreement: the share of tokens where both have the same likeliest one.
         rest: the other's probability of the tokens that count as one class.
         loss_error, divergence_error: standard errors of these means, as if tokens were independent.
+        dtype: of the model's activations.
     """
 
     loss: float = 0.0
@@ -134,6 +137,7 @@ class Means:
     rest: float = 0.0
     loss_error: float = 0.0
     divergence_error: float = 0.0
+    dtype: str = ""
 
     def figures(self) -> tuple[str, str, str]:
         """Perplexity, divergence and agreement, as they are shown."""

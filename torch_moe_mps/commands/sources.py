@@ -171,8 +171,8 @@ def load_stored(
 ) -> Any:
     """The model in a folder; `asked` are more arguments of from_pretrained.
 
-    Unless --dtype says it, stderr has which activations go with quantised weights, and why. Under torchrun,
-    the layers are spread over all processes.
+    Unless --dtype says it, stderr and the report have which activations go with quantised weights, and why.
+    Under torchrun, the layers are spread over all processes.
     """
     asked |= {"device_map": device, **loading_options(options)}
 
@@ -185,6 +185,10 @@ def load_stored(
     quantises = asked.get("bits") is not None
     source = Source(folder, loading_options(options))
     model, activations = load_in_best(source, quantises, device, loaded)
-    if activations.dtype is not None and not _is_quiet(options):
-        print(activations, file=sys.stderr, flush=True)
+    if activations.dtype is not None:
+        report = getattr(getattr(model, "hf_quantizer", None), "report", None)
+        if report is not None:
+            report.activations = str(activations)
+        if not _is_quiet(options):
+            print(activations, file=sys.stderr, flush=True)
     return model

@@ -11,15 +11,11 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from ..ops._checks import ACTIVATION_DTYPES
 from ..ops.sampling import MAX_VOCABULARY, sample_
+from ..transformers.basics.overflow import can_be_chosen, no_distribution
 from ..transformers.basics.self_check_state import refused
 from ..transformers.modules.sampling import OPERATOR, Sampling
 from .job import Job, as_errors
 from .stand_in import in_order
-
-_NO_DISTRIBUTION = (
-    "moe_mps::sample_: logits must be finite or -inf, and not all -inf, to draw a token, "
-    "got NaN, +inf or -inf alone: the answer ends there"
-)
 
 
 class Chooser:
@@ -29,6 +25,7 @@ class Chooser:
         model: whose generation config completes the job's.
 
     Attributes:
+        model: the same.
         sampling: the processors of its logits.
         generator: of the drawn tokens; None where the job has no seed.
         ends: the tokens that end the answer.
@@ -59,6 +56,7 @@ class Chooser:
         self._states: list[Tensor] | None = None  # the generator's, before draws that may be undone
         # Its prompt and its answer for processors, [1, T], on the device: a copy, which they may change.
         self.ids = ids.to(device, copy=True) if self.sampling.others else None
+        self.model = model
 
     @property
     def is_late(self) -> bool:
@@ -131,12 +129,14 @@ class Chosen:
         tokens: [B].
         invalid: [B], not 0 where the logits had no distribution.
         errors: {row: what its processors raised}.
+        model: whose logits they were.
 
     Attributes:
         rows: which of the rows that were chosen for are left, in the order of their answers.
     """
 
-    def __init__(self, tokens: Tensor, invalid: Tensor, errors: dict[int, Exception]):
+    def __init__(self, tokens: Tensor, invalid: Tensor, errors: dict[int, Exception], model: Any):
+        self._model = model
         self.rows = [*range(len(tokens))]
         self._tokens, self._errors = tokens, errors
         self._copies = [_begun_copy(item) for item in (tokens, invalid)]
@@ -161,7 +161,7 @@ class Chosen:
             self._copied.synchronize()
         tokens, wrong = (copy.tolist() for copy in self._copies)
         read: dict[int, int | Exception] = dict(enumerate(tokens))
-        read |= {row: RuntimeError(_NO_DISTRIBUTION) for row, is_wrong in enumerate(wrong) if is_wrong}
+        read |= {row: no_distribution(self._model) for row, is_wrong in enumerate(wrong) if is_wrong}
         read |= self._errors
         return [read[row] for row in self.rows]
 
@@ -213,7 +213,7 @@ def choose(choosers: Sequence[Chooser], logits: Tensor) -> Chosen:
         tokens, invalid = (torch.cat(each)[back] for each in zip(*made, strict=True))
     for row, chooser in enumerate(choosers):
         chooser.take(tokens[row : row + 1])
-    return Chosen(tokens, invalid, errors)
+    return Chosen(tokens, invalid, errors, choosers[0].model)
 
 
 def _of_kind(choosers: list[Chooser], scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,8 +222,7 @@ def _of_kind(choosers: list[Chooser], scores: Tensor) -> tuple[Tensor, Tensor]:
     if not sampling.draws:
         scores = sampling.known(None, scores.float()) if sampling.known else scores
         likeliest = scores.max(-1)
-        least = torch.finfo(scores.dtype).min  # unlike -inf and NaN, which no token has
-        return likeliest.indices, likeliest.values != likeliest.values.clamp_min(least)
+        return likeliest.indices, ~can_be_chosen(likeliest.values)
     draws = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
     if all(chooser.generator is None for chooser in choosers):
         draws.exponential_()

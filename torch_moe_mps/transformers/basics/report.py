@@ -39,6 +39,7 @@ class QuantizationReport:
         bytes_before, bytes_after: bytes of weights that decoding one token reads.
         importance: by what errors were weighed; None for MLX's rule.
         measured: {what was measured of a checkpoint as it is: figures}, by `torch-moe-mps perplexity`.
+        activations: the dtype of activations beside the weights, and why; None where the caller said it.
     """
 
     modules: dict[str, list[QuantizedProjection]] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class QuantizationReport:
     bytes_after: int = 0
     importance: str | None = None
     measured: Mapping[str, str] = field(default_factory=dict)
+    activations: str | None = None
 
     @property
     def dense_bytes(self) -> int:
@@ -79,6 +81,7 @@ class QuantizationReport:
         lines += [f"{about}: {figures}" for about, figures in self.measured.items()]
         if self.modules:
             weighed = [] if self.importance is None else [f"errors weighed by the {self.importance}"]
+            weighed += [] if self.activations is None else [self.activations]
             return "\n".join([*self._table(), *lines, *weighed, self.summary()])
         return "\n".join(lines) or "Nothing in this model can be quantised."
 

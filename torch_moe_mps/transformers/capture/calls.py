@@ -543,7 +543,7 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
         def sample(
             self: Any, ids: Tensor, *, logits_processor: Any, generation_config: Any, **kwargs: Any
         ) -> Any:
-            with sampling(logits_processor, generation_config, ids.device) as stands:
+            with sampling(logits_processor, generation_config, ids.device, self) as stands:
                 how = {"logits_processor": stands, "generation_config": generation_config}
                 return generates._sample(self, ids, **how, **kwargs)
 

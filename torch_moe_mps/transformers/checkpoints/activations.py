@@ -5,6 +5,9 @@ the largest number that leaves or enters any of its modules while it reads a tex
 few channels of the first token and of separators, and hardly depend on the text: SmolLM2 has 21,500 to 23,700
 over four texts, in 256 tokens as in 2048. So twice the largest one must be below the end.
 
+What was measured is remembered for the next start. So is an overflow that an answer meets all the same: the
+next start computes in bfloat16.
+
 A CPU computes in float32 whatever the activations are, so that 16 bits only cost conversions there.
 """
 
@@ -15,8 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..basics.overflow import watch
 from .calibration import AUTO, text_for, tokens_of_text
 from .quantize.weights import free
+from .ranges import Largest, key_of, remember, remembered
 from .source import Source
 
 MARGIN = 2
@@ -48,6 +53,10 @@ def load_in_best(
     known = _known(source, quantises, device)
     if known is not None:
         return load(known.dtype), known
+    key = key_of(source.path, source.gguf, quantises)
+    if (found := remembered(key)) is not None:
+        activations = _chosen(found)
+        return _watched(load(activations.dtype), key, activations), activations
     try:
         ids = _tokens(source)
     except (ValueError, OSError):
@@ -57,13 +66,36 @@ def load_in_best(
     except ValueError:  # bfloat16 raises it again, if it is about anything else
         return load(torch.bfloat16), Activations(torch.bfloat16, "weights that float16 does not hold")
     found = largest(model, ids)
-    limit = f"of {_END:,.0f}, while {found.tokens} tokens of a text are read"
-    if found.value * MARGIN <= _END:
-        return model, Activations(torch.float16, f"they reach {found.value:,.0f} {limit}")
+    remember(key, found)
+    activations = _chosen(found)
+    if activations.dtype == torch.float16:
+        return _watched(model, key, activations), activations
     del model
     free(torch.device(device))
+    return load(torch.bfloat16), activations
+
+
+def _chosen(found: Largest) -> Activations:
+    """float16 where a margin is left, else bfloat16."""
+    if found.tokens == 0:
+        return Activations(torch.bfloat16, "in float16 they overflowed in an answer before")
+    limit = f"of {_END:,.0f}, while {found.tokens} tokens of a text are read"
     reached = f"reach {found.value:,.0f}" if found.value < torch.inf else "overflow their end"
-    return load(torch.bfloat16), Activations(torch.bfloat16, f"in float16 they {reached} {limit}")
+    if found.value * MARGIN <= _END:
+        return Activations(torch.float16, f"they {reached} {limit}")
+    return Activations(torch.bfloat16, f"in float16 they {reached} {limit}")
+
+
+def _watched(model: Any, key: str | None, activations: Activations) -> Any:
+    """The model, whose next start is in bfloat16 behind an overflow in float16."""
+    if activations.dtype == torch.float16:
+
+        def on_overflow() -> str:
+            remember(key, Largest(torch.inf, 0))
+            return "float16 is too small for its activations: start again, in bfloat16 then"
+
+        watch(model, on_overflow)
+    return model
 
 
 def _known(source: Source, quantises: bool, device: str) -> Activations | None:
@@ -82,25 +114,18 @@ def _tokens(source: Source) -> Tensor:
     return tokens_of_text(source, text_for(AUTO))[: min(TOKENS, longest // 2)]
 
 
-class Largest(NamedTuple):
-    """The largest magnitude of a model's activations over so many tokens; infinite for NaN."""
-
-    value: float
-    tokens: int
-
-
 @torch.no_grad()
 def largest(model: nn.Module, ids: Tensor) -> Largest:
     """The largest number that a model's modules take or give while it reads tokens [T]."""
     device = next(model.parameters()).device
-    with _watched(model) as seen:
+    with _looked_at(model) as seen:
         model(input_ids=ids[None].to(device))
     value = float(torch.stack(seen).max()) if seen else 0.0
     return Largest(value if value == value else torch.inf, len(ids))
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module) -> Iterator[list[Tensor]]:
+def _looked_at(model: nn.Module) -> Iterator[list[Tensor]]:
     """A list that gets the largest magnitude of each call of a module but the output head, inside the block.
 
     A module with a hook runs its own code, so that what an operator would keep to itself is seen, too.

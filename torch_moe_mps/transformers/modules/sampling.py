@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.sampling import MAX_VOCABULARY, sample_
+from ..basics.overflow import can_be_chosen, is_watched, no_distribution
 from ..basics.scoped import having
 from ..basics.self_check_state import refused
 from ..upstream.generation import (
@@ -61,11 +62,13 @@ class Sampling:
         ends = end.flatten().tolist() if isinstance(end, Tensor) else end
         self.end = next(iter(ends), 0) if isinstance(ends, (list, tuple)) else ends or 0
         self._invalid: Tensor | None = None
+        self._last: Tensor | None = None  # logits
 
     def take(self, outputs: Any) -> None:
         """Has the logits of a model's last token read where they lie: transformers copies them to float32."""
         logits = outputs.get("logits")
         if type(logits) is Tensor and logits.shape[1:-1] == (1,) and logits.dtype in ACTIVATION_DTYPES:
+            self._last = logits
             outputs["logits"] = _Steps(self, logits)
 
     def __call__(self, input_ids: Tensor, scores: Any) -> Any:
@@ -97,13 +100,15 @@ class Sampling:
             return None
         return tuple((_KNOWN[type(item)], getattr(item, _KNOWN[type(item)])) for item in self.known)
 
-    def require_distributions(self) -> None:
-        """Raises: RuntimeError if a token had no distribution to be drawn from."""
-        if self._invalid is not None and self._invalid.any():
-            raise RuntimeError(
-                "moe_mps::sample_: logits must be finite or -inf, and not all -inf, to draw a token, "
-                "got NaN, +inf or -inf alone: the answer ends there"
-            )
+    def require_distributions(self, model: Any) -> None:
+        """Raises: RuntimeError if a token had no distribution to be drawn from, or if a greedy answer of a
+        model that is watched ends without one.
+        """
+        is_missing = self._invalid is not None and bool(self._invalid.any())
+        if not is_missing and self._last is not None and is_watched(model):
+            is_missing = not bool(can_be_chosen(self._last.amax(-1)).all())
+        if is_missing:
+            raise no_distribution(model)
 
 
 _CURRENT: ContextVar[Sampling | None] = ContextVar("moe_mps_sampling", default=None)
@@ -194,7 +199,7 @@ def current() -> Sampling | None:
 
 
 @contextlib.contextmanager
-def sampling(processors: Any, config: Any, device: torch.device) -> Iterator[Any]:
+def sampling(processors: Any, config: Any, device: torch.device, model: Any) -> Iterator[Any]:
     """Stand-in for the processors of logits inside the block.
 
     They are left as they are where transformers' own code draws the tokens: where scores are wanted, or the
@@ -210,4 +215,4 @@ def sampling(processors: Any, config: Any, device: torch.device) -> Iterator[Any
     stands = Sampling(processors, config)
     with having(_CURRENT, stands):
         yield stands
-    stands.require_distributions()
+    stands.require_distributions(model)

@@ -1,0 +1,73 @@
+"""Ranges of activations that were measured before, in the user's cache folder."""
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from ...selfcheck.machine import cache_folder
+
+MOST = 200  # models that are remembered; the first ones go
+_FILES = (".safetensors", ".bin", ".gguf", ".json")
+
+
+class Largest(NamedTuple):
+    """The largest magnitude of a model's activations over so many tokens; infinite for NaN."""
+
+    value: float
+    tokens: int
+
+
+def key_of(path: str, gguf: str | None, quantises: bool) -> str | None:
+    """Identifies the weights in a folder by their files' names, sizes and times; None for no folder here."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return None
+    files = [folder / gguf] if gguf is not None else sorted(folder.iterdir())
+    states = [(file.name, file.stat()) for file in files if file.suffix in _FILES and file.exists()]
+    parts = [str(folder.resolve()), str(quantises)]
+    parts += [f"{name} {state.st_size} {state.st_mtime_ns}" for name, state in states]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def remembered(key: str | None) -> Largest | None:
+    found = _kept().get(key) if key is not None else None
+    match found:
+        case [None, int(tokens)]:
+            return Largest(math.inf, tokens)
+        case [int() | float() as value, int(tokens)]:
+            return Largest(float(value), tokens)
+    return None
+
+
+def remember(key: str | None, largest: Largest) -> None:
+    """If the file cannot be written, the next process measures again."""
+    if key is None:
+        return
+    value = largest.value if math.isfinite(largest.value) else None
+    known = {name: kept for name, kept in _kept().items() if name != key}
+    known[key] = [value, largest.tokens]
+    try:
+        path = _file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(dict([*known.items()][-MOST:]), file)
+        os.replace(file.name, path)
+    except (OSError, RuntimeError):  # RuntimeError: no home directory
+        return
+
+
+def _file() -> Path:
+    return cache_folder() / "ranges.json"
+
+
+def _kept() -> dict:
+    """Contents of the file; nothing if it is missing or damaged."""
+    try:
+        kept = json.loads(_file().read_text())
+    except (OSError, RuntimeError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
