@@ -151,6 +151,7 @@ def test_messages_of_anthropics_client(here, of_anthropic):
         assert message.usage.cache_read_input_tokens == 5
         assert message.usage.input_tokens == len(prompt_ids(here, 0)) - 5
         assert message.usage.output_tokens > 40
+        assert message.usage.rejected_prediction_tokens == 0  # OpenAI's name
     counted = of_anthropic.messages.count_tokens(model="m", messages=said("hi"), tools=tools)
     assert counted.input_tokens == len(prompt_ids(here, 0))
 

@@ -13,6 +13,7 @@ from support.launches import Launches
 from transformers.generation import utils as generation
 
 from torch_moe_mps.commands import bench, main
+from torch_moe_mps.serving.guesses.width import Width
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 SIZES = ["--prompt", 6, "--max-tokens", 3, "--turn", 2, "--depth", "0,20", "--repeats", 2, "--device", "cpu"]
@@ -125,9 +126,11 @@ def test_an_interruption_keeps_what_was_measured(checkpoint, tmp_path, capsys, m
     assert [row["test"] for row in json.loads((tmp_path / "speed.json").read_text())["rows"]] == TESTS[:3]
 
 
+@pytest.mark.slow("answers with guesses and without, of two contexts")
 @pytest.mark.parametrize("way", ["draft", pytest.param("lookup", marks=pytest.mark.sweep)])
-def test_guessed_tokens_have_rows(way, checkpoint, tmp_path, capsys):
-    """The model as its own draft accepts all but the last guess."""
+def test_guessed_tokens_have_rows(way, checkpoint, tmp_path, capsys, monkeypatch):
+    """The model as its own draft accepts all guesses: 8 tokens behind the first, 4 in each step."""
+    monkeypatch.setattr("torch_moe_mps.serving.guesses.Width", lambda width: Width(3))
     with tiny_models.groups_of_32():
         tiny_models.tiny_model("qwen3_moe", head_dim=32, vocab_size=128).save_pretrained(checkpoint)
     add_tokenizer(checkpoint)
@@ -141,7 +144,10 @@ def test_guessed_tokens_have_rows(way, checkpoint, tmp_path, capsys):
     ]  # fmt: skip
     assert " guessed tokens accepted" in output
     found = [row for row in json.loads(file.read_text())["rows"] if "guessed" in row["test"]]
-    assert all(0.5 < row["accepted"] <= 1 for row in found) or way == "lookup"
+    assert len(found) == 2 and all(row["by_none"] > 0 and row["a_step"] >= 1 for row in found)
+    if way == "draft":
+        assert [(row["accepted"], row["a_step"], row["width"]) for row in found] == [(1.0, 4.0, 3.0)] * 2
+        assert output.count("of the speed without guesses, 4.00 tokens and 3.00 guesses a step") == 2
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,12 @@ def test_a_prediction_is_guessed_and_counted(checkpoint, monkeypatch):
             assert answer.choices[0].message.content == text
             shares.append(answer.usage.completion_tokens_details)
         assert all(shares[number].accepted_prediction_tokens >= 6 for number in (0, 2))
+        response = client.responses.create(
+            model="m", input="abcabcabcabcabc", temperature=0, max_output_tokens=20
+        )
+        shares.append(response.usage.output_tokens_details)
+        names = "accepted_prediction_tokens", "rejected_prediction_tokens"
+        assert sum(getattr(shares[-1], name) for name in names) > 0
         with urllib.request.urlopen(f"{str(client.base_url).removesuffix('/v1/')}/metrics") as shown:
             counted = sum(share.accepted_prediction_tokens for share in shares)
             assert f"moe_mps_accepted_guesses_total {counted}\n" in shown.read().decode()

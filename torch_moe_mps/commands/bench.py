@@ -20,22 +20,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from .._faults import synchronize
 from ..macs import this_mac
 from ..pipeline.torchrun import is_first_process, processes, sum_of_processes
 from ..selfcheck import tensor_units
+from ..serving.batch import Batch
 from ..serving.defaults import settings_of_draw
 from ..serving.generating import Generating
+from ..serving.guesses.guessing import Guessing
+from ..serving.job import Job
+from ..serving.prompts import Prompts
 from ..serving.speculation import Speculation
 from ..serving.stand_in import call_generate
 from ..transformers.capture.calls import tokens_of
 from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
 from ..transformers.upstream.calls import cache_among, cache_argument
+from .arguments import NO_GUESSES
 from .caches import KVCache, kv_cache
-from .guesses import speculation_of
+from .guesses import guesses_of, speculation_of
 from .perplexity import text_ids
 from .results import write_json
 from .sources import check_generates, context_of, folder_of, load, loading_options, skeleton_of, usable_device
@@ -55,6 +60,8 @@ class Timing:
         share: the rate of a generation over the bound that the memory's bandwidth sets, if that is known.
         memory: bytes that the device's driver has given to this process afterwards; on a CPU the peak.
         accepted: the share of guessed tokens that were accepted, with --guesses.
+        by_none, a_step, width: the rate by that of the same answer without guesses, tokens behind the first
+            by steps, and the mean number of guesses of a step, where the engine verifies them.
         launches, host: for one generated token, how many of this package's kernels and of torch's operators
             run (an operator launches one kernel or more) module by module, and the seconds until the host has
             issued them, as one call where tokens are captured; the GPU may finish later.
@@ -68,6 +75,9 @@ class Timing:
     share: float | None = None
     memory: int = 0
     accepted: float | None = None
+    by_none: float | None = None
+    a_step: float | None = None
+    width: float | None = None
     launches: int | None = None
     host: float | None = None
 
@@ -104,8 +114,14 @@ def run(options: argparse.Namespace) -> None:
     if bandwidth is not None:
         cache = kv_cache(skeleton_of(options, source)[1], options.kv_bits)
     bench = Bench(model, options, None if bandwidth is None else bandwidth * 1e9, cache)
-    bench.speculation = speculation_of(options, model, source, device)
-    if bench.speculation is not None:  # random tokens repeat nothing, and nobody guesses what follows them
+    if options.guesses not in (None, NO_GUESSES):
+        if processes() > 1:
+            bench.speculation = speculation_of(options, model, source, device)
+        else:
+            bench.guesses = guesses_of(options, model, source, device, bench.prompts)
+    if (
+        bench.speculation is not None or bench.guesses is not None
+    ):  # random tokens repeat nothing, and nobody guesses what follows them
         bench.use_text(text_ids(source, None, options.trust_remote_code)[0])
     size = f"{sum_of_processes(model, total_bytes(model)) / 1e9:.2f} GB"
     if processes() > 1:
@@ -122,8 +138,12 @@ def run(options: argparse.Namespace) -> None:
         bench.captured = tokens_of(model)()
         if bench.captured:
             print(f"\n{bench.captured}")
-        if bench.speculation is not None:
-            print(f"\n{bench.speculation}")
+        for guesses in filter(None, (bench.speculation, bench.guesses)):
+            print(f"\n{guesses}")
+        for row in rows:
+            if row.by_none is not None:
+                of_step = f"{row.a_step:.2f} tokens and {row.width:.2f} guesses a step"
+                print(f"{row.test}: {row.by_none:.2f} of the speed without guesses, {of_step}")
     finally:  # an interruption keeps what was measured
         if options.json and is_first_process():
             _write(options.json, rows, bench, model=options.model, size=size, device=chip)
@@ -178,6 +198,8 @@ class Bench:
         self.model, self.options, self.bandwidth, self.cache = model, options, bandwidth, cache
         self.device = torch.device(model.device)
         self.speculation: Speculation | None = None
+        self.guesses: Guessing | None = None
+        self.prompts = Prompts(1 << 62)  # all contexts: each is read once
         self.captured: str | None = None  # how the tokens ran
         self.weights = sum_of_processes(model, bytes_a_token(model))
         self.vocabulary = model.config.get_text_config().vocab_size
@@ -205,6 +227,8 @@ class Bench:
             yield self._generated(" sampled", cache, depth, **settings_of_draw(self.model))
             if self.speculation is not None:
                 yield self._guessing(self.speculation, cache, depth, name)
+            if self.guesses is not None:
+                yield self._verifying(self.guesses, depth, name)
             if depth:
                 turn = self.ids[:, depth : depth + options.turn]
                 times = [1e3 * s for s in self._repeated(cache, partial(self._read, turn))]
@@ -233,6 +257,22 @@ class Bench:
         row = self._rate(f"tg{tokens} guessed{name}", tokens, [max(s, 1e-9) for s in seconds], depth)
         guessed, accepted = speculation.guessed - before[0], speculation.accepted - before[1]
         row.accepted = accepted / guessed if guessed else None
+        return row
+
+    def _verifying(self, guesses: Guessing, depth: int, name: str) -> Timing:
+        """Greedy answers of the engine, without guesses and with as many as pay, in turn."""
+        ids, tokens = self.ids[:, : depth + self.options.prompt].cpu(), self.options.max_tokens
+        plain, found = list[_Answered](), list[_Answered]()
+        accepted, rejected = guesses.accepted, guesses.rejected
+        for _ in range(self.options.repeats + 1):  # the first ones warm up
+            plain.append(_Answered(self.model, self.prompts, None, ids, tokens))
+            found.append(_Answered(self.model, self.prompts, guesses, ids, tokens))
+        row = self._rate(f"tg{tokens} guessed{name}", tokens, [each.seconds for each in found[1:]], depth)
+        accepted, rejected = guesses.accepted - accepted, guesses.rejected - rejected
+        steps = sum(each.steps for each in found)
+        row.accepted = accepted / (accepted + rejected) if accepted + rejected else None
+        row.by_none = sum(each.seconds for each in plain[1:]) / sum(each.seconds for each in found[1:])
+        row.a_step, row.width = (tokens - 1) * len(found) / steps, (accepted + rejected) / steps
         return row
 
     def _context(self, depth: int) -> Any:
@@ -317,6 +357,34 @@ class Bench:
             return torch.mps.driver_allocated_memory()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+class _Answered:
+    """A greedy answer of the engine.
+
+    Attributes:
+        seconds: for as many tokens as asked for, at the rate of those behind the first.
+        steps: that gave its tokens behind the first, which the prompt's last piece gives.
+    """
+
+    def __init__(self, model: Any, prompts: Prompts, guesses: Guessing | None, ids: Tensor, tokens: int):
+        times: list[float] = []
+        reasons: list[Any] = []
+
+        def take(_: int) -> bool:
+            times.append(time.perf_counter())
+            return False
+
+        config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+        batch = Batch(model, prompts, 1, guesses=guesses)
+        batch.waiting.append(Job({"input_ids": ids}, config, take, reasons.append))
+        self.steps = 0
+        while batch.has_work:
+            batch.step()
+            self.steps += bool(times)
+        if isinstance(reasons[0], Exception):
+            raise reasons[0]
+        self.seconds = max(times[-1] - times[0], 1e-9) * tokens / max(len(times) - 1, 1)
 
 
 # Operators that compute nothing, although they are not views.

@@ -346,8 +346,8 @@ def _ending(answers: Answers) -> dict[str, Any]:
 
 
 def _usage(answers: Answers) -> dict[str, Any]:
-    """Tokens of the prompt that were kept are counted apart."""
-    return {
+    """Tokens of the prompt that were kept are counted apart. Guessed ones have OpenAI's names."""
+    return answers.guesses_form | {
         "input_tokens": answers.prompt_tokens - answers.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": answers.cached_tokens,

@@ -339,7 +339,7 @@ def _ending(answers: Answers, items: list[dict[str, Any]]) -> dict[str, Any]:
             "input_tokens": answers.prompt_tokens,
             "input_tokens_details": {"cached_tokens": answers.cached_tokens},
             "output_tokens": answers.tokens,
-            "output_tokens_details": {"reasoning_tokens": answers.reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": answers.reasoning_tokens} | answers.guesses_form,
             "total_tokens": answers.prompt_tokens + answers.tokens,
         },
     }

@@ -232,6 +232,8 @@ async function read(message, stream, show) {
         figures = count + " tokens" + (count > 1 && seconds > 0 ? ", " + ((count - 1) / seconds).toFixed(1) + " tokens/s" : "");
         message.figures = figures;
         figures += ", " + part.usage.prompt_tokens_details.cached_tokens + " of " + prompt + " tokens of the prompt were kept";
+        const { accepted_prediction_tokens: held, rejected_prediction_tokens: wrong } = part.usage.completion_tokens_details;
+        if (held + wrong) figures += ", " + held + " of " + (held + wrong) + " guessed tokens held";
       }
     }
     show();
