@@ -16,6 +16,7 @@ from support import tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
 from support.disk import files_of
 from support.processes import COMMAND, Forked, environment
+from support.sweep import in_sweep
 from tokenizers import decoders
 
 import torch_moe_mps
@@ -92,7 +93,7 @@ def draft(checkpoint, tmp_path):
     return tmp_path / "draft"
 
 
-@pytest.mark.parametrize("way", ["draft", "itself", "lookup"])
+@pytest.mark.parametrize("way", in_sweep(("draft", "itself", "lookup"), ("draft",)))
 def test_speculation_gives_the_same_text(way, checkpoint, draft, tmp_path, capsys):
     """Greedily; the model as its own draft guesses all tokens. With a prompt that is kept, too."""
     arguments = {
@@ -293,7 +294,9 @@ def test_a_pipe_that_is_closed_ends_it_quietly(checkpoint):
 
 @pytest.mark.slow("starts a process")
 @pytest.mark.skipif(sys.platform == "darwin", reason="torch has libgomp on Linux alone")
-@pytest.mark.parametrize("own, shown", [({}, "1000"), ({"GOMP_SPINCOUNT": "77"}, "77")])
+@pytest.mark.parametrize(
+    "own, shown", [({}, "1000"), pytest.param({"GOMP_SPINCOUNT": "77"}, "77", marks=pytest.mark.sweep)]
+)
 def test_waiting_threads_leave_the_cores_to_others(own, shown, checkpoint):
     """libgomp says at its start how long its threads spin; what a user has set stays."""
     variables = environment() | {"OMP_DISPLAY_ENV": "verbose"} | own

@@ -127,13 +127,17 @@ def test_what_is_wrong_is_one_line(agent, tmp_path, refused, monkeypatch):
         port = listener.getsockname()[1]
     error = refused("launch", "codex", "--port", port)
     assert error == f"no server answers at port {port}: name a MODEL, which one is started for"
+    (tmp_path / "bin" / "opencode").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    error = refused("launch", "opencode", tmp_path)
+    assert error == "opencode is not installed: `npm install -g opencode-ai` brings it"
+
+
+@pytest.mark.sweep
+def test_a_server_that_does_not_start_is_one_line(agent, tmp_path, refused, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
-    error = refused("launch", "codex", tmp_path / "model", "--port", port, progress=True)
+    error = refused("launch", "codex", tmp_path / "model", progress=True)
     assert error.startswith("the server has ended: ") and "error: " not in error
-    (tmp_path / "bin" / "opencode").unlink()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    error = refused("launch", "opencode", tmp_path / "model")
-    assert error == "opencode is not installed: `npm install -g opencode-ai` brings it"

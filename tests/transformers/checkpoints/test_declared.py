@@ -203,6 +203,7 @@ def check(make: Callable[[Path], None], folder: Path, every: bool, least: int) -
     assert_declared([*changes(folder, every)], of_changed, expected, 0.02, least)
 
 
+@pytest.mark.slow("a checkpoint is loaded for each change")
 @pytest.mark.parametrize("layout", in_sweep(LAYOUTS, ("gptq v2, asymmetric",)))
 def test_one_thing_changed(layout, tmp_path):
     check(LAYOUTS[layout], tmp_path, every=False, least=80)

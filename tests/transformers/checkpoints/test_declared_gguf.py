@@ -139,6 +139,7 @@ def check(architecture: str, folder: Path, every: bool, least: int) -> None:
     assert_declared(changes(tensors, keys, every), of_changed, expected, 1e-3, least)
 
 
+@pytest.mark.slow("a file is loaded for each change")
 @pytest.mark.parametrize("architecture", in_sweep((*FIRST_LOADER, *SECOND_LOADER), ("qwen3_moe",)))
 def test_one_thing_changed(architecture, tmp_path):
     check(architecture, tmp_path, every=False, least=40)
