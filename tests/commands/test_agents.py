@@ -76,7 +76,7 @@ def test_codex(here):
     """A call of its shell, and in the second turn the model reads the call and its output."""
     first, second = recorded("codex")
     call = '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "echo hello"}}\n</tool_call>'
-    here.says(call, "Done.", cached=9)
+    here.says(call, "Done.", cached=9, disk=4)
     status, text = post(here, first["path"], first["body"])
     events = events_of(text)
     assert status == 200 and [event["sequence_number"] for event in events] == [*range(len(events))]
@@ -86,7 +86,10 @@ def test_codex(here):
     ]  # fmt: skip
     (item,) = events[-1]["response"]["output"]
     assert (item["name"], json.loads(item["arguments"])) == ("exec_command", {"cmd": "echo hello"})
-    assert events[-1]["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 9}
+    assert events[-1]["response"]["usage"]["input_tokens_details"] == {
+        "cached_tokens": 9,
+        "disk_tokens": 4,
+    }
     prompt = here.generator.prompts[0]
     assert '"multi_agent_v1__spawn_agent"' in prompt and "web_search" not in prompt
     assert here.generator.jobs[0].config.max_new_tokens == 4096 - len(prompt_ids(here, 0))
@@ -104,7 +107,7 @@ def test_claude_code(here):
     """It sends a system message behind the user's, which some templates refuse."""
     first, second = recorded("claude_code")
     call = '<tool_call>\n{"name": "Bash", "arguments": {"command": "echo hello"}}\n</tool_call>'
-    here.says(THOUGHT + call, "Done.", cached=9)
+    here.says(THOUGHT + call, "Done.", cached=9, disk=4)
     status, text = post(here, f"{first['path']}?beta=true", first["body"])
     events = events_of(text)
     assert status == 200 and [event["type"] for event in events] == [
@@ -118,7 +121,7 @@ def test_claude_code(here):
     assert json.loads(deltas[-1]["partial_json"]) == {"command": "echo hello"}
     usage = events[-2]["usage"]
     assert events[-2]["delta"]["stop_reason"] == "tool_use" and usage["cache_read_input_tokens"] == 9
-    assert usage["input_tokens"] + 9 == len(prompt_ids(here, 0))
+    assert usage["input_tokens"] + 9 == len(prompt_ids(here, 0)) and usage["disk_tokens"] == 4
     events = events_of(post(here, second["path"], second["body"])[1])
     assert [e["delta"]["text"] for e in events if e.get("delta", {}).get("type") == "text_delta"] == [
         *"Done."

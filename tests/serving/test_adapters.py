@@ -8,7 +8,9 @@ from support.models import eager
 from transformers import GenerationConfig
 
 import torch_moe_mps
+from torch_moe_mps.serving import disk as disk_module
 from torch_moe_mps.serving.batch import Batch
+from torch_moe_mps.serving.disk import Disk
 from torch_moe_mps.serving.generating import Generating
 from torch_moe_mps.serving.job import Job
 from torch_moe_mps.serving.prompts import Prompts
@@ -88,3 +90,22 @@ def test_an_answer_that_began_with_another_adapter_is_not_kept():
         batch.step()
     right = in_a_batch(model, Prompts(1 << 30))
     assert in_a_batch(model, prompts) == right
+
+
+@pytest.mark.slow("answers with and without kept prompts, with five states of its adapters")
+def test_prompts_on_a_disk_are_those_of_the_active_adapter(tmp_path, monkeypatch):
+    """Behind a restart each state finds its own, and no other's: "b" and "b at another scale" are two."""
+    monkeypatch.setattr(disk_module, "BLOCK", 16)
+    adapted = with_two_adapters()
+    model = adapted.get_base_model()
+    states = ["b", "b at another scale", "none", "b again", "the first"]  # "b again" keeps the other scale
+    for begun in (True, False):
+        turned(adapted, 16.0)
+        for number, name in enumerate(states):
+            CHANGES[name](adapted)
+            disk = Disk(tmp_path, 1 << 30)
+            prompts = Prompts(1 << 30, disk=disk)
+            assert in_a_batch(model, prompts) == in_a_batch(model, Prompts(0)), name
+            prompts.write(model)
+            assert disk.hits == (number == 3 or not begun), name
+    assert len({path.name for path in tmp_path.iterdir() if path.is_dir()}) == 4

@@ -1,5 +1,6 @@
 """Prompts in a folder: written while others are answered, and read back behind a restart."""
 
+import errno
 import os
 import threading
 
@@ -99,6 +100,16 @@ def test_a_turn_behind_a_restart(architecture, how, tmp_path):
     assert torch.equal(generating.generate(input_ids=third, pad_token_id=0, **given), expected)
     assert generating.disk_tokens == third.shape[1] - 2
     generating.write()
+
+
+@pytest.mark.parametrize("tokens", [70, 64])
+def test_a_request_that_is_asked_again(tokens, tmp_path):
+    """As behind a kill: all but the last token comes from the disk, at the end of a block and elsewhere."""
+    model, first, again = model_of("qwen3_moe"), Asked(LONG[:, :tokens], 1), Asked(LONG[:, :tokens], 1)
+    answer(model, Disk(tmp_path, MEMORY), first)
+    answer(model, Disk(tmp_path, MEMORY), again)
+    assert again.job.disk_tokens == again.job.cached_tokens == tokens - 1
+    assert again.tokens == first.tokens == first.expected(model)
 
 
 def test_a_common_beginning_is_there_once(tmp_path):
@@ -205,18 +216,41 @@ def test_the_folder_is_bounded(tmp_path):
 
 
 def test_a_full_disk_fails_no_answer(tmp_path, monkeypatch, capsys):
+    """Nothing of ours is on it, so nothing can make room."""
     model = model_of("qwen3_moe")
 
     def full(*given):
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     disk = Disk(tmp_path, MEMORY)
-    monkeypatch.setattr(disk_module, "octets_of", full)
+    monkeypatch.setattr(Disk, "_write_file", full)
     asked = Asked(LONG)
     answer(model, disk, asked)
     assert asked.tokens == asked.expected(model)
     line = f"torch-moe-mps: prompts are not kept in {tmp_path} any more: [Errno 28] No space left on device\n"
     assert capsys.readouterr().err == line and not [*tmp_path.glob("*/*")]
+
+
+def test_a_disk_that_gets_full_keeps_the_last_prompts(tmp_path, monkeypatch, caplog, capsys):
+    """Old ones make room, as if the folder had been that small; what is in the way is no longer written."""
+    model, disk, own = model_of("qwen3_moe"), Disk(tmp_path, MEMORY), Disk._write_file
+    first, second = Asked(LONG), Asked(LONG.flip(1))
+    answer(model, disk, first)
+    room = int(disk.nbytes * 1.3)
+
+    def write(self, path, octets):
+        if sum(file.stat().st_size for file in tmp_path.glob("*/*")) + len(octets) > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        own(self, path, octets)
+
+    monkeypatch.setattr(Disk, "_write_file", write)
+    answer(model, disk := Disk(tmp_path, MEMORY), second)
+    files = [path.stat().st_size for path in tmp_path.glob("*/*")]
+    assert sum(files) == disk.nbytes <= disk.most <= room
+    again = Asked(turn(second, 5))
+    answer(model, Disk(tmp_path, MEMORY), again)
+    assert again.job.disk_tokens == 75 and again.tokens == again.expected(model)
+    assert "the disk is full" in caplog.text and capsys.readouterr().err == ""
 
 
 def test_folders_that_are_refused(tmp_path):

@@ -208,6 +208,66 @@ def test_a_fault_of_the_gpu_ends_all():
     assert good.reasons == beams.reasons == [fault]
 
 
+NO_MEMORY = "MPS backend out of memory (MPS allocated: 20.00 GB, max allowed: 22.90 GB)"
+
+
+def fails_once(batch: Batch, fits) -> None:
+    """Lets the first call of the model that fits fail behind its layers, which then have its tokens."""
+    own, left = batch._called, [1]
+
+    def called(cache, **inputs):
+        out = own(cache, **inputs)
+        if left[0] and fits(inputs["input_ids"]):
+            left[0] = 0
+            raise RuntimeError(NO_MEMORY)
+        return out
+
+    batch._called = called
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.slow("recurrent states"))],
+)
+@pytest.mark.parametrize("at", [2, 5])
+def test_a_step_without_memory_ends_the_answer_with_the_fewest_tokens(architecture, at):
+    """The others are read again, and go on; half of the kept prompts are given up."""
+    model, prompts = model_of(architecture), Prompts(MEMORY)
+    batch = Batch(model, prompts, 3)
+    run(batch, Asked(ids_of(4, 40), 2), Asked(ids_of(5, 40), 2))
+    first, drawn, last = Asked(ids_of(1, 5), 12), Asked(ids_of(2, 6), 12), Asked(ids_of(3, 9), 12)
+    for each in (drawn, twin := Asked(ids_of(2, 6), 12)):
+        each.job.seed, each.config.do_sample = 5, True
+    run(Batch(model, None, 1), twin)
+    fails_once(batch, lambda ids: len(ids) == 3 and len(last.tokens) == at)
+    run(batch, first, drawn, last)
+    assert [str(reason) for reason in last.reasons] == [NO_MEMORY] and len(last.tokens) == at
+    assert first.reasons == drawn.reasons == ["length"]
+    assert first.tokens == first.expected(model) and drawn.tokens == twin.tokens
+    assert [kept.ids[:40].tolist() for kept in prompts.kept].count(ids_of(4, 40)[0].tolist()) == 0
+    run(batch, late := Asked(ids_of(4, 41), 5))
+    assert late.tokens == late.expected(model)
+
+
+def test_a_prompt_without_memory_ends_alone():
+    good, bad, late = Asked(ids_of(1, 5), 9), Asked(ids_of(2, 16), 9), Asked(ids_of(2, 16), 5)
+    batch = Batch(model_of(), Prompts(MEMORY), 3)
+    fails_once(batch, lambda ids: ids.shape[1] == 16)
+    run(batch, good, bad, late)
+    assert str(bad.reasons[0]) == NO_MEMORY and bad.tokens == []
+    assert good.tokens == alone(1, 5, 9) and late.tokens == alone(2, 16, 5)
+
+
+def test_an_answer_alone_without_memory_ends_alone(monkeypatch):
+    good, bad, late = Asked(ids_of(1, 5), 9), Asked(ids_of(2, 6), 9), Asked(ids_of(2, 6), 5)
+    batch = Batch(model_of(), Prompts(MEMORY), 3)
+    monkeypatch.setattr(batch._rows, "join", lambda *given: _raise(rows.NotJoinable("it has none")))
+    fails_once(batch, lambda ids: len(bad.tokens) == 4 and ids[0].tolist() == bad.tokens[-1:])
+    run(batch, bad, good, late)
+    assert str(bad.reasons[0]) == NO_MEMORY and len(bad.tokens) == 4
+    assert good.tokens == alone(1, 5, 9) and late.tokens == alone(2, 6, 5)
+
+
 def test_one_by_one_an_end_that_raises_ends_no_thread():
     one = OneByOne(Generating(model_of()))
     bad, good = Asked(ids_of(2, 6), 3), Asked(ids_of(1, 5), 9)
@@ -228,7 +288,7 @@ def test_the_thread_of_an_engine_outlives_an_error_or_says_why_it_died(at, monke
     jobs[0].until = lambda token: began.set()
 
     def fails(*given):
-        raise MemoryError("of the host")
+        raise RuntimeError("of the host")
 
     engine.submit(jobs[0].job)
     assert began.wait(60)
@@ -244,7 +304,7 @@ def test_the_thread_of_an_engine_outlives_an_error_or_says_why_it_died(at, monke
     assert all(each.done.wait(60) for each in jobs[: 1 if at == "_end_cancelled" else 2])
     if at == "_end_cancelled":
         monkeypatch.undo()
-        assert isinstance(jobs[0].reasons[0], MemoryError) and engine.death is None
+        assert isinstance(jobs[0].reasons[0], RuntimeError) and engine.death is None
         jobs[1].job.cancel()
         assert jobs[1].done.wait(60) and futures[0].result(60) == 5
         engine.close()
@@ -254,7 +314,7 @@ def test_the_thread_of_an_engine_outlives_an_error_or_says_why_it_died(at, monke
     engine.submit(late.job)
     for each in (*jobs, late):
         assert [str(reason) for reason in each.reasons] == [str(engine.death)], each.reasons
-    assert "MemoryError: of the host" in str(engine.death)
+    assert "RuntimeError: of the host" in str(engine.death)
     assert engine.run(lambda: 5).exception(60) is engine.death
     assert futures[0].exception(60) in (None, engine.death)
     engine.close()

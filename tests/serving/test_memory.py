@@ -5,9 +5,10 @@ import threading
 import urllib.error
 import urllib.request
 
+import openai
 import pytest
 import torch
-from support import scripted, tiny_models
+from support import scripted, serving, tiny_models
 from support.models import eager
 from support.serving import said
 from transformers import GenerationConfig
@@ -138,8 +139,42 @@ def test_new_answers_wait_where_it_is_out_of_memory():
         assert got[0][0] == 200 and post(here, "/v1/chat/completions")[0] == 200
 
 
-def post(here, path: str) -> tuple[int, dict, str]:
-    content = json.dumps({"messages": said("a"), "max_tokens": 9}).encode()
+def test_a_context_is_no_longer_than_memory(monkeypatch, tmp_path, capsys):
+    """Of the 256 tokens that the model reads; the line at the door is one that agents know."""
+    checkpoint = serving.printable_checkpoint(tmp_path / "model")
+    model = serving.quantised(checkpoint)
+    token = model.config.num_hidden_layers * 2 * model.config.num_key_value_heads * 32 * 4  # bytes
+    memory = Memory(model)
+    room = memory.weights + memory.step + (256 + 150) * token  # a cache has room for more
+    monkeypatch.setattr("torch_moe_mps.serving.memory._OF_THE_MACHINE", room / machine_memory())
+    with serving.client_of(checkpoint, *serving.QUANTISED) as client:
+        (entry,) = client.models.list().data
+        most = entry.context_length
+        assert 16 <= most <= 150
+        with pytest.raises(openai.BadRequestError, match=f"maximum context length is {most} tokens") as error:
+            client.chat.completions.create(model="m", messages=said("a" * most))
+        assert error.value.code == "context_length_exceeded"
+        asked = {"model": "m", "messages": said("a" * (most - 3)), "temperature": 0}
+        assert client.chat.completions.create(**asked).usage.total_tokens <= most
+    assert f"at most {most} tokens, of 256 that the model reads" in capsys.readouterr().err
+
+
+def test_an_answer_without_memory_is_refused(monkeypatch):
+    """503 with Retry-After; streamed, its last event says so."""
+    with scripted.server() as here:
+        generator = here.says("ok")
+        error = RuntimeError("MPS backend out of memory (MPS allocated: 20.00 GB)")
+        monkeypatch.setattr(generator, "submit", lambda job: job.end(error))
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            status, headers, body = post(here, path)
+            assert status == 503 and headers["retry-after"] == "10"
+            assert "This machine is out of memory; ask again after 10 s." in body
+            status, _, body = post(here, path, stream=True)
+            assert status == 200 and "This machine is out of memory" in body.strip().split("\n\n")[-1]
+
+
+def post(here, path: str, **more: object) -> tuple[int, dict, str]:
+    content = json.dumps({"messages": said("a"), "max_tokens": 9, **more}).encode()
     try:
         with urllib.request.urlopen(urllib.request.Request(here.url + path, content), timeout=20) as answer:
             return answer.status, answer.headers, answer.read().decode()

@@ -44,7 +44,7 @@ class Scripted:
 
     Attributes:
         says: the texts; the last one again and again.
-        cached: tokens of each prompt that are said to be kept.
+        cached, of_disk: tokens of each prompt that are said to be kept, and how many of them on a disk.
         wait: called before a prompt is read.
         jobs, prompts: what was asked for.
     """
@@ -57,7 +57,7 @@ class Scripted:
 
     def clear(self) -> None:
         self.says: list[str] = [""]
-        self.cached = 0
+        self.cached = self.of_disk = 0
         self.wait: Callable[[Job], None] = lambda job: None
         self.jobs: list[Job] = []
         self.prompts: list[str] = []
@@ -71,7 +71,7 @@ class Scripted:
         threading.Thread(target=self._say, args=(job, text)).start()
 
     def _say(self, job: Job, text: str) -> None:
-        job.cached_tokens = self.cached
+        job.cached_tokens, job.disk_tokens = self.cached, self.of_disk
         self.wait(job)
         ids = self._tokenizer(text, add_special_tokens=False).input_ids
         for number, token in enumerate([*ids, self._tokenizer.eos_token_id]):
@@ -111,10 +111,10 @@ class Here:
     def __init__(self, url: str, generator: Scripted, served: Served):
         self.url, self.generator, self.served = url, generator, served
 
-    def says(self, *texts: str, cached: int = 0) -> Scripted:
+    def says(self, *texts: str, cached: int = 0, disk: int = 0) -> Scripted:
         """Lets the model say texts from now on."""
         self.generator.clear()
-        self.generator.says, self.generator.cached = [*texts], cached
+        self.generator.says, self.generator.cached, self.generator.of_disk = [*texts], cached, disk
         return self.generator
 
 

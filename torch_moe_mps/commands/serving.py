@@ -22,6 +22,7 @@ from ..serving.memory import MOST_ROWS, Memory
 from ..serving.one_by_one import OneByOne
 from ..serving.prompts import Prompts
 from ..serving.served import Served
+from .caches import kv_cache
 from .early import alone
 from .guesses import guesses_of, speculation_of
 from .interrupts import at_ctrl_c
@@ -32,6 +33,7 @@ from .sources import (
     load,
     name_of,
     positions_of_padding,
+    skeleton_of,
     tokenizer_of,
     usable_device,
     with_adapter,
@@ -55,15 +57,35 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
         if processes() > 1:  # all load at the same time
             model, encoder = _stage(options, folder, device), None
             stack.enter_context(model.pipeline.leading())
-            generator: Generator = OneByOne(model.pipeline.answering)
+            generator: Generator = OneByOne(model.pipeline.answering, Memory(model))
         else:
             model = with_adapter(options, load(options, folder, device))
             encoder = _encoder(options, model, processor, folder)
             generator = _generator(options, most, model, folder, device)
         stack.callback(_closed, generator)
         context, is_spread = context_of(model.config) - positions_of_padding(model), processes() > 1
+        if generator.memory is not None and not is_spread:
+            context = _context_in(generator.memory.free, context, options, folder, model)
         others = generator, media or Media(), is_spread, encoder
         yield Served(name_of(options), model, processor, context, *others)
+
+
+def _context_in(room: int, most: int, options: argparse.Namespace, folder: str, model: Any) -> int:
+    """How many tokens of a conversation fit into so many bytes, at most `most`; a line says where it is less.
+
+    Where not even one fits, the model answers all the same, as well as the system can.
+    """
+    cache = kv_cache(skeleton_of(options, folder)[1].to(model.dtype), options.kv_bits)
+    context = most if cache is None else cache.tokens_in(room, most)
+    if context == most:
+        return most
+    space = f"fit into the {room / 1e9:.1f} GB beside the model"
+    if context == 0:
+        print(f"No conversations {space}: it may be slow", file=sys.stderr)
+        return most
+    line = f"Conversations have at most {context:,} tokens, of {most:,} that the model reads: no more {space}"
+    print(line, file=sys.stderr)
+    return context
 
 
 def rows_of(options: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ from .completions import Completions
 from .device import Died
 from .embeddings import EMBEDDINGS, RERANK, Texts
 from .guard import REQUEST, Guard
-from .memory import RETRY_AFTER, Level
+from .memory import RETRY_AFTER, Level, is_out_of_memory
 from .messages import Messages, anthropic_error
 from .prompts import LONGEST
 from .protocol import Protocol, event, openai_error
@@ -197,8 +197,7 @@ class Server:
         """Raises: Refused while the system is so short of memory that one more answer might end all."""
         memory = self.served.generator.memory
         if memory is not None and memory.level is Level.CRITICAL:
-            message = f"This machine is out of memory; ask again after {RETRY_AFTER} s."
-            raise Refused(message, None, "out_of_memory", 503, RETRY_AFTER)
+            raise _no_memory()
 
     async def _on_reader(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
@@ -417,8 +416,16 @@ def refused_by(error: Exception) -> Refused:
         return Refused(first_line(error), None, "died", 503)
     if isinstance(error, ClientDisconnect):
         return Refused("The client has left.", None, None, 499)
+    if is_out_of_memory(error):
+        _say("%s", first_line(error))
+        return _no_memory()
     log.error("%s %s: %s", REQUEST.get(), type(error).__name__, first_line(error), exc_info=error)
     return Refused(f"{type(error).__name__}: {first_line(error)}", None, None, 500)
+
+
+def _no_memory() -> Refused:
+    message = f"This machine is out of memory; ask again after {RETRY_AFTER} s."
+    return Refused(message, None, "out_of_memory", 503, RETRY_AFTER)
 
 
 def refusal(path: str, refused: Refused) -> Response:

@@ -4,6 +4,7 @@ import functools
 import inspect
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from .guesses.guessing import Guessing
 from .guesses.source import Row
 from .guesses.verify import verified
 from .job import Job, Reason, prompt_length
+from .memory import is_out_of_memory
 from .one_by_one import generate_alone
 from .prompts import AT_ONCE, Images, Kept, Prompts, is_marked, mark, pauses
 from .ranges import check_job
@@ -70,6 +72,11 @@ class _Answer:
     def prompt(self) -> Tensor:
         return self.job.inputs["input_ids"]
 
+    @property
+    def ids(self) -> Tensor:
+        """The tokens [1, T] that are in the cache before the next step."""
+        return torch.cat((self.prompt, self.prompt.new_tensor([self.tokens[:-1]])), 1)
+
 
 class Batch:
     """The answers that a model generates together, on the thread that calls `step`.
@@ -80,7 +87,8 @@ class Batch:
 
     A row is an island: what raises in the settings, the prompt, the draw, the functions or the end of one
     answer ends that answer, with the error as its reason. A fault of the GPU ends all that have begun, and
-    so does what raises in a step of several.
+    so does what raises in a step of several. Where there is no memory for such a step, it ends the answer
+    with the fewest tokens, and the others are read again.
 
     Args:
         prompts: keeps what was computed; None keeps nothing.
@@ -121,6 +129,7 @@ class Batch:
         self._take_jobs, self._generated = take, list[Job]()  # by `generate`, which generates one at a time
         self._reasons = set[str]()  # said already: why answers are not generated together
         self._reading: _Answer | None = None
+        self._again: deque[_Answer] = deque()  # to be read again, behind a step without memory
         self._restoring: tuple[Job, Restoring | None] | None = None  # from a disk, for the next job
         self._rows = Rows(model)
         self._chosen: Chosen | None = None  # by the last step, which the host has not read
@@ -132,7 +141,7 @@ class Batch:
 
     @property
     def active(self) -> int:
-        return len(self.answers) + len(self.alone) + (self._reading is not None) + len(self._generated)
+        return len(self._begun) + len(self._generated)
 
     @property
     def has_work(self) -> bool:
@@ -145,7 +154,8 @@ class Batch:
 
     @property
     def _begun(self) -> list[_Answer]:
-        return [*self.answers, *self.alone, *([] if self._reading is None else [self._reading])]
+        reading = [] if self._reading is None else [self._reading]
+        return [*self.answers, *self.alone, *self._again, *reading]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -167,13 +177,17 @@ class Batch:
             if self.answers:
                 self._step()
             for answer in [*self.alone]:
-                self._step_alone(answer)
+                with self._island(answer.job):
+                    self._step_alone(answer)
             if self.answers or self.alone:
                 self._step_seconds = time.perf_counter() - started
         except torch.AcceleratorError:
             raise
         except Exception as error:  # all that is computed may be wrong
-            self._end_all(error)
+            if is_out_of_memory(error):
+                self._end_one(error)
+            else:
+                self._end_all(error)
 
     def end_all(self, reason: Reason | Exception = "cancelled") -> None:
         """Ends all answers, and what waits; what was computed is kept."""
@@ -181,6 +195,8 @@ class Batch:
             self._end(answer, reason)
         if self._reading is not None:
             self._stop_reading(reason)
+        while self._again:
+            self._again.popleft().job.end(reason)
         self._leave_restoring()
         while self.waiting:
             self.waiting.popleft().end(reason)
@@ -189,15 +205,46 @@ class Batch:
         """Ends all answers that have begun; their caches may be wrong."""
         begun = self._begun
         self.answers, self.alone, self._reading = [], [], None
+        self._again.clear()
         self._rows, self._chosen = Rows(self.model), None
         for answer in begun:
             answer.job.end(error)
+
+    def _end_one(self, error: Exception) -> None:
+        """Ends an answer of a step for which there was no memory; the others are read again.
+
+        Some of the layers may have computed the step: the caches of all are given up.
+        """
+        chosen, self._chosen = self._chosen, None
+        answers, self.answers, self._rows = self.answers, [], Rows(self.model)
+        self._gives_memory_back(error)
+        tokens = [] if chosen is None else chosen.read()
+        reasons = [self._give(answer, token) for answer, token in zip(answers, tokens, strict=False)]
+        for answer, reason in zip([*answers], reasons, strict=False):
+            if reason is not None:
+                answer.job.end(reason)
+                answers.remove(answer)
+        last = min(answers, key=lambda answer: len(answer.tokens), default=None)
+        for answer in answers:
+            if answer is last or answer.images is not None:
+                answer.job.end(error)
+            else:
+                self._again.append(answer)
+
+    def _gives_memory_back(self, error: Exception) -> None:
+        """Gives up what the step held that an error has ended, and half of the kept prompts."""
+        traceback.clear_frames(error.__traceback__)
+        if self.prompts is not None:
+            self.prompts.halve()
 
     def _end_cancelled(self) -> None:
         for answer in [item for item in (*self.answers, *self.alone) if item.job.is_cancelled]:
             self._end(answer, "cancelled")
         if self._reading is not None and self._reading.job.is_cancelled:
             self._stop_reading("cancelled")
+        for answer in [item for item in self._again if item.job.is_cancelled]:
+            self._again.remove(answer)
+            answer.job.end("cancelled")
         for job in [job for job in self.waiting if job.is_cancelled]:
             self.waiting.remove(job)
             if self._restoring is not None and self._restoring[0] is job:
@@ -207,6 +254,8 @@ class Batch:
     # Prompts
 
     def _read(self) -> None:
+        if self._reading is None and self._again:
+            self._reading = self._begun_again(self._again.popleft())
         job = self._next_job() if self._reading is None else None
         if job is not None and self._is_restored(job):
             self.waiting.remove(job)
@@ -227,7 +276,8 @@ class Batch:
                 self._join(answer)
         if logits is not None and self._reading is not None:
             self._reading = None
-            self._take(answer, *choose([answer.chooser], logits).read())
+            if not answer.tokens:
+                self._take(answer, *choose([answer.chooser], logits).read())
 
     @contextmanager
     def _island(self, job: Job) -> Iterator[None]:
@@ -237,6 +287,9 @@ class Batch:
         except Exception as error:
             if self._reading is not None and self._reading.job is job:
                 self._reading = None
+            self.alone = [answer for answer in self.alone if answer.job is not job]
+            if is_out_of_memory(error):
+                self._gives_memory_back(error)
             job.end(error)
             if isinstance(error, torch.AcceleratorError):
                 raise
@@ -330,24 +383,37 @@ class Batch:
         ids = inputs["input_ids"]
         images = images_of(self.model, inputs)
         is_kept = self.prompts is not None and not reads_whole(self.model) and can_be_kept(self.model, inputs)
+        kept, ends, whole = self._taken(ids, images, is_kept)
+        job.cached_tokens = len(kept.ids)
+        job.disk_tokens = min(job.disk_tokens, len(kept.ids))
+        self.cached_tokens += len(kept.ids)
+        self.read_tokens += ids.shape[1] - len(kept.ids)
+        chooser = Chooser(self.model, job)
+        job.tell(len(kept.ids), ids.shape[1])
+        row = None if self.guesses is None else Row(ids[0].tolist(), ids.shape[1], job.likely)
+        return _Answer(job, chooser, kept, is_kept, ends, whole, images, row=row)
+
+    def _begun_again(self, answer: _Answer) -> _Answer:
+        """An answer whose tokens so far are read as a prompt."""
+        answer.kept, answer.ends, answer.is_whole = self._taken(answer.ids, None, answer.is_kept)
+        if self.guesses is not None and answer.row is not None:
+            self.guesses.left(answer.row)
+            answer.row = Row(answer.row.tokens, answer.row.prompt, answer.row.likely)
+        return answer
+
+    def _taken(self, ids: Tensor, images: Images | None, is_kept: bool) -> tuple[Kept, list[int], bool]:
+        """The kept part of a prompt, where it may be read up to, and whether it is read in one piece."""
         cache: Any = new_cache(self.model) if self.model._supports_default_dynamic_cache() else None
         kept = Kept(ids[0, :0], cache)
         if is_kept and self.prompts is not None:
             self.prompts.read(self.model)
             kept = self.prompts.take(ids[0], cache, images)
-        job.cached_tokens = len(kept.ids)
-        self.cached_tokens += len(kept.ids)
-        self.read_tokens += ids.shape[1] - len(kept.ids)
         whole = cache is None or reads_whole(self.model) or (images is not None and kept.images is None)
-        ends = [] if whole else pauses(kept, ids.shape[1])
-        chooser = Chooser(self.model, job)
-        job.tell(len(kept.ids), ids.shape[1])
-        row = None if self.guesses is None else Row(ids[0].tolist(), ids.shape[1], job.likely)
-        return _Answer(job, chooser, kept, is_kept, [*ends, ids.shape[1]], whole, images, row=row)
+        return kept, [*([] if whole else pauses(kept, ids.shape[1])), ids.shape[1]], whole
 
     def _read_piece(self, answer: _Answer) -> Tensor | None:
         """Reads a piece of a prompt. Returns: the logits [1, V] behind its end."""
-        ids, kept = answer.prompt, answer.kept
+        ids, kept = answer.ids, answer.kept
         start, prompt = len(kept.ids), ids.shape[1]
         end = next(end for end in answer.ends if end > start)
         if not answer.is_whole:
@@ -373,7 +439,8 @@ class Batch:
         if self.answers or self.alone or end == prompt:
             synchronize(self.model.device)
             self._token_seconds = (time.perf_counter() - started) / (end - start)
-        answer.job.tell(end, prompt)
+        if not answer.tokens:
+            answer.job.tell(end, prompt)
         return out.logits[:, -1] if end == prompt else None
 
     def _called(self, cache: Any, **inputs: Any) -> Any:

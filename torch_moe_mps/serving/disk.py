@@ -6,6 +6,7 @@ behind the last block, are in a file of their own. Each file is whole before it 
 is taken for none.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -42,6 +43,7 @@ from ..transformers.caches.state import copy_of_cache, copy_of_layer
 log = logging.getLogger(__name__)
 BLOCK = 256  # tokens
 _MARKER, _VERSION = "torch_moe_mps prompts", "1"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _AT_ONCE = 4  # parts that wait for the disk: a slow one delays nothing, and later parts wait in memory
 
 
@@ -63,6 +65,8 @@ class _Snapshot:
 
 class Disk:
     """A folder of prompts, of at most so many bytes: those unused longest go first.
+
+    Where the disk is full, they go, too, and `most` becomes what is left.
 
     All but the writing and reading of files is done by the thread of the device, in parts between its steps.
 
@@ -209,7 +213,23 @@ class Disk:
     def _write_part(self, name: str, part: Part, classes: dict[int, Any]) -> None:
         octets = octets_of(part, classes)
         self._make_room(len(octets))
-        path = self.folder / name
+        while True:
+            try:
+                self._write_file(self.folder / name, octets)
+                break
+            except OSError as error:
+                if error.errno not in _FULL or not self._files:
+                    raise
+                self.most = self.nbytes
+                self._make_room(len(octets))
+                gigabytes = self.most / 1e9
+                log.warning("the disk is full: %s takes at most %.2f GB from now on", self.folder, gigabytes)
+        with self._lock:
+            self._files[name] = len(octets)
+            self._queued.discard(name)
+        self.written_bytes += len(octets)
+
+    def _write_file(self, path: Path, octets: bytes) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         unfinished = path.with_suffix(".new")
         with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -220,10 +240,6 @@ class Disk:
                 unfinished.unlink(missing_ok=True)
                 raise
         unfinished.replace(path)
-        with self._lock:
-            self._files[name] = len(octets)
-            self._queued.discard(name)
-        self.written_bytes += len(octets)
 
     def _make_room(self, octets: int) -> None:
         with self._lock:
@@ -262,7 +278,7 @@ class Disk:
             whole = next((n for n, name in enumerate(names) if name not in self._files), len(names))
             there = {name for name in self._files if name.startswith(self._key) and name.endswith(".state")}
         ends = {int(name.rpartition("-")[2].removesuffix(".state")) for name in there}
-        most = len(ids) - 1
+        most = len(ids) - needs_state  # one token is computed in any case: others can be cut
         best, last = (0, None) if needs_state else (min(whole * BLOCK, most // BLOCK * BLOCK), None)
         for end in ends:
             if best < end <= most and (not has_blocks or end // BLOCK <= whole):

@@ -5,6 +5,7 @@ prompts share the rest: prompts are given up for answers, and an answer waits un
 """
 
 import ctypes
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +21,9 @@ from .prompts import AT_ONCE, prompt_bytes
 # experts do, of which each has a few of the rows.
 MOST_ROWS = 8
 _OF_THE_MACHINE = 0.75  # the share of its memory that a model with all that it computes may take on a CPU
+_NO_MEMORY = re.compile(
+    "out of memory|allocate memory|not enough memory|insufficient memory|invalid buffer size", re.I
+)
 _EVERY = 1.0  # seconds between two questions to the system
 RETRY_AFTER = 10  # seconds after which a client may ask a system again that was short of memory
 
@@ -93,3 +97,10 @@ def is_short(memory: Memory | None) -> bool:
 
 def is_watched(memory: Memory | None) -> bool:
     return memory is not None and memory.is_watched
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocation has failed, as torch's on any device do."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None

@@ -351,5 +351,6 @@ def _usage(answers: Answers) -> dict[str, Any]:
         "input_tokens": answers.prompt_tokens - answers.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": answers.cached_tokens,
+        "disk_tokens": answers.disk_tokens,
         "output_tokens": answers.tokens,
     }

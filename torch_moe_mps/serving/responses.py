@@ -337,7 +337,10 @@ def _ending(answers: Answers, items: list[dict[str, Any]]) -> dict[str, Any]:
         "output": items,
         "usage": {
             "input_tokens": answers.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": answers.cached_tokens},
+            "input_tokens_details": {
+                "cached_tokens": answers.cached_tokens,
+                "disk_tokens": answers.disk_tokens,
+            },
             "output_tokens": answers.tokens,
             "output_tokens_details": {"reasoning_tokens": answers.reasoning_tokens} | answers.guesses_form,
             "total_tokens": answers.prompt_tokens + answers.tokens,

@@ -4,7 +4,6 @@ from typing import Any
 
 from .chat import ChatCompletions
 from .logprobs import text_of
-from .ranges import vocabulary_of
 from .request import TEXT, YES_OR_NO, Fields, wrong
 from .served import Served
 
@@ -29,9 +28,7 @@ def detokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
     tokens = body["tokens"]
     if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
         raise wrong("tokens", "a list of tokens", tokens)
-    most = vocabulary_of(served.model)
-    if tokens and not 0 <= min(tokens) <= max(tokens) < most:
-        raise wrong("tokens", f"of tokens below {most}", max(tokens, key=abs))
+    served.check_tokens(tokens, "tokens")
     with served.tokenizing() as tokenizer:
         return {"content": tokenizer.decode(tokens)}
 

@@ -1,0 +1,65 @@
+"""A server that is killed, as by `kill -9`."""
+
+import contextlib
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+import pytest
+from support.processes import environment
+from support.serving import QUANTISED, expected_text, free_port, said
+
+
+@contextlib.contextmanager
+def a_process(checkpoint, folder):
+    """A server in a process of its own, and its URL."""
+    port = free_port()
+    command = [sys.executable, "-m", "torch_moe_mps", "serve", str(checkpoint), "--device", "cpu"]
+    command += ["--port", str(port), "--prompt-folder", str(folder), *map(str, QUANTISED)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
+    try:
+        assert any("answers at" in line for line in process.stderr)
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield process, f"http://localhost:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow("servers in processes of their own")
+def test_a_server_that_is_killed_loses_no_prompt_that_was_written(checkpoint, tmp_path):
+    """By SIGKILL while it answers and writes; those that follow are right, and read what is there."""
+    folder = tmp_path / "kept"
+    texts = [letter * 60 + "thequickbrownfox" for letter in "abcdefghij"]
+
+    def ask(url: str, text: str) -> int:
+        """Tokens of the disk; the answer is that of a model that keeps nothing."""
+        body = {"messages": said(text), "temperature": 0, "max_tokens": 5}
+        request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            told = json.load(answer)
+        assert told["choices"][0]["message"]["content"] == expected_text(checkpoint, text, 5)
+        return told["usage"]["prompt_tokens_details"]["disk_tokens"]
+
+    def asks(url: str) -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            for text in texts[1:]:
+                ask(url, text)
+
+    for turn in range(2):
+        with a_process(checkpoint, folder) as (process, url):
+            found = [ask(url, text) for text in texts[: 1 + 9 * turn]]
+            assert bool(turn) == (found[0] == 75), found
+            client = threading.Thread(target=asks, args=(url,))
+            client.start()
+            while not [*folder.glob("*/*.state")]:
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(signal.SIGKILL)
+            assert process.wait(60) == -signal.SIGKILL
+            client.join()
