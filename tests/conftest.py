@@ -38,6 +38,7 @@ def pytest_configure(config):
     os.environ.setdefault("MOE_MPS_CHECK", "0")  # accelerate() checks operators only in tests about that
     os.environ.setdefault("MOE_MPS_TUNE", "0")  # nothing is timed but in tests about that
     os.environ.setdefault("MOE_MPS_CAPTURE", "0")  # tokens are captured only in tests about that
+    os.environ.setdefault("MOE_MPS_CPU_OPERATORS", "1")  # the CPU runs what mps does but in tests about that
     if "XDG_CACHE_HOME" not in os.environ:  # whatever is remembered is of these tests alone
         folder = tempfile.TemporaryDirectory(prefix="moe_mps_cache_")
         config.add_cleanup(folder.cleanup)

@@ -6,19 +6,25 @@ copies the weights of every selected expert: it is left out where that takes mor
 
 With --generate FILE.gguf instead: the CPU time of a token of generate() with the file's weights kept packed
 beside that of the model's own code with the same weights, dequantised; in turns, and the least of each.
+
+With --modules ARCHITECTURE... instead: the CPU time of a call of each kind of replaced module of these small
+models, by its operators and by its own code, for a token and for a prompt; the least of several turns.
 """
 
 import argparse
+import copy
 import random
 import statistics
 import time
 from pathlib import Path
 
+import paths  # noqa: F401  (for support)
 import torch
 from transformers import AutoModelForCausalLM, GgufConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import torch_moe_mps
+from torch_moe_mps.transformers.basics.own_on_cpu import all_operators
 
 SHAPES = ((32, 2048, 768, 8), (128, 1024, 512, 8))
 PEERS = ("eager", "grouped_mm", "batched_mm")
@@ -113,6 +119,50 @@ def compare_generation(file: Path, seconds: float) -> None:
     print(f"a token: {shown}, ratio {least['packed'] / least['dequantised']:.2f}")
 
 
+def calls_of(model, names: set[str], tokens: int) -> dict[str, tuple]:
+    """{name: what a module is called with for a prompt}"""
+    calls: dict[str, tuple] = {}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda _, *given, name=name: calls.update({name: given}), with_kwargs=True
+        )
+        for name, module in model.named_modules()
+        if name in names
+    ]
+    model(torch.arange(tokens)[None] % 50, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return calls
+
+
+def seconds_of_call(module, given: tuple, calls: int = 20) -> float:
+    """CPU seconds."""
+    args, named = given
+    start = time.process_time()
+    for _ in range(calls):
+        module(*args, **named)
+    return (time.process_time() - start) / calls
+
+
+@torch.no_grad()
+def compare_modules(architecture: str, turns: int = 9) -> None:
+    from support.tiny_models import tiny_model
+
+    own = tiny_model(architecture, torch.float32).eval()
+    accelerated = copy.deepcopy(own)
+    rows = torch_moe_mps.accelerate(accelerated, check=False).replaced
+    kinds = {(row.cls, row.replaced_by): row.name for row in rows if row.kind != "experts"}
+    for tokens in (1, 64):
+        calls = calls_of(accelerated, {*kinds.values()}, tokens)
+        for (cls, done), name in kinds.items():
+            pair = [each.get_submodule(name) for each in (accelerated, own)]
+            if name in calls:
+                times = [[seconds_of_call(module, calls[name]) for module in pair] for _ in range(turns)]
+                ours, owns = (1e6 * min(each) for each in zip(*times, strict=True))
+                ratio = f"{ours:8.1f} us, own code {owns:8.1f} us, ratio {ours / owns:5.2f}"
+                print(f"{architecture:12} T {tokens:2} {ratio}  {done} ({cls})", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -122,6 +172,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=10.0, help="per row")
     parser.add_argument("--generate", type=Path, metavar="FILE.gguf", help="compare generate() instead")
+    parser.add_argument("--modules", nargs="+", metavar="ARCHITECTURE", help="compare modules instead")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--copy-limit", type=float, default=4.0, metavar="GIB")
     options = parser.parse_args()
@@ -130,6 +181,11 @@ def main() -> None:
         shapes, tokens, seconds = SHAPES[:1], [1, 64], 2.0
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
+    if options.modules is not None:
+        with all_operators():
+            for architecture in options.modules:
+                compare_modules(architecture)
+        return
     if options.generate is not None:
         compare_generation(options.generate, options.seconds)
         return

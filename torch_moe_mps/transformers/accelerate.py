@@ -18,6 +18,7 @@ from .attention.implementations import (
 )
 from .attention.latents import use_latents
 from .basics.interface import experts_of, is_experts, is_quantized, weights_in
+from .basics.own_on_cpu import said_of
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
 from .basics.self_check_state import own_code, refusal
@@ -132,6 +133,7 @@ def accelerate(
         _replace(model, report, kv_bits, capture)
     report.tensor_units = use_tensor_units(model, check)
     report.kept_on_cpu = kept_on_cpu(model)
+    report.own_on_cpu = said_of(model, report.done())
     keep_resident(model)
     for device in {weight.device for weight in weights_in(model)}:
         synchronize(device)

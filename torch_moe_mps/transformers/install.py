@@ -14,6 +14,7 @@ from torch import nn
 
 from .._text import first_line
 from .basics.classes import subclass
+from .basics.own_on_cpu import are_slower, own_is_faster
 from .basics.reads import holds, kept, recording
 from .basics.report import Done
 from .basics.self_check_state import own_code, refusal
@@ -63,7 +64,7 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
             forward, done = result
             if (refused := refusal(module, done)) is not None:
                 return [], refused
-            _run(module, forward, reads)
+            _run(module, forward, reads, yields=are_slower(done))
             return done, None
     try:
         forward, done, refusals = _with_functions(module)
@@ -116,15 +117,18 @@ def drop_forward_of_class(module: nn.Module) -> None:
         del module.__dict__["forward"]
 
 
-def _run(module: nn.Module, forward: Callable, reads: dict, is_own: bool = False) -> None:
+def _run(
+    module: nn.Module, forward: Callable, reads: dict, is_own: bool = False, yields: bool = False
+) -> None:
     """Lets a module run a forward, as long as what was read to find it holds.
 
     Args:
         is_own: the forward is the module's own code, but for functions that it calls.
+        yields: on a CPU the module's own code is faster, and runs.
     """
     state_of(module).reads = kept(reads)
     cls: type = type(module)
-    _set_class(module, _rewritten_class(cls, forward, is_own))
+    _set_class(module, _rewritten_class(cls, forward, is_own, yields))
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -134,7 +138,9 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 @functools.cache
-def _rewritten_class(original: type[nn.Module], rewritten: Callable, is_own: bool) -> type[nn.Module]:
+def _rewritten_class(
+    original: type[nn.Module], rewritten: Callable, is_own: bool, yields: bool
+) -> type[nn.Module]:
     """The subclass of `original` that runs `rewritten` in inference and the original forward otherwise."""
     own = original.forward
     runs_own = in_place(own, getattr(rewritten, RUNS_OWN)) if hasattr(rewritten, RUNS_OWN) else own
@@ -149,9 +155,11 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable, is_own: boo
         # FSDP2, a parametrisation or a user may have put a class on top, which knows the original forward.
         state = self.__dict__.get(STATE, NOTHING)
         own_code = type(self) is not cls or state.reads is None
-        changed = state.reads and not holds(self)
+        if yields and not own_code:
+            own_code = own_is_faster((*args, *kwargs.values()))
         if own_code:
             return own(self, *args, **kwargs)
+        changed = state.reads and not holds(self)
         if changed or runs_own_code(self, *args, *kwargs.values()):
             return runs_own(self, *args, **kwargs)
         if bound is None or (takes_one and args and not args[1:] and not kwargs):

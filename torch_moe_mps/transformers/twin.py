@@ -25,6 +25,7 @@ from ..selfcheck.journal import noted
 from ..selfcheck.machine import SWITCH, remember_twin, twin_before
 from .basics.classes import class_before
 from .basics.interface import experts_of, is_quantized
+from .basics.own_on_cpu import all_operators
 from .basics.report import Report
 from .basics.self_check_state import OWN_CODE
 from .shrunk import VOCABULARY, CannotBeShrunk, fill, small_model
@@ -158,7 +159,7 @@ def _code() -> str:
 
 def _compared(model: PreTrainedModel, replace: Replace, restore: Restore) -> Verdict:
     """The verdict on a model: if a class alone is at fault, it is named."""
-    with _apart():
+    with _apart(), all_operators():
         try:
             torch.default_generator.manual_seed(0)
             twin = small_model(model, said)

@@ -181,6 +181,7 @@ class Report:
     tensor_units: str | None = None
     tuned: Callable[[], str | None] | None = None  # asked when it is printed
     kept_on_cpu: str | None = None
+    own_on_cpu: str | None = None
     beside: set[str] = field(default_factory=set)  # operators that no module runs
     capture: Callable[[], str | None] | None = None  # asked for a line on tokens when it is printed
     growth: Callable[[], str | None] | None = None  # the same of its caches
@@ -192,7 +193,11 @@ class Report:
 
     def operators(self) -> set[str]:
         """Names of the operators that run in place of modules, and beside them."""
-        return {done.operator for row in self.rows for done in row.done} | self.beside
+        return {done.operator for done in self.done()} | self.beside
+
+    def done(self) -> Iterator[Done]:
+        """Operators in place of modules, as often as there are modules."""
+        return (done for row in self.rows for done in row.done)
 
     @property
     def replaced(self) -> list[Row]:
@@ -217,7 +222,8 @@ class Report:
         table = [*aligned(lines, 4), ""] if self.rows else []
         if self.quantization is not None:
             table += [str(self.quantization), ""]
-        lines_about = [self.twin, self.compiled, self.checked, self.tensor_units, self.kept_on_cpu]
+        lines_about = [self.twin, self.compiled, self.checked, self.tensor_units]
+        lines_about += [self.kept_on_cpu, self.own_on_cpu]
         lines_about += [asked() for asked in (self.tuned, self.capture, self.growth) if asked is not None]
         about = [line for line in lines_about if line is not None]
         table += [*about, ""] if about else []

@@ -11,6 +11,8 @@ from torch.nn.modules import module as torch_module
 
 from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
+from ...ops.experts import moe_experts
+from ...ops.quantized import moe_experts_quantized
 from ...quantization import TENSORS
 from ..basics.interface import Experts, formats_of, is_experts, is_quantized, projections
 from ..basics.reads import depends_on, holds, kept, recording
@@ -281,7 +283,7 @@ def experts_forward(
     activation = _activation(self)
     if activation is None:
         return _in_steps(self, hidden_states, top_k_index, top_k_weights)
-    return ops.moe_experts(
+    return moe_experts(
         hidden_states, first, self.down_proj, top_k_index, top_k_weights, transposed=self.is_transposed,
         **activation_arguments(activation), **(_biases(self) if self.has_bias else {}),
     )  # fmt: skip
@@ -311,7 +313,7 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
         options |= _biases(self)
     if down_format is not format:
         options["down_format"] = down_format.name
-    return ops.moe_experts_quantized(x, *first, *second, ids, weights, format.name, **options)
+    return moe_experts_quantized(x, *first, *second, ids, weights, format.name, **options)
 
 
 def _biases(self: Experts) -> dict[str, Tensor]:

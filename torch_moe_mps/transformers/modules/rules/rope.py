@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ....ops.rope import rope
+from ...basics.own_on_cpu import own_is_faster
 from ...basics.report import Done
 from ..functions import InPlace
 from .constants import beside
@@ -157,6 +158,8 @@ def _options_of(function: types.FunctionType) -> Iterator[tuple[tuple[str, Any],
 
 def rotated(function: Callable, forms: dict[RopeCall, RopeForm], *args: Any, **options: Any) -> Any:
     """function(*args, **options), by the operator where tensors are given by position."""
+    if own_is_faster(args):
+        return function(*args, **options)
     out, tensors = None, 0
     if len(args) > 2 and all(isinstance(x, Tensor) for x in args):
         is_complex = args[-1].is_complex()

@@ -1,0 +1,90 @@
+"""On a CPU a module whose own code is faster runs it; elsewhere, and in comparisons, the operators run."""
+
+import copy
+
+import pytest
+import torch
+from support import tiny_models
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_moe_mps
+from torch_moe_mps.transformers.basics import own_on_cpu
+
+
+class Called(TorchDispatchMode):
+    """Counts the calls of this package's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "moe_mps":
+            name = func._schema.name.removeprefix("moe_mps::")
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def as_shipped(monkeypatch) -> None:
+    monkeypatch.setattr(own_on_cpu, "_all_run", False)
+
+
+def pair(architecture: str, dtype: torch.dtype = torch.float32):
+    model = tiny_models.tiny_model(architecture, dtype).eval()
+    return model, torch_moe_mps.accelerate(accelerated := copy.deepcopy(model)), accelerated
+
+
+@torch.no_grad()
+def called(model, device: str = "cpu") -> dict[str, int]:
+    with Called() as mode:
+        model(torch.arange(5, device=device)[None] + 3)
+    return mode.counts
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "deepseek_v3", "phimoe", "deepseek_v4"])
+def test_no_slower_operator_runs_on_a_cpu(as_shipped, architecture):
+    _, _, accelerated = pair(architecture)
+    counts = called(accelerated)
+    assert counts.keys().isdisjoint({"rms_norm", "layer_norm", "rms_norm_gated", "moe_router", "rope"})
+    assert counts.keys().isdisjoint({"moe_hash_router", "router_logits"})
+    assert counts["moe_experts"] > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_modules_give_their_own_bits(as_shipped, dtype):
+    model, _, accelerated = pair("mixtral", dtype)
+    x = torch.randn(1, 5, model.config.hidden_size).to(dtype)
+    own, ours = model.model.layers[0], accelerated.model.layers[0]
+    assert torch.equal(ours.input_layernorm(x), own.input_layernorm(x))
+    assert all(map(torch.equal, ours.mlp.gate(x[0]), own.mlp.gate(x[0])))
+    positions = torch.arange(5)[None]
+    tables = own.self_attn, model.model.rotary_emb(x, positions)
+    assert all(map(torch.equal, accelerated.model.rotary_emb(x=x, position_ids=positions), tables[1]))
+
+
+def test_operators_run_where_they_are_compared(as_shipped):
+    _, _, accelerated = pair("mixtral")
+    with own_on_cpu.all_operators():
+        counts = called(accelerated)
+    layers = accelerated.config.num_hidden_layers
+    assert counts["rms_norm"] == 2 * layers + 1
+    assert counts["moe_router"] == counts["rope"] == layers
+    assert "rope" not in called(accelerated)
+
+
+@pytest.mark.slow("a model on mps")
+def test_operators_run_on_mps(as_shipped, simulated):
+    _, _, accelerated = pair("mixtral")
+    counts = called(accelerated.to("mps"), "mps")
+    assert counts["rms_norm"] == 2 * accelerated.config.num_hidden_layers + 1
+
+
+def test_report_says_what_keeps_its_own_code_on_a_cpu(as_shipped):
+    _, report, _ = pair("mixtral")
+    names = "rope, moe_router (softmax), rms_norm, rotary tables"
+    assert report.own_on_cpu == f"on the CPU the model's own code is faster, and runs, in place of {names}"
+    assert report.own_on_cpu in str(report)
+    with own_on_cpu.all_operators():
+        assert pair("mixtral")[1].own_on_cpu is None
