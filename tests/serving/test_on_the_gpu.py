@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from support import tiny_models
+from support.guesses import Partly
 from support.models import eager
 from support.sweep import in_sweep
 from support.waits import Waits
@@ -12,6 +13,7 @@ from transformers import GenerationConfig
 
 import torch_moe_mps
 from torch_moe_mps.serving.batch import Batch
+from torch_moe_mps.serving.guesses import guessing_of
 from torch_moe_mps.serving.job import Job
 from torch_moe_mps.serving.prompts import Prompts
 from torch_moe_mps.transformers.attention.attention import NAME
@@ -111,3 +113,21 @@ def test_no_token_of_several_waits(simulated):
                 batch.step()
         for job in jobs:
             assert len({*job.waited[9:15]}) == 1, (way, job.waited)
+
+
+@pytest.mark.slow("captures a program in the simulator")
+@pytest.mark.parametrize("architecture", in_sweep([*PROMPTS], ["qwen3_moe", "qwen3_next"]))
+def test_guesses_are_verified_by_one_program(architecture, simulated):
+    """Tokens are the model's own, and steps of any number of tokens are one program."""
+    plain, model = models(architecture)
+    jobs = [Asked(number, settings(12)) for number in range(3)]
+    answers = [expected(plain, job) for job in jobs]
+    source = Partly([job.inputs["input_ids"][0] for job in jobs], answers, 0.8)
+    prompts = Prompts(1 << 30)
+    batch = Batch(model, prompts, 1, guesses=guessing_of(model, source, prompts, "a", 3))
+    batch.waiting.extend(jobs)
+    while batch.has_work:
+        batch.step()
+    assert [job.tokens for job in jobs] == answers
+    assert batch.guesses.accepted > 8 and batch.guesses.rejected > 2
+    assert len(captures_of(model).programs) == 1, str(captures_of(model))

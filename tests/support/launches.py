@@ -155,8 +155,8 @@ class NotCaptured(Exception):
     """No token of a model is captured, and why."""
 
 
-def captured_call(model: nn.Module, rows: int = 1, length: int = 4) -> Callable[[], None]:
-    """A model's call for a token of each row, as a program. `accelerate` has seen MOE_MPS_CAPTURE=1.
+def captured_call(model: nn.Module, rows: int = 1, length: int = 4, tokens: int = 1) -> Callable[[], None]:
+    """A model's call for a token of each row, or several, as a program. `accelerate` has seen MOE_MPS_CAPTURE=1.
 
     It comes behind as many tokens as the one that was captured, for which others may run other operators.
 
@@ -166,7 +166,7 @@ def captured_call(model: nn.Module, rows: int = 1, length: int = 4) -> Callable[
     Raises: NotCaptured, from the call, too.
     """
     cache = prompted(model, [*range(1, length + 1)], rows)
-    token = torch.tensor([[5]] * rows, device="mps")
+    token = torch.tensor([[5] * tokens] * rows, device="mps")
     captures, name = captures_of(model), name_of_cache(model)
     if captures is None:
         raise NotCaptured("its forward has no argument for a cache")
@@ -192,10 +192,12 @@ def captured_call(model: nn.Module, rows: int = 1, length: int = 4) -> Callable[
     raise NotCaptured(captures.reason)
 
 
-def captured_token(simulated, model: nn.Module, rows: int = 1, length: int = 4) -> Counter[str]:
+def captured_token(
+    simulated, model: nn.Module, rows: int = 1, length: int = 4, tokens: int = 1
+) -> Counter[str]:
     """What captured tokens launch: operators of aten that are no views, and the package's dispatches."""
     with simulated.dropped():
-        call = captured_call(model, rows, length)
+        call = captured_call(model, rows, length, tokens)
         with simulated.trace() as commands:
             call()
     ours = set(dir(torch.ops.moe_mps))
@@ -270,7 +272,9 @@ def launches_by_type(
     return found
 
 
-def captured_by_type(simulated, model: nn.Module, rows: int = 1, length: int = 4) -> dict[str, Counter[str]]:
+def captured_by_type(
+    simulated, model: nn.Module, rows: int = 1, length: int = 4, tokens: int = 1
+) -> dict[str, Counter[str]]:
     """{type of layer: what captured tokens launch more with the last layer of this type than without}.
 
     "outside" is what it launches without layers; the first layer has what all share. Raises: NotCaptured.
@@ -282,7 +286,7 @@ def captured_by_type(simulated, model: nn.Module, rows: int = 1, length: int = 4
     try:
         for count in range(len(layers), -1, -1):
             setattr(owner, name, layers[:count])
-            counts = captured_token(simulated, model, rows, length)
+            counts = captured_token(simulated, model, rows, length, tokens)
             if count < len(layers):
                 found.setdefault(kinds[count], above - counts)
             above = counts

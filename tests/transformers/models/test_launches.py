@@ -108,6 +108,18 @@ def test_launches_of_a_layer_for_eight_rows(simulated, architecture):
     check_types(of_layers(found), EIGHT_ROWS[architecture])
 
 
+# Launches of each type of layer for four tokens of one conversation, of which three are guesses.
+FOUR_TOKENS = {"qwen3_moe": {"": 10}, "qwen3_next": {"linear": 23, "full": 17}}
+
+
+@pytest.mark.slow("two models of tiny layers are captured")
+@pytest.mark.parametrize("architecture", FOUR_TOKENS)
+def test_launches_of_a_layer_for_guesses(simulated, architecture):
+    """Those of a token are in MOST."""
+    found = captured_by_type(simulated, accelerated(architecture), tokens=4)
+    check_types(of_layers(found), FOUR_TOKENS[architecture])
+
+
 @pytest.mark.parametrize("architecture", in_sweep(SPECIAL, OFTEN))
 def test_launches_of_a_layer_with_special_attention(simulated, architecture):
     check_types(of_layers(captured_by_type(simulated, accelerated(architecture))), SPECIAL[architecture])
