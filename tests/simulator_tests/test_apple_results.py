@@ -340,16 +340,31 @@ def test_an_adapter_of_a_token_reads_the_columns_of_its_experts(simulated):
         assert measured.counts.distinct_bytes == pytest.approx(expected, rel=0.05)
 
 
+def test_guessed_tokens_by_hand():
+    """Three guesses with the token before them; experts by draws of four tokens that choose 8 of 128."""
+    gpu, (token, dense, _) = apple.GPUS["M4 Max"], of_tokens.TOKENS
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand(2000, 4, 128, generator=generator).topk(8).indices.flatten(1)
+    chosen = torch.zeros(2000, 128).scatter_(1, drawn, 1.0).sum(1).mean().item()
+    few = token.verifying(4)
+    assert few.experts == pytest.approx(token.experts * chosen / 8, rel=0.01)
+    assert few.nbytes - few.experts == pytest.approx(token.nbytes - token.experts)
+    assert (few.launches, dense.verifying(4).nbytes) == (485, dense.nbytes)
+    repeats = of_tokens.GUESSED[0]  # three steps without guesses, and five of four tokens
+    one, four = 1e3 * token.bytes_ms(gpu) + 293 * 3, 1e3 * few.bytes_ms(gpu) + 485 * 3
+    assert repeats.gain(token, gpu, 3) == pytest.approx(21 * one / (3 * one + 5 * four))
+
+
 def test_tokens_by_hand():
     """Weights at the read rate, experts at 0.75 to 0.60 of it, and 3 to 6 us a launch; docs have the rows."""
-    gpu, (token, dense) = apple.GPUS["M1 Max"], of_tokens.TOKENS
+    gpu, (token, dense, _) = apple.GPUS["M1 Max"], of_tokens.TOKENS
     rate = 409.6e9 * 0.80
     assert token.bytes_ms(gpu) == pytest.approx(1.73e9 / rate * 1e3)
     least = 293 * 3e-3 + (0.71e9 + 1.02e9 / 0.75) / rate * 1e3
     most = 293 * 6e-3 + (0.71e9 + 1.02e9 / 0.60) / rate * 1e3
     assert (token.ms(gpu, 3, 0.75), token.ms(gpu, 6, 0.60)) == pytest.approx((least, most))
     assert dense.ms(gpu, 3, 0.60) == dense.ms(gpu, 3, 1.0)  # without experts
-    rows = [*of_tokens.table([gpu, apple.GPUS["M4 Max"]])]
+    rows = [*of_tokens.table([gpu, apple.GPUS["M4 Max"], apple.GPUS["M3 Ultra"]])]
     page = (REPOSITORY / "docs" / "speed.md").read_text()
     assert [row for row in rows if row.startswith("|") and row not in page] == []
     (omlx, *_, prompt) = of_tokens.PUBLISHED

@@ -156,7 +156,7 @@ class NotCaptured(Exception):
 
 
 def captured_call(model: nn.Module, rows: int = 1, length: int = 4, tokens: int = 1) -> Callable[[], None]:
-    """A model's call for a token of each row, or several, as a program. `accelerate` has seen MOE_MPS_CAPTURE=1.
+    """A model's call for tokens of each row, as a program. `accelerate` has seen MOE_MPS_CAPTURE=1.
 
     It comes behind as many tokens as the one that was captured, for which others may run other operators.
 

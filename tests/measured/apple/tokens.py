@@ -1,7 +1,10 @@
-"""What a token of a whole model takes on a GPU: reading its weights, and starting its launches."""
+"""What a token of a whole model takes on a GPU, and what guesses give that are verified together.
+
+Both are sums: reading weights, and starting launches.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from simulator.apple.facts import EXPERT_READS, GPUS, START_US, Gpu
 
@@ -9,12 +12,28 @@ from simulator.apple.facts import EXPERT_READS, GPUS, START_US, Gpu
 @dataclass(frozen=True)
 class Token:
     """A token of a model in 4 bit at a short context: bytes of weights, those of experts among them, and
-    launches that wait for each other."""
+    launches that wait for each other.
+
+    Attributes:
+        launches_of_few: of a step of two to eight tokens.
+        chosen, of: how many experts a token chooses, and of how many.
+    """
 
     model: str
     nbytes: float
     experts: float
     launches: int
+    launches_of_few: int
+    chosen: int = 1
+    of: int = 1
+
+    def verifying(self, tokens: int) -> "Token":
+        """A step of several tokens that choose without regard to each other: each expert is read once."""
+        read = self.of * (1 - (1 - self.chosen / self.of) ** tokens) / self.chosen
+        more = self.experts * (read - 1)
+        return replace(
+            self, nbytes=self.nbytes + more, experts=self.experts + more, launches=self.launches_of_few
+        )
 
     def bytes_ms(self, gpu: Gpu, experts_reach: float = 1.0) -> float:
         """`experts_reach`: the part of the read rate that reads of experts reach."""
@@ -27,8 +46,38 @@ class Token:
 
 # Launches of a layer, and 5 outside of layers (tests/transformers/models/test_launches.py).
 TOKENS = (
-    Token("Qwen3-30B-A3B", 1.73e9, 1.02e9, 48 * 6 + 5),
-    Token("Llama 3.2 1B", 0.70e9, 0, 16 * 5 + 5),
+    Token("Qwen3-30B-A3B", 1.73e9, 1.02e9, 48 * 6 + 5, 48 * 10 + 5, 8, 128),
+    Token("Llama 3.2 1B", 0.70e9, 0, 16 * 5 + 5, 16 * 8 + 5),
+    Token("Llama 3.1 8B", 4.22e9, 0, 32 * 5 + 5, 32 * 8 + 5),
+)
+
+
+@dataclass(frozen=True)
+class Guessed:
+    """An answer of SmolLM2 with guesses by look-up, as `scripts/bench/bench_guesses.py` counts it.
+
+    Attributes:
+        tokens: behind the first.
+        steps: that gave them.
+        guesses: verified so many in each step that has some.
+    """
+
+    text: str
+    tokens: int
+    steps: int
+    guesses: int
+    width: int = 3
+
+    def gain(self, token: Token, gpu: Gpu, start_us: float) -> float:
+        """Tokens a second by those without guesses."""
+        one, few = (each.ms(gpu, start_us, 1.0) for each in (token, token.verifying(1 + self.width)))
+        verified = self.guesses / self.width
+        return self.tokens * one / ((self.steps - verified) * one + verified * few)
+
+
+GUESSED = (
+    Guessed("a text to repeat", 22 - 1, 8, 15),
+    Guessed("code to change", 39 - 1, 14, 27),
 )
 
 
@@ -76,6 +125,15 @@ def table(gpus: list[Gpu], start_us: tuple[float, float] = START_US) -> Iterator
             expected = "-".join(dict.fromkeys(f"{ms:.1f}" for ms in slow))
             reading = f"{token.bytes_ms(gpu):.1f} | {token.launches} | {least:.1f}"
             yield f"| {token.model} | {gpu.name} | {reading} | {expected} |"
+    yield ""
+    yield f"| predicted | chip | without guesses, tokens/s | {' | '.join(each.text for each in GUESSED)} |"
+    yield f"| --- | --- | ---: |{' ---: |' * len(GUESSED)}"
+    for token in TOKENS:
+        for gpu in gpus:
+            plain = 1e3 / token.ms(gpu, start_us[0], 1.0)
+            gains = [each.gain(token, gpu, start_us[0]) for each in GUESSED]
+            cells = " | ".join(f"{plain * gain:.0f} ({gain:.2f})" for gain in gains)
+            yield f"| {token.model} | {gpu.name} | {plain:.0f} | {cells} |"
     yield ""
     for each in PUBLISHED:
         line = f"{each.what}, {each.gpu}: {each.speed:g} tokens/s ({each.source})"
