@@ -20,8 +20,9 @@ import pytest
 import torch
 import transformers
 from support import serving, tiny_models
+from support.mtp import with_mtp
 from support.processes import COMMAND, Forked
-from support.serving import expected_text, quantised, said
+from support.serving import expected_text, letters, quantised, said
 from support.sweep import in_sweep
 
 from torch_moe_mps._install import install_command
@@ -293,6 +294,31 @@ def test_a_prediction_is_guessed_and_counted(checkpoint, monkeypatch):
         for wrong in ("a text", {"type": "content"}, {"type": "content", "content": [{"type": "image"}]}):
             with pytest.raises(openai.BadRequestError, match="'prediction' must be an object of type"):
                 client.chat.completions.create(**asked, extra_body={"prediction": wrong})
+
+
+@pytest.mark.slow("four answers of three servers")
+def test_a_checkpoints_own_layers_guess(tmp_path, monkeypatch, capsys):
+    """By default, of a model in 4 bits, too; a server starts without them where they cannot be read."""
+    monkeypatch.setattr("torch_moe_mps.serving.guesses.Width", lambda width: Width(2))
+    asked = {"model": "m", "messages": said("thequick"), "temperature": 0, "max_tokens": 12}
+    with with_mtp("deepseek_v3", tmp_path, vocab_size=27):
+        letters().save_pretrained(tmp_path)
+        four_bits = (tmp_path, "--bits", 4, "--group-size", 32)
+        with client_of(*four_bits, "--guesses", "none") as client:
+            plain = client.chat.completions.create(**asked)
+        with client_of(*four_bits) as client:
+            for _ in range(2):  # the second goes on from what is kept
+                answer = client.chat.completions.create(**asked)
+                assert answer.choices[0].message.content == plain.choices[0].message.content
+                counts = answer.usage.completion_tokens_details
+                assert counts.accepted_prediction_tokens + counts.rejected_prediction_tokens > 6
+        capsys.readouterr()
+        monkeypatch.setattr("torch_moe_mps.serving.guesses.Mtp", lambda *given: 1 / 0)
+        with client_of(*four_bits) as client:
+            answer = client.chat.completions.create(**asked)
+            assert answer.choices[0].message.content == plain.choices[0].message.content
+        line = "the checkpoint's layers that guess are not used: division by zero"
+        assert capsys.readouterr().err.count(line) == 1
 
 
 @torch.no_grad()

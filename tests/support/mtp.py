@@ -21,8 +21,8 @@ _OF_MELLUM = {
 
 
 @contextmanager
-def with_mtp(architecture: str, folder: Path, layers: int = 1) -> Iterator[type]:
-    """Writes a model of two layers, and layers that guess behind them.
+def with_mtp(architecture: str, folder: Path, layers: int = 1, **more) -> Iterator[type]:
+    """Writes a model of two layers, of these sizes, and layers that guess behind them.
 
     Yields: the class of the model; within the block transformers knows where these layers are, as it does in
     the models that their makers published.
@@ -34,7 +34,7 @@ def with_mtp(architecture: str, folder: Path, layers: int = 1) -> Iterator[type]
     sizes = of_mellum | {"mlp_layer_types": ["sparse"] * 3} if architecture == "mellum" else {}
     with tiny_models.groups_of_32():
         model = tiny_models.tiny_model(
-            architecture, num_hidden_layers=2 + layers, num_mtp_layers=layers, **sizes
+            architecture, num_hidden_layers=2 + layers, num_mtp_layers=layers, **sizes | more
         )
     model.save_pretrained(folder)
     weights, width = load_file(folder / "model.safetensors"), model.config.hidden_size

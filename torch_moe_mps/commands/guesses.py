@@ -1,8 +1,10 @@
 """--guesses: tokens are guessed and verified together."""
 
 import argparse
+import sys
 from typing import Any
 
+from .._text import first_line
 from ..serving.guesses import guessing_of
 from ..serving.guesses.guessing import Guessing
 from ..serving.prompts import Prompts
@@ -22,8 +24,7 @@ def guesses_of(
     Raises: ValueError for a draft with other tokens, and for a checkpoint without layers that guess.
     """
     if options.guesses is None:
-        own = [LOOKUP, MTP] if has_mtp(model) else LOOKUP
-        return guessing_of(model, own, prompts, "--guesses")
+        return _by_default(model, prompts)
     if options.guesses == NO_GUESSES:
         return None
     if options.guesses in (LOOKUP, MTP):
@@ -32,6 +33,17 @@ def guesses_of(
     if _differ(options, model, folder, draft, draft_folder):
         raise ValueError(f"--guesses must be a model with the tokens of {folder}, got {options.guesses}")
     return guessing_of(model, draft, prompts, "--guesses")
+
+
+def _by_default(model: Any, prompts: Prompts) -> Guessing | None:
+    """Look-up, and the layers that guess of a checkpoint that has some; a line says why they are not used."""
+    try:
+        if has_mtp(model):
+            return guessing_of(model, [LOOKUP, MTP], prompts, "--guesses")
+    except Exception as error:  # what nobody has asked for must not end a server
+        line = first_line(error) or type(error).__name__
+        print(f"torch-moe-mps: the checkpoint's layers that guess are not used: {line}", file=sys.stderr)
+    return guessing_of(model, LOOKUP, prompts, "--guesses")
 
 
 def speculation_of(options: argparse.Namespace, model: Any, folder: str, device: str) -> Speculation | None:

@@ -132,10 +132,8 @@ class MtpStep(PreTrainedModel):
         number: of the layer.
     """
 
-    _supports_sdpa = _supports_flex_attn = _supports_flash_attn = True
-
     def __init__(self, layers: Any, number: int):
-        super().__init__(layers.config)
+        super().__init__(PreTrainedConfig())  # transformers would change that of the layers
         self.layers, self.number = layers, number
 
     def forward(
