@@ -40,7 +40,7 @@ def _by_default(model: Any, prompts: Prompts) -> Guessing | None:
     try:
         if has_mtp(model):
             return guessing_of(model, [LOOKUP, MTP], prompts, "--guesses")
-    except Exception as error:  # what nobody has asked for must not end a server
+    except Exception as error:  # a default must not end a server
         line = first_line(error) or type(error).__name__
         print(f"torch-moe-mps: the checkpoint's layers that guess are not used: {line}", file=sys.stderr)
     return guessing_of(model, LOOKUP, prompts, "--guesses")
