@@ -174,7 +174,10 @@ def test_tokens_that_choose_from_rows_for_several(device, architecture, same_bit
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("architecture", "length", "tokens"), [("axk2", 3, 20), ("deepseek_v32", PROMPT, 8)])
+@pytest.mark.parametrize(
+    ("architecture", "length", "tokens"),
+    [("axk2", 3, 20), pytest.param("deepseek_v32", PROMPT, 8, marks=pytest.mark.sweep)],
+)
 def test_a_program_runs_as_long_as_an_indexer_may_choose_all_keys(monkeypatch, architecture, length, tokens):
     """Masks of indexers are cut out of the causal mask, of as many keys as there are."""
     monkeypatch.setattr(constants, "_held", {})
@@ -696,7 +699,7 @@ CACHE_CHANGES = {
 
 @pytest.mark.filterwarnings("error:torch_moe_mps")
 @torch.no_grad()
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("together", in_sweep((False, True), (True,)))
 def test_changes_of_the_cache(together):
     """One program for all of them; each in a conversation of its own, or one after the other in one."""
     model, own = pair("qwen3_moe", "cpu")

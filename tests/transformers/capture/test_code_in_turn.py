@@ -7,6 +7,7 @@ hooks, and with positions by hand.
 import contextlib
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import transformers
 from support import tiny_models
 from support.models import assert_close, eager
-from support.sweep import in_sweep
+from support.sweep import in_sweep, rows_in_sweep
 from transformers import DynamicCache
 
 import torch_moe_mps
@@ -147,10 +148,13 @@ def run(architecture: str, steps: list[Step]) -> Iterator:
 EVERY = [*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES]
 
 
-@pytest.mark.parametrize("steps", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("architecture", in_sweep(EVERY, TELLING))
-def test_code_of_all_kinds_in_turn(architecture, steps, monkeypatch):
+@pytest.mark.parametrize(
+    ("architecture", "order"),
+    rows_in_sweep(itertools.product(EVERY, ORDERS), [*zip(TELLING, itertools.cycle(ORDERS), strict=False)]),
+)
+def test_code_of_all_kinds_in_turn(architecture, order, monkeypatch):
     monkeypatch.setenv(SWITCH, "0")
+    steps = ORDERS[order]
     assert len([*run(architecture, steps)]) == len(steps)
 
 

@@ -233,6 +233,7 @@ def test_a_longer_context_costs_a_token_the_keys_of_blocks(simulated, name, monk
 COMPRESSED = {"heavily_compressed_attention": "compressor", "compressed_sparse_attention": "indexer"}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "layer",
     [pytest.param("heavily_compressed_attention", marks=pytest.mark.sweep), "compressed_sparse_attention"],
