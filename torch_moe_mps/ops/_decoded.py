@@ -74,16 +74,16 @@ _quarter = 0
 
 def decoded(weight: QuantizedWeight) -> Tensor:
     """All values of a weight in float32; nobody may write to them."""
-    if weight.packed.device.type != "cpu":
+    kept = _current(weight)
+    if kept is not None:
+        return kept
+    if not weight.packed.is_cpu:
         return weight.values(slice(None))
-    kept = _found(weight)
-    if kept is not None and kept.is_current(weight):
-        return kept.values
     before = changes(weight)
     memories = [np.asarray(_Memory(tensor)) for tensor in weight if tensor is not None]
     samples = [memory.tobytes() for memory in memories]
     values = _decode(weight)
-    if kept is not None or _takes(values.nbytes):
+    if _found(weight) is not None or _takes(values.nbytes):
         beside = [tensor.untyped_storage() for tensor in (weight.scales, weight.biases) if tensor is not None]
         _keep(weight, _Kept(values, before, memories, samples, [*map(weakref.ref, beside)]))
     return values
@@ -91,6 +91,9 @@ def decoded(weight: QuantizedWeight) -> Tensor:
 
 def in_blocks(weight: QuantizedWeight) -> list[Tensor] | Iterator[Tensor]:
     """The rows of a matrix in float32: all at once if they are kept, else VALUES_AT_ONCE at a time."""
+    kept = _current(weight)
+    if kept is not None:
+        return [kept]
     rows, columns = weight.packed.shape[0], weight.format.columns(weight.packed.shape[1])
     if rows * columns <= VALUES_AT_ONCE or _may_keep(weight):
         return [decoded(weight)]
@@ -99,10 +102,16 @@ def in_blocks(weight: QuantizedWeight) -> list[Tensor] | Iterator[Tensor]:
 
 
 def _may_keep(weight: QuantizedWeight) -> bool:
-    if weight.packed.device.type != "cpu":
+    if not weight.packed.is_cpu:
         return False
     size = 4 * weight.packed.shape[:-1].numel() * weight.format.columns(weight.packed.shape[-1])
     return _found(weight) is not None or _takes(size)
+
+
+def _current(weight: QuantizedWeight) -> Tensor | None:
+    """Values that are kept for a weight, if it is as it was when they were decoded."""
+    kept = _found(weight) if weight.packed.is_cpu else None
+    return kept.values if kept is not None and kept.is_current(weight) else None
 
 
 def _found(weight: QuantizedWeight) -> _Kept | None:

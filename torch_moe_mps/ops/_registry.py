@@ -150,13 +150,14 @@ class Operator:
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self.meta, lib=LIBRARY)
         LIBRARY.impl(self.name, self.autograd, "Autograd", with_keyset=True)
         self.packet.__doc__ = self.reference.__doc__
-        packet, on_cpu, may_change = self.packet, self.on_cpu, bool(self.written)
+        packet, run_signed, may_change = self.packet, self.run_signed, bool(self.written)
 
         @functools.wraps(self.reference)
         def call(*args, **kwargs):
-            plain = not may_change and args and type(args[0]) in _PLAIN
-            if plain and args[0].is_cpu and _only_cpu_runs((*args, *kwargs.values())):
-                return on_cpu(*args, **kwargs)
+            if not may_change and args and type(args[0]) in _PLAIN and args[0].is_cpu and _nothing_between():
+                signature = _signature_on_cpu(args, kwargs)
+                if signature is not None:
+                    return run_signed(signature, args, kwargs)
             return packet(*args, **kwargs)
 
         vars(call)["__signature__"] = self.grouped.signature
@@ -201,11 +202,13 @@ class Operator:
 
     def on_cpu(self, *args: Any, **kwargs: Any) -> Outputs:
         """The same for dense tensors on the CPU, where checks take longer than many a reference."""
-        values = (*args, *kwargs.values())
-        signature = (
-            *kwargs,
-            *[(value.dtype, value.shape) if isinstance(value, Tensor) else value for value in values],
-        )
+        signature = _signature_on_cpu(args, kwargs)
+        if signature is None:
+            return self.checked_reference(*args, **kwargs)
+        return self.run_signed(signature, args, kwargs)
+
+    def run_signed(self, signature: tuple, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
+        """Result for arguments that are checked where their signature is new."""
         if signature not in self.checked:
             self.meta(*args, **kwargs)
             if len(self.checked) >= MAX_SIGNATURES:
@@ -263,12 +266,12 @@ def _check_no_tangents(name: str, tensors: list[Tensor]) -> None:
         )
 
 
-def _only_cpu_runs(values: tuple[Any, ...]) -> bool:
-    """Whether torch would call the CPU's kernel and nothing else: no mode, transform, gradient or profiler.
+def _nothing_between() -> bool:
+    """Whether torch would call a tensor's kernel and nothing else: no mode, transform, gradient or profiler.
 
     Then its dispatcher is left out, which takes longer than many a reference.
     """
-    if (
+    return not (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
         or forward_ad._current_level >= 0
@@ -276,9 +279,22 @@ def _only_cpu_runs(values: tuple[Any, ...]) -> bool:
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._are_functorch_transforms_active()
         or torch._C._autograd._profiler_enabled()
-    ):
-        return False
-    return all(type(v) in _PLAIN and v.is_cpu for v in values if isinstance(v, Tensor))
+    )
+
+
+def _signature_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple | None:
+    """Dtypes and shapes of tensors, and the other arguments; None where a tensor is not a plain one there."""
+    signature: list[Any] = [*kwargs]
+    for value in (*args, *kwargs.values()):
+        if type(value) in _PLAIN:
+            if not value.is_cpu:
+                return None
+            signature.append((value.dtype, value.shape))
+        elif isinstance(value, Tensor):
+            return None
+        else:
+            signature.append(value)
+    return tuple(signature)
 
 
 def _schema_of(signature: inspect.Signature, written: list[str], symbols: tuple[str, ...]) -> str:

@@ -61,8 +61,11 @@ class Joined:
 
 
 def _parameters(layers: Sequence[nn.Module]) -> list[list[Tensor | None]]:
-    own: list[dict[str, Any]] = [{**layer._parameters, **layer._buffers} for layer in layers]
-    return [[tensors.get(name) for tensors in own] for name in WEIGHTS]
+    own = [(layer._buffers, layer._parameters) for layer in layers]
+    return [
+        [buffers[name] if name in buffers else parameters.get(name) for buffers, parameters in own]
+        for name in WEIGHTS
+    ]
 
 
 def _can_join(layers: Sequence[Any]) -> TypeGuard[Sequence[QuantizedLinear]]:
