@@ -34,6 +34,7 @@ from ..serving.job import Job
 from ..serving.prompts import Prompts
 from ..serving.speculation import Speculation
 from ..serving.stand_in import call_generate
+from ..transformers.basics.scoped import Seeded
 from ..transformers.capture.calls import tokens_of
 from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
@@ -224,7 +225,9 @@ class Bench:
             row = self._generated("", cache, depth, do_sample=False)
             row.launches, row.host = self._launches(cache), self._host(cache)
             yield row
-            yield self._generated(" sampled", cache, depth, **settings_of_draw(self.model))
+            with Seeded(self.device, 0):  # each run draws the same tokens
+                row = self._generated(" sampled", cache, depth, **settings_of_draw(self.model))
+            yield row
             if self.speculation is not None:
                 yield self._guessing(self.speculation, cache, depth, name)
             if self.guesses is not None:

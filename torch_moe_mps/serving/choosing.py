@@ -27,7 +27,7 @@ class Chooser:
     Attributes:
         model: the same.
         sampling: the processors of its logits.
-        generator: of the drawn tokens; None where the job has no seed.
+        generator: of the drawn tokens.
         ends: the tokens that end the answer.
         most: how many tokens the answer may have.
 
@@ -48,7 +48,7 @@ class Chooser:
         )
         self.sampling = Sampling(in_order(processors), config)
         device = model.device
-        self.generator = None if job.seed is None else torch.Generator(device).manual_seed(job.seed)
+        self.generator = torch.Generator(device).manual_seed(job.own_seed)
         end = config.eos_token_id
         self.ends = {*end} if isinstance(end, (list, tuple)) else {end}
         self.most = config.max_length - ids.shape[1]
@@ -79,7 +79,7 @@ class Chooser:
 
     def draw(self, numbers: Tensor) -> None:
         """Writes the numbers of the next draw."""
-        if self._states is not None and self.generator is not None:
+        if self._states is not None:
             self._states.append(self.generator.get_state())
         numbers.exponential_(generator=self.generator)
 
@@ -90,7 +90,7 @@ class Chooser:
     def end_draws(self, count: int) -> None:
         """Undoes all draws behind the first ones: they will be drawn again."""
         states, self._states = self._states, None
-        if states and count < len(states) and self.generator is not None:
+        if states and count < len(states):
             self.generator.set_state(states[count])
 
     def take(self, token: Tensor) -> None:
@@ -224,11 +224,8 @@ def _of_kind(choosers: list[Chooser], scores: Tensor) -> tuple[Tensor, Tensor]:
         likeliest = scores.max(-1)
         return likeliest.indices, ~can_be_chosen(likeliest.values)
     draws = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
-    if all(chooser.generator is None for chooser in choosers):
-        draws.exponential_()
-    else:
-        for row, chooser in zip(draws, choosers, strict=True):
-            chooser.draw(row)
+    for row, chooser in zip(draws, choosers, strict=True):
+        chooser.draw(row)
     invalid = torch.zeros(len(scores), dtype=torch.int32, device=scores.device)
     arguments = None if OPERATOR in refused() else sampling.arguments()
     takes = scores.shape[1] <= MAX_VOCABULARY and scores.dtype in ACTIVATION_DTYPES

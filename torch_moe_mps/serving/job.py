@@ -1,6 +1,8 @@
 """Jobs: the server's side of whatever generates. A `Generator` takes them from any thread."""
 
+import functools
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -53,7 +55,7 @@ class Job:
             for a complete answer, "length" where its length or its time is over, "cancelled", or the error.
             What it raises is logged.
         on_progress: takes how many tokens of the prompt are read, kept ones included, and how many it has.
-        seed: of the drawn tokens; None leaves them to chance.
+        seed: of the drawn tokens; None is one from the system's entropy.
         processors: of this job's logits, such as the mask of a grammar. Their `input_ids` are the prompt with
             the answer so far, [1, T]. Those with `is_first` get the logits before the settings of `config`
             change them.
@@ -79,6 +81,11 @@ class Job:
     rejected_tokens: int = 0
     disk_tokens: int = 0
     _cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    @functools.cached_property
+    def own_seed(self) -> int:
+        """Seed of the drawn tokens, whoever draws them: nobody else's numbers are used or changed."""
+        return secrets.randbits(63) if self.seed is None else self.seed
 
     def cancel(self) -> None:
         """Ends the job before its next step, or before the next piece of its prompt; from any thread."""

@@ -49,7 +49,8 @@ def generate_batch(
             There is one answer for each prompt: no `num_return_sequences`.
         tokenizer: of texts and stop strings.
         seed: of drawn tokens, one for each prompt, or one number, to which prompt n adds n. The numbers drawn
-            for an answer with a seed do not depend on what is generated beside it.
+            for an answer do not depend on what is generated beside it, and torch's own stay as they are;
+            without a seed they follow one from the system's entropy.
         logits_processor: N lists of processors of the logits of one prompt each.
         streamer: N objects with `put`, which gets the tokens of the answer one by one, and `end`; or None.
         guesses: tokens that are guessed and verified together, so that one call of the model gives several:

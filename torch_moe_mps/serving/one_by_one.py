@@ -131,7 +131,7 @@ def generate_alone(
         more["tokenizer"] = job.tokenizer
     if hasattr(model, "has_talker"):  # it would speak, too
         more["generation_mode"] = "text"
-    with Seeded(model.device, job.seed) as numbers:
+    with Seeded(model.device, job.own_seed) as numbers:
 
         def ends_there() -> bool:
             with numbers.outside():  # others may draw tokens meanwhile
