@@ -32,7 +32,7 @@ from ..transformers.checkpoints.write.parts import Parts
 from ..transformers.checkpoints.write.plan import LoadPlan, planned
 from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
-from ..transformers.mtp import mtp_tensors
+from ..transformers.mtp import MTP, converted_mtp, planned_mtp
 from ..transformers.upstream.utilities import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import packs, says_a_format
@@ -70,8 +70,8 @@ def run(options: argparse.Namespace) -> None:
         has_not = " and ".join(sorted(others))
         raise ValueError(f"--to mlx needs --bits, and a --mode of MLX's, which does not have {has_not}")
     if options.to != "mlx" and _weights(source):
-        beside = sum(tensor.nbytes for _, tensor in mtp_tensors(source, model))
-        plan = plan._replace(before=plan.before + beside, after=plan.after + beside)
+        before, after = planned_mtp(source, model, {weight.name: weight.format for weight in plan.weights})
+        plan = plan._replace(before=plan.before + before, after=plan.after + after)
     if options.dry_run:
         print(plan.table())
     print(_sizes(plan))
@@ -214,8 +214,10 @@ def _convert(
                 save_mlx(parts.model, shards, _config(source, parts.model), parts.into(shards))
             else:
                 runs_in = Source(source, loading_options(options)).skeleton().dtype
-                tensors = parts.into(shards), mtp_tensors(source, parts.model)
+                packed: dict[str, dict[str, str]] = {}
+                tensors = parts.into(shards), converted_mtp(source, parts.model, packed)
                 save_parts(parts.model, shards, *tensors, runs_in=runs_in)
+                _note_mtp(folder / "config.json", packed)
             _save_generation_config(parts.model, folder, source)
             report = parts.report or QuantizationReport()
         text = str(report)
@@ -230,6 +232,14 @@ def _convert(
         base = None if Path(options.source).exists() else split_gguf(options.source)[0]
         (folder / CARD).write_text(model_card(destination.name, source, base, options.to, text))
     return report.rows()
+
+
+def _note_mtp(file: Path, packed: dict[str, dict[str, str]]) -> None:
+    """Adds the formats of layers that guess to the quantisation of a config."""
+    if packed:
+        config = json.loads(file.read_text())
+        config["quantization_config"][MTP] = packed
+        file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _dtype(source: str, options: argparse.Namespace, recipe: dict[str, Any]) -> str:

@@ -4,18 +4,21 @@ transformers reads them for each `generate`, dense and with layers of the model'
 model they are read once, and quantised and accelerated as its own layers.
 """
 
+import copy
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from ..quantization import Format
 from .accelerate import accelerate
 from .basics.interface import experts_of
 from .basics.state import STATE, kv_bits_of, state_of
@@ -23,11 +26,15 @@ from .caches.cache import grow_cache
 from .capture.calls import capture_calls, captures_of, wanted_capture
 from .checkpoints.layouts.files import checkpoint_files
 from .checkpoints.layouts.own.config import is_ours
+from .checkpoints.quantize.decision import weights_of
 from .checkpoints.quantize.in_place import quantize_model
 from .checkpoints.quantize.recipe import Recipe
+from .checkpoints.quantize.target import quantizable
+from .checkpoints.quantize.weights import empty_weight, replace
 from .modules.linears import formats_in
 from .upstream.loading import seen_with
 
+MTP = "mtp"  # the entry of a checkpoint's quantisation with the formats of these layers
 _READ: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # {model: what transformers made of its layers}
 
 
@@ -55,13 +62,69 @@ def _read(own: Any, model: Any, device_map: Any, others: dict[str, Any]) -> Any:
         method = stored.get("quant_method")
         expected = f"dense layers for it in {path}"
         raise ValueError(f"moe_mps::generate: use_mtp must have {expected}, got those of {method}")
-    # Without the conversions of the model's own format: the layers are as they came.
-    result = own(seen_with(model, _weight_conversions=None), device_map, **others).eval()
-    formats = _formats(model.get_decoder().layers[-1])
-    if formats:
-        quantize_model(result.layers, Recipe(formats.get("experts"), formats.get("linears")), progress=False)
+    if packed := _packed_in(path):
+        result = _with_formats(model, packed)
+        result.layers.load_state_dict(_of_layers(path, model), assign=True)
+        # Tensors that no checkpoint has are without elements: they stand for a dtype.
+        result.layers._apply(
+            lambda t: torch.empty_like(t, device=model.device) if t.is_meta else t.to(model.device)
+        )
+    else:
+        # Without the conversions of the model's own format: the layers are as they came.
+        result = own(seen_with(model, _weight_conversions=None), device_map, **others).eval()
+        quantize_model(result.layers, _recipe_of(model), progress=False)
     accelerate(result.layers)
     return result
+
+
+def _recipe_of(model: Any) -> Recipe:
+    """The formats of a model's last layer."""
+    formats = _formats(model.get_decoder().layers[-1])
+    return Recipe(formats.get("experts"), formats.get("linears"))
+
+
+def _packed_in(source: str) -> dict[str, dict[str, str]]:
+    """{name of a module in these layers: {parameter: format}} of those that a checkpoint has quantised."""
+    stored = PreTrainedConfig.get_config_dict(source)[0].get("quantization_config")
+    found: dict[str, dict[str, str]] = stored.get(MTP, {}) if is_ours(stored) else {}
+    return found
+
+
+def _with_formats(model: Any, packed: Mapping[str, Mapping[str, str]]) -> Any:
+    """transformers' module of these layers with quantised weights, all without memory."""
+    from .upstream.guesses import MtpModel
+
+    with torch.device("meta"):
+        result = MtpModel(model, model.config.get_text_config().num_mtp_layers).eval()
+    result.layers.to(model.dtype)
+    every = quantizable(result.layers)
+    for name, formats in packed.items():
+        target = every[name]
+        target.formats = {parameter: Format.named(format) for parameter, format in formats.items()}
+        replace(result.layers, target, {part: empty_weight(target, part) for part in target.formats})
+    return result
+
+
+def _of_layers(source: str, model: Any) -> dict[str, Tensor]:
+    """The tensors of quantised layers in a checkpoint, by their names in the module of all layers."""
+    count = model.config.get_text_config().num_mtp_layers
+    prefixes = [(_prefix(model, layer), layer) for layer in range(count)]
+    return {
+        f"{layer}.{name.removeprefix(prefix)}": tensor
+        for name, tensor in mtp_tensors(source, model)
+        for prefix, layer in prefixes
+        if name.startswith(prefix)
+    }
+
+
+def _prefix(model: Any, layer: int) -> str:
+    """What the names of a quantised layer's tensors begin with: transformers takes it for one of its own."""
+    from .upstream.guesses import MtpModel
+
+    names = MtpModel.get_mtp_weights_regex(model)
+    number = model.config.get_text_config().num_hidden_layers + layer
+    known = (f"model.layers.{number}.", f"mtp.layers.{layer}.", f"model.mtp.layers.{layer}.")
+    return next(prefix for prefix in known if names.search(f"{prefix}mtp_block.x"))
 
 
 def _stored(source: str) -> Any:
@@ -89,6 +152,57 @@ def mtp_tensors(source: str, model: Any) -> Iterator[tuple[str, Tensor]]:
         with safe_open(file, framework="pt") as tensors:
             for name in filter(names.search, tensors.keys()):
                 yield name, tensors.get_tensor(name)
+
+
+def converted_mtp(source: str, model: Any, packed: dict[str, dict[str, str]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of these layers for a checkpoint of a model whose last layer is quantised.
+
+    Args:
+        packed: takes what `_packed_in` gives of that checkpoint. Layers that a source has quantised stay so.
+    """
+    from .upstream.guesses import MtpModel
+
+    before, recipe = _packed_in(source), _recipe_of(model)
+    if before or recipe == Recipe(None) or next(_files(source, model), None) is None:
+        packed.update(before)
+        yield from mtp_tensors(source, model)
+        return
+    config = copy.copy(model.config)
+    config.name_or_path = source
+    layers = MtpModel.from_pretrained(seen_with(model, config=config, _weight_conversions=None)).layers
+    quantize_model(layers, recipe, progress=False)
+    for name, module in layers.named_modules():
+        if formats := formats_in(module):
+            packed[name] = {parameter: str(format) for parameter, format in formats.items()}
+    for name, tensor in layers.state_dict().items():
+        layer, _, rest = name.partition(".")
+        yield f"{_prefix(model, int(layer))}{rest}", tensor
+
+
+def planned_mtp(source: str, model: Any, formats: Mapping[str, str]) -> tuple[int, int]:
+    """Bytes of these layers in a checkpoint, and in the one that `converted_mtp` makes of it.
+
+    Args:
+        model: without weights.
+        formats: {name of a weight of the model: the format that it gets, or its dtype}.
+    """
+    from .upstream.guesses import MtpModel
+
+    before = sum(tensor.nbytes for _, tensor in mtp_tensors(source, model))
+    last = f".layers.{model.config.get_text_config().num_hidden_layers - 1}."
+    kinds: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    for name, format in formats.items():
+        if last in name and not hasattr(torch, format):
+            kinds[".experts" in name].update([format])
+    if before == 0 or not any(kinds.values()) or _packed_in(source):
+        return before, before
+    most = {kind: Format.named(own.most_common(1)[0][0]) for kind, own in kinds.items() if own}
+    with torch.device("meta"):
+        layers = MtpModel(model, model.config.get_text_config().num_mtp_layers).layers
+    layers.to(model.dtype)
+    for target in weights_of(layers, Recipe(most.get(True), most.get(False))).targets.values():
+        replace(layers, target, {part: empty_weight(target, part) for part in target.formats})
+    return before, sum(tensor.nbytes for tensor in layers.state_dict().values())
 
 
 def has_mtp(model: Any) -> bool:

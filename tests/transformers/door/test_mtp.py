@@ -60,22 +60,33 @@ def test_tokens_are_those_of_the_model(checkpoint, monkeypatch):
     torch.testing.assert_close(guessed(ours), guessed(twin), atol=1e-3, rtol=1e-3)
 
 
-def test_convert_keeps_them(checkpoint, tmp_path, capsys):
-    """As they are; MLX's layout has none, as mlx-lm reads none."""
+def test_convert_quantises_them(checkpoint, tmp_path, capsys):
+    """As the last layer, to what a model has that quantises them when it is loaded; once more they stay so.
+
+    MLX's layout has none, as mlx-lm reads none.
+    """
     _, folder = checkpoint
     quantised, figures = tmp_path / "four", tmp_path / "plan.json"
     asked = ["convert", str(folder), str(quantised), "--bits", "4", "--group-size", "32"]
     assert main([*asked, "--json", str(figures)]) == 0
-    before, after = (load_file(path / "model.safetensors") for path in (folder, quantised))
-    names = [name for name in before if name.startswith("model.layers.2.")]
-    assert len(names) > 20 and all(torch.equal(before[name], after[name]) for name in names)
+    after = load_file(quantised / "model.safetensors")
     size = sum(tensor.nbytes for tensor in after.values())
     assert json.loads(figures.read_text())["after"] == pytest.approx(size, rel=1e-3)  # without buffers
+    names = [name for name in after if name.startswith("model.layers.2.")]
+    assert sum(name.endswith("packed") for name in names) > 5
     model = transformers.AutoModelForCausalLM.from_pretrained(quantised)
     assert tokens_of(model, use_mtp=True) == tokens_of(model)
+    dense = torch_moe_mps.from_pretrained(folder, bits=4, group_size=32)
+    found, expected = (
+        MtpModel.from_pretrained(each, device_map={"": "cpu"}).layers.state_dict() for each in (model, dense)
+    )
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     again = tmp_path / "again"
     assert main(["convert", str(quantised), str(again), "--bits", "3", "--group-size", "32"]) == 0
-    assert {*names} <= {*load_file(again / "model.safetensors")}
+    once_more = load_file(again / "model.safetensors")
+    assert all(torch.equal(once_more[name], after[name]) for name in names)
+    model = transformers.AutoModelForCausalLM.from_pretrained(again)
+    assert tokens_of(model, use_mtp=True) == tokens_of(model)
     asked[2] = str(tmp_path / "mlx")
     assert main([*asked, "--to", "mlx"]) == 0
     assert not {*names} & {*load_file(tmp_path / "mlx" / "model.safetensors")}
