@@ -118,7 +118,7 @@ def _of_layers(source: str, model: Any) -> dict[str, Tensor]:
 
 
 def _prefix(model: Any, layer: int) -> str:
-    """What the names of a quantised layer's tensors begin with: transformers takes it for one of its own."""
+    """Prefix of names of a quantised layer's tensors: transformers takes them for such a layer's."""
     from .upstream.guesses import MtpModel
 
     names = MtpModel.get_mtp_weights_regex(model)
