@@ -151,6 +151,7 @@ def test_script_that_knows_nothing_of_the_package(package, checkpoint):
     assert called["moe_experts_quantized"] == called["rope"] == model.config.num_hidden_layers
 
 
+@pytest.mark.sweep
 def test_switched_off(package):
     """Then the package registers when it is imported."""
     source = """

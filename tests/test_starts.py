@@ -19,6 +19,7 @@ import pytest
 import transformers
 from support import installed, tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
+from support.sweep import in_sweep
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 ON_MAC = sys.platform == "darwin"
@@ -75,7 +76,7 @@ def ended(command: Sequence[object], folder: Path, said: str = "", **own: str) -
     return result.returncode, result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", in_sweep(COMMANDS, ("convert", "serve")))
 def test_a_wrong_name(home, tmp_path, command):
     (tmp_path / "data.jsonl").write_text('{"text": "abcabc"}\n')
     more = {"convert": ["new"], "finetune": ["data.jsonl"]}.get(command, [])

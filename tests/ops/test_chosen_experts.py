@@ -43,6 +43,7 @@ def check_chosen(device, logits, top_k: int, dtype=torch.float32, weights=None, 
     return ids.cpu()
 
 
+@pytest.mark.on("mps")
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routers_of_each_kind(device, name):
     for i, (experts, top_k) in enumerate([(8, 2), (60, 4), (128, 8)]):
@@ -50,6 +51,7 @@ def test_routers_of_each_kind(device, name):
         check_chosen(device, logits, top_k, DTYPES[i], **router_options(name, experts, top_k, 10 * i + 1))
 
 
+@pytest.mark.on("mps")
 @pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (9, 9), (160, 6), (256, 8), (512, 10), (600, 2)])
 def test_numbers_of_experts(device, experts, top_k):
     """A lane has up to 16; more are chosen by a launch of their own."""

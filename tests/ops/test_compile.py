@@ -63,6 +63,7 @@ def check_compiled(device: str, backend: str, *lengths: int) -> None:
             assert counter.frame_count == (2 if tokens == 1 else 1)
 
 
+@pytest.mark.on("cpu")
 def test_compile_with_aot_eager(device):
     check_compiled(device, "aot_eager", 5, 12, 200, 1)
 
@@ -72,6 +73,7 @@ def test_compile_with_inductor():
     check_compiled("cpu", "inductor", 5, 12)
 
 
+@pytest.mark.on("cpu")
 def test_export(device):
     layer = Layer(device)
     x = torch.randn(6, H).to(device)

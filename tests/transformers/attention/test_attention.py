@@ -216,9 +216,11 @@ def attention_kernels(simulated, run) -> list[str]:
 
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 WINDOWED = {name: {"sliding_window": 6, **TWO_KINDS} for name in ("gemma2", "gemma4", "gpt_oss")}
-ALWAYS = ["mixtral", "gemma2", "gemma4", "deepseek_v3", "gpt_oss", "hy_v4", "inkling"]
+# Architectures whose padded prompts make no mask in any layer.
+WITHOUT_MASKS = ["mixtral", "gemma2", "gemma4", "deepseek_v3", "gpt_oss", "hy_v4", "inkling"]
+OFTEN = ("gemma4", "deepseek_v3", "inkling")
 NO_CACHE = ["openai_privacy_filter"]
-IN_THE_SWEEP = sorted(set(tiny_models.architectures()) - {*ALWAYS, *NO_CACHE})
+OTHERS = sorted(set(tiny_models.architectures()) - {*WITHOUT_MASKS, *NO_CACHE})
 
 
 def compared(simulated, model, ids, call) -> tuple[list, list[torch.Tensor]]:
@@ -230,7 +232,7 @@ def compared(simulated, model, ids, call) -> tuple[list, list[torch.Tensor]]:
     return kernels, expected
 
 
-@pytest.mark.parametrize("name", ALWAYS)
+@pytest.mark.parametrize("name", in_sweep(WITHOUT_MASKS, OFTEN))
 def test_models(simulated, name):
     """Few new tokens run on the operator, and the prompts of gpt-oss and DeepSeek."""
     model = tiny_models.tiny_model(name).to("mps").eval()
@@ -262,9 +264,7 @@ def padded_steps(model, ids) -> list[torch.Tensor]:
     return results
 
 
-@pytest.mark.parametrize(
-    "name", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.sweep) for name in IN_THE_SWEEP)]
-)
+@pytest.mark.parametrize("name", in_sweep([*WITHOUT_MASKS, *OTHERS], OFTEN))
 def test_padded_prompts(simulated, name, monkeypatch):
     """They run on the operator, as the tokens behind them do, but for layers whose own code makes a mask."""
     model = tiny_models.tiny_model(name, **WINDOWED.get(name, {})).to("mps").eval()
@@ -272,7 +272,7 @@ def test_padded_prompts(simulated, name, monkeypatch):
     ids = torch.randint(1, 50, (3, 20), generator=torch.Generator().manual_seed(1)).to("mps")
     kernels, _ = compared(simulated, model, ids, padded_steps)
     assert 2 * layers <= len(kernels) <= 3 * layers
-    if name in ALWAYS:
+    if name in WITHOUT_MASKS:
         assert len(kernels) == 3 * layers
         monkeypatch.setattr(CausalMask, "elements", lambda mask: pytest.fail(f"{mask} was made"))
         padded_steps(model, ids)

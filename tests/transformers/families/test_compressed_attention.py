@@ -68,7 +68,7 @@ def accelerated(own):
     return model
 
 
-@pytest.mark.parametrize("cuts", CUTS, ids=len)
+@pytest.mark.parametrize("cuts", in_sweep(CUTS, CUTS[1:2]), ids=len)
 def test_any_cut_gives_what_transformers_gives(own, cuts):
     logits, cache = logits_of(accelerated(own), IDS, cuts)
     assert (logits - own[1]).abs().max() < 1e-4

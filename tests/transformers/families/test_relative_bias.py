@@ -5,6 +5,7 @@ import torch
 from support import tiny_models
 from support.models import in_parts
 from support.processes import forked
+from support.sweep import in_sweep
 from torch import nn
 from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
 
@@ -68,7 +69,7 @@ def test_another_module_stays():
     assert not makes_relative_bias(wider)
 
 
-@pytest.mark.parametrize("at_once", [1, 2**30])
+@pytest.mark.parametrize("at_once", in_sweep((1, 2**30), (1,)))
 def test_inkling(simulated, at_once, monkeypatch):
     """Queries and biases grow with the logarithm of the position; prompts in one piece and token by token."""
     monkeypatch.setattr(relative_bias, "MOST_BYTES", at_once)
