@@ -3,21 +3,30 @@
 import argparse
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
+from support import serving as letters
 from support import tiny_models
 from support.models import eager, prompt
 from torch import nn
 from transformers import DynamicCache, GenerationConfig
 
 import torch_moe_mps
+from torch_moe_mps.commands import serving
+from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.bench import Bench
+from torch_moe_mps.serving.defaults import choice
 from torch_moe_mps.serving.engine import Engine
 from torch_moe_mps.serving.generating import Generating
 from torch_moe_mps.serving.job import Job
 from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.serving.request import Chat, Request
 from torch_moe_mps.serving.speculation import Speculation
+from torch_moe_mps.training.examples import Example
+from torch_moe_mps.training.memory import Ranks
+from torch_moe_mps.training.steps import Plan, Training, with_new_adapter
 from torch_moe_mps.transformers.capture.calls import CAPTURES
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
@@ -25,6 +34,11 @@ IDS = prompt(1, 9)
 SETTINGS = {"max_new_tokens": 3, "pad_token_id": 0, "do_sample": False}
 # Attributes that `accelerate` gives a model, which counts its calls in it.
 COUNTS = {CAPTURES}
+
+# Facts that transformers' Trainer changes: it seeds torch, and sets checkpoints of gradients up, with hooks
+# that let inputs ask for gradients, and without a cache in the config.
+OF_TRAINER = {"random numbers", "gradient_checkpointing", "_gradient_checkpointing_func", "config"}
+OF_TRAINER |= {"_forward_hooks", "_require_grads_hook", "_require_grads_hooks"}
 
 
 def model_of(architecture: str = "qwen3_moe") -> nn.Module:
@@ -104,6 +118,41 @@ def test_a_model_is_as_it_was(call, tmp_path):
     twin = copy.deepcopy(model)
     assert twin.prepare_inputs_for_generation.__self__ is twin
     assert torch.equal(twin.generate(IDS, **SETTINGS), expected)
+
+
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_the_model_of_a_command_is_as_it_was_loaded(command, tmp_path, monkeypatch):
+    loaded, own = [], serving.load
+
+    def load(*given):
+        model = own(*given)
+        loaded.append((model, facts(model)))
+        return model
+
+    monkeypatch.setattr(serving, "load", load)
+    folder, ended = letters.chat_checkpoint(tmp_path / "model"), threading.Event()
+    options = parser().parse_args([command, str(folder), "--device", "cpu"])
+    with serving.served_by(options) as served:
+        chat = Chat([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
+        request = Request([chat], "messages", choice({"max_new_tokens": 3, "do_sample": True}))
+        answers = served.prepare(request, lambda number, item: ended.set() if item is None else None)
+        served.submit(answers)
+        assert ended.wait(60) and len(answers.answers[0].tokens) > 0
+    ((model, before),) = loaded
+    assert changed(before, facts(model)) == {}
+
+
+def test_a_model_without_its_trained_adapter_is_as_it_was(tmp_path):
+    """But for what transformers' Trainer leaves in it."""
+    model = model_of()
+    expected, before = model.generate(IDS, **SETTINGS), facts(model)
+    adapted = with_new_adapter(model, ["q_proj", "v_proj"], Ranks(2, 0), "base")
+    plan, lines = Plan(1, 1.0, 2, 1e-2, 0, 2), [Example([1, 2, 3], [-100, 2, 3], 0, "completion", False)]
+    assert Training(adapted, lines, 0, plan, tmp_path, lambda line: None).run(resume=False)
+    twin = adapted.unload().eval()
+    found = changed(before, facts(model))
+    assert twin is model and {name.rpartition(".")[2] for name in found} <= OF_TRAINER, [*found]
+    assert torch.equal(model.generate(IDS, **SETTINGS), expected)
 
 
 @pytest.mark.parametrize("beams", [1, 2])
