@@ -23,7 +23,7 @@ from .fused import (
     norm_sums,
     streams_in_update,
 )
-from .linear_attention import keep_state
+from .linear_attention import convolve_behind_state, keep_state
 from .linears import activate_in_linears, join_linears, order_outputs
 from .norms import norm_in_operators
 from .pointwise import join_elements, split_dimensions
@@ -63,6 +63,7 @@ class Place(NamedTuple):
 
 # Passes in the order in which they run.
 PASSES: list[Callable[[fx.Graph], None]] = [
+    convolve_behind_state,
     constants_first,
     make_new_tensors,
     drop_neutral,

@@ -1,8 +1,58 @@
-"""Linear attention: its state in a cache."""
+"""Linear attention: its states in a cache."""
 
 from torch import fx
 
-from ..nodes import arguments, aten, calls, is_call, is_unchanged, memory_of, tensor_of
+from ..nodes import arguments, aten, calls, is_call, is_unchanged, memory_of, ours, put, tensor_of
+
+_ALL = 2**63 - 1  # the end of a slice that has none
+
+
+def convolve_behind_state(graph: fx.Graph) -> None:
+    """A convolution over a state and the tokens behind it, cut to these, is the operator's, which takes both.
+
+    So several tokens of one conversation are convolved: the state is cut out of the same whole.
+    """
+    for conv in calls(graph, ours.causal_conv1d_update_):
+        given = arguments(conv)
+        turned, zeros = given["x"], given["conv_state_"]
+        if not is_call(turned, aten.transpose) or not is_call(zeros, aten.new_zeros):
+            continue
+        whole = turned.args[0]
+        if not is_call(whole, aten.cat) or len(whole.args[0]) != 2:
+            continue
+        state, new = whole.args[0]
+        out = next(iter(conv.users), conv)
+        cut = next(iter(out.users), out)
+        kept = next(iter({*whole.users} - {turned, zeros}), whole)
+        back = next(iter(kept.users), kept)
+        if (
+            all(len(node.users) == 1 for node in (turned, zeros, conv, out, kept))
+            and len(whole.users) == 3
+            and is_call(out, aten.transpose)
+            and _is_end(cut, out, new)
+            and _is_end(kept, whole, state)
+            and is_call(back, aten.copy_)
+            and back.args[:2] == (state, kept)
+            and tensor_of(new).shape[0] == 1  # else others would lie in memory in another way
+            and is_unchanged(state, whole, back)
+            and is_unchanged(state, back, conv, read=False)
+            and is_unchanged(new, whole, conv)
+        ):
+            tokens = put(conv, aten.transpose.int, tensor_of(new).mT, new, -2, -1)
+            both = given | {"x": tokens, "conv_state_": state}
+            found = put(conv, conv.target, tensor_of(cut).mT, **both)
+            cut.replace_all_uses_with(put(conv, aten.transpose.int, tensor_of(cut), found, -2, -1))
+            for node in (cut, out, conv, zeros, turned, back, kept, whole):
+                graph.erase_node(node)
+
+
+def _is_end(cut: fx.Node, whole: fx.Node, like: fx.Node) -> bool:
+    """Whether a node is the last of the tokens [.., C, T] of another, as many as a third has."""
+    if not is_call(cut, aten.slice) or len(cut.args) != 4:
+        return False
+    source, dim, _, end = cut.args
+    is_last = source is whole and dim in (2, -1) and end == _ALL
+    return bool(is_last and tensor_of(cut).shape == tensor_of(like).shape)
 
 
 def keep_state(graph: fx.Graph) -> None:
