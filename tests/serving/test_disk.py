@@ -198,6 +198,38 @@ def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
     assert again.job.disk_tokens == 89 and again.tokens == again.expected(model)
 
 
+@pytest.mark.slow("nine answers")
+def test_what_waits_for_a_slow_disk_is_within_the_memory(tmp_path, monkeypatch):
+    """Prompts that no memory is left for are given up, written or not; the last ones are written."""
+    model, goes_on, own = model_of("qwen3_moe"), threading.Event(), Disk._write_part
+
+    def slow(self, *given):
+        assert goes_on.wait(60)
+        own(self, *given)
+
+    monkeypatch.setattr(Disk, "_write_part", slow)
+    octets = answer(model, None, Asked(LONG)).kept[0].nbytes()
+    disk = Disk(tmp_path, MEMORY)
+    prompts = Prompts(int(2.5 * octets), disk=disk)
+    batch, asked = Batch(model, prompts, 1), [Asked(LONG.roll(n)) for n in range(9)]
+    for each in asked:
+        batch.waiting.append(each.job)
+        while batch.has_work:
+            batch.step()
+            prompts.store()
+        held = {id(layer.keys): layer.keys for kept in prompts.kept for layer in kept.cache.layers}
+        held |= {id(layer.keys): layer.keys for wait in disk._pending for layer in wait.cache.layers}
+        storages = {
+            keys.untyped_storage().data_ptr(): keys.untyped_storage().nbytes() for keys in held.values()
+        }
+        assert sum(storages.values()) * 2 <= prompts.memory
+    goes_on.set()
+    prompts.write(model)
+    again = Asked(turn(asked[-1], 4))
+    answer(model, Disk(tmp_path, MEMORY), again)
+    assert again.job.disk_tokens == 75 and again.tokens == again.expected(model)
+
+
 def test_the_folder_is_bounded(tmp_path):
     """The prompt that was used longest ago goes, its end before its beginning."""
     model = model_of("qwen3_moe")

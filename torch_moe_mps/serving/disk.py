@@ -16,13 +16,14 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from .._text import first_line
@@ -38,7 +39,7 @@ from ..transformers.caches.parts import (
     read_part,
 )
 from ..transformers.caches.prompt_cache import fits_one_prefix, kept_states, key_of, new_cache
-from ..transformers.caches.state import copy_of_cache, copy_of_layer
+from ..transformers.caches.state import LayerState, bytes_of_storages, copy_of_cache, copy_of_layer
 
 log = logging.getLogger(__name__)
 BLOCK = 256  # tokens
@@ -129,6 +130,19 @@ class Disk:
         snapshot.parts = self._parts(snapshot)
         self._pending = deque(old for old in self._pending if not _begins(ids, old.ids))
         self._pending.append(snapshot)
+
+    def shrink(self, memory: int, held: Sequence[Tensor]) -> None:
+        """Gives up what is not written yet, the oldest first, until all take at most so many bytes.
+
+        Args:
+            held: tensors of prompts that stay, whose memory may be that of what is not written.
+        """
+        room = max(0, memory - (beside := bytes_of_storages(held)))
+        while self._pending:
+            own = [tensor for each in self._pending for tensor in tensors_of(each.cache, each.states)]
+            if bytes_of_storages([*held, *own]) - beside <= room:
+                return
+            self._pending.popleft()
 
     def forget(self) -> None:
         """Gives up what is not written yet, whose memory is needed."""
@@ -394,6 +408,12 @@ def _state_name(key: str, names: list[str], ids: Tensor, end: int) -> str:
     before = names[end // BLOCK - 1] if end >= BLOCK else key
     octets = before.encode() + ids[end - end % BLOCK : end].to(torch.int64).cpu().numpy().tobytes()
     return f"{key}/{hashlib.blake2b(octets, digest_size=16).hexdigest()}-{end}.state"
+
+
+def tensors_of(cache: DynamicCache, states: dict[int, dict[int, dict[str, Any]]]) -> list[Tensor]:
+    """All tensors of a prompt's cache, and of its states for shorter prefixes."""
+    held = [tensor for layer in cache.layers for tensor in LayerState(layer).tensors().values()]
+    return held + [state for state in tree_leaves(states) if isinstance(state, Tensor)]
 
 
 def _begins(ids: Tensor, other: Tensor) -> bool:

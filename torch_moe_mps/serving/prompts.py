@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from .._text import first_line
@@ -25,9 +24,9 @@ from ..transformers.caches.prompt_cache import (
     prefix,
     save_prompt_cache,
 )
-from ..transformers.caches.state import LayerState, bytes_of_storages
+from ..transformers.caches.state import bytes_of_storages
 from ..transformers.checkpoints.quantize.sizes import top_k
-from .disk import Disk, Restoring
+from .disk import Disk, Restoring, tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +82,12 @@ class Kept:
             shared = max((position for position in self.states if position <= shared), default=0)
         return shared if images is None or (images == self.images and shared >= images.end) else 0
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return tensors_of(self.cache, self.states)
+
     def nbytes(self) -> int:
-        held = [tensor for layer in self.cache.layers for tensor in LayerState(layer).tensors().values()]
-        kept = [state for state in tree_leaves(self.states) if isinstance(state, Tensor)]
-        return bytes_of_storages(held + kept)
+        return bytes_of_storages(self.tensors)
 
 
 class Prompts:
@@ -147,9 +148,14 @@ class Prompts:
         self.shrink(self.memory, 1)
 
     def shrink(self, memory: int, least: int = 0) -> None:
-        """Gives up the prompts unused longest until the rest takes at most so many bytes, or is so few."""
+        """Gives up the prompts unused longest until the rest takes at most so many bytes, or is so few.
+
+        What waits for the disk counts, too.
+        """
         while len(self.kept) > least and sum(other.nbytes() for other in self.kept) > memory:
             del self.kept[0]
+        if self.disk is not None:
+            self.disk.shrink(memory, [tensor for kept in self.kept for tensor in kept.tensors])
 
     def halve(self) -> None:
         """Gives up the older half of what is kept, and what the disk has not written: there is no memory."""
