@@ -93,7 +93,7 @@ def test_check(home, tmp_path):
 
 # Forks for each run: its folder, what it reads, and its arguments; prints the exit codes.
 FORKS = """
-import json, os, sys
+import json, os, sys, traceback
 import torch, transformers.modeling_utils, transformers.generation
 import transformers.cli.chat, transformers.cli.serve
 codes = []
@@ -107,6 +107,8 @@ for arguments in json.loads(sys.argv[1]):
             from torch_moe_mps.commands import main
             code = main(arguments)
             sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
         finally:
             sys.stderr.flush()
             os._exit(code)

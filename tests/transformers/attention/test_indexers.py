@@ -7,6 +7,7 @@ import torch
 from support import tiny_models
 from support.launches import launches
 from support.models import assert_close, eager, edit_forward, in_parts, operators_of, output
+from support.sweep import in_sweep
 from support.tiny_models import modelling, tiny_config, tiny_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -34,7 +35,7 @@ def model_with(architecture: str, top_k: int, **options):
     return model
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ("glm_moe_dsa", "hy_v4", "axk2")))
 def test_logits(architecture):
     """Of a prompt, a token and a few, where some keys are chosen and where all are."""
     for top_k in (5, 64):
@@ -54,7 +55,7 @@ def check_parts(model, expected):
         torch.testing.assert_close(ours, right.float(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["glm_moe_dsa", "hy_v4"])
+@pytest.mark.parametrize("architecture", in_sweep(("glm_moe_dsa", "hy_v4"), ("hy_v4",)))
 def test_on_mps(simulated, architecture):
     """Latents of chosen keys for few tokens, masks of bits for a prompt; padded rows."""
     model = model_with(architecture, 5)
@@ -111,7 +112,7 @@ def model_of_blocks(block: int):
     return model
 
 
-@pytest.mark.parametrize("block", [32, 4])
+@pytest.mark.parametrize("block", in_sweep((32, 4), (4,)))
 def test_chosen_blocks(device, block, monkeypatch):
     """Its own mask is what a prompt, a token and a few see; of what is padded, too."""
     ids = torch.randint(1, 90, (2, 103), generator=torch.Generator().manual_seed(1))
@@ -214,7 +215,7 @@ def model_of_pools(architecture: str, monkeypatch):
     return tiny_model(architecture)
 
 
-@pytest.mark.parametrize("architecture", POOLED)
+@pytest.mark.parametrize("architecture", in_sweep(POOLED, ("qwen4_exp",)))
 def test_chosen_pools(simulated, architecture, monkeypatch):
     """Prompts, and tokens that close pools or do not; padded rows run the model's own code."""
     monkeypatch.setattr("torch_moe_mps.transformers.attention.chosen_keys._AT_ONCE", 5)

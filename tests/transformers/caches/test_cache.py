@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.memory import Memory
 from support.models import in_parts
+from support.sweep import in_sweep, rows_in_sweep
 from support.tiny_models import tiny_config, tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import (
@@ -175,7 +176,7 @@ def rounded(states):
     return quantized.elements()
 
 
-SEEDS = [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(3, 8))]
+SEEDS = in_sweep(range(8), (0,))
 
 
 def each_layer(test):
@@ -502,9 +503,10 @@ WIDE = {"head_dim": 64}
 LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "head_dim": 32}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "heads"), [("qwen3_moe", WIDE), ("gpt_oss", WIDE), ("deepseek_v3", LATENT)]
-)
+IN_8_BITS = (("qwen3_moe", WIDE), ("gpt_oss", WIDE), ("deepseek_v3", LATENT))
+
+
+@pytest.mark.parametrize(("architecture", "heads"), rows_in_sweep(IN_8_BITS, IN_8_BITS[1:]))
 def test_a_model_with_a_cache_in_8_bits(device, architecture, heads):
     """Close to 16 bits; an option, a class of cache and the model's own code give the same."""
     model = tiny_model(architecture, **heads).to(device)
