@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from support import tiny_models
 from support.memory import Memory
 from support.models import tiny
+from support.sweep import covering
 from torch import nn
 from torch.nn import functional
 
@@ -50,9 +51,12 @@ def is_close(result: torch.Tensor, right: torch.Tensor, tolerance: float = 3e-6)
 
 
 # gemma2 caps its logits, granite divides them, cohere multiplies them; mixtral's router has a loss of its own
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gemma2", "granite", "cohere", "mixtral"])
 @pytest.mark.parametrize(
-    "options", [{}, {"bits": 4, "group_size": 32, "linear_bits": 8}], ids=["dense", "packed"]
+    ("architecture", "options"),
+    covering(
+        ("qwen3_moe", "gemma2", "granite", "cohere", "mixtral"),
+        ({}, {"bits": 4, "group_size": 32, "linear_bits": 8}),
+    ),
 )
 def test_loss_and_gradients_of_transformers(architecture, options):
     ours, own = pair(architecture, **options)

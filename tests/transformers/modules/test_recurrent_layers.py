@@ -59,7 +59,7 @@ def logits_of(model, mask: bool = False, pieces=(9, 1, 1, 3, 1)):
 OF_EACH_KIND = ["kimi_linear", "granitemoehybrid", "minimax", "jamba"]
 
 
-@pytest.mark.parametrize("architecture", FORMS)
+@pytest.mark.parametrize("architecture", in_sweep(FORMS, OF_EACH_KIND))
 def test_prompts_and_steps(architecture):
     """A prompt, steps and a few tokens at once, of padded rows too; what runs in a step."""
     model = model_of(architecture)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import eager, operators_of
+from support.sweep import covering
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
@@ -58,8 +59,10 @@ def test_kinds(kind):
     assert_same(tables(module), own)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma4", "glm4_moe", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    covering(("gpt_oss", "gemma4", "glm4_moe", "deepseek_v3", "qwen3_next"), (torch.float32, torch.bfloat16)),
+)
 def test_the_modules_of_models(architecture, dtype):
     """Half the width, a part of the head, one for each type of layers; frequencies of 16 bit, too."""
     model = eager(tiny_models.tiny_model(architecture, dtype))
