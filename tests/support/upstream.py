@@ -232,8 +232,8 @@ def variables(path: Path | None) -> dict[str, str]:
     """The environment of processes that import a release."""
     paths = [str(path)] if path is not None else []
     paths += [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
-    none = dict.fromkeys(("MOE_MPS_CHECK", "MOE_MPS_TUNE"), "0")
-    return os.environ | none | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    own = {"MOE_MPS_CHECK": "0", "MOE_MPS_TUNE": "0", "MOE_MPS_CPU_OPERATORS": "1"}
+    return os.environ | own | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
 def asked(path: Path | None, program: str) -> Any:
