@@ -81,6 +81,7 @@ BLOCKS = [(1, 2, 8, 40, 4, 3), (3, 5, 30, 100, 32, 2), (2, 1, 128, 300, 128, 3),
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
+@pytest.mark.on("mps")
 @pytest.mark.parametrize("reduce", ["heads", "keys"])
 def test_blocks(device, dtype, reduce):
     """Scores are whole numbers, so that what is chosen is known, whatever the order of the sums."""

@@ -37,6 +37,7 @@ def test_many_pairs_of_one_expert(device, format, counts):
 # Pairs of 12 experts whose blocks of rows are taken in twos, of 6 one by one, of 2 in halves. Where there are
 # more experts than pairs it is those of the first 24 pairs, of 6 and of 2.
 MANY_BLOCKS = (1, 2, 4, 5, 8, 9, 33, 0, 1, 3, 7, 17, 1, 3, 6, 12, 0, 1, 1, 5)
+FEW_PAIRS = (2, 1, 1, 0, 0) * 8
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ MANY_BLOCKS = (1, 2, 4, 5, 8, 9, 33, 0, 1, 3, 7, 17, 1, 3, 6, 12, 0, 1, 1, 5)
         pytest.param(8, 64, torch.half, marks=pytest.mark.sweep),
     ],
 )
-@pytest.mark.parametrize("counts", [MANY_BLOCKS, (2, 1, 1, 0, 0) * 8], ids=["experts", "pairs"])
+@pytest.mark.parametrize("counts", in_sweep((MANY_BLOCKS, FEW_PAIRS), (FEW_PAIRS,)), ids=["experts", "pairs"])
 def test_many_blocks_of_rows(device, counts, bits, group, dtype):
     """75 blocks; the rows of the projection end in the middle of one, and their number is odd."""
     format, seed = f"affine{bits}_{group}", len(counts)
