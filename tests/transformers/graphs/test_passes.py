@@ -1108,6 +1108,11 @@ def chain_in_two_shapes(x, y, p):
     return torch.exp(rows * SCALES[:4].view(1, 4, 1)).view(1, 1, 64) + x * SCALES[:1]
 
 
+def chain_with_one_more_dimension(x, y, p):
+    more = (torch.sigmoid(x) * 2).unsqueeze(1) + 1
+    return torch.cat((more, x.unsqueeze(1)), -1)
+
+
 def two_chains(x, y, p):
     mean = (x.float() * 2 + 1).square().mean(-1, keepdim=True)
     return torch.rsqrt(mean + 1) * torch.relu(x)
@@ -1171,6 +1176,7 @@ def chain_of_many_numbers(x, y, p):
         (chain_with_weights, {"pointwise": 1}),
         (chain_through_views, {"pointwise": 1}),
         (chain_in_two_shapes, {"pointwise": 1}),
+        (chain_with_one_more_dimension, {"pointwise": 1, "cat": 1}),
         ("(torch.sigmoid(y) * y).mean(-2)", {"pointwise": 1}),
         (other_means_of_a_chain, {"pointwise": 2, "mean": 3, "mul": 1}),
         ("torch.exp((torch.sigmoid(y) * 2).view(1, 16, 4)) + 1", {"pointwise": 2}),

@@ -167,6 +167,9 @@ class _Group:
         like = tensor_of(self.root)
         values = {name: self._aligned(*key) for key, name in inputs.items()}
         first = values.pop(INPUTS[0])
+        if all(tensor_of(value).dim() < like.dim() for value in (first, *values.values())):
+            shape = [*[1] * (like.dim() - tensor_of(first).dim()), *tensor_of(first).shape]
+            first = put(self.root, aten.view.default, tensor_of(first).view(shape), first, shape)
         return put(self.root, ours.pointwise.default, like, first, "; ".join(steps), like.dtype, **values)
 
     def _aligned(self, value: fx.Node, dims: Dims) -> fx.Node:
