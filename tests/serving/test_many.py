@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections import Counter
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from support.checkpoints import tokenizer_of
 from support.models import eager
 from support.sweep import in_sweep
 from tokenizers import decoders
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LogitsProcessor
 
 import torch_moe_mps
@@ -40,6 +42,16 @@ def config(new: int = 6, **settings) -> GenerationConfig:
 def alone(model, ids: torch.Tensor, seed: int = 0, **options) -> torch.Tensor:
     torch.manual_seed(seed)
     return model.generate(ids[None], **options)[0, len(ids) :]
+
+
+class CountedOperators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class Answers:
@@ -269,6 +281,23 @@ def test_logits_without_a_likeliest_token_end_the_answer(settings):
         assert isinstance(error, RuntimeError) and "got NaN, +inf or -inf alone" in str(error)
 
 
+@pytest.mark.parametrize(("seeds", "fills"), [((None,) * 4, 1), ((None, 5, None, 5), 4)])
+def test_rows_without_a_seed_are_drawn_in_one_launch(seeds, fills):
+    """Equal rows draw differently, but those with the same seed draw the same."""
+    ids = prompts(1)[0][None]
+    jobs = [
+        Job({"input_ids": ids}, config(do_sample=True), lambda token: False, print, seed=seed)
+        for seed in seeds
+    ]
+    choosers = [Chooser(model_of(), job) for job in jobs]
+    logits = torch.randn(1, 96, generator=torch.Generator().manual_seed(0)).expand(4, 96)
+    with CountedOperators() as counted:
+        draws = [choose(choosers, logits).read() for _ in range(8)]
+    assert counted.calls["aten.exponential_"] == 8 * fills
+    first, second, third, fourth = map(list, zip(*draws, strict=True))
+    assert first != second and first != third and (second == fourth) == (seeds[1] == 5)
+
+
 @pytest.mark.slow("six answers, of beams")
 def test_numbers_of_a_seed_are_those_of_its_answer():
     """Of beams, too, which generate() draws: they depend on no neighbour, and leave torch's numbers alone."""
@@ -282,7 +311,7 @@ def test_numbers_of_a_seed_are_those_of_its_answer():
         before = torch.get_rng_state()
         found = torch_moe_mps.generate_batch(model, many, [beams, drawn], seed=[4, beside], progress=False)
         assert torch.equal(found[0], expected[0])
-        assert torch.equal(torch.get_rng_state(), before) == (beside is not None)
+        assert torch.equal(torch.get_rng_state(), before)
     again = torch_moe_mps.generate_batch(model, many, [beams, drawn], seed=[4, None], progress=False)
     assert torch.equal(again[0], expected[0]) and not torch.equal(again[1], found[1])
 

@@ -51,9 +51,10 @@ def run(options: argparse.Namespace) -> None:
             save_references(load_stored(options, other, device), pieces, Path(folder))
         for source in sources:
             free(device)
-            result.append(_measured(options, source, device, pieces, Path(folder) if other else None))
+            means, dtype = _measured(options, source, device, pieces, Path(folder) if other else None)
+            result.append(means)
             if options.card and is_first_process():
-                keep_figures(source, *_kept(options, len(ids), result[-1]))
+                keep_figures(source, *_kept(options, len(ids), means, dtype))
     print("\n".join(aligned(_table(options, result), 1)))
     if other is not None and result[0].rest >= 1e-6:
         print(
@@ -66,11 +67,11 @@ def run(options: argparse.Namespace) -> None:
 
 def _measured(
     options: argparse.Namespace, source: str, device: str, pieces: list[Tensor], folder: Path | None
-) -> "Means":
+) -> tuple["Means", str]:
+    """What was measured of a model, and the dtype of its activations."""
     model = with_adapter(options, load_stored(options, source, device))
-    result = measure(WithQuantizedCache(model) if options.kv_bits == CACHE_BITS else model, pieces, folder)
-    result.dtype = str(model.dtype).removeprefix("torch.")
-    return result
+    means = measure(WithQuantizedCache(model) if options.kv_bits == CACHE_BITS else model, pieces, folder)
+    return means, str(model.dtype).removeprefix("torch.")
 
 
 def _table(options: argparse.Namespace, found: list["Means"]) -> list[tuple[str, ...]]:
@@ -83,7 +84,7 @@ def _table(options: argparse.Namespace, found: list["Means"]) -> list[tuple[str,
     return rows
 
 
-def _kept(options: argparse.Namespace, tokens: int, means: "Means") -> tuple[str, str]:
+def _kept(options: argparse.Namespace, tokens: int, means: "Means", dtype: str) -> tuple[str, str]:
     """Record kept with a model: the measurement and its figures. No folder of this machine is named."""
     text = "the built-in text" if options.text is None else Path(options.text).name
     cache = ", keys and values in 8 bits" if options.kv_bits == CACHE_BITS else ""
@@ -94,7 +95,7 @@ def _kept(options: argparse.Namespace, tokens: int, means: "Means") -> tuple[str
         figures += f" ({other} has {_exp(means.other):.4f}), KL divergence from it {divergence} nats a token"
         figures += f", equal top tokens {top}"
     about = f"{tokens} tokens of {text} in windows of {options.window}{cache}"
-    return about, f"{figures}; activations in {means.dtype}, torch-moe-mps {__version__}"
+    return about, f"{figures}; activations in {dtype}, torch-moe-mps {__version__}"
 
 
 def _as_json(options: argparse.Namespace, tokens: int, found: list["Means"]) -> dict[str, Any]:
@@ -127,7 +128,6 @@ class Means:
         agreement: the share of tokens where both have the same likeliest one.
         rest: the other's probability of the tokens that count as one class.
         loss_error, divergence_error: standard errors of these means, as if tokens were independent.
-        dtype: of the model's activations.
     """
 
     loss: float = 0.0
@@ -137,7 +137,6 @@ class Means:
     rest: float = 0.0
     loss_error: float = 0.0
     divergence_error: float = 0.0
-    dtype: str = ""
 
     def figures(self) -> tuple[str, str, str]:
         """Perplexity, divergence and agreement, as they are shown."""

@@ -28,6 +28,7 @@ class Chooser:
         model: the same.
         sampling: the processors of its logits.
         generator: of the drawn tokens.
+        repeats: whether it draws the same numbers each time, as with a seed.
         ends: the tokens that end the answer.
         most: how many tokens the answer may have.
 
@@ -49,6 +50,7 @@ class Chooser:
         self.sampling = Sampling(in_order(processors), config)
         device = model.device
         self.generator = torch.Generator(device).manual_seed(job.own_seed)
+        self.repeats = job.seed is not None
         end = config.eos_token_id
         self.ends = {*end} if isinstance(end, (list, tuple)) else {end}
         self.most = config.max_length - ids.shape[1]
@@ -79,7 +81,7 @@ class Chooser:
 
     def draw(self, numbers: Tensor) -> None:
         """Writes the numbers of the next draw."""
-        if self._states is not None:
+        if self._states is not None and self.repeats:
             self._states.append(self.generator.get_state())
         numbers.exponential_(generator=self.generator)
 
@@ -224,8 +226,11 @@ def _of_kind(choosers: list[Chooser], scores: Tensor) -> tuple[Tensor, Tensor]:
         likeliest = scores.max(-1)
         return likeliest.indices, ~can_be_chosen(likeliest.values)
     draws = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
-    for row, chooser in zip(draws, choosers, strict=True):
-        chooser.draw(row)
+    if any(chooser.repeats for chooser in choosers):
+        for row, chooser in zip(draws, choosers, strict=True):
+            chooser.draw(row)
+    else:  # in one launch
+        choosers[0].draw(draws)
     invalid = torch.zeros(len(scores), dtype=torch.int32, device=scores.device)
     arguments = None if OPERATOR in refused() else sampling.arguments()
     takes = scores.shape[1] <= MAX_VOCABULARY and scores.dtype in ACTIVATION_DTYPES
