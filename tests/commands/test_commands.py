@@ -124,7 +124,7 @@ def test_perplexity(checkpoint, tmp_path, capsys):
         kept = "70 tokens of text.txt in windows of 32: "
         kept += f"perplexity {figures} (dense has {data['perplexity_of_other']:.4f}), KL divergence from it "
         kept += f"{divergence} nats a token, equal top tokens {top}; "
-        kept += f"torch-moe-mps {torch_moe_mps.__version__}"
+        kept += f"activations in float32, torch-moe-mps {torch_moe_mps.__version__}"
         card = (folder / "README.md").read_text()
         assert card.count("\n- ") == 4 and card.endswith(f"\n- {kept}\n"), card  # two are tags
         assert "\n- 40 tokens of text.txt in windows of 32: " in card and str(tmp_path) not in card
