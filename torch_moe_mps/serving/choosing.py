@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from ..ops._checks import ACTIVATION_DTYPES
 from ..ops.sampling import MAX_VOCABULARY, sample_
-from ..transformers.basics.overflow import can_be_chosen, no_distribution
+from ..transformers.basics.overflow import is_missing, no_distribution
 from ..transformers.basics.self_check_state import refused
 from ..transformers.modules.sampling import OPERATOR, Sampling
 from .job import Job, as_errors
@@ -224,7 +224,7 @@ def _of_kind(choosers: list[Chooser], scores: Tensor) -> tuple[Tensor, Tensor]:
     if not sampling.draws:
         scores = sampling.known(None, scores.float()) if sampling.known else scores
         likeliest = scores.max(-1)
-        return likeliest.indices, ~can_be_chosen(likeliest.values)
+        return likeliest.indices, is_missing(likeliest.values)
     draws = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
     if any(chooser.repeats for chooser in choosers):
         for row, chooser in zip(draws, choosers, strict=True):

@@ -31,6 +31,6 @@ def no_distribution(model: nn.Module) -> RuntimeError:
     return RuntimeError(f"{text}; {_WATCHED[next(model.children())]()}" if is_watched(model) else text)
 
 
-def can_be_chosen(largest: Tensor) -> Tensor:
-    """Whether the largest logit of a row can be a token's: unlike NaN, and -inf, which no token has then."""
-    return largest == largest.clamp_min(torch.finfo(largest.dtype).min)
+def is_missing(largest: Tensor) -> Tensor:
+    """Whether the largest logit of a row is no token's: NaN, or -inf, which no token has then."""
+    return largest != largest.clamp_min(torch.finfo(largest.dtype).min)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.sampling import MAX_VOCABULARY, sample_
-from ..basics.overflow import can_be_chosen, is_watched, no_distribution
+from ..basics.overflow import is_missing, is_watched, no_distribution
 from ..basics.scoped import having
 from ..basics.self_check_state import refused
 from ..upstream.generation import (
@@ -104,10 +104,10 @@ class Sampling:
         """Raises: RuntimeError if a token had no distribution to be drawn from, or if a greedy answer of a
         model that is watched ends without one.
         """
-        is_missing = self._invalid is not None and bool(self._invalid.any())
-        if not is_missing and self._last is not None and is_watched(model):
-            is_missing = not bool(can_be_chosen(self._last.amax(-1)).all())
-        if is_missing:
+        invalid = self._invalid
+        if invalid is None and self._last is not None and is_watched(model):
+            invalid = is_missing(self._last.amax(-1))
+        if invalid is not None and invalid.any():
             raise no_distribution(model)
 
 
