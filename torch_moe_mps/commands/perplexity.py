@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
 def _measured(
     options: argparse.Namespace, source: str, device: str, pieces: list[Tensor], folder: Path | None
 ) -> tuple["Means", str]:
-    """What was measured of a model, and the dtype of its activations."""
+    """Means of a model over the text, and the dtype of its activations."""
     model = with_adapter(options, load_stored(options, source, device))
     means = measure(WithQuantizedCache(model) if options.kv_bits == CACHE_BITS else model, pieces, folder)
     return means, str(model.dtype).removeprefix("torch.")

@@ -162,8 +162,10 @@ def converted_mtp(source: str, model: Any, packed: dict[str, dict[str, str]]) ->
     """
     from .upstream.guesses import MtpModel
 
+    if next(_files(source, model), None) is None:
+        return
     before, recipe = _packed_in(source), _recipe_of(model)
-    if before or recipe == Recipe(None) or next(_files(source, model), None) is None:
+    if before or recipe == Recipe(None):
         packed.update(before)
         yield from mtp_tensors(source, model)
         return
