@@ -100,7 +100,11 @@ def is_watched(memory: Memory | None) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that an allocation has failed, as torch's on any device do."""
+    """Whether an error says that an allocation has failed, as torch's on any device do.
+
+    A fault of the GPU is none, whatever it says: what was computed before is lost with it.
+    """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+    is_fault = isinstance(error, torch.AcceleratorError)
+    return isinstance(error, RuntimeError) and not is_fault and bool(_NO_MEMORY.search(str(error)))
