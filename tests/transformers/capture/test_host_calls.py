@@ -75,5 +75,6 @@ def test_of_a_layer(simulated):
     assert sum(before.values()) == 142 and sum(after.values()) <= 36, after
     # Module by module, each memory is asked who else shows it, each class whether it was patched, and each
     # tensor whether it is on the CPU; a norm gathers its arguments by a row of the recogniser, and attention
-    # has a record of what a token sees. A captured token makes none of these calls.
-    assert python["call"] <= 116 and python["c_call"] <= 190, python
+    # has a record of what a token sees; norms, routers and rotations ask for the device, as a CPU runs the
+    # model's own. A captured token makes none of these calls.
+    assert python["call"] <= 123 and python["c_call"] <= 199, python
