@@ -613,6 +613,24 @@ def test_what_python_notes_at_first_is_no_change():
 
 
 @torch.no_grad()
+def test_a_key_that_cannot_be_compared():
+    """As torch's DispatchKey with any string, from torch 2.15 on."""
+
+    class Key:
+        __hash__ = object.__hash__
+
+        def __eq__(self, other):
+            raise RuntimeError("could not parse dispatch key")
+
+    model = accelerated("qwen3_moe", "cpu")
+    model.model.held = {Key(): [1]}
+    fingerprint = Fingerprint(model, captures_of(model))
+    assert fingerprint.holds()
+    next(iter(model.model.held.values())).append(2)
+    assert not fingerprint.holds() and fingerprint.changed().startswith("model.held[")
+
+
+@torch.no_grad()
 def test_the_end_of_a_class_is_no_change():
     """The garbage collector may come in the middle of a call."""
     model = accelerated("qwen3_moe", "cpu")

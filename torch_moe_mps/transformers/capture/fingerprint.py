@@ -231,9 +231,9 @@ class Watched(NamedTuple):
 
     def inside(self, key: Any) -> str:
         """The path of a value in a dictionary; those of a module are its attributes for all who read it."""
-        if key in _OF_MODULES:
-            return self.path
-        return f"{self.path}.{key}".removeprefix(".") if isinstance(key, str) else f"{self.path}[{key!r}]"
+        if not isinstance(key, str):  # torch's DispatchKey cannot be compared with one
+            return f"{self.path}[{key!r}]"
+        return self.path if key in _OF_MODULES else f"{self.path}.{key}".removeprefix(".")
 
     def changed(self, before: Any) -> str:
         """The path of the first value that is another one than before."""
