@@ -130,7 +130,8 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
         if passed is not None and passed.dtype != dtype:
             other = arguments.get("down_format") if scales.endswith("down_scales") else None
             if NAMED_FORMATS[other or arguments["format"]].is_affine:
-                dtype = torch.float32  # it holds both
+                # Rows of an embedding are decoded in the dtype of the scales; else float32 holds both.
+                dtype = passed.dtype if name == "embedding_quantized" else torch.float32
     names = [arguments[argument] for argument in ("format", "down_format") if arguments.get(argument)]
     formats: list[Format | None] = [NAMED_FORMATS[format] for format in dict.fromkeys(names)]
     head = None
@@ -141,6 +142,8 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
     result = [Subject(name, dtype, format, head, _given(name, arguments)) for format in formats or [None]]
     if name == "moe_experts_quantized" and arguments["logits"] is not None:
         result += subjects_of("moe_router", arguments)  # it may choose in a launch of its own
+    if name == "linear_attention_" and arguments["norm_weight"] is not None:
+        result.append(Subject("rms_norm_gated", dtype))  # prompts of few heads have it in one of its own
     return result
 
 
