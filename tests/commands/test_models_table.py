@@ -69,7 +69,7 @@ def test_dense_row_is_current(current, architecture):
     )
 
 
-def test_every_other_causal_model_is_listed_and_right():
+def test_every_other_causal_model_is_listed_and_right(current):
     assert list(rows(2)) == tiny_models.other_causal()
     assert generator().others([*rows(2).values()]) in TABLE.read_text()
 

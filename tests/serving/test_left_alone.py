@@ -204,7 +204,7 @@ def test_a_cache_of_the_users_is_given_back_whole():
     torch_moe_mps.generate_batch(model, [IDS[0]], GenerationConfig(**SETTINGS), progress=False)
     for _ in range(2):
         cache = DynamicCache(config=model.config)
-        model.generate(IDS, cache=cache, **SETTINGS)
+        model.generate(IDS, **cache_argument(model, cache), **SETTINGS)
         assert cache._is_user_defined
         torch_moe_mps.restore(model)
 
