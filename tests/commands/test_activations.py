@@ -39,6 +39,11 @@ def with_factor(source, target, name: str, factor: float):
     """A copy of a checkpoint, in bfloat16, one of whose weights is larger by a factor."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     model.get_parameter(name).data.mul_(factor)
+    return saved(model, source, target)
+
+
+def saved(model, source, target):
+    """The folder of a model, with the tokenizer of another."""
     model.save_pretrained(target)
     for file in source.glob("*token*"):
         (target / file.name).write_bytes(file.read_bytes())
@@ -121,10 +126,7 @@ def with_a_token_that_overflows(source, target):
     output = model.get_parameter(OUTPUT).data
     output.mul_(2e4 / (output.float().abs().sum(1).max().item()))
     model.get_input_embeddings().weight.data[25] = 6.5e4
-    model.save_pretrained(target)
-    for file in source.glob("*token*"):
-        (target / file.name).write_bytes(file.read_bytes())
-    return target
+    return saved(model, source, target)
 
 
 @pytest.mark.parametrize("samples", [False, True])

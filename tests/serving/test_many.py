@@ -2,16 +2,15 @@
 
 import functools
 import logging
-from collections import Counter
 
 import pytest
 import torch
 from support import tiny_models
 from support.checkpoints import tokenizer_of
+from support.launches import Launches
 from support.models import eager
 from support.sweep import in_sweep
 from tokenizers import decoders
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LogitsProcessor
 
 import torch_moe_mps
@@ -42,16 +41,6 @@ def config(new: int = 6, **settings) -> GenerationConfig:
 def alone(model, ids: torch.Tensor, seed: int = 0, **options) -> torch.Tensor:
     torch.manual_seed(seed)
     return model.generate(ids[None], **options)[0, len(ids) :]
-
-
-class CountedOperators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter[str]()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[str(func.overloadpacket)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Answers:
@@ -291,9 +280,9 @@ def test_rows_without_a_seed_are_drawn_in_one_launch(seeds, fills):
     ]
     choosers = [Chooser(model_of(), job) for job in jobs]
     logits = torch.randn(1, 96, generator=torch.Generator().manual_seed(0)).expand(4, 96)
-    with CountedOperators() as counted:
+    with Launches() as counted:
         draws = [choose(choosers, logits).read() for _ in range(8)]
-    assert counted.calls["aten.exponential_"] == 8 * fills
+    assert counted.counts["exponential_"] == 8 * fills
     first, second, third, fourth = map(list, zip(*draws, strict=True))
     assert first != second and first != third and (second == fourth) == (seeds[1] == 5)
 

@@ -120,9 +120,8 @@ def run(options: argparse.Namespace) -> None:
             bench.speculation = speculation_of(options, model, source, device)
         else:
             bench.guesses = guesses_of(options, model, source, device, bench.prompts)
-    if (
-        bench.speculation is not None or bench.guesses is not None
-    ):  # random tokens repeat nothing, and nobody guesses what follows them
+    # Random tokens repeat nothing, and nobody guesses what follows them.
+    if bench.speculation is not None or bench.guesses is not None:
         bench.use_text(text_ids(source, None, options.trust_remote_code)[0])
     size = f"{sum_of_processes(model, total_bytes(model)) / 1e9:.2f} GB"
     if processes() > 1:

@@ -123,15 +123,7 @@ def _given(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
     """Subjects that must have been compared before this call."""
-    typed = arguments[TYPED_BY.get(name) or names_of(name)[0]]
-    dtype = torch.float32 if name in ON_IDS else getattr(typed, "dtype", typed)
-    for scales in names_of(name) if "format" in names_of(name) else ():
-        passed = arguments[scales] if scales.endswith("scales") else None
-        if passed is not None and passed.dtype != dtype:
-            other = arguments.get("down_format") if scales.endswith("down_scales") else None
-            if NAMED_FORMATS[other or arguments["format"]].is_affine:
-                # Rows of an embedding are decoded in the dtype of the scales; else float32 holds both.
-                dtype = passed.dtype if name == "embedding_quantized" else torch.float32
+    dtype = _dtype_of(name, arguments)
     names = [arguments[argument] for argument in ("format", "down_format") if arguments.get(argument)]
     formats: list[Format | None] = [NAMED_FORMATS[format] for format in dict.fromkeys(names)]
     head = None
@@ -145,6 +137,20 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
     if name == "linear_attention_" and arguments["norm_weight"] is not None:
         result.append(Subject("rms_norm_gated", dtype))  # prompts of few heads have it in one of its own
     return result
+
+
+def _dtype_of(name: str, arguments: Mapping[str, Any]) -> torch.dtype:
+    """Dtype in which the kernels of a call compute."""
+    typed = arguments[TYPED_BY.get(name) or names_of(name)[0]]
+    dtype: torch.dtype = torch.float32 if name in ON_IDS else getattr(typed, "dtype", typed)
+    for scales in names_of(name) if "format" in names_of(name) else ():
+        passed = arguments[scales] if scales.endswith("scales") else None
+        if passed is not None and passed.dtype != dtype:
+            other = arguments.get("down_format") if scales.endswith("down_scales") else None
+            if NAMED_FORMATS[other or arguments["format"]].is_affine:
+                # Rows of an embedding are decoded in the dtype of the scales; else float32 holds both.
+                dtype = passed.dtype if name == "embedding_quantized" else torch.float32
+    return dtype
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def remember_twin(key: str, verdict: Mapping[str, Any]) -> None:
 def _kept() -> dict[str, Any]:
     """Contents of the file; nothing if it is missing, damaged, or of another machine."""
     try:
-        kept, about = json.loads(cache_file().read_text()), machine()
+        kept, about = read_object(cache_file), machine()
         return kept if all(kept["machine"][part] == about[part] for part in _KEY) else {}
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         return {}
@@ -133,12 +133,25 @@ def remember_tuned(tuned: Mapping[str, Any]) -> None:
 
 
 def _keep(**parts: Any) -> None:
-    known = {**_kept(), "machine": machine(), **parts}
+    write_object(cache_file, {**_kept(), "machine": machine(), **parts})
+
+
+def read_object(place: Callable[[], Path]) -> dict[str, Any]:
+    """Contents of a file in the user's cache directory; nothing if it is missing or damaged."""
     try:
-        path = cache_file()
+        kept = json.loads(place().read_text())
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: no home directory
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def write_object(place: Callable[[], Path], kept: Mapping[str, Any]) -> None:
+    """Writes such a file, whole or not at all: what cannot be written is found out again."""
+    try:
+        path = place()
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(known, file, indent=1)
+            json.dump(kept, file, indent=1)
         os.replace(file.name, path)
-    except (OSError, RuntimeError):  # RuntimeError: no home directory
+    except (OSError, RuntimeError):
         return

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,12 +131,15 @@ class Disk:
         self._pending = deque(old for old in self._pending if not _begins(ids, old.ids))
         self._pending.append(snapshot)
 
-    def shrink(self, memory: int, held: Sequence[Tensor]) -> None:
+    def shrink(self, memory: int, held: Iterable[Tensor]) -> None:
         """Gives up what is not written yet, the oldest first, until all take at most so many bytes.
 
         Args:
             held: tensors of prompts that stay, whose memory may be that of what is not written.
         """
+        if not self._pending:
+            return
+        held = [*held]
         room = max(0, memory - (beside := bytes_of_storages(held)))
         while self._pending:
             own = [tensor for each in self._pending for tensor in tensors_of(each.cache, each.states)]

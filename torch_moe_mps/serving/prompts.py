@@ -155,13 +155,13 @@ class Prompts:
         while len(self.kept) > least and sum(other.nbytes() for other in self.kept) > memory:
             del self.kept[0]
         if self.disk is not None:
-            self.disk.shrink(memory, [tensor for kept in self.kept for tensor in kept.tensors])
+            self.disk.shrink(memory, (tensor for kept in self.kept for tensor in kept.tensors))
 
     def halve(self) -> None:
         """Gives up the older half of what is kept, and what the disk has not written: there is no memory."""
-        self.shrink(sum(kept.nbytes() for kept in self.kept) // 2)
         if self.disk is not None:
             self.disk.forget()
+        self.shrink(sum(kept.nbytes() for kept in self.kept) // 2)
 
     def restoring(self, model: Any, inputs: dict[str, Any]) -> Restoring | None:
         """Begins to read what the disk has of a prompt and memory has not; None where that is nothing.

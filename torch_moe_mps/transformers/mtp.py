@@ -8,7 +8,7 @@ import copy
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,7 +29,7 @@ from .checkpoints.layouts.own.config import is_ours
 from .checkpoints.quantize.decision import weights_of
 from .checkpoints.quantize.in_place import quantize_model
 from .checkpoints.quantize.recipe import Recipe
-from .checkpoints.quantize.target import quantizable
+from .checkpoints.quantize.target import Target, quantizable
 from .checkpoints.quantize.weights import empty_weight, replace
 from .modules.linears import formats_in
 from .upstream.loading import seen_with
@@ -85,24 +85,35 @@ def _recipe_of(model: Any) -> Recipe:
 
 def _packed_in(source: str) -> dict[str, dict[str, str]]:
     """{name of a module in these layers: {parameter: format}} of those that a checkpoint has quantised."""
-    stored = PreTrainedConfig.get_config_dict(source)[0].get("quantization_config")
+    stored = _quantization(source)
     found: dict[str, dict[str, str]] = stored.get(MTP, {}) if is_ours(stored) else {}
     return found
 
 
 def _with_formats(model: Any, packed: Mapping[str, Mapping[str, str]]) -> Any:
     """transformers' module of these layers with quantised weights, all without memory."""
+    result = _without_memory(model)
+    every = quantizable(result.layers)
+    for name, formats in packed.items():
+        every[name].formats = {parameter: Format.named(format) for parameter, format in formats.items()}
+    _quantize_empty(result.layers, (every[name] for name in packed))
+    return result
+
+
+def _without_memory(model: Any) -> Any:
+    """transformers' module of these layers on the meta device, in the model's dtype."""
     from .upstream.guesses import MtpModel
 
     with torch.device("meta"):
         result = MtpModel(model, model.config.get_text_config().num_mtp_layers).eval()
     result.layers.to(model.dtype)
-    every = quantizable(result.layers)
-    for name, formats in packed.items():
-        target = every[name]
-        target.formats = {parameter: Format.named(format) for parameter, format in formats.items()}
-        replace(result.layers, target, {part: empty_weight(target, part) for part in target.formats})
     return result
+
+
+def _quantize_empty(layers: Any, targets: Iterable[Target]) -> None:
+    """Lets layers without memory have the formats of targets."""
+    for target in targets:
+        replace(layers, target, {part: empty_weight(target, part) for part in target.formats})
 
 
 def _of_layers(source: str, model: Any) -> dict[str, Tensor]:
@@ -129,8 +140,12 @@ def _prefix(model: Any, layer: int) -> str:
 
 def _stored(source: str) -> Any:
     """The quantisation of a checkpoint that is not of this package."""
-    stored = PreTrainedConfig.get_config_dict(source)[0].get("quantization_config")
+    stored = _quantization(source)
     return None if is_ours(stored) else stored
+
+
+def _quantization(source: str) -> Any:
+    return PreTrainedConfig.get_config_dict(source)[0].get("quantization_config")
 
 
 def _formats(layer: Any) -> dict[str, Any]:
@@ -188,8 +203,6 @@ def planned_mtp(source: str, model: Any, formats: Mapping[str, str]) -> tuple[in
         model: without weights.
         formats: {name of a weight of the model: the format that it gets, or its dtype}.
     """
-    from .upstream.guesses import MtpModel
-
     before = sum(tensor.nbytes for _, tensor in mtp_tensors(source, model))
     last = f".layers.{model.config.get_text_config().num_hidden_layers - 1}."
     kinds: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
@@ -199,11 +212,8 @@ def planned_mtp(source: str, model: Any, formats: Mapping[str, str]) -> tuple[in
     if before == 0 or not any(kinds.values()) or _packed_in(source):
         return before, before
     most = {kind: Format.named(own.most_common(1)[0][0]) for kind, own in kinds.items() if own}
-    with torch.device("meta"):
-        layers = MtpModel(model, model.config.get_text_config().num_mtp_layers).layers
-    layers.to(model.dtype)
-    for target in weights_of(layers, Recipe(most.get(True), most.get(False))).targets.values():
-        replace(layers, target, {part: empty_weight(target, part) for part in target.formats})
+    layers = _without_memory(model).layers
+    _quantize_empty(layers, weights_of(layers, Recipe(most.get(True), most.get(False))).targets.values())
     return before, sum(tensor.nbytes for tensor in layers.state_dict().values())
 
 

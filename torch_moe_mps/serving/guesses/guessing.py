@@ -13,7 +13,7 @@ from torch import Tensor
 from ..._text import first_line
 from ..job import as_errors
 from ..ranges import placeholders_of, vocabulary_of
-from .source import Row, Source
+from .source import Row, Source, told
 from .width import Width
 
 logger = logging.getLogger(__name__)
@@ -119,16 +119,12 @@ class Guessing:
         """Hands on the model's states [B, T, H] of tokens of each row, from its place of `firsts` on."""
         with self._source_fails():
             for number, (row, first) in enumerate(zip(rows, firsts, strict=True)):
-                self._told("computed")(row, first, states[number : number + 1])
+                told(self._source, "computed")(row, first, states[number : number + 1])
 
     def left(self, row: Row) -> None:
         """Tells the source that the answer of a row has ended."""
         with self._source_fails():
-            self._told("left")(row)
-
-    def _told(self, name: str) -> Any:
-        """A method of the source; one that does nothing where it has none."""
-        return getattr(self._source, name, lambda *_: None)
+            told(self._source, "left")(row)
 
     @contextmanager
     def _source_fails(self) -> Iterator[None]:

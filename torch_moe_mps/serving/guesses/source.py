@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -47,6 +47,11 @@ class Source(Protocol):
         """
 
 
+def told(source: Source | None, name: str) -> Any:
+    """A method of a source; one that does nothing where it has none."""
+    return getattr(source, name, lambda *_: None)
+
+
 class FirstOf:
     """A `Source` of several: each row has the guesses of the first that has some."""
 
@@ -66,10 +71,8 @@ class FirstOf:
 
     def computed(self, row: Row, first: int, states: Tensor) -> None:
         for source in self._sources:
-            if (takes := getattr(source, "computed", None)) is not None:
-                takes(row, first, states)
+            told(source, "computed")(row, first, states)
 
     def left(self, row: Row) -> None:
         for source in self._sources:
-            if (ends := getattr(source, "left", None)) is not None:
-                ends(row)
+            told(source, "left")(row)

@@ -1,14 +1,11 @@
 """Ranges of activations that were measured before, in the user's cache folder."""
 
 import hashlib
-import json
 import math
-import os
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from ...selfcheck.machine import cache_folder
+from ...selfcheck.machine import cache_folder, read_object, write_object
 
 MOST = 200  # models that are remembered; the first ones go
 _FILES = (".safetensors", ".bin", ".gguf", ".json")
@@ -34,7 +31,7 @@ def key_of(path: str, gguf: str | None, quantises: bool) -> str | None:
 
 
 def remembered(key: str | None) -> Largest | None:
-    found = _kept().get(key) if key is not None else None
+    found = read_object(_file).get(key) if key is not None else None
     match found:
         case [None, int(tokens)]:
             return Largest(math.inf, tokens)
@@ -48,26 +45,10 @@ def remember(key: str | None, largest: Largest) -> None:
     if key is None:
         return
     value = largest.value if math.isfinite(largest.value) else None
-    known = {name: kept for name, kept in _kept().items() if name != key}
+    known = {name: kept for name, kept in read_object(_file).items() if name != key}
     known[key] = [value, largest.tokens]
-    try:
-        path = _file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(dict([*known.items()][-MOST:]), file)
-        os.replace(file.name, path)
-    except (OSError, RuntimeError):  # RuntimeError: no home directory
-        return
+    write_object(_file, dict([*known.items()][-MOST:]))
 
 
 def _file() -> Path:
     return cache_folder() / "ranges.json"
-
-
-def _kept() -> dict:
-    """Contents of the file; nothing if it is missing or damaged."""
-    try:
-        kept = json.loads(_file().read_text())
-    except (OSError, RuntimeError, ValueError):
-        return {}
-    return kept if isinstance(kept, dict) else {}
