@@ -15,10 +15,13 @@
 #include "matmul/tiles.h"
 
 // A matrix in memory. Its size begins with the innermost dimension: (columns, rows). A product reads the
-// first columns: rows may be longer than its depth.
+// first columns: rows may be longer than its depth. Apple's MPPTensorOpsMatMul2d.h: operands whose size is
+// known to the compiler are not checked for edges in each product.
+template <int kColumns, int kRows>
+using TileSize = extents<int32_t, kColumns, kRows>;
+template <typename T, int kColumns, int kRows>
+using ThreadgroupTensor = tensor<threadgroup T, TileSize<kColumns, kRows>, tensor_inline>;
 typedef dextents<int32_t, 2> TensorSize;
-template <typename T>
-using ThreadgroupTensor = tensor<threadgroup T, TensorSize, tensor_inline>;
 template <typename T>
 using DeviceTensor = tensor<device T, TensorSize, tensor_inline>;
 
@@ -93,7 +96,7 @@ template <int kPairs, typename W, typename Sums>
 inline void store_product(thread Sums& sums, GemmWork<W> work, uint begin, uint end,
                           threadgroup float* memory, uint thread_index, constant MatmulParams& params) {
   threadgroup_barrier(mem_flags::mem_threadgroup);  // what was there has been read
-  ThreadgroupTensor<float> to(memory, TensorSize(kTensorRows, kPairs));
+  ThreadgroupTensor<float, kTensorRows, kPairs> to(memory, TileSize<kTensorRows, kPairs>());
   sums.store(to);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const uint outputs = outputs_of_rows(kTensorRows, params);
@@ -162,10 +165,11 @@ struct TensorGemm {
                                              mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
     mpp::tensor_ops::matmul2d<product, execution_simdgroups<kTensorSimdgroups>> multiply;
     // Named, not decltype(left): from MSL 4.1 on that has the address space of the variable (mlx#4533).
-    typedef ThreadgroupTensor<T> Operand;
-    Operand left(reinterpret_cast<threadgroup T*>(inputs), TensorSize(kTensorStride, kPairs));
-    Operand right(reinterpret_cast<threadgroup T*>(weights), TensorSize(kTensorStride, kTensorRows));
-    auto sums = multiply.template get_destination_cooperative_tensor<Operand, Operand, float>();
+    typedef ThreadgroupTensor<T, kTensorStride, kPairs> Left;
+    typedef ThreadgroupTensor<T, kTensorStride, kTensorRows> Right;
+    Left left(reinterpret_cast<threadgroup T*>(inputs), TileSize<kTensorStride, kPairs>());
+    Right right(reinterpret_cast<threadgroup T*>(weights), TileSize<kTensorStride, kTensorRows>());
+    auto sums = multiply.template get_destination_cooperative_tensor<Left, Right, float>();
     clear_sums(sums);
     for (uint depth = 0; depth < params.inputs; depth += kTensorDepth) {
       threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles before these have been read
@@ -198,15 +202,14 @@ struct TensorLinear {
         mpp::tensor_ops::matmul2d_descriptor(kOfProduct, kTensorRows, kTensorDepth, false, true, false,
                                              mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
     mpp::tensor_ops::matmul2d<product, execution_simdgroups<kTensorSimdgroups>> multiply;
-    typedef DeviceTensor<T> Left;
-    typedef ThreadgroupTensor<T> Right;
+    device T* x = const_cast<device T*>(work.x) + ulong(work.pairs.first) * params.inputs;
+    DeviceTensor<T> tokens(x, TensorSize(int(params.inputs), kPairs));
+    typedef decltype(tokens.template slice<kTensorDepth, kOfProduct>(0, 0)) Left;
+    typedef ThreadgroupTensor<T, kTensorStride, kTensorRows> Right;
     auto sums = multiply.template get_destination_cooperative_tensor<Left, Right, float>();
     auto other = multiply.template get_destination_cooperative_tensor<Left, Right, float>();
     clear_sums(sums);
     if constexpr (kTwo) clear_sums(other);
-    device T* x = const_cast<device T*>(work.x) + ulong(work.pairs.first) * params.inputs;
-    device T* others = x + ulong(kOfProduct) * params.inputs;
-    const TensorSize of_inputs(int(params.inputs), kOfProduct);
 
     rows.decode(memory, rows.load(work.weights, 0, params));
     uint turn = 0;
@@ -215,11 +218,11 @@ struct TensorLinear {
       // The weights of this step are there, and those of the step before have been read.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       Right right(reinterpret_cast<threadgroup T*>(memory + turn * kWeightOctets),
-                  TensorSize(kTensorStride, kTensorRows));
-      Left left(x + depth, of_inputs);
+                  TileSize<kTensorStride, kTensorRows>());
+      Left left = tokens.template slice<kTensorDepth, kOfProduct>(int(depth), 0);
       multiply.run(left, right, sums);
       if constexpr (kTwo) {
-        Left below(others + depth, of_inputs);
+        Left below = tokens.template slice<kTensorDepth, kOfProduct>(int(depth), kOfProduct);
         multiply.run(below, right, other);
       }
       rows.decode(memory + (turn ^ 1) * kWeightOctets, next);

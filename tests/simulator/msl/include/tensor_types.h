@@ -8,13 +8,17 @@
 namespace metal {
 enum : size_t { dynamic_extent = ~size_t(0) };
 
+// All sizes are known to the compiler, or none.
 template <class Index, size_t... Sizes>
 struct extents {
   Index sizes[sizeof...(Sizes)];
-  extents() = default;
-  template <class... I>
-  TENSOR_FUNC explicit extents(I... n) : sizes{Index(n)...} {
-    static_assert(sizeof...(I) == sizeof...(Sizes), "one size for each dimension");
+  TENSOR_FUNC extents() : sizes{Index(Sizes)...} {
+    static_assert(((Sizes != dynamic_extent) && ...), "one size for each dynamic dimension");
+  }
+  template <class First, class... I>
+  TENSOR_FUNC explicit extents(First first, I... n) : sizes{Index(first), Index(n)...} {
+    static_assert(((Sizes == dynamic_extent) && ...) && 1 + sizeof...(I) == sizeof...(Sizes),
+                  "one size for each dynamic dimension");
   }
   TENSOR_FUNC Index extent(size_t i) const { return sizes[i]; }
 };
@@ -30,6 +34,18 @@ using dextents = typename dynamic_extents<Index, Rank>::type;
 struct tensor_inline {};
 struct tensor_offset {};
 struct tensor_handle {};
+
+// The extents of a slice with these sizes: those of the tensor unless they are known to the compiler.
+template <class Extents, size_t Columns, size_t Rows>
+struct sliced {
+  typedef extents<int, Columns, Rows> type;
+  TENSOR_FUNC static type of(int, int) { return type(); }
+};
+template <class Extents>
+struct sliced<Extents, dynamic_extent, dynamic_extent> {
+  typedef Extents type;
+  TENSOR_FUNC static type of(int columns, int rows) { return type(columns, rows); }
+};
 
 // Only matrices: matmul2d takes no others.
 template <class T, class Extents, class Kind = tensor_handle>
@@ -48,14 +64,11 @@ struct tensor {
         msl_sizes{int(e.extent(0)), int(e.extent(1))} {}
   // The tensor from (column, row) on; with sizes, that many columns and rows of it.
   template <size_t Columns = dynamic_extent, size_t Rows = dynamic_extent>
-  TENSOR_FUNC tensor<T, Extents, tensor_offset> slice(int column, int row) const {
-    tensor<T, Extents, tensor_offset> part(msl_data + column * msl_strides[0] + row * msl_strides[1],
-                                           Extents(msl_sizes[0] - column, msl_sizes[1] - row), msl_strides);
-    if (Columns != dynamic_extent) part.msl_sizes[0] = int(Columns);
-    if (Rows != dynamic_extent) part.msl_sizes[1] = int(Rows);
-    return part;
+  TENSOR_FUNC tensor<T, typename sliced<Extents, Columns, Rows>::type, tensor_offset> slice(int column,
+                                                                                            int row) const {
+    return {msl_data + column * msl_strides[0] + row * msl_strides[1],
+            sliced<Extents, Columns, Rows>::of(msl_sizes[0] - column, msl_sizes[1] - row), msl_strides};
   }
-  TENSOR_FUNC Extents extents() const { return Extents(msl_sizes[0], msl_sizes[1]); }
 };
 
 // Which threads compute an operation together.
