@@ -19,10 +19,10 @@ from .._faults import raise_fault, synchronize
 from .._text import first_line
 from ..transformers.basics.wide_logits import wide_logits
 from ..transformers.caches.cache import hands_cache_on
-from ..transformers.caches.prompt_cache import new_cache, reads_whole
+from ..transformers.caches.prompt_cache import reads_whole
 from ..transformers.caches.rows import NotJoinable, Rows, capacity
 from ..transformers.caches.state import LayerState
-from ..transformers.upstream.calls import cache_among, cache_argument
+from ..transformers.upstream.calls import cache_argument
 from ..transformers.upstream.generation import GenerationMixin, GenerationMode
 from .choosing import Chooser, Chosen, choose
 from .disk import Restoring
@@ -33,9 +33,10 @@ from .guesses.verify import verified
 from .job import Job, Reason, prompt_length
 from .memory import is_out_of_memory
 from .one_by_one import generate_alone
-from .prompts import AT_ONCE, Images, Kept, Prompts, is_marked, mark, pauses
+from .prompt_reader import PromptReader
+from .prompts import AT_ONCE, Kept, Prompts
 from .ranges import check_job
-from .stand_in import turned, turning
+from .stand_in import turning
 
 logger = logging.getLogger(__name__)
 _LEAST_PIECE = 64  # tokens of a prompt that are read between two steps
@@ -47,24 +48,16 @@ class _Answer:
     """A job whose prompt is read, or whose tokens are generated.
 
     Attributes:
-        kept: the tokens and the cache so far.
-        ends: tokens of the prompt behind which its states may be kept; the last is its end.
-        is_whole: whether the prompt is read in one piece, as that of images is.
+        reader: of the prompt; it has the cache.
         tokens: of the answer, as far as the host has read them.
-        moved: how far positions are from the number of tokens, where there are images.
         chosen: the token behind these, if it is generated alone and the host has not read it.
         row: for which tokens are guessed, if any are.
     """
 
     job: Job
     chooser: Chooser
-    kept: Kept
-    is_kept: bool
-    ends: list[int]
-    is_whole: bool
-    images: Images | None
+    reader: PromptReader
     tokens: list[int] = field(default_factory=list)
-    moved: int = 0
     chosen: Chosen | None = None
     row: Row | None = None
 
@@ -226,7 +219,7 @@ class Batch:
                 answers.remove(answer)
         last = min(answers, key=lambda answer: len(answer.tokens), default=None)
         for answer in answers:
-            if answer is last or answer.images is not None:
+            if answer is last or answer.reader.images is not None:
                 answer.job.end(error)
             else:
                 self._again.append(answer)
@@ -370,9 +363,11 @@ class Batch:
         """
         if self.memory is None:
             return True
-        longest = max([longest, *(len(answer.kept.ids) + len(answer.tokens) for answer in self.answers)])
+        longest = max(
+            [longest, *(len(answer.reader.kept.ids) + len(answer.tokens) for answer in self.answers)]
+        )
         tokens = capacity(rows, longest) + beside
-        tokens += sum(len(item.kept.ids) + len(item.tokens) for item in self.alone)
+        tokens += sum(len(item.reader.kept.ids) + len(item.tokens) for item in self.alone)
         needed = self._bytes * tokens
         if self.prompts is not None:
             self.prompts.shrink(int(self.memory - needed))
@@ -381,67 +376,45 @@ class Batch:
     def _begin(self, job: Job) -> _Answer:
         inputs = job.inputs
         ids = inputs["input_ids"]
-        images = images_of(self.model, inputs)
-        is_kept = self.prompts is not None and not reads_whole(self.model) and can_be_kept(self.model, inputs)
-        kept, ends, whole = self._taken(ids, images, is_kept)
-        job.cached_tokens = len(kept.ids)
-        job.disk_tokens = min(job.disk_tokens, len(kept.ids))
-        self.cached_tokens += len(kept.ids)
-        self.read_tokens += ids.shape[1] - len(kept.ids)
+        is_kept = not reads_whole(self.model) and can_be_kept(self.model, inputs)
+        reader = PromptReader(
+            self.model,
+            ids,
+            self.prompts if is_kept else None,
+            images=images_of(self.model, inputs),
+            beside={name: value for name, value in inputs.items() if name != "input_ids"},
+            modules=self._turning,
+        )
+        cached = len(reader.kept.ids)
+        job.cached_tokens, job.disk_tokens = cached, min(job.disk_tokens, cached)
+        self.cached_tokens += cached
+        self.read_tokens += ids.shape[1] - cached
         chooser = Chooser(self.model, job)
-        job.tell(len(kept.ids), ids.shape[1])
+        job.tell(cached, ids.shape[1])
         row = None if self.guesses is None else Row(ids[0].tolist(), ids.shape[1], job.likely)
-        return _Answer(job, chooser, kept, is_kept, ends, whole, images, row=row)
+        return _Answer(job, chooser, reader, row=row)
 
     def _begun_again(self, answer: _Answer) -> _Answer:
         """An answer whose tokens so far are read as a prompt."""
-        answer.kept, answer.ends, answer.is_whole = self._taken(answer.ids, None, answer.is_kept)
+        answer.reader = PromptReader(self.model, answer.ids, answer.reader.prompts, modules=self._turning)
         if self.guesses is not None and answer.row is not None:
             self.guesses.left(answer.row)
             answer.row = Row(answer.row.tokens, answer.row.prompt, answer.row.likely)
         return answer
 
-    def _taken(self, ids: Tensor, images: Images | None, is_kept: bool) -> tuple[Kept, list[int], bool]:
-        """The kept part of a prompt, where it may be read up to, and whether it is read in one piece."""
-        cache: Any = new_cache(self.model) if self.model._supports_default_dynamic_cache() else None
-        kept = Kept(ids[0, :0], cache)
-        if is_kept and self.prompts is not None:
-            self.prompts.read(self.model)
-            kept = self.prompts.take(ids[0], cache, images)
-        whole = cache is None or reads_whole(self.model) or (images is not None and kept.images is None)
-        return kept, [*([] if whole else pauses(kept, ids.shape[1])), ids.shape[1]], whole
-
     def _read_piece(self, answer: _Answer) -> Tensor | None:
         """Reads a piece of a prompt. Returns: the logits [1, V] behind its end."""
-        ids, kept = answer.ids, answer.kept
-        start, prompt = len(kept.ids), ids.shape[1]
-        end = next(end for end in answer.ends if end > start)
-        if not answer.is_whole:
-            end = min(end, start + self._piece())
-        started = time.perf_counter()
-        inputs: dict[str, Any] = {"input_ids": ids[:, start:end].to(self.model.device)}
-        if answer.images is not None and kept.images is None:
-            inputs |= {
-                n: value.to(self.model.device) for n, value in answer.job.inputs.items() if n not in inputs
-            }
-            kept.images = answer.images
-        with turned(self._turning, {} if kept.images is None else kept.images.moved):
-            out = self._called(kept.cache, **inputs, use_cache=True, logits_to_keep=1)
-            self._computed([answer], [start], out)
-            moved = {name: module.rope_deltas for name, module in self._turning.items()}
-        kept.cache, kept.ids = cache_among(out, kept.cache), ids[0, :end]
-        if kept.images is not None:
-            kept.images.moved.update(moved)
-        for delta in moved.values():
-            answer.moved = 0 if delta is None else int(delta.reshape(-1)[0])
-        if end < prompt and is_marked(end, prompt) and answer.is_kept:
-            mark(kept)
-        if self.answers or self.alone or end == prompt:
+        reader, started = answer.reader, time.perf_counter()
+        start = len(reader.kept.ids)
+        out = reader.read(self._called, self._piece())
+        self._computed([answer], [start], out)
+        is_read, tokens = reader.pieces == 0, len(reader.kept.ids)
+        if self.answers or self.alone or is_read:
             synchronize(self.model.device)
-            self._token_seconds = (time.perf_counter() - started) / (end - start)
+            self._token_seconds = (time.perf_counter() - started) / (tokens - start)
         if not answer.tokens:
-            answer.job.tell(end, prompt)
-        return out.logits[:, -1] if end == prompt else None
+            answer.job.tell(tokens, answer.prompt.shape[1])
+        return out.logits[:, -1] if is_read else None
 
     def _called(self, cache: Any, **inputs: Any) -> Any:
         if self.guesses is not None and self.guesses.reads_states:
@@ -466,7 +439,7 @@ class Batch:
     def _stop_reading(self, reason: Reason | Exception) -> None:
         answer, self._reading = self._reading, None
         assert answer is not None
-        self._keep(answer)
+        self._keep(answer, answer.reader.kept)
         answer.job.end(reason)
 
     def _join(self, answer: _Answer) -> None:
@@ -474,19 +447,19 @@ class Batch:
 
         Its prompt is kept if it is copied to a row: an answer alone writes behind it, and is kept at its end.
         """
-        cache = answer.kept.cache
-        if cache is not None:
-            held = sum(LayerState(layer).memory() for layer in cache.layers)
-            self._bytes = max(self._bytes, held / len(answer.kept.ids))
+        kept = answer.reader.kept
+        if kept.cache is not None:
+            held = sum(LayerState(layer).memory() for layer in kept.cache.layers)
+            self._bytes = max(self._bytes, held / len(kept.ids))
         try:
-            self._rows.join(cache, answer.moved)
+            self._rows.join(kept.cache, answer.reader.moved)
         except NotJoinable as error:
             self._say_alone(str(error))
             self.alone.append(answer)
             return
         self.answers.append(answer)
         self._begin_guesses(answer)
-        self._keep(answer)
+        self._keep(answer, kept)
 
     # Tokens
 
@@ -637,8 +610,8 @@ class Batch:
             self._take(answer, *before.read())
             return
         token = self._inputs([answer]) if before is None else before.inputs()
-        with turned(self._turning, {} if answer.kept.images is None else answer.kept.images.moved):
-            out = self._called(answer.kept.cache, input_ids=token, use_cache=True)
+        with answer.reader.turning():
+            out = self._called(answer.reader.kept.cache, input_ids=token, use_cache=True)
         answer.chosen = choose([answer.chooser], out.logits[:, -1])
         if before is not None:
             self._take(answer, *before.read())
@@ -670,9 +643,10 @@ class Batch:
 
     def _end(self, answer: _Answer, reason: Reason | Exception) -> None:
         """Ends an answer. Its cache is kept, unless by an error, behind which more may be in it."""
-        is_kept = answer.is_kept and not isinstance(reason, Exception)
+        kept = answer.reader.kept
+        is_kept = answer.reader.prompts is not None and not isinstance(reason, Exception)
         # A token that the host reads late is in the cache, if another one was computed behind it.
-        computed, cache = answer.tokens[:-1], answer.kept.cache
+        computed, cache = answer.tokens[:-1], kept.cache
         if answer in self.alone:
             self.alone.remove(answer)
             computed = computed if answer.chosen is None else answer.tokens
@@ -692,15 +666,14 @@ class Batch:
             self.guesses.left(answer.row)
         if is_kept:
             ids = torch.cat((answer.prompt[0], answer.prompt.new_tensor(computed)))
-            answer.kept = replace(answer.kept, ids=ids, cache=cache)
-            self._keep(answer)
+            self._keep(answer, replace(kept, ids=ids, cache=cache))
         answer.job.end(reason)
 
-    def _keep(self, answer: _Answer) -> None:
-        is_whole = isinstance(answer.kept.cache, DynamicCache) and len(answer.kept.ids) > 0
-        if self.prompts is not None and answer.is_kept and is_whole:
+    def _keep(self, answer: _Answer, kept: Kept) -> None:
+        prompts, is_whole = answer.reader.prompts, isinstance(kept.cache, DynamicCache) and len(kept.ids) > 0
+        if prompts is not None and is_whole:
             with self._is_optional():
-                self.prompts.put(answer.kept)
+                prompts.put(kept)
 
     @contextmanager
     def _is_optional(self) -> Iterator[None]:

@@ -16,9 +16,10 @@ from transformers import StoppingCriteria
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
 from ..transformers.caches.cache import hands_cache_on
-from ..transformers.caches.prompt_cache import new_cache, reads_whole
+from ..transformers.caches.prompt_cache import reads_whole
 from ..transformers.upstream.calls import cache_argument
-from .prompts import Images, Kept, Prompts, is_marked, mark, pauses
+from .prompt_reader import PromptReader
+from .prompts import Images, Prompts
 from .ranges import placeholders_of
 from .speculation import Speculation
 from .stand_in import call_generate, turned, turning
@@ -124,21 +125,20 @@ class Generating(Beside):
                 continue
             prompts.take_back(restoring)
             self.disk_tokens = len(restoring.ids)
-        kept = prompts.take(ids[0].cpu(), new_cache(self.model), images)
+        reader = PromptReader(self.model, ids.cpu(), prompts, images=images, modules=modules)
+        kept = reader.kept
         tell(len(kept.ids), ids.shape[1])
         if kept.images is not None:  # they are in the cache
             given = {name: given[name] for name in {*given} - {*_beside_tokens(given)}}
-        with turned(modules, {} if kept.images is None else kept.images.moved):
-            if images is not None and kept.images is None:
-                kept.images = images
-            elif not self._compute(kept, ids, steps, tell):
+        while reader.pieces > 1:
+            if steps.is_ended():
                 steps.end()
                 prompts.put(kept)
                 return ids
+            reader.read(self._read)
+            tell(len(kept.ids), ids.shape[1])
+        with reader.turning():
             result = self._called(given | cache_argument(self.model, kept.cache))
-            if images is not None:
-                images.moved.update({name: module.rope_deltas for name, module in modules.items()})
-                kept.images = images
         tokens = getattr(result, "sequences", result)[0].cpu()
         kept.ids = tokens[: kept.cache.get_seq_length()]
         prompts.put(kept)
@@ -147,22 +147,11 @@ class Generating(Beside):
     def _called(self, given: dict[str, Any]) -> Any:
         return call_generate(self.model, counting=self.speculation, **given)
 
-    @torch.no_grad()
-    def _compute(self, kept: Kept, ids: Tensor, steps: "_Steps", tell: Callable[[int, int], None]) -> bool:
-        """Computes a prompt but for its last piece. Returns: whether it was not ended."""
-        start, prompt = len(kept.ids), ids.shape[1]
+    def _read(self, cache: Any, **inputs: Any) -> Any:
+        """A call with a piece of a prompt in front of the last one."""
         pipeline = getattr(self.model, "pipeline", None)
-        for end in pauses(kept, prompt):
-            if steps.is_ended():
-                return False
-            with nullcontext() if pipeline is None else pipeline.reading():
-                cache = cache_argument(self.model, kept.cache)
-                self.model(input_ids=ids[:, start:end], **cache, use_cache=True, logits_to_keep=1)
-            start, kept.ids = end, ids[0, :end].cpu()
-            tell(end, prompt)
-            if is_marked(end, prompt):
-                mark(kept)
-        return True
+        with nullcontext() if pipeline is None else pipeline.reading():
+            return self.model(**inputs, **cache_argument(self.model, cache))
 
 
 def _beside_tokens(given: dict[str, Any]) -> dict[str, Tensor]:

@@ -19,7 +19,6 @@ from ..transformers.basics.interface import experts_of, weights_in
 from ..transformers.caches.prompt_cache import (
     adapters_of,
     can_be_cut,
-    kept_states,
     load_with_states,
     prefix,
     save_prompt_cache,
@@ -32,10 +31,6 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 2048  # tokens of a prompt
 LONGEST = 1 << 24  # tokens of models that read any number: longer than any window or context
-# Where states fit whole prefixes only: a template may end a prompt in another way than the next turn goes on,
-# so this many tokens are computed again. Every so many tokens states are kept for prompts that share a
-# document; of all, the first and the last are.
-_END, _EVERY, _FIRST, _LAST = 32, 4 * AT_ONCE, 2, 2
 _WORTH = 256  # tokens that are worth a new file
 _BETWEEN_PARTS, _BETWEEN_LOOKS = 0.01, 1.0  # seconds: parts of a prompt for the disk; looks at the memory
 
@@ -246,27 +241,6 @@ class Prompts:
         if self.is_storing:
             return _BETWEEN_PARTS
         return _BETWEEN_LOOKS if self.kept and is_watched else None
-
-
-def mark(kept: Kept) -> None:
-    """Keeps the states of what is computed so far, if they fit no longer prompt."""
-    if states := kept_states(kept.cache):
-        kept.states[kept.cache.get_seq_length()] = states
-    for position in sorted(kept.states)[_FIRST:-_LAST]:
-        del kept.states[position]
-
-
-def pauses(kept: Kept, prompt: int) -> list[int]:
-    """The tokens up to which a prompt is computed before its end: pieces, and where its states are kept."""
-    start = len(kept.ids)
-    if not kept_states(kept.cache):
-        return [*range(start + AT_ONCE, prompt, AT_ONCE)]
-    ends = {*range((start // AT_ONCE + 1) * AT_ONCE, prompt, AT_ONCE), prompt - _END}
-    return sorted(end for end in ends if start < end < prompt)
-
-
-def is_marked(position: int, prompt: int) -> bool:
-    return position == prompt - _END or position % _EVERY == 0
 
 
 def _write(file: Path, model: Any, kept: Kept) -> None:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...transformers.caches.prompt_cache import new_cache, reads_whole
+from ...transformers.caches.prompt_cache import reads_whole
 from ...transformers.caches.rows import NotJoinable, Rows, forgetting
-from ...transformers.upstream.calls import cache_among, cache_argument
-from ..prompts import Kept, Prompts, pauses
+from ...transformers.upstream.calls import cache_argument
+from ..prompt_reader import PromptReader
+from ..prompts import Prompts
 from .source import Row
 from .width import MOST
 
@@ -63,7 +64,9 @@ class Draft:
         cached.make_room(tokens.shape[1] + MOST)  # so that these can be taken back
         for _ in range(row.most):
             tokens = tokens.to(self._draft.device)
-            out = self._called(cached.cache, input_ids=tokens, **cached.arguments(tokens.shape[1]))
+            out = self._called(
+                cached.cache, input_ids=tokens, logits_to_keep=1, **cached.arguments(tokens.shape[1])
+            )
             cached.advance(tokens.shape[1])
             tokens = out.logits[:, -1:].argmax(-1)
             made.append(tokens)
@@ -73,10 +76,11 @@ class Draft:
 
     def _begin(self, row: Row) -> _Cached:
         """Reads all tokens but the last."""
-        draft, ids, rows = self._draft, torch.tensor(row.tokens[:-1]), Rows(self._draft)
-        kept = self._prompts.take(torch.tensor(row.tokens), new_cache(draft))
-        if len(kept.ids) < len(ids):
-            self._read_on(kept, ids)
+        ids, rows = torch.tensor([row.tokens]), Rows(self._draft)
+        reader = PromptReader(self._draft, ids, self._prompts, end=len(row.tokens) - 1)
+        while reader.pieces:
+            reader.read(self._called)
+        kept = reader.kept
         self._prompts.put(kept)
         try:
             rows.join(kept.cache)
@@ -86,12 +90,5 @@ class Draft:
             raise ValueError(f"the draft cannot be cut: {reason}")
         return _Cached(rows, row.tokens[: len(kept.ids)])
 
-    def _read_on(self, kept: Kept, ids: Tensor) -> None:
-        start = len(kept.ids)
-        for end in [*pauses(kept, len(ids)), len(ids)]:
-            tokens = ids[None, start:end].to(self._draft.device)
-            out = self._called(kept.cache, input_ids=tokens, use_cache=True)
-            kept.cache, start, kept.ids = cache_among(out, kept.cache), end, ids[:end]
-
     def _called(self, cache: Any, **inputs: Any) -> Any:
-        return self._draft(**inputs, **cache_argument(self._draft, cache), logits_to_keep=1)
+        return self._draft(**inputs, **cache_argument(self._draft, cache))
