@@ -14,6 +14,7 @@ from support.values import DTYPES, EACH_DTYPE, random
 
 from torch_moe_mps.ops import _decoded, _formats
 from torch_moe_mps.ops.linear import embedding_quantized, linear_quantized, mlp_quantized
+from torch_moe_mps.quantization import quantize
 
 IDS = (torch.int32, torch.int64)
 
@@ -77,6 +78,21 @@ def test_scales_beyond_the_dtype_of_the_activations(device, tokens):
         device, (tokens, 128, 40), "affine4_64", torch.float16, 3, scale_dtype=torch.float32, bias=True
     )
     check_mlp(device, (tokens, 64, 64), "affine4_64", torch.float16, 4, scale_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_norm_is_rounded_before_the_product(device, dtype):
+    """As models do it: sums of two elements show the difference, which a tolerance of rounding hides."""
+    columns = 32
+    x, norm = random((64, columns), dtype, 0), random((columns,), torch.float32, 1).abs() + 0.5
+    pairs = torch.zeros(1, columns)
+    pairs[0, 3:5] = 1
+    weight = place(quantize(pairs, mode="mxfp4"), device)
+    row = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm
+    sums = [each[:, 3:5].sum(1).to(dtype) for each in (row.to(dtype).double(), row)]
+    assert (sums[0] != sums[1]).sum() > 8
+    result = linear_quantized(x.to(device), *weight, None, "mxfp4", norm_weight=norm.to(device))
+    assert torch.equal(result.cpu()[:, 0], sums[0])
 
 
 def test_relu2_where_roundings_decide_the_sign(device):

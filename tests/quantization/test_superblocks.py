@@ -1,5 +1,6 @@
 """Weights quantised to ggml's types with integers as scales."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -9,7 +10,7 @@ from gguf import dequantize as values_of_ggml
 from support.gguf_blocks import SIZES, type_of
 from support.sweep import rows_in_sweep
 
-from torch_moe_mps.ops._formats import INTEGERS, LEVELS, dequantize_values
+from torch_moe_mps.ops._formats import INTEGERS, LEVELS, dequantize_values, pack
 from torch_moe_mps.quantization import QuantizedWeight, dequantize, gguf, quantize
 
 BYTES = {"q2_k": 84, "q3_k": 110, "q4_k": 144, "q5_k": 176, "q6_k": 210, "iq4_xs": 136}
@@ -132,6 +133,27 @@ def test_importance_is_honoured(name):
     assert torch.equal(again.packed, found.packed)
     alike = quantize(weight, mode=name, importance=torch.zeros(512))
     assert torch.equal(alike.packed, plain.packed) and torch.equal(alike.scales, plain.scales)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_large_weights_count_more(name):
+    """An importance that is less by as much is none."""
+    weight = weights(64, 1, 256)
+    counts = as_it_counts(weight.flatten(1), torch.ones(256))
+    found, plain = (quantize(weight, mode=name, importance=k) for k in ((1 / counts).float(), None))
+    assert (values(found) == values(plain)).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_nearest_code_is_chosen(name):
+    """No other code of a weight stands for a value that is nearer to it."""
+    weight = weights(16, 256)
+    found = quantize(weight, mode=name, importance=importance_of(256))
+    apart = torch.full_like(weight, torch.inf)
+    for code in range(1 << found.format.bits):
+        packed = pack(torch.full(weight.shape, code, dtype=torch.uint8), found.format.bits)
+        apart = torch.minimum(apart, (values(replace(found, packed=packed)) - weight).abs())
+    assert torch.allclose((values(found) - weight).abs(), apart, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize(("name", "bits"), [("q3_k", 3), ("q4_k", 4), ("iq4_xs", 4), ("q5_k", 5)])

@@ -57,6 +57,20 @@ def test_every_module_has_its_own_format(tmp_path):
     assert torch.equal(output(again.eval(), prompt()), output(torch_moe_mps.restore(loaded), prompt()))
 
 
+def test_matrices_of_one_parameter_have_one_format(tmp_path):
+    """Those of gate and up projections, which are one parameter here, and those of a layer's experts."""
+
+    def predicate(path, module):
+        return {"group_size": 32, "bits": 8 if "1.mlp.switch_mlp.up_proj" in path else 4, "mode": "affine"}
+
+    model = mlx_models.tiny("qwen3_moe")
+    mlx_models.write(model, tmp_path, 4, predicate=predicate)
+    experts = r"model\.layers\.1\.mlp\.switch_mlp"
+    expected = rf"{experts}\.gate_proj and {experts}\.up_proj must be in one format, got .*4_32 and .*8_32$"
+    with pytest.raises(ValueError, match=expected):
+        mlx_models.load(tmp_path, type(model))
+
+
 def test_global_scales_of_nvfp4_are_refused(tmp_path):
     """MLX applies them on CUDA GPUs only."""
     model = mlx_models.tiny("qwen3_moe")

@@ -27,7 +27,9 @@ from transformers import AutoModelForCausalLM
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
+from torch_moe_mps.quantization import Format
 from torch_moe_mps.transformers.checkpoints import quantizer
+from torch_moe_mps.transformers.checkpoints.layouts.others.layouts import Matrix, alike
 from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
 
 
@@ -134,6 +136,20 @@ def test_an_order_of_columns_is_one_of_the_inputs(tmp_path):
     write(tmp_path / "experts", Gptq(order=True))
     with pytest.raises(ValueError, match="must be made of matrices whose columns are in order"):
         torch_moe_mps.from_pretrained(tmp_path / "experts")
+
+
+def test_matrices_of_one_parameter_have_one_format():
+    """Those whose format rests on their values take the one for any where they differ."""
+    few, many, other, least = (Matrix((), lambda *_: None, Format(bits, 32)) for bits in (4, 8, 8, 3))
+    small = few._replace(again=lambda: other)
+    assert alike("w", [few, few]) == [few, few] and alike("w", [small, small]) == [small, small]
+    assert alike("w", [small, many]) == [other, many]
+    for matrices, got in (
+        ([many, few], "affine4_32 and affine8_32"),
+        ([small, least], "affine3_32 and affine8_32"),
+    ):
+        with pytest.raises(ValueError, match=f"w must be made of matrices in one format, got {got}$"):
+            alike("w", matrices)
 
 
 PEOPLE_HAVE = (

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import permutations
 
 from torch import nn
 
@@ -65,8 +66,8 @@ def tied_layers(model: nn.Module) -> dict[str, str]:
 
 
 def tied_pairs(tied: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The names of modules that share a weight, in both orders, from `tied_layers` of the dense model."""
-    return [both for pair in tied.items() for both in (pair, pair[::-1])]
+    """Pairs of modules that share a weight, each in both orders, from `tied_layers` of the dense model."""
+    return [pair for names in _united(tied.items()) for pair in permutations(names, 2)]
 
 
 def add_tied(tied: Mapping[str, str], every: Mapping[str, Target], targets: dict[str, Target]) -> None:
