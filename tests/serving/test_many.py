@@ -90,6 +90,17 @@ def test_each_answer_is_that_of_generate():
     assert {*answers.ended} == {*range(10)}
 
 
+@pytest.mark.parametrize("end", [999, -1, [999, 5]])
+def test_an_end_of_a_model_beyond_its_vocabulary_ends_nothing(end, monkeypatch):
+    """As transformers has it: tokens are drawn as without one."""
+    model, ids = model_of(), prompts(1)
+    settings = config(4, do_sample=True, top_k=20)
+    (expected,) = torch_moe_mps.generate_batch(model, ids, settings, seed=3, progress=False)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", end)
+    (found,) = torch_moe_mps.generate_batch(model, ids, settings, seed=3, progress=False)
+    assert 5 not in expected and len(expected) == 4 and torch.equal(found, expected)
+
+
 def test_states_in_rows_that_the_own_code_keeps_in_modules(caplog):
     """RecurrentGemma's, which lie in the cache: three answers together, and a kept prompt, by the oracle
     without a cache."""

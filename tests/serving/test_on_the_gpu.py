@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 import torch_moe_mps
 from torch_moe_mps.serving.batch import Batch
-from torch_moe_mps.serving.guesses import guessing_of
+from torch_moe_mps.serving.guesses.asked import guessing_of
 from torch_moe_mps.serving.job import Job
 from torch_moe_mps.serving.prompts import Prompts
 from torch_moe_mps.transformers.attention.attention import NAME

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from torch_moe_mps.serving.batch import Batch
-from torch_moe_mps.serving.guesses import guessing_of
+from torch_moe_mps.serving.guesses.asked import guessing_of
 from torch_moe_mps.serving.job import Job
 from torch_moe_mps.serving.prompts import Prompts
 

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
+from ..serving.guesses import LOOKUP, MTP
 
 RECIPES = ("small", "fast", "best")
+NO_GUESSES = "none"
 MIXED = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 _MODES = ("affine", "mxfp4", "mxfp8", "nvfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -265,7 +267,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": "how large that folder may be; 0 keeps none (16, or a quarter of what the disk has free)",
     },
     "--guesses": {
-        "metavar": "lookup|mtp|none|MODEL",
+        "metavar": f"{LOOKUP}|{MTP}|{NO_GUESSES}|MODEL",
         "help": "tokens that are guessed: from repetitions in the text, by layers of the checkpoint, "
         "none, or those of a small model ({})",
     },
@@ -276,7 +278,6 @@ _FROM_THE_HUB = ("--revision", "--trust-remote-code")
 _HOW_TO_RUN = ("--bits", "--group-size", "--kv-bits", "--device", "--dtype", *_FROM_THE_HUB)
 _MODEL_TO_RUN = ("model", *_HOW_TO_RUN, "--shares")
 _KEPT = ("--prompt-memory", "--prompt-folder", "--prompt-disk")
-LOOKUP, MTP, NO_GUESSES = "lookup", "mtp", "none"
 _GUESSES = ("--guesses", "--draft", "--prompt-lookup")
 _GONE = {
     "--continuous-batching": "--parallel N answers N conversations together",

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from .._install import install_command
 from ..pipeline.torchrun import processes
-from .arguments import LOOKUP, MIXED, NO_GUESSES, RECIPES
+from ..serving.guesses import LOOKUP
+from .arguments import MIXED, NO_GUESSES, RECIPES
 from .launch import check_agent
 from .places import (
     adapter_config,
@@ -219,7 +220,7 @@ def _check_guesses(options: argparse.Namespace) -> None:
     if processes() > 1 and options.guesses not in (None, NO_GUESSES, LOOKUP):
         raise ValueError(
             "--guesses MODEL is for one process, as the processes of a pipeline would guess differently; "
-            "--guesses lookup guesses there"
+            f"--guesses {LOOKUP} guesses there"
         )
 
 

@@ -5,12 +5,13 @@ import sys
 from typing import Any
 
 from .._text import first_line
-from ..serving.guesses import guessing_of
+from ..serving.guesses import LOOKUP, MTP
+from ..serving.guesses.asked import guessing_of
 from ..serving.guesses.guessing import Guessing
 from ..serving.prompts import Prompts
 from ..serving.speculation import Speculation
 from ..transformers.mtp import has_mtp, require_mtp
-from .arguments import LOOKUP, MTP, NO_GUESSES
+from .arguments import NO_GUESSES
 from .sources import folder_of, loading_options, tokenizer_of
 
 _OF_GENERATE = 8  # tokens that `generate` looks up

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from .batch import Batch
-from .guesses import guessing_of
+from .guesses.asked import guessing_of
 from .job import Job, Reason, as_errors
 from .memory import MOST_ROWS, Memory
 from .prompts import Prompts
