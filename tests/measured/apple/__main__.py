@@ -7,7 +7,7 @@ from simulator.apple.facts import COSTS, GPUS, START_US, Gpu, table
 from simulator.errors import SimulatorError
 from support.simulated import install
 
-from . import encoders, layers, published, quantising, report, training
+from . import between, encoders, layers, published, quantising, report, training
 from .cases import DEFAULT_GPUS, FORMATS, Shape, mlx_peers, mlx_rows, ours
 from .fit import fitted
 from .tokens import table as tokens_table
@@ -56,6 +56,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--layers", action="store_true", help="instead: attention and recurrences of real models")
     add("--token", action="store_true", help="instead: a token of whole models, with the starts of launches")
+    add("--between", action="store_true", help="instead: what the GPU waits for the host between two tokens")
     add("--encoders", action="store_true", help="instead: attention of encoders, which sees all keys")
     add("--quantise", action="store_true", help="instead: quantising a whole model by importance")
     add(
@@ -173,6 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         for wanted, lines in (
             (options.layers, layers.table),
+            (options.between, between.table),
             (options.encoders, encoders.table),
             (options.quantise, quantising.table),
             (options.training, training.table),

@@ -1,0 +1,53 @@
+"""How long a GPU has nothing to do between two tokens of the engine.
+
+The order is the engine's, counted in the simulator: how many steps are encoded when the host reads a token.
+The host's times are assumed, the GPU's are those of `tokens`. A step is taken to be encoded whole before its
+first command buffer is committed: idle times are at most these.
+"""
+
+from collections.abc import Iterator
+
+from simulator.apple.facts import START_US, Gpu
+
+from .tokens import TOKENS
+
+HOSTS_MS = (0.3, 0.6, 1.2)
+CONVERSATIONS = (1, 8)
+_MOST_TOKENS = 64
+
+
+def idle_ms(host_ms: float, gpu_ms: float, ahead: int) -> float:
+    """Idle time of the GPU for each token, where so many steps are encoded before the host reads one."""
+    now, free, idle = 0.0, 0.0, 0.0
+    ends = list[float]()
+    for token in range(_MOST_TOKENS):
+        while len(ends) <= token + ahead:
+            now += host_ms
+            begins = max(now, free)
+            idle += begins - free if ends else 0.0
+            free = begins + gpu_ms
+            ends.append(free)
+        now = max(now, ends[token])
+    return idle / (len(ends) - 1)
+
+
+def table(gpus: list[Gpu]) -> Iterator[str]:
+    """The lines of a table in Markdown."""
+    from support.ahead import steps_ahead  # which asks torch for MPS
+
+    ahead = {conversations: int(min(steps_ahead(conversations))) for conversations in CONVERSATIONS}
+    hosts = " | ".join(f"host {host_ms:g} ms" for host_ms in HOSTS_MS)
+    yield f"| predicted | chip | conversations | GPU, ms | {hosts} |"
+    yield f"| --- | --- | ---: | ---: |{' ---: |' * len(HOSTS_MS)}"
+    for token in TOKENS:
+        for gpu in gpus:
+            for conversations in CONVERSATIONS:
+                step = token if conversations == 1 else token.verifying(conversations)
+                gpu_ms = step.ms(gpu, START_US[0], 1.0)
+                cells = []
+                for host_ms in HOSTS_MS:
+                    before, after = (idle_ms(host_ms, gpu_ms, n) for n in (0, ahead[conversations]))
+                    gain = (gpu_ms + before) / (gpu_ms + after)
+                    cells.append(f"{before:.2f}, {after:.2f} ({gain:.2f})")
+                line = f"| {token.model} | {gpu.name} | {conversations} | {gpu_ms:.1f}"
+                yield f"{line} | {' | '.join(cells)} |"
