@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
-from ..ops._checks import ACTIVATION_DTYPES
-from ..ops.sampling import MAX_VOCABULARY, sample_
 from ..transformers.basics.overflow import is_missing, no_distribution
-from ..transformers.basics.self_check_state import refused
-from ..transformers.modules.sampling import OPERATOR, Sampling
+from ..transformers.modules.sampling import Sampling
 from .job import Job, as_errors
 from .stand_in import in_order
 
@@ -225,17 +222,19 @@ def _of_kind(choosers: list[Chooser], scores: Tensor) -> tuple[Tensor, Tensor]:
         scores = sampling.known(None, scores.float()) if sampling.known else scores
         likeliest = scores.max(-1)
         return likeliest.indices, is_missing(likeliest.values)
-    draws = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
-    if any(chooser.repeats for chooser in choosers):
-        for row, chooser in zip(draws, choosers, strict=True):
-            chooser.draw(row)
-    else:  # in one launch
-        choosers[0].draw(draws)
+
+    def fill(draws: Tensor) -> None:
+        if any(chooser.repeats for chooser in choosers):
+            for row, chooser in zip(draws, choosers, strict=True):
+                chooser.draw(row)
+        else:  # in one launch
+            choosers[0].draw(draws)
+
     invalid = torch.zeros(len(scores), dtype=torch.int32, device=scores.device)
-    arguments = None if OPERATOR in refused() else sampling.arguments()
-    takes = scores.shape[1] <= MAX_VOCABULARY and scores.dtype in ACTIVATION_DTYPES
-    if arguments is not None and takes:
-        end = sampling.otherwise(scores)
-        return sample_(scores, draws, invalid, **dict(arguments), otherwise=end), invalid
+    tokens = sampling.draw(scores, fill, invalid)
+    if tokens is not None:
+        return tokens, invalid
     shares = sampling.known(None, scores.float()).softmax(-1)
+    draws = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
+    fill(draws)
     return (shares / draws).argmax(-1), shares.isnan().any(-1).int()

@@ -169,19 +169,14 @@ def _rewritten_class(
             result = NotImplemented if given is None else rewritten(self, *given[0], **given[1])
         return runs_own(self, *args, **kwargs) if result is NotImplemented else result
 
-    marks: dict[str, Any] = {CLASS_MARK: original, OWN_FORWARD: (original, own)}
-    cls = subclass(original, _new_copy, forward=forward, **marks)
+    cls = subclass(original, CLASS_MARK, _copy_class, forward=forward, **{OWN_FORWARD: (original, own)})
     return cls
-
-
-def _new_copy(original: type) -> nn.Module:
-    """An empty module that is rewritten once its state has been set."""
-    cls = _copy_class(original)
-    return cls.__new__(cls)
 
 
 @functools.cache
 def _copy_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The class of an empty module that is rewritten once its state has been set."""
+
     def resume(self: nn.Module, state: Any) -> None:
         self.__class__ = original
         self.__setstate__(state)

@@ -29,7 +29,7 @@ from ..._text import first_line
 from ..attention.attention import MOST_TOKENS
 from ..attention.causal_mask import follow_mask
 from ..basics.bounded import Bounded
-from ..basics.classes import subclass
+from ..basics.classes import restore_class, subclass
 from ..basics.residency import follow_moved
 from ..basics.scoped import having
 from ..basics.self_check_state import is_on_mps, refused
@@ -441,9 +441,7 @@ def restore_calls(model: nn.Module) -> None:
     note_change()
     for module in model.modules():
         module.__dict__.pop(CAPTURES, None)
-        original = vars(type(module)).get(_MARK)
-        if original is not None:
-            module.__class__ = original
+        restore_class(module, _MARK)
 
 
 def captures_of(model: nn.Module) -> Captures | None:
@@ -514,7 +512,7 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
             self.__dict__[CAPTURES].clear()  # they hold the weights that go
         return original._apply(self, *args, **kwargs)
 
-    members: dict[str, Any] = {_MARK: original, "forward": forward, "_apply": apply}
+    members: dict[str, Any] = {"forward": forward, "_apply": apply}
     if hasattr(original, "generate"):
 
         @functools.wraps(original.generate)
@@ -548,11 +546,4 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
                 return generates._sample(self, ids, **how, **kwargs)
 
         members |= {"_sample": sample, "_update_model_kwargs_for_generation": update}
-    return subclass(original, _new_copy, **members)
-
-
-def _new_copy(original: type[nn.Module]) -> nn.Module:
-    """An empty model, for the state of another one."""
-    plain: Any = original
-    cls = _capturing_class(plain)
-    return cls.__new__(cls)
+    return subclass(original, _MARK, _capturing_class, **members)

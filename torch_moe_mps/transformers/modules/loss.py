@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..basics.classes import subclass
+from ..basics.classes import restore_class, subclass
 from ..basics.deferred import Deferred
 
 LARGEST = 1 << 24  # logits of a chunk: 64 MiB in float32
@@ -213,9 +213,7 @@ def chunk_losses(model: nn.Module) -> None:
 def restore_losses(model: nn.Module) -> None:
     """Undoes `chunk_losses`. Beneath a class that somebody put on top, losses stay in chunks."""
     for module in model.modules():
-        original = vars(type(module)).get(_MARK)
-        if original is not None:
-            module.__class__ = original
+        restore_class(module, _MARK)
 
 
 @functools.cache
@@ -231,13 +229,7 @@ def _chunking_class(original: type[nn.Module]) -> type[nn.Module]:
         with _deferring(self.get_output_embeddings()):
             return original.forward(self, *args, **kwargs)
 
-    return subclass(original, _new_copy, **{_MARK: original, "forward": forward})
-
-
-def _new_copy(original: type[nn.Module]) -> nn.Module:
-    plain: Any = original
-    cls = _chunking_class(plain)
-    return cls.__new__(cls)
+    return subclass(original, _MARK, _chunking_class, forward=forward)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ temperature, top-k, top-p and min-p. It gives the tokens that transformers would
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -76,23 +76,29 @@ class Sampling:
             scores = self.others(input_ids, scores.elements() if isinstance(scores, _Steps) else scores)
         return _Steps(self, scores.logits if isinstance(scores, _Steps) else scores, _SCORES)
 
-    def draw(self, logits: Tensor) -> Tensor | None:
-        """A token of each row, with the numbers that `torch.multinomial` would draw.
+    def draw(
+        self, logits: Tensor, fill: Callable[[Tensor], object], invalid: Tensor | None = None
+    ) -> Tensor | None:
+        """A token of each row of logits [B, V]; None where the operator does not draw it.
 
-        None where the operator does not draw it. Processors may change from token to token, so each token
-        asks them for their arguments.
+        Processors may change from token to token, so each token asks them for their arguments.
+
+        Args:
+            fill: writes the numbers of the draw [B, V].
+            invalid: where the operator notes rows without a distribution; None for all draws of `generate`.
         """
-        arguments = self.arguments()
-        if logits.shape[1] > MAX_VOCABULARY or arguments is None:
+        arguments = None if OPERATOR in refused() else self.arguments()
+        vocabulary = logits.shape[1]
+        if arguments is None or vocabulary > MAX_VOCABULARY or logits.dtype not in ACTIVATION_DTYPES:
             return None
-        draws = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_()
-        if self._invalid is None:
-            self._invalid = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
-        return sample_(logits, draws, self._invalid, **dict(arguments), otherwise=self.otherwise(logits))
-
-    def otherwise(self, logits: Tensor) -> int:
-        """The token for rows of logits [B, V] without a distribution: an end, where the vocabulary has it."""
-        return self.end if 0 <= self.end < logits.shape[1] else 0
+        draws = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        fill(draws)
+        if invalid is None:
+            if self._invalid is None:
+                self._invalid = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+            invalid = self._invalid
+        end = self.end if 0 <= self.end < vocabulary else 0  # for rows without a distribution
+        return sample_(logits, draws, invalid, **dict(arguments), otherwise=end)
 
     def arguments(self) -> tuple[tuple[str, Any], ...] | None:
         """Arguments of `sample_` for the known processors; None where it does not take them."""
@@ -171,7 +177,7 @@ class _Steps:
             and stage == _PROBABILITIES
             and (args, arguments) == ((), {"num_samples": 1})
         ):
-            token = sampling.draw(logits)
+            token = sampling.draw(logits, Tensor.exponential_)  # the numbers that it would draw
             return None if token is None else token[:, None]
         if func is torch.argmax and stage == _SCORES and not sampling.known:  # the same as of float32
             return logits.argmax(*args, **kwargs)
