@@ -18,7 +18,6 @@ from .families import Family
 from .graphs.passes import INTRODUCED, PASSES
 from .graphs.passes.routing import OPTIONS_OF
 from .modules.rules import MODULE_RULES
-from .modules.rules.recurrent_layers import LAYER_KINDS
 
 FAMILIES = (
     "deepseek_v4",
@@ -48,7 +47,6 @@ LOADED.append(accelerate)
 for family in _declared():
     MODULE_RULES.extend(family.rules)
     PREPARED_BY.extend(filter(None, [family.prepare]))
-    LAYER_KINDS.extend(family.recurrent_layers)
     GROWING_CLASSES.extend(filter(None, [family.growing_class]))
     LAYER_HOOKS.extend(filter(None, [family.layer_hook]))
     NEEDS_OUR_KERNEL.extend(filter(None, [family.needs_our_kernel]))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import torch_moe_mps
-from torch_moe_mps.transformers.modules.rules import recurrent_layers
+from torch_moe_mps.transformers.modules.rules import MODULE_RULES, recurrent_layers
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 CONV, SCAN, NORM = "causal_conv1d_update_", "linear_attention_", "rms_norm_gated"
@@ -39,8 +39,10 @@ def model_of(architecture: str, dtype: torch.dtype = torch.float32):
 
 
 def layer_of(model) -> torch.nn.Module:
-    children = [kind.children for kind in recurrent_layers.LAYER_KINDS]
-    return next(m for m in model.modules() if any(m._modules.keys() >= set(names) for names in children))
+    rules = [
+        rule for rule in MODULE_RULES if getattr(rule, "trial", None) is recurrent_layers._matches_module
+    ]
+    return next(m for m in model.modules() if any(rule.may_be(m) for rule in rules))
 
 
 def logits_of(model, mask: bool = False, pieces=(9, 1, 1, 3, 1)):

@@ -12,7 +12,6 @@ from torch import fx, nn
 
 from ..graphs.passes import Place
 from ..modules.rules import ModuleRule
-from ..modules.rules.recurrent_layers import LayerKind
 
 
 class Family(NamedTuple):
@@ -21,7 +20,6 @@ class Family(NamedTuple):
     Attributes:
         rules: module -> (the forward that it runs, what that is), or None, for MODULE_RULES.
         prepare: is called with each model before its modules are recognised.
-        recurrent_layers: kinds of layers of linear attention.
         growing_class: class of a cache's layer -> the class that grows in place, or None if it is another's.
         layer_hook: is called with each layer of attention that the operator runs.
         needs_our_kernel: whether a layer that came with "eager" needs our implementation.
@@ -37,7 +35,6 @@ class Family(NamedTuple):
 
     rules: tuple[ModuleRule, ...] = ()
     prepare: Callable[[nn.Module], None] | None = None
-    recurrent_layers: tuple[LayerKind, ...] = ()
     growing_class: Callable[[Any], Any] | None = None
     layer_hook: Callable[[nn.Module], None] | None = None
     needs_our_kernel: Callable[[nn.Module], bool] | None = None

@@ -20,7 +20,7 @@ from ...modules.linears import GroupedLinear
 from ...modules.rules.constants import beside, constant
 from ...modules.rules.formulas import is_norm
 from ...modules.rules.rotary import is_fixed
-from ...modules.rules.trial import agrees, made_alike, verdict
+from ...modules.rules.trial import Tried, agrees, made_alike
 from ...upstream.caches import DynamicCache
 from .cache import GrowingCompressed
 
@@ -137,22 +137,26 @@ def _projected(layer: Any, out: Tensor, cos: Tensor, sin: Tensor, turn: dict[str
 
 def rewrite_compressed_attention(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for attention to a window and to compressed keys, else None."""
+    found = _LAYER(module)
+    if found is None:
+        return None
+    state_of(module)
+    children: dict[str, Any] = module._modules
+    forward, operators = found
+    operators += [Done("expert_qmm")] if isinstance(children["o_a_proj"], GroupedLinear) else []
+    operators += [Done("index_topk")] if "indexer" in children["compressor"]._modules else []
+    return forward, operators
+
+
+def _may_be(module: Any) -> bool:
     children: dict[str, Any] = module._modules
     if not all(isinstance(children.get(name), nn.Module) for name in _CHILDREN):
-        return None
+        return False
     compressor = children["compressor"]
     parts = [part for part in (compressor, compressor._modules.get("indexer")) if part is not None]
     if not all(_has_fixed_tables(part) for part in parts) or not is_norm(children["q_a_norm"], True):
-        return None
-    if module.kv_norm.variance_epsilon != module.q_b_norm.eps:  # type: ignore[union-attr]  # modules
-        return None
-    if not verdict(module, _is_same):
-        return None
-    state_of(module)
-    operators = ["pool_window_", "rope"]
-    operators += ["expert_qmm"] if isinstance(children["o_a_proj"], GroupedLinear) else []
-    operators += ["index_topk"] if len(parts) > 1 else []
-    return compressed_layer, [*map(Done, operators)]
+        return False
+    return bool(module.kv_norm.variance_epsilon == module.q_b_norm.eps)
 
 
 def _has_fixed_tables(part: Any) -> bool:
@@ -179,8 +183,8 @@ def _small(module: Any) -> Any:
     return layer
 
 
-def _is_same(module: Any) -> bool:
-    """Whether the forward here gives what the layer's own gives: results, keys and entries."""
+def _is_same(module: Any, forward: Callable) -> bool:
+    """Whether a forward gives what the layer's own gives: results, keys and entries."""
     with torch.device("meta"):  # a small one says nothing of a layer that was changed after it was made
         usual = original_class(module)(module.config, module.layer_idx)
     if not made_alike(module, usual):
@@ -203,7 +207,10 @@ def _is_same(module: Any) -> bool:
         mask = torch.zeros(2, 1, *distance.shape).masked_fill(hidden, -torch.inf)
         arguments = x[:, begin:end], some, torch.arange(begin, end)[None]
         theirs.append(original_class(layer).forward(layer, *arguments, mask, caches[0])[0])
-        ours.append(compressed_layer(layer, *arguments, None, caches[1])[0])
+        ours.append(forward(layer, *arguments, None, caches[1])[0])
     theirs += [own.keys, *own.compressed_kv.values()]
     ours += [held.keys, *held.compressed_kv.values()]
     return agrees(ours, theirs)
+
+
+_LAYER = Tried(_may_be, compressed_layer, _is_same, (Done("pool_window_"), Done("rope")))

@@ -1,6 +1,6 @@
 """JetMoe: experts of MLPs and of attention, whose own code asks the GPU how many tokens each has."""
 
 from .. import Family
-from .layers import mark_blocks, rewrite_block, rewrite_part
+from .layers import block, mark_blocks, rewrite_part
 
-FAMILY = Family(rules=(rewrite_part, rewrite_block), prepare=mark_blocks)
+FAMILY = Family(rules=(rewrite_part, block), prepare=mark_blocks)

@@ -6,6 +6,7 @@ each pair, and experts take that. The code between them, of MLPs and of attentio
 indices of pairs, in any order.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ...basics.report import Done
 from ...basics.state import original_class, with_own
 from ...modules.experts import is_observed
-from ...modules.rules.trial import agrees, twin_of, verdict
+from ...modules.rules.trial import Tried, agrees, twin_of
 
 ops = torch.ops.moe_mps
 _PARTS = "router", "input_linear", "output_linear"
@@ -38,15 +39,11 @@ def _are_known(router: Any, *experts: Any) -> bool:
     stacks = [part._parameters.get("weight") for part in experts]
     if not has_parts or any(stack is None or stack.dim() != 3 for stack in stacks):
         return False
-    return all(map(_is_known, (router, *experts)))
+    return _ROUTER.matches(router) and all(map(_EXPERTS.matches, experts))
 
 
 def _is_router(part: nn.Module) -> bool:
     return "layer" in part._modules
-
-
-def _is_known(part: nn.Module) -> bool:
-    return bool(verdict(part, _matches_router if _is_router(part) else _matches_experts))
 
 
 def gating(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -91,28 +88,23 @@ def block_of_experts(block: Any, layer_input: Tensor) -> Tensor:
 
 def rewrite_part(module: nn.Module) -> tuple[Any, list[Done]] | None:
     """(forward, what it runs) for a marked router or its experts, else None."""
-    if not getattr(module, _IN_ORDER, False) or not _is_known(module):
+    if not getattr(module, _IN_ORDER, False):
         return None
-    routes, multiplies = Done("moe_router", f"moe_router ({_SCORING})"), Done("expert_mm")
-    return (gating, [routes, multiplies]) if _is_router(module) else (parallel_experts, [multiplies, routes])
+    return _ROUTER(module) or _EXPERTS(module)
 
 
-def rewrite_block(module: nn.Module) -> tuple[Any, list[Done]] | None:
-    """(forward, what it runs) for a block of MLPs with marked parts, else None."""
+def _has_marked_parts(module: nn.Module) -> bool:
     parts = [module._modules.get(name) for name in _PARTS]
-    if not all(getattr(part, _IN_ORDER, False) for part in parts) or "activation" not in module._modules:
-        return None
-    done = [Done("moe_experts", "moe_experts (silu)")]
-    return (block_of_experts, done) if verdict(module, _matches_block) else None
+    return all(getattr(part, _IN_ORDER, False) for part in parts) and "activation" in module._modules
 
 
-def _matches_router(module: Any) -> bool:
-    """Whether a router chooses and weighs as `gating` does, and sorts pairs by expert."""
+def _matches_router(module: Any, forward: Callable) -> bool:
+    """Whether a router chooses and weighs as a forward does, and sorts pairs by expert."""
     twin = twin_of(module)
     x = torch.randn(9, twin.layer.in_features)
     pairs, tokens, weights, counts, logits = original_class(module).forward(twin, x)
     experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    _, own_tokens, own_weights, ids, own_logits = gating(twin, x)
+    _, own_tokens, own_weights, ids, own_logits = forward(twin, x)
     dense = torch.zeros_like(logits)
     theirs = dense.index_put((tokens, experts), weights)
     ours = dense.index_put((own_tokens, ids.flatten().long()), own_weights)
@@ -122,18 +114,28 @@ def _matches_router(module: Any) -> bool:
     )
 
 
-def _matches_experts(module: Any) -> bool:
+def _matches_experts(module: Any, forward: Callable) -> bool:
     """Whether experts multiply the inputs of each expert with its matrix."""
     twin = twin_of(module)
     ids = torch.arange(7).remainder(len(twin.weight)).view(-1, 1)
     x = torch.randn(7, twin.weight.shape[2])
-    return agrees(parallel_experts(twin, x, ids), own_experts(twin, x, ids))
+    return agrees(forward(twin, x, ids), own_experts(twin, x, ids))
 
 
-def _matches_block(module: Any) -> bool:
-    """Whether a block of MLPs is `block_of_experts`."""
+def _matches_block(module: Any, forward: Callable) -> bool:
+    """Whether a block of MLPs is a forward behind a rewritten router."""
     twin = twin_of(module)
     x = torch.randn(2, 5, twin.router.layer.in_features)
     expected = original_class(module).forward(twin, x)
     twin.router.forward = lambda hidden: gating(twin.router, hidden)
-    return agrees(block_of_experts(twin, x), expected, 1e-4)
+    return agrees(forward(twin, x), expected, 1e-4)
+
+
+_ROUTES, _MULTIPLIES = Done("moe_router", f"moe_router ({_SCORING})"), Done("expert_mm")
+_ROUTER = Tried(_is_router, gating, _matches_router, (_ROUTES, _MULTIPLIES))
+_EXPERTS = Tried(
+    lambda part: not _is_router(part), parallel_experts, _matches_experts, (_MULTIPLIES, _ROUTES)
+)
+block = Tried(
+    _has_marked_parts, block_of_experts, _matches_block, (Done("moe_experts", "moe_experts (silu)"),)
+)

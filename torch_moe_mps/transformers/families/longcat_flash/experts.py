@@ -3,6 +3,7 @@
 The model's own code asks the GPU which experts any token has.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from ...basics.report import Done
 from ...basics.state import original_class
 from ...modules.experts import is_observed
-from ...modules.rules.trial import agrees, twin_of, verdict
+from ...modules.rules.trial import Tried, agrees, twin_of
 
 ops = torch.ops.moe_mps
 
@@ -29,21 +30,20 @@ def experts_forward(
     return (out + hidden_states * given_back).to(hidden_states.dtype)
 
 
-def rewrite_experts(module: nn.Module) -> tuple[Any, list[Done]] | None:
-    """(forward, what it runs) for experts of which some have no weights, else None."""
+def _may_be(module: nn.Module) -> bool:
+    """Whether some of a module's experts have no weights."""
     has_parts = "identity_expert" in module._modules and hasattr(module, "num_routed_experts")
-    if not has_parts or module._parameters.get("gate_up_proj") is None:
-        return None
-    done = [Done("moe_experts", "moe_experts (silu)")]
-    return (experts_forward, done) if verdict(module, _matches_module) else None
+    return has_parts and module._parameters.get("gate_up_proj") is not None
 
 
-def _matches_module(module: Any) -> bool:
-    """Whether experts are `experts_forward`."""
+def _is_same(module: Any, forward: Callable) -> bool:
     twin = twin_of(module)
     x = torch.randn(7, twin.hidden_size)
     slots = min(3, twin.total_experts)
     ids = torch.arange(7 * slots).remainder(twin.total_experts).view(7, slots)
     weights = torch.rand(7, slots)
     expected = original_class(module).forward(twin, x, ids, weights)
-    return agrees(experts_forward(twin, x, ids, weights), expected, 1e-4)
+    return agrees(forward(twin, x, ids, weights), expected, 1e-4)
+
+
+experts = Tried(_may_be, experts_forward, _is_same, (Done("moe_experts", "moe_experts (silu)"),))

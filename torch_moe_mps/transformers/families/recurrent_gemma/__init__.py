@@ -1,6 +1,6 @@
 """RecurrentGemma: layers of Griffin's RG-LRU, whose states are in the cache instead of in the modules."""
 
 from .. import Family
-from .layers import number_blocks, rewrite_recurrent_block
+from .layers import block, number_blocks
 
-FAMILY = Family(rules=(rewrite_recurrent_block,), prepare=number_blocks)
+FAMILY = Family(rules=(block,), prepare=number_blocks)

@@ -6,6 +6,7 @@ where the own code has to run, it finds them in the attributes, and they go back
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ...basics.report import Done
 from ...basics.state import original_class, with_own
 from ...modules.experts import is_observed
 from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, scan
-from ...modules.rules.trial import agrees, twin_of, verdict
+from ...modules.rules.trial import Tried, agrees, twin_of
 from ...upstream.caches import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 ops = torch.ops.moe_mps
@@ -117,17 +118,13 @@ def recurrent_block(
     return block.linear_out(out), None
 
 
-def rewrite_recurrent_block(module: nn.Module) -> tuple[Any, list[Done]] | None:
-    """(forward, what it runs) for a recurrent block whose layer's number is known, else None."""
-    if not _is_candidate(module) or not hasattr(module, "layer_idx"):
-        return None
-    if not verdict(module, _matches_module, apart=(_CONV, _RECURRENT)):
-        return None
-    return recurrent_block, [Done(CONVOLUTION), Done("heads_mm"), Done("rg_lru_")]
+def _may_be(module: nn.Module) -> bool:
+    """Whether a module is a candidate, and the number of its layer is known."""
+    return _is_candidate(module) and hasattr(module, "layer_idx")
 
 
-def _matches_module(module: nn.Module) -> bool:
-    """Whether `recurrent_block` does what a block's own forward does: results and states."""
+def _is_same(module: nn.Module, forward: Callable) -> bool:
+    """Whether a forward gives the results and the states of a block's own."""
     twin = twin_of(module, layer_idx=0, conv1d_state=None)
     twin.rg_lru.recurrent_states = None
     x = torch.randn(2, 8, twin.linear_x.in_features)
@@ -139,9 +136,18 @@ def _matches_module(module: nn.Module) -> bool:
     for piece in pieces:
         arguments = x[:, piece], places[:, piece], None
         theirs.append(original_class(module).forward(own, *arguments)[0])
-        ours.append(recurrent_block(twin, *arguments, cache=cache)[0])
+        ours.append(forward(twin, *arguments, cache=cache)[0])
     theirs += [own.conv1d_state, own.rg_lru.recurrent_states]
     ours += [cache.layers[0].conv_states[0][..., 1:], cache.layers[0].recurrent_states[0]]
     theirs.append(original_class(module).forward(own, x, places, None, use_cache=False)[0])
-    ours.append(recurrent_block(twin, x, places, None, use_cache=False)[0])
+    ours.append(forward(twin, x, places, None, use_cache=False)[0])
     return agrees(ours, theirs, 1e-3)
+
+
+block = Tried(
+    _may_be,
+    recurrent_block,
+    _is_same,
+    (Done(CONVOLUTION), Done("heads_mm"), Done("rg_lru_")),
+    apart=(_CONV, _RECURRENT),
+)

@@ -10,7 +10,7 @@ from .hyper_connection import rewrite_hyper_connection
 from .linear_attention import convolution_in_place, delta_rule_in_place
 from .mlp import rewrite_mlp
 from .projection import rewrite_projection
-from .recurrent_layers import rewrite_recurrent_layer
+from .recurrent_layers import mamba, with_channels
 from .rope import rotation_in_place
 from .rotary import rewrite_rotary
 from .router import rewrite_router
@@ -25,7 +25,8 @@ MODULE_RULES: list[ModuleRule] = [
     layer_norm,
     rewrite_mlp,
     rewrite_projection,
-    rewrite_recurrent_layer,
+    with_channels,
+    mamba,
     rewrite_hyper_connection,
     rewrite_router,
 ]

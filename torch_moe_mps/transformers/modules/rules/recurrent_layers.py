@@ -6,7 +6,7 @@ a token behind it and a few more, and have to give the same results and states o
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from ...upstream.caches import DynamicCache, LinearAttentionLayer
 from ...upstream.calls import in_place, needed_arguments
 from ..experts import is_observed
 from .linear_attention import ACTIVATIONS
-from .trial import FewDirections, agrees, twin_of, verdict
+from .trial import FewDirections, Tried, agrees, twin_of
 
 ops = torch.ops.moe_mps
+SCAN, CONVOLUTION = "linear_attention_", "causal_conv1d_update_"
 
 
 # Parts that the forwards have in common
@@ -170,35 +171,14 @@ def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tenso
 # Recognising them
 
 
-class LayerKind(NamedTuple):
-    """A kind of layer of linear attention.
+def recurrent_layer(children: Sequence[str], forward: Callable, *operators: str) -> Tried:
+    """A rule for whole layers of linear attention, which all have children of these names."""
 
-    Attributes:
-        children: names of child modules; a layer with all of them is a candidate.
-        forward: runs in place of such a layer's own, and runs `operators`.
-    """
+    def may_be(module: nn.Module) -> bool:
+        has_children = all(name in module._modules for name in children)
+        return has_children and not any(buffer.is_meta for buffer in module.buffers())
 
-    children: tuple[str, ...]
-    forward: Callable
-    operators: tuple[str, ...]
-
-
-SCAN = "linear_attention_"
-CONVOLUTION = "causal_conv1d_update_"
-LAYER_KINDS = [
-    LayerKind(("conv1d", "forget_gate", "b_proj", "o_norm"), channel_layer, (CONVOLUTION, SCAN)),
-    LayerKind(("in_proj", "conv1d", "norm", "out_proj"), mamba_layer, (CONVOLUTION, SCAN, "rms_norm_gated")),
-]
-
-
-def rewrite_recurrent_layer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
-    """(forward, what it runs) for a whole layer of linear attention, else None."""
-    for kind in LAYER_KINDS:
-        has_numbers = not any(buffer.is_meta for buffer in module.buffers())
-        if has_numbers and all(name in module._modules for name in kind.children):
-            matches = verdict(module, _matches_module, kind.forward)
-            return (kind.forward, [*map(Done, kind.operators)]) if matches else None
-    return None
+    return Tried(may_be, forward, _matches_module, tuple(map(Done, operators)))
 
 
 class _Linear(DynamicCache):
@@ -243,3 +223,11 @@ def _matches_module(module: nn.Module, forward: Callable) -> bool:
         found.append([*outs, *cache.states()])
     theirs, ours = found
     return len(ours) > 4 and agrees(ours, theirs, 1e-3)
+
+
+with_channels = recurrent_layer(
+    ("conv1d", "forget_gate", "b_proj", "o_norm"), channel_layer, CONVOLUTION, SCAN
+)
+mamba = recurrent_layer(
+    ("in_proj", "conv1d", "norm", "out_proj"), mamba_layer, CONVOLUTION, SCAN, "rms_norm_gated"
+)

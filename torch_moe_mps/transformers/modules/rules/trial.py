@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from ...._faults import raise_fault
 from ...basics.bounded import Bounded
 from ...basics.reads import depends_on
+from ...basics.report import Done
 from ...basics.state import STATE, original_class
 from ...caches.held import HeldPools
 
@@ -61,6 +63,32 @@ def verdict(module: nn.Module, function: Callable, *arguments: Any, apart: Seque
         for name in (*(name for name in plain if name not in apart), *part._modules):
             depends_on(part, name)
     return result[0]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A rule for modules that a trial recognises.
+
+    Attributes:
+        may_be: module -> whether it has what `forward` reads.
+        forward: runs in place of the module's own.
+        trial: (module, forward) -> whether both give the same.
+        operators: that `forward` runs.
+        apart: attributes in which modules that compute the same may differ.
+    """
+
+    may_be: Callable[[nn.Module], bool]
+    forward: Callable
+    trial: Callable[[Any, Callable], bool]
+    operators: tuple[Done, ...]
+    apart: tuple[str, ...] = ()
+
+    def __call__(self, module: nn.Module) -> tuple[Callable, list[Done]] | None:
+        """(forward, what it runs), or None."""
+        return (self.forward, [*self.operators]) if self.matches(module) else None
+
+    def matches(self, module: nn.Module) -> bool:
+        return self.may_be(module) and bool(verdict(module, self.trial, self.forward, apart=self.apart))
 
 
 def made_alike(module: nn.Module, usual: nn.Module) -> bool:
