@@ -1,6 +1,8 @@
 """Names of models and lines of errors, for what may not wait for torch."""
 
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 
 def split_gguf(name: str) -> tuple[str, str | None]:
@@ -11,6 +13,25 @@ def split_gguf(name: str) -> tuple[str, str | None]:
     if folder and file:
         return folder, file
     return str(Path(name).parent), Path(name).name
+
+
+_SHOWN = 80  # characters of a value in an error
+
+
+def shown(value: object) -> str:
+    """A value in an error, cut where it is long; what is cut costs no time."""
+    text = repr(_beginning(value))
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _beginning(value: Any) -> Any:
+    if type(value) is str:
+        return value[:_SHOWN]
+    if type(value) is list:
+        return [_beginning(inner) for inner in value[:_SHOWN]]
+    if type(value) is dict:
+        return {_beginning(name): _beginning(inner) for name, inner in islice(value.items(), _SHOWN)}
+    return value
 
 
 def first_line(error: object) -> str:

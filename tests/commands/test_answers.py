@@ -6,6 +6,7 @@ import http.server
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,11 @@ def png() -> bytes:
     return base64.b64decode(as_url(picture(0)).partition(",")[2])
 
 
+def opened(owner: Media, url: str, **how: Any) -> Any:
+    """The picture of a URL."""
+    return media.picture(owner.octets(url, "image", **how), "image")
+
+
 @pytest.mark.parametrize(
     "url", ["/etc/passwd", "cat.png", "file:///etc/passwd", "http://127.0.0.1:9/a.png", "ftp://a"]
 )
@@ -82,9 +88,9 @@ def test_only_pictures_in_the_request_are_opened(url):
     with pytest.raises(
         Refused, match=r"'image' must be a data: URL; --media-folder lets the server open"
     ) as raised:
-        Media().picture(url, "image")
+        opened(Media(), url)
     assert raised.value.field == "image" and raised.value.status == 400
-    assert Media().picture(as_url(picture(0)), "image").size == picture(0).size
+    assert opened(Media(), as_url(picture(0))).size == picture(0).size
 
 
 def test_files_below_a_folder(tmp_path):
@@ -95,10 +101,10 @@ def test_files_below_a_folder(tmp_path):
     (tmp_path / "in" / "link.png").symlink_to(tmp_path / "secret.png")
     own = Media(tmp_path / "in")
     for url in ("cat.png", str(tmp_path / "in" / "cat.png"), f"file://{tmp_path}/in/cat.png"):
-        assert own.picture(url, "image").size == picture(0).size
+        assert opened(own, url).size == picture(0).size
     for url in ("../secret.png", "link.png", "none.png", str(tmp_path / "secret.png"), "a\0b", "/etc/passwd"):
         with pytest.raises(Refused, match=r"^'image' must be a file below the server's --media-folder.$"):
-            own.picture(url, "image")
+            opened(own, url)
 
 
 @contextlib.contextmanager
@@ -131,10 +137,10 @@ NAMED = Media(fetches=True, hosts=("127.0.0.1", "localhost"))
 
 def test_urls_by_a_flag():
     with pages(sends_picture) as url:
-        assert NAMED.picture(url, "image").size == picture(0).size
-        assert NAMED.picture(url.replace("127.0.0.1", "localhost"), "image").size == picture(0).size
+        assert opened(NAMED, url).size == picture(0).size
+        assert opened(NAMED, url.replace("127.0.0.1", "localhost")).size == picture(0).size
         with pytest.raises(Refused, match=r"^'image' cannot be fetched: .*SSL"):
-            NAMED.picture(url.replace("http:", "https:"), "image")
+            opened(NAMED, url.replace("http:", "https:"))
     for url in (
         "http://127.0.0.1:9/a.png",
         "http://",
@@ -142,9 +148,9 @@ def test_urls_by_a_flag():
         "http://localhost:99999/",
     ):
         with pytest.raises(Refused, match=r"^'image' cannot be fetched: .+\.$"):
-            NAMED.picture(url, "image")
+            opened(NAMED, url)
     with pytest.raises(Refused, match=r"^'image' must be a URL: Invalid IPv6 URL\.$"):
-        NAMED.picture("http://[", "image")
+        opened(NAMED, "http://[")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +167,7 @@ def test_hosts_of_this_machine_and_its_network_are_asked_by_name_alone(host):
     with pages(asked.append) as url:
         url = url.replace("127.0.0.1", host)
         with pytest.raises(Refused, match=r"of this machine or its network; --media-host \S+ allows it"):
-            Media(fetches=True, hosts=("another",)).picture(url, "image")
+            opened(Media(fetches=True, hosts=("another",)), url)
     assert asked == []
 
 
@@ -172,7 +178,7 @@ def test_redirects_are_not_followed():
         handler.end_headers()
 
     with pages(leads_on) as url, pytest.raises(Refused, match="the status is 302, and redirects are not"):
-        NAMED.picture(url, "image")
+        opened(NAMED, url)
 
 
 @pytest.mark.parametrize("begun", [b"", b"HTTP/1.0 200 OK\r\n\r\n"])
@@ -190,14 +196,14 @@ def test_a_fetch_ends_in_time_however_often_an_octet_comes(begun):
         with pytest.raises(
             Refused, match="'image' cannot be fetched: all that a prompt names must be there in"
         ):
-            NAMED.picture(url, "image", seconds=0.3)
+            opened(NAMED, url, seconds=0.3)
         assert time.monotonic() - before < 2
 
 
 def test_a_fetch_reads_no_more_than_it_may(monkeypatch):
     monkeypatch.setattr(media, "MOST_BYTES", len(png()) - 1)
     with pages(sends_picture) as url, pytest.raises(Refused) as raised:
-        NAMED.picture(url, "image")
+        opened(NAMED, url)
     assert raised.value.status == 413
 
 
@@ -211,14 +217,14 @@ def test_what_is_no_picture_is_one_line(monkeypatch):
         ("data:image/png,a", "'image' must be a data: URL in base64."),
     ):
         with pytest.raises(Refused) as raised:
-            Media().picture(url, "image")
+            opened(Media(), url)
         assert str(raised.value) == line
     monkeypatch.setattr(media, "MOST_PIXELS", 4)
     with pytest.raises(Refused, match="a picture of at most 4 pixels"):
-        Media().picture(as_url(picture(0)), "image")
+        opened(Media(), as_url(picture(0)))
     monkeypatch.setattr(media, "MOST_BYTES", 8)
     with pytest.raises(Refused) as raised:
-        Media().picture(as_url(picture(0)), "image")
+        opened(Media(), as_url(picture(0)))
     assert raised.value.status == 413
 
 

@@ -1,6 +1,7 @@
 """The commands serve and chat, with a model that this package quantised."""
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -568,6 +569,33 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
         )
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert refused("serve", checkpoint) == f"serve needs `{install_command('serve')}`, which brings uvicorn"
+
+
+def test_threads_of_a_server_wait_briefly_for_each_other(checkpoint, monkeypatch):
+    """No search for garbage walks the model, either; behind the server all is as before."""
+
+    class Ran:
+        def __init__(self, *given):
+            pass
+
+        def run(self, sockets):
+            ran.append((sys.getswitchinterval(), gc.get_freeze_count()))
+
+    ran, interval, is_frozen = [], sys.getswitchinterval(), gc.get_freeze_count() > 0  # by the fork server
+    monkeypatch.setattr("torch_moe_mps.commands.serve.server_of", Ran)
+    given = ["--device", "cpu", "--port", "0", "--prompt-disk", "0", "--log-level", "error"]
+    gc.unfreeze()
+    try:
+        for others in (0, 1):  # objects that somebody else keeps from the search
+            if others:
+                gc.freeze()
+            assert main(["serve", str(checkpoint), *given]) == 0
+            during, frozen = ran.pop()
+            assert during == pytest.approx(0.0005) and frozen > 100_000
+            assert sys.getswitchinterval() == interval and (gc.get_freeze_count() > 0) == others
+    finally:
+        if not is_frozen:
+            gc.unfreeze()
 
 
 def test_tools_that_the_template_does_not_show_are_said(checkpoint, tmp_path, capsys, caplog):

@@ -3,9 +3,10 @@
 import contextlib
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,11 +14,12 @@ import xgrammar
 from support import scripted
 from support.jobs import Asked, ids_of, model_of, run
 
+from torch_moe_mps._text import shown
 from torch_moe_mps.serving import app
 from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.device import Died
-from torch_moe_mps.serving.limited import Limited, TooLong
-from torch_moe_mps.serving.request import Refused
+from torch_moe_mps.serving.limited import Limited, TooLong, Turns
+from torch_moe_mps.serving.request import Refused, read_json
 from torch_moe_mps.serving.served import Served
 from torch_moe_mps.serving.structured import Masked
 from torch_moe_mps.transformers.upstream.chat import variables_of
@@ -101,8 +103,8 @@ def test_requests_that_take_long_to_read_delay_no_other(here, monkeypatch):
     assert len(parsed) == 5 and all(name.startswith("reader") for name in parsed)
 
 
-def test_long_texts_take_turns_and_short_ones_wait_for_none(here, monkeypatch):
-    """They would take the cores from the answers."""
+def test_long_bodies_take_turns_and_short_ones_wait_for_none(here, monkeypatch):
+    """They would take the cores from the answers. What is not of the text counts, too."""
     entered: list[str] = []
 
     @contextlib.contextmanager
@@ -110,13 +112,103 @@ def test_long_texts_take_turns_and_short_ones_wait_for_none(here, monkeypatch):
         entered.append(path)
         yield
 
-    for text, status in (("a", 200), ("a" * 70_000, 400)):
-        chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 3}
-        bodies = {"/v1/completions": {"prompt": text, "max_tokens": 3}, "/v1/chat/completions": chat}
-        for path, body in (bodies | {"/tokenize": {"content": text}}).items():
-            monkeypatch.setattr(here.served, "_long", turn())
-            assert ask(here, path, body)[0] == (200 if path == "/tokenize" else status)
-        assert entered == ([] if status == 200 else [*bodies, "/tokenize"])
+    monkeypatch.setattr(here.served.turns, "turn", turn)
+    paths = dict.fromkeys(ASKED, 400) | {"/v1/messages/count_tokens": 200, "/tokenize": 200}
+    for text, more in (("a", ""), ("a" * 70_000, ""), ("a", "a" * 70_000)):
+        del entered[:]
+        for path, status in paths.items():
+            body = json.dumps(ASKED.get(path, ASKED["/v1/messages"] | {"content": "a~"})).replace("a~", text)
+            found, _ = ask(here, path, json.loads(body) | {"metadata": {"a": more}})
+            assert found == (status if text != "a" else 200), path
+        assert entered == ([] if text + more == "a" else [*paths])
+
+
+def test_who_waits_for_others_gives_his_turn_to_another():
+    """The one who pauses has a turn again behind it; a turn inside of a turn is the same."""
+    turns, order, own = Turns(), list[int](), threading.Lock()
+    turns._free, paused = threading.Semaphore(1), threading.Event()
+
+    def first() -> None:
+        with turns.turn(), turns.turn():
+            with turns.pause():
+                paused.set()
+                assert own.acquire(timeout=60)  # until the other one is through
+            order.append(1)
+
+    def second() -> None:
+        assert paused.wait(60)
+        with turns.turn():
+            order.append(2)
+            own.release()
+            order.append(3)
+
+    own.acquire()
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(first), threads.submit(second)]:
+            done.result(60)
+    assert order == [2, 3, 1]
+    with turns.pause(), turns.turn():  # of a thread without a turn
+        assert not turns._free.acquire(blocking=False)
+    assert turns._free.acquire(blocking=False)
+
+
+def beats_beside(function: Callable[[], object]) -> int:
+    """How often another thread goes on while a function runs."""
+    beats, ended = 0, threading.Event()
+
+    def beat() -> None:
+        nonlocal beats
+        while not ended.is_set():
+            beats += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    before = beats
+    function()
+    made = beats - before
+    ended.set()
+    thread.join()
+    return made
+
+
+def test_no_other_thread_waits_for_the_end_of_a_body_that_is_read():
+    """Of many values, Python's own reader lets nobody go on until it has read all."""
+    body = json.dumps({"prompt": [1] * 300_000}).encode()
+    assert beats_beside(lambda: json.loads(body)) < 10
+    assert beats_beside(lambda: app.body_of(bytearray(body))) > 20
+    assert app.body_of(bytearray(body)) == {"prompt": [1] * 300_000}
+    for text in ('{"a": [1, {"b": "é\\n\\u2603"}, -2.5e3, true, null]}', '[{}, [], "", 1e400]'):
+        long = f"{text[:-1]}, {' ' * 70_000}{text}]" if text[0] == "[" else f"{' ' * 70_000}{text}"
+        assert read_json(long) == json.loads(long)
+
+
+def test_what_is_too_long_is_refused_before_it_is_read_whole(here, monkeypatch):
+    """An error shows the beginning of a value; a prompt longer than the context is no tensor first."""
+
+    class Counted:
+        shown = 0
+
+        def __repr__(self) -> str:
+            Counted.shown += 1
+            return "x"
+
+    assert shown([Counted()] * 1000) == f"[{'x, ' * 25}x..." and Counted.shown <= 80
+    for value in ("a", "a" * 79, {"a": [1, None]}, [[]], 5, -1e300):
+        assert shown(value) == (repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}...")
+    status, answer = ask(here, "/v1/completions", {"prompt": [10**9] * 5000})
+    assert status == 400 and "maximum context length is 4096 tokens" in answer["error"]["message"]
+    monkeypatch.setattr("torch_moe_mps.serving.served._MOST_CHARACTERS", 50)
+    monkeypatch.setattr("torch_moe_mps.serving.served._MOST_MESSAGES", 3)
+    for path in ASKED | {"/tokenize": None}:
+        body = {"content": "a" * 51} if path == "/tokenize" else ASKED[path]
+        status, answer = ask(here, path, json.loads(json.dumps(body).replace("a~", "a" * 51)))
+        assert status == 400 and "at most 50 characters, got 51" in answer["error"]["message"], path
+    chat = ASKED["/v1/messages"] | {
+        "messages": [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
+    }
+    status, answer = ask(here, "/v1/messages", chat)
+    assert status == 400 and "at most 3 messages, got 4" in answer["error"]["message"]
 
 
 def test_a_body_of_too_many_values_is_refused(here, monkeypatch):

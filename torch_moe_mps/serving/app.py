@@ -1,9 +1,11 @@
 """The application: paths, errors, metrics and logs."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -11,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -40,10 +42,13 @@ from .served import Answers, Served, Show
 from .text import PATHS
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 PING = 5.0  # seconds without a part of an answer, behind which its client is told that it comes
 MOST_BYTES = 64 << 20  # in a body
-_MOST_VALUES = 1 << 22
+_MOST_VALUES = 1 << 20
+_LONG = 1 << 16  # bytes of a body that is read in its turn
 _READERS = 32  # requests that are read at a time
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 PAGE = Path(__file__).with_name("page")
 # Policy for an answer's Markdown: it runs no script and asks no other machine for a picture.
 _POLICY = (
@@ -125,7 +130,7 @@ class Server:
         try:
             self._check_memory()
             octets, coming = await _octets(asked), _Coming()
-            request, coming.answers = await self._on_reader(self._read, protocol, octets, coming.show)
+            request, coming.answers = await self._on_reader(self._read, octets, protocol, coming.show)
             _say("%s: begins, prompt %d tokens", protocol.path, coming.answers.prompt_tokens)
             if not request.stream:
                 result = await self._whole(protocol, request, coming)
@@ -138,7 +143,7 @@ class Server:
         finally:
             self.requests[protocol.path, status] += 1
 
-    def _read(self, protocol: Protocol, octets: bytearray, show: Show) -> tuple[Request, Answers]:
+    def _read(self, octets: bytearray, protocol: Protocol, show: Show) -> tuple[Request, Answers]:
         """The request of a body, with its prompts read."""
         body = body_of(octets)
         self._check_model(body)
@@ -199,8 +204,14 @@ class Server:
         if memory is not None and memory.level is Level.CRITICAL:
             raise _no_memory()
 
-    async def _on_reader(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
+    async def _on_reader(self, function: Callable[..., T], octets: bytearray, *arguments: Any) -> T:
+        """Result of what reads a body, on a thread of its own."""
+
+        def read() -> T:
+            with self.served.turns.turn() if len(octets) > _LONG else contextlib.nullcontext():
+                return function(octets, *arguments)
+
+        return await asyncio.get_running_loop().run_in_executor(self._reader, read)
 
     async def _count(self, protocol: Protocol, asked: Asked) -> Response:
         def count(octets: bytearray) -> int:
@@ -217,7 +228,7 @@ class Server:
 
         return JSONResponse(await self._on_reader(text, await _octets(asked)))
 
-    def _read_texts(self, path: str, octets: bytearray) -> Texts:
+    def _read_texts(self, octets: bytearray, path: str) -> Texts:
         body = body_of(octets)
         self._check_model(body)
         return Texts(path, body, self.served)
@@ -225,7 +236,7 @@ class Server:
     async def _encode(self, path: str, asked: Asked) -> Response:
         status = 500
         try:
-            texts = await self._on_reader(self._read_texts, path, await _octets(asked))
+            texts = await self._on_reader(self._read_texts, await _octets(asked), path)
             begun = time.monotonic()
             result = await asyncio.wrap_future(self.served.generator.run(texts.compute))
             count, seconds = sum(map(len, texts.ids)), time.monotonic() - begun
@@ -385,10 +396,10 @@ async def _octets(asked: Asked) -> bytearray:
 
 def body_of(octets: bytearray) -> dict[str, Any]:
     """The object in JSON of a body; large ones take a while. Raises: Refused."""
-    if sum(map(octets.count, (b",", b"[", b"{"))) > _MOST_VALUES:  # Python reads them without a break
+    if sum(map(octets.count, (b",", b"[", b"{"))) > _MOST_VALUES:
         raise Refused(f"The body must have at most {_MOST_VALUES} values.", None, "too_large", 413)
     try:
-        body = read_json(octets)
+        body = read_json(text := octets.decode("utf-8-sig"))
     except ValueError as error:
         line = f"The body must be an object in JSON: {first_line(error)}."
         raise Refused(line, None, "invalid_value") from None
@@ -396,7 +407,7 @@ def body_of(octets: bytearray) -> dict[str, Any]:
         raise Refused(
             f"The body must be an object in JSON, got {type(body).__name__}.", None, "invalid_value"
         )
-    for name, value in body.items():
+    for name, value in body.items() if _SURROGATE.search(text) else ():
         try:
             json.dumps([name, value], ensure_ascii=False).encode()
         except UnicodeEncodeError:

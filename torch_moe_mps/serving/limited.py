@@ -1,8 +1,10 @@
-"""Calls that may take any time, such as xgrammar's: each has a limit, and nobody waits for it longer."""
+"""Work of a request that may take long: calls that have limits, such as xgrammar's, and turns of reading."""
 
+import contextlib
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -47,3 +49,42 @@ class Limited:
             self._late.append(thread)
             raise TooLong
         return done.result()
+
+
+class Turns:
+    """Turns of threads whose work is long: a few of them at a time leave the cores to the answers."""
+
+    def __init__(self) -> None:
+        self._free = threading.Semaphore(max(1, (os.cpu_count() or 1) // 4))
+        self._own = threading.local()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Block with a turn of this thread, which waits for it unless it has one."""
+        if self._has_turn:
+            yield
+            return
+        with self._free:
+            self._own.has_turn = True
+            try:
+                yield
+            finally:
+                self._own.has_turn = False
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Block that waits for something else, in which another thread has this one's turn."""
+        if not self._has_turn:
+            yield
+            return
+        self._own.has_turn = False
+        self._free.release()
+        try:
+            yield
+        finally:
+            self._free.acquire()
+            self._own.has_turn = True
+
+    @property
+    def _has_turn(self) -> bool:
+        return getattr(self._own, "has_turn", False)

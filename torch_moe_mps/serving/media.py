@@ -40,27 +40,12 @@ class Media:
     fetches: bool = False
     hosts: tuple[str, ...] = ()
 
-    def picture(self, url: str, field: str, seconds: float = SECONDS) -> Any:
-        """The picture of a URL. Raises: Refused for one that may not be opened, or is none.
+    def octets(self, url: str, field: str, seconds: float = SECONDS) -> bytes:
+        """Octets of what a URL names. Raises: Refused for one that may not be opened.
 
         Args:
             seconds: in which it must be there.
         """
-        from PIL import Image, UnidentifiedImageError
-
-        octets = self.octets(url, field, seconds)
-        try:
-            picture = Image.open(io.BytesIO(octets))
-            width, height = picture.size
-            if width * height > MOST_PIXELS:
-                raise wrong(field, f"a picture of at most {MOST_PIXELS} pixels", f"{width} x {height}")
-            return picture.convert("RGB")
-        except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-            raise Refused(
-                f"'{field}' must be a picture, got {len(octets)} bytes that are none.", field
-            ) from None
-
-    def octets(self, url: str, field: str, seconds: float = SECONDS) -> bytes:
         try:
             scheme = urlsplit(url).scheme if not url.startswith("/") else ""
         except ValueError as error:
@@ -87,6 +72,20 @@ class Media:
             return file.read_bytes()
         except (OSError, ValueError):
             raise refused from None
+
+
+def picture(octets: bytes, field: str) -> Any:
+    """The picture in a file. Raises: Refused for what is none."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        made = Image.open(io.BytesIO(octets))
+        width, height = made.size
+        if width * height > MOST_PIXELS:
+            raise wrong(field, f"a picture of at most {MOST_PIXELS} pixels", f"{width} x {height}")
+        return made.convert("RGB")
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        raise Refused(f"'{field}' must be a picture, got {len(octets)} bytes that are none.", field) from None
 
 
 def _of_data(url: str, field: str) -> bytes:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
+from .._text import shown
 from .job import Job
 
 Check = tuple[Callable[[Any], bool], str]  # whether a value can be so, and what it must be
@@ -166,6 +167,4 @@ def check_seed(seed: Any) -> None:
 def _check(name: str, check: Check, value: Any) -> None:
     fits, expected = check
     if value is not None and not fits(value):
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        raise ValueError(f"torch_moe_mps: {name} must be {expected}, got {shown}")
+        raise ValueError(f"torch_moe_mps: {name} must be {expected}, got {shown(value)}")

@@ -1,15 +1,18 @@
 """Requests, in whatever protocol they come, and the checks of their fields."""
 
 import json
+import json.scanner
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._text import shown
 from .defaults import choice
 from .ranges import DRAWS, SEED, SETTINGS, Check, integer, number
 
 _MOST_STOPS = 16
 _MOST_DEEP = 100
+_LARGE = 1 << 16  # characters of a text in JSON that is read in Python
 MOST_ANSWERS = 32  # to one request
 
 
@@ -35,16 +38,12 @@ class Refused(Exception):
 
 def wrong(field: str, expected: str, got: object) -> Refused:
     """The error of a field whose value is none that it can have."""
-    shown = repr(got)
-    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-    return Refused(f"'{field}' must be {expected}, got {shown}.", field, "invalid_value")
+    return Refused(f"'{field}' must be {expected}, got {shown(got)}.", field, "invalid_value")
 
 
 def unsupported(field: str, got: object) -> Refused:
     """The error of a field that this server knows and does not serve."""
-    shown = repr(got)
-    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-    return Refused(f"'{field}' is not supported by this server, got {shown}.", field)
+    return Refused(f"'{field}' is not supported by this server, got {shown(got)}.", field)
 
 
 @dataclass(frozen=True)
@@ -163,14 +162,22 @@ def _are_biases(value: Any) -> bool:
     return isinstance(value, dict) and all(key.isdecimal() and fits(bias) for key, bias in value.items())
 
 
-def read_json(text: str | bytes | bytearray) -> Any:
+class _Yielding(json.JSONDecoder):
+    """Reads a text in Python, so that other threads go on: in C it would hold Python's lock to the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined, unused-ignore]
+
+
+def read_json(text: str) -> Any:
     """The value of a text in JSON, in which no recursion of Python's, jinja's or xgrammar's ends.
 
     Raises: ValueError for a text that is none, or nests deeper than that.
     """
     expected = f"it must nest at most {_MOST_DEEP} deep"
     try:
-        value = json.loads(text)
+        value = json.loads(text, cls=_Yielding if len(text) > _LARGE else None)
     except RecursionError:
         raise ValueError(expected) from None
     level, depth = [value], 0
@@ -274,7 +281,7 @@ def sampling(body: dict[str, Any]) -> dict[str, Any]:
     config, stop = body.get("generation_config"), body.get("stop")
     return {
         "settings": settings,
-        "config": None if config is None else json.loads(config),
+        "config": None if config is None else read_json(config),
         "stops": (stop,) if isinstance(stop, str) else tuple(stop or ()),
         "seed": body.get("seed"),
         "frequency": float(body.get("frequency_penalty") or 0),

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import logging
-import os
 import sys
 import threading
 import time
@@ -22,8 +21,9 @@ from .defaults import settings_of_answer
 from .encoder import NO_TEXT, Encoder
 from .forms import form_of
 from .job import Generator, Job, Reason, prompt_length
+from .limited import Turns
 from .logprobs import Logprobs
-from .media import SECONDS, Media, decoded
+from .media import SECONDS, Media, decoded, picture
 from .penalties import Penalties
 from .ranges import check_settings, unknown_token, unserved_settings, vocabulary_of
 from .request import Chat, Refused, Request, Tool, unsupported, wrong
@@ -42,7 +42,8 @@ _OF_THE_CHAT = {
     "add_generation_prompt", "continue_final_message", "conversation", "messages", "return_dict",
     "return_tensors", "tokenize", "tools",
 }  # fmt: skip
-_LONG = 1 << 16  # characters of a text that waits for its turn
+_MOST_CHARACTERS = 1 << 23  # more than any context has
+_MOST_MESSAGES = 10_000  # in a conversation
 _FRAMES = 32  # in a video
 _MOST_LINES, _LONGEST_LINE = 1000, 200
 
@@ -73,7 +74,7 @@ class Served:
         encoder: makes vectors and scores; None for a model that only generates.
 
     Attributes:
-        reading: is held while the tokenizer is used, which is for one thread at a time.
+        turns: of requests that take long to read.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Served:
         self.encoder, self.generates = encoder, bool(model.can_generate())
         self.created = int(time.time())
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self._long = threading.Semaphore(max(1, (os.cpu_count() or 1) // 4))
+        self.turns = Turns()
         self._grammars, self._lock, self._saying = Grammars(), threading.Lock(), threading.Lock()
         self._said: dict[str, None] = {}
         if self.generates and getattr(processor, "chat_template", None) is None:
@@ -115,7 +116,7 @@ class Served:
             )
         except Exception:  # a template that refuses so short a chat says nothing about tools
             return True
-        return not torch.equal(without, with_tool)
+        return not torch.equal(_tensor(without), _tensor(with_tool))
 
     @functools.cached_property
     def _variables(self) -> set[str]:
@@ -135,20 +136,14 @@ class Served:
                 del self._said[next(iter(self._said))]
 
     @contextlib.contextmanager
-    def tokenizing(self, characters: int = 0, splits: bool = False) -> Iterator[Any]:
+    def tokenizing(self, splits: bool = False) -> Iterator[Any]:
         """Block with the tokenizer: several threads at a time may encode and decode with a fast one.
 
-        Processors and slow tokenizers are for one thread at a time, and long texts wait for their turn: they
-        would take the processor's cores from the answers.
+        Processors and slow tokenizers are for one thread at a time.
 
         Args:
-            characters: in the text.
             splits: whether special tokens are read as text: it is another tokenizer that does.
         """
-        with self._long if characters > _LONG else contextlib.nullcontext():
-            yield from self._tokenizing(splits)
-
-    def _tokenizing(self, splits: bool) -> Iterator[Any]:
         if self.tokenizer is self.processor and getattr(self.tokenizer, "is_fast", False) and not splits:
             yield self.tokenizer
             return
@@ -189,7 +184,7 @@ class Served:
     def count(self, request: Request) -> int:
         """The tokens of the first prompt."""
         self._check_generates()
-        return prompt_length(self._inputs(request.prompts[0], request.prompt_field))
+        return _length(self._tokens(request.prompts[0], request.prompt_field))
 
     def prompt_text(self, request: Request) -> str:
         """The text of the first prompt, which is a conversation. Raises: Refused."""
@@ -201,24 +196,25 @@ class Served:
             raise Refused(NO_TEXT, "model")
 
     def _prepared(self, prompt: Chat | str | list[int], request: Request) -> Prepared:
-        inputs = self._inputs(prompt, request.prompt_field)
-        config = self._config(request, prompt_length(inputs))
+        read = self._tokens(prompt, request.prompt_field)
+        config = self._config(request, _length(read))
+        self.check_tokens(read["input_ids"], request.prompt_field)
+        inputs = {name: _tensor(value) for name, value in read.items()}
         is_parsed = isinstance(prompt, Chat) and self.form is not None
         text = self.tokenizer.decode(inputs["input_ids"][0]) if is_parsed or request.forced else None
         return Prepared(inputs, config, text)
 
-    def _inputs(self, prompt: Chat | str | list[int], field: str) -> dict[str, Any]:
+    def _tokens(self, prompt: Chat | str | list[int], field: str) -> dict[str, Any]:
+        """The inputs of a prompt, as lists [T] where no processor makes tensors [1, T]. Raises: Refused."""
         if isinstance(prompt, Chat):
             inputs: dict[str, Any] = self._of_chat(prompt, field)
-            self.check_tokens(inputs["input_ids"], field)
             return inputs
         ids: Any = prompt
         if isinstance(prompt, str):
-            with self.tokenizing(len(prompt)) as tokenizer:
+            check_characters(len(prompt), field)
+            with self.tokenizing() as tokenizer:
                 ids = tokenizer(prompt)["input_ids"]
-        self.check_tokens(ids, field)
-        made = torch.tensor([ids], dtype=torch.long)
-        return {"input_ids": made, "attention_mask": torch.ones_like(made)}
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
     def check_tokens(self, ids: Any, field: str) -> None:
         """Raises: Refused for tokens that the model does not know."""
@@ -226,7 +222,12 @@ class Served:
             raise wrong(field, f"of tokens below {vocabulary_of(self.model)}", token)
 
     def _of_chat(self, prompt: Any, field: str, tokenize: bool = True) -> Any:
+        if len(prompt.messages) > _MOST_MESSAGES:
+            raise Refused(
+                f"'{field}' must have at most {_MOST_MESSAGES} messages, got {len(prompt.messages)}.", field
+            )
         messages = self._with_media(prompt.messages)
+        check_characters(sum(map(_characters, messages)), field)
         if prompt.tools and not self.shows_tools:
             log.warning("tools are left out, %d of them: prompts of this model show none", len(prompt.tools))
         try:
@@ -245,10 +246,9 @@ class Served:
         more = {name: value for name, value in prompt.variables.items() if name in self._variables}
         if any(part["type"] == "video" for message in messages for part in _parts(message)):
             more["num_frames"] = _FRAMES
-        characters = sum(len(part.get("text", "")) for message in messages for part in _parts(message))
-        if self.processor is self.tokenizer:
+        if is_text := self.processor is self.tokenizer:
             messages = [message | {"content": _text_of(message)} for message in messages]
-        with self.tokenizing(characters):
+        with self.tokenizing():
             inputs = self.processor.apply_chat_template(
                 messages,
                 tools=[tool.function for tool in prompt.tools] or None,
@@ -256,11 +256,13 @@ class Served:
                 continue_final_message=prompt.goes_on,
                 tokenize=tokenize,
                 return_dict=tokenize,
-                return_tensors="pt",
+                return_tensors=None if is_text else "pt",
                 **more,
             )
         if not tokenize:
             return inputs
+        if is_text:
+            return {**inputs}
         return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
 
     def _with_media(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -277,23 +279,16 @@ class Served:
         reader = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}
         if not hasattr(self.processor, reader[part["type"]]):
             raise Refused(f"This model does not read '{part['as']}'.", part["field"])
-        if part["type"] == "image":
-            return {
-                "type": "image",
-                "image": self.media.picture(part["url"], part["field"], ends - time.monotonic()),
-            }
-        if part["type"] == "audio":
-            return {"type": "audio", "audio": self._sound(part, ends - time.monotonic())}
-        raise unsupported(part["field"], part["as"])
-
-    def _sound(self, part: dict[str, Any], seconds: float) -> Any:
-        import io
-
-        import soundfile  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-        url, field = part["url"], part["field"]
-        octets = self.media.octets(url, field, seconds) if ":" in url[:8] else decoded(url, field)
-        return soundfile.read(io.BytesIO(octets))[0]
+        kind, url, field = part["type"], part["url"], part["field"]
+        if kind == "video":
+            raise unsupported(field, part["as"])
+        if kind == "audio" and ":" not in url[:8]:
+            octets = decoded(url, field)
+        else:
+            with self.turns.pause():  # it may be far away
+                octets = self.media.octets(url, field, ends - time.monotonic())
+        with self.turns.turn():
+            return {"type": kind, kind: (picture if kind == "image" else _sound)(octets, field)}
 
     # Settings
 
@@ -351,7 +346,8 @@ class Served:
             if (prepared.config.num_beams or 1) > 1:
                 raise wrong("generation_config", f"of num_beams 1 with '{field}'", prepared.config.num_beams)
             vocabulary = vocabulary_of(self.model)
-            made.append(self._grammars.mask(self.tokenizer, prepared.config, vocabulary, form, field))
+            with self.turns.pause():  # it compiles on a thread of its own
+                made.append(self._grammars.mask(self.tokenizer, prepared.config, vocabulary, form, field))
         logprobs = None
         if request.logprobs is not None:
             self._check_alone("logprobs")
@@ -494,9 +490,38 @@ def _in_words(reason: Reason | Exception | None) -> str:
     return reason if isinstance(reason, str) else "error"
 
 
+def check_characters(count: int, field: str) -> None:
+    """Raises: Refused for a text that takes too long to read."""
+    if count > _MOST_CHARACTERS:
+        raise Refused(f"'{field}' must have at most {_MOST_CHARACTERS} characters, got {count}.", field)
+
+
+def _length(inputs: dict[str, Any]) -> int:
+    """How many tokens a prompt has."""
+    ids = inputs["input_ids"]
+    return int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else len(ids)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    """An input [1, T] of a list [T]."""
+    return value if isinstance(value, torch.Tensor) else torch.tensor([value], dtype=torch.long)
+
+
+def _sound(octets: bytes, field: str) -> Any:
+    import io
+
+    import soundfile  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    return soundfile.read(io.BytesIO(octets))[0]
+
+
 def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     content = message["content"]
     return content if isinstance(content, list) else []
+
+
+def _characters(message: dict[str, Any]) -> int:
+    return sum(len(part.get("text", "")) for part in _parts(message))
 
 
 def _text_of(message: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 from .chat import ChatCompletions
 from .logprobs import text_of
 from .request import TEXT, YES_OR_NO, Fields, wrong
-from .served import Served
+from .served import Served, check_characters
 
 _OPTIONS = {"add_special": YES_OR_NO, "parse_special": YES_OR_NO, "with_pieces": YES_OR_NO}
 _TOKENIZE = Fields({"content": TEXT, "model": TEXT, **_OPTIONS}, "content")
@@ -15,11 +15,13 @@ _DETOKENIZE = Fields({"model": TEXT}, "tokens")
 def tokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
     """The tokens of `content`, and with `with_pieces` their texts. Raises: Refused."""
     _TOKENIZE.check(body, "/tokenize", served.say_once)
-    with served.tokenizing(len(body["content"]), splits=body.get("parse_special") is False) as tokenizer:
+    check_characters(len(body["content"]), "content")
+    with served.tokenizing(splits=body.get("parse_special") is False) as tokenizer:
         ids = tokenizer(body["content"], add_special_tokens=bool(body.get("add_special")))["input_ids"]
         if not body.get("with_pieces"):
             return {"tokens": [*ids]}
-        return {"tokens": [{"id": token, "piece": _piece(served, token)} for token in ids]}
+        pieces = {token: _piece(served, token) for token in {*ids}}
+        return {"tokens": [{"id": token, "piece": pieces[token]} for token in ids]}
 
 
 def detokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
