@@ -14,8 +14,8 @@ from .._hub import folder_in_the_cache, named_on_the_hub
 from .._install import pip_install
 from .._text import first_line, split_gguf
 
-# Files other than weights of the model: its config, tokenizer, processor, chat templates, Python code, and
-# what sentence-transformers puts behind it, in folders that begin with a number (1_Pooling, 2_Dense).
+# Files beside the weights: config, tokenizer, processor, chat templates, Python code, and the modules that
+# sentence-transformers puts behind the model, in folders that begin with a number (1_Pooling, 2_Dense).
 SMALL_FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.py", "LICENSE*", "NOTICE*",
     "additional_chat_templates/*", "[0-9]*_*/*.json", "[0-9]*_*/*.safetensors",

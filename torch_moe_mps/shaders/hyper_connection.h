@@ -137,8 +137,8 @@ inline float mixture(float logit, bool is_there, HyperParams params) {
   return c;
 }
 
-// A threadgroup takes 4 * kHyperThreads columns of a token. All add up the products that pre needs; the first
-// of a token does so for the others too, and writes post and comb.
+// A threadgroup takes 4 * kHyperThreads columns of a token. All add up the products that pre needs; post and
+// comb are the work of the token's first one.
 template <typename T>
 [[kernel]] void hyper_mix(device const T* streams [[buffer(0)]], device const float* partials [[buffer(1)]],
                           device const uchar* base [[buffer(2)]], device const uchar* scale [[buffer(3)]],

@@ -341,8 +341,8 @@ struct StagedToken {
   float4 c[kSelectiveStates / 8];
 };
 
-// Half of the states of two neighbouring channels: of the lane's own one, and of that of the lane beside it,
-// which has the other halves.
+// Half of the states of two neighbouring channels, the lane's own and the next lane's, whose lane has the
+// other halves.
 struct ChannelStates {
   float rates[2][kSelectiveStates / 2];
   float kept[2][kSelectiveStates / 2];

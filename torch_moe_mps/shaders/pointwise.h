@@ -1,5 +1,5 @@
-// A formula of elements. A thread takes an element and walks through the steps, which are the same for all;
-// what they give lies in threadgroup memory, a column for each thread, because registers have no numbers.
+// A formula of elements. A thread takes an element and walks through the steps, which are the same for all.
+// Results lie in threadgroup memory, a column for each thread, because registers have no numbers.
 #pragma once
 #include "common/activations.h"
 #include "common/dtypes.h"

@@ -24,8 +24,8 @@ struct PooledTokens {
     return state + token % params.rows * 2 * params.columns;
   }
 
-  // Pool of the columns from `at` on, tokens `begin` to `end` of a window: first those in the state, then
-  // those of the call. First the highest logit of all is looked for, then they are weighted by it.
+  // Pool of the columns from `at` on, tokens `begin` to `end` of a window: the state's, then the call's. The
+  // highest logit of all is found first, and weights are relative to it.
   template <bool kWeighted>
   void pool(thread Pooled& pooled, uint begin, uint end, uint at, constant PoolParams& params) const {
     for (uint is_new = 0; is_new < 2; ++is_new) {

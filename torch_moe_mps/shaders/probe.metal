@@ -67,7 +67,7 @@ constant constexpr uint kProbeOwnMemory = 5120;  // numbers of 4 bytes: 20 of 32
   out[lane] = memory[31 - lane];
 }
 
-// As much of its own as leaves too little for what the kernel before was given.
+// Takes so much memory of its own that too little is left for what the kernel before was given.
 [[kernel]] void probe_own_memory_f32(device uint* out [[buffer(0)]],
                                      uint lane [[thread_index_in_simdgroup]]) {
   threadgroup uint memory[kProbeOwnMemory];

@@ -477,8 +477,8 @@ struct Block {
   // A lane's query e of query tile t, among those of the block.
   static uint query_of(int t, int e, Place place) { return 8 * t + 2 * place.matrix.quarter + e; }
 
-  // Whether there is query r, and its token. Positions are kept for the loop over the keys: so nothing else
-  // of a query is. Where queries are of one token, the loop needs no positions either.
+  // Whether there is query r, and its token. Positions are kept for the loop over the keys, so that it keeps
+  // nothing else for a query. Where queries are of one token, the loop needs no positions either.
   static bool has_query(uint r, int position, Queries queries) {
     return C::kSelects ? queries.has(r) : position != kNoQuery;
   }

@@ -3,8 +3,8 @@
 #include "attention/scores.h"
 #include "geometry/attention.h"
 
-// A threadgroup takes some columns of a query. Its simdgroups take chunks in turn, and the first ones add up
-// what they have, in ascending order.
+// A threadgroup takes some columns of a query. Its simdgroups take chunks in turn, and their sums are added
+// up by the first simdgroups, in ascending order.
 template <typename T, bool kGated>
 [[kernel, max_total_threads_per_threadgroup(kMergeSimdgroups* kSimdWidth)]] void attention_merge(
     device float* partials [[buffer(0)]], device const uchar* sinks [[buffer(1)]],

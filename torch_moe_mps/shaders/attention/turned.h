@@ -1,8 +1,8 @@
 // Attention of one token whose queries and new key are normed and turned in the same launch, which writes the
 // new key and value into their caches.
 //
-// Every threadgroup turns its own queries. That which takes the last keys is the only one of its key head
-// that writes and reads the new ones: a barrier is enough between.
+// Every threadgroup turns its own queries. Of a key head, only the threadgroup with the last keys writes and
+// reads the new ones: a barrier is enough between.
 #pragma once
 #include "attention/block.h"
 #include "attention/dense_cache.h"

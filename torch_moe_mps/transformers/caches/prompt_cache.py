@@ -172,8 +172,8 @@ def save_prompt_cache(
 def load_prompt_cache(file: str | os.PathLike[str], model: PreTrainedModel) -> tuple[Tensor, DynamicCache]:
     """Read what `save_prompt_cache` wrote.
 
-    Pass both to `generate`: `model.generate(ids_with_more, cache=cache)` (`past_key_values=cache` before
-    transformers 5.24). The model computes from them the same bits as from the cache that was saved.
+    Pass both to `generate`: `model.generate(ids_with_more, cache=cache)`; before transformers 5.24 the cache
+    has its older name there. The model computes from them the same bits as from the cache that was saved.
 
     Returns: the tokens [1, T] and their cache, on the model's device.
 
