@@ -25,7 +25,7 @@ RATES = (
 )
 AS_ASSUMED = {
     "matrix_layout": {"as_assumed": True},
-    "contraction": {"within_a_statement": False, "across_statements": False},
+    "contraction": {"within_a_statement": True, "across_statements": False},
     "nan": {
         **{"isnan": True, "compares": False, "as_uint": 0, "as_int": -(2**31), "clamp_to_0_and_1": 0.0},
         **{"max_of_nan_and_1": 1.0, "max_of_1_and_nan": 1.0, "simd_max": 1.0, "simd_min": 1.0},
@@ -78,7 +78,11 @@ def test_what_is_launched(simulated):
     ("part", "text", "wrong"),
     [
         ("matrix_layout", "held.thread_elements()[1];", "held.thread_elements()[0];"),
-        ("contraction", "a[i] * b[i] + c[i]", "fma(a[i], b[i], c[i])"),
+        (
+            "contraction",
+            "out[2 * i] = a[i] * b[i] + c[i]",
+            "const float apart = a[i] * b[i]; out[2 * i] = apart + c[i]",
+        ),
         ("contraction", "product + c[i]", "fma(a[i], b[i], c[i])"),
         ("nan", "isnan(nan) ? 1 : 0", "0"),
         ("nan", "as_type<uint>(most)", "as_type<uint>(NAN)"),

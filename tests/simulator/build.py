@@ -64,12 +64,14 @@ LANGUAGE = [
     "-fno-strict-aliasing",
     *LITERALS,
 ]
-# Halves and bfloats are rounded after every operation. With METAL_SIMULATOR_CONTRACTION=1 products and sums
-# of an expression are contracted, as Apple's compiler does under safe math: results may depend on neither.
-# The compiler folds constants as the executor runs kernels: float32 subnormals are zero.
+# Where a product and its sum are rounded once: nowhere ("off"), within an expression ("on", as Apple's
+# compiler does under safe math), or across statements ("fast"). Results may depend on none of these.
+CONTRACTION = os.environ.get("METAL_SIMULATOR_CONTRACTION", "on")
+# Halves and bfloats are rounded after every operation. The compiler folds constants as the executor runs
+# kernels: float32 subnormals are zero.
 ARITHMETIC = [
     "-march=x86-64-v3",
-    f"-ffp-contract={'on' if os.environ.get('METAL_SIMULATOR_CONTRACTION') == '1' else 'off'}",
+    f"-ffp-contract={CONTRACTION}",
     *("-Xclang", "-fdenormal-fp-math-f32=preserve-sign,preserve-sign"),
     *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
 ]
@@ -80,12 +82,13 @@ INSTRUMENTATION = [
     *("-mllvm", "-tsan-instrument-read-before-write"),
     *("-mllvm", "-tsan-instrument-atomics=0"),
 ]
-# Compiled quickly: optimised as far as accesses count, then the simplest instructions and registers, and no
-# lines. For the line of a finding the executor compiles the kernel once more, with -g1.
+# Compiled quickly: optimised as far as accesses count, then the simplest instructions (unless they are to be
+# contracted across statements) and registers, and no lines. For the line of a finding the executor compiles
+# the kernel once more, with -g1.
 GENERATION = [
     "-O1",
     "-g0",
-    *("-mllvm", "-fast-isel", "-mllvm", "-optimize-regalloc=false"),
+    *("-mllvm", f"-fast-isel={str(CONTRACTION != 'fast').lower()}", "-mllvm", "-optimize-regalloc=false"),
     *("-mllvm", "-disable-lsr", "-mllvm", "-disable-cgp"),
     "-fPIC",
     "-fno-plt",

@@ -1,4 +1,4 @@
-"""Apple's compiler may round a * b + c once: nothing of ours depends on whether it does."""
+"""Apple's compiler rounds a * b + c once: results are right wherever a compiler contracts."""
 
 import ast
 import os
@@ -13,7 +13,7 @@ from support.sweep import in_sweep
 from torch_moe_mps.selfcheck import probe
 
 pytestmark = linux_only
-CONTRACTED = {"METAL_SIMULATOR_CONTRACTION": "1"}
+SWITCH = "METAL_SIMULATOR_CONTRACTION"
 ROOMS = ("rope", "norms", "routing", "combine", "experts", "attention", "linear_attention")
 PROBED = """
     from support import simulated
@@ -23,16 +23,25 @@ PROBED = """
 """
 
 
-def test_contraction_is_a_choice_of_the_simulator(simulated):
-    """Within a statement: what lies in two is rounded twice in either."""
-    chosen = {"within_a_statement": True, "across_statements": False}
-    assert probe.contraction(probe.Sizes()) == chosen | {"within_a_statement": False}
-    assert ast.literal_eval(python(PROBED, **CONTRACTED)) == chosen
+def contracted(within: bool, across: bool) -> dict[str, bool]:
+    return {"within_a_statement": within, "across_statements": across}
+
+
+def test_expressions_are_contracted(simulated):
+    assert probe.contraction(probe.Sizes()) == contracted(True, False)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("off", contracted(False, False)), ("fast", contracted(True, True))]
+)
+def test_contraction_is_a_choice_of_the_simulator(schedule, expected):
+    assert ast.literal_eval(python(PROBED, **{SWITCH: schedule})) == expected
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("schedule", ["off", "fast"])
 @pytest.mark.parametrize("room", in_sweep(ROOMS, always=["rope"]))
-def test_operators_are_right_with_contraction(room):
+def test_operators_are_right_with_other_contraction(room, schedule):
     """All tests of an operator family that run kernels, with oracles in float64."""
     command = [
         sys.executable,
@@ -46,6 +55,6 @@ def test_operators_are_right_with_contraction(room):
         f"tests/ops/test_{room}.py",
     ]
     result = subprocess.run(
-        command, cwd=REPOSITORY, env={**os.environ, **CONTRACTED}, capture_output=True, text=True
+        command, cwd=REPOSITORY, env={**os.environ, SWITCH: schedule}, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout[-3000:]

@@ -266,6 +266,41 @@ VECTORS = [
 ]
 
 
+CONTRACTED = """
+kernel void sums(device const float* a [[buffer(0)]], device float* out [[buffer(1)]]) {
+  const float x = a[0], c = a[1];
+  const float2 v(x, x), w(c, c);
+  float sum = c;
+  sum += x * x;
+  float2 sums = w;
+  sums += v * v;
+  float2 rest = w;
+  rest -= v * -v;
+  const float product = x * x;
+  const float2 products = v * v;
+  out[0] = x * x + c;
+  out[1] = sum;
+  out[2] = (v * v + w).y;
+  out[3] = (w + x * v).y;
+  out[4] = (v * v + c).x;
+  out[5] = (v * v - -w).x;
+  out[6] = (w - v * -v).x;
+  out[7] = sums.x;
+  out[8] = rest.y;
+  out[9] = product + c;
+  out[10] = (products + w).x;
+}
+"""
+
+
+def test_products_and_sums_of_an_expression_are_rounded_once():
+    """Where a product has a name, it is rounded: then nothing is left of these sums."""
+    a = np.array([1 + 2.0**-12, -1 - 2.0**-11], np.float32)
+    out = np.full(11, np.nan, np.float32)
+    shader_library(HEAD + CONTRACTED).launch("sums", {0: a, 1: out}, (1,), (1,))
+    assert out.tolist() == 9 * [2.0**-24] + 2 * [0.0]
+
+
 def test_vectors_and_swizzles():
     body = "".join(f"{first} out[{n}] = {result};\n" for n, (first, result, _) in enumerate(VECTORS))
     source = "kernel void vectors(device float* out [[buffer(0)]], device float4* four [[buffer(1)]],"

@@ -27,6 +27,8 @@ template <class T>
 using identity_t = typename identity<T>::type;
 template <class T, int N>
 struct packed_vec;
+template <class T, int N>
+struct vector_product;
 template <class A>
 struct shape {
   static constexpr int size = is_scalar<A> || std::is_enum_v<A> ? 1 : 0;
@@ -37,6 +39,10 @@ struct shape<vec<T, N>> {
 };
 template <class T, int N>
 struct shape<packed_vec<T, N>> {
+  static constexpr int size = N;
+};
+template <class T, int N>
+struct shape<vector_product<T, N>> {
   static constexpr int size = N;
 };
 template <class A>
@@ -87,9 +93,15 @@ namespace metal {
     MSL_EACH(i, N) r[i] = static_cast<T>(a[i] op b[i]); \
     return r;                                           \
   }                                                     \
-  template <class U>                                    \
-  MSL_INLINE vec& operator op##=(const U & b) {         \
-    return *this = *this op vec(b);                     \
+  MSL_ASSIGNED(op)
+#define MSL_ASSIGNED(op)                        \
+  template <class U>                            \
+  MSL_INLINE vec& operator op##=(const U & b) { \
+    return *this = *this op vec(b);             \
+  }
+#define MSL_OF_PRODUCT(op)                                             \
+  MSL_INLINE vec& operator op##=(const msl::vector_product<T, N>& b) { \
+    return *this = *this op b;                                         \
   }
 #define MSL_COMPARISON(op)                                   \
   friend MSL_INLINE vec<bool, N> operator op(vec a, vec b) { \
@@ -135,16 +147,20 @@ struct vec : msl::elements<T, N> {
     return {*this};
   }
   // clang-format off
-  MSL_ARITHMETIC(+) MSL_ARITHMETIC(-) MSL_ARITHMETIC(*) MSL_ARITHMETIC(/) MSL_ARITHMETIC(%)
+  MSL_ARITHMETIC(+) MSL_ARITHMETIC(-) MSL_ARITHMETIC(/) MSL_ARITHMETIC(%) MSL_ASSIGNED(*)
+  MSL_OF_PRODUCT(+) MSL_OF_PRODUCT(-)
   MSL_ARITHMETIC(&) MSL_ARITHMETIC(|) MSL_ARITHMETIC(^) MSL_ARITHMETIC(<<) MSL_ARITHMETIC(>>)
   MSL_COMPARISON(==) MSL_COMPARISON(!=) MSL_COMPARISON(<) MSL_COMPARISON(>)
   MSL_COMPARISON(<=) MSL_COMPARISON(>=) MSL_COMPARISON(&&) MSL_COMPARISON(||)
   MSL_PREFIX(-, T) MSL_PREFIX(+, T) MSL_PREFIX(~, T) MSL_PREFIX(!, bool)
       // clang-format on
-      MSL_INLINE vec&
-      operator++() {
-    return *this += T(1);
+      friend MSL_INLINE msl::vector_product<T, N>
+      operator*(vec a, vec b) {
+    vec r;
+    MSL_EACH(i, N) r[i] = static_cast<T>(a[i] * b[i]);
+    return {r, a, b};
   }
+  MSL_INLINE vec& operator++() { return *this += T(1); }
   MSL_INLINE vec& operator--() { return *this -= T(1); }
   MSL_INLINE vec operator++(int) {
     vec old = *this;
@@ -160,6 +176,28 @@ struct vec : msl::elements<T, N> {
 }  // namespace metal
 
 namespace msl {
+// A product that knows its factors: a sum in the same expression is contracted as one of scalars is.
+template <class T, int N>
+struct vector_product : vec<T, N> {
+  vec<T, N> a, b;
+#define MSL_CONTRACTED(op)                                                      \
+  friend MSL_INLINE vec<T, N> operator op(vector_product x, vec<T, N> y) {      \
+    vec<T, N> r;                                                                \
+    MSL_EACH(i, N) r[i] = static_cast<T>(x.a[i] * x.b[i] op y[i]);              \
+    return r;                                                                   \
+  }                                                                             \
+  friend MSL_INLINE vec<T, N> operator op(vec<T, N> x, vector_product y) {      \
+    vec<T, N> r;                                                                \
+    MSL_EACH(i, N) r[i] = static_cast<T>(x[i] op y.a[i] * y.b[i]);              \
+    return r;                                                                   \
+  }                                                                             \
+  friend MSL_INLINE vec<T, N> operator op(vector_product x, vector_product y) { \
+    return x op static_cast<vec<T, N>>(y);                                      \
+  }
+  MSL_CONTRACTED(+)
+  MSL_CONTRACTED(-)
+};
+
 template <class T, int N>
 struct packed_elements;
 template <class T>
