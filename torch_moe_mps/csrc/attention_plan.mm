@@ -14,6 +14,7 @@ constexpr int64_t kSimdgroupsOfCore = 24;     // for its full rate
 constexpr int64_t kMemoryOfCore = 60 * 1024;  // threadgroup memory, by metal-benchmarks
 constexpr int64_t kFewKeys = 256;             // fewer are not split: merging would take as long
 constexpr int64_t kKeysOfSimdgroup = 16;
+constexpr int64_t kMergedKeys = 32;         // take as long as writing and merging the sums of a chunk
 constexpr int64_t kQueryBytes = 20 * 1024;  // for queries; what a block shares takes up to 10 KiB
 
 // A kernel of attention.metal: the widest value head, the queries and the simdgroups of a block, the bytes
@@ -47,6 +48,17 @@ const Kernel& kernel_for(const AttentionShape& shape) {
   return has_more_queries(shape, kMore[i]) ? kMore[i] : kFew[i];
 }
 
+// Keys of a chunk, in whole tiles: about a share of `chunks`, with the least work for the busiest core. By
+// the cost model, 64 heads of 64 over 8,192 keys take at most 26 us instead of 32 on an M4 Max, and 38
+// instead of 46 on an M1 Max.
+int64_t balanced_chunk(int64_t keys, int64_t chunks, int64_t tile, int64_t groups, int64_t cores) {
+  const int64_t more = ceil_div(ceil_div(keys, chunks), tile) * tile, fewer = more - tile;
+  const auto busiest = [&](int64_t chunk) {
+    return ceil_div(ceil_div(keys, chunk) * groups, cores) * (chunk + kMergedKeys);
+  };
+  return fewer > 0 && busiest(fewer) < busiest(more) ? fewer : more;
+}
+
 }  // namespace
 
 AttentionPlan plan_attention(const AttentionShape& shape, int64_t cores) {
@@ -63,7 +75,7 @@ AttentionPlan plan_attention(const AttentionShape& shape, int64_t cores) {
       std::min(kSimdgroupsOfCore / simdgroups, kMemoryOfCore / (plan.memory + kernel.shared));
   const int64_t wanted = cores * of_core;
   const int64_t chunks = std::min(most, ceil_div(wanted, groups));
-  plan.chunk = chunks == 1 ? shape.keys : ceil_div(ceil_div(shape.keys, chunks), tile) * tile;
+  plan.chunk = chunks == 1 ? shape.keys : balanced_chunk(shape.keys, chunks, tile, groups, cores);
   plan.chunks = std::max<int64_t>(1, ceil_div(shape.keys, plan.chunk));
   plan.kernel = c10::str(shape.file, queries, "_", kernel.value_width);
   plan.grid = {plan.chunks, blocks, shape.batch * shape.key_heads};

@@ -60,8 +60,8 @@ enum class TensorUnits { kNone, kOfCopies, kInPlace };
 
 // A linear layer: one matrix for all tokens, in one dispatch. With `units`, many tokens are multiplied there;
 // with `normed`, a kernel may norm the inputs. `registers`: of a thread of the GPU.
-MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t cores, int64_t registers,
-                       TensorUnits units, bool normed = false);
+MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t inputs, int64_t outputs, int64_t cores,
+                       int64_t registers, TensorUnits units, bool normed = false);
 
 // The numbers of simdgroups of a threadgroup with which a step gives the same bits, because each has rows or
 // pairs of its own; the planned one first.

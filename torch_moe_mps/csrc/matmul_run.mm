@@ -243,7 +243,7 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
     return;
   }
   const MatmulStep step =
-      tuned(plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), gpu_cores(),
+      tuned(plan_linear(tokens, matrix.rows, matrix.inputs, outputs_of(matrix.rows, activation), gpu_cores(),
                         gpu_registers(), tensor_units_for(x_, matrix, tokens), can_norm(norm, x_, matrix)),
             matrix, tokens);
   check_inputs(step, x_);
