@@ -54,9 +54,6 @@ def _update_uncompiled(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, T
     return layer.update(*args, **kwargs)
 
 
-_MADE_AGAIN = ("pools", "is_in_order")  # a copy of a layer makes these again
-
-
 class Made(CacheLayerMixin):
     """Base of our layers of a cache: copies and pickles are without the spare room.
 
@@ -65,10 +62,12 @@ class Made(CacheLayerMixin):
         bits: 8 where it holds keys and values in 8 bits.
         pools_padding: it makes one entry of several tokens, padding among them.
         is_first: its methods stand in for those of `plain`, too.
+        made_again: attributes that copies, pickles and rows make again.
     """
 
     pools_padding = False
     is_first = False
+    made_again: tuple[str, ...] = ()
     plain: Any
     bits: int | None
     keys: Any
@@ -77,11 +76,24 @@ class Made(CacheLayerMixin):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A copied or pickled layer has no room. A dense one is a plain one, which needs no package."""
         state = {
-            name: growing.compact(value) for name, value in self.__dict__.items() if name not in _MADE_AGAIN
+            name: growing.compact(value)
+            for name, value in self.__dict__.items()
+            if name not in self.made_again
         }
         if self.bits is not None:
             return _empty_layer, (self.plain, self.bits), state
         return object.__new__, (self.plain,), state
+
+    def room_for(self, tokens: int) -> int:
+        """For how many more tokens new memory has room that is made for so many."""
+        return growing.room_behind(tokens)
+
+    def shown(self, tokens: int, held: int) -> int:
+        """How many of the tokens that are held are shown, of so many in all."""
+        return held
+
+    def has_rows(self, tokens: int) -> None:
+        """Notes that its memory has other rows, or others of their tokens: so many in the longest row."""
 
 
 class Growing(Made, DynamicLayer):
@@ -169,6 +181,7 @@ class Growing(Made, DynamicLayer):
 class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
     """A layer that holds all tokens, and the keys of an indexer."""
 
+    made_again = ("pools",)
     rate = 0  # tokens for each pool
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -215,6 +228,10 @@ class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
         super()._change_batch(change)
         self.pools = None  # they are made again
 
+    def has_rows(self, tokens: int) -> None:
+        super().has_rows(tokens)
+        self.pools, self.is_padded = None, True
+
 
 class GrowingWindow(Growing, DynamicSlidingWindowLayer):
     """A layer that holds a sliding window, which moves on in its memory."""
@@ -233,12 +250,22 @@ class GrowingWindow(Growing, DynamicSlidingWindowLayer):
             growing.tokens_from(-window + 1, values),
         )
         if self._is_prompt(tokens):  # views would keep the memory of the whole prompt
-            room = growing.room_behind_window(window)
+            room = self.room_for(window)
             self.keys, self.values = growing.copied(self.keys, room), growing.copied(self.values, room)
         return keys, values
 
     def _room(self, tokens: int) -> int:
-        return 0 if self._is_prompt(tokens) else growing.room_behind_window(self.sliding_window)
+        return 0 if self._is_prompt(tokens) else self.room_for(tokens)
+
+    def room_for(self, tokens: int) -> int:
+        return growing.room_behind_window(self.sliding_window)
+
+    def shown(self, tokens: int, held: int) -> int:
+        return min(self.sliding_window - 1, tokens)
+
+    def has_rows(self, tokens: int) -> None:
+        super().has_rows(tokens)
+        self.cumulative_length = tokens
 
     def _is_prompt(self, tokens: int) -> bool:
         return tokens > growing.room_behind_window(self.sliding_window) and not self.record_past

@@ -17,14 +17,13 @@ from transformers import DynamicCache, PreTrainedModel
 from ..basics.key_range import NO_END, RANGE
 from ..upstream.caches import DummyLayer, LinearAttentionCacheLayerMixin
 from . import growing
-from .held import HeldEntries, HeldPools
-from .layers import GrowingWindow, Made
+from .held import HeldEntries
+from .layers import Made
 from .quantized_states import QuantizedStates
-from .state import OWN, LayerState, Name, copy_of_cache, copy_of_layer, parts
+from .state import LayerState, Name, copy_of_cache, copy_of_layer, parts
 
 # The attribute of a memory, or of a state, that names the tensor with spare rows of which it is the first.
 BASE = "_moe_mps_base"
-_COUNT = Name(OWN, "cumulative_length")  # a window's count of all tokens so far
 # Names of configs for the tokens that an indexer chooses together: it counts them from the first of all rows.
 _TOGETHER = ("index_kpool", "indexer_compress_ratio", "index_block_size")
 _LEAST_CONTEXT = 4096  # tokens for which masks have room, where a model does not say how many it takes
@@ -114,7 +113,7 @@ class Rows:
     def _join(self, cache: DynamicCache, moved: int) -> None:
         length = cache.get_seq_length()
         if self.cache is None:
-            self.cache = copy_of_cache(cache, [_copied(layer) for layer in cache.layers])
+            self.cache = copy_of_cache(cache, [_copied(layer, length) for layer in cache.layers])
         else:
             pairs = [*zip(self.cache.layers, cache.layers, strict=True)]
             for layer, one in pairs:
@@ -234,9 +233,7 @@ def take_back(layer: Any, tokens: int, end: int) -> None:
             those that it has moved on from.
     """
     for held in _memories(layer):
-        behind, shown = held.start + held.tokens - tokens, held.tokens - tokens
-        if isinstance(layer, GrowingWindow):
-            shown = min(layer.sliding_window - 1, end)
+        behind, shown = held.start + held.tokens - tokens, layer.shown(end, held.tokens - tokens)
         _show(layer, held._replace(start=behind - shown, tokens=shown))
     _count(layer, end)
 
@@ -246,7 +243,7 @@ def make_room(layer: Any, rows: int, tokens: int) -> None:
     for held in _memories(layer):
         if _room_of(held) >= tokens:
             continue
-        room, spare = _room_for(layer, held.tokens), len(parts(getattr(held.memory, BASE, held.memory))[0])
+        room, spare = layer.room_for(held.tokens), len(parts(getattr(held.memory, BASE, held.memory))[0])
         base = _larger(held.memory, max(rows, spare), held.tokens + room)
         for row in range(rows):
             _write(base, row, held.tokens, held, row)
@@ -291,7 +288,7 @@ def _memories(layer: Any) -> list[_Memory]:
     by_id: dict[int, _Memory] = {}
     for name, tensor in LayerState(layer).tensors().items():
         memory: Any = getattr(tensor, growing.MEMORY, None)
-        if memory is None or (isinstance(layer, HeldPools) and name.key == "pools"):
+        if memory is None or name.key in layer.made_again:
             continue
         view = tensor.packed if isinstance(tensor, QuantizedStates) else tensor
         whole = memory.packed if isinstance(memory, QuantizedStates) else memory
@@ -364,7 +361,7 @@ def _join(layer: Any, one: Any, end: int) -> None:
         rows, tokens = len(parts(held.memory)[0]), max(held.tokens, other.tokens)
         base, last = getattr(held.memory, BASE, held.memory), held.start + held.tokens
         if len(parts(base)[0]) == rows or last < tokens:
-            room = _room_for(layer, tokens)
+            room = layer.room_for(tokens)
             base, last = _larger(held.memory, _more(rows + 1), tokens + room), tokens
             for row in range(rows):
                 _write(base, row, last, held, row)
@@ -401,7 +398,7 @@ def _alone(layer: Any, row: int, length: int) -> Any:
     one = copy_of_layer(layer)
     for held in _memories(layer):
         tokens = min(held.tokens, length)
-        end, room = held.start + held.tokens, _room_for(layer, tokens)
+        end, room = held.start + held.tokens, layer.room_for(tokens)
         base = _larger(held.memory, 1, tokens + room)
         _write(base, 0, tokens, held._replace(start=end - tokens, tokens=tokens), row)
         _put(one, held, base, 1, 0, tokens)
@@ -411,18 +408,12 @@ def _alone(layer: Any, row: int, length: int) -> Any:
     return one
 
 
-def _copied(layer: Any) -> Any:
-    """A layer that shares tokens with another one, which neither writes, and no states."""
+def _copied(layer: Any, tokens: int) -> Any:
+    """A layer that shares its tokens with another one, which neither writes, and no states."""
     copied = copy_of_layer(layer)
     LayerState(copied).put({name: state.clone() for name, state in _states(layer).items()})
-    _count(copied, None)
+    _count(copied, tokens)
     return copied
-
-
-def _room_for(layer: Any, tokens: int) -> int:
-    if isinstance(layer, GrowingWindow):
-        return growing.room_behind_window(layer.sliding_window)
-    return growing.room_behind(tokens)
 
 
 def _room_of(held: _Memory) -> int:
@@ -440,9 +431,6 @@ def _put_state(layer: Any, name: Name, base: Tensor, rows: int) -> None:
     LayerState(layer).put({name: state})
 
 
-def _count(layer: Any, tokens: int | None) -> None:
-    """Notes how many tokens a window has seen, and that pools have to be made again."""
-    if isinstance(layer, HeldPools):
-        layer.pools, layer.is_padded = None, True
-    if tokens is not None and _COUNT in LayerState(layer).numbers():
-        LayerState(layer).put({_COUNT: tokens})
+def _count(layer: Any, tokens: int) -> None:
+    if isinstance(layer, Made):
+        layer.has_rows(tokens)

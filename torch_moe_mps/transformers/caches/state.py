@@ -52,10 +52,6 @@ class LayerState:
     def tensors(self) -> dict[Name, Tensor]:
         return {name: value for name, value in self.items() if isinstance(value, Tensor)}
 
-    def numbers(self) -> dict[Name, int]:
-        """Counts: of tokens, of entries, of a window."""
-        return {name: value for name, value in self.items() if type(value) is int}
-
     def memory(self) -> int:
         """Bytes of what is held, without the room behind it."""
         held = chain.from_iterable(map(parts, self.tensors().values()))

@@ -41,6 +41,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
     is_first = True
     is_croppable = False
     pools_padding = True
+    made_again = ("is_in_order",)
     compress_rate: int
     compressed_kv: dict[str, Any]
     entry_count: dict[str, int]
