@@ -26,13 +26,19 @@ TOKENS = 8
 
 @pytest.fixture(scope="module")
 def parts():
-    """(transformers' own model with the file's values, its tokenizer, ids of a question, what it answers)"""
+    """(transformers' own model with the file's values, its tokenizer, ids of a question)"""
     file = trained.smollm2()
     if file is None:
         pytest.skip(trained.MISSING)
     model, tokenizer = trained_models.dense(file), trained_models.tokenizer_of(file)
-    ids = trained_models.asked(tokenizer)
-    return model, tokenizer, ids, generated(model, ids)
+    return model, tokenizer, trained_models.asked(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def expected(parts):
+    """What transformers' own model answers."""
+    model, _, ids = parts
+    return generated(model, ids)
 
 
 def generated(model, ids: torch.Tensor, **options) -> torch.Tensor:
@@ -69,22 +75,23 @@ def packed(parts):
     return torch_moe_mps.from_pretrained(str(trained.smollm2()), dtype=torch.float32, device_map="cpu")
 
 
-def test_packed_weights_give_the_tokens_of_dequantised_ones(parts, packed):
-    own, tokenizer, ids, expected = parts
+@pytest.mark.sweep
+def test_packed_weights_give_the_tokens_of_dequantised_ones(parts, packed, expected):
+    own, tokenizer, ids = parts
     assert differ(logits(packed, ids), logits(own, ids)) <= 1e-5
     assert torch.equal(generated(packed, ids), expected)
     assert "capital of France is Paris" in tokenizer.decode(expected)
 
 
 @pytest.mark.sweep
-def test_guesses_leave_the_tokens_as_they_are(parts, packed):
-    _, _, ids, expected = parts
+def test_guesses_leave_the_tokens_as_they_are(parts, packed, expected):
+    _, _, ids = parts
     assert torch.equal(generated(packed, ids, prompt_lookup_num_tokens=3), expected)
 
 
 @pytest.mark.sweep
-def test_a_kept_prompt_gives_the_same_tokens(parts, packed, tmp_path):
-    _, _, ids, expected = parts
+def test_a_kept_prompt_gives_the_same_tokens(parts, packed, expected, tmp_path):
+    _, _, ids = parts
     with torch.no_grad():
         cache = cache_among(packed(ids[:, :-1], use_cache=True))
     torch_moe_mps.save_prompt_cache(tmp_path / "prompt.safetensors", packed, ids[:, :-1], cache)
@@ -93,9 +100,9 @@ def test_a_kept_prompt_gives_the_same_tokens(parts, packed, tmp_path):
 
 
 @pytest.mark.sweep
-def test_a_cache_in_8_bits_gives_the_same_tokens(parts, packed):
+def test_a_cache_in_8_bits_gives_the_same_tokens(parts, packed, expected):
     """Here: their divergence from those of a plain cache is that of rounding."""
-    own, _, ids, expected = parts
+    own, _, ids = parts
     torch_moe_mps.accelerate(packed, kv_bits=8)
     try:
         with torch.no_grad():
@@ -109,9 +116,10 @@ def test_a_cache_in_8_bits_gives_the_same_tokens(parts, packed):
         torch_moe_mps.accelerate(packed, kv_bits=16)
 
 
-@pytest.mark.parametrize("layers", [2, pytest.param(30, marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("layers", [2, 30])
 def test_a_token_on_the_gpu_is_that_of_the_cpu(parts, packed, simulated, layers):
-    own, _, ids, _ = parts
+    own, _, ids = parts
     model, own = copy.deepcopy(packed), trained_models.first_layers(own, layers)
     model.model.layers = model.model.layers[:layers]
     model.to("mps")
@@ -157,9 +165,9 @@ def run(*arguments) -> int:
 @pytest.mark.parametrize(
     "options", [[], ["--guesses", "lookup"], ["--kv-bits", 8], ["--prompt-cache", "prompt.safetensors"]]
 )
-def test_the_command_answers_as_transformers_does(parts, options, tmp_path, monkeypatch, capsys):
+def test_the_command_answers_as_transformers_does(parts, expected, options, tmp_path, monkeypatch, capsys):
     """Twice: the second time with the prompt that is kept."""
-    _, tokenizer, _, expected = parts
+    _, tokenizer, _ = parts
     monkeypatch.chdir(tmp_path)
     arguments = ["-p", trained_models.QUESTION, "--max-tokens", TOKENS, "--dtype", "float32", *options]
     for _ in range(2):
@@ -169,8 +177,8 @@ def test_the_command_answers_as_transformers_does(parts, options, tmp_path, monk
 
 
 @pytest.mark.sweep
-def test_the_server_answers_as_transformers_does(parts):
-    _, tokenizer, _, expected = parts
+def test_the_server_answers_as_transformers_does(parts, expected):
+    _, tokenizer, _ = parts
     asked = {"messages": [{"role": "user", "content": trained_models.QUESTION}], "temperature": 0}
     file = trained.smollm2()
     with client_of(file, "--dtype", "float32") as client:
@@ -181,7 +189,7 @@ def test_the_server_answers_as_transformers_does(parts):
 
 @pytest.mark.sweep
 def test_the_command_measures_the_perplexity_of_transformers(parts, tmp_path):
-    own, tokenizer, _, _ = parts
+    own, tokenizer, _ = parts
     (tmp_path / "text").write_text(SAMPLE.read_text()[:3000])
     found = tmp_path / "found.json"
     options = ["--text", tmp_path / "text", "--window", 4096, "--dtype", "float32", "--device", "cpu"]
@@ -195,7 +203,7 @@ def test_the_command_measures_the_perplexity_of_transformers(parts, tmp_path):
 @pytest.mark.parametrize("layers", [2, pytest.param(30, marks=pytest.mark.sweep)])
 def test_a_mixture_of_experts_has_the_function(parts, layers, bits):
     """The router, experts and combine kernels carry trained activations."""
-    own, tokenizer, ids, _ = parts
+    own, tokenizer, ids = parts
     own = trained_models.first_layers(own, layers)
     model = eager(trained_models.mixture(own))
     before = logits(own, ids)
