@@ -77,7 +77,8 @@ def test_what_others_ask_changes_no_answer(count, tmp_path):
     def choice(text: str) -> Any:
         return json.loads(text)["choices"][0]
 
-    with serving.server_at(checkpoint_of_2048(tmp_path)) as url, ThreadPoolExecutor(8) as clients:
+    server = serving.process_at(checkpoint_of_2048(tmp_path), "--prompt-disk", 0, "--log-level", "error")
+    with server as (_, url), ThreadPoolExecutor(8) as clients:
         expected = [choice(ask(url + path, body)[1]) for body in victims]
 
         def keeps_asking(number: int) -> int:
@@ -93,7 +94,8 @@ def test_what_others_ask_changes_no_answer(count, tmp_path):
         for _ in range(count):
             if draws.random() < 0.6:
                 body = victims[0] | {"max_tokens": 20} | draws.choice(_HOSTILE)
-                hostile.append(clients.submit(ask, url + path, body, leaves=draws.random() < 0.3))
+                leaves = "stream" in body or draws.random() < 0.3
+                hostile.append(clients.submit(ask, url + path, body, leaves))
             else:
                 other, body = fuzzed(draws)
                 hostile.append(clients.submit(ask, url + other, body))

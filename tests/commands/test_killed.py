@@ -4,31 +4,12 @@ import contextlib
 import http.client
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
 
 import pytest
-from support.processes import environment
-from support.serving import QUANTISED, expected_text, free_port, said
-
-
-@contextlib.contextmanager
-def a_process(checkpoint, folder):
-    """A server in a process of its own, and its URL."""
-    port = free_port()
-    command = [sys.executable, "-m", "torch_moe_mps", "serve", str(checkpoint), "--device", "cpu"]
-    command += ["--port", str(port), "--prompt-folder", str(folder), *map(str, QUANTISED)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
-    try:
-        assert any("answers at" in line for line in process.stderr)
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield process, f"http://localhost:{port}"
-    finally:
-        process.kill()
-        process.wait()
+from support.serving import QUANTISED, expected_text, process_at, said
 
 
 @pytest.mark.slow("servers in processes of their own")
@@ -52,7 +33,7 @@ def test_a_server_that_is_killed_loses_no_prompt_that_was_written(checkpoint, tm
                 ask(url, text)
 
     for turn in range(2):
-        with a_process(checkpoint, folder) as (process, url):
+        with process_at(checkpoint, "--prompt-folder", folder, *QUANTISED) as (process, url):
             found = [ask(url, text) for text in texts[: 1 + 9 * turn]]
             assert bool(turn) == (found[0] == 75), found
             client = threading.Thread(target=asks, args=(url,))
