@@ -92,6 +92,33 @@ def test_an_answer_that_began_with_another_adapter_is_not_kept():
     assert in_a_batch(model, prompts) == right
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("answer", [in_a_batch, by_generate])
+def test_another_adapter_of_the_same_name_and_scale_has_prompts_of_its_own(
+    answer, restarts, tmp_path, monkeypatch
+):
+    """In memory and on the disk, in the same process and behind a restart."""
+    monkeypatch.setattr(disk_module, "BLOCK", 16)
+    adapted = with_two_adapters()
+    first, second = (peft.get_peft_model_state_dict(adapted, adapter_name=name) for name in ("default", "b"))
+    first = {name: tensor.clone() for name, tensor in first.items()}
+    model, disk = adapted.get_base_model(), Disk(tmp_path, 1 << 30)
+    prompts, answers = Prompts(1 << 30, disk=disk), []
+    for weights in (first, second, first):
+        peft.set_peft_model_state_dict(adapted, weights, adapter_name="default")
+        if restarts:
+            prompts.write(model)
+            disk = Disk(tmp_path, 1 << 30)
+            prompts = Prompts(1 << 30, disk=disk)
+        answers.append(answer(model, Prompts(0)))
+        assert answer(model, prompts) == answers[-1]
+        while prompts.is_storing:
+            prompts.store()
+    assert answers[0] == answers[2] != answers[1]
+    assert disk.hits == 1  # the first one's own, behind the other
+    prompts.write(model)
+
+
 @pytest.mark.slow("answers with and without kept prompts, with five states of its adapters")
 def test_prompts_on_a_disk_are_those_of_the_active_adapter(tmp_path, monkeypatch):
     """Behind a restart each state finds its own, and no other's: "b" and "b at another scale" are two."""

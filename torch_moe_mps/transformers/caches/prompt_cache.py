@@ -5,11 +5,12 @@ only fit the prefix that they were computed for: `kept_states` copies them there
 """
 
 import hashlib
+import itertools
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import DynamicCache, PreTrainedModel
 
 from ..._faults import synchronize
@@ -37,6 +39,7 @@ _OF_THE_FILE = ("_name_or_path", "transformers_version", "quantization_config", 
 # Types of models whose own code in transformers 5.23 forgets a cache where several tokens follow it,
 # or gives no cache back: a prompt in pieces would be another one.
 READ_WHOLE = ("bamba", "falcon_mamba", "jamba", "mamba", "zamba")
+_counted, _numbers = itertools.count(), WeakIdKeyDictionary()  # {tensor of an adapter: its number}
 _SAMPLES = 64  # octets of each tensor that tell models apart
 # {position: {index of a layer: its attributes}}: states that only fit a prefix of this length.
 States = Mapping[int, dict[int, dict[str, Any]]]
@@ -229,20 +232,42 @@ def fingerprint(model: PreTrainedModel) -> str:
         flat = tensor.detach().reshape(-1)
         samples.append(flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].clone().view(torch.uint8))
     result.update(torch.cat(samples).cpu().numpy().tobytes())
-    if added := adapters_of(model):
+    added = tuple((name, adapter, module.scaling[adapter]) for name, adapter, module in _added_by(model))
+    if added:
         result.update(repr(added).encode())
     return result.hexdigest()
 
 
-def adapters_of(model: nn.Module) -> tuple[tuple[str, str, float], ...]:
-    """(name of a layer, adapter, scale) of what PEFT's layers add to a model now."""
+def _added_by(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """(name of a layer, adapter, layer) where PEFT's layers add to a model now."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "scaling", None), dict) and not module.disable_adapters:
+            for adapter in dict.fromkeys((*module.merged_adapters, *module.active_adapters)):
+                if adapter in module.scaling:
+                    yield name, adapter, module
+
+
+def adapters_of(model: nn.Module) -> tuple[tuple[Any, ...], ...]:
+    """Scales and weights that PEFT's layers add to a model now, as this process tells them apart.
+
+    Another adapter of the same name, and one that was trained or loaded anew, is another one.
+    """
     return tuple(
-        (name, adapter, module.scaling[adapter])
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "scaling", None), dict) and not module.disable_adapters
-        for adapter in dict.fromkeys((*module.merged_adapters, *module.active_adapters))
-        if adapter in module.scaling
+        (name, adapter, module.scaling[adapter], *map(_state, _weights(module, adapter)))
+        for name, adapter, module in _added_by(model)
     )
+
+
+def _weights(module: nn.Module, adapter: str) -> list[Tensor]:
+    named = (*module.named_parameters(), *module.named_buffers())
+    return [tensor for name, tensor in named if adapter in name.split(".")]
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """Number of a tensor, and of the change that it has seen last."""
+    if tensor not in _numbers:
+        _numbers[tensor] = next(_counted)
+    return _numbers[tensor], 0 if tensor.is_inference() else tensor._version
 
 
 def key_of(model: PreTrainedModel) -> dict[str, Any]:
