@@ -130,7 +130,7 @@ def test_an_interruption_keeps_what_was_measured(checkpoint, tmp_path, capsys, m
 @pytest.mark.parametrize("way", ["draft", pytest.param("lookup", marks=pytest.mark.sweep)])
 def test_guessed_tokens_have_rows(way, checkpoint, tmp_path, capsys, monkeypatch):
     """The model as its own draft accepts all guesses: 8 tokens behind the first, 4 in each step."""
-    monkeypatch.setattr("torch_moe_mps.serving.guesses.Width", lambda width: Width(3))
+    monkeypatch.setattr("torch_moe_mps.serving.guesses.asked.Width", lambda width: Width(3))
     with tiny_models.groups_of_32():
         tiny_models.tiny_model("qwen3_moe", head_dim=32, vocab_size=128).save_pretrained(checkpoint)
     add_tokenizer(checkpoint)

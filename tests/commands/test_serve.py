@@ -208,12 +208,12 @@ def test_the_memory_of_kept_prompts_is_bounded(checkpoint, computed):
 @pytest.mark.parametrize("way", ["interrupt", "end"])
 def test_a_long_prompt_ends_with_its_piece(way, checkpoint, monkeypatch, computed):
     """What was computed of it is kept."""
-    monkeypatch.setattr("torch_moe_mps.serving.prompts.AT_ONCE", 16)
+    monkeypatch.setattr("torch_moe_mps.serving.prompt_reader.AT_ONCE", 16)
     generating = Generating(load(options("chat", checkpoint), str(checkpoint), "cpu"), Prompts(1 << 30))
     ids = torch.arange(100)[None] % 26
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3}
     hook = generating.model.register_forward_hook(
-        lambda *_: len(computed) == 2 and getattr(generating, way)()
+        lambda *_: getattr(generating, way)() if len(computed) == 2 else None
     )
     assert torch.equal(generating.generate(**given), ids) and computed == [16, 16]
     hook.remove()
@@ -272,7 +272,7 @@ def test_guessed_tokens_change_nothing(way, checkpoint):
 @pytest.mark.slow("three answers of a server")
 def test_a_prediction_is_guessed_and_counted(checkpoint, monkeypatch):
     """In the usage, and in what is measured; the answer is the same whatever is predicted."""
-    monkeypatch.setattr("torch_moe_mps.serving.guesses.Width", lambda width: Width(4))
+    monkeypatch.setattr("torch_moe_mps.serving.guesses.asked.Width", lambda width: Width(4))
     with client_of(checkpoint, "--guesses", "lookup") as client:
         asked = {"model": "m", "messages": said("thequick"), "temperature": 0, "max_tokens": 12}
         text = expected_text(checkpoint, "thequick", 12)
@@ -301,7 +301,7 @@ def test_a_prediction_is_guessed_and_counted(checkpoint, monkeypatch):
 @pytest.mark.slow("four answers of three servers")
 def test_a_checkpoints_own_layers_guess(tmp_path, monkeypatch, capsys):
     """By default, of a model in 4 bits, too; a server starts without them where they cannot be read."""
-    monkeypatch.setattr("torch_moe_mps.serving.guesses.Width", lambda width: Width(2))
+    monkeypatch.setattr("torch_moe_mps.serving.guesses.asked.Width", lambda width: Width(2))
     asked = {"model": "m", "messages": said("thequick"), "temperature": 0, "max_tokens": 12}
     with with_mtp("deepseek_v3", tmp_path, vocab_size=27):
         letters().save_pretrained(tmp_path)
@@ -315,7 +315,7 @@ def test_a_checkpoints_own_layers_guess(tmp_path, monkeypatch, capsys):
                 counts = answer.usage.completion_tokens_details
                 assert counts.accepted_prediction_tokens + counts.rejected_prediction_tokens > 6
         capsys.readouterr()
-        monkeypatch.setattr("torch_moe_mps.serving.guesses.Mtp", lambda *given: 1 / 0)
+        monkeypatch.setattr("torch_moe_mps.serving.guesses.asked.Mtp", lambda *given: 1 / 0)
         with client_of(*four_bits) as client:
             answer = client.chat.completions.create(**asked)
             assert answer.choices[0].message.content == plain.choices[0].message.content

@@ -287,9 +287,9 @@ def conversations(folder: str) -> dict[str, Any]:
     """
     from torch_moe_mps.commands import serving
     from torch_moe_mps.commands.arguments import parser
-    from torch_moe_mps.serving import prompts
+    from torch_moe_mps.serving import prompt_reader
 
-    prompts.AT_ONCE = 16
+    prompt_reader.AT_ONCE = 16
     given = ["serve", folder, "--device", "cpu", "--guesses", "lookup", "--prompt-memory", "0"]
     model = serving._stage(parser().parse_args(given), folder, "cpu")
     counts: list[int] = []

@@ -18,7 +18,8 @@ from ..ops.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
-from ..serving.prompts import AT_ONCE, LONGEST, prompt_bytes
+from ..serving.prompt_reader import AT_ONCE
+from ..serving.prompts import LONGEST, prompt_bytes
 from ..transformers.basics.interface import experts_of
 from ..transformers.basics.report import aligned, unit_of
 from ..transformers.checkpoints.layouts.files import checkpoint_files

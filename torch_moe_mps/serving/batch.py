@@ -33,8 +33,8 @@ from .guesses.verify import verified
 from .job import Job, Reason, prompt_length
 from .memory import is_out_of_memory
 from .one_by_one import generate_alone
-from .prompt_reader import PromptReader
-from .prompts import AT_ONCE, Kept, Prompts
+from .prompt_reader import AT_ONCE, PromptReader
+from .prompts import Kept, Prompts
 from .ranges import check_job
 from .stand_in import turning
 

@@ -15,7 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..macs import machine_memory
-from .prompts import AT_ONCE, prompt_bytes
+from .prompt_reader import AT_ONCE
+from .prompts import prompt_bytes
 
 # Answers at once: before the M5, matmuls of 16 rows take nearly twice as long as those of 8, and on all GPUs
 # experts do, of which each has a few of the rows.

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..transformers.caches.prompt_cache import kept_states, new_cache, reads_whole
 from ..transformers.upstream.calls import cache_among
-from .prompts import AT_ONCE, Images, Kept, Prompts
+from .prompts import Images, Kept, Prompts
 from .stand_in import turned
 
+AT_ONCE = 2048  # tokens of a prompt
 # Where states fit whole prefixes only: a template may end a prompt in another way than the next turn goes on,
 # so this many tokens are computed again. Every so many tokens states are kept for prompts that share a
 # document; of all, the first and the last are.

@@ -29,7 +29,6 @@ from .disk import Disk, Restoring, tensors_of
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 2048  # tokens of a prompt
 LONGEST = 1 << 24  # tokens of models that read any number: longer than any window or context
 _WORTH = 256  # tokens that are worth a new file
 _BETWEEN_PARTS, _BETWEEN_LOOKS = 0.01, 1.0  # seconds: parts of a prompt for the disk; looks at the memory

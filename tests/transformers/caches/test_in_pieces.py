@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import torch_moe_mps
-from torch_moe_mps.serving import prompts
+from torch_moe_mps.serving import prompt_reader, prompts
 from torch_moe_mps.serving.generating import Generating
 from torch_moe_mps.transformers.caches.prompt_cache import READ_WHOLE, new_cache, reads_whole
 
@@ -45,7 +45,7 @@ def test_pieces_give_the_logits_of_the_whole(architecture):
 @pytest.mark.parametrize("architecture", in_sweep(READ_WHOLE, ("jamba",)))
 def test_prompts_that_are_read_whole(architecture, monkeypatch, capsys):
     """A first turn and one behind it have the tokens of transformers' own generate()."""
-    monkeypatch.setattr(prompts, "AT_ONCE", 8)
+    monkeypatch.setattr(prompt_reader, "AT_ONCE", 8)
     config = build_config(CONFIG_MAPPING[architecture], **RECURRENT[architecture])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
