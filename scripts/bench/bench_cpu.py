@@ -9,10 +9,14 @@ beside that of the model's own code with the same weights, dequantised; in turns
 
 With --modules ARCHITECTURE... instead: the CPU time of a call of each kind of replaced module of these small
 models, by its operators and by its own code, for a token and for a prompt; the least of several turns.
+
+With --products instead: a product of few rows in float32 written transposed, over the plain one, for matrices
+that are stored by rows; the least of many turns.
 """
 
 import argparse
 import copy
+import functools
 import random
 import statistics
 import time
@@ -69,8 +73,8 @@ def check(calls: dict, dtype: torch.dtype) -> None:
         raise SystemExit(f"the result differs from eager by {error:.2e} of its largest value in {dtype}")
 
 
-def measure(calls: dict, seconds: float, least: int) -> dict[str, float]:
-    """Median milliseconds of each, in turns of random order: what ran before matters."""
+def measure(calls: dict, seconds: float, least: int, of=statistics.median) -> dict[str, float]:
+    """Milliseconds of each, the median of many, in turns of random order: what ran before matters."""
     names, times = list(calls), {name: [] for name in calls}
     deadline, turn = time.perf_counter() + seconds, 0
     while turn < least or time.perf_counter() < deadline:
@@ -78,10 +82,10 @@ def measure(calls: dict, seconds: float, least: int) -> dict[str, float]:
             start = time.perf_counter()
             calls[name]()
             times[name].append(time.perf_counter() - start)
-        if turn == 0 and times.get("batched_mm", [0])[0] > 5 * times["eager"][0]:
+        if turn == 0 and times.get("batched_mm", [0])[0] > 5 * times.get("eager", [0])[0]:
             names.remove("batched_mm")  # One turn is enough to see that it is not the best.
         turn += 1
-    return {name: statistics.median(values) * 1e3 for name, values in times.items()}
+    return {name: of(values) * 1e3 for name, values in times.items()}
 
 
 def seconds_of_token(model, tokens: int) -> float:
@@ -163,6 +167,23 @@ def compare_modules(architecture: str, turns: int = 9) -> None:
                 print(f"{architecture:12} T {tokens:2} {ratio}  {done} ({cls})", flush=True)
 
 
+def compare_products(seconds: float) -> None:
+    """Prints a line for each number of rows: the ratio for the matrices of each shape."""
+    for count in (*range(1, 10), 12, 15, 16, 17, 20, 32):
+        ratios = []
+        for _, hidden, intermediate, _ in SHAPES:
+            for inputs, columns in ((hidden, 2 * intermediate), (intermediate, hidden)):
+                rows, matrix = torch.randn(count, inputs), torch.randn(columns, inputs).t()
+                out = torch.empty(count, columns)
+                calls = {
+                    "plain": functools.partial(torch.mm, rows, matrix, out=out),
+                    "transposed": lambda a=rows, b=matrix, to=out: to.copy_(torch.mm(b.t(), a.t()).t()),
+                }
+                least = measure(calls, seconds, least=9, of=min)
+                ratios.append(least["transposed"] / least["plain"])
+        print(f"{count:2} rows: {' '.join(f'{ratio:5.2f}' for ratio in ratios)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -173,6 +194,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="per row")
     parser.add_argument("--generate", type=Path, metavar="FILE.gguf", help="compare generate() instead")
     parser.add_argument("--modules", nargs="+", metavar="ARCHITECTURE", help="compare modules instead")
+    parser.add_argument("--products", action="store_true", help="compare products of few rows instead")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--copy-limit", type=float, default=4.0, metavar="GIB")
     options = parser.parse_args()
@@ -185,6 +207,9 @@ def main() -> None:
         with all_operators():
             for architecture in options.modules:
                 compare_modules(architecture)
+        return
+    if options.products:
+        compare_products(0.5)
         return
     if options.generate is not None:
         compare_generation(options.generate, options.seconds)

@@ -64,10 +64,9 @@ def group_by_expert(ids: Tensor, num_experts: int) -> Groups:
     return Groups([*counts], [*counts.values()], torch.tensor(pairs, dtype=torch.int64, device=ids.device))
 
 
-# float32 products on two threads of x86 (MKL) whose weight is stored as [N, C]: the transposed product takes
-# 0.3 to 0.9 of the time for 4 to 8 rows, 1.3 to 2 times as long for 2 and 3, and up to 1.6 times for more,
-# where their number is no multiple of 16. It gains nothing for one row, with one thread, or in 16 bit, and
-# loses where the weight is stored as [C, N].
+# Rows for which MKL's float32 product with a weight that is stored as [N, C] is faster transposed, on two
+# threads of x86: `scripts/bench/bench_cpu.py --products` prints by how much. With fewer rows it is slower; it
+# gains nothing with one thread or in 16 bit, and loses where the weight is stored as [C, N].
 TRANSPOSED_ROWS = range(4, 9)
 
 
