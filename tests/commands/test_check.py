@@ -310,7 +310,7 @@ def test_where_the_process_before_stopped(few, capsys, monkeypatch, tmp_path):
     aborted = """
         import os
         from torch_moe_mps.selfcheck import libraries
-        libraries._pipelines_of = lambda name: os.abort()
+        libraries._pipelines_of = lambda *arguments: os.abort()
         libraries.compile_side_by_side(["norms_f32"])
     """
     with pytest.raises(AssertionError):

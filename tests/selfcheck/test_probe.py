@@ -169,7 +169,7 @@ def test_a_limit_that_comes_later(simulated, monkeypatch):
 
 def test_threads_that_a_pipeline_does_not_allow_are_not_asked_for(simulated, monkeypatch):
     lines = [f"probe_live{count}_f32 {64 if count > 96 else 1024} 0 0" for count in probe.LIVE]
-    monkeypatch.setattr(torch.ops.moe_mps, "_pipelines", lambda name: lines)
+    monkeypatch.setattr(torch.ops.moe_mps, "_pipelines", lambda name, without: lines)
     with simulated.trace() as commands:
         found = probe.live_numbers(SMALL)
     assert found["96"]["threads"] == 1024 and found["104"]["threads"] == 64

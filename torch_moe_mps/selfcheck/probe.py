@@ -81,7 +81,7 @@ def _found(part: Callable[[], Any], name: str) -> Any:
 def compiling(libraries: Iterable[str]) -> dict[str, float]:
     """Seconds, one after the other. macOS remembers what it has compiled before."""
     compiled = torch.ops.moe_mps._pipelines
-    return {name: _digits(_seconds(partial(compiled, name))) for name in libraries}
+    return {name: _digits(_seconds(partial(compiled, name, []))) for name in libraries}
 
 
 # --- how it computes
@@ -261,7 +261,7 @@ def live_numbers(sizes: Sizes) -> dict[str, dict[str, float]]:
     """By the numbers that a thread needs all the time: 10^12 multiply-adds a second, and the threads that a
     threadgroup may have. Above the registers that a thread can get, the first falls."""
     x, allowed = torch.tensor([0.5, 1.0]).to("mps"), {}
-    for line in torch.ops.moe_mps._pipelines("probe_f32"):
+    for line in torch.ops.moe_mps._pipelines("probe_f32", []):
         name, most, *_ = line.split()
         allowed[name] = int(most)
     result = {}

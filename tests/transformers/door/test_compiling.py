@@ -41,6 +41,34 @@ with torch.no_grad():
         model(torch.arange(tokens, device="mps")[None])
 print(before == built(), *sorted(own))
 """
+TOKEN_FIRST = """
+import threading
+import torch
+import simulator
+from support import tiny_models
+import torch_moe_mps
+from torch_moe_mps.selfcheck import libraries
+from torch_moe_mps.transformers.compiling import BEHIND
+compiled, plain = [], libraries._pipelines_of
+def noted(name, without=()):
+    kernels = plain(name, without)
+    compiled.append((name, without, len(kernels)))
+    return kernels
+libraries._pipelines_of = noted
+with tiny_models.groups_of_32():
+    model = tiny_models.tiny_model("qwen3_moe", torch.bfloat16).to("mps")
+report = torch_moe_mps.accelerate(model, bits=4, group_size=32, check=False)
+with torch.no_grad(), simulator.trace() as lines:
+    model(torch.tensor([[1]], device="mps"))
+for thread in threading.enumerate():
+    if thread.name == BEHIND:
+        thread.join()
+first = [row for row in compiled if row[1]]
+rest = compiled[len(first):]
+assert compiled[:len(first)] == first and {row[0] for row in first} == {row[0] for row in rest}
+assert len(lines) > 10 and not [line for line in lines if line.startswith(libraries.OF_PROMPTS)]
+print(sum(row[2] for row in first), sum(row[2] for row in rest))
+"""
 # About half of what they were when each library had the sizes, formats and caches of all (9,369).
 MOST_LINES = 4_925
 FAMILIES = ("norms", "pointwise", "rope", "attention", "routing")
@@ -62,6 +90,12 @@ def test_nothing_compiles_in_the_first_token(simulated, bits, dtype, experts):
     assert built == sorted(
         [experts, "bucket_i64", *(f"{family}_{own}" for family in (*FAMILIES, "sampling"))]
     )
+
+
+def test_kernels_of_a_token_come_first(simulated):
+    """Where nothing is compared, those of prompts are compiled behind them, while the model runs."""
+    first, all_of_them = map(int, forked(TOKEN_FIRST).splitlines()[-1].split())
+    assert (first, all_of_them) == (39, 50)
 
 
 def lines_of(library: str) -> int:
