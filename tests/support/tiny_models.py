@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -328,7 +329,17 @@ def tiny_model(
     torch.manual_seed(seed)
     model = model_class(architecture)(config)
     randomise(model, seed)
-    return model.to(dtype).eval()
+    return as_loaded(model, dtype).eval()
+
+
+def as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """`model` in a dtype, but for what from_pretrained keeps in float32."""
+    model.to(dtype)
+    kept = model._get_dtype_plan(dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(re.search(pattern, name) for pattern in kept):
+            tensor.data = tensor.float()
+    return model
 
 
 def other_model(architecture: str, others: Mapping[str, int] = {}, **overrides: object) -> PreTrainedModel:

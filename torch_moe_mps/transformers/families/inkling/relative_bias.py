@@ -180,43 +180,98 @@ def relative_forward(
     module: nn.Module, states: Tensor, query_positions: Tensor, key_positions: Tensor
 ) -> Tensor:
     """The forward of a rewritten module. States are [B, T, Hq, R], positions [T] and [S]."""
-    own, bank = original_class(module).forward, module.get_parameter("proj")
-    fits = states.dim() == 4 and states.dtype == bank.dtype in ACTIVATION_DTYPES
-    if not fits or states.shape[1:2] != query_positions.shape:
+    if states.shape[1:2] != query_positions.shape:
         return NotImplemented
-    return BiasOfStates(
-        states,
-        bank,
-        key_positions.shape[0],
-        states.dtype,
-        lambda: own(module, states, query_positions, key_positions),
-    )
+    own = original_class(module).forward
+    make = functools.partial(own, module, states, query_positions, key_positions)
+    return _bias(module, states, key_positions.shape[0], make)
+
+
+def projected_forward(
+    module: nn.Module, hidden: Tensor, relative_distance: Tensor, position_ids: Tensor
+) -> Tensor:
+    """The forward of a rewritten module that makes its states of `hidden` [B, T, D]; distances are [T, S]."""
+    if hidden.dim() != 3 or relative_distance.shape[:-1] != hidden.shape[1:2]:
+        return NotImplemented
+    linear, norm = _linear_and_norm(module)
+    heads = linear(hidden).view(*hidden.shape[:-1], -1, module.get_parameter("proj").shape[0])
+    make = functools.partial(original_class(module).forward, module, hidden, relative_distance, position_ids)
+    return _bias(module, norm(heads, position_ids), relative_distance.shape[-1], make)
+
+
+def _bias(module: nn.Module, states: Tensor, keys: int, make: Callable[[], Tensor]) -> Tensor:
+    bank = module.get_parameter("proj")
+    if states.dim() != 4 or states.dtype != bank.dtype or states.dtype not in ACTIVATION_DTYPES:
+        return NotImplemented
+    return BiasOfStates(states, bank, keys, states.dtype, make)
 
 
 def rewrite_relative_bias(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for a module that makes such a bias, else None."""
-    return (
-        (relative_forward, [Done("attention", "relative positions")]) if makes_relative_bias(module) else None
-    )
+    if not makes_relative_bias(module):
+        return None
+    forward = projected_forward if module._modules else relative_forward
+    return forward, [Done("attention", "relative positions")]
 
 
 @on_the_cpu()
 def makes_relative_bias(module: nn.Module) -> bool:
-    """Whether its forward gives (states @ proj)[t, h, distance], 0 from `rel_extent` on and below 0."""
+    """Whether its forward gives (states @ proj)[t, h, distance], 0 from `rel_extent` on and below 0.
+
+    Without children it is given the states and positions of tokens and keys. With two it is given hidden
+    states, distances and positions of tokens, and the states are norm(heads of linear(hidden), positions).
+    """
     bank, extent = module._parameters.get("proj"), getattr(module, "rel_extent", None)
-    if len(module._parameters) != 1 or module._modules or bank is None or bank.dim() != 2:
+    if len(module._parameters) != 1 or bank is None or bank.dim() != 2 or bank.shape[1] != extent:
         return False
-    if bank.shape[1] != extent:
+    parts = _linear_and_norm(module)
+    if parts is None and module._modules:
         return False
-    depends_on(module, "rel_extent")
+    for name in ("rel_extent", *module._modules):
+        depends_on(module, name)
     generator = torch.Generator().manual_seed(0)
     twin, extent = bare_twin(module), 4
-    proj, states = torch.randn(3, extent, generator=generator), torch.randn(2, 5, 2, 3, generator=generator)
+    heads = 2 if parts is None else parts[0].out_features // bank.shape[0]
+    proj, states = (torch.randn(*shape, generator=generator) for shape in ((3, extent), (2, 5, heads, 3)))
     twin.register_parameter("proj", nn.Parameter(proj, requires_grad=False))
     twin.rel_extent = extent
     queries, keys = torch.arange(6, 11), torch.arange(2, 13)
     distance = queries[:, None] - keys
     place = torch.where((distance >= 0) & (distance < extent), distance, extent)
     padded = nn.functional.pad(states @ proj, (0, 1)).transpose(1, 2)
-    expected = padded.gather(3, place.expand(2, 2, -1, -1))
-    return agrees(expected, tried(original_class(module).forward, twin, states, queries, keys))
+    expected = padded.gather(3, place.expand(2, heads, -1, -1))
+    forward = original_class(module).forward
+    if parts is None:
+        return agrees(expected, tried(forward, twin, states, queries, keys))
+    hidden, projected = torch.randn(2, 5, 6, generator=generator), states.flatten(2) + 1
+    linear, norm = _Gives(projected), _Gives(states)
+    for name, part in module._modules.items():
+        twin.add_module(name, linear if part is parts[0] else norm)
+    if not agrees(expected, tried(forward, twin, hidden, distance, queries[None])):
+        return False
+    of_norm = projected.view(states.shape), queries[None]
+    return _are_equal(linear.given, (hidden,)) and _are_equal(norm.given, of_norm)
+
+
+def _linear_and_norm(module: nn.Module) -> Any:
+    """Children (linear layer, what follows it); None for other children."""
+    parts = sorted(module.children(), key=lambda part: not hasattr(part, "out_features"))
+    fits = len(parts) == 2 and hasattr(parts[0], "out_features") and not hasattr(parts[1], "out_features")
+    return tuple(parts) if fits else None
+
+
+class _Gives(nn.Module):
+    """Child of a twin that notes what it is given, and gives what it was made with."""
+
+    def __init__(self, result: Tensor):
+        super().__init__()
+        self.result = result
+        self.given: tuple[Tensor, ...] = ()
+
+    def forward(self, *given: Tensor) -> Tensor:
+        self.given = given
+        return self.result
+
+
+def _are_equal(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return len(given) == len(expected) and all(map(torch.equal, given, expected))
