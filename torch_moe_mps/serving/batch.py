@@ -417,15 +417,16 @@ class Batch:
         return out.logits[:, -1] if is_read else None
 
     def _called(self, cache: Any, **inputs: Any) -> Any:
-        if self.guesses is not None and self.guesses.reads_states:
-            inputs["output_hidden_states"] = -1  # the last layer's alone
+        if self.guesses is not None and (states := self.guesses.states):
+            inputs["output_hidden_states"] = states[0] if len(states) == 1 else states  # these alone
         with wide_logits():  # the choosers widen them
             return self.model(**inputs, **cache_argument(self.model, cache))
 
     def _computed(self, answers: Sequence[_Answer], firsts: Sequence[int], out: Any, tokens: int = 0) -> None:
         """Hands the states of answers' tokens on to who guesses, but for the last ones, which are wrong."""
-        if self.guesses is not None and out.hidden_states is not None:
-            states = out.hidden_states[-1]
+        if self.guesses is not None and self.guesses.states and out.hidden_states is not None:
+            wanted = [out.hidden_states[number] for number in self.guesses.states]
+            states = wanted[0] if len(wanted) == 1 else torch.cat(wanted, -1)
             rows = [answer.row for answer in answers if answer.row is not None]
             self.guesses.computed(rows, firsts, states[:, : states.shape[1] - tokens])
 
@@ -476,9 +477,9 @@ class Batch:
 
     def _step_plain(self) -> None:
         """Computes the next token of each answer."""
-        started, many = time.perf_counter(), len(self.answers)
+        started, rows = time.perf_counter(), self._guessed_rows
         if self._rows.is_full():
-            self._make_room(many, 0, 0)
+            self._make_room(len(self.answers), 0, 0)
         before = self._chosen
         tokens = self._inputs(self.answers) if before is None else before.inputs()
         others = self._rows.arguments()  # may move the cache
@@ -492,7 +493,7 @@ class Batch:
             self._settle()
         took_its_time = before is not None or not self._reads_late
         if self.guesses is not None and took_its_time:
-            self.guesses.width.took(many, 1, time.perf_counter() - started, many)
+            self.guesses.width.took(rows, 1, time.perf_counter() - started, [1] * len(rows))
 
     # Guesses
 
@@ -504,7 +505,8 @@ class Batch:
             self.guesses.give_up(f"{kind} does not read several tokens behind a cache rightly")
             self.guesses = None
             return
-        self.guesses.width.begin()
+        if answer.row is not None:
+            self.guesses.width.begin(answer.row)
 
     def _guessed(self) -> list[list[int]] | None:
         """Guesses for each answer; None where the next step gives each a token without any, or none is left.
@@ -529,11 +531,15 @@ class Batch:
         found = guesses.guess(rows, ahead, room)
         return [[] for _ in rows] if found is None and any(ahead) else found
 
+    @property
+    def _guessed_rows(self) -> list[Row]:
+        return [answer.row for answer in self.answers if answer.row is not None]
+
     def _rows_to_guess(self, unread: int) -> tuple[list[Row], list[int], list[int]]:
         """The rows, how many of their tokens are known that a step has behind its first, and how many guesses
         each may have, where the host has not read so many of their tokens.
         """
-        rows = [answer.row for answer in self.answers if answer.row is not None]
+        rows = self._guessed_rows
         ahead = [len(row.tokens) + unread - n - 1 for row, n in zip(rows, self._rows.lengths, strict=True)]
         return rows, ahead, [max(0, a.chooser.most - len(a.tokens) - unread - 1) for a in self.answers]
 
@@ -577,8 +583,8 @@ class Batch:
             self._rows.take_back(wrong)
         self._computed(answers, firsts, out, wrong)
         self.guesses.verified(rows, counts, guesses)
-        seconds = self.guesses.seconds + time.perf_counter() - started
-        self.guesses.width.took(len(rows), tokens, seconds, sum(given))
+        seconds = (self.guesses.seconds if any(guesses) else 0.0) + time.perf_counter() - started
+        self.guesses.width.took(rows, tokens, seconds, given)
         for answer, reason in zip(answers, reasons, strict=True):
             if reason is not None:
                 self._end(answer, reason)

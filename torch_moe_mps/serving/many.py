@@ -55,11 +55,12 @@ def generate_batch(
         streamer: N objects with `put`, which gets the tokens of the answer one by one, and `end`; or None.
         guesses: tokens that are guessed and verified together, so that one call of the model gives several:
             "lookup" takes them from repetitions in the conversations, "mtp" from layers that the checkpoint
-            has for it, a small model of the same vocabulary generates them, an object with `guess(rows)` and
-            `accepted(rows, counts)` knows them (`serving/guesses/source.py`). As many are guessed as the
-            times of steps show to pay. Answers are those without guesses, drawn ones with a seed, too, up to
-            rounding: kernels for several tokens add in another order. Of models whose conversations take
-            turns, or that read a prompt in one call, none are guessed, and a line of the log says so.
+            has for it, a small model of the same vocabulary generates them, a DFlash assistant makes a block
+            of them, an object with `guess(rows)` and `accepted(rows, counts)` knows them
+            (`serving/guesses/source.py`). As many are guessed as the times of steps show to pay. Answers are
+            those without guesses, drawn ones with a seed, too, up to rounding: kernels for several tokens
+            add in another order. Of models whose conversations take turns, or that read a prompt in one
+            call, none are guessed, and a line of the log says so.
         guess_width: tokens that are guessed for a row, from 1 to 7; None leaves it to the times.
         progress: show a bar of the answers, where tqdm is installed.
 

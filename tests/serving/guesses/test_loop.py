@@ -163,7 +163,7 @@ def test_a_source_that_fails_ends_no_answer(guess, caplog):
 
 
 BAD = [
-    ({"guesses": "looked"}, "guesses must be None, 'lookup', 'mtp', a draft model, .*, got 'looked'"),
+    ({"guesses": "looked"}, "guesses must be None, 'lookup', 'mtp', a draft model or .*, got 'looked'"),
     ({"guesses": 3}, "got a int"),
     ({"guesses": "lookup", "guess_width": 0}, "width must be from 1 to 7, got 0"),
     ({"guesses": "lookup", "guess_width": 100}, "got 100"),

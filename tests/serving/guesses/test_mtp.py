@@ -46,7 +46,7 @@ class Watched(Partly):
     def __init__(self, source, prompts, answers):
         super().__init__(prompts, answers)
         self.source, self.seen = source, []
-        self.computed, self.left = source.computed, source.left
+        self.computed, self.left, self.states = source.computed, source.left, source.states
 
     def guess(self, rows):
         for row, found in zip(rows, self.source.guess(rows), strict=True):
@@ -88,15 +88,15 @@ def test_a_model_without_such_layers_is_one_line():
         ValueError, match=r"mtp must be for .* layers that guess, got a qwen3_moe without them"
     ):
         Answered(model, prompts(1), [settings(2)], "mtp")
-    assert not guesses_of(Namespace(guesses=None), model, "", "cpu", Prompts(0)).reads_states
+    assert not guesses_of(Namespace(guesses=None), model, "", "cpu", Prompts(0)).states
 
 
 def test_they_are_asked_by_default(models):
     """By chat and serve; look-up has the first word, and is all that is asked where it is named."""
     model, _, _ = models
-    for wanted, reads_states in ((None, True), ("mtp", True), ("lookup", False)):
+    for wanted, states in ((None, (-1,)), ("mtp", (-1,)), ("lookup", ())):
         guesses = guesses_of(Namespace(guesses=wanted), model, "", "cpu", Prompts(0))
-        assert guesses.reads_states == reads_states
+        assert guesses.states == states
 
 
 @pytest.mark.parametrize("models", [("mellum", 1)], indirect=True, ids=["mellum"])

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from ..prompts import Prompts
 from . import LOOKUP, MTP
+from .dflash import DFlash, is_dflash
 from .draft import Draft
 from .guessing import Guessing
 from .lookup import Lookup
@@ -20,7 +21,7 @@ def guessing_of(
     """The guesses that somebody asks for.
 
     Args:
-        guesses: None for none, "lookup", "mtp", a list of both, a draft model, or a `Source`.
+        guesses: None for none, "lookup", "mtp", a list of both, a draft model or assistant, or a `Source`.
         prompts: of the model, that are kept.
         name: of who asks, for errors.
         width: how many tokens are guessed; None leaves it to the times of steps.
@@ -42,11 +43,15 @@ def _source_of(model: PreTrainedModel, guesses: Any, prompts: Prompts | None, na
         return Lookup(prompts)
     if isinstance(guesses, str) and guesses == MTP:
         return Mtp(model, memory)
+    if isinstance(guesses, PreTrainedModel) and is_dflash(guesses):
+        return DFlash(model, guesses)
     if isinstance(guesses, PreTrainedModel):
         return Draft(model, guesses, memory)
     if hasattr(guesses, "guess") and hasattr(guesses, "accepted"):
         source: Source = guesses
         return source
     got = repr(guesses) if isinstance(guesses, str) else f"a {type(guesses).__name__}"
-    expected = f"None, {LOOKUP!r}, {MTP!r}, a draft model, or an object with guess() and accepted()"
+    expected = (
+        f"None, {LOOKUP!r}, {MTP!r}, a draft model or assistant, or an object with guess() and accepted()"
+    )
     raise ValueError(f"{name}: guesses must be {expected}, got {got}")

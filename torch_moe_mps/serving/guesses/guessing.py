@@ -44,9 +44,10 @@ class Guessing:
         return bool(getattr(self._source, "is_cheap", False))
 
     @property
-    def reads_states(self) -> bool:
-        """Whether the source wants the model's states."""
-        return hasattr(self._source, "computed")
+    def states(self) -> tuple[int, ...]:
+        """Numbers of the model's states that the source wants, side by side."""
+        wanted: tuple[int, ...] = getattr(self._source, "states", ())
+        return wanted
 
     def __str__(self) -> str:
         guessed = self.accepted + self.rejected

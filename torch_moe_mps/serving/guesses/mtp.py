@@ -51,6 +51,8 @@ class Mtp:
     Raises: ValueError for a model without such layers.
     """
 
+    states = (-1,)
+
     def __init__(self, model: PreTrainedModel, memory: int):
         self._model, self._steps = model, mtp_steps(model)
         self._layers = range(len(self._steps))

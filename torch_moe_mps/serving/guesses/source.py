@@ -17,6 +17,7 @@ class Row:
         likely: tokens that the answer probably has, in their order, such as the text that it changes.
         most: how many tokens may be guessed now.
         hits, tries: running counts of guesses that were verified: the model's own tokens among them, and all.
+        budget: time that guesses may lose before they have to gain, in tokens.
     """
 
     tokens: list[int]
@@ -25,6 +26,7 @@ class Row:
     most: int = 0
     hits: float = 0.0
     tries: float = 0.0
+    budget: float = 0.0
 
 
 class Source(Protocol):
@@ -33,9 +35,10 @@ class Source(Protocol):
     One with an attribute `is_cheap` that is true is asked in each step, before the last token is known, too:
     to guess costs it next to nothing. Any other is asked where guesses pay.
 
-    One with a method `computed(row, first, states)` gets the states [1, T, H] behind the model's last layer,
-    of a row's tokens from place `first` on, each once and in their order. One with `left(row)` is told that
-    the row's answer has ended.
+    One with an attribute `states`, numbers of the model's hidden states (-1: those behind its last layer),
+    has a method `computed(row, first, states)`, which gets them side by side, [1, T, H], of a row's tokens
+    from place `first` on, each once and in their order. One with `left(row)` is told that the row's answer
+    has ended.
     """
 
     def guess(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
@@ -57,6 +60,7 @@ class FirstOf:
 
     def __init__(self, *sources: Source):
         self._sources = sources
+        (self.states,) = {states for each in sources if (states := getattr(each, "states", ()))}
 
     def guess(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
         found: dict[Row, Sequence[int]] = {}

@@ -10,16 +10,22 @@ MOST = MOST_TOKENS - 1  # a step has a token that is known in front of the guess
 _LEAST_GAIN = 1.02  # in tokens a second, for which tokens are guessed
 _SAMPLES = 3  # steps of a kind whose time is not its own: what they run is captured, and compiled
 _NEW = 0.1  # the part that a step has in the mean of its kind
-_SLOPE = 0.1  # a part of a step for each token more, until one of its kind was measured
-# Time that guesses may lose, in tokens: so much at first and at most, what they gained, and a share of the
-# tokens that are generated.
-_LOSS, _GAIN, _SHARE = 1.5, 4.0, 0.01
-# Running counts of guesses: what remains of them in a step of guesses and in one without, and how they begin.
-_REMAINS, _REST, _PRIOR, _WEIGHT = 0.9, 0.99, 0.5, 2.0
+_OTHERS = 0.05  # the part that it has in those of other kinds: what gets slower does so for all
+_SLOPE = 0.25  # a part of a step for each token more, until one of its kind was measured
+# Time that guesses may lose in a conversation, in tokens: so much at first, a share of its tokens, and what
+# they gained, all together at most so much at once. With 50 tokens and more, that is at most a fiftieth.
+_LOSS, _SHARE, _MOST_LOSS = 0.5, 0.01, 4.0
+_LEAST_LOSS = 0.05  # loss of a step of which no guess holds: their number has a bound, whatever clocks say
+# Running counts of guesses: what remains of them in a step of guesses and in one without, and how they begin:
+# hopeful, so that guesses are tried, and tried again once much is forgotten, as far as the budget goes.
+_REMAINS, _REST, _PRIOR, _WEIGHT = 0.9, 0.99, 0.9, 2.0
 
 
 class Width:
     """Chooses how many tokens are guessed for each row, from 0.
+
+    A conversation pays for guesses that do not hold from a budget of its own. It begins with what those
+    before it have left, so that all together lose no more than each could alone.
 
     Args:
         fixed: as many always; None leaves it to the times.
@@ -29,12 +35,12 @@ class Width:
         self.fixed = fixed
         self._seconds: dict[tuple[int, int], float] = {}  # {(rows, tokens of each): the mean of a step}
         self._counts: dict[tuple[int, int], int] = {}
-        self._budget = _LOSS
+        self._left = _LOSS  # for the next conversation
         self._hits, self._tries = 0.0, 0.0  # over all rows
 
-    def begin(self) -> None:
-        """A conversation begins: it does not pay with what others gained."""
-        self._budget = min(self._budget, _LOSS)
+    def begin(self, row: Row) -> None:
+        """A conversation begins."""
+        row.budget = max(0.0, self._left)
 
     def best(self, rows: Sequence[Row], found: Sequence[int]) -> int:
         """How many tokens of each row a step has behind the first; 0 where guesses do not pay.
@@ -50,36 +56,50 @@ class Width:
         many, plain = len(rows), self._seconds.get((len(rows), 1))
         if plain is None or self._counts[many, 1] <= _SAMPLES:
             return 0
-        rate = math.prod(map(self._rate, rows))
+        rate, budget = math.prod(map(self._rate, rows)), min(row.budget for row in rows)
         most = min(most, max(tokens for of, tokens in self._seconds if of == many))  # one more than before
         best, highest = 0, _LEAST_GAIN / plain
         for width in range(1, most + 1):
             seconds = self._predicted(many, 1 + width)
             steps = sum(rate**n for n in range(width + 1))
-            if steps / seconds > highest and seconds / plain - 1 <= self._budget:
+            if steps / seconds > highest and seconds / plain - 1 <= budget:
                 best, highest = width, steps / seconds
         return best
 
-    def took(self, many: int, tokens: int, seconds: float, made: int) -> None:
+    def took(self, rows: Sequence[Row], tokens: int, seconds: float, made: Sequence[int]) -> None:
         """Notes a step.
 
         Args:
-            many: rows.
             tokens: of each row, those that were known included.
-            made: new tokens of all rows together.
+            made: new tokens of each row.
         """
-        kind = many, tokens
+        kind = many, _ = len(rows), tokens
         count = self._counts[kind] = self._counts.get(kind, 0) + 1
-        before = self._seconds.get(kind)
         if (plain := self._seconds.get((many, 1))) is not None:
             usual = self._predicted(many, tokens) if count <= _SAMPLES else self._seconds[kind]
-            steps, room = made / many, max(0.0, _LOSS - self._budget)
-            gained = 0.0 if tokens == 1 else steps - min(seconds, 2 * usual) / plain
-            self._budget = min(_GAIN, self._budget + min(_SHARE * steps, room) + gained)
-        if count <= _SAMPLES:
-            self._seconds[kind] = seconds if before is None else min(before, seconds)
+            took = min(seconds, 2 * usual) / plain
+            for row, new in zip(rows, made, strict=True):
+                gained = 0.0 if tokens == 1 else new - took if new > 1 else min(new - took, -_LEAST_LOSS)
+                change = _SHARE * new + gained
+                row.budget = min(_MOST_LOSS, row.budget + change)
+                self._left = min(_LOSS, self._left + change)
+        self._note(kind, seconds)
+
+    def _note(self, kind: tuple[int, int], seconds: float) -> None:
+        """Takes the time of a step into the means: one of more tokens is never faster."""
+        many, tokens = kind
+        before = self._seconds.get(kind, seconds)
+        others = [other for other in self._seconds if other[0] == many and other != kind]
+        if self._counts[kind] <= _SAMPLES:
+            self._seconds[kind] = min(before, seconds)
         else:
-            self._seconds[kind] += _NEW * (min(seconds, 2 * self._seconds[kind]) - self._seconds[kind])
+            longer = min(seconds / before, 2.0) - 1
+            self._seconds[kind] = before * (1 + _NEW * longer)
+            for other in others:
+                self._seconds[other] *= 1 + _OTHERS * longer
+        for other in others:
+            nearer = max if other[1] > tokens else min
+            self._seconds[other] = nearer(self._seconds[other], self._seconds[kind])
 
     def verified(self, row: Row, held: int, guessed: int) -> None:
         """Notes how many guesses of a row held, up to the first that did not."""

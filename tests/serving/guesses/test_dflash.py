@@ -1,0 +1,103 @@
+"""Guesses of an assistant that makes a block of tokens: those of all states at once."""
+
+import pytest
+import torch
+from support import tiny_models
+from support.guesses import Answered, Partly, prompts, settings
+from support.models import eager
+
+import torch_moe_mps
+from torch_moe_mps.serving.guesses.dflash import DFlash
+
+dflash = pytest.importorskip("transformers.models.muse_glimmer_assistant")
+DFlashCache = pytest.importorskip("transformers.cache_utils").DFlashCache
+BLOCK, MASK, LAYERS = 6, 3, [0, 1]
+
+
+def assistant_of(model, **sizes):
+    own = model.config
+    config = dflash.MuseGlimmerAssistantConfig(
+        **{
+            "hidden_size": own.hidden_size, "intermediate_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"], "block_size": BLOCK,
+            "mask_token_id": MASK, "target_layer_ids": LAYERS,
+        } | sizes
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return dflash.MuseGlimmerAssistantModel(config).eval()
+
+
+@pytest.fixture(scope="module")
+def models():
+    """(accelerated, transformers' own, assistant)"""
+    own, model = (eager(tiny_models.tiny_model("qwen3_moe")) for _ in range(2))
+    torch_moe_mps.accelerate(model)
+    return model, own, assistant_of(model)
+
+
+class Watched(Partly):
+    """Guesses answers that are known in part, and asks another source for the same rows.
+
+    Attributes:
+        seen: the tokens of a row, of how many the states were computed, and what the other one guessed.
+    """
+
+    def __init__(self, source, prompts, answers):
+        super().__init__(prompts, answers)
+        self.source, self.seen = source, []
+        self.computed, self.states = source.computed, source.states
+
+    def guess(self, rows):
+        for row in rows:
+            end = self.source._read[row].end
+            self.seen.append(([*row.tokens], end, self.source.guess([row])[0]))
+        return super().guess(rows)
+
+
+@torch.no_grad()
+def guessed(own, assistant, tokens: list[int], end: int, count: int) -> list[int]:
+    """A block behind the states of the first tokens, which are read at once."""
+    out = own(torch.tensor([tokens[:end]]), use_cache=False, output_hidden_states=True)
+    states = torch.cat([out.hidden_states[layer + 1] for layer in LAYERS], -1)
+    block = [*tokens[end:], *[MASK] * BLOCK][:BLOCK]
+    cache = DFlashCache(config=assistant.config)
+    cache.set_previous_accepted_tokens(end)
+    embedded = own.get_input_embeddings()(torch.tensor([block]))
+    made = assistant(embedded, context_hidden_states=states, cache=cache)
+    places = slice(len(tokens) - end, len(tokens) - end + count)
+    return own.lm_head(made.last_hidden_state[:, places]).argmax(-1)[0].tolist()
+
+
+@pytest.mark.slow("answers of two models, and each step's guesses by transformers' code")
+def test_guesses_are_those_of_transformers(models):
+    """Where some held before, or none, beyond the assistant's window; answers are those without."""
+    model, own, assistant = models
+    many = prompts(2)
+    plain = Answered(model, many, [settings(14)] * 2)
+    watched = Watched(DFlash(model, assistant), many, plain.answers)
+    found = Answered(model, many, [settings(14)] * 2, watched, width=4)
+    assert found.answers == plain.answers and found.batch.guesses.accepted > 4 and len(watched.seen) > 8
+    for tokens, end, guesses in watched.seen:
+        assert guesses and guesses == guessed(own, assistant, tokens, end, len(guesses))
+
+
+@pytest.mark.slow("answers of a model and an assistant")
+def test_answers_are_those_without_guesses(models):
+    """Of several conversations, drawn ones, too; what it is asked for is what `guesses` takes."""
+    model, _, assistant = models
+    many = prompts(3)
+    configs = [settings(10), settings(15, do_sample=True), settings(20)]
+    plain = Answered(model, many, configs, most=2, seeds=[1, 2, 3])
+    found = Answered(model, many, configs, assistant, most=2, width=3, seeds=[1, 2, 3])
+    assert found.answers == plain.answers
+    assert found.batch.guesses.accepted + found.batch.guesses.rejected > 20
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"hidden_size": 64}, {"target_layer_ids": [0, 40]}, {"mask_token_id": 10**6}]
+)
+def test_the_assistant_of_another_model_is_one_line(models, sizes):
+    model, _, _ = models
+    with pytest.raises(ValueError, match=r"an assistant must be of a model of \d+ layers, .* got [^\n]*$"):
+        DFlash(model, assistant_of(model, **sizes))
