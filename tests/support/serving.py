@@ -2,9 +2,8 @@
 
 import contextlib
 import functools
+import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from tokenizers import decoders
 import torch_moe_mps
 from support import tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
-from support.processes import environment
+from support.processes import COMMAND, Forked
 from torch_moe_mps.commands import serving as commands
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.early import check_options
@@ -72,18 +71,24 @@ def server_at(*arguments: object) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def process_at(*arguments: object) -> Iterator[tuple[subprocess.Popen, str]]:
+def process_at(*arguments: object) -> Iterator[tuple[Forked, str]]:
     """The process and the URL of `serve` with these arguments: its threads share no lock with the clients."""
     port = free_port()
-    command = [sys.executable, "-m", "torch_moe_mps", "serve", "--device", "cpu", "--port", port, *arguments]
-    process = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True, env=environment())
-    try:
-        assert any("answers at" in line for line in process.stderr)
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield process, f"http://localhost:{port}"
-    finally:
-        process.kill()
-        process.wait()
+    reader, writer = os.pipe()
+    with open(os.devnull) as none, open(reader) as errors:
+        given = ("serve", "--device", "cpu", "--port", port, *arguments)
+        process = Forked(COMMAND, *given, files=(none, writer, writer))
+        os.close(writer)
+        rest = threading.Thread(target=errors.read)
+        try:
+            assert any("answers at" in line for line in errors)
+            rest.start()
+            yield process, f"http://localhost:{port}"
+        finally:
+            process.kill()
+            process.wait(60)
+            if rest.ident is not None:
+                rest.join()
 
 
 def free_port() -> int:
