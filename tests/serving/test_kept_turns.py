@@ -65,3 +65,18 @@ def test_answers_that_begin_with_anothers_prompt(architecture, late):
     run(batch)
     for number, each in enumerate(asked):
         assert each.tokens == each.expected(model), number
+
+
+@pytest.mark.slow("a model's own answers beside them")
+@pytest.mark.parametrize("architecture", in_sweep(["qwen3_moe", "deepseek_v4", *ALONE], ("deepseek_v4",)))
+def test_a_short_prompt_that_begins_as_a_kept_one(architecture):
+    """Shorter than a window, which is 5 of DeepSeek-V4: compressed keys give no token back all the same."""
+    model = model_of(architecture)
+    batch = Batch(model, Prompts(1 << 30), 2)
+    for number, shared in enumerate((0, 2, 1)):
+        ids = torch.cat((ids_of(9, 3)[:, :shared], ids_of(number, 3 - shared)), 1)
+        asked = Asked(ids, 1 + number)
+        run(batch, asked)
+        assert asked.reasons == ["length"] and asked.tokens == asked.expected(model)
+        run(batch, again := Asked(ids_of(9, 3), 1))
+        assert again.reasons == ["length"]

@@ -61,7 +61,7 @@ def reads_whole(model: PreTrainedModel) -> bool:
 
 def can_be_cut(layer: Any) -> bool:
     """Whether a layer of a cache still has what any prefix of its tokens needs."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
+    if isinstance(layer, LinearAttentionCacheLayerMixin) or not _gives_back(layer):
         return False
     if getattr(layer, "is_sliding", False):
         return bool(layer.cumulative_length < layer.sliding_window)
@@ -73,10 +73,13 @@ def runs_on(cache: DynamicCache) -> bool:
 
     `generate` may compute one behind the last that it returns: then such a cache holds all of these.
     """
-    classes: list[Any] = [type(layer) for layer in cache.layers]
-    layers = [growing_class(cls) or layer for cls, layer in zip(classes, cache.layers, strict=True)]
     linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
-    return linear or not all(getattr(layer, "is_croppable", True) for layer in layers)
+    return linear or not all(map(_gives_back, cache.layers))
+
+
+def _gives_back(layer: Any) -> bool:
+    """Whether tokens can be taken back from a layer of keys: not from keys of several tokens."""
+    return bool(getattr(growing_class(type(layer)) or layer, "is_croppable", True))
 
 
 def fits_one_prefix(layer: Any) -> bool:
