@@ -214,6 +214,18 @@ def test_a_broken_import_is_said_with_its_cause(broken, message, refused, monkey
     assert message in error and ("pip install" in error) == ("accelerate" in broken)
 
 
+def test_causes_in_a_circle_are_said_once(refused, monkeypatch):
+    """Of a module whose import raises the error that it is told of."""
+
+    def run(options):
+        first, second = ImportError("cannot import name 'a'"), ModuleNotFoundError("Could not import 'B'.")
+        first.__cause__, second.__cause__ = second, first
+        raise second
+
+    monkeypatch.setattr("importlib.import_module", lambda *name: types.SimpleNamespace(run=run))
+    assert "Could not import 'B'.: ImportError: cannot import name 'a'" in refused("check")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_examples_in_the_help_are_right(command, capsys):
     with pytest.raises(SystemExit, match="0"):

@@ -83,9 +83,10 @@ def _line(error: Exception) -> str | None:
 
 def _of_import(error: ImportError) -> str:
     """The error and its cause: of a broken module, transformers only says which name it was needed for."""
-    cause: BaseException = error
-    while inner := cause.__cause__ or cause.__context__:
-        cause = inner
+    causes: list[BaseException] = [error]  # which may go in a circle, where one is raised again
+    while (inner := causes[-1].__cause__ or causes[-1].__context__) and inner not in causes:
+        causes.append(inner)
+    cause = causes[-1]
     text = str(error) if cause is error else f"{error}: {type(cause).__name__}: {cause}"
     missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
     if missing in ("transformers", "accelerate"):
