@@ -79,7 +79,8 @@ def runs_on(cache: DynamicCache) -> bool:
 
 def _gives_back(layer: Any) -> bool:
     """Whether tokens can be taken back from a layer of keys: not from keys of several tokens."""
-    return bool(getattr(growing_class(type(layer)) or layer, "is_croppable", True))
+    kind: Any = type(layer)
+    return bool(getattr(growing_class(kind) or layer, "is_croppable", True))
 
 
 def fits_one_prefix(layer: Any) -> bool:
