@@ -12,7 +12,8 @@ from support.faults import broken
 from support.processes import REPOSITORY, forked
 
 from torch_moe_mps.commands import check, main
-from torch_moe_mps.ops._formats import Format
+from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._formats import FORMATS, Format
 from torch_moe_mps.selfcheck import calls, compare, journal, libraries, once
 
 ONE = ["check", "--dtype", "float32", "--format", "affine4_32"]
@@ -153,6 +154,16 @@ def test_quick(few, capsys, monkeypatch, refused):
     )
 
 
+def test_the_page_of_a_first_check_has_its_counts(simulated):
+    page = (REPOSITORY / "docs" / "first_run.md").read_text()
+    quick = [torch.bfloat16], [Format.named("affine4_64"), Format.named("mxfp4")]
+    names, work = libraries.libraries(*quick), calls.subjects(OPERATORS, *quick)
+    assert f"{len(names)} Metal libraries with" in page and f" s, {len(work)} operators compared" in page
+    every = [*calls.DTYPES], [*FORMATS.values()]
+    names, work = libraries.libraries(*every), calls.subjects(OPERATORS, *every)
+    assert f"{len(names)} libraries, {len(work):,} operators" in page
+
+
 # {GPU: its cores}; those after the fourth one have plans that these have, too.
 GPUS = {"M1": 8, "M2": 10, "M4 Max": 40, "M5 Max": 40, "M3": 10, "M2 Ultra": 76, "M6": 10, "M7 Max": 48}
 
@@ -196,6 +207,8 @@ def test_quick_launches_every_kernel_on(gpu, tmp_path, monkeypatch):
     assert (f"Apple {gpu} is newer than this release" in said) == (gpu == "M7 Max")
     kernels = json.loads((tmp_path / "report.json").read_text())["kernels"]
     assert len(kernels) > 150 and all(kernel["launched"] for kernel in kernels)
+    page = (REPOSITORY / "docs" / "first_run.md").read_text()
+    assert units or f"with {len(kernels)} kernels compiled in" in page
     assert any("tensor" in kernel["kernel"] for kernel in kernels) == units
 
 
