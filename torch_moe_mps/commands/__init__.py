@@ -83,7 +83,7 @@ def _line(error: Exception) -> str | None:
 
 def _of_import(error: ImportError) -> str:
     """The error and its cause: of a broken module, transformers only says which name it was needed for."""
-    causes: list[BaseException] = [error]  # which may go in a circle, where one is raised again
+    causes: list[BaseException] = [error]  # a circle, where one is raised again
     while (inner := causes[-1].__cause__ or causes[-1].__context__) and inner not in causes:
         causes.append(inner)
     cause = causes[-1]
