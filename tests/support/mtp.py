@@ -12,7 +12,8 @@ from transformers.cache_utils import MtpCache
 from support import tiny_models
 from support.checkpoints import changed
 
-_OF_MELLUM = {
+_OF_QWEN = ("mellum", "qwen3_next", "qwen3_5", "qwen3_5_moe")  # makers that name them so
+_NAMES_OF_QWEN = {
     "eh_proj": "fc",
     "enorm": "pre_fc_norm_embedding",
     "hnorm": "pre_fc_norm_hidden",
@@ -27,15 +28,14 @@ def with_mtp(architecture: str, folder: Path, layers: int = 1, **more) -> Iterat
     Yields: the class of the model; within the block transformers knows where these layers are, as it does in
     the models that their makers published.
     """
-    of_mellum = {
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "sliding_window": 6,
-    }
-    sizes = of_mellum | {"mlp_layer_types": ["sparse"] * 3} if architecture == "mellum" else {}
+    sizes: dict = {"num_mtp_layers": layers}
+    if architecture == "mellum":
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        sizes |= {"layer_types": kinds, "sliding_window": 6, "mlp_layer_types": ["sparse"] * 3}
+    elif architecture in _OF_QWEN:  # their configs do not say how many there are
+        sizes = {"layer_types": ["linear_attention", *["full_attention"] * (1 + layers)]}
     with tiny_models.groups_of_32():
-        model = tiny_models.tiny_model(
-            architecture, num_hidden_layers=2 + layers, num_mtp_layers=layers, **sizes | more
-        )
+        model = tiny_models.tiny_model(architecture, num_hidden_layers=2 + layers, **sizes | more)
     model.save_pretrained(folder)
     weights, width = load_file(folder / "model.safetensors"), model.config.hidden_size
     generator = torch.Generator().manual_seed(0)
@@ -44,8 +44,8 @@ def with_mtp(architecture: str, folder: Path, layers: int = 1, **more) -> Iterat
         weights[f"{name}.eh_proj.weight"] = torch.randn(width, 2 * width, generator=generator) / 8
         for norm in ("enorm", "hnorm", "shared_head.norm"):
             weights[f"{name}.{norm}.weight"] = torch.rand(width, generator=generator) + 0.5
-    if architecture == "mellum":
-        weights = {_of_mellum(name): weight for name, weight in weights.items()}
+    if architecture in _OF_QWEN:
+        weights = {_of_qwen(name): weight for name, weight in weights.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with changed(folder / "config.json") as config:
         config["num_hidden_layers"] = 2
@@ -53,17 +53,18 @@ def with_mtp(architecture: str, folder: Path, layers: int = 1, **more) -> Iterat
             if config.get(name):
                 config[name] = config[name][:2]
     with pytest.MonkeyPatch.context() as patch:
-        names = [rf"model\.layers\.{layer}\..*" for layer in range(2, 2 + layers)] + [r"^mtp\."]
+        names = [rf"model\.layers\.{layer}\..*" for layer in range(2, 2 + layers)]
+        names = [r"^mtp\."] if architecture in _OF_QWEN else names
         patch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", names)
         yield type(model)
 
 
-def _of_mellum(name: str) -> str:
+def _of_qwen(name: str) -> str:
     inside = name.removeprefix("model.layers.2.")
     if inside == name:
         return name
     part = inside.removesuffix(".weight")
-    return f"mtp.{_OF_MELLUM[part]}.weight" if part in _OF_MELLUM else f"mtp.layers.0.{inside}"
+    return f"mtp.{_NAMES_OF_QWEN[part]}.weight" if part in _NAMES_OF_QWEN else f"mtp.layers.0.{inside}"
 
 
 @torch.no_grad()

@@ -34,6 +34,10 @@ from .checkpoints.quantize.weights import empty_weight, replace
 from .modules.linears import formats_in
 from .upstream.loading import seen_with
 
+# Models whose configs do not say how many of these layers there are: they are counted in a checkpoint. Their
+# attention is full.
+_UNCOUNTED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_OF_QWEN, _NUMBERED = re.compile(r"^mtp\."), re.compile(r"^mtp\.layers\.(\d+)\.")
 MTP = "mtp"  # the entry of a checkpoint's quantisation with the formats of these layers
 _READ: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # {model: what transformers made of its layers}
 
@@ -179,6 +183,7 @@ def converted_mtp(source: str, model: Any, packed: dict[str, dict[str, str]]) ->
 
     if next(_files(source, model), None) is None:
         return
+    model = _counted(model, source)
     before, recipe = _packed_in(source), _recipe_of(model)
     if before or recipe == Recipe(None):
         packed.update(before)
@@ -212,18 +217,14 @@ def planned_mtp(source: str, model: Any, formats: Mapping[str, str]) -> tuple[in
     if before == 0 or not any(kinds.values()) or _packed_in(source):
         return before, before
     most = {kind: Format.named(own.most_common(1)[0][0]) for kind, own in kinds.items() if own}
-    layers = _without_memory(model).layers
+    layers = _without_memory(_counted(model, source)).layers
     _quantize_empty(layers, weights_of(layers, Recipe(most.get(True), most.get(False))).targets.values())
     return before, sum(tensor.nbytes for tensor in layers.state_dict().values())
 
 
 def has_mtp(model: Any) -> bool:
     """Whether the checkpoint of a model has such layers, and transformers knows their names."""
-    for file, names in _files(model.config.name_or_path, model):
-        with safe_open(file, framework="pt") as tensors:
-            if any(map(names.search, tensors.keys())):
-                return True
-    return False
+    return next(_names(model.config.name_or_path, model), None) is not None
 
 
 def require_mtp(model: Any) -> None:
@@ -238,7 +239,8 @@ def _files(source: str, model: Any) -> Iterator[tuple[Path, re.Pattern[str]]]:
     """The files of a checkpoint, and what the names of these layers' tensors look like."""
     from .upstream.guesses import MtpModel
 
-    known = getattr(model.config.get_text_config(), "num_mtp_layers", 0)
+    config = model.config.get_text_config()
+    known = getattr(config, "num_mtp_layers", 0) or config.model_type in _UNCOUNTED
     known = known and model._keys_to_ignore_on_load_unexpected
     if not known or not source or Path(source).is_file() or _stored(source):
         return
@@ -246,8 +248,28 @@ def _files(source: str, model: Any) -> Iterator[tuple[Path, re.Pattern[str]]]:
         names = MtpModel.get_mtp_weights_regex(model)
     except ValueError:  # the known ones are of larger models
         return
+    if config.model_type in _UNCOUNTED:  # their models of text ignore images, too
+        names = _OF_QWEN
     for file in checkpoint_files(source):
         yield file, names
+
+
+def _counted(model: Any, source: str) -> Any:
+    """The model as transformers' code of these layers takes it: its config says how many there are."""
+    if model.config.get_text_config().model_type not in _UNCOUNTED:
+        return model
+    numbers = {int(found[1]) for name in _names(source, model) if (found := _NUMBERED.match(name))}
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    text.num_mtp_layers, text.mtp_layer_types = len(numbers), ["full_attention"] * len(numbers)
+    return seen_with(model, config=config)
+
+
+def _names(source: str, model: Any) -> Iterator[str]:
+    """Names of these layers' tensors in a checkpoint."""
+    for file, names in _files(source, model):
+        with safe_open(file, framework="pt") as tensors:
+            yield from filter(names.search, tensors.keys())
 
 
 class MtpStep(PreTrainedModel):
@@ -281,7 +303,8 @@ def mtp_steps(model: Any) -> list[MtpStep]:
     from .upstream.guesses import MtpModel
 
     require_mtp(model)
-    layers = MtpModel.from_pretrained(model, device_map={"": model.device})
+    seen = _counted(model, model.config.name_or_path)
+    layers = MtpModel.from_pretrained(seen, device_map={"": model.device})
     steps = [MtpStep(layers, number).eval() for number in range(len(layers.layers))]
     for step in steps:
         state_of(step).kv_bits = kv_bits_of(model)
@@ -297,4 +320,4 @@ def new_mtp_cache(model: Any) -> Any:
     A layer reads its tokens in order, from the first one on: the masks are those of any cache, however far
     its positions are from the model's.
     """
-    return DynamicCache(config=model.config.get_mtp_config())
+    return DynamicCache(config=_counted(model, model.config.name_or_path).config.get_mtp_config())

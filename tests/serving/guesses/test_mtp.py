@@ -12,14 +12,17 @@ from support.sweep import in_sweep
 from transformers.modeling_layers import MtpModel
 
 import torch_moe_mps
+from torch_moe_mps.commands import main
 from torch_moe_mps.commands.guesses import guesses_of
 from torch_moe_mps.serving.guesses.mtp import Mtp
 from torch_moe_mps.serving.prompts import Prompts
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.mtp import mtp_steps
 
 pytestmark = pytest.mark.slow("two models, and each step's guesses by transformers' code")
 MODELS = [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 2), ("mellum", 1)]
+MODELS += [(uncounted, 1) for uncounted in ("qwen3_next", "qwen3_5", "qwen3_5_moe")]
 OFTEN = (("deepseek_v3", 3), ("mellum", 1))  # several layers, and one with a window
 
 
@@ -32,6 +35,9 @@ def models(request, tmp_path_factory):
         model, own = (cls.from_pretrained(folder).eval() for _ in range(2))
         for each in (model, own):
             each.generation_config.eos_token_id = None
+        if architecture.startswith("qwen"):  # transformers' code takes it from there
+            text = own.config.get_text_config()
+            text.num_mtp_layers, text.mtp_layer_types = layers, ["full_attention"] * layers
         torch_moe_mps.accelerate(model)
         yield model, own, MtpModel.from_pretrained(own).eval()
 
@@ -115,3 +121,16 @@ def test_their_calls_are_captured(models, monkeypatch):
         captured.append([{id(program.run) for program in each.programs} for each in captures])
         assert all(each.reason is None for each in captures)
     assert captured[0] == captured[1] and [*map(len, captured[0])] == [1, 3]
+
+
+def test_layers_that_no_config_counts(tmp_path):
+    """Qwen3-Next's are counted in the checkpoint; `convert` makes what a model has that quantises them."""
+    folder, quantised = tmp_path / "own", tmp_path / "four"
+    with with_mtp("qwen3_next", folder):
+        assert main(["convert", str(folder), str(quantised), "--bits", "4", "--group-size", "32"]) == 0
+        loaded = torch_moe_mps.from_pretrained(folder, bits=4, group_size=32)
+        (expected,), (found,) = map(mtp_steps, (loaded, torch_moe_mps.from_pretrained(quantised)))
+        assert not hasattr(loaded.config, "num_mtp_layers")
+    expected, found = (each.layers.layers.state_dict() for each in (expected, found))
+    assert found.keys() == expected.keys() and sum(name.endswith("packed") for name in found) > 5
+    assert all(torch.equal(found[name], expected[name]) for name in found)
