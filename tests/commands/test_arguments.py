@@ -215,7 +215,7 @@ def test_a_broken_import_is_said_with_its_cause(broken, message, refused, monkey
 
 
 def test_causes_in_a_circle_are_said_once(refused, monkeypatch):
-    """Of a module whose import raises the error that it is told of."""
+    """A module may raise the error again that its import has met."""
 
     def run(options):
         first, second = ImportError("cannot import name 'a'"), ModuleNotFoundError("Could not import 'B'.")

@@ -64,8 +64,8 @@ LANGUAGE = [
     "-fno-strict-aliasing",
     *LITERALS,
 ]
-# Where a product and its sum are rounded once: nowhere ("off"), within an expression ("on", as Apple's
-# compiler does under safe math), or across statements ("fast"). Results may depend on none of these.
+# Products and their sums that are rounded once: none ("off"), those within an expression ("on", as Apple's
+# compiler does under safe math), or across statements, too ("fast"). Results may depend on none of these.
 CONTRACTION = os.environ.get("METAL_SIMULATOR_CONTRACTION", "on")
 # Halves and bfloats are rounded after every operation. The compiler folds constants as the executor runs
 # kernels: float32 subnormals are zero.

@@ -1,4 +1,4 @@
-"""How many steps the engine has encoded on mps when the host reads a token."""
+"""Steps that the engine has encoded on mps when the host reads a token."""
 
 import copy
 

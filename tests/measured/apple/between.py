@@ -1,4 +1,4 @@
-"""How long a GPU has nothing to do between two tokens of the engine.
+"""Idle time of a GPU between two tokens of the engine.
 
 The order is the engine's, counted in the simulator: how many steps are encoded when the host reads a token.
 The host's times are assumed, the GPU's are those of `tokens`. A step is taken to be encoded whole before its

@@ -294,7 +294,7 @@ kernel void sums(device const float* a [[buffer(0)]], device float* out [[buffer
 
 
 def test_products_and_sums_of_an_expression_are_rounded_once():
-    """Where a product has a name, it is rounded: then nothing is left of these sums."""
+    """A product that has a name is rounded: then nothing is left of these sums."""
     a = np.array([1 + 2.0**-12, -1 - 2.0**-11], np.float32)
     out = np.full(11, np.nan, np.float32)
     shader_library(HEAD + CONTRACTED).launch("sums", {0: a, 1: out}, (1,), (1,))

@@ -93,7 +93,7 @@ def test_nothing_compiles_in_the_first_token(simulated, bits, dtype, experts):
 
 
 def test_kernels_of_a_token_come_first(simulated):
-    """Where nothing is compared, those of prompts are compiled behind them, while the model runs."""
+    """Those of prompts are compiled behind them, while the model runs, where nothing is compared."""
     first, all_of_them = map(int, forked(TOKEN_FIRST).splitlines()[-1].split())
     assert (first, all_of_them) == (39, 50)
 
