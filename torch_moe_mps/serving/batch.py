@@ -215,11 +215,13 @@ class Batch:
         reasons = [self._give(answer, token) for answer, token in zip(answers, tokens, strict=False)]
         for answer, reason in zip([*answers], reasons, strict=False):
             if reason is not None:
+                self._guesses_left(answer)
                 answer.job.end(reason)
                 answers.remove(answer)
         last = min(answers, key=lambda answer: len(answer.tokens), default=None)
         for answer in answers:
             if answer is last or answer.reader.images is not None:
+                self._guesses_left(answer)
                 answer.job.end(error)
             else:
                 self._again.append(answer)
@@ -237,6 +239,7 @@ class Batch:
             self._stop_reading("cancelled")
         for answer in [item for item in self._again if item.job.is_cancelled]:
             self._again.remove(answer)
+            self._guesses_left(answer)
             answer.job.end("cancelled")
         for job in [job for job in self.waiting if job.is_cancelled]:
             self.waiting.remove(job)
@@ -278,14 +281,18 @@ class Batch:
         try:
             yield
         except Exception as error:
-            if self._reading is not None and self._reading.job is job:
+            ended = [answer for answer in self._begun if answer.job is job]
+            if self._reading in ended:
                 self._reading = None
-            self.alone = [answer for answer in self.alone if answer.job is not job]
+            self.alone = [answer for answer in self.alone if answer not in ended]
+            if isinstance(error, torch.AcceleratorError):
+                job.end(error)
+                raise
             if is_out_of_memory(error):
                 self._gives_memory_back(error)
+            for answer in ended:
+                self._guesses_left(answer)
             job.end(error)
-            if isinstance(error, torch.AcceleratorError):
-                raise
 
     def _next_job(self) -> Job | None:
         """The first that waits and may begin, if there is room for it: `generate` generates one at a time."""
@@ -397,8 +404,8 @@ class Batch:
     def _begun_again(self, answer: _Answer) -> _Answer:
         """An answer whose tokens so far are read as a prompt."""
         answer.reader = PromptReader(self.model, answer.ids, answer.reader.prompts, modules=self._turning)
-        if self.guesses is not None and answer.row is not None:
-            self.guesses.left(answer.row)
+        if answer.row is not None:
+            self._guesses_left(answer)
             answer.row = Row(answer.row.tokens, answer.row.prompt, answer.row.likely)
         return answer
 
@@ -441,6 +448,7 @@ class Batch:
         answer, self._reading = self._reading, None
         assert answer is not None
         self._keep(answer, answer.reader.kept)
+        self._guesses_left(answer)
         answer.job.end(reason)
 
     def _join(self, answer: _Answer) -> None:
@@ -496,6 +504,10 @@ class Batch:
             self.guesses.width.took(rows, 1, time.perf_counter() - started, [1] * len(rows))
 
     # Guesses
+
+    def _guesses_left(self, answer: _Answer) -> None:
+        if answer.row is not None and self.guesses is not None:
+            self.guesses.left(answer.row)
 
     def _begin_guesses(self, answer: _Answer) -> None:
         if self.guesses is None:
@@ -668,8 +680,7 @@ class Batch:
                 self._chosen.leave(row)
             self.answers[row] = self.answers[-1]
             self.answers.pop()
-        if is_kept and answer.row is not None and self.guesses is not None:
-            self.guesses.left(answer.row)
+        self._guesses_left(answer)
         if is_kept:
             ids = torch.cat((answer.prompt[0], answer.prompt.new_tensor(computed)))
             self._keep(answer, replace(kept, ids=ids, cache=cache))

@@ -13,9 +13,12 @@ from support.sweep import in_sweep
 from transformers import LogitsProcessor
 
 import torch_moe_mps
+from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.choosing import Chooser
+from torch_moe_mps.serving.guesses.asked import guessing_of
 from torch_moe_mps.serving.guesses.verify import verified
 from torch_moe_mps.serving.job import Job
+from torch_moe_mps.serving.prompts import Prompts
 from torch_moe_mps.transformers.caches.rows import Rows
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
@@ -198,3 +201,38 @@ def test_drawn_tokens_have_the_distribution_of_the_model():
     assert total[0] == 100_000 and total[1] > 5000
     spread = (expected * (1 - expected) / total).sqrt()
     assert ((counts / total - expected).abs() <= 4.5 * spread + 1e-12).all()
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_source_is_told_of_each_answer_that_has_ended(most):
+    """By its length, an error, a client that leaves within the prompt or the answer; kept or not."""
+
+    class Told(Partly):
+        def left(self, row):
+            left.append(row.tokens[: row.prompt])
+
+    class Fails(LogitsProcessor):
+        def __call__(self, ids, scores):
+            raise KeyError("mine")
+
+    model, many, left = model_of(), prompts(5), list[list[int]]()
+    (answer,) = Answered(model, many[:1], [settings(6)]).answers
+    source, ended = Told(many, [answer] * 5), list[int]()
+
+    def ends(number, reason):
+        assert left.count(many[number].tolist()) == 1
+        ended.append(number)
+
+    kept = Prompts(1 << 30)
+    batch = Batch(model, kept, most, None, guesses=guessing_of(model, source, kept, "a", None))
+    jobs = [
+        Job({"input_ids": ids[None]}, settings(6), lambda token: False, functools.partial(ends, number))
+        for number, ids in enumerate(many)
+    ]
+    jobs[1].processors.append(Fails())
+    jobs[2].on_progress = lambda read, of: jobs[2].cancel() if read == 0 else None
+    jobs[3].on_token = lambda token: jobs[3].cancel()
+    batch.waiting.extend(jobs)
+    while batch.has_work:
+        batch.step()
+    assert sorted(ended) == [0, 1, 2, 3, 4] and len(left) == 5

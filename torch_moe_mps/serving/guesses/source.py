@@ -38,7 +38,7 @@ class Source(Protocol):
     One with an attribute `states`, numbers of the model's hidden states (-1: those behind its last layer),
     has a method `computed(row, first, states)`, which gets them side by side, [1, T, H], of a row's tokens
     from place `first` on, each once and in their order. One with `left(row)` is told that the row's answer
-    has ended.
+    has ended, unless all end by a fault.
     """
 
     def guess(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
