@@ -30,7 +30,6 @@ class PromptReader:
         beside: inputs of the model that images are given as. Without them, a prompt whose images are not
             kept is the caller's to read.
         modules: of `turning`.
-        end: how many of its tokens are read; None for all.
 
     Attributes:
         kept: the tokens and the cache so far.
@@ -46,7 +45,6 @@ class PromptReader:
         images: Images | None = None,
         beside: Mapping[str, Any] = MappingProxyType({}),
         modules: Mapping[str, Any] = MappingProxyType({}),
-        end: int | None = None,
     ):
         self.prompts, self.images = prompts, images
         self._ids, self._device, self._beside, self._modules = ids, model.device, beside, modules
@@ -56,7 +54,7 @@ class PromptReader:
             prompts.read(model)
             self.kept = prompts.take(ids[0], cache, images)
         self._deltas = {} if self.kept.images is None else self.kept.images.moved
-        self._end = ids.shape[1] if end is None else end
+        self._end = ids.shape[1]
         self._is_whole = cache is None or reads_whole(model) or self.has_new_images
         pauses = [] if self._is_whole else _pauses(self.kept, self._end)
         self._ends = [end for end in (*pauses, self._end) if end > len(self.kept.ids)]

@@ -34,11 +34,18 @@ def test_a_draft_that_is_the_model_guesses_all():
     assert drawn.rejected_tokens > 0
 
 
-def test_guesses_are_the_likeliest_tokens_of_the_draft():
-    """By its own code without a cache, of a row whose tokens are not those that were guessed."""
-    model, own = model_of("llama"), tiny_models.tiny_model("llama", seed=1)
-    draft = Draft(model, model_of("llama", 1), 1 << 20)
-    row = Row(prompts(1)[0].tolist(), 5, most=4)
+@pytest.mark.parametrize(
+    ("architecture", "length", "sizes"), [("llama", 5, {}), ("gpt_oss", 100, {"sliding_window": 8})]
+)
+def test_guesses_are_the_likeliest_tokens_of_the_draft(architecture, length, sizes):
+    """By its own code without a cache, of a row whose tokens are not those that were guessed.
+
+    Behind a long prompt a window has no token in front of those that it shows.
+    """
+    model, own = model_of(architecture), tiny_models.tiny_model(architecture, seed=1, **sizes)
+    draft = Draft(model, model_of(architecture, 1, **sizes), 1 << 20)
+    chance = torch.Generator().manual_seed(3)
+    row = Row(torch.randint(2, 90, (length,), generator=chance).tolist(), length, most=4)
     for more in ([], [3], [4, 5, 6], [7]):
         row.tokens += more
         tokens = [*row.tokens]

@@ -75,9 +75,9 @@ class Draft:
         return guesses
 
     def _begin(self, row: Row) -> _Cached:
-        """Reads all tokens but the last."""
+        """Reads all tokens; the first guess takes the last one back, behind which it begins."""
         ids, rows = torch.tensor([row.tokens]), Rows(self._draft)
-        reader = PromptReader(self._draft, ids, self._prompts, end=len(row.tokens) - 1)
+        reader = PromptReader(self._draft, ids, self._prompts)
         while reader.pieces:
             reader.read(self._called)
         kept = reader.kept
