@@ -105,7 +105,7 @@ class Batched:
         return (all_of_them - some) / (steps - before)
 
     def seconds(self, tokens: int) -> tuple[float, int]:
-        """Of an answer of so many tokens; and its steps."""
+        """Seconds of an answer of so many tokens, and its steps."""
         from support.guesses import Answered, settings
 
         started = time.process_time()
