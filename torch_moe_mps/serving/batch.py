@@ -566,19 +566,7 @@ class Batch:
         rows, ahead, _ = self._rows_to_guess(0)
         known = [1 + count for count in ahead]
         tokens = 1 + min(count + len(own) for count, own in zip(ahead, guesses, strict=True))
-        inputs = [
-            [*row.tokens[-count:], *own][:tokens]
-            for row, count, own in zip(rows, known, guesses, strict=True)
-        ]
-        if self._rows.is_full(tokens):
-            self._make_room(len(rows), 0, 0)
-        ids = torch.tensor([own + own[-1:] * (tokens - len(own)) for own in inputs]).to(self.model.device)
-        others = self._rows.arguments(tokens)  # may move the cache
-        if self._rows.are_states and tokens > min(known):
-            self._rows.hold()
-        out = self._called(self._rows.cache, input_ids=ids, **others)
-        firsts = self._rows.lengths
-        self._rows.advance(tokens)
+        firsts, out = self._compute_several(rows, known, guesses, tokens)
         made = verified([answer.chooser for answer in answers], out.logits, known, guesses)
         raise_fault()
         counts = [max(0, len(own) - 1) for own in made]
@@ -600,6 +588,25 @@ class Batch:
         for answer, reason in zip(answers, reasons, strict=True):
             if reason is not None:
                 self._end(answer, reason)
+
+    def _compute_several(
+        self, rows: list[Row], known: list[int], guesses: list[list[int]], tokens: int
+    ) -> tuple[list[int], Any]:
+        """Computes so many tokens of each row. Returns: places of the first, and what the model gives."""
+        inputs = [
+            [*row.tokens[-count:], *own][:tokens]
+            for row, count, own in zip(rows, known, guesses, strict=True)
+        ]
+        if self._rows.is_full(tokens):
+            self._make_room(len(rows), 0, 0)
+        ids = torch.tensor([own + own[-1:] * (tokens - len(own)) for own in inputs]).to(self.model.device)
+        others = self._rows.arguments(tokens)  # may move the cache
+        if self._rows.are_states and tokens > min(known):
+            self._rows.hold()
+        out = self._called(self._rows.cache, input_ids=ids, **others)
+        firsts = self._rows.lengths
+        self._rows.advance(tokens)
+        return firsts, out
 
     def _give_all(self, answer: _Answer, tokens: Sequence[int | Exception]) -> Reason | Exception | None:
         """Gives tokens to their job until the answer is complete. Returns: why it ends, if it does."""
