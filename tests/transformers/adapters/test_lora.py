@@ -187,8 +187,12 @@ def by_column(model: nn.Module) -> list[bool]:
 def test_columns_of_an_expert_lie_together(tmp_path):
     """After loading on either road, in another dtype, in a copy, and where a state is assigned."""
     packed, _ = both()
+    before = {name: {*vars(module)} for name, module in packed.named_modules() if name.endswith("experts")}
+    held = {name: packed.get_submodule(name) for name in before}
     model = adapted(packed)
+    assert all({*vars(held[name])} == before[name] for name in before)
     assert all(by_column(model)) and len(by_column(model)) == 4
+    assert all(tensor.is_contiguous() for tensor in model.state_dict().values())  # as safetensors wants it
     model.save_pretrained(tmp_path)
     for is_lean in (False, True):
         loaded = peft.PeftModel.from_pretrained(both()[0], tmp_path, low_cpu_mem_usage=is_lean)
@@ -221,15 +225,41 @@ def test_several_are_switched_and_disabled():
     assert len({tuple(each.flatten().tolist()) for each in packed}) == 3
 
 
+@pytest.mark.parametrize("options", [{"r": 257}, {"lora_bias": True}])
+def test_what_the_operator_does_not_compute(options):
+    """A rank above its bound, and a bias behind the second factor, are PEFT's own sums."""
+    packed, dense = (
+        adapted(model, target_modules=["q_proj", "o_proj"], **options) for model in both("llama")
+    )
+    for model in (packed, dense):
+        torch.manual_seed(2)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name and name.endswith("bias"):
+                nn.init.normal_(parameter)
+    close(output(packed, prompt()), output(dense, prompt()))
+
+
+@torch.no_grad()
+def test_rows_with_adapters_of_their_own():
+    results = []
+    for model in both("llama"):
+        several = adapted(model, target_modules=["q_proj", "o_proj"])
+        ids = prompt()[:1].expand(2, -1)
+        results.append(several(input_ids=ids, adapter_names=["default", "__base__"]).logits)
+    close(*results)
+    assert (results[0][0] - results[0][1]).abs().max() > 0.1
+
+
 def test_all_linear():
-    names = []
+    names, chosen = [], []
     for model in both():
         first = adapted(model, target_modules="all-linear")
         assert first.peft_config["default"].target_modules
         first.add_adapter("second", peft.LoraConfig(target_modules="all-linear", r=2))
         names.append([name for name, module in first.named_modules() if hasattr(module, "lora_A")])
         assert all("second" in first.get_submodule(name).lora_A for name in names[-1])
-    assert names[0] == names[1]
+        chosen.append(first.peft_config["second"].target_modules)
+    assert names[0] == names[1] and chosen[0] == chosen[1]
     assert not any("lm_head" in name for name in names[0])
 
 
