@@ -49,6 +49,13 @@ def test_answers_of_a_conversation(tmp_path):
     assert example.labels == masked and example.learnt == sum(right["assistant_masks"])
 
 
+def test_a_conversation_that_the_assistant_begins(tmp_path):
+    """No text asks for its first message, which has no loss."""
+    (example,) = read(tmp_path, {"messages": CHAT[1:]})
+    learnt = tokenizer().decode([label for label in example.labels if label >= 0])
+    assert learnt.replace(" ", "") == "so?long."
+
+
 def test_a_template_that_changes_earlier_answers(tmp_path):
     """The loss is on the last answer alone."""
     template = TEMPLATE.replace(

@@ -121,6 +121,22 @@ def test_losses_of_ones_own():
         assert all(is_close(a, b, 1e-5) for a, b in zip(gradients, expected, strict=True))
 
 
+@torch.no_grad()
+def test_parts_of_the_logits():
+    """Rows stay in chunks; a part of the vocabulary, or one index, is of the elements."""
+    ours, own = pair("qwen3_moe")
+    theirs = own(input_ids=IDS).logits
+    for index, stays in (
+        ((slice(1), slice(2, 9), slice(None)), True),
+        ((..., slice(5)), False),
+        ((slice(None), slice(None), slice(5)), False),
+        ((slice(None), 3), False),
+    ):
+        part = ours(input_ids=IDS, labels=LABELS).logits[index]
+        assert (type(part) is Logits) is stays
+        assert part.shape == theirs[index].shape and is_close(part + 0, theirs[index], 1e-5)
+
+
 def test_changed_in_place():
     ours, own = pair("qwen3_moe")
     with torch.no_grad():
