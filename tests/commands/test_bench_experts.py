@@ -45,7 +45,7 @@ def test_better_than_mixed_recipes_of_mlx_lm_in_as_many_bytes(measured):
             assert min(r[2] for r in ours) < 0.5 * row[2], name
 
 
-def test_beside_llama_cpp_alike_at_3_and_4_bits_and_ahead_at_5(measured):
+def test_beside_llama_cpp_alike_at_3_bits_behind_at_4_and_ahead_at_5(measured):
     """What the page says: the smallest loss in as many bytes as theirs, by importance."""
 
     def ratio(kind: str) -> float:
@@ -55,9 +55,9 @@ def test_beside_llama_cpp_alike_at_3_and_4_bits_and_ahead_at_5(measured):
         ]
         return min(row[2] for row in ours) / theirs[2]
 
-    assert 0.95 < ratio("Q3_K_M, attention Q6_K") < 1
-    assert 1 < ratio("IQ4_XS, attention Q6_K") < 1.06
-    assert 1 < ratio("Q4_K_S, attention Q6_K") < 1.06
+    assert 0.95 < ratio("Q3_K_M, attention Q6_K") < 1.05
+    assert 1.05 < ratio("IQ4_XS, attention Q6_K") < 1.12
+    assert 1.05 < ratio("Q4_K_S, attention Q6_K") < 1.12
     assert ratio("Q5_K_M") < 0.7
 
 
@@ -75,7 +75,7 @@ def test_superblocks_lose_less_than_groups_of_64_in_as_many_bytes(measured):
         assert own[0] < 1.001 * theirs[0] and own[1] < 1.001 * theirs[1], name
         assert own[2] < 0.92 * theirs[2] and own[3] < 0.99 * theirs[3], name
     q5_k, affine = (measured[name, EACH] for name in ("q5_k, attention 6", "5 bits, attention 6"))
-    assert q5_k[0] < 1.001 * affine[0] and 0.95 < q5_k[2] / affine[2] < 1
+    assert q5_k[0] < 1.001 * affine[0] and 0.8 < q5_k[2] / affine[2] < 0.9
 
 
 def test_recipes_with_a_name_lose_less_than_more_bits_everywhere(measured):

@@ -27,7 +27,7 @@ from support.serving import expected_text, letters, quantised, said
 from support.sweep import in_sweep
 
 from torch_moe_mps._install import install_command
-from torch_moe_mps.commands import early, main
+from torch_moe_mps.commands import early, main, serve
 from torch_moe_mps.commands import serving as serving_of_commands
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.sources import load
@@ -173,7 +173,7 @@ def test_prompts_are_kept_over_requests_and_restarts(checkpoint, tmp_path, compu
         assert ask(client, one, "next") <= 5 and ask(client, other, "next") <= 5
         assert ask(client, one, "more") <= 5
         stream = client.chat.completions.create(model=name, messages=said(first), max_tokens=99, stream=True)
-        next(iter(stream))
+        next(chunk for chunk in stream if chunk.choices[0].delta.content)
         stream.close()  # a client that goes leaves nothing half computed
         assert ask(client, other, "last") <= 5
     (tmp_path / "notes.txt").write_text("notes")
@@ -193,6 +193,14 @@ def test_prompts_are_kept_over_requests_and_restarts(checkpoint, tmp_path, compu
         assert ask(client, [], first + "when") == 46
     assert f"not kept on the disk: {tmp_path} has other files in it" in capsys.readouterr().err
     assert [*tmp_path.glob("*.txt")] == [tmp_path / "notes.txt"]
+
+
+def test_the_log_is_as_before():
+    logger = logging.getLogger("torch_moe_mps.serving")
+    before = [*logger.handlers], logger.propagate, logger.level
+    with serve._log("debug"):
+        assert not logger.propagate and len(logger.handlers) == 1 and logger.level == logging.DEBUG
+    assert ([*logger.handlers], logger.propagate, logger.level) == before
 
 
 def test_the_memory_of_kept_prompts_is_bounded(checkpoint, computed):

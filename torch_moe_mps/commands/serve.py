@@ -33,8 +33,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         from .serving import served_by
 
-        _log(options.log_level)
-        with served_by(options, media_of(options)) as served:
+        with _log(options.log_level), served_by(options, media_of(options)) as served:
             server = server_of(served, options)
             port = sockets[0].getsockname()[1]
             print(f"{served.name} answers at http://{_in_url(options.host)}:{port}/v1", file=sys.stderr)
@@ -122,10 +121,17 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _log(level: str) -> None:
-    """Lines of the server go to stderr."""
+@contextlib.contextmanager
+def _log(level: str) -> Iterator[None]:
+    """Block in which lines of the server go to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("torch_moe_mps.serving")
+    before = logger.handlers, logger.propagate, logger.level
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate, _ = before
+        logger.setLevel(before[2])
