@@ -95,7 +95,7 @@ def other_on_mps(architecture: str) -> nn.Module:
     others = {name: 64 for name, value in tiny_models.SIZES_OF_OTHERS.items() if value in (32, 48)}
     with tiny_models.groups_of_32(), tiny_models.sizes(**_WIDTHS | _WIDER.get(architecture, {})):
         model = tiny_models.other_model(architecture, others, **_WIDER_OTHERS.get(architecture, {}))
-    return model.to("mps", torch.bfloat16)
+    return tiny_models.as_loaded(model, torch.bfloat16).to("mps")
 
 
 def layers_of(model: nn.Module) -> tuple[nn.Module, str]:

@@ -52,8 +52,6 @@ OWN_CODE = {
     "mixtral": {"": 58},
     "qwen3_moe": {"": 72},
     "gpt_oss": {"sliding": 76, "full": 76},
-    "glm4_moe": {"dense": 42, "sparse": 80},
-    "deepseek_v3": {"dense": 64, "sparse": 102},
     "gemma4": {"sliding": 148, "full": 148},
     "qwen3_next": {"linear": 119, "full": 96},
 }
