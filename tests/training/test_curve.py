@@ -6,9 +6,8 @@ from torch_moe_mps.training.curve import loss_curve
 
 
 def points(picture: str) -> list[tuple[float, float]]:
-    (path,) = re.findall(r'points="([^"]+)"|d="([^"]+)"', picture)
-    numbers = [*map(float, re.findall(r"-?[0-9.]+", "".join(path)))]
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
+    (path,) = re.findall(r'points="([^"]+)"', picture)
+    return [(float(x), float(y)) for x, _, y in (pair.partition(",") for pair in path.split())]
 
 
 def test_points_are_proportional():

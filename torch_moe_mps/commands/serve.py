@@ -127,11 +127,11 @@ def _log(level: str) -> Iterator[None]:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("torch_moe_mps.serving")
-    before = logger.handlers, logger.propagate, logger.level
+    handlers, propagate, number = logger.handlers, logger.propagate, logger.level
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(level.upper())
     try:
         yield
     finally:
-        logger.handlers, logger.propagate, _ = before
-        logger.setLevel(before[2])
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(number)
