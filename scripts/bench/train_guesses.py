@@ -19,7 +19,6 @@ such layers of Llama. The layer has four experts of which a token takes two. --s
 import argparse
 import copy
 import json
-import math
 import random
 import time
 from pathlib import Path
@@ -33,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from support.trained import needed
 from support.trained_models import asked, dense
 from torch import Tensor
-from train_moe import texts, tokenizer_in
+from train_moe import share_of_rate, texts, tokenizer_in
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.modeling_layers import MtpModel
 
@@ -45,6 +44,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "usual": {"rows": 24, "length": 384, "answers": 384, "new": 224, "rate": 1e-3, "most": 100_000},
     "small": {"rows": 2, "length": 48, "answers": 2, "new": 8, "rate": 1e-3, "most": 2},
 }
+WARM_UP = 100  # steps with a rising rate
 AHEAD = 3  # guesses that it learns to make from its own states
 WEIGHTS = (1.0, 0.7, 0.5)  # of their losses
 KINDS = (
@@ -211,17 +211,11 @@ class Training:
         return loss, right
 
     def run(self, seconds: float) -> None:
-        """A step after another for so many seconds: a warm-up, then a cosine to a twentieth."""
+        """A step after another for so many seconds."""
         started, step = time.monotonic(), 0
         while (spent := time.monotonic() - started) < seconds and step < self.sizes["most"]:
-            part = spent / seconds
-            rate = (
-                self.sizes["rate"]
-                * min(1, (step + 1) / 100)
-                * (0.05 + 0.475 * (1 + math.cos(math.pi * part)))
-            )
             for group in self.optimiser.param_groups:
-                group["lr"] = rate
+                group["lr"] = self.sizes["rate"] * share_of_rate(step, WARM_UP, spent / seconds)
             loss, right = self.losses(self.rows(step))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
@@ -277,10 +271,7 @@ def measure(folder: Path, tokens: int) -> None:
 
     import torch_moe_mps  # the others run without it
 
-    made = checkpoint(folder)
-    layer = json.loads((made / "config.json").read_text())["num_hidden_layers"]
-    Glm4MoeForCausalLM._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layer}\..*"]
-    model = torch_moe_mps.from_pretrained(str(made), bits=8, group_size=32, dtype=torch.float32)
+    model = torch_moe_mps.from_pretrained(str(checkpoint(folder)), bits=8, group_size=32, dtype=torch.float32)
     model.generation_config.eos_token_id = 2
     tokenizer = tokenizer_in(folder / "tokenizer")
     print("| text | width | tokens | tokens a step | accepted | share | tokens/s by none |")

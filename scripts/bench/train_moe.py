@@ -146,6 +146,12 @@ def model_of(sizes: dict[str, Any], vocabulary: int) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(config)
 
 
+def share_of_rate(step: int, warm_up: int, part: float) -> float:
+    """Share of the highest learning rate: a warm-up, then a cosine to a twentieth; `part` of it is done."""
+    cosine = 0.05 + 0.475 * (1 + math.cos(math.pi * part))
+    return min(1, (step + 1) / warm_up) * cosine
+
+
 class Training:
     """A model in bfloat16, and float32 copies of its parameters, which the optimiser changes."""
 
@@ -185,10 +191,8 @@ class Training:
             self.optimiser.load_state_dict(optimiser)
 
     def rate(self) -> float:
-        """A warm-up, then a cosine to a twentieth."""
         part = self.step / self.sizes["steps"]
-        cosine = 0.05 + 0.475 * (1 + math.cos(math.pi * part))
-        return self.sizes["rate"] * min(1, (self.step + 1) / self.sizes["warm_up"]) * cosine
+        return self.sizes["rate"] * share_of_rate(self.step, self.sizes["warm_up"], part)
 
     def rows(self) -> torch.Tensor:
         """The text of a step, by its number alone."""
