@@ -531,8 +531,7 @@ class Batch:
             return None
         if self._chosen is not None:
             rows, ahead, room = self._rows_to_guess(1)
-            found = guesses.guess(rows, ahead, room) if guesses.is_cheap else guesses.pays(rows, room)
-            if not found:
+            if not guesses.may_pay(rows, ahead, room):
                 return None
             self._settle()
             if not self.answers:

@@ -57,7 +57,8 @@ def generate_batch(
             "lookup" takes them from repetitions in the conversations, "mtp" from layers that the checkpoint
             has for it, a small model of the same vocabulary generates them, a DFlash assistant makes a block
             of them, an object with `guess(rows)` and `accepted(rows, counts)` knows them
-            (`serving/guesses/source.py`). As many are guessed as the times of steps show to pay. Answers are
+            (`serving/guesses/source.py`); of a list of these, the first that has some. As many are guessed as
+            the times of steps show to pay, each source by what of its own held. Answers are
             those without guesses, drawn ones with a seed, too, up to rounding: kernels for several tokens
             add in another order. Of models whose conversations take turns, or that read a prompt in one
             call, none are guessed, and a line of the log says so.

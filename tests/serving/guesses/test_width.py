@@ -13,7 +13,7 @@ import pytest
 from measured.apple.tokens import TOKENS
 from simulator.apple.facts import GPUS, START_US
 
-from torch_moe_mps.serving.guesses.source import Row
+from torch_moe_mps.serving.guesses.source import Held, Row
 from torch_moe_mps.serving.guesses.width import MOST, Width
 
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
@@ -75,7 +75,7 @@ def conversation(
             width.verified(row, held, count)
             verified, wrong = verified + 1, wrong + (held == 0)
         else:
-            width.rested(row)
+            width.rested(row, 0)
         width.took([row], 1 + count, took, [1 + held])
         made += 1 + held
         seconds += took
@@ -120,7 +120,7 @@ def test_a_clock_that_is_wrong_at_first_makes_no_wrong_guess_pay():
             width.verified(row, 0, count)
             wrong += 1
         else:
-            width.rested(row)
+            width.rested(row, 0)
         width.took([row], 1 + count, seconds, [1])
     assert 0 < wrong <= 1 + (0.5 + 0.01 * 400) / 0.05
 
@@ -144,7 +144,8 @@ def test_a_width_that_is_fixed():
 
 
 def test_no_width_before_the_time_of_a_token_is_known():
-    width, row = Width(), Row([], 0, hits=9.0, tries=9.0)
+    width, row = Width(), Row([], 0)
+    row.held[0] = Held(9.0, 9.0)
     width.begin(row)
     for _ in range(4):
         assert width.best([row], [7]) == 0

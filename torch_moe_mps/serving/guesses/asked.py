@@ -11,7 +11,7 @@ from .draft import Draft
 from .guessing import Guessing
 from .lookup import Lookup
 from .mtp import Mtp
-from .source import FirstOf, Source
+from .source import Source
 from .width import MOST, Width
 
 
@@ -21,7 +21,7 @@ def guessing_of(
     """The guesses that somebody asks for.
 
     Args:
-        guesses: None for none, "lookup", "mtp", a list of both, a draft model or assistant, or a `Source`.
+        guesses: None for none, "lookup", "mtp", a draft model or assistant, a `Source`, or a list of these.
         prompts: of the model, that are kept.
         name: of who asks, for errors.
         width: how many tokens are guessed; None leaves it to the times of steps.
@@ -32,13 +32,12 @@ def guessing_of(
         raise ValueError(f"{name}: width must be from 1 to {MOST}, got {width}")
     if guesses is None:
         return None
-    return Guessing(model, _source_of(model, guesses, prompts, name), Width(width))
+    wanted = guesses if isinstance(guesses, list) else [guesses]
+    return Guessing(model, [_source_of(model, each, prompts, name) for each in wanted], Width(width))
 
 
 def _source_of(model: PreTrainedModel, guesses: Any, prompts: Prompts | None, name: str) -> Source:
     memory = 0 if prompts is None else prompts.memory
-    if guesses == [LOOKUP, MTP]:
-        return FirstOf(Lookup(prompts), Mtp(model, memory))
     if isinstance(guesses, str) and guesses == LOOKUP:
         return Lookup(prompts)
     if isinstance(guesses, str) and guesses == MTP:
@@ -52,6 +51,7 @@ def _source_of(model: PreTrainedModel, guesses: Any, prompts: Prompts | None, na
         return source
     got = repr(guesses) if isinstance(guesses, str) else f"a {type(guesses).__name__}"
     expected = (
-        f"None, {LOOKUP!r}, {MTP!r}, a draft model or assistant, or an object with guess() and accepted()"
+        f"None, {LOOKUP!r}, {MTP!r}, a draft model or assistant, an object with guess() and accepted(), "
+        "or a list of these"
     )
     raise ValueError(f"{name}: guesses must be {expected}, got {got}")

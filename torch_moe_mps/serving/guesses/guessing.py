@@ -1,8 +1,8 @@
-"""The guesses of a batch: asked of a source, as many as pay, and none where tokens cannot be taken back."""
+"""The guesses of a batch: asked of sources, as many as pay, and none where tokens cannot be taken back."""
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class Guessing:
-    """Asks a source for the guesses of a batch, and counts those that hold.
+    """Asks sources for the guesses of a batch, and counts those that hold.
 
     Args:
         model: that verifies the guesses.
-        source: of the guesses.
+        sources: of the guesses: each row has those of the first one that has some, and pays.
         width: chooses how many there are.
 
     Attributes:
@@ -33,21 +33,16 @@ class Guessing:
         seconds: that the last guesses took.
     """
 
-    def __init__(self, model: Any, source: Source, width: Width):
+    def __init__(self, model: Any, sources: Sequence[Source], width: Width):
         self.width, self.accepted, self.rejected, self.seconds = width, 0, 0, 0.0
-        self._source: Source | None = source
+        self._sources = dict(enumerate(sources))
         self._vocabulary = vocabulary_of(model)
         self._no_text = placeholders_of(model)
 
     @property
-    def is_cheap(self) -> bool:
-        return bool(getattr(self._source, "is_cheap", False))
-
-    @property
     def states(self) -> tuple[int, ...]:
-        """Numbers of the model's states that the source wants, side by side."""
-        wanted: tuple[int, ...] = getattr(self._source, "states", ())
-        return wanted
+        """Numbers of the model's states that sources want, side by side."""
+        return tuple(sorted({number for each in self._sources.values() for number in _states(each)}))
 
     def __str__(self) -> str:
         guessed = self.accepted + self.rejected
@@ -56,12 +51,21 @@ class Guessing:
 
     def give_up(self, reason: object) -> None:
         """Guesses nothing any more; a line of the log says why."""
-        self._source = None
+        self._sources.clear()
         logger.warning("torch_moe_mps: no tokens are guessed any more: %s", reason)
 
-    def pays(self, rows: Sequence[Row], room: Sequence[int]) -> bool:
-        """Whether guesses may pay of which nothing is known yet but how many each row may have."""
-        return self._source is not None and self.width.best(rows, room) > 0
+    def may_pay(self, rows: Sequence[Row], ahead: Sequence[int], room: Sequence[int]) -> bool:
+        """Whether the next step may have guesses, where the last tokens are not known yet.
+
+        Sources that are cheap are asked; of others, it is enough that as many as there is room for would pay.
+        """
+        none, cheap = {row: list[int]() for row in rows}, []
+        for number, source in self._sources.items():
+            if _is_cheap(source):
+                cheap.append(number)
+            elif self._best(rows, number, none, ahead, room) > 0:
+                return True
+        return self._of(rows, ahead, room, cheap) is not None
 
     def guess(self, rows: Sequence[Row], ahead: Sequence[int], room: Sequence[int]) -> list[list[int]] | None:
         """Guesses for each row, and how many tokens a step has; None where to guess none is faster.
@@ -70,25 +74,45 @@ class Guessing:
             ahead: how many tokens of each row are known behind the first of a step.
             room: how many guesses each row may have.
         """
-        source, width = self._source, 0
-        if source is not None:
-            width = self.width.best(rows, [*map(sum, zip(ahead, room, strict=True))])
-        if source is None or width == 0:
-            self._rest(rows)
-            return None
-        for row, known, most in zip(rows, ahead, room, strict=True):
-            row.most = max(0, min(most, width - known))
-        started, found = time.perf_counter(), None
-        with self._source_fails():
-            found = self._checked(source.guess(rows), rows)
-        if found is None:
-            return None
+        return self._of(rows, ahead, room, [*self._sources])
+
+    def _of(
+        self, rows: Sequence[Row], ahead: Sequence[int], room: Sequence[int], asked: Sequence[int]
+    ) -> list[list[int]] | None:
+        """Guesses of these sources: each is asked for the rows that have none yet."""
+        started, found = time.perf_counter(), {row: list[int]() for row in rows}
+        for number in asked:
+            left = [row for row in rows if not found[row]]
+            width = self._best(rows, number, found, ahead, room) if left else 0
+            if width == 0:
+                continue
+            for row, known, most in zip(rows, ahead, room, strict=True):
+                row.most = max(0, min(most, width - known))
+            with self._fails(number):
+                found |= zip(left, self._checked(self._sources[number].guess(left), left), strict=True)
         self.seconds = time.perf_counter() - started
-        width = self.width.best(rows, [known + len(own) for known, own in zip(ahead, found, strict=True)])
+        width = self.width.best(
+            rows, [known + len(found[row]) for row, known in zip(rows, ahead, strict=True)]
+        )
         if width == 0:
-            self._rest(rows)
+            for row in rows:
+                self._rest(row, self._sources)
             return None
-        return [own[: max(0, width - known)] for known, own in zip(ahead, found, strict=True)]
+        return [found[row][: max(0, width - known)] for row, known in zip(rows, ahead, strict=True)]
+
+    def _best(
+        self,
+        rows: Sequence[Row],
+        number: int,
+        found: Mapping[Row, list[int]],
+        ahead: Sequence[int],
+        room: Sequence[int],
+    ) -> int:
+        """The width that pays where a source guesses all that there is room for in rows without guesses."""
+        for row in rows:
+            row.source = row.source if found[row] else number
+        lengths = (len(found[row]) or most for row, most in zip(rows, room, strict=True))
+        return self.width.best(rows, [*map(sum, zip(ahead, lengths, strict=True))])
 
     def _checked(self, guesses: Any, rows: Sequence[Row]) -> list[list[int]]:
         """The guesses of a source, at most as many of each row as were asked for, up to one of an image.
@@ -101,9 +125,9 @@ class Guessing:
             raise ValueError(f"guesses must be tokens below {self._vocabulary}, got {wrong}")
         return [[*takewhile(lambda token: token not in self._no_text, own)] for own in made]
 
-    def _rest(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self.width.rested(row)
+    def _rest(self, row: Row, sources: Iterable[int]) -> None:
+        for source in sources:
+            self.width.rested(row, source)
 
     def verified(self, rows: Sequence[Row], held: Sequence[int], guesses: Sequence[Sequence[int]]) -> None:
         """Notes how many guesses of each row held."""
@@ -112,28 +136,52 @@ class Guessing:
             self.rejected += len(own) - count
             if own:
                 self.width.verified(row, count, len(own))
-        if self._source is not None:
-            with self._source_fails():
-                self._source.accepted(rows, held)
+                self._rest(row, self._sources.keys() - {row.source})
+        for number, source in [*self._sources.items()]:
+            with self._fails(number):
+                source.accepted(rows, held)
 
     def computed(self, rows: Sequence[Row], firsts: Sequence[int], states: Tensor) -> None:
         """Hands on the model's states [B, T, H] of tokens of each row, from its place of `firsts` on."""
-        with self._source_fails():
-            for number, (row, first) in enumerate(zip(rows, firsts, strict=True)):
-                told(self._source, "computed")(row, first, states[number : number + 1])
+        wanted = self.states
+        each = states.chunk(len(wanted), -1)
+        for number, source in [*self._sources.items()]:
+            if not (own := _states(source)):
+                continue
+            parts = states if own == wanted else torch.cat([each[wanted.index(state)] for state in own], -1)
+            with self._fails(number):
+                for place, (row, first) in enumerate(zip(rows, firsts, strict=True)):
+                    told(source, "computed")(row, first, parts[place : place + 1])
 
     def left(self, row: Row) -> None:
-        """Tells the source that the answer of a row has ended."""
-        with self._source_fails():
-            told(self._source, "left")(row)
+        """Tells the sources that the answer of a row has ended."""
+        for number, source in [*self._sources.items()]:
+            with self._fails(number):
+                told(source, "left")(row)
 
     @contextmanager
-    def _source_fails(self) -> Iterator[None]:
-        """Block of a source: what it raises ends guesses, and no answer."""
+    def _fails(self, number: int) -> Iterator[None]:
+        """Block of a source: what it raises ends its guesses, and no answer."""
         try:
             with as_errors():
                 yield
         except torch.AcceleratorError:  # whatever the GPU computes is wrong then
             raise
         except Exception as error:
-            self.give_up(f"{type(error).__name__}: {first_line(error)}")
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            source = self._sources.pop(number)
+            if not self._sources:
+                self.give_up(reason)
+                return
+            kind = type(source).__name__
+            logger.warning("torch_moe_mps: %s guesses no tokens any more: %s", kind, reason)
+
+
+def _is_cheap(source: Source) -> bool:
+    return bool(getattr(source, "is_cheap", False))
+
+
+def _states(source: Source) -> tuple[int, ...]:
+    """Numbers of the model's states that a source wants."""
+    wanted: tuple[int, ...] = getattr(source, "states", ())
+    return wanted

@@ -1,10 +1,21 @@
 """The protocol of what guesses tokens, and the conversations that it guesses for."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
+
+@dataclass
+class Held:
+    """Running counts of guesses that were verified.
+
+    Attributes:
+        hits, tries: the model's own tokens among them, and all.
+    """
+
+    hits: float = 0.0
+    tries: float = 0.0
 
 
 @dataclass(eq=False)
@@ -16,7 +27,8 @@ class Row:
         prompt: how many of them are the prompt's.
         likely: tokens that the answer probably has, in their order, such as the text that it changes.
         most: how many tokens may be guessed now.
-        hits, tries: running counts of guesses that were verified: the model's own tokens among them, and all.
+        source: the number of the source that is asked, or whose guesses these are.
+        held: the counts of each source, by its number.
         budget: time that guesses may lose before they have to gain, in tokens.
     """
 
@@ -24,8 +36,8 @@ class Row:
     prompt: int
     likely: list[int] = field(default_factory=list)
     most: int = 0
-    hits: float = 0.0
-    tries: float = 0.0
+    source: int = 0
+    held: defaultdict[int, Held] = field(default_factory=lambda: defaultdict(Held))
     budget: float = 0.0
 
 
@@ -53,30 +65,3 @@ class Source(Protocol):
 def told(source: Source | None, name: str) -> Any:
     """A method of a source; one that does nothing where it has none."""
     return getattr(source, name, lambda *_: None)
-
-
-class FirstOf:
-    """A `Source` of several: each row has the guesses of the first that has some."""
-
-    def __init__(self, *sources: Source):
-        self._sources = sources
-        (self.states,) = {states for each in sources if (states := getattr(each, "states", ()))}
-
-    def guess(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
-        found: dict[Row, Sequence[int]] = {}
-        for source in self._sources:
-            left = [row for row in rows if not found.get(row)]
-            found.update(zip(left, source.guess(left), strict=True))
-        return [found[row] for row in rows]
-
-    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        for source in self._sources:
-            source.accepted(rows, counts)
-
-    def computed(self, row: Row, first: int, states: Tensor) -> None:
-        for source in self._sources:
-            told(source, "computed")(row, first, states)
-
-    def left(self, row: Row) -> None:
-        for source in self._sources:
-            told(source, "left")(row)

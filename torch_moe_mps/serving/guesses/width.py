@@ -1,10 +1,11 @@
 """How many tokens are guessed: as many as give the most tokens a second, by the times of steps so far."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 from ...transformers.attention.attention import MOST_TOKENS
-from .source import Row
+from .source import Held, Row
 
 MOST = MOST_TOKENS - 1  # a step has a token that is known in front of the guesses
 _LEAST_GAIN = 1.02  # in tokens a second, for which tokens are guessed
@@ -36,7 +37,7 @@ class Width:
         self._seconds: dict[tuple[int, int], float] = {}  # {(rows, tokens of each): the mean of a step}
         self._counts: dict[tuple[int, int], int] = {}
         self._left = _LOSS  # for the next conversation
-        self._hits, self._tries = 0.0, 0.0  # over all rows
+        self._held: defaultdict[int, Held] = defaultdict(Held)  # counts of each source, over all rows
 
     def begin(self, row: Row) -> None:
         """A conversation begins."""
@@ -104,18 +105,19 @@ class Width:
     def verified(self, row: Row, held: int, guessed: int) -> None:
         """Notes how many guesses of a row held, up to the first that did not."""
         tried = held + (held < guessed)
-        row.hits, row.tries = _REMAINS * row.hits + held, _REMAINS * row.tries + tried
-        self._hits, self._tries = _REST * self._hits + held, _REST * self._tries + tried
+        for counts, remains in ((row.held[row.source], _REMAINS), (self._held[row.source], _REST)):
+            counts.hits, counts.tries = remains * counts.hits + held, remains * counts.tries + tried
 
-    def rested(self, row: Row) -> None:
-        """Notes that guesses of a row were not verified: it forgets, so that they are tried again."""
-        row.hits, row.tries = _REST * row.hits, _REST * row.tries
-        self._hits, self._tries = _REST * self._hits, _REST * self._tries
+    def rested(self, row: Row, source: int) -> None:
+        """Notes that guesses of a source were not verified: it is forgotten, so that they are tried again."""
+        for counts in (row.held[source], self._held[source]):
+            counts.hits, counts.tries = _REST * counts.hits, _REST * counts.tries
 
     def _rate(self, row: Row) -> float:
-        """The part of a row's guesses that hold, as far as is known."""
-        of_all = (self._hits + _WEIGHT * _PRIOR) / (self._tries + _WEIGHT)
-        return (row.hits + _WEIGHT * of_all) / (row.tries + _WEIGHT)
+        """The part of a row's guesses of its source that hold, as far as is known."""
+        own, others = row.held[row.source], self._held[row.source]
+        of_all = (others.hits + _WEIGHT * _PRIOR) / (others.tries + _WEIGHT)
+        return (own.hits + _WEIGHT * of_all) / (own.tries + _WEIGHT)
 
     def _predicted(self, many: int, tokens: int) -> float:
         """Seconds of a step: of its kind, or along the line through the nearest ones."""
