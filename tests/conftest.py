@@ -29,7 +29,6 @@ SIMULATED = sys.platform != "darwin"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kept", action="store_true", help="do not run what passed before (support/kept.py)")
     parser.addoption("--operators", default="", help="no cases of operators but these, joined by commas")
     parser.addoption("--slow-fails", action="store_true", help="a slow test fails unless it says why")
 
@@ -50,10 +49,8 @@ def pytest_configure(config):
     gc.disable()  # until all is imported: half a million objects that stay
     # Before test modules are imported: torch remembers for the whole process whether MPS was there when first
     # asked.
-    if SIMULATED and install_error(config) is None and config.getoption("kept"):
-        from support.kept import Kept
-
-        config.pluginmanager.register(Kept())
+    if SIMULATED:
+        install_error(config)
 
 
 def pytest_generate_tests(metafunc):

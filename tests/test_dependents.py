@@ -79,7 +79,7 @@ def test_what_all_operators_share_has_the_tests_of_all(file):
 @pytest.mark.parametrize(
     ("file", "tests"),
     [
-        ("docs/mlx.md", {"test_documents.py", "test_kept.py", "transformers/checkpoints/test_mlx.py"}),
+        ("docs/mlx.md", {"test_documents.py", "transformers/checkpoints/test_mlx.py"}),
         ("CHANGELOG.md", {"test_documents.py", "host/test_wheel.py", "commands/test_readme.py"}),
         ("scripts/demo", {"commands/test_demo.py"}),
         ("scripts/make/make_api.py", {"test_documents.py"}),

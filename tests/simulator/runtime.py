@@ -42,7 +42,6 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_advance_clock.argtypes = [ctypes.c_double]
     library.simulator_use_stream.argtypes = [ctypes.c_int64]
     library.simulator_live_buffers.restype = ctypes.c_size_t
-    library.simulator_made_buffers.restype = ctypes.c_uint64
     library.simulator_live_objects.restype = ctypes.c_long
     return library
 
@@ -205,11 +204,6 @@ def commits() -> int:
 def live_buffers() -> int:
     """How many MTLBuffers exist: to find leaks."""
     return _runtime().simulator_live_buffers()
-
-
-def made_buffers() -> int:
-    """How many MTLBuffers this process has made: whether a piece of code uses the device."""
-    return _runtime().simulator_made_buffers()
 
 
 def live_objects() -> int:

@@ -83,9 +83,6 @@ Memory::~Memory() {
 size_t live_buffers() {
   return buffers;
 }
-uint64_t made_buffers() {
-  return next_identity - 1;
-}
 size_t live_bytes() {
   return bytes_alive;
 }

@@ -531,9 +531,6 @@ size_t simulator_live_buffers(void) {
   simulator::wait_for_handlers();
   return simulator::live_buffers();
 }
-uint64_t simulator_made_buffers(void) {
-  return simulator::made_buffers();
-}
 long simulator_live_objects(void) {
   simulator::wait_for_handlers();
   return simulator::live_objects();

@@ -36,6 +36,5 @@ void* simulator_contents(const void* buffer);
 // How often host code has committed the stream.
 uint64_t simulator_commits(void);
 size_t simulator_live_buffers(void);
-uint64_t simulator_made_buffers(void);
 long simulator_live_objects(void);
 }

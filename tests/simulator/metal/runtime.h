@@ -49,7 +49,6 @@ void buffer_release(void* buffer);
 void* buffer_contents(const void* buffer);
 std::shared_ptr<Memory> buffer_memory(const void* buffer);  // null unless it is a live MTLBuffer
 size_t live_buffers();
-uint64_t made_buffers();  // since the process began
 size_t live_bytes();
 
 // --- commands (commands.cpp)
