@@ -269,7 +269,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--guesses": {
         "metavar": f"{LOOKUP}|{MTP}|{NO_GUESSES}|MODEL",
         "help": "tokens that are guessed: from repetitions in the text, by layers of the checkpoint, "
-        "none, or those of a small model ({})",
+        "none, or those of a small model or an assistant ({})",
     },
     "--draft": {"action": _Gone, "help": argparse.SUPPRESS},
     "--prompt-lookup": {"action": _Gone, "help": argparse.SUPPRESS},

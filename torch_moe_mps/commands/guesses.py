@@ -7,10 +7,12 @@ from typing import Any
 from .._text import first_line
 from ..serving.guesses import LOOKUP, MTP
 from ..serving.guesses.asked import guessing_of
+from ..serving.guesses.dflash import is_dflash, require_assistant
 from ..serving.guesses.guessing import Guessing
 from ..serving.prompts import Prompts
 from ..serving.speculation import Speculation
-from ..transformers.mtp import has_mtp, require_mtp
+from ..transformers.checkpoints.source import Source
+from ..transformers.mtp import has_mtp, recipe_of_last_layer, require_mtp
 from .arguments import NO_GUESSES
 from .sources import folder_of, loading_options, tokenizer_of
 
@@ -30,8 +32,8 @@ def guesses_of(
         return None
     if options.guesses in (LOOKUP, MTP):
         return guessing_of(model, options.guesses, prompts, "--guesses")
-    draft, draft_folder = _draft(options, device)
-    if _differ(options, model, folder, draft, draft_folder):
+    draft, draft_folder = _draft(options, model, device)
+    if not is_dflash(draft.config) and _differ(options, model, folder, draft, draft_folder):
         raise ValueError(f"--guesses must be a model with the tokens of {folder}, got {options.guesses}")
     return guessing_of(model, draft, prompts, "--guesses")
 
@@ -63,19 +65,29 @@ def speculation_of(options: argparse.Namespace, model: Any, folder: str, device:
     if options.guesses == MTP:
         require_mtp(model)
         return Speculation({"use_mtp": True})
-    draft, draft_folder = _draft(options, device)
+    draft, draft_folder = _draft(options, model, device)
     arguments: dict[str, Any] = {"assistant_model": draft}
-    if _differ(options, model, folder, draft, draft_folder):
+    if is_dflash(draft.config):
+        arguments["speculation_type"] = "dflash"
+    elif _differ(options, model, folder, draft, draft_folder):
         own, other = (tokenizer_of(name, options.trust_remote_code) for name in (folder, draft_folder))
         arguments |= {"tokenizer": own, "assistant_tokenizer": other}
     return Speculation(arguments)
 
 
-def _draft(options: argparse.Namespace, device: str) -> tuple[Any, str]:
+def _draft(options: argparse.Namespace, model: Any, device: str) -> tuple[Any, str]:
+    """The model or assistant of --guesses, and its folder. A dense assistant is quantised as the model's
+    last layer, and computes with the model's states in their dtype.
+    """
     from ..transformers.loading import from_pretrained
 
-    folder = folder_of(options.guesses)
-    return from_pretrained(folder, device_map=device, **loading_options(options)), folder
+    folder, how = folder_of(options.guesses), loading_options(options)
+    about = Source(folder, how)
+    if is_dflash(about.config):
+        require_assistant(model, about.config)
+        format = None if about.stored else recipe_of_last_layer(model).linears
+        how |= {"dtype": model.dtype, **({} if format is None else format.to_dict())}
+    return from_pretrained(folder, device_map=device, **how), folder
 
 
 def _differ(options: argparse.Namespace, model: Any, folder: str, draft: Any, draft_folder: str) -> bool:

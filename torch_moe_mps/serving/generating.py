@@ -25,6 +25,7 @@ from .speculation import Speculation
 from .stand_in import call_generate, turned, turning
 
 _OF_TEXT = ("token_type_ids", "mm_token_type_ids")  # all zeros where there is only text
+_FROM_STATES = ("use_mtp", "speculation_type")  # settings of transformers' guesses from a model's states
 # Inputs that are images or sound.
 _IMAGES = re.compile("pixel_|image_|video_|audio_|input_features")
 
@@ -174,7 +175,10 @@ def images_of(model: Any, given: dict[str, Any]) -> Images | None:
 
 
 def can_be_kept(model: Any, given: dict[str, Any]) -> bool:
-    """Whether a request is one sequence, without padding, in a cache that grows."""
+    """Whether a request is one sequence, without padding, in a cache that grows.
+
+    transformers' guesses from states of the model read those of the whole prompt, which none are kept of.
+    """
     config = copy.deepcopy(given.get("generation_config") or model.generation_config)
     config.update(**{name: value for name, value in given.items() if hasattr(config, name)})
     mask, beside = given.get("attention_mask"), _beside_tokens(given)
@@ -188,6 +192,7 @@ def can_be_kept(model: Any, given: dict[str, Any]) -> bool:
         and config.use_cache is not False
         and (config.num_beams or 1) == 1
         and (config.num_return_sequences or 1) == 1
+        and not any(getattr(config, name, None) for name in _FROM_STATES)
         and model._supports_default_dynamic_cache()
         and hands_cache_on(model)
         and not model.config.is_encoder_decoder

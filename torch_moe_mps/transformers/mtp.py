@@ -76,12 +76,12 @@ def _read(own: Any, model: Any, device_map: Any, others: dict[str, Any]) -> Any:
     else:
         # Without the conversions of the model's own format: the layers are as they came.
         result = own(seen_with(model, _weight_conversions=None), device_map, **others).eval()
-        quantize_model(result.layers, _recipe_of(model), progress=False)
+        quantize_model(result.layers, recipe_of_last_layer(model), progress=False)
     accelerate(result.layers)
     return result
 
 
-def _recipe_of(model: Any) -> Recipe:
+def recipe_of_last_layer(model: Any) -> Recipe:
     """The formats of a model's last layer."""
     formats = _formats(model.get_decoder().layers[-1])
     return Recipe(formats.get("experts"), formats.get("linears"))
@@ -184,7 +184,7 @@ def converted_mtp(source: str, model: Any, packed: dict[str, dict[str, str]]) ->
     if next(_files(source, model), None) is None:
         return
     model = _counted(model, source)
-    before, recipe = _packed_in(source), _recipe_of(model)
+    before, recipe = _packed_in(source), recipe_of_last_layer(model)
     if before or recipe == Recipe(None):
         packed.update(before)
         yield from mtp_tensors(source, model)

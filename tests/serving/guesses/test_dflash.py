@@ -1,31 +1,18 @@
 """Guesses of an assistant that makes a block of tokens: those of all states at once."""
 
+import copy
+
 import pytest
 import torch
 from support import tiny_models
+from support.dflash import BLOCK, LAYERS, MASK, assistant_of
 from support.guesses import Answered, Partly, prompts, settings
 from support.models import eager
 
 import torch_moe_mps
 from torch_moe_mps.serving.guesses.dflash import DFlash
 
-dflash = pytest.importorskip("transformers.models.muse_glimmer_assistant")
 DFlashCache = pytest.importorskip("transformers.cache_utils").DFlashCache
-BLOCK, MASK, LAYERS = 6, 3, [0, 1]
-
-
-def assistant_of(model, **sizes):
-    own = model.config
-    config = dflash.MuseGlimmerAssistantConfig(
-        **{
-            "hidden_size": own.hidden_size, "intermediate_size": 32, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"], "block_size": BLOCK,
-            "mask_token_id": MASK, "target_layer_ids": LAYERS,
-        } | sizes
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return dflash.MuseGlimmerAssistantModel(config).eval()
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +57,16 @@ def guessed(own, assistant, tokens: list[int], end: int, count: int) -> list[int
 
 
 @pytest.mark.slow("answers of two models, and each step's guesses by transformers' code")
-def test_guesses_are_those_of_transformers(models):
+@pytest.mark.parametrize("is_accelerated", [False, True])
+def test_guesses_are_those_of_transformers(models, is_accelerated):
     """Where some held before, or none, beyond the assistant's window; answers are those without."""
     model, own, assistant = models
-    many = prompts(2)
+    many, asked = prompts(2), assistant
     plain = Answered(model, many, [settings(14)] * 2)
-    watched = Watched(DFlash(model, assistant), many, plain.answers)
+    if is_accelerated:
+        asked = copy.deepcopy(assistant)
+        assert "attention" in str(torch_moe_mps.accelerate(asked))
+    watched = Watched(DFlash(model, asked), many, plain.answers)
     found = Answered(model, many, [settings(14)] * 2, watched, width=4)
     assert found.answers == plain.answers and found.batch.guesses.accepted > 4 and len(watched.seen) > 8
     for tokens, end, guesses in watched.seen:

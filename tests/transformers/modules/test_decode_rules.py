@@ -203,6 +203,7 @@ OWN_CALLS = {
     "float64": lambda q, k, cos: ((q.double(), k.double(), cos.double(), cos.double()), {}),
     "two dtypes": lambda q, k, cos: ((q, k.double(), cos, cos), {}),
     "by name": lambda q, k, cos: ((), {"q": q, "k": k, "cos": cos, "sin": cos}),
+    "fewer queries than keys": lambda q, k, cos: ((q[:, :, -2:], k, cos, cos), {}),
     "no keys": lambda q, k, cos: ((q, None, cos, cos), {}),
     "other option": lambda q, k, cos: ((q, k, cos[0], cos[0]), {"unsqueeze_dim": 0}),
     "one batch's table": lambda q, k, cos: ((q, k, cos[0], cos[0]), {}),

@@ -42,7 +42,7 @@ def _source_of(model: PreTrainedModel, guesses: Any, prompts: Prompts | None, na
         return Lookup(prompts)
     if isinstance(guesses, str) and guesses == MTP:
         return Mtp(model, memory)
-    if isinstance(guesses, PreTrainedModel) and is_dflash(guesses):
+    if isinstance(guesses, PreTrainedModel) and is_dflash(guesses.config):
         return DFlash(model, guesses)
     if isinstance(guesses, PreTrainedModel):
         return Draft(model, guesses, memory)

@@ -19,9 +19,19 @@ from .source import Row
 _WAITING = 512  # states of a row that wait until some tokens are guessed; more are read at once
 
 
-def is_dflash(model: Any) -> bool:
-    """Whether a model is such an assistant."""
-    return all(hasattr(model.config, name) for name in ("block_size", "mask_token_id", "target_layer_ids"))
+def is_dflash(config: Any) -> bool:
+    """Whether a model's config is one of such an assistant."""
+    return all(hasattr(config, name) for name in ("block_size", "mask_token_id", "target_layer_ids"))
+
+
+def require_assistant(model: PreTrainedModel, config: Any) -> None:
+    """Raises: ValueError for the config of an assistant of another model."""
+    own = model.config.get_text_config(decoder=True)
+    deepest, layers = max(config.target_layer_ids) + 1, own.num_hidden_layers
+    if config.hidden_size != own.hidden_size or deepest > layers or config.mask_token_id >= own.vocab_size:
+        expected = f"of a model of {layers} layers, {own.hidden_size} wide, and {own.vocab_size} tokens"
+        got = f"{deepest} layers, {config.hidden_size}, and mask token {config.mask_token_id}"
+        raise ValueError(f"moe_mps::guesses: an assistant must be {expected}, got {got}")
 
 
 @dataclass(eq=False)
@@ -54,17 +64,8 @@ class DFlash:
     """
 
     def __init__(self, model: PreTrainedModel, assistant: PreTrainedModel):
-        config, own = assistant.config, model.config.get_text_config(decoder=True)
-        deepest, layers = max(config.target_layer_ids) + 1, own.num_hidden_layers
-        if (
-            config.hidden_size != own.hidden_size
-            or deepest > layers
-            or config.mask_token_id >= own.vocab_size
-        ):
-            expected = f"of a model of {layers} layers, {own.hidden_size} wide, and {own.vocab_size} tokens"
-            got = f"{deepest} layers, {config.hidden_size}, and mask token {config.mask_token_id}"
-            raise ValueError(f"moe_mps::guesses: an assistant must be {expected}, got {got}")
-        self.states = tuple(layer + 1 for layer in config.target_layer_ids)
+        require_assistant(model, assistant.config)
+        self.states = tuple(layer + 1 for layer in assistant.config.target_layer_ids)
         self._model, self._assistant = model, assistant
         self._read: WeakKeyDictionary[Row, _Read] = WeakKeyDictionary()
 
