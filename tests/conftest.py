@@ -135,11 +135,11 @@ def simulated(request):
 
 @pytest.fixture
 def few_formats(monkeypatch) -> None:
-    """Random calls have few formats and two dtypes, as each further one is compiled for them alone."""
-    from support import any_arguments, quantized_layers
+    """Random calls have two formats and two dtypes, as each further one is compiled for them alone."""
+    from support import any_arguments, quantized_layers, values
 
-    monkeypatch.setattr(any_arguments, "EVERY_FORMAT", quantized_layers.ALWAYS)
-    monkeypatch.setattr(any_arguments, "DTYPES", (torch.float32, torch.bfloat16))
+    monkeypatch.setattr(any_arguments, "EVERY_FORMAT", quantized_layers.ALWAYS[:2])
+    monkeypatch.setattr(any_arguments, "DTYPES", values.IN_TURN)
 
 
 @pytest.fixture

@@ -469,7 +469,7 @@ def test_tensors_of_other_dtypes(device, name):
         _, allowed, _ = refusal(name, good | {argument: value.to(torch.complex64)}, device)
         assert words(value.dtype) in allowed.split(" or ")
         assert allowed in (*ALLOWED, words(value.dtype))
-        for dtype in {torch.float32, torch.float16, torch.int16, torch.int32, torch.uint8} - {value.dtype}:
+        for dtype in {torch.float32, torch.bfloat16, torch.int16, torch.int32, torch.uint8} - {value.dtype}:
             found = refusal(name, good | {argument: value.to(dtype)}, device)
             if words(dtype) not in allowed.split(" or "):
                 assert found == (argument, allowed, words(dtype))

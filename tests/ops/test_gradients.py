@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.oracles_experts import dequantise
 from support.oracles_operators import clamped
+from support.sweep import in_sweep
 from torch import Tensor
 
 from torch_moe_mps.ops._formats import Format
@@ -15,7 +16,10 @@ from torch_moe_mps.ops._registry import WITH_BACKWARD
 from torch_moe_mps.ops._sample import Sample
 from torch_moe_mps.ops._samples import packet
 
-FORMS = ("affine4_64", "affine3_32", "mxfp4", "nvfp4", "q4_k", "q6_k", "iq2_xs", "q8_0")
+FORMS = in_sweep(
+    ("affine4_32", "affine3_32", "mxfp4", "nvfp4", "q4_k", "q6_k", "iq2_xs", "q8_0"),
+    ("affine4_32", "affine3_32", "mxfp4", "nvfp4", "q4_k"),
+)
 # 8 and -1 are no experts; 1, 2, 4 and 6 have no pair.
 IDS = torch.tensor([[0, 7], [3, 8], [5, 3], [-1, 3], [0, 3]])
 
@@ -73,7 +77,7 @@ def test_of_experts(device, form, per_pair):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("per_pair", [False, True])
 def test_of_dense_experts(device, per_pair, transposed):
-    s = sample("affine4_64")
+    s = sample("affine4_32")
     weight, dy = s.values(s.E, s.I, s.H), s.values(5, 2, s.I)
     x = s.values(5, *(2,) * per_pair, s.H)
     stored = weight.mT.contiguous() if transposed else weight
@@ -95,7 +99,7 @@ def factors(s: Sample, rank: int = 3) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("per_pair", [False, True], ids=["of tokens", "of pairs"])
 def test_of_an_adapter_of_experts(device, per_pair, listed):
     """By float64's autograd, of the factors taken apart as PEFT does it."""
-    s = sample("affine4_64")
+    s = sample("affine4_32")
     x, added = s.values(5, *(2,) * per_pair, s.H), s.values(5, 2, s.I)
     dy, tensors = s.values(5, 2, s.I), (added, x, *factors(s))
     leaves = [tensor.clone().to(device).requires_grad_() for tensor in tensors]
@@ -113,7 +117,7 @@ def test_of_an_adapter_of_experts(device, per_pair, listed):
 
 
 def test_of_a_weighted_sum(device):
-    s = sample("affine4_64")
+    s = sample("affine4_32")
     weights, slots, dy = s.values(5, 2), s.values(5, 2, s.H), s.values(5, s.H)
     leaves = [tensor.to(device).requires_grad_() for tensor in (weights, slots)]
     packet("moe_weighted_reduce")(*leaves).backward(dy.to(device))
@@ -124,7 +128,7 @@ def test_of_a_weighted_sum(device):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_of_an_activation(device, interleaved):
     """Where a clamp takes another value the gradient is zero, at its limit it is not."""
-    s = sample("affine4_64")
+    s = sample("affine4_32")
     rows, dy = 4 * s.values(5, 2, 64), s.values(5, 2, 32)
     rows[0, 0, :8] = 7.0
     leaf = rows.to(device).requires_grad_()
@@ -140,7 +144,7 @@ def test_of_an_activation(device, interleaved):
 
 def test_of_a_stack_that_is_stored_the_other_way(simulated):
     """Its memory is [E, inputs, rows], whatever the argument says: it is read where it lies."""
-    s = sample("affine4_64")
+    s = sample("affine4_32")
     stored, x = s.values(s.E, s.H, s.I), s.values(5, s.H)
     matrices = torch.cat((stored.mT.double(), torch.zeros(1, s.I, s.H)))
     right = torch.einsum("th,tknh->tkn", x.double(), matrices[of_pairs(s.E)])
@@ -157,9 +161,9 @@ def as_mlx(tensor: Tensor) -> mx.array:
 
 @pytest.mark.parametrize("ids", [None, IDS.clamp(0, 7)], ids=["quantized_matmul", "gather_qmm"])
 def test_as_mlx_has_them(ids):
-    s, form = sample("affine4_64"), "affine4_64"
+    s, form = sample("affine4_32"), "affine4_32"
     weight = s.quantized("", s.I, s.H, () if ids is None else (s.E,))
-    x, options = s.values(5, s.H), {"transpose": True, "group_size": 64, "bits": 4}
+    x, options = s.values(5, s.H), {"transpose": True, "group_size": 32, "bits": 4}
     arrays = [as_mlx(tensor) for tensor in weight.values()]
 
     def theirs(rows: mx.array) -> mx.array:
@@ -183,8 +187,8 @@ def test_as_mlx_has_them(ids):
 def test_in_bfloat16(operator):
     """The error is at most 1.2 of that of a dense product with the values rounded to bfloat16."""
     s, form = (
-        Sample("cpu", torch.bfloat16, format=Format.named("affine4_64"), tokens=64, wider=4),
-        "affine4_64",
+        Sample("cpu", torch.bfloat16, format=Format.named("affine4_32"), tokens=64, wider=4),
+        "affine4_32",
     )
     experts = () if operator == "linear_quantized" else (s.E,)
     weight = s.quantized("", s.I, s.H, experts)
@@ -206,19 +210,19 @@ def test_in_bfloat16(operator):
 
 
 def test_a_frozen_layer_saves_no_input():
-    s, saved = sample("affine4_64"), []
+    s, saved = sample("affine4_32"), []
     weight = s.quantized("", s.I, s.H, ())
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        packet("linear_quantized")(s.values(5, s.H).requires_grad_(), *weight.values(), None, "affine4_64")
+        packet("linear_quantized")(s.values(5, s.H).requires_grad_(), *weight.values(), None, "affine4_32")
     assert not saved
 
 
 @pytest.mark.parametrize("operator", sorted(WITH_BACKWARD))
 def test_no_second_derivative(operator):
-    s = sample("affine4_64")
+    s = sample("affine4_32")
     calls = {
-        "linear_quantized": lambda x: (x, *s.quantized("", s.I, s.H, ()).values(), None, "affine4_64"),
-        "expert_qmm": lambda x: (x, *s.quantized("", s.I, s.H).values(), IDS, "affine4_64"),
+        "linear_quantized": lambda x: (x, *s.quantized("", s.I, s.H, ()).values(), None, "affine4_32"),
+        "expert_qmm": lambda x: (x, *s.quantized("", s.I, s.H).values(), IDS, "affine4_32"),
         "expert_mm": lambda x: (x, s.values(s.E, s.I, s.H), IDS),
         "expert_lora": lambda x: (s.values(5, 2, s.I), x, *factors(s), IDS, s.E),
         "moe_weighted_reduce": lambda x: (x, s.values(5, s.H, 3)),
@@ -234,7 +238,7 @@ def test_no_second_derivative(operator):
 
 def test_compiled():
     """Forward and backward of a frozen layer and of experts are one graph each, with equal results."""
-    s, form = sample("affine4_64"), "affine4_64"
+    s, form = sample("affine4_32"), "affine4_32"
     linear, experts = s.quantized("", s.H, s.H, ()), s.quantized("", s.I, s.H)
 
     def run(x: Tensor, dense: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -254,8 +258,8 @@ def test_compiled():
 
 @pytest.mark.parametrize("argument", ["scales", "biases", "bias"])
 def test_other_gradients_fail_by_name(argument):
-    s = sample("affine4_64")
-    arguments = {"x": s.values(5, s.H), **s.quantized("", s.I, s.H), "ids": IDS, "format": "affine4_64"}
+    s = sample("affine4_32")
+    arguments = {"x": s.values(5, s.H), **s.quantized("", s.I, s.H), "ids": IDS, "format": "affine4_32"}
     arguments["bias"] = s.values(s.E, s.I)
     arguments[argument].requires_grad_()
     out = packet("expert_qmm")(**arguments)
@@ -266,8 +270,8 @@ def test_other_gradients_fail_by_name(argument):
 
 
 def test_beside_other_arguments_they_fail_by_name():
-    s = sample("affine4_64")
+    s = sample("affine4_32")
     x, weight = s.values(5, s.H).requires_grad_(), s.quantized("", s.I, s.H, ())
-    out = packet("linear_quantized")(x, *weight.values(), None, "affine4_64", norm_weight=s.values(s.H))
+    out = packet("linear_quantized")(x, *weight.values(), None, "affine4_32", norm_weight=s.values(s.H))
     with pytest.raises(RuntimeError, match="backward is not implemented with norm_weight"):
         out.sum().backward()

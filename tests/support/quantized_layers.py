@@ -27,8 +27,8 @@ ONE_BIT = tuple(f"affine1_{group_size}" for group_size in (32, 64, 128))  # not 
 EVERY_FORMAT = (*ALL_FORMATS, *ONE_BIT, *GGUF_FORMATS)
 
 # One format of each way of storing a weight; what is left of them is for the sweep.
-ALWAYS = ("affine4_64", "mxfp4", "q4_k")
-ALWAYS_OF_GGUF = ("q4_k", "iq2_xs")
+ALWAYS = ("affine4_32", "mxfp4", "q4_k")
+ALWAYS_OF_GGUF = ("q4_k", "q8_0", "iq2_xs")
 
 
 def each(formats):
