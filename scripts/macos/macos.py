@@ -153,8 +153,11 @@ def system_library() -> Path:
     return partial.replace(folder / "libSystem.tbd")
 
 
-def compile_all(sources: Sequence[Path], wheel: Path) -> list[Path]:
-    """Objects for arm64-macos, with setup.py's language flags and the C++ version that torch asks for."""
+def compile_all(sources: Sequence[Path] | None, wheel: Path) -> list[Path]:
+    """Objects for arm64-macos, with setup.py's language flags and the C++ version that torch asks for.
+
+    Those of the package (None) share precompiled headers; others include what they use.
+    """
     standard = max(re.findall(r"-std=c\+\+(\d\d)", (wheel / "utils/cpp_extension.py").read_text()))
     command = [zig() / "zig", "c++", "-target", TARGET, f"-std=c++{standard}", "-g0"]
     command += ["-O0", "-fno-sanitize=undefined"]  # the code is not run; zig would sanitise it
@@ -167,9 +170,10 @@ def compile_all(sources: Sequence[Path], wheel: Path) -> list[Path]:
 
     # One process compiles, the others wait and find the objects.
     with locked(objects / "build"), ThreadPoolExecutor(os.cpu_count()) as pool:
-        command += precompiled(command, wheel.parent.name, objects)
-        units = together(sources, 2, objects)
-        return list(pool.map(lambda unit: compile_once(unit, command, wheel.parent.name, objects), units))
+        if sources is None:
+            command += precompiled(command, wheel.parent.name, objects)
+            sources = together(sorted(SOURCES.rglob("*.mm")), 2, objects)
+        return list(pool.map(lambda unit: compile_once(unit, command, wheel.parent.name, objects), sources))
 
 
 def link(objects: Sequence[Path], wheel: Path, target: Path) -> None:
@@ -226,17 +230,16 @@ def check_names(objects: Sequence[Path]) -> tuple[int, list[str]]:
     return len(sent), faults
 
 
-def build(version: str, target: Path) -> Path:
-    """The package's extension for one version of torch, as `target`."""
+def build(version: str, target: Path, sources: Sequence[Path] | None = None) -> Path:
+    """An extension of sources (by default the package's) for one version of torch, as `target`."""
     wheel = torch_wheel(version)
-    link(compile_all(sorted(SOURCES.rglob("*.mm")), wheel), wheel, target)
+    link(compile_all(sources, wheel), wheel, target)
     return target
 
 
 def check(version: str, sources: Sequence[Path] | None = None) -> Result:
     """Compile, link and check the sources (by default the package's) for one version of torch."""
     started = time.monotonic()
-    sources = sorted(SOURCES.rglob("*.mm")) if sources is None else sources
     wheel = torch_wheel(version)
     objects = compile_all(sources, wheel)
     with tempfile.TemporaryDirectory() as scratch:
@@ -244,7 +247,8 @@ def check(version: str, sources: Sequence[Path] | None = None) -> Result:
         link(objects, wheel, library)
         bound, missing = check_symbols(library)
     selectors, unknown = check_names(objects)
-    return Result(version, len(sources), bound, selectors, missing + unknown, time.monotonic() - started)
+    files = len([*SOURCES.rglob("*.mm")] if sources is None else sources)
+    return Result(version, files, bound, selectors, missing + unknown, time.monotonic() - started)
 
 
 def main() -> int:

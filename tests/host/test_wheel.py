@@ -22,23 +22,47 @@ import macos
 MINORS = ("2.13", "2.14")
 
 
+SMALL = """
+#include <string>
+namespace at::mps { class MPSStream; MPSStream* getCurrentMPSStream(); }
+extern "C" void* PyInit__C() { return at::mps::getCurrentMPSStream(); }
+std::string text(long number) { return std::to_string(number); }
+"""
+
+
 @pytest.fixture(scope="module")
 def extension(tmp_path_factory) -> Path:
-    """The extension for the torch of the tests, from the objects that the check for macOS compiles, too."""
+    """An extension of one small source for the torch of the tests."""
+    folder = tmp_path_factory.mktemp("macos")
+    source = folder / "small.mm"
+    source.write_text(SMALL)
+    return macos.build(macos.DEFAULT, folder / "_C_torch2_13.so", [source])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The package's extension, from the objects that the check for macOS compiles, too."""
     return macos.build(macos.DEFAULT, tmp_path_factory.mktemp("macos") / "_C_torch2_13.so")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def wheel(tmp_path_factory, extension) -> Path:
     """Of one torch's extension under two names: a wheel for as many versions."""
+    return wheel_of(extension, tmp_path_factory)
+
+
+def wheel_of(extension: Path, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     other = shutil.copy(extension, extension.with_name("_C_torch2_14.so"))
     return build_wheel.assemble(installed.wheel(tmp_path_factory), [extension, Path(other)], folder)
 
 
 @pytest.mark.sweep
-def test_the_wheel(wheel):
+def test_the_wheel(whole, tmp_path_factory):
+    """The cross-compile job of CI builds one of the whole extension for every change, too."""
+    wheel = wheel_of(whole, tmp_path_factory)
     build_wheel.check_wheel(wheel, MINORS)
+    check_symbols(whole)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
@@ -90,11 +114,15 @@ def test_wheels_that_must_not_be_published(wheel, tmp_path, tmp_path_factory):
     refused(changed, "wheel unpack .* failed(.|\n)*No hash found for file 'torch_moe_mps/more.py'")
 
 
-def test_the_extension_is_for_every_python(extension):
-    """It imports symbols only of torch, Objective-C, C and C++: the linker names the library of each."""
+def check_symbols(extension: Path) -> None:
+    """Symbols are those of torch, Objective-C, C and C++ alone: the linker names the library of each."""
     assert build_wheel.library_faults(extension) == []
     symbols = macos.run([macos.tool("llvm-nm"), "-m", "-u", extension], "listing symbols")
     assert "(from libtorch_cpu)" in symbols and "Py" not in re.sub(r"__Z\S*", "", symbols)
+
+
+def test_an_extension_for_every_python(extension):
+    check_symbols(extension)
 
 
 @pytest.fixture(scope="module")
