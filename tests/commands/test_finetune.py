@@ -304,8 +304,8 @@ def test_learns_a_fact(smollm2, tmp_path, capsys):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("method", ["dpo", "grpo"])
-def test_preferences_and_rewards(method, folder, tmp_path, capsys):
-    """An adapter that has learnt, which another command takes; a training that was ended goes on."""
+def test_preferences_and_rewards(method, folder, tmp_path, monkeypatch, capsys):
+    """An adapter that has learnt, which another command takes; a training that was ended gives the same."""
     rows = [{"prompt": f"abc{a}", "chosen": "hijk", "rejected": "kjih"} for a in "defg"] * 2
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "reward.py").write_text(
@@ -325,6 +325,24 @@ def test_preferences_and_rewards(method, folder, tmp_path, capsys):
     asked = ["generate", folder / "model", "--adapter", tmp_path / "adapter", "--raw", "-p", "abc"]
     assert main([*map(str, [*asked, "--max-tokens", 3, "--device", "cpu"])]) == 0
     assert "by " + method in capsys.readouterr().out
+
+    def show(*words, **_):
+        if str(words[0]).startswith("step 2 "):
+            signal.raise_signal(signal.SIGINT)
+
+    ended = tmp_path / "ended"
+    given[given.index(tmp_path / "adapter")] = ended
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "print", show, raising=False)
+        assert main([*map(str, [*given, "--steps", 4])]) == 130
+    assert not (ended / "adapter_model.safetensors").exists()
+    assert main([*map(str, [*given, "--steps", 4, "--resume"])]) == 0
+    assert "step 3 of 4" not in (shown := capsys.readouterr().out) and "step 4 of 4" in shown
+    resumed = load_file(ended / "adapter_model.safetensors")
+    assert resumed.keys() == tensors.keys()
+    assert all(torch.equal(resumed[name], tensors[name]) for name in tensors)
+    curve = json.loads((ended / "finetune.json").read_text())["curve"]
+    assert [row["loss"] for row in curve] == [row["loss"] for row in about["curve"]]
 
 
 @pytest.mark.parametrize(
