@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,10 +56,11 @@ class _Kept(NamedTuple):
     samples: list[bytes]  # and as it was
     beside: list[weakref.ref]  # the memory of scales and biases: another may lie at the same address
 
-    def is_current(self, weight: QuantizedWeight) -> bool:
+    def is_current(self, now: list[Any]) -> bool:
+        """Whether the weight is as it was when it was decoded; `now` are its changes."""
         return (
             None not in [ref() for ref in self.beside]
-            and self.changes == changes(weight)
+            and self.changes == now
             and self.samples == [memory.tobytes() for memory in self.memories]
         )
 
@@ -77,15 +78,36 @@ def decoded(weight: QuantizedWeight) -> Tensor:
     kept = _current(weight)
     if kept is not None:
         return kept
+    return _decoded_anew(weight, _place(weight)) if weight.packed.is_cpu else weight.values(slice(None))
+
+
+def decoded_experts(weight: QuantizedWeight) -> Callable[[int], Tensor]:
+    """The matrices of a stack in float32, by number; nobody may write to them."""
     if not weight.packed.is_cpu:
-        return weight.values(slice(None))
+        return weight.values
+    found, place, now = _KEPT.get(weight.packed.untyped_storage(), {}), _place(weight), _versions(weight)
+
+    def matrix(expert: int) -> Tensor:
+        kept = found.get((*place, expert))
+        if kept is not None and now is not None and kept.is_current(now):
+            return kept.values
+        part = weight.map(itemgetter(expert))
+        if kept is not None and now is None and kept.is_current(changes(part)):
+            return kept.values
+        return _decoded_anew(part, (*place, expert))
+
+    return matrix
+
+
+def _decoded_anew(weight: QuantizedWeight, place: tuple) -> Tensor:
+    """The values, which are kept at a place of the memory of the codes if that is allowed."""
     before = changes(weight)
     memories = [np.asarray(_Memory(tensor)) for tensor in weight if tensor is not None]
     samples = [memory.tobytes() for memory in memories]
     values = _decode(weight)
-    if _found(weight) is not None or _takes(values.nbytes):
+    if place in _KEPT.get(weight.packed.untyped_storage(), ()) or _takes(values.nbytes):
         beside = [tensor.untyped_storage() for tensor in (weight.scales, weight.biases) if tensor is not None]
-        _keep(weight, _Kept(values, before, memories, samples, [*map(weakref.ref, beside)]))
+        _keep(weight, place, _Kept(values, before, memories, samples, [*map(weakref.ref, beside)]))
     return values
 
 
@@ -111,7 +133,7 @@ def _may_keep(weight: QuantizedWeight) -> bool:
 def _current(weight: QuantizedWeight) -> Tensor | None:
     """Values that are kept for a weight, if it is as it was when they were decoded."""
     kept = _found(weight) if weight.packed.is_cpu else None
-    return kept.values if kept is not None and kept.is_current(weight) else None
+    return kept.values if kept is not None and kept.is_current(changes(weight)) else None
 
 
 def _found(weight: QuantizedWeight) -> _Kept | None:
@@ -142,10 +164,16 @@ def _place(weight: QuantizedWeight) -> tuple:
 def changes(tensors: Iterable[Tensor | None]) -> list[Any]:
     """Numbers that differ once one of the tensors has been written in place."""
     present = [tensor for tensor in tensors if tensor is not None]
+    versions = _versions(present)
+    return [_sums(tensor) for tensor in present] if versions is None else versions
+
+
+def _versions(tensors: Iterable[Tensor | None]) -> list[Any] | None:
+    """Torch's counts of writes in place; None for tensors of inference mode, which have none."""
     try:
-        return [tensor._version for tensor in present]
-    except RuntimeError:  # in inference mode
-        return [_sums(tensor) for tensor in present]
+        return [tensor._version for tensor in tensors if tensor is not None]
+    except RuntimeError:
+        return None
 
 
 def _sums(tensor: Tensor) -> bytes:
@@ -172,9 +200,9 @@ def _takes(nbytes: int) -> bool:
     return getattr(_here, "keeps", True) and _bytes + nbytes <= memory()
 
 
-def _keep(weight: QuantizedWeight, kept: _Kept) -> None:
+def _keep(weight: QuantizedWeight, place: tuple, kept: _Kept) -> None:
     global _bytes
-    storage, place = weight.packed.untyped_storage(), _place(weight)
+    storage = weight.packed.untyped_storage()
     with _lock:
         of_storage = _KEPT.get(storage)
         if of_storage is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ._checks import MAX_EXPERTS
 from ._registry import Backward, operator
 from ._sample import Calls, Changes
-from .experts import IDS, Groups, Product, grouped_product, project_slots
+from .experts import IDS, Product, project_slots
 
 MAX_RANK = 256  # the inner products of a tile stay in threadgroup memory
 _FACTORS = "a[_, H] b[N, _]:a"
@@ -59,7 +59,7 @@ def _of_expert(factor: Tensor, experts: int, is_b: bool) -> Product:
         matrices = factor.float().unflatten(1, (-1, experts)).permute(2, 1, 0)  # [E, r, N]
     else:
         matrices = factor.float().unflatten(0, (experts, -1)).mT  # [E, H, r]
-    return lambda rows, groups: grouped_product(rows, groups, matrices.__getitem__, matrices.shape[2])
+    return Product(matrices.__getitem__, matrices.shape[2])
 
 
 def _inner(x: Tensor, a: Tensor, ids: Tensor, experts: int) -> Tensor:
@@ -177,17 +177,10 @@ def expert_lora_backward(
     """
     inner = _inner(x, a, ids, experts)
     matrices = b.float().unflatten(1, (-1, experts)).permute(2, 0, 1)  # [E, N, r]
-
-    def transposed(rows: Tensor, groups: Groups) -> Tensor:
-        return grouped_product(rows, groups, matrices.__getitem__, matrices.shape[2])
-
-    own = project_slots(dy.float(), ids, (experts, len(a) // experts), transposed, None) * scaling
-    of_a = a.float().unflatten(0, (experts, -1))  # [E, r, H]
-
-    def back(rows: Tensor, groups: Groups) -> Tensor:
-        return grouped_product(rows, groups, of_a.__getitem__, a.shape[1])
-
-    dx = project_slots(own, ids, (experts, a.shape[1]), back, None)
+    of_b = Product(matrices.__getitem__, matrices.shape[2])
+    own = project_slots(dy.float(), ids, (experts, len(a) // experts), of_b, None) * scaling
+    of_a = Product(a.float().unflatten(0, (experts, -1)).__getitem__, a.shape[1])  # [E, r, H]
+    dx = project_slots(own, ids, (experts, a.shape[1]), of_a, None)
     outer = torch.ops.moe_mps.expert_outer
     da = outer(own, x.float(), ids, experts).flatten(0, 1)
     db = outer(dy.float(), inner, ids, experts).permute(2, 0, 1).flatten(0, 1) * scaling

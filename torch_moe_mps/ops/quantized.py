@@ -1,12 +1,10 @@
 """The experts with weights in the formats of _formats.py."""
 
-from operator import itemgetter
-
 import torch
 from torch import Tensor
 
 from ._activations import Activation
-from ._decoded import decoded
+from ._decoded import decoded_experts
 from ._formats import TENSORS, Format, QuantizedWeight, Weight
 from ._registry import Backward, operator
 from ._sample import Calls, Changes
@@ -14,11 +12,9 @@ from .combine import ExpertSum
 from .experts import (
     AROUND,
     IDS,
-    Groups,
     Mlp,
     Product,
     combine_experts,
-    grouped_product,
     project_slots,
 )
 from .linear import check_packed_mlp, mlp_outputs, packed_mlp
@@ -28,11 +24,8 @@ from .routing import GROUP_SCORES, SCORINGS, Router
 
 def _quantized_product(weight: QuantizedWeight) -> Product:
     """The product with a quantised stack, in float32; experts are dequantised one at a time."""
-
-    def matrix(expert: int) -> Tensor:
-        return decoded(weight.map(itemgetter(expert))).t()
-
-    return lambda rows, groups: grouped_product(rows.float(), groups, matrix, weight.packed.shape[1])
+    matrix = decoded_experts(weight)
+    return Product(lambda expert: matrix(expert).t(), weight.packed.shape[1], in_float32=True)
 
 
 def _check_expert_qmm_transposed(check, dy, packed, scales, biases, ids, format, sums):
@@ -67,10 +60,7 @@ def expert_qmm_transposed(
     """
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
     shape = packed.shape[0], weight.format.columns(packed.shape[2])
-
-    def product(rows: Tensor, groups: Groups) -> Tensor:
-        return grouped_product(rows, groups, lambda e: decoded(weight.map(itemgetter(e))), shape[1])
-
+    product = Product(decoded_experts(weight), shape[1])
     out = project_slots(dy.float(), ids, shape, product, None)
     return (out.sum(1) if sums else out).to(dy.dtype)
 
