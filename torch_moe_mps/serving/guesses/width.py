@@ -1,6 +1,5 @@
 """How many tokens are guessed: as many as give the most tokens a second, by the times of steps so far."""
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -26,14 +25,19 @@ class Width:
     """Chooses how many tokens are guessed for each row, from 0.
 
     A conversation pays for guesses that do not hold from a budget of its own. It begins with what those
-    before it have left, so that all together lose no more than each could alone.
+    before it have left, so that all together lose no more than each could alone. Several share what a
+    step of theirs gains and loses: it is as wide as most tokens a second want it, whichever rows have them.
 
     Args:
         fixed: as many always; None leaves it to the times.
+
+    Attributes:
+        is_even: all rows of a step have as many tokens as the one with the fewest; else those that have fewer
+            are filled up.
     """
 
     def __init__(self, fixed: int | None = None):
-        self.fixed = fixed
+        self.fixed, self.is_even = fixed, False
         self._seconds: dict[tuple[int, int], float] = {}  # {(rows, tokens of each): the mean of a step}
         self._counts: dict[tuple[int, int], int] = {}
         self._left = _LOSS  # for the next conversation
@@ -44,27 +48,26 @@ class Width:
         row.budget = max(0.0, self._left)
 
     def best(self, rows: Sequence[Row], found: Sequence[int]) -> int:
-        """How many tokens of each row a step has behind the first; 0 where guesses do not pay.
-
-        A step moves all rows on by the fewest tokens that hold for a row.
+        """How many tokens a step has behind the first of each row, at most; 0 where guesses do not pay.
 
         Args:
             found: how many tokens each row can have.
         """
-        most = min(MOST, *found)
+        most = min(MOST, (min if self.is_even else max)(found))
         if self.fixed is not None:
             return min(most, self.fixed)
         many, plain = len(rows), self._seconds.get((len(rows), 1))
         if plain is None or self._counts[many, 1] <= _SAMPLES:
             return 0
-        rate, budget = math.prod(map(self._rate, rows)), min(row.budget for row in rows)
+        rates, budget = [*map(self._rate, rows)], min(row.budget for row in rows)
         most = min(most, max(tokens for of, tokens in self._seconds if of == many))  # one more than before
         best, highest = 0, _LEAST_GAIN / plain
         for width in range(1, most + 1):
             seconds = self._predicted(many, 1 + width)
-            steps = sum(rate**n for n in range(width + 1))
-            if steps / seconds > highest and seconds / plain - 1 <= budget:
-                best, highest = width, steps / seconds
+            pairs = zip(rates, found, strict=True)
+            tokens = sum(rate**n for rate, own in pairs for n in range(min(width, own) + 1)) / many
+            if tokens / seconds > highest and seconds / plain - 1 <= budget:
+                best, highest = width, tokens / seconds
         return best
 
     def took(self, rows: Sequence[Row], tokens: int, seconds: float, made: Sequence[int]) -> None:
@@ -78,10 +81,10 @@ class Width:
         count = self._counts[kind] = self._counts.get(kind, 0) + 1
         if (plain := self._seconds.get((many, 1))) is not None:
             usual = self._predicted(many, tokens) if count <= _SAMPLES else self._seconds[kind]
-            took = min(seconds, 2 * usual) / plain
-            for row, new in zip(rows, made, strict=True):
-                gained = 0.0 if tokens == 1 else new - took if new > 1 else min(new - took, -_LEAST_LOSS)
-                change = _SHARE * new + gained
+            took, new = min(seconds, 2 * usual) / plain, sum(made) / many
+            gained = 0.0 if tokens == 1 else new - took if new > 1 else min(new - took, -_LEAST_LOSS)
+            change = _SHARE * new + gained
+            for row in rows:
                 row.budget = min(_MOST_LOSS, row.budget + change)
                 self._left = min(_LOSS, self._left + change)
         self._note(kind, seconds)

@@ -63,11 +63,13 @@ class Made(CacheLayerMixin):
         pools_padding: it makes one entry of several tokens, padding among them.
         is_first: its methods stand in for those of `plain`, too.
         made_again: attributes that copies, pickles and rows make again.
+        needs_order: attention sees its tokens by their order: they lie in it.
     """
 
     pools_padding = False
     is_first = False
     made_again: tuple[str, ...] = ()
+    needs_order = False
     plain: Any
     bits: int | None
     keys: Any
@@ -237,6 +239,7 @@ class GrowingWindow(Growing, DynamicSlidingWindowLayer):
     """A layer that holds a sliding window, which moves on in its memory."""
 
     holds_latents = False
+    needs_order = True
 
     def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         window = self.sliding_window

@@ -4,10 +4,16 @@ Row b has the last `lengths[b]` tokens in front of a common end, and a range of 
 conversation is read alone, in a cache of its own, and then copied in: recurrent states are exact, and nothing
 is padded. Memory has spare rows, so that a join copies one row; who leaves gives its place to the last row.
 
+Rows that lose different numbers of tokens keep a common end: a row that loses more moves by the difference.
+Layers whose attention needs the order of tokens move all that they show; in others, as many of the row's
+first tokens go behind its last ones.
+
 The layers stay what they are: a tensor with a memory (`growing`) has tokens, which end at the common end; any
 other one is a state of each row. Shapes: B rows, S tokens.
 """
 
+from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +66,7 @@ class Rows:
         self.cache: DynamicCache | None = None
         self.lengths: list[int] = []
         self._device, self._moved = model.device, list[int]()
+        self._order: list[deque[int]] = []  # tokens of each row, as they lie in layers of any order
         config = model.config.get_text_config(decoder=True)
         together = {name: getattr(config, name, None) or 1 for name in _TOGETHER}
         self._refused = next(
@@ -101,7 +108,7 @@ class Rows:
         _check(cache)
         held = [] if self.cache is None else [LayerState(layer) for layer in self.cache.layers]
         before, values = {**vars(self)}, [state.values() for state in held]
-        self.lengths, self._moved = [*self.lengths], [*self._moved]
+        self.lengths, self._moved, self._order = [*self.lengths], [*self._moved], [*self._order]
         try:
             self._join(cache, moved)
         except BaseException:
@@ -123,13 +130,15 @@ class Rows:
                 _join(layer, one, end)
         self.lengths.append(length)
         self._moved.append(moved)
+        self._order.append(deque(range(length)))
         self._changed()
 
     def leave(self, row: int) -> None:
         """Gives a row up: the last one takes its number and its place."""
         assert self.cache is not None
         last = len(self) - 1
-        for of_rows in (self.lengths, self._moved):
+        lists: tuple[list[Any], ...] = self.lengths, self._moved, self._order
+        for of_rows in lists:
             of_rows[row] = of_rows[last]
             del of_rows[last]
         if last == 0:
@@ -142,7 +151,10 @@ class Rows:
     def alone(self, row: int) -> DynamicCache:
         """A copy of one row: the cache of a conversation."""
         assert self.cache is not None
-        layers = [_alone(layer, row, self.lengths[row]) for layer in self.cache.layers]
+        order, places = [*self._order[row]], None
+        if any(token != place for place, token in enumerate(order)):
+            places = torch.tensor(order).argsort().to(self._device)
+        layers = [_alone(layer, row, self.lengths[row], places) for layer in self.cache.layers]
         return copy_of_cache(self.cache, layers)
 
     def arguments(self, tokens: int = 1) -> dict[str, Any]:
@@ -169,6 +181,8 @@ class Rows:
 
     def advance(self, tokens: int = 1) -> None:
         """Counts the tokens of each row that a call has added to the cache."""
+        for order, length in zip(self._order, self.lengths, strict=True):
+            order.extend(range(length, length + tokens))
         self.lengths = [length + tokens for length in self.lengths]
         self._positions = self._positions + tokens
         self._left -= tokens
@@ -180,33 +194,58 @@ class Rows:
             {n: state.clone() for n, state in _states(layer).items()} for layer in self.cache.layers
         ]
 
-    def take_back(self, tokens: int) -> None:
+    def take_back(self, tokens: Sequence[int]) -> None:
         """Undoes the last tokens of each row, for which there was room: the others are as they were.
 
-        Where there are states that hold all tokens, these are all tokens since `hold`.
+        Rows may lose different numbers of those that the last call has added. Where there are states that
+        hold all tokens, a row loses all since `hold`, or none.
         """
         assert self.cache is not None
-        self.advance(-tokens)
+        end, least = self.end, min(tokens)
+        for order, count in zip(self._order, tokens, strict=True):
+            for _ in range(count):
+                order.pop()
+        self.lengths = [length - count for length, count in zip(self.lengths, tokens, strict=True)]
+        self._left += least
+        behind = {row: count - least for row, count in enumerate(tokens) if count > least}
         for layer in self.cache.layers:
-            take_back(layer, tokens, self.end)
+            take_back(layer, least, self.end, end - least - self.end)
+            for row, count in behind.items():
+                _move(layer, row, count, self.lengths[row])
+        for row, count in behind.items():
+            self._order[row].rotate(-min(count, self.lengths[row]))
+        if behind:
+            self._place()
+        else:
+            self._positions = self._positions - least
+        self._restore([row for row, count in enumerate(tokens) if count > 0])
+
+    def _restore(self, rows: list[int]) -> None:
+        """Gives rows the states that are held."""
+        assert self.cache is not None
         for layer, held in zip(self.cache.layers, self._held, strict=False):
             for name, state in _states(layer).items():
-                state.copy_(held[name])
+                for row in rows:
+                    state[row].copy_(held[name][row])
         self._held = []
 
     def _changed(self) -> None:
-        """Makes the masks and positions of other rows, on the device: between such changes none is copied."""
+        """Notes that there are other rows, or that they lie in other memory."""
         assert self.cache is not None
-        first = torch.tensor([self.end - length for length in self.lengths], dtype=torch.int32)
-        ranges = torch.stack((first, torch.full_like(first, NO_END)), 1)
-        positions = [[n + moved] for n, moved in zip(self.lengths, self._moved, strict=True)]
-        self._range = ranges.to(self._device)
-        self._positions = torch.tensor(positions).to(self._device)
         self._left = min((_room(layer) for layer in self.cache.layers), default=1)
         self.are_states = any(map(_states, self.cache.layers))
-        if len(self) > 1:  # one size for all, so that their strides stay
-            while self._context < self.end + self._left:
-                self._context *= 2
+        while self._context < self.end + self._left:  # one size for all, so that strides of masks stay
+            self._context *= 2
+        self._place()
+
+    def _place(self) -> None:
+        """Makes the masks and positions of rows, on the device: until rows move, none is copied."""
+        places = [
+            [self.end - n, NO_END, n + moved] for n, moved in zip(self.lengths, self._moved, strict=True)
+        ]
+        of_rows = torch.tensor(places).to(self._device)
+        self._range, self._positions = of_rows[:, :2].int(), of_rows[:, 2:].contiguous()
+        if len(self) > 1:
             shown = torch.arange(self._context, device=self._device) >= self._range[:, :1]
             if shown.stride() != (self._context, 1):
                 shown = shown.contiguous()
@@ -225,17 +264,34 @@ def forgetting(cache: DynamicCache) -> str | None:
     return None if kind is None else f"a {kind} has states that hold all tokens"
 
 
-def take_back(layer: Any, tokens: int, end: int) -> None:
-    """Shows the tokens of a layer but for the last ones, for which there was room.
+def take_back(layer: Any, tokens: int, end: int, first: int = 0) -> None:
+    """Shows the tokens of a layer but for the last ones, for which there was room, and some first ones.
 
     Args:
         end: how many tokens the longest row has then. In front of those that a window shows, memory has
             those that it has moved on from.
     """
     for held in _memories(layer):
-        behind, shown = held.start + held.tokens - tokens, layer.shown(end, held.tokens - tokens)
+        behind, shown = held.start + held.tokens - tokens, layer.shown(end, held.tokens - tokens - first)
         _show(layer, held._replace(start=behind - shown, tokens=shown))
     _count(layer, end)
+
+
+def _move(layer: Any, row: int, by: int, length: int) -> None:
+    """Moves a row of so many tokens to the end of a layer, from where it ends so many tokens before."""
+    for held in _memories(layer):
+        end = held.start + held.tokens
+        if layer.needs_order:
+            count = min(held.tokens, length)
+            first = end - by - count
+        else:
+            count = min(by, length)
+            first = end - by - length
+        for part in parts(held.memory):
+            moved = part[row, ..., first : first + count, :]
+            if first + count > end - count:
+                moved = moved.clone()
+            part[row, ..., end - count : end, :] = moved
 
 
 def make_room(layer: Any, rows: int, tokens: int) -> None:
@@ -394,13 +450,21 @@ def _leave(layer: Any, row: int, last: int, end: int) -> None:
     _count(layer, end)
 
 
-def _alone(layer: Any, row: int, length: int) -> Any:
+def _alone(layer: Any, row: int, length: int, places: Tensor | None) -> Any:
+    """A copy of one row of a layer.
+
+    Args:
+        places: of its tokens in layers of any order; None where they lie in their order.
+    """
     one = copy_of_layer(layer)
     for held in _memories(layer):
         tokens = min(held.tokens, length)
         end, room = held.start + held.tokens, layer.room_for(tokens)
         base = _larger(held.memory, 1, tokens + room)
         _write(base, 0, tokens, held._replace(start=end - tokens, tokens=tokens), row)
+        if places is not None and not layer.needs_order:
+            for part in parts(base):
+                part[..., :tokens, :] = part[..., :tokens, :].index_select(-2, places)
         _put(one, held, base, 1, 0, tokens)
     for name, state in _states(layer).items():
         LayerState(one).put({name: state[row : row + 1].clone()})
