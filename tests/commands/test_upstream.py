@@ -63,7 +63,7 @@ def test_requirements_that_are_not_met():
     ]
 
 
-@pytest.mark.slow("starts a process that imports torch and runs a model")
+@pytest.mark.sweep
 def test_a_model_of_a_worker(simulated):
     assert upstream.every(None, ["gpt2"], workers=1) == [Result("gpt2")]
 

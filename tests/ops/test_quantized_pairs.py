@@ -92,7 +92,7 @@ FEW_COUNTS = (
     (1, 0, 1, 1, 1, 1, 1, 9),
     (40,),
     (33, 65),
-    pytest.param((226, 2, 1, 2, 1, 2, 1, 2), marks=pytest.mark.slow("as many pairs as one expert must have")),
+    pytest.param((226, 2, 1, 2, 1, 2, 1, 2), marks=pytest.mark.sweep),
 )
 
 

@@ -62,8 +62,8 @@ def plain(subjects) -> list:
     return [check for check in once.checks_of(subjects) if not check.label.endswith(" at size")]
 
 
-def break_each_kernel(simulated, names: list[str], checks: list) -> None:
-    """The smallest call that launches a kernel finds that it is broken."""
+def smallest_calls(simulated, names: list[str], checks: list) -> dict[str, tuple[int, int, int]]:
+    """{kernel of libraries: (numbers in arguments, check, its turn) of the smallest call}; each has one."""
     every = {kernel["kernel"] for kernel in pipelines(names)}
     smallest: dict[str, tuple[int, int, int]] = {}
     for number, check in enumerate(checks):
@@ -72,21 +72,30 @@ def break_each_kernel(simulated, names: list[str], checks: list) -> None:
                 smallest[kernel] = min(smallest.get(kernel, (size, number, turn)), (size, number, turn))
     not_launched = every - smallest.keys()
     assert not not_launched
+    return {kernel: smallest[kernel] for kernel in every}
+
+
+def break_each_kernel(simulated, names: list[str], checks: list) -> None:
+    """The smallest call that launches a kernel finds that it is broken."""
+    smallest = smallest_calls(simulated, names, checks)
     unseen = []
     for number, check in enumerate(checks):
         with contextlib.closing(check.calls()) as made:
             for turn, call in enumerate(made):
-                for kernel in [k for k in every if smallest[k][1:] == (number, turn)]:
+                for kernel in [k for k in smallest if smallest[k][1:] == (number, turn)]:
                     with simulated.intercepted(broken(kernel)):
                         unseen += [kernel] if compare(call) is None else []
     assert not unseen
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, *(pytest.param(d, marks=pytest.mark.sweep) for d in (torch.float16, torch.bfloat16))],
-    ids=str,
-)
+def test_a_call_launches_each_kernel(simulated):
+    """With one format of weights; test_each_kernel breaks each, in the sweep."""
+    arguments = [torch.float32], [AFFINE]
+    assert smallest_calls(simulated, libraries(*arguments), plain(calls.subjects(OPERATORS, *arguments)))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_each_kernel(simulated, dtype):
     """With one format of weights."""
     arguments = [dtype], [AFFINE]

@@ -547,7 +547,7 @@ def test_every_library_is_of_a_kind(simulated):
 LAUNCH_US = 5.0  # the least that a dependent launch costs on a Mac
 
 
-@pytest.mark.parametrize("calls", [norms, rope])
+@pytest.mark.parametrize("calls", in_sweep([norms, rope], [rope]))
 def test_norms_and_rope_cost_less_than_their_launch(simulated, calls):
     """An eighth of eight tokens, on one core: its instructions, after what they need was read."""
     for label, call, work, _ in calls(torch.bfloat16):
@@ -560,7 +560,7 @@ def test_norms_and_rope_cost_less_than_their_launch(simulated, calls):
 
 @pytest.mark.parametrize(
     "shape",
-    in_sweep([*DENSE_DECODE, *DECODE_IN_8_BITS], (DENSE_DECODE[1], DECODE_IN_8_BITS[1])),
+    in_sweep([*DENSE_DECODE, *DECODE_IN_8_BITS], (DECODE_IN_8_BITS[1],)),
 )
 def test_attention_of_one_token_waits_for_memory(simulated, shape):
     """Reading each key and value once takes the longest; in 8 bits instructions may, by the factor below."""
@@ -573,12 +573,11 @@ def test_attention_of_one_token_waits_for_memory(simulated, shape):
         assert max(bounds.issue, bounds.l1, bounds.threadgroup) < most * bounds.dram, (name, bounds)
 
 
-# Of always, and the other groups in the sweep.
-ALWAYS = ("norms", "int4")
+# The group that always runs; the others do in the sweep.
+ALWAYS = ("norms",)
 FORMATS = {"mlx": ("affine", "mx", "nv"), "gguf_blocks": ("q",), "gguf_points": ("iq", "tq")}
 
 
-@pytest.mark.slow("counts each instruction of a kernel at real sizes")
 @pytest.mark.parametrize("group", in_sweep(GROUPS, ALWAYS))
 def test_costs(simulated, group):
     """Issue slots of a lane on the M1 and M2, and from the M3 on, where bfloat16 is native; 32-bit registers
