@@ -1,7 +1,10 @@
 """The door of a server: what a request may be, and what it is told where nothing is generated any more."""
 
+import base64
 import contextlib
+import http.client
 import json
+import os
 import threading
 import time
 import urllib.error
@@ -15,7 +18,7 @@ from support import scripted
 from support.jobs import Asked, ids_of, model_of, run
 
 from torch_moe_mps._text import shown
-from torch_moe_mps.serving import app
+from torch_moe_mps.serving import app, media, structured
 from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.device import Died
 from torch_moe_mps.serving.limited import Limited, TooLong, Turns
@@ -183,6 +186,69 @@ def test_no_other_thread_waits_for_the_end_of_a_body_that_is_read():
         assert read_json(long) == json.loads(long)
 
 
+def test_no_other_thread_waits_for_a_long_text():
+    """In base64, and in an answer to /tokenize: what reads and writes the whole holds Python's lock."""
+    octets = bytes(range(256)) * (1 << 15)
+    data = base64.b64encode(octets).decode()
+    assert beats_beside(lambda: media.decoded(data, "image")) > 10
+    assert media.decoded(data, "image") == octets
+    tokens = {"tokens": [{"id": 5, "piece": "é"}, {"id": 6, "piece": [1]}] * 100_000}
+    assert beats_beside(lambda: app._in_json(tokens)) > 10
+    assert json.loads(app._in_json(tokens)) == tokens
+
+
+def test_half_of_a_surrogate_pair_is_found_anywhere():
+    """Whole pairs, and a backslash that is written, are no such half."""
+    for text in ('{"a": ["\\ud83d\\ude00", {"\\ud83d\\ude00": 5}]}', '{"a": "\\\\ud83d"}'):
+        assert app.body_of(text.encode()) == json.loads(text)
+    for text in ('{"a": [[{"b": "c\\ud83d"}]]}', '{"a": {"\\ude00": 5}}', '{"a": 5, "b": "\\ude00\\ud83d"}'):
+        with pytest.raises(Refused, match="must be text in Unicode") as refused:
+            app.body_of(text.encode())
+        assert refused.value.field == [*json.loads(text)][-1]
+
+
+@pytest.mark.parametrize("piece", [4, 8, 1 << 18])
+def test_base64_in_pieces(piece, monkeypatch):
+    """As in one, with lines in it; what follows the end, or is cut off, is refused."""
+    monkeypatch.setattr(media, "_PIECE", piece)
+    for count in range(14):
+        octets = bytes(range(count))
+        text = base64.b64encode(octets).decode()
+        for line in (1, 3, 7):
+            lines = "\n".join(text[at : at + line] for at in range(0, len(text), line))
+            assert media.decoded(f" {lines}\r\n", "image") == octets
+        for wrong in (f"{text}A", f"{text[:4]}!{text[4:]}", f"AA=={text}" if text else "A"):
+            with pytest.raises(Refused, match="must be in base64"):
+                media.decoded(wrong, "image")
+
+
+@pytest.mark.parametrize("sees", [False, True])
+def test_a_body_that_no_prompt_needs_is_not_read(here, monkeypatch, sees):
+    """Whether it says how long it is or not; who has sent it gets the line. Pictures need more."""
+    monkeypatch.setattr(app, "_TEXT_BYTES", 0)
+    if sees:
+        here.served.processor.image_processor = None
+    most, port, parsed, own = 32 * here.served.context, int(here.url.rpartition(":")[2]), [], app.body_of
+    monkeypatch.setattr(app, "body_of", lambda octets: parsed.append(len(octets)) or own(octets))
+    for length in (most, most + 1, 20 * most):
+        for parts in (b'{"prompt": "a"}'.ljust(length), iter([b'{"prompt": "a"}', b" " * (length - 15)])):
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
+                client.request("POST", "/v1/completions", parts, encode_chunked=not isinstance(parts, bytes))
+                answer = client.getresponse()
+                assert answer.status == (413 if length > most and not sees else 200), answer.read()
+    lengths = (most, most + 1, 20 * most) if sees else (most,)
+    assert parsed == [length for length in lengths for _ in range(2)]
+
+
+def test_a_body_that_no_model_reads_is_refused_before_it_comes(here):
+    port = int(here.url.rpartition(":")[2])
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
+        client.putrequest("POST", "/v1/completions")
+        client.putheader("content-length", str(app.MOST_BYTES + 1))
+        client.endheaders()
+        assert client.getresponse().status == 413
+
+
 def test_what_is_too_long_is_refused_before_it_is_read_whole(here, monkeypatch):
     """An error shows the beginning of a value; a prompt longer than the context is no tensor first."""
 
@@ -274,6 +340,21 @@ def test_no_schema_begins_while_many_are_late(here, monkeypatch):
     assert [status for status, _ in answers] == [400] * 4 + [503]
     assert "quickly compiled" in answers[0][1]["error"]["message"]
     assert ask(here, "/v1/chat/completions", ASKED["/v1/chat/completions"])[0] == 200
+
+
+def test_compiled_grammars_take_few_threads_and_bounded_memory(here, monkeypatch):
+    """A client may ask for a new one each time."""
+    threads, own = [], xgrammar.GrammarCompiler
+    monkeypatch.setattr(
+        xgrammar, "GrammarCompiler", lambda *a, **k: threads.append(k["max_threads"]) or own(*a, **k)
+    )
+    monkeypatch.setattr(structured, "_KEPT_BYTES", 1 << 16)
+    for number in range(40):
+        body = ASKED["/v1/chat/completions"] | {"json_schema": {"enum": [f"{number} {n}" for n in range(20)]}}
+        assert ask(here, "/v1/chat/completions", body)[0] == 200
+    (compiler,) = here.served._grammars._compilers.values()
+    assert 0 < compiler.get_cache_size_bytes() <= 1 << 16
+    assert threads == [max(1, os.cpu_count() // 4)]
 
 
 def test_special_tokens_that_are_split_change_no_other_request(here):

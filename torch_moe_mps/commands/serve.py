@@ -20,7 +20,7 @@ from .launch import KEY
 if TYPE_CHECKING:
     import uvicorn
 
-_INTERVAL = 0.0005  # seconds for which a thread keeps Python's lock, a tenth of Python's own
+_INTERVAL = 0.00005  # seconds for which a thread keeps Python's lock, a hundredth of Python's own
 
 
 def run(options: argparse.Namespace) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import functools
 import json
 import logging
-import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -36,7 +35,7 @@ from .memory import RETRY_AFTER, Level, is_out_of_memory
 from .messages import Messages, anthropic_error
 from .prompts import LONGEST
 from .protocol import Protocol, event, openai_error
-from .request import Refused, Request, read_json
+from .request import Refused, Request, is_unicode, read_json
 from .responses import Responses
 from .served import Answers, Served, Show
 from .text import PATHS
@@ -45,10 +44,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PING = 5.0  # seconds without a part of an answer, behind which its client is told that it comes
 MOST_BYTES = 64 << 20  # in a body
+# In one for a model that reads text alone: for what is beside the prompt, and for each token of the context.
+_TEXT_BYTES, _TOKEN_BYTES = 8 << 20, 32
 _MOST_VALUES = 1 << 20
 _LONG = 1 << 16  # bytes of a body that is read in its turn
+_PIECE = 1 << 18  # bytes that are looked at without a pause for other threads
 _READERS = 32  # requests that are read at a time
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 PAGE = Path(__file__).with_name("page")
 # Policy for an answer's Markdown: it runs no script and asks no other machine for a picture.
 _POLICY = (
@@ -129,8 +130,8 @@ class Server:
         status = 500
         try:
             self._check_memory()
-            octets, coming = await _octets(asked), _Coming()
-            request, coming.answers = await self._on_reader(self._read, octets, protocol, coming.show)
+            coming = _Coming()
+            request, coming.answers = await self._on_reader(asked, self._read, protocol, coming.show)
             _say("%s: begins, prompt %d tokens", protocol.path, coming.answers.prompt_tokens)
             if not request.stream:
                 result = await self._whole(protocol, request, coming)
@@ -143,7 +144,7 @@ class Server:
         finally:
             self.requests[protocol.path, status] += 1
 
-    def _read(self, octets: bytearray, protocol: Protocol, show: Show) -> tuple[Request, Answers]:
+    def _read(self, octets: bytes, protocol: Protocol, show: Show) -> tuple[Request, Answers]:
         """The request of a body, with its prompts read."""
         body = body_of(octets)
         self._check_model(body)
@@ -204,31 +205,54 @@ class Server:
         if memory is not None and memory.level is Level.CRITICAL:
             raise _no_memory()
 
-    async def _on_reader(self, function: Callable[..., T], octets: bytearray, *arguments: Any) -> T:
-        """Result of what reads a body, on a thread of its own."""
+    async def _on_reader(self, asked: Asked, function: Callable[..., T], *arguments: Any) -> T:
+        """Result of a function of a request's body, on a thread of its own. Raises: Refused."""
+        chunks = await self._chunks(asked)
+        is_long = sum(map(len, chunks)) > _LONG
 
         def read() -> T:
-            with self.served.turns.turn() if len(octets) > _LONG else contextlib.nullcontext():
-                return function(octets, *arguments)
+            with self.served.turns.turn() if is_long else contextlib.nullcontext():
+                return function(b"".join(chunks), *arguments)
 
         return await asyncio.get_running_loop().run_in_executor(self._reader, read)
 
+    async def _chunks(self, asked: Asked) -> list[bytes]:
+        """The body of a request. Raises: Refused for one that is too large.
+
+        Its rest is read and dropped, as many clients read no answer before they have sent all.
+        """
+        served, most = self.served, MOST_BYTES
+        if not served.reads_media:
+            most = min(most, _TEXT_BYTES + _TOKEN_BYTES * served.context)
+        declared, count, chunks = int(asked.headers.get("content-length") or 0), 0, list[bytes]()
+        if declared <= MOST_BYTES:
+            async for chunk in asked.stream():
+                chunks.append(chunk)
+                count += len(chunk)
+                if max(declared, count) > most:
+                    chunks.clear()
+                if count > MOST_BYTES:
+                    break
+        if max(declared, count) > most:
+            raise Refused(f"The body must have at most {most >> 20} MiB.", None, "too_large", 413)
+        return chunks
+
     async def _count(self, protocol: Protocol, asked: Asked) -> Response:
-        def count(octets: bytearray) -> int:
+        def count(octets: bytes) -> int:
             return self.served.count(protocol.read_prompt(body_of(octets), self.served))
 
-        counted: dict[str, Any] = {"input_tokens": await self._on_reader(count, await _octets(asked))}
+        counted: dict[str, Any] = {"input_tokens": await self._on_reader(asked, count)}
         if isinstance(protocol, Responses):
             counted["object"] = "response.input_tokens"
         return JSONResponse(counted)
 
     async def _text(self, reads: Callable[..., Any], asked: Asked) -> Response:
-        def text(octets: bytearray) -> Any:
-            return reads(body_of(octets), self.served)
+        def text(octets: bytes) -> bytes:
+            return _in_json(reads(body_of(octets), self.served))
 
-        return JSONResponse(await self._on_reader(text, await _octets(asked)))
+        return Response(await self._on_reader(asked, text), media_type="application/json")
 
-    def _read_texts(self, octets: bytearray, path: str) -> Texts:
+    def _read_texts(self, octets: bytes, path: str) -> Texts:
         body = body_of(octets)
         self._check_model(body)
         return Texts(path, body, self.served)
@@ -236,7 +260,7 @@ class Server:
     async def _encode(self, path: str, asked: Asked) -> Response:
         status = 500
         try:
-            texts = await self._on_reader(self._read_texts, await _octets(asked), path)
+            texts = await self._on_reader(asked, self._read_texts, path)
             begun = time.monotonic()
             result = await asyncio.wrap_future(self.served.generator.run(texts.compute))
             count, seconds = sum(map(len, texts.ids)), time.monotonic() - begun
@@ -384,22 +408,18 @@ def _written(writer: Any, number: int, item: Item | None) -> str:
     return str(writer.ended(number) if item is None else writer.item(number, item))
 
 
-async def _octets(asked: Asked) -> bytearray:
-    """The body of a request. Raises: Refused."""
-    octets = bytearray()
-    async for chunk in asked.stream():
-        octets += chunk
-        if len(octets) > MOST_BYTES:
-            raise Refused(f"The body must have at most {MOST_BYTES >> 20} MiB.", None, "too_large", 413)
-    return octets
+def _in_json(value: Any) -> bytes:
+    """The text of a value that may be long: other threads go on meanwhile, as it is not written in C."""
+    return "".join(json.JSONEncoder(ensure_ascii=False).iterencode(value)).encode()
 
 
-def body_of(octets: bytearray) -> dict[str, Any]:
+def body_of(octets: bytes) -> dict[str, Any]:
     """The object in JSON of a body; large ones take a while. Raises: Refused."""
-    if sum(map(octets.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+    pieces = [(at, at + _PIECE) for at in range(0, len(octets), _PIECE)]
+    if sum(octets.count(mark, *piece) for piece in pieces for mark in (b",", b"[", b"{")) > _MOST_VALUES:
         raise Refused(f"The body must have at most {_MOST_VALUES} values.", None, "too_large", 413)
     try:
-        body = read_json(text := octets.decode("utf-8-sig"))
+        body = read_json(octets.decode("utf-8-sig"))
     except ValueError as error:
         line = f"The body must be an object in JSON: {first_line(error)}."
         raise Refused(line, None, "invalid_value") from None
@@ -407,10 +427,8 @@ def body_of(octets: bytearray) -> dict[str, Any]:
         raise Refused(
             f"The body must be an object in JSON, got {type(body).__name__}.", None, "invalid_value"
         )
-    for name, value in body.items() if _SURROGATE.search(text) else ():
-        try:
-            json.dumps([name, value], ensure_ascii=False).encode()
-        except UnicodeEncodeError:
+    for name, value in body.items() if b"\\u" in octets else ():
+        if not is_unicode([name, value]):
             field = name.encode(errors="replace").decode()
             message = f"'{field}' must be text in Unicode, got half of a surrogate pair."
             raise Refused(message, field, "invalid_value") from None

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _MOST_LATE = 4  # calls that go on behind their limit
+BESIDE = max(1, (os.cpu_count() or 1) // 4)  # threads of long work: answers have the other cores
 
 
 class TooLong(Exception):
@@ -52,10 +53,10 @@ class Limited:
 
 
 class Turns:
-    """Turns of threads whose work is long: a few of them at a time leave the cores to the answers."""
+    """Turns of threads whose work is long: a few have one at a time."""
 
     def __init__(self) -> None:
-        self._free = threading.Semaphore(max(1, (os.cpu_count() or 1) // 4))
+        self._free = threading.Semaphore(BESIDE)
         self._own = threading.local()
 
     @contextlib.contextmanager

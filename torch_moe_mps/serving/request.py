@@ -188,6 +188,26 @@ def read_json(text: str) -> Any:
     return value
 
 
+def is_unicode(value: Any) -> bool:
+    """Whether no text in a value in JSON, names included, has half of a surrogate pair."""
+    level = [value]
+    while level:
+        inside = [inner for outer in level for inner in _inside(outer)]
+        names = [name for outer in level if isinstance(outer, dict) for name in outer]
+        if not all(_encodes(text) for text in (*inside, *names) if isinstance(text, str)):
+            return False
+        level = [inner for inner in inside if isinstance(inner, dict | list)]
+    return True
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _inside(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 

@@ -45,6 +45,8 @@ _OF_THE_CHAT = {
 _MOST_CHARACTERS = 1 << 23  # more than any context has
 _MOST_MESSAGES = 10_000  # in a conversation
 _FRAMES = 32  # in a video
+# {type of a part: what a processor has that reads it}
+_READERS = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}
 _MOST_LINES, _LONGEST_LINE = 1000, 200
 
 
@@ -117,6 +119,11 @@ class Served:
         except Exception:  # a template that refuses so short a chat says nothing about tools
             return True
         return not torch.equal(_tensor(without), _tensor(with_tool))
+
+    @property
+    def reads_media(self) -> bool:
+        """Whether messages may have pictures or sound."""
+        return any(hasattr(self.processor, reader) for reader in _READERS.values())
 
     @functools.cached_property
     def _variables(self) -> set[str]:
@@ -276,8 +283,7 @@ class Served:
     def _opened(self, part: dict[str, Any], ends: float) -> dict[str, Any]:
         if part["type"] == "text":
             return part
-        reader = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}
-        if not hasattr(self.processor, reader[part["type"]]):
+        if not hasattr(self.processor, _READERS[part["type"]]):
             raise Refused(f"This model does not read '{part['as']}'.", part["field"])
         kind, url, field = part["type"], part["url"], part["field"]
         if kind == "video":

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from .._text import first_line
-from .limited import Limited, TooLong
+from .limited import BESIDE, Limited, TooLong
 from .request import Refused, wrong
 
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time and line of C++ in front of xgrammar's errors
@@ -27,6 +27,7 @@ _MOST_PARENTHESES = 100  # inside of each other: xgrammar reads patterns by recu
 _COMPILES, _MASKS = 10.0, 2.0  # seconds at most, for a grammar with its first mask, and for any later mask
 # Seconds that the masks of an answer may compute, in all: the others wait for each of them.
 _SPENT, _SPENT_BY_TOKEN = 0.5, 0.005
+_KEPT_BYTES = 256 << 20  # in compiled grammars: clients make up any number of them
 _ANY_OBJECT = {"type": "object"}
 _KINDS = "text, json_object or json_schema"
 
@@ -196,7 +197,9 @@ class Grammars:
                 words = xgrammar.TokenizerInfo.from_huggingface(
                     tokenizer, vocab_size=vocabulary, stop_token_ids=[end for end in ends if end is not None]
                 )
-                self._compilers[key] = xgrammar.GrammarCompiler(words)
+                self._compilers[key] = xgrammar.GrammarCompiler(
+                    words, max_threads=BESIDE, cache_limit_bytes=_KEPT_BYTES
+                )
         return self._compilers[key]
 
 

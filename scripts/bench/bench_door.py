@@ -1,0 +1,299 @@
+#!/usr/bin/env python
+"""One stream beside four hostile clients of a server of `serve`: its longest wait.
+
+The wait is that for one event of a short streamed chat, the first included: --streams of them alone, beside
+four that ask the same, and beside four hostile clients, for each kind of request of these. The server is a
+process of its own, with a model of tiny layers that reads --context tokens, so that a token takes a few
+milliseconds and whatever holds the server up shows; clients are processes of the lowest priority. `busy` is
+no request: a process that computes for each core shows what a lack of cores alone does.
+
+A ratio is the median of the waits beside hostile clients over that beside good ones.
+"""
+
+import argparse
+import base64
+import contextlib
+import http.client
+import http.server
+import io
+import itertools
+import json
+import os
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import paths  # noqa: F401  (for support)
+
+CLIENTS = 4
+CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
+GOOD = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 60, "temperature": 0}
+
+
+class Kind(NamedTuple):
+    """Requests of one kind.
+
+    Args:
+        path, body: of a request; the body is made of the model's context.
+        pause: seconds between two parts of 64 bytes in which the body is sent; none sends it at once.
+        sees: whether the server is one of a model that reads pictures.
+    """
+
+    path: str
+    body: Callable[[int], dict[str, Any]]
+    pause: float = 0.0
+    sees: bool = False
+
+
+def chat(text: Any = "a", **more: Any) -> dict[str, Any]:
+    return GOOD | {"messages": [{"role": "user", "content": text}], "max_tokens": 20} | more
+
+
+def tools(count: int) -> list[dict[str, Any]]:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    about = {"description": "d" * 100, "parameters": schema}
+    return [{"type": "function", "function": {"name": f"f{n}", **about}} for n in range(count)]
+
+
+def properties(count: int) -> dict[str, Any]:
+    schema = {"type": "string", "enum": [f"v{n}" for n in range(10)]}
+    return {"type": "object", "properties": {f"p{n}": schema for n in range(count)}}
+
+
+def picture(side: int) -> str:
+    """A data: URL of a picture whose file is about as large as its pixels."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.frombytes("RGB", (side, side), secrets.token_bytes(3 * side * side)).save(file, "BMP")
+    return "data:image/bmp;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def seen(*urls: str) -> dict[str, Any]:
+    return chat([{"type": "image_url", "image_url": {"url": url}} for url in urls])
+
+
+KINDS = {
+    "numbers": Kind(TEXTS, lambda context: {"prompt": [1] * 900_000, "max_tokens": 3}),
+    "objects": Kind(CHAT, lambda context: chat(metadata=[{"a": n} for n in range(300_000)])),
+    "deep": Kind(CHAT, lambda context: chat(metadata=[json.loads("[" * 90 + "]" * 90)] * 9000)),
+    "string": Kind(CHAT, lambda context: chat(metadata="x" * 40_000_000)),
+    "escapes": Kind(CHAT, lambda context: chat(metadata="\N{GRINNING FACE}" * 600_000)),
+    "text": Kind(CHAT, lambda context: chat("a b " * 500_000)),
+    "prompt": Kind(CHAT, lambda context: chat(secrets.token_hex(context // 2 - 50))),
+    "messages": Kind(CHAT, lambda context: chat() | {"messages": chat()["messages"] * 9900}),
+    "prompts": Kind(TEXTS, lambda context: {"prompt": ["a"] * 64, "max_tokens": 3}),
+    "tools": Kind(CHAT, lambda context: chat(tools=tools(5000))),
+    "schema": Kind(CHAT, lambda context: chat(json_schema=properties(500))),
+    "enum": Kind(CHAT, lambda context: chat(json_schema={"enum": [*range(4000)]})),
+    "grammar": Kind(CHAT, lambda context: chat(grammar="root ::= ([a-z] [a-z]?){1,200}")),
+    "masks": Kind(CHAT, lambda context: chat(grammar="root ::= (([a-z]*)*)*")),
+    "tokenize": Kind("/tokenize", lambda context: {"content": "a b " * 1_000_000, "with_pieces": True}),
+    "answers": Kind(CHAT, lambda context: chat(n=32, temperature=1)),
+    "logprobs": Kind(CHAT, lambda context: chat(logprobs=True, top_logprobs=20, max_tokens=200)),
+    "slow": Kind(CHAT, lambda context: chat("a" * 4000), pause=0.02),
+    "picture": Kind(CHAT, lambda context: seen(picture(3000)), sees=True),
+    "pictures": Kind(CHAT, lambda context: seen(*[picture(300)] * 60), sees=True),
+    "fetched": Kind(CHAT, lambda context: seen(f"http://127.0.0.1:{_port()}/fast"), sees=True),
+    "fetched slowly": Kind(CHAT, lambda context: seen(f"http://127.0.0.1:{_port()}/slow"), sees=True),
+}  # fmt: skip
+
+
+class _Pictures(http.server.BaseHTTPRequestHandler):
+    """Answers at once with 30 MB that are no picture, or with a byte now and then."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            if self.path == "/fast":
+                self.wfile.write(bytes(30_000_000))
+            while self.path == "/slow":
+                self.wfile.write(b"a")
+                time.sleep(0.1)
+
+    def log_message(self, *about: Any) -> None:
+        pass
+
+
+def _port() -> int:
+    """The port of a server of pictures in this process."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Pictures)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return int(server.server_address[1])
+
+
+# Clients
+
+
+def ask(port: int, path: str, body: bytes, pause: float = 0.0) -> list[float]:
+    """Seconds between the events of an answer, from its request on. Raises: OSError."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    parts = (body[at : at + 64] for at in range(0, len(body), 64))
+
+    def slowly() -> Iterator[bytes]:
+        for part in parts:
+            yield part
+            time.sleep(pause)
+
+    headers = {"content-type": "application/json", "content-length": str(len(body))}
+    with contextlib.closing(connection):
+        times = [time.perf_counter()]
+        connection.request("POST", path, slowly() if pause else body, headers)
+        for line in connection.getresponse():
+            if line != b"\n":
+                times.append(time.perf_counter())
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def asks(port: int, name: str, context: int) -> None:
+    """Asks in so many threads as there are clients, until the input ends; says when it begins."""
+    os.nice(19)
+    ended = threading.Event()
+    if name == "good":
+        path, octets, pause = CHAT, json.dumps(GOOD | {"max_tokens": 200, "stream": True}).encode(), 0.0
+    else:
+        kind = KINDS[name]
+        path, octets, pause = kind.path, json.dumps(kind.body(context)).encode(), kind.pause
+    done = 0
+
+    def client() -> None:
+        nonlocal done
+        while not ended.is_set():
+            with contextlib.suppress(OSError, http.client.HTTPException):  # refused before it is sent wholly
+                ask(port, path, octets, pause)
+            done += 1
+
+    threads = [threading.Thread(target=client, daemon=True) for _ in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    print("begun", flush=True)
+    sys.stdin.read()
+    ended.set()
+    for thread in threads:
+        thread.join(30)
+    print(done, flush=True)
+
+
+@contextlib.contextmanager
+def beside(name: str | None, port: int, context: int) -> Iterator[None]:
+    """Block beside clients of a kind; None for nobody."""
+    if name is None:
+        yield
+        return
+    source = "while True: pass"
+    command = [sys.executable, __file__, "--asks", str(port), name, str(context)]
+    count = os.cpu_count() or 1 if name == "busy" else 1
+    clients = [
+        subprocess.Popen(
+            [sys.executable, "-c", source] if name == "busy" else command,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+    try:
+        if name != "busy":
+            assert clients[0].stdout is not None and clients[0].stdout.readline() == "begun\n"
+        time.sleep(0.5)
+        yield
+    finally:
+        for client in clients:
+            if name == "busy":
+                client.kill()
+            client.communicate()
+
+
+def waits(port: int, streams: int) -> list[float]:
+    """The longest wait of each stream."""
+    body = json.dumps(GOOD | {"stream": True}).encode()
+    return [max(ask(port, CHAT, body)) for _ in range(streams)]
+
+
+# The server
+
+
+@contextlib.contextmanager
+def server(folder: Path) -> Iterator[int]:
+    """The port of `serve` with a checkpoint."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+    command = [
+        sys.executable, "-m", "torch_moe_mps", "serve", str(folder), "--device", "cpu", "--port", str(port),
+        "--host", "127.0.0.1", "--prompt-disk", "0", "--log-level", "error", "--media-urls",
+        "--media-host", "127.0.0.1",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            if process.poll() is not None:
+                raise SystemExit(f"the server has ended: {' '.join(command)}")
+            time.sleep(0.1)
+        waits(port, 3)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def checkpoint(folder: Path, context: int, sees: bool) -> Path:
+    from support import scripted, serving
+    from support.images import write_llava
+
+    if sees:
+        write_llava(folder)
+    else:
+        serving.printable_checkpoint(folder, chat_template=scripted.TEMPLATE)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config.get("text_config", config)["max_position_embeddings"] = context
+    file.write_text(json.dumps(config))
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kind", action="append", choices=["busy", *KINDS], help="may come several times")
+    parser.add_argument("--streams", type=int, default=15)
+    parser.add_argument("--context", type=int, default=32768)
+    options = parser.parse_args()
+    names = options.kind or ["busy", *KINDS]
+    print("| beside | alone | good | hostile | longest of these | ratio |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for sees in (False, True):
+        chosen = [name for name in names if (name != "busy" and KINDS[name].sees) == sees]
+        if not chosen:
+            continue
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
+            port = stack.enter_context(server(checkpoint(folder, options.context, sees)))
+            for name in chosen:
+                row = []
+                for who in (None, "good", name):
+                    with beside(who, port, options.context):
+                        row.append(waits(port, options.streams))
+                alone, good, hostile = map(statistics.median, row)
+                cells = [alone, good, hostile, max(row[-1])]
+                shown = " | ".join(f"{1000 * seconds:.0f} ms" for seconds in cells)
+                print(f"| {name} | {shown} | {hostile / good:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--asks"]:
+        asks(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    else:
+        main()
