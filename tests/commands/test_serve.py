@@ -599,7 +599,7 @@ def test_threads_of_a_server_wait_briefly_for_each_other(checkpoint, monkeypatch
                 gc.freeze()
             assert main(["serve", str(checkpoint), *given]) == 0
             during, frozen = ran.pop()
-            assert during == pytest.approx(0.0005) and frozen > 100_000
+            assert during == pytest.approx(0.00005) and frozen > 100_000
             assert sys.getswitchinterval() == interval and (gc.get_freeze_count() > 0) == others
     finally:
         if not is_frozen:
