@@ -178,6 +178,74 @@ def test_a_long_prompt_is_read_between_tokens(monkeypatch):
     assert events[1:10] == ["token", "0", "100", "token", "200", "token", "300", "token", "350"]
 
 
+def told(events: list[str], name: str, asked: Asked) -> Asked:
+    """The job, which notes how far its prompt is read."""
+    asked.job.on_progress = lambda read, of: events.append(f"{name}{read}")
+    return asked
+
+
+def test_a_short_prompt_overtakes_a_long_one(monkeypatch):
+    """One between two pieces; the next long one waits. All answers are those alone."""
+    monkeypatch.setattr(Batch, "_piece", lambda self: 100)
+    model, events = model_of(), list[str]()
+    long = [told(events, name, Asked(ids_of(n, 350), 2)) for n, name in enumerate("ab")]
+    short = [told(events, name, Asked(ids_of(3 + n, 20), 2)) for n, name in enumerate("xyz")]
+    run(Batch(model, None, 8), *long, *short)
+    first = ["a0", "a100", "x0", "x20", "a200", "y0", "y20", "a300", "z0", "z20", "a350"]
+    assert events == [*first, "b0", "b100", "b200", "b300", "b350"]
+    for asked in (*long, *short):
+        assert asked.tokens == asked.expected(model) and asked.reasons == ["length"]
+
+
+@pytest.mark.parametrize("who", ["long", "short"])
+@pytest.mark.parametrize("how", ["leaves", "fails", "all end"])
+def test_a_prompt_that_ends_while_two_are_read(who, how, monkeypatch):
+    """The short one has two pieces, as states are kept before its end; the other answer is that alone."""
+    monkeypatch.setattr(Batch, "_piece", lambda self: 100)
+    model, events = model_of("qwen3_next"), list[str]()
+    long = told(events, "a", Asked(ids_of(1, 250), 2))
+    short = told(events, "x", Asked(ids_of(2, 90), 2))
+    batch = Batch(model, None, 4)
+    batch.waiting.extend([long.job, short.job])
+    while "x58" not in events:
+        batch.step()
+    assert events == ["a0", "a100", "x0", "x58"] and batch.active == 2
+    ends, other = (long, short) if who == "long" else (short, long)
+    if how == "leaves":
+        ends.job.cancel()
+    elif how == "fails":
+        ends.job.on_progress = lambda read, of: {}["mine"]
+    else:
+        batch.end_all()
+        assert long.reasons == short.reasons == ["cancelled"] and not batch.has_work
+        return
+    run(batch)
+    assert other.tokens == other.expected(model) and other.reasons == ["length"]
+    (reason,) = ends.reasons
+    assert (reason == "cancelled" if how == "leaves" else isinstance(reason, KeyError)) and not ends.tokens
+
+
+def test_many_answers_to_one_request_leave_room_for_others():
+    """The first answer to another request is before them, in a place that they leave free."""
+    events, one, most = list[str](), object(), 0
+    many = [told(events, f"a{n} ", Asked(ids_of(n, 5), 6, request=one)) for n in range(6)]
+    other = [told(events, f"b{n} ", Asked(ids_of(9 + n, 5), 6, request=object())) for n in range(2)]
+    batch = Batch(model_of(), None, 4)
+    batch.waiting.extend(asked.job for asked in many)
+    for _ in range(3):
+        batch.step()
+        most = max(most, batch.active)
+    assert most == 3
+    batch.waiting.extend(asked.job for asked in other)
+    while batch.has_work:
+        batch.step()
+        most = max(most, batch.active)
+    begun = [event.split()[0] for event in events if event.endswith(" 0")]
+    assert begun == ["a0", "a1", "a2", "b0", "b1", "a3", "a4", "a5"] and most == 4
+    for asked in (*many, *other):
+        assert asked.tokens == asked.expected(model_of()) and asked.reasons == ["length"]
+
+
 def test_a_piece_takes_as_long_as_some_steps():
     batch = Batch(model_of(), None, 2)
     assert batch._piece() == 2048  # nobody waits

@@ -5,7 +5,7 @@ import inspect
 import logging
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -122,7 +122,8 @@ class Batch:
         self.guesses = guesses
         self._take_jobs, self._generated = take, list[Job]()  # by `generate`, which generates one at a time
         self._reasons = set[str]()  # said already: why answers are not generated together
-        self._reading: _Answer | None = None
+        self._readings: list[_Answer] = []  # the first one, and a short one that overtakes it
+        self._has_overtaken = False  # since the last piece of the first one
         self._again: deque[_Answer] = deque()  # to be read again, behind a step without memory
         self._restoring: tuple[Job, Restoring | None] | None = None  # from a disk, for the next job
         self._rows = Rows(model)
@@ -149,8 +150,7 @@ class Batch:
 
     @property
     def _begun(self) -> list[_Answer]:
-        reading = [] if self._reading is None else [self._reading]
-        return [*self.answers, *self.alone, *self._again, *reading]
+        return [*self.answers, *self.alone, *self._again, *self._readings]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -188,8 +188,8 @@ class Batch:
         """Ends all answers, and what waits; what was computed is kept."""
         for answer in [*self.answers, *self.alone]:
             self._end(answer, reason)
-        if self._reading is not None:
-            self._stop_reading(reason)
+        for answer in [*self._readings]:
+            self._stop_reading(answer, reason)
         while self._again:
             self._again.popleft().job.end(reason)
         self._leave_restoring()
@@ -199,7 +199,7 @@ class Batch:
     def _end_all(self, error: Exception) -> None:
         """Ends all answers that have begun; their caches may be wrong."""
         begun = self._begun
-        self.answers, self.alone, self._reading = [], [], None
+        self.answers, self.alone, self._readings = [], [], []
         self._again.clear()
         self._rows, self._chosen = Rows(self.model), None
         for answer in begun:
@@ -237,8 +237,8 @@ class Batch:
     def _end_cancelled(self) -> None:
         for answer in [item for item in (*self.answers, *self.alone) if item.job.is_cancelled]:
             self._end(answer, "cancelled")
-        if self._reading is not None and self._reading.job.is_cancelled:
-            self._stop_reading("cancelled")
+        for answer in [item for item in self._readings if item.job.is_cancelled]:
+            self._stop_reading(answer, "cancelled")
         for answer in [item for item in self._again if item.job.is_cancelled]:
             self._again.remove(answer)
             self._guesses_left(answer)
@@ -252,28 +252,29 @@ class Batch:
     # Prompts
 
     def _read(self) -> None:
-        if self._reading is None and self._again:
-            self._reading = self._begun_again(self._again.popleft())
-        job = self._next_job() if self._reading is None else None
+        if not self._readings and self._again:
+            self._readings.append(self._begun_again(self._again.popleft()))
+        job = self._next_job()
         if job is not None and self._is_restored(job):
             self.waiting.remove(job)
             with self._island(job):
                 reason = reason_for_generate(self.model, job.config)
                 if reason is None:
-                    self._reading = self._begin(job)
+                    self._readings.append(self._begin(job))
                 else:
                     job.end(self._generate(job, reason))
-        if (answer := self._reading) is None:
+        if not self._readings:
             return
-        logits = None
+        answer, logits = self._readings[-1], None
+        self._has_overtaken = answer is not self._readings[0]
         with self._island(answer.job):
             logits = self._read_piece(answer)
         if logits is not None:
             self._settle()  # for all: it is no island's
             with self._island(answer.job):
                 self._join(answer)
-        if logits is not None and self._reading is not None:
-            self._reading = None
+        if logits is not None and answer in self._readings:
+            self._readings.remove(answer)
             if not answer.tokens:
                 self._take(answer, *choose([answer.chooser], logits).read())
 
@@ -284,8 +285,7 @@ class Batch:
             yield
         except Exception as error:
             ended = [answer for answer in self._begun if answer.job is job]
-            if self._reading in ended:
-                self._reading = None
+            self._readings = [answer for answer in self._readings if answer not in ended]
             self.alone = [answer for answer in self.alone if answer not in ended]
             if isinstance(error, torch.AcceleratorError):
                 job.end(error)
@@ -297,8 +297,14 @@ class Batch:
             job.end(error)
 
     def _next_job(self) -> Job | None:
-        """The first that waits and may begin, if there is room for it: `generate` generates one at a time."""
-        for job in [*self.waiting]:
+        """The next that may begin, if there is room for it: `generate` generates one at a time.
+
+        While a prompt is read it is one that a single piece reads, between two pieces of the other.
+        """
+        if self.active >= self.most or len(self._readings) > 1 or (self._readings and self._has_overtaken):
+            return None
+        most = self._piece() if self._readings else None
+        for job in self._in_turn():
             try:
                 check_job(self.model, job)
                 if self._generated and reason_for_generate(self.model, job.config) is not None:
@@ -308,8 +314,19 @@ class Batch:
                 self.waiting.remove(job)
                 job.end(error)
                 continue
-            return job if self._has_room(length) else None
+            if most is None or length <= most:
+                return job if self._has_room(job, length) else None
         return None
+
+    def _in_turn(self) -> list[Job]:
+        """Jobs that wait: first those of requests with the fewest answers that go on, of these the oldest."""
+        begun = self._requests
+        return sorted(self.waiting, key=lambda job: begun[id(job.request)])
+
+    @property
+    def _requests(self) -> Counter[int]:
+        """How many answers of each request with several go on, by its identity."""
+        return Counter(id(answer.job.request) for answer in self._begun if answer.job.request is not None)
 
     def _is_restored(self, job: Job) -> bool:
         """Whether memory has what a disk has of a job's prompt; a part of it is read where it has not."""
@@ -360,11 +377,16 @@ class Batch:
             self._reasons.add(reason)
             logger.warning("torch_moe_mps: one by one, in turn with other answers: %s", reason)
 
-    def _has_room(self, length: int) -> bool:
-        """Whether one more answer fits, of a prompt of so many tokens; gives up prompts for it."""
-        if self.active >= self.most:
+    def _has_room(self, job: Job, length: int) -> bool:
+        """Whether one more answer fits, of a prompt of so many tokens; gives up prompts for it.
+
+        An answer beside others of its request leaves a place to other requests, of three or more.
+        """
+        if self.most > 2 and self._requests[id(job.request)] and self.active == self.most - 1:
             return False
-        return self.active == 0 or self._make_room(len(self.answers) + 1, length, length)
+        lengths = [length, *(answer.prompt.shape[1] for answer in self._readings)]
+        rows = len(self.answers) + len(lengths)
+        return self.active == 0 or self._make_room(rows, max(lengths), sum(lengths))
 
     def _make_room(self, rows: int, longest: int, beside: int) -> bool:
         """Gives up kept prompts that lie where answers must: so many rows, the longest of so many tokens or
@@ -448,9 +470,8 @@ class Batch:
         tokens = int(_STEPS * self._step_seconds / self._token_seconds)
         return max(_LEAST_PIECE, min(AT_ONCE, tokens))
 
-    def _stop_reading(self, reason: Reason | Exception) -> None:
-        answer, self._reading = self._reading, None
-        assert answer is not None
+    def _stop_reading(self, answer: _Answer, reason: Reason | Exception) -> None:
+        self._readings.remove(answer)
         self._keep(answer, answer.reader.kept)
         self._guesses_left(answer)
         answer.job.end(reason)

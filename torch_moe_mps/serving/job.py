@@ -60,6 +60,7 @@ class Job:
             the answer so far, [1, T]. Those with `is_first` get the logits before the settings of `config`
             change them.
         likely: tokens that the answer probably has, in their order; they are guessed first.
+        request: what all answers to one request have in common; None for an answer by itself.
 
     Attributes:
         cached_tokens: of the prompt, kept and not computed again; known before the first token.
@@ -76,6 +77,7 @@ class Job:
     processors: list[LogitsProcessor] = field(default_factory=list)
     tokenizer: Any = None
     likely: list[int] = field(default_factory=list)
+    request: object | None = None
     cached_tokens: int = 0
     accepted_tokens: int = 0
     rejected_tokens: int = 0
