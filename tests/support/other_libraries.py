@@ -286,18 +286,29 @@ def write(folder, writer, architecture: str = "qwen3_moe", only=lambda name: Tru
         model = tiny(architecture).to(torch.bfloat16)
     model.save_pretrained(folder)
     file = folder / "model.safetensors"
-    tensors = apart(load_file(file), architecture)
+    written, values = quantised(writer, apart(load_file(file), architecture), only)
+    values = together(values, architecture) if architecture in TURNED else values
+    save_file({n: t.to(torch.float32) for n, t in values.items()}, file, {"format": "pt"})
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    say(folder, writer, written)
+    return dense.eval()
+
+
+def quantised(writer, tensors, only=lambda name: True) -> tuple[dict, dict]:
+    """The tensors of a checkpoint with quantised matrices, and with the values that they stand for."""
     written, values = dict(tensors), dict(tensors)
     for name in filter(only, matrices(tensors)):
         made, values[name] = writer.of(name)(written.pop(name))
         written |= {name.removesuffix("weight") + part: tensor for part, tensor in made.items()}
-    values = together(values, architecture) if architecture in TURNED else values
-    save_file({n: t.to(torch.float32) for n, t in values.items()}, file, {"format": "pt"})
-    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    save_file({name: tensor.contiguous() for name, tensor in written.items()}, file, {"format": "pt"})
+    return written, values
+
+
+def say(folder, writer, written) -> None:
+    """Puts tensors into a folder, and how they are quantised into its config."""
+    tensors = {name: tensor.contiguous() for name, tensor in written.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with changed(folder / "config.json") as config:
         config["quantization_config"] = writer.config
-    return dense.eval()
 
 
 def weights(model, expected):

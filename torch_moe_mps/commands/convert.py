@@ -214,7 +214,7 @@ def _convert(
                 save_mlx(parts.model, shards, _config(source, parts.model), parts.into(shards))
             else:
                 runs_in = Source(source, loading_options(options)).skeleton().dtype
-                packed: dict[str, dict[str, str]] = {}
+                packed: dict[str, str] = {}
                 tensors = parts.into(shards), converted_mtp(source, parts.model, packed)
                 save_parts(parts.model, shards, *tensors, runs_in=runs_in)
                 _note_mtp(folder / "config.json", packed)
@@ -234,7 +234,7 @@ def _convert(
     return report.rows()
 
 
-def _note_mtp(file: Path, packed: dict[str, dict[str, str]]) -> None:
+def _note_mtp(file: Path, packed: dict[str, str]) -> None:
     """Adds the formats of layers that guess to the quantisation of a config."""
     if packed:
         config = json.loads(file.read_text())

@@ -5,10 +5,10 @@ model they are read once, and quantised and accelerated as its own layers.
 """
 
 import copy
-import functools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from ..ops._checks import Check
 from ..quantization import Format
 from .accelerate import accelerate
 from .basics.interface import experts_of
@@ -25,19 +26,22 @@ from .basics.state import STATE, kv_bits_of, state_of
 from .caches.cache import grow_cache
 from .capture.calls import capture_calls, captures_of, wanted_capture
 from .checkpoints.layouts.files import checkpoint_files
+from .checkpoints.layouts.layout import Section
+from .checkpoints.layouts.others.schemes import METHODS
 from .checkpoints.layouts.own.config import is_ours
-from .checkpoints.quantize.decision import weights_of
-from .checkpoints.quantize.in_place import quantize_model
 from .checkpoints.quantize.recipe import Recipe
-from .checkpoints.quantize.target import Target, quantizable
-from .checkpoints.quantize.weights import empty_weight, replace
+from .checkpoints.quantizer import Quantizer, quantizer_of
+from .checkpoints.source import Source
+from .checkpoints.write.parts import read_tensors
 from .modules.linears import formats_in
-from .upstream.loading import seen_with
+from .upstream.loading import WeightRenaming, seen_with
 
 # Models whose configs do not say how many of these layers there are: they are counted in a checkpoint. Their
 # attention is full.
 _UNCOUNTED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _OF_QWEN, _NUMBERED = re.compile(r"^mtp\."), re.compile(r"^mtp\.layers\.(\d+)\.")
+_CHECK = Check("load")
+_FP8, _BITS_OF_FP8 = "fp8", 8
 MTP = "mtp"  # the entry of a checkpoint's quantisation with the formats of these layers
 _READ: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # {model: what transformers made of its layers}
 
@@ -52,7 +56,9 @@ def read_once(cls: Any) -> None:
         if not any(STATE in vars(module) for module in main_model.modules()):
             return own(cls, main_model, device_map, **kwargs)
         if main_model not in _READ:
-            _READ[main_model] = _read(functools.partial(own, cls), main_model, device_map, kwargs)
+            path, recipe = main_model.config.name_or_path, recipe_of_last_layer(main_model)
+            result = _READ[main_model] = _Section(main_model, path, recipe).read()
+            accelerate(result.layers)
         result = _READ[main_model]
         result.tie_with_main_model(main_model)
         return result.to(main_model.device)
@@ -60,25 +66,89 @@ def read_once(cls: Any) -> None:
     cls.from_pretrained = classmethod(from_pretrained)
 
 
-def _read(own: Any, model: Any, device_map: Any, others: dict[str, Any]) -> Any:
-    path = model.config.name_or_path
-    if stored := _stored(path):
-        method = stored.get("quant_method")
-        expected = f"dense layers for it in {path}"
-        raise ValueError(f"moe_mps::generate: use_mtp must have {expected}, got those of {method}")
-    if packed := _packed_in(path):
-        result = _with_formats(model, packed)
-        result.layers.load_state_dict(_of_layers(path, model), assign=True)
+class _Section:
+    """These layers of a checkpoint: a section of its files, which walks the road of all models.
+
+    Args:
+        model: whose layers they are; it may be without weights. Its config says how many there are.
+        source: the checkpoint.
+        recipe: for what is dense, or in FP8 and gets fewer bits; what is quantised otherwise stays so.
+
+    Raises: ValueError for a checkpoint whose quantisation is not read here, and for tensors that do not fit.
+    """
+
+    def __init__(self, model: Any, source: str, recipe: Recipe):
+        self._dtype, self._files = model.dtype, [*_files(source, model)]
+        self._layers, about, packed = _without_memory(model), _about(source, model), _packed_in(source)
+        if packed:
+            about.stored["modules"] = packed
+        self._mapping = _of_converted(model) if packed else _of_makers(self._layers, model)
+        wanted = _arguments(recipe, about.stored, self._layers)
+        quantization = about.quantization(wanted, requantize=False)
+        self._quantizer: Quantizer | None = None
+        if quantization is not None:
+            files, names = [str(file) for file, _ in self._files], self._files[0][1]
+            section = Section(names, self._mapping)
+            self._quantizer = quantizer_of(quantization, about, self._layers, files, section)
+            self._mapping = self._quantizer.update_weight_conversions(self._mapping, self._layers)
+
+    def read(self) -> Any:
+        """transformers' module of these layers, with their weights, on the CPU."""
+        with ExitStack() as stack:
+            tensors: dict[str, Any] = {}
+            for file, names in self._files:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+                tensors |= {n: opened.get_slice(n) for n in opened.keys() if names.search(n)}  # noqa: SIM118
+            how = self._mapping, self._quantizer, self._dtype, "cpu"
+            missing = read_tensors(self._layers, tensors, *how)
+        if self._quantizer is not None:
+            self._quantizer.place(self._layers)  # says what is missing, too
+        elif missing:
+            _CHECK.fail(f"{min(missing)} of the layers that guess", "in the checkpoint", "no such tensor")
+        self._layers.requires_grad_(False)
         # Tensors that no checkpoint has are without elements: they stand for a dtype.
-        result.layers._apply(
-            lambda t: torch.empty_like(t, device=model.device) if t.is_meta else t.to(model.device)
-        )
-    else:
-        # Without the conversions of the model's own format: the layers are as they came.
-        result = own(seen_with(model, _weight_conversions=None), device_map, **others).eval()
-        quantize_model(result.layers, recipe_of_last_layer(model), progress=False)
-    accelerate(result.layers)
-    return result
+        self._layers._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t)
+        return self._layers
+
+    def nbytes(self) -> int:
+        """Bytes of these layers, which need no memory for that."""
+        if self._quantizer is not None:
+            self._quantizer.place_empty(self._layers, lambda name: True)
+        return sum(tensor.nbytes for tensor in self._layers.state_dict().values())
+
+
+def _about(source: str, model: Any) -> Source:
+    """The checkpoint, whose quantisation is that of these layers, too.
+
+    Raises: ValueError for one that is not read here.
+    """
+    stored, config = PreTrainedConfig.get_config_dict(source)[0], PreTrainedConfig()
+    config.quantization_config, config.quantization = (
+        stored.get(name) for name in ("quantization_config", "quantization")
+    )
+    about = Source(source, {"config": config}, type(model))
+    if is_ours(about.stored) and MTP not in about.stored:
+        about.stored = {}  # they are dense
+    method = about.stored.get("quant_method")
+    if about.stored and not is_ours(about.stored) and method not in METHODS:
+        expected = f"dense, or quantised by {', '.join(METHODS)} or this package"
+        got = f"those of {'MLX' if 'mlx' in about.stored else method}"
+        raise ValueError(f"moe_mps::guesses: layers that guess must be {expected} in {source}, got {got}")
+    return about
+
+
+def _arguments(recipe: Recipe, stored: Mapping[str, Any], layers: Any) -> dict[str, Any] | None:
+    """A recipe as arguments of `accelerate`; None for none, and where FP8 has as few bits."""
+    usual = recipe.experts or recipe.linears
+    if (
+        usual is None
+        or is_ours(stored)
+        or (stored.get("quant_method") == _FP8 and usual.bits >= _BITS_OF_FP8)
+    ):
+        return None
+    linears = None if recipe.linears is None else recipe.linears.to_dict()
+    keep = [] if recipe.experts or not experts_of(layers) else ["*.experts.*"]
+    return usual.to_dict() | {"linear_bits": linears, "keep": keep}
 
 
 def recipe_of_last_layer(model: Any) -> Recipe:
@@ -87,49 +157,38 @@ def recipe_of_last_layer(model: Any) -> Recipe:
     return Recipe(formats.get("experts"), formats.get("linears"))
 
 
-def _packed_in(source: str) -> dict[str, dict[str, str]]:
-    """{name of a module in these layers: {parameter: format}} of those that a checkpoint has quantised."""
-    stored = _quantization(source)
-    found: dict[str, dict[str, str]] = stored.get(MTP, {}) if is_ours(stored) else {}
+def _packed_in(source: str) -> dict[str, str]:
+    """{name: format} of what a checkpoint that this package wrote has quantised of these layers."""
+    stored = PreTrainedConfig.get_config_dict(source)[0].get("quantization_config")
+    found: dict[str, str] = stored.get(MTP, {}) if is_ours(stored) else {}
     return found
 
 
-def _with_formats(model: Any, packed: Mapping[str, Mapping[str, str]]) -> Any:
-    """transformers' module of these layers with quantised weights, all without memory."""
-    result = _without_memory(model)
-    every = quantizable(result.layers)
-    for name, formats in packed.items():
-        every[name].formats = {parameter: Format.named(format) for parameter, format in formats.items()}
-    _quantize_empty(result.layers, (every[name] for name in packed))
-    return result
-
-
 def _without_memory(model: Any) -> Any:
-    """transformers' module of these layers on the meta device, in the model's dtype."""
+    """transformers' module of these layers on the meta device, in the model's dtype, and nothing of it."""
     from .upstream.guesses import MtpModel
 
     with torch.device("meta"):
         result = MtpModel(model, model.config.get_text_config().num_mtp_layers).eval()
-    result.layers.to(model.dtype)
-    return result
+    result.embed_tokens = result.shared_head = result.rotary_emb = None
+    for attribute in ("quantization_config", "quantization"):
+        vars(result.config).pop(attribute, None)
+    return result.to(model.dtype)
 
 
-def _quantize_empty(layers: Any, targets: Iterable[Target]) -> None:
-    """Lets layers without memory have the formats of targets."""
-    for target in targets:
-        replace(layers, target, {part: empty_weight(target, part) for part in target.formats})
+def _of_makers(layers: Any, model: Any) -> list[Any]:
+    """transformers' conversions of tensors as the makers of a model name them.
+
+    Without those of the model's own format: the layers are as they came.
+    """
+    mapping: list[Any] = layers.get_weight_conversions(seen_with(model, _weight_conversions=None))
+    return mapping
 
 
-def _of_layers(source: str, model: Any) -> dict[str, Tensor]:
-    """The tensors of quantised layers in a checkpoint, by their names in the module of all layers."""
-    count = model.config.get_text_config().num_mtp_layers
-    prefixes = [(_prefix(model, layer), layer) for layer in range(count)]
-    return {
-        f"{layer}.{name.removeprefix(prefix)}": tensor
-        for name, tensor in mtp_tensors(source, model)
-        for prefix, layer in prefixes
-        if name.startswith(prefix)
-    }
+def _of_converted(model: Any) -> list[Any]:
+    """The conversions of tensors as `converted_mtp` names them."""
+    layers = range(model.config.get_text_config().num_mtp_layers)
+    return [WeightRenaming(f"^{re.escape(_prefix(model, n))}", f"layers.{n}.") for n in layers]
 
 
 def _prefix(model: Any, layer: int) -> str:
@@ -140,16 +199,6 @@ def _prefix(model: Any, layer: int) -> str:
     number = model.config.get_text_config().num_hidden_layers + layer
     known = (f"model.layers.{number}.", f"mtp.layers.{layer}.", f"model.mtp.layers.{layer}.")
     return next(prefix for prefix in known if names.search(f"{prefix}mtp_block.x"))
-
-
-def _stored(source: str) -> Any:
-    """The quantisation of a checkpoint that is not of this package."""
-    stored = _quantization(source)
-    return None if is_ours(stored) else stored
-
-
-def _quantization(source: str) -> Any:
-    return PreTrainedConfig.get_config_dict(source)[0].get("quantization_config")
 
 
 def _formats(layer: Any) -> dict[str, Any]:
@@ -164,8 +213,7 @@ def _formats(layer: Any) -> dict[str, Any]:
 def mtp_tensors(source: str, model: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of these layers by their names in a checkpoint.
 
-    There are none in a GGUF file, in a checkpoint that is quantised, and of a model for which transformers
-    knows no names of them.
+    There are none in a GGUF file, and of a model for which transformers knows no names of them.
     """
     for file, names in _files(source, model):
         with safe_open(file, framework="pt") as tensors:
@@ -173,30 +221,25 @@ def mtp_tensors(source: str, model: Any) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def converted_mtp(source: str, model: Any, packed: dict[str, dict[str, str]]) -> Iterator[tuple[str, Tensor]]:
+def converted_mtp(source: str, model: Any, packed: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of these layers for a checkpoint of a model whose last layer is quantised.
 
     Args:
         packed: takes what `_packed_in` gives of that checkpoint. Layers that a source has quantised stay so.
     """
-    from .upstream.guesses import MtpModel
-
-    if next(_files(source, model), None) is None:
+    if next(_names(source, model), None) is None:
         return
     model = _counted(model, source)
     before, recipe = _packed_in(source), recipe_of_last_layer(model)
-    if before or recipe == Recipe(None):
+    if before or (recipe == Recipe(None) and not _about(source, model).stored):
         packed.update(before)
         yield from mtp_tensors(source, model)
         return
-    config = copy.copy(model.config)
-    config.name_or_path = source
-    layers = MtpModel.from_pretrained(seen_with(model, config=config, _weight_conversions=None)).layers
-    quantize_model(layers, recipe, progress=False)
+    layers = _Section(model, source, recipe).read()
     for name, module in layers.named_modules():
-        if formats := formats_in(module):
-            packed[name] = {parameter: str(format) for parameter, format in formats.items()}
-    for name, tensor in layers.state_dict().items():
+        for parameter, format in formats_in(module).items():
+            packed[name if parameter == "weight" else f"{name}.{parameter}"] = str(format)
+    for name, tensor in layers.layers.state_dict().items():
         layer, _, rest = name.partition(".")
         yield f"{_prefix(model, int(layer))}{rest}", tensor
 
@@ -214,12 +257,11 @@ def planned_mtp(source: str, model: Any, formats: Mapping[str, str]) -> tuple[in
     for name, format in formats.items():
         if last in name and not hasattr(torch, format):
             kinds[".experts" in name].update([format])
-    if before == 0 or not any(kinds.values()) or _packed_in(source):
+    if before == 0 or _packed_in(source) or not (any(kinds.values()) or _about(source, model).stored):
         return before, before
     most = {kind: Format.named(own.most_common(1)[0][0]) for kind, own in kinds.items() if own}
-    layers = _without_memory(_counted(model, source)).layers
-    _quantize_empty(layers, weights_of(layers, Recipe(most.get(True), most.get(False))).targets.values())
-    return before, sum(tensor.nbytes for tensor in layers.state_dict().values())
+    recipe = Recipe(most.get(True), most.get(False))
+    return before, _Section(_counted(model, source), source, recipe).nbytes()
 
 
 def has_mtp(model: Any) -> bool:
@@ -242,7 +284,7 @@ def _files(source: str, model: Any) -> Iterator[tuple[Path, re.Pattern[str]]]:
     config = model.config.get_text_config()
     known = getattr(config, "num_mtp_layers", 0) or config.model_type in _UNCOUNTED
     known = known and model._keys_to_ignore_on_load_unexpected
-    if not known or not source or Path(source).is_file() or _stored(source):
+    if not known or not source or Path(source).is_file():
         return
     try:
         names = MtpModel.get_mtp_weights_regex(model)

@@ -1,19 +1,26 @@
 """`generate(use_mtp=True)` of transformers: layers that guess are quantised as the others, and kept."""
 
 import json
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support import tiny_models
+from support.checkpoints import changed
 from support.mtp import with_mtp
+from support.other_libraries import CompressedTensors, Fp8, Gptq, apart, quantised, say, weights
+from support.sweep import rows_in_sweep
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.transformers.modules.linears import formats_in
+from torch_moe_mps.transformers.mtp import _counted, mtp_steps
 
 PROMPT = torch.arange(1, 9)[None]
 SETTINGS = {"max_new_tokens": 12, "do_sample": False}
@@ -92,13 +99,112 @@ def test_convert_quantises_them(checkpoint, tmp_path, capsys):
     assert not {*names} & {*load_file(tmp_path / "mlx" / "model.safetensors")}
 
 
-def test_layers_of_another_format_are_refused(checkpoint, tmp_path):
-    """transformers would read their codes as values."""
+# {name: (writer, format)} of libraries whose values are ours to the bit.
+WRITERS = {
+    "fp8 of blocks": (lambda: Fp8("fp8", "weight_scale_inv", (32, 32), True), "mxfp8"),
+    "int4": (CompressedTensors, "affine4_32"),
+    "gptq": (Gptq, "affine4_32"),
+    "fp8 of modelopt": (lambda: Fp8("modelopt", "weight_scale", "row", True), "mxfp8"),
+}
+SIZES = {"deepseek_v3": {"q_lora_rank": 32, "kv_lora_rank": 32}}
+
+
+@contextmanager
+def written(name: str, architecture: str, folder: Path):
+    """Yields: the class of a model that a library has quantised in folder / "packed", these layers, too; in
+    folder / "dense" are the values that it stands for.
+    """
+    writer, dense = WRITERS[name][0](), folder / "dense"
+    with with_mtp(architecture, dense, **SIZES.get(architecture, {})) as cls:
+        shutil.copytree(dense, folder / "packed")
+        torch.manual_seed(0)
+        tensors = apart(load_file(dense / "model.safetensors"), architecture)
+        fits = {n for n, t in tensors.items() if t.shape[0] % 8 == 0 and t.shape[-1] % 32 == 0}
+        packed, values = quantised(writer, tensors, fits.__contains__)
+        say(folder / "packed", writer, packed)
+        values = {name: tensor.float().contiguous() for name, tensor in values.items()}
+        save_file(values, dense / "model.safetensors", {"format": "pt"})
+        yield cls
+
+
+def formats_of(layers) -> set[str]:
+    return {str(format) for module in layers.modules() for format in formats_in(module).values()}
+
+
+OF_LIBRARIES = [("fp8 of blocks", "deepseek_v3"), ("int4", "glm4_moe"), ("gptq", "qwen3_next")]
+OF_LIBRARIES += [("fp8 of modelopt", "glm4_moe"), ("fp8 of blocks", "qwen3_next")]
+
+
+@pytest.mark.slow("two models, and their layers")
+@pytest.mark.parametrize(("name", "architecture"), rows_in_sweep(OF_LIBRARIES, OF_LIBRARIES[:3]))
+def test_layers_that_libraries_have_quantised(name, architecture, tmp_path):
+    """They stay packed, with the library's values; `convert` keeps them; a model of four bits has four."""
+    with written(name, architecture, tmp_path) as cls:
+        own = cls.from_pretrained(tmp_path / "dense", dtype=torch.float32).eval()
+        twin = MtpModel.from_pretrained(_counted(own, str(tmp_path / "dense"))).eval()
+        model = torch_moe_mps.from_pretrained(tmp_path / "packed", dtype=torch.float32)
+        (step,) = mtp_steps(model)
+        assert formats_of(step.layers.layers) == {WRITERS[name][1]}
+        pairs = [*weights(step.layers.layers, twin.layers)]
+        assert len(pairs) > 6 and all(torch.equal(*pair) for pair in pairs)
+        torch.testing.assert_close(guessed(step.layers), guessed(twin), atol=1e-4, rtol=1e-4)
+        assert main(["convert", str(tmp_path / "packed"), str(tmp_path / "ours"), "--group-size", "32"]) == 0
+        (again,) = mtp_steps(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours"))
+        kept = {WRITERS[name][1]} if WRITERS[name][0]().config["quant_method"] != "fp8" else {"affine4_32"}
+        assert formats_of(again.layers.layers) == kept
+        ours, before = again.layers.layers.state_dict(), step.layers.layers.state_dict()
+        same = [torch.equal(ours[n], t) for n, t in before.items() if n.endswith("packed")]
+        assert all(same) if kept == {WRITERS[name][1]} else not any(same)
+        if name.startswith("fp8 of blocks"):
+            four = torch_moe_mps.from_pretrained(tmp_path / "packed", bits=4, group_size=32)
+            expected = torch_moe_mps.from_pretrained(tmp_path / "dense", bits=4, group_size=32)
+            found, other = (mtp_steps(each)[0].layers.layers for each in (four, expected))
+            assert formats_of(found) == {"affine4_32"}
+            found, other = found.state_dict(), other.state_dict()
+            assert all(torch.equal(found[n], t) for n, t in other.items() if n.endswith("packed"))
+
+
+BAD = [
+    (
+        "bitsandbytes",
+        lambda tensors: None,
+        r"must be dense, or quantised by .* in .*, got those of bitsandbytes",
+    ),
+    (
+        None,
+        lambda tensors: tensors.pop("model.layers.2.eh_proj.weight"),
+        "eh_proj.weight .*must be in the check",
+    ),
+    (
+        None,
+        lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.ones(3, 3)}),
+        r"eh_proj.weight must be of shape .*, got \(3, 3\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "change", "message"), BAD)
+def test_layers_that_cannot_be_read_are_one_line(method, change, message, checkpoint, tmp_path):
     _, folder = checkpoint
     model = torch_moe_mps.from_pretrained(folder, bits=4, group_size=32)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    with changed(tmp_path / "model.safetensors") as tensors:
+        change(tensors)
+    if method is not None:
+        with changed(tmp_path / "config.json") as config:
+            config["quantization_config"] = {"quant_method": method, "load_in_4bit": True}
     model.config.name_or_path = str(tmp_path)
-    with pytest.raises(ValueError, match=r"use_mtp must have dense layers for it in .*, got those of fp8"):
+    with pytest.raises(ValueError, match=message) as raised:
         tokens_of(model, use_mtp=True)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_tensor_of_a_library_that_is_missing_is_named(tmp_path):
+    with written("int4", "glm4_moe", tmp_path):
+        model = torch_moe_mps.from_pretrained(tmp_path / "packed")
+        with changed(tmp_path / "packed" / "model.safetensors") as tensors:
+            del tensors["model.layers.2.eh_proj.weight_scale"]
+        with pytest.raises(
+            ValueError, match=r"layers.2.eh_proj.weight_scale must be in the checkpoint, got no"
+        ):
+            mtp_steps(model)

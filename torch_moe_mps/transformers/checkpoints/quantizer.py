@@ -27,7 +27,7 @@ from .absent import leave_out
 from .layouts.dense import DenseLayout
 from .layouts.gguf.quantizer import GgufQuantizer
 from .layouts.gguf.reading import Dense, dense_state
-from .layouts.layout import Layout
+from .layouts.layout import Layout, Section
 from .layouts.lifecycle import Lifecycle
 from .layouts.mlx.reading import MlxLayout
 from .layouts.others.reading import OthersLayout
@@ -88,10 +88,12 @@ class Quantizer(Lifecycle, HfQuantizer):
     Attributes:
         wanted: what is left to quantise.
         device: where the model is moved once it is quantised; None if it is there.
+        section: of the files that the model is; None is all of them.
     """
 
     quantization_config: QuantizationConfig
     device: torch.device | None = None
+    section: Section | None = None
 
     def __init__(self, quantization_config: QuantizationConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
@@ -136,7 +138,7 @@ class Quantizer(Lifecycle, HfQuantizer):
         else:
             # Its patterns ("scale") fit our names ("scales").
             vars(model)["_get_dtype_plan"] = lambda dtype: {}
-            self.layout = layout_of(config, model, kwargs["checkpoint_files"])
+            self.layout = layout_of(config, model, kwargs["checkpoint_files"], self.section)
         leave_out(model, self.layout.absent)
         report = QuantizationReport()
         if self.streams or config.wanted is not None:  # a report of the checkpoint's weights is wanted
@@ -243,7 +245,9 @@ def _keep_float32(model: Any) -> None:
             tensor.data = tensor.data.float()
 
 
-def layout_of(config: QuantizationConfig, model: Any, files: list[str]) -> Layout:
+def layout_of(
+    config: QuantizationConfig, model: Any, files: list[str], section: Section | None = None
+) -> Layout:
     """Layout of a quantised checkpoint, by its config.
 
     Raises: ValueError for tensors, or names in the config, that do not fit the model.
@@ -251,7 +255,7 @@ def layout_of(config: QuantizationConfig, model: Any, files: list[str]) -> Layou
     if config.mlx is not None:
         return MlxLayout(model, files, config.mlx)
     if config.other is not None:
-        return OthersLayout(model, files, config.other)
+        return OthersLayout(model, files, config.other, section)
     return OwnLayout(model, files, config)
 
 
@@ -280,6 +284,22 @@ def quantizer_for(
         if source.stored and recipe is not None:
             refuse_second_method("quantize", source.stored["quant_method"])
         return None
+    return quantizer_of(quantization, source, model, files)
+
+
+def quantizer_of(
+    quantization: Mapping[str, Any],
+    source: "Source",
+    model: Any,
+    files: list[str],
+    section: Section | None = None,
+) -> Quantizer:
+    """Quantizer of a model on the meta device, which may be a section of a checkpoint's files.
+
+    Args:
+        quantization: arguments of QuantizationConfig.
+    """
     quantizer = Quantizer(QuantizationConfig(**quantization), pre_quantized=bool(source.stored))
+    quantizer.section = section
     quantizer.preprocess_model(model, dtype=model.dtype, checkpoint_files=files)
     return quantizer

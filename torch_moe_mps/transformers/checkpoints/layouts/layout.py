@@ -5,8 +5,9 @@ targets have room for it, `conversions` names tensors for transformers' loader, 
 read `finish` and `take` give the modules their quantised weights.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -19,6 +20,18 @@ from .checking import check_loaded
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
+
+
+class Section(NamedTuple):
+    """A part of a checkpoint's files that is read as a model of its own.
+
+    Attributes:
+        names: of its tensors in the files.
+        mapping: transformers' conversions that make them the model's.
+    """
+
+    names: re.Pattern[str]
+    mapping: list[Any]
 
 
 class Layout:

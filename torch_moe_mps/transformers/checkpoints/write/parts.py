@@ -212,22 +212,10 @@ class Parts:
             yield key, name
 
     def _load(self, part: str) -> None:
-        config = LoadStateDictConfig(
-            device_map={"": self.device},
-            dtype=self.dtype,
-            dtype_plan=self.model._get_dtype_plan(self.dtype),
-            hf_quantizer=self._reader,
-            weight_mapping=self._conversions,
-        )
-        with one_by_one(self._quantizer is not None), _silent():
-            info, _ = convert_and_load_state_dict_in_model(self.model, self._keys[part], config)
-        for name, result, expected in info.mismatched_keys:
-            _CHECK.fail(name, f"of shape {tuple(expected)}", tuple(result))
-        for name, error in info.conversion_errors.items():
-            raised = error.partition("\nError")[0].strip().splitlines()[-1]  # transformers' own last line
-            raise ValueError(f"moe_mps::load: {name}: {raised}")
+        how = self.dtype, self.device
+        missing = read_tensors(self.model, self._keys[part], self._conversions, self._reader, *how)
         optional = may_lack(self.model)
-        for name in sorted(self._tie(info.missing_keys)):
+        for name in sorted(self._tie(missing)):
             if self.part_of(name) == part and not optional(name):
                 _CHECK.fail(name, "in the checkpoint", "no such tensor")
         if self._quantizer is not None:
@@ -255,6 +243,40 @@ class Parts:
             owner, _, last = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[last] = torch.empty_like(buffer, device=self.device)
         self.model.initialize_weights()  # the buffers: parameters have no memory
+
+
+def read_tensors(
+    model: Any,
+    tensors: Mapping[str, Any],
+    mapping: list[Any],
+    reader: Any,
+    dtype: torch.dtype,
+    device: str | torch.device,
+) -> set[str]:
+    """Reads tensors of files, by their names there, into a model. Returns: names that they lack.
+
+    Args:
+        mapping: transformers' conversions of them.
+        reader: the quantizer; None reads dense tensors.
+
+    Raises: ValueError for one of another shape, or that cannot be converted.
+    """
+    config = LoadStateDictConfig(
+        device_map={"": device},
+        dtype=dtype,
+        dtype_plan=model._get_dtype_plan(dtype),
+        hf_quantizer=reader,
+        weight_mapping=mapping,
+    )
+    with one_by_one(isinstance(reader, Lifecycle)), _silent():
+        info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
+    for name, result, expected in info.mismatched_keys:
+        _CHECK.fail(name, f"of shape {tuple(expected)}", tuple(result))
+    for name, error in info.conversion_errors.items():
+        raised = error.partition("\nError")[0].strip().splitlines()[-1]  # transformers' own last line
+        raise ValueError(f"moe_mps::load: {name}: {raised}")
+    missing: set[str] = info.missing_keys
+    return missing
 
 
 @contextmanager

@@ -35,14 +35,20 @@ _AT_ONCE = 1 << 18  # values whose magnitudes are added up at a time
 
 
 class Files:
-    """The tensors in some files, which are read when they are asked for."""
+    """The tensors in some files, which are read when they are asked for.
 
-    def __init__(self, files: list[str]):
+    Args:
+        names: of those that count; None is all.
+    """
+
+    def __init__(self, files: list[str], names: re.Pattern[str] | None = None):
         self._files: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self.beside: dict[str, list[str]] = {}  # {module: what follows its name}
         for file, name, dtype, shape in tensors_in(files):
+            if names is not None and not names.search(name):
+                continue
             self._files[name], self.dtypes[name], self.shapes[name] = file, dtype, shape
             module, _, part = name.rpartition(".")
             self.beside.setdefault(module, []).append(part)

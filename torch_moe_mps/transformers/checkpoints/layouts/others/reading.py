@@ -37,7 +37,7 @@ from ...quantize.target import Target, quantizable
 from ...quantize.tied import add_tied, tied_layers
 from ...quantize.weights import quantized_names
 from ..checking import DENSE, check_tensor
-from ..layout import Layout
+from ..layout import Layout, Section
 from ..mlx.operations import Cast
 from ..mlx.rows import NamedConverter
 from ..operations import Operation, only
@@ -82,6 +82,7 @@ class OthersLayout(Layout):
 
     Args:
         stored: the quantisation in the config.
+        section: of the files that the model is; None is all of them.
 
     Attributes:
         report: their sizes, and the errors of what is not exact.
@@ -91,15 +92,21 @@ class OthersLayout(Layout):
 
     has_other_names = True
 
-    def __init__(self, model: "PreTrainedModel", files: list[str], stored: Mapping[str, Any]):
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        files: list[str],
+        stored: Mapping[str, Any],
+        section: Section | None = None,
+    ):
         _check_transforms(stored)
         super().__init__()
-        self.model, self.files = model, Files(files)
+        self.model, self.files = model, Files(files, section and section.names)
         self.report = QuantizationReport()
         self._errors: list[ValueError] = []
         ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _UNREAD}
         model._keys_to_ignore_on_load_unexpected = ignored
-        mapping = get_model_conversion_mapping(model, None, None)
+        mapping = section.mapping if section else get_model_conversion_mapping(model, None, None)
         self._renamings = [item for item in mapping if isinstance(item, WeightRenaming)]
         self._converters = [item for item in mapping if isinstance(item, WeightConverter)]
         self._apart = self._of_experts_apart()
