@@ -455,3 +455,14 @@ def test_what_does_not_fit_is_one_line(mac, qwen3, tmp_path, refused):
         ([tmp_path / "vit"], "model_type must be of a model that generates text"),
     ):
         assert message in refused("fit", *arguments)
+
+
+def test_layers_that_guess_have_a_cache_as_the_last_layer():
+    """A model with two layers more has the same."""
+
+    def of(layers: int, more: int):
+        with torch.device("meta"):
+            model = tiny_models.tiny_model("glm4_moe", num_hidden_layers=layers)
+        return kv_cache(model, more=more).rates
+
+    assert of(2, 2) == of(4, 0) != of(2, 0)

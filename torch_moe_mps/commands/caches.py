@@ -47,22 +47,24 @@ class KVCache:
         return bisect.bisect_right(range(1, most + 1), space, key=self.memory)
 
 
-def kv_cache(model: Any, bits: int = 16) -> KVCache | None:
+def kv_cache(model: Any, bits: int = 16, more: int = 0) -> KVCache | None:
     """From the caches that two short forwards leave; None where they do not run on the meta device.
 
     Args:
         model: of transformers, on the meta device, and not accelerated.
         bits: of keys and values, as in `accelerate`.
+        more: further layers as the last one, which guess.
     """
-    few, more = 4, 8  # fewer than any sliding window
+    few, many = 4, 8  # fewer than any sliding window
     try:
         text = model.get_decoder()  # around it, models for images look at values
-        before, after = _cached(text, few, bits), _cached(text, more, bits)
+        before, after = _cached(text, few, bits), _cached(text, many, bits)
     except Exception:  # code that reads values, or knows no meta device: any error may come of it
         return None
+    before, after = ([*layers, *layers[-1:] * more] for layers in (before, after))
     states, rates = 0, Counter[int | None]()
     for (window, first), (_, second) in zip(before, after, strict=True):
-        rate = (second - first) // (more - few)
+        rate = (second - first) // (many - few)
         states += first - rate * few
         rates[window] += rate
     return KVCache(states, dict(rates))

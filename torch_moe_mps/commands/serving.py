@@ -65,17 +65,20 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
         stack.callback(_closed, generator)
         context, is_spread = context_of(model.config) - positions_of_padding(model), processes() > 1
         if generator.memory is not None and not is_spread:
-            context = _context_in(generator.memory.free, context, options, folder, model)
+            context = _context_in(generator, context, options, folder, model)
         others = generator, media or Media(), is_spread, encoder
         yield Served(name_of(options), model, processor, context, *others)
 
 
-def _context_in(room: int, most: int, options: argparse.Namespace, folder: str, model: Any) -> int:
-    """How many tokens of a conversation fit into so many bytes, at most `most`; a line says where it is less.
+def _context_in(generator: Generator, most: int, options: argparse.Namespace, folder: str, model: Any) -> int:
+    """How many tokens of a conversation fit beside the weights, at most `most`; a line says where it is less.
 
-    Where not even one fits, the model answers all the same, as well as the system can.
+    Layers of the checkpoint that guess have a cache as the model's last layer. Where not even one token
+    fits, the model answers all the same, as well as the system can.
     """
-    cache = kv_cache(skeleton_of(options, folder)[1].to(model.dtype), options.kv_bits)
+    assert generator.memory is not None
+    room, more = generator.memory.free, getattr(generator, "layers_that_guess", 0)
+    cache = kv_cache(skeleton_of(options, folder)[1].to(model.dtype), options.kv_bits, more)
     context = most if cache is None else cache.tokens_in(room, most)
     if context == most:
         return most
@@ -103,7 +106,8 @@ def _generator(options: argparse.Namespace, most: int, model: Any, folder: str, 
         return OneByOne(None)
     prompts = prompts_of(options)
     guesses = guesses_of(options, model, folder, device, prompts)
-    return Engine(model, prompts, most, Memory(model), guesses)
+    memory = Memory(model, beside=guesses.modules if guesses else ())
+    return Engine(model, prompts, most, memory, guesses)
 
 
 def _closed(generator: Generator) -> None:

@@ -401,7 +401,8 @@ class Batch:
         tokens += sum(len(item.reader.kept.ids) + len(item.tokens) for item in self.alone)
         needed = self._bytes * tokens
         if self.prompts is not None:
-            self.prompts.shrink(int(self.memory - needed))
+            room = int(self.memory - needed)
+            self.prompts.shrink(room if self.guesses is None else self.guesses.shrink(room))
         return needed <= self.memory
 
     def _begin(self, job: Job) -> _Answer:
@@ -484,6 +485,8 @@ class Batch:
         kept = answer.reader.kept
         if kept.cache is not None:
             held = sum(LayerState(layer).memory() for layer in kept.cache.layers)
+            if self.guesses is not None and answer.row is not None:
+                held += self.guesses.held(answer.row)
             self._bytes = max(self._bytes, held / len(kept.ids))
         try:
             self._rows.join(kept.cache, answer.reader.moved)

@@ -41,6 +41,11 @@ class Engine(OnDevice):
         self._thread.start()
 
     @property
+    def layers_that_guess(self) -> int:
+        """How many layers of the checkpoint guess for the model."""
+        return 0 if self._batch.guesses is None else self._batch.guesses.layers
+
+    @property
     def active(self) -> int:
         return self._batch.active
 

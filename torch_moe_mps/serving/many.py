@@ -81,9 +81,9 @@ def generate_batch(
         seeds = [seed + number for number in range(many)]
     processors = _each("logits_processor", logits_processor, many, type(None))
     streamers = _each("streamer", streamer, many, type(None))
-    memory = Memory(model).free
-    kept = Prompts(memory // _SHARE_OF_PROMPTS)
+    kept = Prompts(Memory(model).free // _SHARE_OF_PROMPTS)
     guessing = guessing_of(model, guesses, kept, _NAME, guess_width)
+    memory = Memory(model, beside=guessing.modules if guessing else ()).free
     batch = Batch(model, kept, MOST_ROWS, memory, guesses=guessing)
     answers: list[_Answer] = []
     with tqdm(total=many, desc="Generating", unit="answer", disable=not progress) as bar:

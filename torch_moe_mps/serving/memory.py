@@ -8,10 +8,11 @@ import ctypes
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..macs import machine_memory
@@ -51,6 +52,7 @@ class Memory:
     Args:
         model: loaded; what its device has in use counts as its weights.
         pressure: asks the system; None where it tells nothing.
+        beside: modules that compute beside it, on its device.
 
     Attributes:
         total, weights, step: bytes that the process may take, of the weights, and of the largest step.
@@ -60,13 +62,17 @@ class Memory:
         self,
         model: PreTrainedModel,
         pressure: Callable[[], Level] | None = _pressure_of_macos if sys.platform == "darwin" else None,
+        beside: Sequence[nn.Module] = (),
     ):
         if model.device.type == "mps":
             self.total = torch.mps.recommended_max_memory()
             self.weights = torch.mps.driver_allocated_memory()
         else:
             self.total = int(_OF_THE_MACHINE * machine_memory())
-            self.weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+            parts = (
+                part for module in (model, *beside) for part in (*module.parameters(), *module.buffers())
+            )
+            self.weights = sum(tensor.nbytes for tensor in {id(part): part for part in parts}.values())
         try:
             self.step = prompt_bytes(model, AT_ONCE)
         except (AttributeError, ValueError):  # an encoder, or a model without layers

@@ -14,7 +14,12 @@ from transformers.modeling_layers import MtpModel
 import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.guesses import guesses_of
+from torch_moe_mps.serving.guesses.guessing import Guessing
+from torch_moe_mps.serving.guesses.lookup import Lookup
 from torch_moe_mps.serving.guesses.mtp import Mtp
+from torch_moe_mps.serving.guesses.source import Row
+from torch_moe_mps.serving.guesses.width import Width
+from torch_moe_mps.serving.memory import Memory
 from torch_moe_mps.serving.prompts import Prompts
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
@@ -103,6 +108,28 @@ def test_they_are_asked_by_default(models):
     for wanted, states in ((None, (-1,)), ("mtp", (-1,)), ("lookup", ())):
         guesses = guesses_of(Namespace(guesses=wanted), model, "", "cpu", Prompts(0))
         assert guesses.states == states
+
+
+@pytest.mark.parametrize("models", [("glm4_moe", 2)], indirect=True, ids=["glm4_moe"])
+def test_they_are_in_the_memory_plan(models):
+    """Weights, caches of a conversation, and prompts that are kept."""
+    model, _, layers = models
+    source, config = Mtp(model, 1 << 30), model.config
+    guesses = Guessing(model, [Lookup(), source], Width(2))
+    own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    more = sum(weight.nbytes for weight in layers.layers.parameters())
+    beside = sum(buffer.nbytes for buffer in layers.layers.buffers())
+    assert Memory(model, beside=guesses.modules).weights == own + more + beside > own
+    row = Row([1 + n % 50 for n in range(101)], 101)
+    assert guesses.held(row) == 0 and guesses.layers == 2
+    guesses.computed([row], [0], torch.randn(1, 100, config.hidden_size), [100])
+    token = 2 * config.num_key_value_heads * model.model.layers[0].self_attn.head_dim * 4
+    waiting = 2 * config.hidden_size * 4  # a state for each layer, whose next token is not known
+    assert guesses.held(row) == (99 + 98) * token + waiting
+    guesses.left(row)
+    (kept,) = source.prompts.kept
+    assert guesses.shrink(1 << 20) == (1 << 20) - kept.nbytes() and source.prompts.kept == [kept]
+    assert guesses.shrink(100) == 100 and not source.prompts.kept
 
 
 @pytest.mark.parametrize("models", [("mellum", 1)], indirect=True, ids=["mellum"])

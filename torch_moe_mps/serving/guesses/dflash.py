@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...transformers.caches.state import LayerState
 from ...transformers.upstream.calls import cache_argument
 from .source import Row
 
@@ -66,7 +67,7 @@ class DFlash:
     def __init__(self, model: PreTrainedModel, assistant: PreTrainedModel):
         require_assistant(model, assistant.config)
         self.states = tuple(layer + 1 for layer in assistant.config.target_layer_ids)
-        self._model, self._assistant = model, assistant
+        self._model, self._assistant, self.modules = model, assistant, [assistant]
         self._read: WeakKeyDictionary[Row, _Read] = WeakKeyDictionary()
 
     @torch.no_grad()
@@ -88,6 +89,13 @@ class DFlash:
 
     def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         """Needs no count: it reads states of tokens that are right."""
+
+    def held(self, row: Row) -> int:
+        read = self._read.get(row)
+        if read is None:
+            return 0
+        waiting = sum(states.nbytes for states in read.waiting)
+        return waiting + sum(LayerState(layer).memory() for layer in read.cache.layers)
 
     def _of(self, row: Row) -> list[int]:
         read = self._read.get(row)

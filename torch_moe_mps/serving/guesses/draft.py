@@ -44,7 +44,7 @@ class Draft:
         kind = type(draft).__name__
         if not draft._supports_default_dynamic_cache() or reads_whole(draft):
             raise ValueError(f"{_NAME}: a draft must have a cache that can be cut, got a {kind}")
-        self._draft, self._prompts = draft, Prompts(memory)
+        self._draft, self.prompts, self.modules = draft, Prompts(memory), [draft]
         self._cached: WeakKeyDictionary[Row, _Cached] = WeakKeyDictionary()
 
     @torch.no_grad()
@@ -77,11 +77,11 @@ class Draft:
     def _begin(self, row: Row) -> _Cached:
         """Reads all tokens; the first guess takes the last one back, behind which it begins."""
         ids, rows = torch.tensor([row.tokens]), Rows(self._draft)
-        reader = PromptReader(self._draft, ids, self._prompts)
+        reader = PromptReader(self._draft, ids, self.prompts)
         while reader.pieces:
             reader.read(self._called)
         kept = reader.kept
-        self._prompts.put(kept)
+        self.prompts.put(kept)
         try:
             rows.join(kept.cache)
         except NotJoinable as error:

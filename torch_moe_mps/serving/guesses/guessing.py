@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._text import first_line
 from ..job import as_errors
@@ -48,6 +48,28 @@ class Guessing:
         guessed = self.accepted + self.rejected
         share = f" ({100 * self.accepted / guessed:.0f} %)" if guessed else ""
         return f"{self.accepted} of {guessed} guessed tokens accepted{share}"
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Modules that sources compute with beside the model."""
+        return [module for each in self._sources.values() for module in getattr(each, "modules", ())]
+
+    @property
+    def layers(self) -> int:
+        """How many layers of the model's checkpoint guess."""
+        return sum(getattr(each, "layers", 0) for each in self._sources.values())
+
+    def held(self, row: Row) -> int:
+        """Bytes that sources hold for a row."""
+        held = (getattr(each, "held", None) for each in self._sources.values())
+        return sum(of(row) for of in held if of is not None)
+
+    def shrink(self, memory: int) -> int:
+        """Gives up prompts that sources keep, to at most half of so many bytes. Returns: the rest."""
+        kept = [own for each in self._sources.values() if (own := getattr(each, "prompts", None)) is not None]
+        for prompts in kept:
+            prompts.shrink(max(0, memory) // (2 * len(kept)))
+        return memory - sum(each.nbytes() for prompts in kept for each in prompts.kept)
 
     def give_up(self, reason: object) -> None:
         """Guesses nothing any more; a line of the log says why."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...transformers.caches.rows import forgetting, make_room, take_back
+from ...transformers.caches.state import LayerState
 from ...transformers.mtp import mtp_steps, new_mtp_cache
 from ..prompts import Kept, Prompts
 from .source import Row
@@ -56,8 +57,9 @@ class Mtp:
     def __init__(self, model: PreTrainedModel, memory: int):
         self._model, self._steps = model, mtp_steps(model)
         self._layers = range(len(self._steps))
+        self.modules, self.layers = [self._steps[0].layers.layers], len(self._steps)
         own = model.config.get_text_config(decoder=True).num_hidden_layers
-        self._prompts = Prompts(memory * len(self._layers) // own)
+        self.prompts = Prompts(memory * len(self._layers) // own)
         self._read: WeakKeyDictionary[Row, _Read] = WeakKeyDictionary()
 
     @torch.no_grad()
@@ -78,6 +80,13 @@ class Mtp:
     def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         """Needs no count: what was read of wrong guesses is taken back at once."""
 
+    def held(self, row: Row) -> int:
+        read = self._read.get(row)
+        if read is None:
+            return 0
+        waiting = sum(states.nbytes for own in read.states for states in own)
+        return waiting + sum(LayerState(layer).memory() for layer in read.cache.layers)
+
     @torch.no_grad()
     def left(self, row: Row) -> None:
         """Keeps what was read of a row whose answer has ended."""
@@ -89,10 +98,10 @@ class Mtp:
         if tokens > 0:
             for layer, count in zip(read.cache.layers, read.next, strict=True):
                 take_back(layer, count - tokens, tokens)
-            self._prompts.put(Kept(torch.tensor(row.tokens[:tokens]), read.cache))
+            self.prompts.put(Kept(torch.tensor(row.tokens[:tokens]), read.cache))
 
     def _begin(self, row: Row, first: int, states: Tensor) -> _Read:
-        kept = self._prompts.take(torch.tensor(row.tokens[: first + 1]), new_mtp_cache(self._model))
+        kept = self.prompts.take(torch.tensor(row.tokens[: first + 1]), new_mtp_cache(self._model))
         start, waiting = len(kept.ids), list[Tensor]()
         if first - start > _SMALL_GAP:
             kept, start = Kept(kept.ids[:0], new_mtp_cache(self._model)), first

@@ -51,6 +51,10 @@ class Source(Protocol):
     has a method `computed(row, first, states)`, which gets them side by side, [1, T, H], of a row's tokens
     from place `first` on, each once and in their order. One with `left(row)` is told that the row's answer
     has ended, unless all end by a fault.
+
+    What a source takes of the memory, it says by `modules`, which it computes with beside the model, by
+    `prompts`, which it keeps, by `held(row)`: bytes of a row, and by `layers`: how many of its layers are of
+    the model's kind.
     """
 
     def guess(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
