@@ -19,7 +19,8 @@ from ...caches.held import HeldPools
 @contextlib.contextmanager
 def on_the_cpu() -> Iterator[None]:
     """Tensors made without a device are on the CPU, where the generators of random ones are."""
-    with torch.device("cpu"):
+    is_default = torch.get_default_device().type == "cpu"  # else a mode is asked in each call of torch
+    with contextlib.nullcontext() if is_default else torch.device("cpu"):
         yield
 
 
