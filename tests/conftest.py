@@ -77,6 +77,7 @@ def pytest_collection_finish(session):
     if "transformers" in sys.modules:
         importlib.import_module("support.recipes")
     gc.freeze()
+    gc.set_threshold(10_000)  # objects, not 700 or 2,000 as Python has it
     gc.enable()
 
 

@@ -15,6 +15,7 @@ from torch_moe_mps.commands import main
 from torch_moe_mps.serving.defaults import choice
 
 QUESTION = "Why is the sky blue?"
+CONTEXT = 96
 
 
 def expected(folder, prompt: str) -> str:
@@ -24,17 +25,21 @@ def expected(folder, prompt: str) -> str:
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     said = json.loads((folder / "generation_config.json").read_text())
     lengths = {name: said[name] for name in ("max_new_tokens", "max_length") if name in said}
-    lengths = lengths or {"max_length": 256}
+    lengths = lengths or {"max_length": CONTEXT}
     config = transformers.GenerationConfig(**lengths, eos_token_id=95, pad_token_id=95)
     made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     return tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def changed(folder, target, **settings):
-    """A copy with other settings of its answers."""
+    """A copy with a short context, and other settings of its answers."""
     shutil.copytree(folder, target)
-    file = target / "generation_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    for name, more in (
+        ("config.json", {"max_position_embeddings": CONTEXT}),
+        ("generation_config.json", settings),
+    ):
+        file = target / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
     return target
 
 

@@ -267,7 +267,7 @@ def test_each_kernel_of_a_model(new_machine, monkeypatch, architecture, sizes, o
 
 def test_what_a_model_first_calls_is_compared_first(new_machine):
     """A call of a kind that accelerate() has not compared; once it has failed, accelerate() knows."""
-    model = tiny_models.tiny_model("qwen3_moe", torch.float32).to("mps")
+    model = tiny_models.tiny_model("llama", torch.float32).to("mps")
     torch_moe_mps.accelerate(model)
     logits = torch.randn(3, 8, dtype=torch.float16).to("mps")
     with new_machine.intercepted(broken("route2_f16")):
