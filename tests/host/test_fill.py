@@ -48,8 +48,7 @@ def test_simdgroups_of_a_core(simulated):
         for name, rows, inputs in matrices:
             counts = [simdgroups_of_core(name, rows, inputs, cores) for cores in CORES]
             lines.append(f"{model}, {name}: {' '.join(f'{count:.1f}' for count in counts)}\n")
-            if name in ("o", "down"):
-                assert min(counts[:3]) >= 12, (model, name)
+            assert min(counts) >= 12, (model, name)
     assert_pinned(__file__, "fill_linear", "".join(lines))
 
 

@@ -51,6 +51,23 @@ def test_threadgroups_for_every_core(device, tokens, rows):
         check_linear(device, (tokens, 64, rows), "affine4_64", torch.float16, tokens, bias=True)
 
 
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_simdgroups_share_the_inputs_of_one_token(device, dtype, every_order):
+    """With few rows and long inputs, of which the last simdgroups have fewer; normed or not."""
+    format, rows, columns = "affine4_64", 45, 2752
+    weight = place(random_matrix(rows, columns, format, dtype, 1), device)
+    x = (3.0 * random((1, columns), dtype, 2)).to(device)
+    residual, bias = random((1, rows), dtype, 3).to(device), random((rows,), dtype, 4).to(device)
+    norm = {"norm_weight": random((columns,), dtype, 5).to(device), "norm_offset": 1.0}
+    for more in ({"residual": residual}, norm, norm | {"residual": residual}):
+        given = (x, *weight, bias, format)
+        first = checked("linear_quantized", *given, **more).cpu()
+        others = [linear_quantized(*given, **more).cpu() for _ in every_order()]
+        assert all(torch.equal(first, other) for other in others)
+    up = random_matrix(2 * 64, columns, format, dtype, 6), random_matrix(columns, 64, format, dtype, 7)
+    checked("mlp_quantized", x, *(t for each in up for t in place(each, device)), format, **norm)
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 9])
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_sums_that_are_not_rounded(device, tokens, dtype):

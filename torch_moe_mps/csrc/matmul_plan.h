@@ -21,14 +21,15 @@ enum class MatmulWork {
 
 struct MatmulStep {
   MatmulWork work;
-  std::string kernel;  // without the suffix of its library; with "_split", simdgroups share inputs
+  std::string kernel;  // without the suffix of its library
   Size grid{0};
   int64_t threads = 0;
   int64_t memory = 0;         // bytes of threadgroup memory
   int64_t indirect = -1;      // at least 0: the number of the grid, computed by kBucket, that replaces `grid`
   bool tensor_units = false;  // the kernel is one of tensor_units.metal
   int64_t blocks = 0;         // blocks of rows, one a simdgroup; 0: the grid does not depend on simdgroups
-  bool norms_inputs = false;  // the kernel norms its inputs; without it they have to come normed
+  bool shares_inputs = false;  // the simdgroups of a threadgroup share the inputs of the same rows
+  bool norms_inputs = false;   // the kernel norms its inputs; without it they have to come normed
 };
 
 struct MatmulShape {

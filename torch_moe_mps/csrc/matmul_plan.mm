@@ -4,6 +4,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "../shaders/geometry.h"
 #include "metal/function.h"
@@ -38,7 +39,7 @@ constexpr int64_t kFewChosenExperts = 256;
 // int4 for 8 tokens takes 48 to 52 us instead of 67 to 152 on an M1 Max.
 constexpr int64_t kGroupsOfCore = 4;
 
-// Simdgroups a core that keep memory busy for one token. Where rows make fewer, four simdgroups share the
+// Simdgroups a core that keep memory busy for one token. Where rows make fewer, kFewSimdgroups share the
 // inputs of some, if there are as many as kLongInputs: each has two chunks or more. By the cost model, 4,096
 // inputs of 2,048 rows in int4 take 10 us instead of 12 to 17 on an M4 Max, and 7 instead of 10 to 18 on an
 // M3 Ultra.
@@ -76,6 +77,7 @@ MatmulStep few_step(const MatmulShape& shape, int64_t grid_rows, int64_t cores) 
   const Size grid{splits ? of_rows : whole, grid_rows};
   const char* kernel = splits ? "matmul_rows_few_split" : "matmul_rows_few";
   MatmulStep step{MatmulWork::kFirst, kernel, grid, threads};
+  step.shares_inputs = splits;
   if (!splits) step.blocks = of_rows;
   return step;
 }
@@ -95,6 +97,13 @@ MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
     step.kernel = "matmul_rows_normed";
   }
   return step;
+}
+
+// A threadgroup for each block of rows; the number of its simdgroups decides the order of sums.
+void share_inputs(MatmulStep& step) {
+  step.shares_inputs = true;
+  step.grid.x = std::exchange(step.blocks, 0);
+  step.threads = kFewSimdgroups * kSimdWidth;
 }
 
 MatmulStep second_step(const MatmulShape& shape, Path path) {
@@ -200,7 +209,8 @@ MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t inputs, int64_t out
   }
   if (tokens == 1) {
     MatmulStep step = first_step(shape, Path::kRows, cores);
-    if (normed || inputs < kLongInputs || step.blocks >= kSimdgroupsOfCore * cores) return step;
+    if (inputs >= kLongInputs && step.blocks < kSimdgroupsOfCore * cores) share_inputs(step);
+    return step;
   }
   if (tokens < kManyTokens) return few_step(shape, 1, cores);
   const int64_t threads = kGemmSimdgroups * kSimdWidth;
@@ -214,7 +224,9 @@ MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t inputs, int64_t out
   const int64_t split_pairs = fits ? kTilePairs : kSplitTilePairs;
   const Size grid{ceil_div(outputs, outputs_of_rows(shape, kGemmRows / kGemmSimdgroups)),
                   ceil_div(tokens, split_pairs)};
-  return {MatmulWork::kFirst, c10::str("gemm", split_pairs, "_split"), grid, threads};
+  MatmulStep step{MatmulWork::kFirst, c10::str("gemm", split_pairs, "_split"), grid, threads};
+  step.shares_inputs = true;
+  return step;
 }
 
 namespace {
@@ -226,7 +238,7 @@ std::string line_of(const MatmulStep& step) {
                              : c10::str(step.grid.x, "x", step.grid.y, "x", step.grid.z);
   line += c10::str(" of ", step.threads);
   if (step.memory > 0) line += c10::str(" with ", step.memory, " bytes");
-  if (step.kernel.ends_with("_split")) line += ", inputs split";
+  if (step.shares_inputs) line += ", inputs split";
   return line;
 }
 

@@ -158,7 +158,7 @@ OptionalTensor rows_of(const OptionalTensor& tensor, int64_t start, int64_t coun
 
 // Dot products, and matrix products whose simdgroups split the inputs, count from the first input on.
 void check_inputs(const MatmulStep& step, const Tensor& x) {
-  const bool has_tiles = step.kernel.starts_with("gemm") && !step.kernel.ends_with("_split");
+  const bool has_tiles = step.kernel.starts_with("gemm") && !step.shares_inputs;
   if (!has_tiles && !step.tensor_units) check_counted("an input", x.numel(), x.sizes());
 }
 
@@ -253,6 +253,7 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
   params.slots = params.x_per_pair = 1;
   params.has_residual = residual.has_value();
   params.has_order = order.has_value();
+  params.shares_inputs = step.shares_inputs;
   params.wide_out = out.scalar_type() != x.scalar_type();
   if (step.norms_inputs) set_norm(params, *norm);
   Command& command = commands.add(library_of(step, matrix), step.kernel);

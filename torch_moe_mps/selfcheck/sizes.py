@@ -369,8 +369,10 @@ def _linear(s: Sample) -> list[dict[str, Any]]:
         return {"x": _rows(s, tokens, columns), **s.quantized("", rows, columns, ()), **more}
 
     names = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+    wide = _quantized_columns(s, OFFSET)
     return [
         *(of(tokens, rows, columns) for tokens, columns in _deep(s) for rows in (5, 37)),
+        of(1, 37, wide, norm_weight=s.values(wide)),
         of(4, 5, _quantized_columns(s, 3 * OFFSET)),  # the most tokens that matrix products do not take
         *(of(3, 37, s.H, activation=name, activated=20, factor=0.5) for name in names),
     ]
@@ -379,7 +381,8 @@ def _linear(s: Sample) -> list[dict[str, Any]]:
 def _mlp(s: Sample) -> list[dict[str, Any]]:
     wide, inner = _quantized_columns(s, OFFSET), s.format.multiple
     weights = {**s.quantized("gate_up_", 2 * inner, wide, ()), **s.quantized("down_", wide, inner, ())}
-    return [{"x": _rows(s, 9, wide), **weights}, *ACTIVATIONS]
+    normed = {"x": _rows(s, 1, wide), "norm_weight": s.values(wide)}
+    return [{"x": _rows(s, 9, wide), **weights}, {**weights, **normed}, *ACTIVATIONS]
 
 
 def _both_ways(s: Sample, weight: dict[str, Any], x: str, **plain: Any) -> list[dict[str, Any]]:

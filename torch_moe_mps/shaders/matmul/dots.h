@@ -126,9 +126,16 @@ inline float sum_of_lanes(float sum) {
   return sum;
 }
 
+template <typename T, int M>
+inline void sum_squares(InputNorm<T>, thread Squares<M>& squares) {
+  UNROLL for (int m = 0; m < M; ++m) squares.v[m] = sum_of_lanes(squares.v[m]);
+}
+template <int M>
+inline void sum_squares(NoNorm, thread Squares<M>&) {}
+
 template <typename T>
 inline float inverse_root(InputNorm<T>, float squares, constant MatmulParams& params) {
-  return precise::rsqrt(sum_of_lanes(squares) / float(params.inputs) + params.norm_eps);
+  return precise::rsqrt(squares / float(params.inputs) + params.norm_eps);
 }
 inline float inverse_root(NoNorm, float, constant MatmulParams&) {
   return 1.0f;
@@ -181,16 +188,17 @@ inline void add_chunks(thread C* chunks, device const X* x, Sources<M> sources, 
   }
 }
 
-// The dot products of a lane's R rows with a share of the inputs of M pairs, or with all of them, normed. All
-// eight lanes that have the rows get them.
+// The dot products of a lane's R rows with a share of the inputs of M pairs, and with a norm the squares of
+// these inputs, by whose inverse root the products are still to be multiplied. All eight lanes that have the
+// rows get them.
 template <typename W, int R, int M, typename Norm, typename X>
 inline Dots<R, M> row_dots(W weights, LaneRows<W, R> rows, device const X* x, Sources<M> sources, Norm norm,
-                           Share share, uint lane, constant MatmulParams& params) {
+                           Share share, thread Squares<M>& squares, uint lane,
+                           constant MatmulParams& params) {
   typedef typename W::template Chunk<W::kValues> Chunk;
   constexpr uint kStep = kRowLanes * W::kValues;
   const uint inputs = params.inputs, first = share.number * kStep + lane % kRowLanes * W::kValues;
   Dots<R, M> dots;
-  Squares<M> squares;
   UNROLL for (int m = 0; m < M; ++m) {
     squares.v[m] = 0.0f;
     UNROLL for (int r = 0; r < R; ++r) dots.v[r][m] = 0.0f;
@@ -203,9 +211,9 @@ inline Dots<R, M> row_dots(W weights, LaneRows<W, R> rows, device const X* x, So
     add_chunks<W, R, M>(chunks, x, sources, norm, column, inputs - column, dots, squares, params);
   }
   UNROLL for (int m = 0; m < M; ++m) {
-    const float inverse = inverse_root(norm, squares.v[m], params);
-    UNROLL for (int r = 0; r < R; ++r) dots.v[r][m] = sum_of_lanes(dots.v[r][m]) * inverse;
+    UNROLL for (int r = 0; r < R; ++r) dots.v[r][m] = sum_of_lanes(dots.v[r][m]);
   }
+  sum_squares(norm, squares);
   return dots;
 }
 
@@ -221,8 +229,14 @@ struct RowBlock {
   uint lane;
 
   template <int M, typename Norm>
-  Dots<R, M> dots(Sources<M> sources, Norm norm, Share share, constant MatmulParams& params) const {
-    return row_dots<W, R, M>(weights, rows, x, sources, norm, share, lane, params);
+  Dots<R, M> dots(Sources<M> sources, Norm norm, Share share, thread Squares<M>& squares,
+                  constant MatmulParams& params) const {
+    return row_dots<W, R, M>(weights, rows, x, sources, norm, share, squares, lane, params);
+  }
+  template <int M>
+  Dots<R, M> dots(Sources<M> sources, Share share, constant MatmulParams& params) const {
+    Squares<M> none;
+    return dots(sources, NoNorm{}, share, none, params);
   }
 };
 

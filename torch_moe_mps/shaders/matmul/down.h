@@ -55,7 +55,7 @@ struct TermsBlock {
     constant MatmulParams& matmul = params.matmul;
     Sources<M> sources;
     UNROLL for (int m = 0; m < M; ++m) sources.v[m] = pairs.v[m] * matmul.inputs;
-    const Dots<R, M> dots = rows.dots(sources, NoNorm{}, {0, 1}, matmul);
+    const Dots<R, M> dots = rows.dots(sources, {0, 1}, matmul);
     const uint lane = anew(rows.lane, rows.lane);
     for (uint item = lane % kRowLanes; item < R * M; item += kRowLanes) {
       const uint m = item / R, local = lane / kRowLanes * R + item % R;

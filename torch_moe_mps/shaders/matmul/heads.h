@@ -37,7 +37,7 @@ template <typename W, int R, int M>
   }
   const W weights(packed, scales, biases, head, matrix);
   const RowBlock<W, R, float> block = row_block<R>(weights, source, head, first, lane, matrix);
-  const Dots<R, M> dots = block.dots(sources, NoNorm{}, {0, 1}, matrix);
+  const Dots<R, M> dots = block.dots(sources, {0, 1}, matrix);
   const Outputs<T> outputs = {packed, out, out,
                               reinterpret_cast<device const int*>(x)};  // of which only out is used
   store_outputs<W, R, M>(block, dots, pairs, min(uint(M), params.tokens - token), outputs, matrix);

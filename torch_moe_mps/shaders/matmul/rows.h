@@ -31,20 +31,53 @@ inline Sources<M> sources_of(PairSet<M> pairs, constant MatmulParams& params) {
   return sources;
 }
 
-// Where a simdgroup is in the grid of matmul_rows, and the expert of its pair.
+// What a simdgroup of matmul_rows computes: a block of rows for one pair, with all inputs or a share.
 struct RowsPlace {
-  uint2 group;
-  uint lane, simdgroup, simdgroups, expert;
+  uint block, pair, lane, expert;
+  Share share;
 };
+
+// Simdgroups have blocks of their own or, with `shares`, each a share of the inputs of the threadgroup's.
+inline RowsPlace rows_place(uint2 group, uint lane, uint simdgroup, uint simdgroups, bool shares) {
+  if (shares) return {group.x, group.y, lane, 0, {simdgroup, kFewSimdgroups}};
+  return {group.x * simdgroups + simdgroup, group.y, lane, 0, {0, 1}};
+}
+
+// Numbers that a simdgroup shares: the dot products of its rows and, for each group of lanes, the squares.
+template <int R>
+constant constexpr uint kSharedSums = kRowGroups * (R + 1);
+
+// The sum of the simdgroups' shares, in their order.
+template <int R>
+inline float sum_of_shares(threadgroup const float* shares) {
+  float sum = 0.0f;
+  UNROLL for (uint share = 0; share < kFewSimdgroups; ++share) sum += shares[share * kSharedSums<R>];
+  return sum;
+}
+
+// Replaces the share of a simdgroup by the sums of all. `memory`: kSharedSums<R> for each simdgroup.
+template <int R>
+inline void add_shares(thread Dots<R, 1>& dots, thread Squares<1>& squares, threadgroup float* memory,
+                       uint simdgroup, uint lane) {
+  threadgroup float* shares = memory + lane / kRowLanes * (R + 1);
+  if (lane % kRowLanes == 0) {
+    threadgroup float* own = shares + simdgroup * kSharedSums<R>;
+    UNROLL for (int r = 0; r < R; ++r) own[r] = dots.v[r][0];
+    own[R] = squares.v[0];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL for (int r = 0; r < R; ++r) dots.v[r][0] = sum_of_shares<R>(shares + r);
+  squares.v[0] = sum_of_shares<R>(shares + R);
+}
 
 template <typename W, int R, typename Norm>
 inline void rows_of_pair(device const typename W::Element* x, device const uchar* packed,
                          device const uchar* scales, device const uchar* biases, Norm norm,
-                         Outputs<typename W::Element> out, RowsPlace place, constant MatmulParams& params) {
+                         Outputs<typename W::Element> out, RowsPlace place, threadgroup float* memory,
+                         constant MatmulParams& params) {
   typedef typename W::Element T;
-  const uint pair = place.group.y, expert = place.expert;
-  const uint count = outputs_of_rows(kRowGroups * R, params);
-  const uint first = (place.group.x * place.simdgroups + place.simdgroup) * count;
+  const uint pair = place.pair, expert = place.expert;
+  const uint count = outputs_of_rows(kRowGroups * R, params), first = place.block * count;
   if (first >= params.outputs) return;
   if (expert == params.experts) {
     if (place.lane < min(count, params.outputs - first)) {
@@ -55,7 +88,14 @@ inline void rows_of_pair(device const typename W::Element* x, device const uchar
   const W weights(packed, scales, biases, expert, params);
   const RowBlock<W, R> block = row_block<R>(weights, x, expert, first, place.lane, params);
   const PairSet<1> pairs = {{pair}};
-  const Dots<R, 1> dots = block.dots(sources_of(pairs, params), norm, {0, 1}, params);
+  Squares<1> squares;
+  Dots<R, 1> dots = block.dots(sources_of(pairs, params), norm, place.share, squares, params);
+  if (place.share.count > 1) {
+    add_shares<R>(dots, squares, memory, place.share.number, place.lane);
+    if (place.share.number > 0) return;
+  }
+  const float inverse = inverse_root(norm, squares.v[0], params);
+  UNROLL for (int r = 0; r < R; ++r) dots.v[r][0] *= inverse;
   store_outputs<W, R, 1>(block, dots, pairs, 1, out, params);
 }
 
@@ -64,26 +104,30 @@ inline uint expert_of_pair(device const int* ids, uint pair, constant MatmulPara
 }
 
 // Each pair reads the rows of its expert separately: good for one token, slow for many. Grid: (blocks of
-// rows, pairs).
+// rows, pairs); with params.shares_inputs a threadgroup has one block, whose inputs its simdgroups share.
 template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows(
     MATMUL_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]], LANES,
     uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float sums[kFewSimdgroups * kSharedSums<R>];
   const Outputs<typename W::Element> outputs = {bias, residual, out, ids};
-  const RowsPlace place = {group, lane, simdgroup, simdgroups, expert_of_pair(ids, group.y, params)};
-  rows_of_pair<W, R>(x, packed, scales, biases, NoNorm{}, outputs, place, params);
+  RowsPlace place = rows_place(group, lane, simdgroup, simdgroups, params.shares_inputs != 0);
+  place.expert = expert_of_pair(ids, group.y, params);
+  rows_of_pair<W, R>(x, packed, scales, biases, NoNorm{}, outputs, place, sums, params);
 }
 
-// The same for inputs that are normed. Every simdgroup sums the squares of all inputs for itself: for one
+// The same for inputs that are normed. Every simdgroup sums the squares of its inputs for itself: for one
 // token that costs less than a launch, because memory limits the kernel.
 template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows_normed(
     MATMUL_BUFFERS(typename W::Element), device const typename W::Element* norm_weight [[buffer(9)]],
     uint2 group [[threadgroup_position_in_grid]], LANES, uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float sums[kFewSimdgroups * kSharedSums<R>];
   const InputNorm<typename W::Element> norm = {norm_weight};
   const Outputs<typename W::Element> outputs = {bias, residual, out, ids};
-  const RowsPlace place = {group, lane, simdgroup, simdgroups, expert_of_pair(ids, group.y, params)};
-  rows_of_pair<W, R>(x, packed, scales, biases, norm, outputs, place, params);
+  RowsPlace place = rows_place(group, lane, simdgroup, simdgroups, params.shares_inputs != 0);
+  place.expert = expert_of_pair(ids, group.y, params);
+  rows_of_pair<W, R>(x, packed, scales, biases, norm, outputs, place, sums, params);
 }
 
 // The same for the experts that one token's logits choose. Every simdgroup chooses for itself: that costs
@@ -103,7 +147,7 @@ template <typename W, int R, int N, bool kNormed>
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   const RouterParams router = params.router;
-  RowsPlace place = {group, lane, simdgroup, simdgroups, 0};
+  RowsPlace place = rows_place(group, lane, simdgroup, simdgroups, false);
   if (group.y < router.top_k) {
     Values<N> values;
     if (router.wide_logits != 0) {
@@ -124,11 +168,12 @@ template <typename W, int R, int N, bool kNormed>
   const Outputs<T> outputs = {bias, x, out, ids};
   if constexpr (kNormed) {
     if (params.norms_inputs != 0) {
-      rows_of_pair<W, R>(x, packed, scales, biases, InputNorm<T>{norm_weight}, outputs, place, params.matmul);
+      rows_of_pair<W, R>(x, packed, scales, biases, InputNorm<T>{norm_weight}, outputs, place, nullptr,
+                         params.matmul);
       return;
     }
   }
-  rows_of_pair<W, R>(x, packed, scales, biases, NoNorm{}, outputs, place, params.matmul);
+  rows_of_pair<W, R>(x, packed, scales, biases, NoNorm{}, outputs, place, nullptr, params.matmul);
 }
 
 // Computes M pairs of one expert, of which `count` exist. `memory`: for SharedDots.
@@ -136,7 +181,7 @@ template <typename W, int R, int M, bool kSplit>
 inline void rows_of_pairs(RowBlock<W, R> block, PairSet<M> pairs, uint count, threadgroup float* memory,
                           uint simdgroup, Outputs<typename W::Element> out, constant MatmulParams& params) {
   const Share share = {kSplit ? simdgroup : 0, kSplit ? uint(kFewSimdgroups) : 1};
-  const Dots<R, M> dots = block.dots(sources_of(pairs, params), NoNorm{}, share, params);
+  const Dots<R, M> dots = block.dots(sources_of(pairs, params), share, params);
   // Where a row's chunk leaves no registers; for others it takes 5 % longer on an H100.
   if constexpr (sizeof(typename W::template Chunk<W::kValues>) > 24)
     block.lane = anew(block.lane, block.lane);

@@ -33,6 +33,7 @@ struct MatmulParams {
   uint32_t wide_ids;        // ids are int64
   uint32_t x_per_pair;      // x has a row for each pair, else for each token
   uint32_t grid_by_expert;  // see pairs_of_grid_row in matmul/pairs.h
+  uint32_t shares_inputs;   // of matmul_rows: simdgroups have shares of the inputs, else rows of their own
   uint32_t writes_tiles;    // the kernel writes the list of pairs by expert for the down projection
   uint32_t row_layout;
   uint32_t activation;
