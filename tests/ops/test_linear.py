@@ -239,6 +239,35 @@ def test_the_reference_dequantises_some_rows_at_a_time(memory, monkeypatch):
     assert torch.allclose(in_parts, whole, rtol=0, atol=1e-5) and sizes == [5, 5, 5, 5, 3]
 
 
+@torch.no_grad()
+def test_a_weight_that_is_kept_decoded_is_multiplied_and_its_calls_are_checked(monkeypatch):
+    monkeypatch.setenv(_decoded.VARIABLE, "1")
+    weight, x = random_matrix(23, 128, "affine4_64", torch.float32, 0), random((2, 128), torch.float32, 1)
+    values = torch.from_numpy(dense(weight, "affine4_64")).double()
+    for _ in range(2):
+        out = linear_quantized(x, *weight, None, "affine4_64")
+        assert torch.allclose(out.double(), x.double() @ values.T, atol=1e-4)
+    half = linear_quantized(x.half(), *weight, None, "affine4_64")
+    assert half.dtype is torch.float16
+    assert linear_quantized(x.half(), *weight, None, "affine4_64", out_dtype=torch.float32).dtype == x.dtype
+    bias, residual = random((23,), torch.float32, 2), random((2, 23), torch.float32, 3)
+    added = linear_quantized(x, *weight, bias, "affine4_64", residual)
+    assert torch.equal(added, out + bias + residual)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear_quantized(x, *weight, None, "affine4_64"), out)
+    packed, scales, biases = weight
+    for given, options, message in (
+        ((x[:, :64], *weight, None, "affine4_64"), {}, "packed must be of shape"),
+        ((x[0, 0], *weight, None, "affine4_64"), {}, "x must be at least 1-D"),
+        ((x, None, scales, biases, None, "affine4_64"), {}, "packed must be a tensor, got None"),
+        ((x, packed, None, biases, None, "affine4_64"), {}, "scales must be a tensor, got None"),
+        ((x, *weight, None, "affine4_64"), {"out_dtype": torch.int8}, "out_dtype must be float32"),
+        ((x, *weight, None, "affine8_64"), {}, "packed must be of shape"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            linear_quantized(*given, **options)
+
+
 @pytest.mark.parametrize("format", ["affine4_64", "affine6_32", "mxfp8", "nvfp4"])
 def test_against_mlx(format):
     """quantized_matmul and dequantize on MLX's own weights."""

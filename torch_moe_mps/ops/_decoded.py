@@ -1,9 +1,10 @@
 """Quantised weights decoded to float32, which the references on a CPU keep.
 
-A matrix takes several times as long to decode as to multiply with the row of a token. What is decoded lies
-beside the memory of its codes and goes with it. It is decoded again once the weight has changed in place: by
-torch's count of versions, or by sums over tensors without versions, those of inference mode; and, as no write
-through `.data` is counted, by a sample of each tensor, whose size is the same whatever that of the tensor.
+A matrix takes several times as long to decode as to multiply with the row of a token. What is decoded goes
+with the memory of its codes, scales or biases, whichever goes first. It is decoded again once the weight has
+changed in place: by torch's count of versions, or by sums over tensors without versions, those of inference
+mode; and, as no write through `.data` is counted, by a sample of each tensor, whose size is the same whatever
+that of the tensor.
 """
 
 import contextlib
@@ -54,19 +55,14 @@ class _Kept(NamedTuple):
     changes: list[Any]  # one for each tensor that was decoded
     memories: list[np.ndarray]  # samples of what they lie in, as that is now
     samples: list[bytes]  # and as it was
-    beside: list[weakref.ref]  # the memory of scales and biases: another may lie at the same address
 
     def is_current(self, now: list[Any]) -> bool:
         """Whether the weight is as it was when it was decoded; `now` are its changes."""
-        return (
-            None not in [ref() for ref in self.beside]
-            and self.changes == now
-            and self.samples == [memory.tobytes() for memory in self.memories]
-        )
+        return self.changes == now and self.samples == [memory.tobytes() for memory in self.memories]
 
 
-# {memory of codes: {where in it, and where the scales are: what is decoded}}
-_KEPT: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[tuple, _Kept]] = weakref.WeakKeyDictionary()
+# {where codes, scales and biases are: {number of an expert, or None for the whole: what is decoded}}
+_KEPT: dict[tuple, dict[int | None, _Kept]] = {}
 _here = threading.local()
 _lock = threading.RLock()  # a finalizer may run wherever memory is asked for
 _bytes = 0
@@ -75,47 +71,48 @@ _quarter = 0
 
 def decoded(weight: QuantizedWeight) -> Tensor:
     """All values of a weight in float32; nobody may write to them."""
-    kept = _current(weight)
-    if kept is not None:
-        return kept
-    return _decoded_anew(weight, _place(weight)) if weight.packed.is_cpu else weight.values(slice(None))
+    values = kept(weight.packed, weight.scales, weight.biases, weight.format.name)
+    if values is None:
+        values = _decoded_anew(weight, None) if weight.packed.is_cpu else weight.values(slice(None))
+    return values
 
 
 def decoded_experts(weight: QuantizedWeight) -> Callable[[int], Tensor]:
     """The matrices of a stack in float32, by number; nobody may write to them."""
     if not weight.packed.is_cpu:
         return weight.values
-    found, place, now = _KEPT.get(weight.packed.untyped_storage(), {}), _place(weight), _versions(weight)
+    found, now = _KEPT.get(_place_of(weight), {}), _versions(weight)
 
     def matrix(expert: int) -> Tensor:
-        kept = found.get((*place, expert))
-        if kept is not None and now is not None and kept.is_current(now):
-            return kept.values
-        part = weight.map(itemgetter(expert))
-        if kept is not None and now is None and kept.is_current(changes(part)):
-            return kept.values
-        return _decoded_anew(part, (*place, expert))
+        one = found.get(expert)
+        if one is not None and one.is_current(changes(_part(weight, expert)) if now is None else now):
+            return one.values
+        return _decoded_anew(weight, expert)
 
     return matrix
 
 
-def _decoded_anew(weight: QuantizedWeight, place: tuple) -> Tensor:
-    """The values, which are kept at a place of the memory of the codes if that is allowed."""
-    before = changes(weight)
-    memories = [np.asarray(_Memory(tensor)) for tensor in weight if tensor is not None]
+def _part(weight: QuantizedWeight, expert: int | None) -> QuantizedWeight:
+    return weight if expert is None else weight.map(itemgetter(expert))
+
+
+def _decoded_anew(weight: QuantizedWeight, expert: int | None) -> Tensor:
+    """The values of a weight, or of one expert, which are kept if that is allowed."""
+    part, place = _part(weight, expert), _place_of(weight)
+    before = changes(part)
+    memories = [np.asarray(_Memory(tensor)) for tensor in part if tensor is not None]
     samples = [memory.tobytes() for memory in memories]
-    values = _decode(weight)
-    if place in _KEPT.get(weight.packed.untyped_storage(), ()) or _takes(values.nbytes):
-        beside = [tensor.untyped_storage() for tensor in (weight.scales, weight.biases) if tensor is not None]
-        _keep(weight, place, _Kept(values, before, memories, samples, [*map(weakref.ref, beside)]))
+    values = _decode(part)
+    if expert in _KEPT.get(place, ()) or _takes(values.nbytes):
+        _keep(weight, place, expert, _Kept(values, before, memories, samples))
     return values
 
 
 def in_blocks(weight: QuantizedWeight) -> list[Tensor] | Iterator[Tensor]:
     """The rows of a matrix in float32: all at once if they are kept, else VALUES_AT_ONCE at a time."""
-    kept = _current(weight)
-    if kept is not None:
-        return [kept]
+    values = kept(weight.packed, weight.scales, weight.biases, weight.format.name)
+    if values is not None:
+        return [values]
     rows, columns = weight.packed.shape[0], weight.format.columns(weight.packed.shape[1])
     if rows * columns <= VALUES_AT_ONCE or _may_keep(weight):
         return [decoded(weight)]
@@ -127,18 +124,17 @@ def _may_keep(weight: QuantizedWeight) -> bool:
     if not weight.packed.is_cpu:
         return False
     size = 4 * weight.packed.shape[:-1].numel() * weight.format.columns(weight.packed.shape[-1])
-    return _found(weight) is not None or _takes(size)
+    return _place_of(weight) in _KEPT or _takes(size)
 
 
-def _current(weight: QuantizedWeight) -> Tensor | None:
-    """Values that are kept for a weight, if it is as it was when they were decoded."""
-    kept = _found(weight) if weight.packed.is_cpu else None
-    return kept.values if kept is not None and kept.is_current(changes(weight)) else None
-
-
-def _found(weight: QuantizedWeight) -> _Kept | None:
-    of_storage = _KEPT.get(weight.packed.untyped_storage())
-    return None if of_storage is None else of_storage.get(_place(weight))
+def kept(packed: Tensor, scales: Tensor, biases: Tensor | None, name: str) -> Tensor | None:
+    """Values that are kept for a weight in a format, if it is as it was when they were decoded."""
+    if not packed.is_cpu:
+        return None
+    found = _KEPT.get(_place(packed, scales, biases, name), {}).get(None)
+    if found is None or not found.is_current(changes((packed, scales, biases))):
+        return None
+    return found.values
 
 
 def _decode(weight: QuantizedWeight) -> Tensor:
@@ -153,19 +149,20 @@ def _decode(weight: QuantizedWeight) -> Tensor:
     return values
 
 
-def _place(weight: QuantizedWeight) -> tuple:
-    scales, biases = weight.scales, weight.biases
-    packed = weight.packed
+def _place(packed: Tensor, scales: Tensor, biases: Tensor | None, name: str) -> tuple:
     of_biases = None if biases is None else (biases.data_ptr(), biases.stride())
     of_scales = (scales.data_ptr(), scales.stride(), scales.dtype)
-    return packed.data_ptr(), packed.shape, packed.stride(), of_scales, of_biases, weight.format.name
+    return packed.data_ptr(), packed.shape, packed.stride(), of_scales, of_biases, name
+
+
+def _place_of(weight: QuantizedWeight) -> tuple:
+    return _place(weight.packed, weight.scales, weight.biases, weight.format.name)
 
 
 def changes(tensors: Iterable[Tensor | None]) -> list[Any]:
     """Numbers that differ once one of the tensors has been written in place."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    versions = _versions(present)
-    return [_sums(tensor) for tensor in present] if versions is None else versions
+    versions = _versions(tensors)
+    return [_sums(tensor) for tensor in tensors if tensor is not None] if versions is None else versions
 
 
 def _versions(tensors: Iterable[Tensor | None]) -> list[Any] | None:
@@ -200,23 +197,23 @@ def _takes(nbytes: int) -> bool:
     return getattr(_here, "keeps", True) and _bytes + nbytes <= memory()
 
 
-def _keep(weight: QuantizedWeight, place: tuple, kept: _Kept) -> None:
-    global _bytes
-    storage = weight.packed.untyped_storage()
-    with _lock:
-        of_storage = _KEPT.get(storage)
-        if of_storage is None:
-            of_storage = _KEPT[storage] = {}
-            weakref.finalize(storage, _dropped, of_storage).atexit = False
-        if place not in of_storage:
-            _bytes += kept.values.nbytes
-        of_storage[place] = kept
-
-
-def _dropped(of_storage: dict[tuple, _Kept]) -> None:
+def _keep(weight: QuantizedWeight, place: tuple, expert: int | None, made: _Kept) -> None:
     global _bytes
     with _lock:
-        _bytes -= sum(kept.values.nbytes for kept in of_storage.values())
+        if place not in _KEPT:
+            _KEPT[place] = {}
+            for tensor in weight:  # another one may lie where one was
+                if tensor is not None:
+                    weakref.finalize(tensor.untyped_storage(), _drop, place).atexit = False
+        if expert not in _KEPT[place]:
+            _bytes += made.values.nbytes
+        _KEPT[place][expert] = made
+
+
+def _drop(place: tuple) -> None:
+    global _bytes
+    with _lock:
+        _bytes -= sum(one.values.nbytes for one in _KEPT.pop(place, {}).values())
 
 
 def memory() -> int:

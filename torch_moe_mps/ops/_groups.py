@@ -41,6 +41,7 @@ class Grouped:
 
     Attributes:
         signature: of the arguments.
+        alone: arguments that belong to no group.
     """
 
     def __init__(self, function: Callable):
@@ -50,6 +51,7 @@ class Grouped:
         for parameter in own.parameters.values():
             parameters += self._arguments(parameter)
         self.signature = own.replace(parameters=parameters)
+        self.alone = [name for name in self.signature.parameters if name in own.parameters]
 
     def _arguments(self, parameter: inspect.Parameter) -> list[inspect.Parameter]:
         cases = typing.get_args(parameter.annotation) or (parameter.annotation,)
@@ -71,9 +73,9 @@ class Grouped:
         """All arguments by name, those of groups in them."""
         if not self.groups:
             return given
-        rest, made = dict(given), {}
+        made = {name: given[name] for name in self.alone if name in given}
         for parameter, (make, names, may_be_none) in self.groups.items():
-            values = [rest.pop(name) for name in names]
+            values = [given[name] for name in names]
             is_none = may_be_none and all(value is None for value in values)
             made[parameter] = None if is_none else make(*values)
-        return rest | made
+        return made

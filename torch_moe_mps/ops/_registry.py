@@ -24,7 +24,7 @@ DECLARED: dict[str, Declared] = {}
 WITH_BACKWARD: dict[str, "Backward"] = {}
 # Called with an operator and its arguments by name, which are good: the host has not seen such a call yet.
 before_first_call: Callable[[str, dict[str, Any]], None] | None = None
-_PLAIN = (Tensor, torch.nn.Parameter)  # other types may stand for tensors
+PLAIN = (Tensor, torch.nn.Parameter)  # other types may stand for tensors
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 MAX_SIGNATURES = 4096  # for each operator, then they are noted anew: contexts grow with every token
 _NO_BACKWARD = (
@@ -76,6 +76,7 @@ def operator(
     dependences: tuple[str, ...] = (),
     symbols: tuple[str, ...] = (),
     backward: Backward | None = None,
+    quick: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<its name>`.
 
@@ -95,12 +96,14 @@ def operator(
 
     `backward`: how gradients reach arguments; without it a backward pass raises an error by name.
 
+    `quick`: gives the reference's bits for some good arguments on the CPU without checks; None for others.
+
     The decorated name becomes a function that calls the operator, on whatever device its arguments are.
     """
 
     def register(reference: Callable[..., Result]) -> Callable[..., Result]:
         declared = Declared(tensors, allowed or {}, dependences)
-        return Operator(reference, meta, declared, symbols, backward).register()
+        return Operator(reference, meta, declared, symbols, backward).register(quick)
 
     return register
 
@@ -139,7 +142,7 @@ class Operator:
         self.checked: set[tuple] = set()
         self.without_dispatcher = self.checked_reference if self.written else self.on_cpu
 
-    def register(self) -> Callable:
+    def register(self, quick: Callable[..., Any] | None) -> Callable:
         """Gives torch its kernels, and returns what calls the operator."""
         OPERATORS.append(self.name)
         DECLARED[self.name] = self.declared
@@ -150,14 +153,16 @@ class Operator:
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self.meta, lib=LIBRARY)
         LIBRARY.impl(self.name, self.autograd, "Autograd", with_keyset=True)
         self.packet.__doc__ = self.reference.__doc__
-        packet, run_signed, may_change = self.packet, self.run_signed, bool(self.written)
+        packet, function, checked, may_change = self.packet, self.function, self.checked, bool(self.written)
 
         @functools.wraps(self.reference)
         def call(*args, **kwargs):
-            if not may_change and args and type(args[0]) in _PLAIN and args[0].is_cpu and _nothing_between():
-                signature = _signature_on_cpu(args, kwargs)
-                if signature is not None:
-                    return run_signed(signature, args, kwargs)
+            if not may_change and args and type(args[0]) in PLAIN and args[0].is_cpu and _nothing_between():
+                result = None if quick is None else quick(*args, **kwargs)
+                if result is not None:
+                    return result
+                if _signature_on_cpu(args, kwargs) in checked:
+                    return _contiguous(function(*args, **kwargs))
             return packet(*args, **kwargs)
 
         vars(call)["__signature__"] = self.grouped.signature
@@ -205,10 +210,6 @@ class Operator:
         signature = _signature_on_cpu(args, kwargs)
         if signature is None:
             return self.checked_reference(*args, **kwargs)
-        return self.run_signed(signature, args, kwargs)
-
-    def run_signed(self, signature: tuple, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
-        """Result for arguments that are checked where their signature is new."""
         if signature not in self.checked:
             self.meta(*args, **kwargs)
             if len(self.checked) >= MAX_SIGNATURES:
@@ -279,6 +280,7 @@ def _nothing_between() -> bool:
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._are_functorch_transforms_active()
         or torch._C._autograd._profiler_enabled()
+        or torch._C._is_any_autocast_enabled()
     )
 
 
@@ -286,7 +288,7 @@ def _signature_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple | 
     """Dtypes and shapes of tensors, and the other arguments; None where a tensor is not a plain one there."""
     signature: list[Any] = [*kwargs]
     for value in (*args, *kwargs.values()):
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             if not value.is_cpu:
                 return None
             signature.append((value.dtype, value.shape))

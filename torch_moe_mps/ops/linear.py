@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ._activations import POINTWISE, Activation
 from ._checks import Check
-from ._decoded import in_blocks
+from ._decoded import in_blocks, kept
 from ._formats import TENSORS, Format, QuantizedWeight, Weight
-from ._registry import Backward, operator
+from ._registry import PLAIN, Backward, operator
 from ._sample import Calls, Changes
 from .norms import InputNorm
 
@@ -90,6 +90,26 @@ def _meta_linear_quantized(
     return x.new_empty(*x.shape[:-1], rows, dtype=out_dtype)
 
 
+def _by_kept_rows(
+    x: Tensor,
+    packed: Any,
+    scales: Any,
+    biases: Any,
+    bias: Any,
+    format: str,
+    *others: Any,
+    out_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Tensor | None:
+    """The product in float32 with a weight that is kept decoded, so that a call before has checked it."""
+    is_plain = type(packed) in PLAIN and type(scales) in PLAIN and (biases is None or type(biases) in PLAIN)
+    is_sum = bias is None and not others and not options and out_dtype in (None, torch.float32)
+    if not is_plain or not is_sum or x.dtype is not torch.float32:
+        return None
+    values = kept(packed, scales, biases, format)
+    return None if values is None or x.shape[-1:] != values.shape[1:] else F.linear(x, values)
+
+
 @operator(
     "x[..., C] packed[N, _]:packed bias[N] residual[..., N]:x order[N]:int32 norm_weight[C]",
     _meta_linear_quantized,
@@ -101,6 +121,7 @@ def _meta_linear_quantized(
         frozen=TENSORS,
         unless=("order", "norm_weight", "activation", "out_dtype"),
     ),
+    quick=_by_kept_rows,
 )
 def linear_quantized(
     x: Tensor,
