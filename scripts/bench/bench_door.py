@@ -90,7 +90,7 @@ KINDS = {
     "string": Kind(CHAT, lambda context: chat(metadata="x" * 40_000_000)),
     "escapes": Kind(CHAT, lambda context: chat(metadata="\N{GRINNING FACE}" * 600_000)),
     "text": Kind(CHAT, lambda context: chat("a b " * 500_000)),
-    "prompt": Kind(CHAT, lambda context: chat(secrets.token_hex(context // 2 - 50))),
+    "prompt": Kind(CHAT, lambda context: chat(secrets.token_hex(context // 16))),
     "messages": Kind(CHAT, lambda context: chat() | {"messages": chat()["messages"] * 9900}),
     "prompts": Kind(TEXTS, lambda context: {"prompt": ["a"] * 64, "max_tokens": 3}),
     "tools": Kind(CHAT, lambda context: chat(tools=tools(5000))),

@@ -227,9 +227,9 @@ def test_a_prompt_that_ends_while_two_are_read(who, how, monkeypatch):
 
 def test_many_answers_to_one_request_leave_room_for_others():
     """The first answer to another request is before them, in a place that they leave free."""
-    events, one, most = list[str](), object(), 0
-    many = [told(events, f"a{n} ", Asked(ids_of(n, 5), 6, request=one)) for n in range(6)]
-    other = [told(events, f"b{n} ", Asked(ids_of(9 + n, 5), 6, request=object())) for n in range(2)]
+    events, most = list[str](), 0
+    many = [told(events, f"a{n} ", Asked(ids_of(n, 5), 6, place=n)) for n in range(6)]
+    other = [told(events, f"b{n} ", Asked(ids_of(9 + n, 5), 6)) for n in range(2)]
     batch = Batch(model_of(), None, 4)
     batch.waiting.extend(asked.job for asked in many)
     for _ in range(3):
@@ -244,6 +244,24 @@ def test_many_answers_to_one_request_leave_room_for_others():
     assert begun == ["a0", "a1", "a2", "b0", "b1", "a3", "a4", "a5"] and most == 4
     for asked in (*many, *other):
         assert asked.tokens == asked.expected(model_of()) and asked.reasons == ["length"]
+
+
+def test_requests_take_turns():
+    """Who asks for many short answers begins one a turn; who comes later has the turn that is on."""
+    events = list[str]()
+
+    def request(name: str, count: int) -> list[Asked]:
+        return [told(events, f"{name}{n} ", Asked(ids_of(n, 5), 1, place=n)) for n in range(count)]
+
+    batch, asked = Batch(model_of(), None, 4), [*request("a", 4), *request("b", 4)]
+    batch.waiting.extend(each.job for each in asked)
+    for _ in range(4):
+        batch.step()
+    later = request("c", 2)
+    run(batch, *later)
+    begun = [event.split()[0] for event in events if event.endswith(" 0")]
+    assert begun == ["a0", "b0", "a1", "b1", "c0", "a2", "b2", "c1", "a3", "b3"]
+    assert all(each.reasons == ["length"] for each in (*asked, *later))
 
 
 def test_a_piece_takes_as_long_as_some_steps():

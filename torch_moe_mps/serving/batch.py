@@ -5,7 +5,7 @@ import inspect
 import logging
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -124,6 +124,7 @@ class Batch:
         self._reasons = set[str]()  # said already: why answers are not generated together
         self._readings: list[_Answer] = []  # the first one, and a short one that overtakes it
         self._has_overtaken = False  # since the last piece of the first one
+        self._turn = 0  # of the jobs that have begun, the last
         self._again: deque[_Answer] = deque()  # to be read again, behind a step without memory
         self._restoring: tuple[Job, Restoring | None] | None = None  # from a disk, for the next job
         self._rows = Rows(model)
@@ -257,6 +258,7 @@ class Batch:
         job = self._next_job()
         if job is not None and self._is_restored(job):
             self.waiting.remove(job)
+            self._turn = max(self._turn, job.turn or 0)
             with self._island(job):
                 reason = reason_for_generate(self.model, job.config)
                 if reason is None:
@@ -319,14 +321,11 @@ class Batch:
         return None
 
     def _in_turn(self) -> list[Job]:
-        """Jobs that wait: first those of requests with the fewest answers that go on, of these the oldest."""
-        begun = self._requests
-        return sorted(self.waiting, key=lambda job: begun[id(job.request)])
-
-    @property
-    def _requests(self) -> Counter[int]:
-        """How many answers of each request with several go on, by its identity."""
-        return Counter(id(answer.job.request) for answer in self._begun if answer.job.request is not None)
+        """Jobs that wait, as they begin: each request has one answer a turn, the oldest first."""
+        for job in self.waiting:
+            if job.turn is None:
+                job.turn = self._turn + job.place
+        return sorted(self.waiting, key=lambda job: job.turn or 0)
 
     def _is_restored(self, job: Job) -> bool:
         """Whether memory has what a disk has of a job's prompt; a part of it is read where it has not."""
@@ -380,9 +379,9 @@ class Batch:
     def _has_room(self, job: Job, length: int) -> bool:
         """Whether one more answer fits, of a prompt of so many tokens; gives up prompts for it.
 
-        An answer beside others of its request leaves a place to other requests, of three or more.
+        Behind the first answer to a request, of three rows or more one is left to other requests.
         """
-        if self.most > 2 and self._requests[id(job.request)] and self.active == self.most - 1:
+        if self.most > 2 and job.place > 0 and self.active == self.most - 1:
             return False
         lengths = [length, *(answer.prompt.shape[1] for answer in self._readings)]
         rows = len(self.answers) + len(lengths)

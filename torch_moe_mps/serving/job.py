@@ -60,9 +60,10 @@ class Job:
             the answer so far, [1, T]. Those with `is_first` get the logits before the settings of `config`
             change them.
         likely: tokens that the answer probably has, in their order; they are guessed first.
-        request: what all answers to one request have in common; None for an answer by itself.
+        place: among the answers to one request; later ones let other requests go first.
 
     Attributes:
+        turn: in which it begins, once it waits with others.
         cached_tokens: of the prompt, kept and not computed again; known before the first token.
         disk_tokens: of these, read from a disk.
         accepted_tokens, rejected_tokens: that were guessed and verified so far.
@@ -77,7 +78,8 @@ class Job:
     processors: list[LogitsProcessor] = field(default_factory=list)
     tokenizer: Any = None
     likely: list[int] = field(default_factory=list)
-    request: object | None = None
+    place: int = 0
+    turn: int | None = None
     cached_tokens: int = 0
     accepted_tokens: int = 0
     rejected_tokens: int = 0

@@ -389,7 +389,7 @@ class Served:
             seed=None if request.seed is None else request.seed + number % request.count,
             processors=processors,
             likely=self._likely(request),
-            request=request,
+            place=number,
         )
         return answer, job
 
