@@ -65,7 +65,8 @@ def test_langchain(here):
 
 
 def test_instructor(here):
-    """Objects of a class, by a call and in a schema; a wrong one is asked for again."""
+    """Objects of a class in each of its modes: whole, several, in parts; a wrong one is asked for again."""
+    import anthropic
     import instructor
     import openai
     from pydantic import BaseModel
@@ -73,15 +74,30 @@ def test_instructor(here):
     class Sky(BaseModel):
         of: str
 
-    with openai.OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0) as client:
-        ways = {instructor.Mode.TOOLS: CALL % "Sky", instructor.Mode.JSON_SCHEMA: '{"of": "sky"}'}
-        for mode, text in ways.items():
-            of_objects = instructor.from_openai(client, mode=mode)
-            here.says(text.replace('"sky"', "7"), text)
-            sky = of_objects.chat.completions.create(
-                model="m", response_model=Sky, messages=said("what?"), max_retries=2
-            )
-            assert sky.of == "sky" and len(here.generator.prompts) == 2
+    modes, both = instructor.Mode, '{"tasks": [{"of": "sky"}, {"of": "sea"}]}'
+    call, several = CALL % "Sky", (CALL % "IterableSky").replace('{"of": "sky"}', both)
+    of_openai = openai.OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0)
+    of_anthropic = anthropic.Anthropic(base_url=here.url, api_key="none", max_retries=0)
+    with of_openai, of_anthropic:
+        ways: list[tuple[Any, str, str]] = [
+            (instructor.from_openai(of_openai, mode=mode), call, several)
+            for mode in (modes.TOOLS, modes.RESPONSES_TOOLS)
+        ]
+        for mode in (modes.JSON_SCHEMA, modes.JSON, modes.MD_JSON):
+            texts = ['{"of": "sky"}', both]
+            if mode is modes.MD_JSON:
+                texts = [f"```json\n{text}\n```" for text in texts]
+            ways.append((instructor.from_openai(of_openai, mode=mode), *texts))
+        ways.append((instructor.from_anthropic(of_anthropic), call, several))
+        for client, one, many in ways:
+            asked = {"model": "m", "max_tokens": 900, "messages": said("what?"), "response_model": Sky}
+            here.says(one.replace('"sky"', "7"), one)
+            assert client.create(**asked, max_retries=2).of == "sky"
+            assert len(here.generator.prompts) == 2 and "string" in here.generator.prompts[1]
+            here.says(one)
+            assert [*client.create_partial(**asked)][-1].of == "sky"
+            here.says(many)
+            assert [each.of for each in client.create_iterable(**asked)] == ["sky", "sea"]
 
 
 def test_litellm(here):

@@ -106,6 +106,21 @@ def test_a_response_calls_a_tool(client):
     assert call.name == "swim" and json.loads(call.arguments) in FITS["swim"]
 
 
+def test_a_call_has_no_format_of_texts(client):
+    """A request may have both, as instructor's."""
+    schema = {"type": "object", "properties": {"of": {"type": "integer"}}, "required": ["of"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    ((name, arguments),) = calls_of(client, tool_choice=named("swim"), response_format=form, temperature=0)
+    assert name == "swim" and arguments in FITS["swim"]
+    answer = client.responses.create(
+        model="m", input="the sky</think>", tools=[{"type": "function", **each} for each in FUNCTIONS],
+        tool_choice={"type": "function", "name": "swim"}, temperature=0, max_output_tokens=150,
+        text={"format": {"type": "json_schema", "name": "a", "schema": schema}},
+    )  # fmt: skip
+    (call,) = [item for item in answer.output if item.type == "function_call"]
+    assert call.name == "swim" and json.loads(call.arguments) in FITS["swim"]
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -113,8 +128,8 @@ def test_a_response_calls_a_tool(client):
         ({"tool_choice": named("fly")}, "'tool_choice' must be one of the tools look, swim, rest, got 'fly'"),
         ({"tool_choice": "required", "tools": []}, "'tools' must be a list of at least one tool with"),
         (
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
-            "'response_format' must be text where a tool must be called",
+            {"tool_choice": "required", "extra_body": {"grammar": 'root ::= "a"'}},
+            "'grammar' must not be there where a tool must be called",
         ),
         (
             {

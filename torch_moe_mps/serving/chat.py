@@ -83,9 +83,8 @@ class ChatCompletions(Protocol):
         own = conversation.tools(body.get("tools"), "tools", served.say_once)
         tools, forced = conversation.chosen(body, own)
         form_field, form = _form(body)
-        if form is not None and forced is not None:
-            expected = "be text" if form_field == "response_format" else "not be there"
-            raise Refused(f"'{form_field}' must {expected} where a tool must be called.", form_field)
+        if forced is not None and form_field != "response_format":
+            raise Refused(f"'{form_field}' must not be there where a tool must be called.", form_field)
         variables = conversation.effort(body.get("reasoning_effort"))
         variables |= body.get("chat_template_kwargs") or {}
         goes_on = conversation.goes_on(messages, "messages", body)
@@ -93,7 +92,7 @@ class ChatCompletions(Protocol):
             prompts=[Chat(messages, tools, variables, goes_on)],
             prompt_field="messages",
             most=body.get("max_completion_tokens") or body.get("max_tokens"),
-            form=form,
+            form=None if forced else form,  # OpenAI's clients ask for both
             forced=forced,
             form_field="tool_choice" if forced else form_field,
             logprobs=logprobs_of(body, bool(body.get("logprobs")), "'logprobs' true"),

@@ -70,15 +70,13 @@ class Responses(Protocol):
         tools, forced = conversation.chosen(
             body, conversation.tools(body.get("tools"), "tools", served.say_once)
         )
-        if schema is not None and forced is not None:
-            raise Refused(f"'{field}' must be text where a tool must be called.", field)
         variables = conversation.effort((body.get("reasoning") or {}).get("effort"))
         variables |= body.get("chat_template_kwargs") or {}
         return Request(
             prompts=[Chat(messages, tools, variables, conversation.goes_on(messages, "input"))],
             prompt_field="input",
             most=body.get("max_output_tokens"),
-            form=schema,
+            form=None if forced else schema,
             forced=forced,
             form_field="tool_choice" if forced else field,
             logprobs=logprobs_of(body, _INCLUDED in included, f"'include' of {_INCLUDED}"),
