@@ -124,7 +124,7 @@ class Batch:
         self._reasons = set[str]()  # said already: why answers are not generated together
         self._readings: list[_Answer] = []  # the first one, and a short one that overtakes it
         self._has_overtaken = False  # since the last piece of the first one
-        self._turn = 0  # of the jobs that have begun, the last
+        self._turn = 0  # in which the last job has begun
         self._again: deque[_Answer] = deque()  # to be read again, behind a step without memory
         self._restoring: tuple[Job, Restoring | None] | None = None  # from a disk, for the next job
         self._rows = Rows(model)
