@@ -9,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_moe_mps
 from torch_moe_mps.transformers.basics import own_on_cpu
+from torch_moe_mps.transformers.capture.surroundings import default_device
+from torch_moe_mps.transformers.modules.rules.trial import on_the_cpu
 
 
 class Called(TorchDispatchMode):
@@ -88,3 +90,18 @@ def test_report_says_what_keeps_its_own_code_on_a_cpu(as_shipped):
     assert report.own_on_cpu in str(report)
     with own_on_cpu.all_operators():
         assert pair("mixtral")[1].own_on_cpu is None
+
+
+def test_trials_are_on_the_cpu_whatever_the_default_device():
+    """By `set_default_device`, by `with`, and where it is the CPU."""
+    torch.set_default_device("meta")
+    try:
+        with on_the_cpu():
+            assert torch.empty(1).device.type == "cpu"
+        assert torch.empty(1).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+    with torch.device("meta"), on_the_cpu():
+        assert torch.empty(1).device.type == "cpu"
+    with on_the_cpu():
+        assert torch.empty(1).device.type == "cpu" and default_device() is None
