@@ -32,7 +32,7 @@ from ..transformers.checkpoints.write.parts import Parts
 from ..transformers.checkpoints.write.plan import LoadPlan, planned
 from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
-from ..transformers.mtp import MTP, converted_mtp, planned_mtp
+from ..transformers.mtp import MTP, Patterns, converted_mtp, counted_mtp, planned_mtp, split_patterns
 from ..transformers.upstream.utilities import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import packs, says_a_format
@@ -61,16 +61,15 @@ def run(options: argparse.Namespace) -> None:
         # Gigabytes: after what can be checked without them.
         source = folder_of(options.source, options.revision)
     tokenizer = tokenizer_of(source) if gguf else None
-    recipe: dict[str, Any] = {
-        "recipe": None if packed else arguments_of(options, model),
-        "requantize": says_a_format(options),
-    }
+    arguments, patterns = (None, {}) if packed else split_patterns(arguments_of(options, model))
+    recipe: dict[str, Any] = {"recipe": arguments, "requantize": says_a_format(options)}
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
     if options.to == "mlx" and (others := GGUF.keys() & {weight.format for weight in plan.weights}):
         has_not = " and ".join(sorted(others))
         raise ValueError(f"--to mlx needs --bits, and a --mode of MLX's, which does not have {has_not}")
     if options.to != "mlx" and _weights(source):
-        before, after = planned_mtp(source, model, {weight.name: weight.format for weight in plan.weights})
+        formats = {weight.name: weight.format for weight in plan.weights}
+        before, after = planned_mtp(source, model, formats, patterns)
         plan = plan._replace(before=plan.before + before, after=plan.after + after)
     if options.dry_run:
         print(plan.table())
@@ -79,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
     if not options.dry_run:
         _check_space(destination, plan.after)
         importance = _importance(options, source, recipe["recipe"])
-        errors = _convert(source, copied, options, recipe, importance, tokenizer)
+        errors = _convert(source, copied, options, recipe, patterns, importance, tokenizer)
         print(f"wrote {destination}, {_size_of_files(destination)}")
     write_json(options.json, plan.as_json(errors))
 
@@ -108,7 +107,8 @@ def _importance(options: argparse.Namespace, source: str, recipe: dict[str, Any]
         return from_pretrained(source, **loaded, **({} if dense else recipe or {}))
 
     about = Source(source, loading_options(options))
-    importance = importance_for("convert", options.importance, about, load)
+    guessing: Any = (lambda model: None) if options.to == "mlx" else counted_mtp
+    importance = importance_for("convert", options.importance, about, load, guessing)
     if options.save_importance is not None:
         with written_whole(options.save_importance):
             importance.save(options.save_importance)
@@ -194,6 +194,7 @@ def _convert(
     copied: list[Path],
     options: argparse.Namespace,
     recipe: dict[str, Any],
+    patterns: Patterns,
     importance: Importance | None,
     tokenizer: Any,
 ) -> list[list[Any]]:
@@ -202,7 +203,7 @@ def _convert(
     with _written_beside(destination) as folder:
         began = (folder / UNFINISHED).exists()
         format = "mlx" if options.to == "mlx" else "pt"
-        shards = Shards(folder, format, _key(source, options, recipe, importance))
+        shards = Shards(folder, format, _key(source, options, recipe | {MTP: patterns}, importance))
         if began:
             done = len(shards.done)
             print(
@@ -215,8 +216,8 @@ def _convert(
             else:
                 runs_in = Source(source, loading_options(options)).skeleton().dtype
                 packed: dict[str, str] = {}
-                tensors = parts.into(shards), converted_mtp(source, parts.model, packed)
-                save_parts(parts.model, shards, *tensors, runs_in=runs_in)
+                guessing = converted_mtp(source, parts.model, packed, patterns, importance)
+                save_parts(parts.model, shards, parts.into(shards), guessing, runs_in=runs_in)
                 _note_mtp(folder / "config.json", packed)
             _save_generation_config(parts.model, folder, source)
             report = parts.report or QuantizationReport()

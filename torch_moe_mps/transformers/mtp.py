@@ -5,6 +5,7 @@ model they are read once, and quantised and accelerated as its own layers.
 """
 
 import copy
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..ops._checks import Check
@@ -29,7 +30,9 @@ from .checkpoints.layouts.files import checkpoint_files
 from .checkpoints.layouts.layout import Section
 from .checkpoints.layouts.others.schemes import METHODS
 from .checkpoints.layouts.own.config import is_ours
-from .checkpoints.quantize.recipe import Recipe
+from .checkpoints.quantize.importance import Importance
+from .checkpoints.quantize.recipe import Recipe, fits, no_such_weight
+from .checkpoints.quantize.target import paths_of, quantizable
 from .checkpoints.quantizer import Quantizer, quantizer_of
 from .checkpoints.source import Source
 from .checkpoints.write.parts import read_tensors
@@ -42,7 +45,9 @@ _UNCOUNTED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _OF_QWEN, _NUMBERED = re.compile(r"^mtp\."), re.compile(r"^mtp\.layers\.(\d+)\.")
 _CHECK = Check("load")
 _FP8, _BITS_OF_FP8 = "fp8", 8
+Patterns = Mapping[str, Any]  # {pattern: bits, a format or False}
 MTP = "mtp"  # the entry of a checkpoint's quantisation with the formats of these layers
+_NAMED = f"{MTP}."  # begins the names of their weights in recipes and importance
 _READ: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # {model: what transformers made of its layers}
 
 
@@ -73,18 +78,28 @@ class _Section:
         model: whose layers they are; it may be without weights. Its config says how many there are.
         source: the checkpoint.
         recipe: for what is dense, or in FP8 and gets fewer bits; what is quantised otherwise stays so.
+        patterns: {pattern: bits, a format or False}, exceptions of the recipe, by names as `named` has them.
+        importance: for what is quantised.
 
     Raises: ValueError for a checkpoint whose quantisation is not read here, and for tensors that do not fit.
     """
 
-    def __init__(self, model: Any, source: str, recipe: Recipe):
+    def __init__(
+        self,
+        model: Any,
+        source: str,
+        recipe: Recipe,
+        patterns: Patterns | None = None,
+        importance: Importance | None = None,
+    ):
         self._dtype, self._files = model.dtype, [*_files(source, model)]
         self._layers, about, packed = _without_memory(model), _about(source, model), _packed_in(source)
         if packed:
             about.stored["modules"] = packed
         self._mapping = _of_converted(model) if packed else _of_makers(self._layers, model)
-        wanted = _arguments(recipe, about.stored, self._layers)
-        quantization = about.quantization(wanted, requantize=False)
+        wanted = _arguments(recipe, about.stored, self._layers, patterns or {})
+        own = None if importance is None else _own(importance)
+        quantization = about.quantization(wanted, requantize=False, importance=own)
         self._quantizer: Quantizer | None = None
         if quantization is not None:
             files, names = [str(file) for file, _ in self._files], self._files[0][1]
@@ -137,8 +152,39 @@ def _about(source: str, model: Any) -> Source:
     return about
 
 
-def _arguments(recipe: Recipe, stored: Mapping[str, Any], layers: Any) -> dict[str, Any] | None:
+def named(layers: Any) -> nn.Module:
+    """A module that has these layers under the names of recipes and importance: mtp.0 and so on."""
+    return nn.ModuleDict({MTP: layers.layers})
+
+
+def _own(importance: Importance) -> Importance | None:
+    """The importance of these layers, by their names in transformers' module; None where it has none."""
+    means = {
+        f"layers.{name.removeprefix(_NAMED)}": mean
+        for name, mean in importance.means.items()
+        if name.startswith(_NAMED)
+    }
+    return dataclasses.replace(importance, means=means) if means else None
+
+
+def _exceptions(layers: Any, patterns: Patterns) -> dict[str, Any]:
+    """Exceptions that patterns make of these layers, by the names in transformers' module.
+
+    Raises: ValueError for a pattern of these layers alone that fits none of their weights.
+    """
+    paths = paths_of(quantizable(named(layers)))
+    for pattern in patterns:
+        if pattern.startswith(_NAMED) and not any(fits(pattern, path) for path in paths):
+            raise ValueError(no_such_weight(pattern))
+    found = {path: [value for p, value in patterns.items() if fits(p, path)] for path in paths}
+    return {f"layers.{path.removeprefix(_NAMED)}": values[-1] for path, values in found.items() if values}
+
+
+def _arguments(
+    recipe: Recipe, stored: Mapping[str, Any], layers: Any, patterns: Patterns
+) -> dict[str, Any] | None:
     """A recipe as arguments of `accelerate`; None for none, and where FP8 has as few bits."""
+    exceptions = _exceptions(layers, patterns)
     usual = recipe.experts or recipe.linears
     if (
         usual is None
@@ -148,7 +194,7 @@ def _arguments(recipe: Recipe, stored: Mapping[str, Any], layers: Any) -> dict[s
         return None
     linears = None if recipe.linears is None else recipe.linears.to_dict()
     keep = [] if recipe.experts or not experts_of(layers) else ["*.experts.*"]
-    return usual.to_dict() | {"linear_bits": linears, "keep": keep}
+    return usual.to_dict() | {"linear_bits": linears, "keep": keep, "overrides": exceptions}
 
 
 def recipe_of_last_layer(model: Any) -> Recipe:
@@ -221,11 +267,18 @@ def mtp_tensors(source: str, model: Any) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def converted_mtp(source: str, model: Any, packed: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+def converted_mtp(
+    source: str,
+    model: Any,
+    packed: dict[str, str],
+    patterns: Patterns | None = None,
+    importance: Importance | None = None,
+) -> Iterator[tuple[str, Tensor]]:
     """The tensors of these layers for a checkpoint of a model whose last layer is quantised.
 
     Args:
         packed: takes what `_packed_in` gives of that checkpoint. Layers that a source has quantised stay so.
+        patterns, importance: see `_Section`.
     """
     if next(_names(source, model), None) is None:
         return
@@ -235,7 +288,7 @@ def converted_mtp(source: str, model: Any, packed: dict[str, str]) -> Iterator[t
         packed.update(before)
         yield from mtp_tensors(source, model)
         return
-    layers = _Section(model, source, recipe).read()
+    layers = _Section(model, source, recipe, patterns, importance).read()
     for name, module in layers.named_modules():
         for parameter, format in formats_in(module).items():
             packed[name if parameter == "weight" else f"{name}.{parameter}"] = str(format)
@@ -244,12 +297,17 @@ def converted_mtp(source: str, model: Any, packed: dict[str, str]) -> Iterator[t
         yield f"{_prefix(model, int(layer))}{rest}", tensor
 
 
-def planned_mtp(source: str, model: Any, formats: Mapping[str, str]) -> tuple[int, int]:
+def planned_mtp(
+    source: str, model: Any, formats: Mapping[str, str], patterns: Patterns | None = None
+) -> tuple[int, int]:
     """Bytes of these layers in a checkpoint, and in the one that `converted_mtp` makes of it.
 
     Args:
         model: without weights.
         formats: {name of a weight of the model: the format that it gets, or its dtype}.
+        patterns: see `_Section`.
+
+    Raises: ValueError for a pattern of these layers where there are none, or that fits nothing.
     """
     before = sum(tensor.nbytes for _, tensor in mtp_tensors(source, model))
     last = f".layers.{model.config.get_text_config().num_hidden_layers - 1}."
@@ -257,11 +315,13 @@ def planned_mtp(source: str, model: Any, formats: Mapping[str, str]) -> tuple[in
     for name, format in formats.items():
         if last in name and not hasattr(torch, format):
             kinds[".experts" in name].update([format])
+    if before == 0 and (own := [p for p in patterns or {} if p.startswith(_NAMED)]):
+        raise ValueError(no_such_weight(own[0]))
     if before == 0 or _packed_in(source) or not (any(kinds.values()) or _about(source, model).stored):
         return before, before
     most = {kind: Format.named(own.most_common(1)[0][0]) for kind, own in kinds.items() if own}
     recipe = Recipe(most.get(True), most.get(False))
-    return before, _Section(_counted(model, source), source, recipe).nbytes()
+    return before, _Section(_counted(model, source), source, recipe, patterns).nbytes()
 
 
 def has_mtp(model: Any) -> bool:
@@ -338,6 +398,43 @@ class MtpStep(PreTrainedModel):
         """
         result = self.layers.forward_layer(self.number, states, position_ids, cache, input_ids=input_ids)
         return self.layers._project_to_logits(result[:, -1:]), result
+
+
+class MtpCounted:
+    """These layers of a loaded model, for importance.
+
+    Attributes:
+        named: they, by their names in recipes.
+    """
+
+    def __init__(self, model: Any):
+        self._model, self._layers = model, mtp_steps(model)[0].layers
+        self.named = named(self._layers)
+
+    def read(self, ids: Tensor, states: Tensor) -> None:
+        """Runs all of them for tokens [1, T] and the model's states [1, T, H]."""
+        cache, places = new_mtp_cache(self._model), torch.arange(ids.shape[1], device=ids.device)[None]
+        for layer in range(len(self._layers.layers)):
+            tokens, at = ids[:, layer + 1 :], places[:, layer + 1 :]
+            states = states[:, : tokens.shape[1]]
+            states = self._layers.forward_layer(layer, states, at, cache, input_ids=tokens)
+
+
+def counted_mtp(model: Any) -> MtpCounted | None:
+    """These layers of a loaded model, for importance; None where its checkpoint has none."""
+    return MtpCounted(model) if has_mtp(model) else None
+
+
+def split_patterns(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], Patterns]:
+    """Arguments of a recipe for the model, and the exceptions of all that hold for these layers, too."""
+    keep = [recipe["keep"]] if isinstance(recipe.get("keep"), str) else [*(recipe.get("keep") or ())]
+    overrides = dict(recipe.get("overrides") or {})
+    ours = {
+        "keep": [pattern for pattern in keep if not pattern.startswith(_NAMED)],
+        "overrides": {p: value for p, value in overrides.items() if not p.startswith(_NAMED)},
+    }
+    changed = {name: value for name, value in ours.items() if name in recipe}
+    return {**recipe, **changed}, overrides | dict.fromkeys(keep, False)
 
 
 def mtp_steps(model: Any) -> list[MtpStep]:

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from ...macs import machine_memory
 from ...ops._checks import Check
-from .quantize.importance import Importance, collect_importance, given_importance, is_file_of_importance
+from .quantize.importance import (
+    Guessing,
+    Importance,
+    collect_importance,
+    given_importance,
+    is_file_of_importance,
+)
 from .quantize.sizes import total_bytes
 from .quantize.weights import free
 from .source import Source, read_tokenizer
@@ -28,6 +34,7 @@ def importance_for(
     given: Importance | str | os.PathLike,
     source: Source,
     load: Callable[[bool], Any],
+    guessing: Callable[[Any], Guessing | None] = lambda model: None,
 ) -> Importance:
     """Importance that an argument asks for: itself, a file of it, a text, or "auto" for the built-in text.
 
@@ -36,6 +43,7 @@ def importance_for(
         source: of the model.
         load: loads it on the device where it shall run: dense, as the checkpoint has it, for True; quantised,
             as is asked for, for False.
+        guessing: the layers of a loaded model that guess, which are counted, too.
 
     Raises: what `read_importance` and `collect_importance` do, and ValueError for a text that is no UTF-8.
     """
@@ -49,7 +57,7 @@ def importance_for(
     ids = tokens_of_text(source, text)
     model = load(is_read_as_it_is(source))
     device = model.device
-    result = collect_importance(model, ids, text=text)
+    result = collect_importance(model, ids, text=text, guessing=guessing(model))
     del model
     free(device)
     return result

@@ -62,9 +62,11 @@ class Recipe:
         """Raises: ValueError for a pattern that fits none of the names."""
         for pattern in self.overrides:
             if not any(fits(pattern, name) for name in names):
-                raise ValueError(
-                    f"moe_mps::quantize: the pattern {pattern!r} fits no weight that can be quantised"
-                )
+                raise ValueError(no_such_weight(pattern))
+
+
+def no_such_weight(pattern: str) -> str:
+    return f"moe_mps::quantize: the pattern {pattern!r} fits no weight that can be quantised"
 
 
 def fits(pattern: str, name: str) -> bool:

@@ -1,0 +1,145 @@
+"""`convert` and layers that guess: recipes name them, a text is counted in them, and they load again."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import changed
+from support.mtp import with_mtp
+from support.processes import COMMAND, environment
+from support.serving import letters
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from torch_moe_mps.commands import main
+from torch_moe_mps.quantization import quantize
+
+TEXT = "thequickbrownfoxjumpsoverthelazydog" * 20
+FOUR = ("--bits", "4", "--group-size", "32")
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.sweep)])
+def checkpoint(request, tmp_path_factory):
+    """(folder, class)"""
+    folder = tmp_path_factory.mktemp("dense")
+    with with_mtp("glm4_moe", folder, request.param, vocab_size=27) as cls:
+        letters().save_pretrained(folder)
+        (folder / "text.txt").write_text(TEXT)
+        yield folder, cls
+
+
+def converted(folder, to, *arguments) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors, and the formats of layers that guess."""
+    assert main(["convert", str(folder), str(to), *map(str, arguments)]) == 0
+    config = json.loads((to / "config.json").read_text())["quantization_config"]
+    return load_file(to / "model.safetensors"), config["mtp"]
+
+
+@torch.no_grad()
+def means_of(cls, folder, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Mean squares of the inputs of eh_proj and o_proj of each layer, by transformers' own modules."""
+    model = cls.from_pretrained(folder).eval()
+    layers, seen = MtpModel.from_pretrained(model).eval(), {}
+    for number, layer in enumerate(layers.layers):
+        for name in ("eh_proj", "mtp_block.self_attn.o_proj"):
+            inputs = seen.setdefault(f"mtp.{number}.{name}", [])
+            layer.get_submodule(name).register_forward_pre_hook(
+                lambda _, args, into=inputs: into.append(args[0].flatten(0, -2))
+            )
+    for window in ids.split(512):
+        states = model(window[None], use_cache=False, output_hidden_states=True).hidden_states[-1]
+        for number in range(len(layers.layers)):
+            tokens = window[None, number + 1 :]
+            places = torch.arange(number + 1, len(window))[None]
+            cache = MtpCache(config=layers.config)
+            states = layers.forward_layer(
+                number, states[:, : tokens.shape[1]], places, cache, input_ids=tokens
+            )
+    return {name: torch.cat(inputs).square().mean(0) for name, inputs in seen.items()}
+
+
+@pytest.mark.slow("converts twice, and runs a text")
+def test_a_text_is_counted_in_them(checkpoint, tmp_path):
+    """As transformers' own modules see it; what is multiplied with more is quantised better."""
+    folder, cls = checkpoint
+    file, dense = tmp_path / "i.safetensors", load_file(folder / "model.safetensors")
+    written = ("--importance", folder / "text.txt", "--save-importance", file)
+    tensors, _ = converted(folder, tmp_path / "by_text", *FOUR, *written)
+    ids = letters()(TEXT, return_tensors="pt").input_ids[0]
+    means, found = means_of(cls, folder, ids), load_file(file)
+    assert {name for name in found if name.startswith("mtp.")} >= {*means}
+    for name, mean in means.items():
+        torch.testing.assert_close(found[name], mean, rtol=1e-3, atol=1e-6)
+    for number in range(len(means) // 2):
+        layer = f"model.layers.{2 + number}"
+        for stored, own in (("eh_proj", "eh_proj"), ("mtp_block.self_attn.o_proj", "self_attn.o_proj")):
+            weight = dense[f"{layer}.{own}.weight"]
+            importance = found[f"mtp.{number}.{stored}"]
+            expected, plain = quantize(weight, 4, 32, importance=importance), quantize(weight, 4, 32)
+            assert torch.equal(tensors[f"{layer}.{stored}.packed"], expected.packed.view(torch.int32))
+            assert not torch.equal(expected.packed, plain.packed)
+    again, _ = converted(folder, tmp_path / "by_file", *FOUR, "--importance", file)
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.slow("converts three times")
+def test_recipes_name_them(checkpoint, tmp_path):
+    """By mtp.0 and so on; patterns for all layers are for these, too, and what is planned is written."""
+    folder, _ = checkpoint
+    recipe = {
+        "bits": 4, "group_size": 32, "keep": ["mtp.*.k_proj"],
+        "overrides": {"*.v_proj": 8, "layers.0.*": 6, "mtp.0.eh_proj": 5, "experts.down_proj": 3},
+    }  # fmt: skip
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    asked = ("--recipe", tmp_path / "recipe.json", "--json", tmp_path / "plan.json")
+    tensors, formats = converted(folder, tmp_path / "new", *asked)
+    block = "layers.0.mtp_block.self_attn"
+    assert formats["layers.0.eh_proj"] == "affine5_32" and formats[f"{block}.v_proj"] == "affine8_32"
+    assert formats[f"{block}.q_proj"] == "affine4_32" and f"{block}.k_proj" not in formats
+    assert formats["layers.0.mtp_block.mlp.experts.down_proj"] == "affine3_32"
+    assert tensors["model.layers.2.mtp_block.self_attn.k_proj.weight"].dim() == 2
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    assert json.loads((tmp_path / "plan.json").read_text())["after"] == pytest.approx(size, rel=1e-3)
+
+
+def test_a_pattern_that_fits_none_of_them_is_one_line(checkpoint, tmp_path, capsys):
+    folder, _ = checkpoint
+    none = tmp_path / "none"
+    none.mkdir()
+    for file in folder.glob("*.*"):
+        (none / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if "layers.2." not in name},
+        none / "model.safetensors",
+        {"format": "pt"},
+    )
+    for source, pattern in ((folder, "mtp.0.x_proj"), (none, "mtp.*")):
+        capsys.readouterr()
+        assert main(["convert", str(source), str(tmp_path / "new"), *FOUR, "--keep", pattern]) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.endswith(f"the pattern '{pattern}' fits no weight that can be quantised")
+
+
+@pytest.mark.slow("a process that loads torch")
+def test_another_process_guesses_by_them(tmp_path):
+    """The command's answers are those without guesses, and some tokens were guessed."""
+    dense, new = tmp_path / "dense", tmp_path / "new"
+    with with_mtp("qwen3_next", dense, vocab_size=27):
+        letters().save_pretrained(dense)
+        with changed(dense / "generation_config.json") as config:
+            config["eos_token_id"] = None
+        converted(dense, new, *FOUR)
+    said = {}
+    for guesses in ("none", "mtp"):
+        command = [sys.executable, "-c", COMMAND, "chat", str(new), "--guesses", guesses, "--device", "cpu"]
+        command += ["--set", "max_new_tokens=60", "--set", "temperature=0"]
+        said[guesses] = subprocess.run(
+            command, input="abcabc\n!exit\n", env=environment(), capture_output=True, text=True, timeout=200
+        )
+        assert said[guesses].returncode == 0, said[guesses].stderr
+    answers = {guesses: own.stdout.split("tokens")[0] for guesses, own in said.items()}
+    assert answers["none"] == answers["mtp"] and " of " in said["mtp"].stderr
