@@ -476,6 +476,7 @@ def sanitizer_fused() -> list[Case]:
         for f in (("int4", "f16"), ("mxfp4", "bf16")):
             cases += [family("sanitize", *f, 1, *shape) for family in (ChosenExperts, SharedExperts)]
     cases += [FusedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
+    cases.append(FusedLinear("sanitize", "int8", "f16", 1, 2752, 45))  # simdgroups share the inputs
     cases += [ActivatedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
     cases += [Logits("sanitize", t, 45, 130, "f16") for t in (1, 3, 20)]
     cases += [HashLogits("sanitize", t, 45, 130, "f16") for t in (1, 3)]
