@@ -19,13 +19,13 @@ class Partly:
 
     def __init__(self, prompts, answers, right: float = 0.7):
         self.known = {tuple(ids.tolist()): [*answer] for ids, answer in zip(prompts, answers, strict=True)}
-        self.chance, self.right, self.held = random.Random(1), right, 0
+        self.chance, self.right, self.accepted_tokens = random.Random(1), right, 0
 
     def guess(self, rows):
         return [self._of(row) for row in rows]
 
     def accepted(self, rows, counts):
-        self.held += sum(counts)
+        self.accepted_tokens += sum(counts)
 
     def _of(self, row):
         done = len(row.tokens) - row.prompt

@@ -570,8 +570,6 @@ class Batch:
             if not self.answers:
                 return None
         rows, ahead, room = self._rows_to_guess(0)
-        if self._rows.are_states and min(ahead) > 0:
-            return [[] for _ in rows]  # these are right, so that they stay in the states
         found = guesses.guess(rows, ahead, room)
         return [[] for _ in rows] if found is None and any(ahead) else found
 

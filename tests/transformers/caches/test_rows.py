@@ -278,18 +278,18 @@ def test_a_row_goes_on_alone():
 
 
 class Moved(TorchDispatchMode):
-    """Counts the bytes that are copied."""
+    """Counts the bytes that are copied, of tensors of so many dimensions or more."""
 
-    def __init__(self):
+    def __init__(self, dimensions: int = 0):
         super().__init__()
-        self.bytes = 0
+        self.bytes, self.dimensions = 0, dimensions
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         result = function(*args, **(kwargs or {}))
         if name in ("copy_", "clone", "cat", "index_put_", "index", "index_select", "zero_", "new_zeros"):
             made = args[0] if name.endswith("_") else result
-            self.bytes += made.numel() * made.element_size()
+            self.bytes += made.numel() * made.element_size() if made.dim() >= self.dimensions else 0
         return result
 
 
@@ -313,6 +313,43 @@ def test_a_join_moves_one_row():
     with Moved() as moved:
         batch.rows.leave(3)
     assert moved.bytes <= marks
+
+
+@torch.no_grad()
+def test_a_row_that_loses_more_moves_as_many_tokens():
+    """None where all lose as many. A window moves with its row, by a copy in between."""
+    for architecture, moved_tokens in (("qwen3_moe", [3, 3]), ("gpt_oss", [2 * 5, 3])):
+        model = model_of(architecture)
+        talks, batch = [Talk(model, number, 9) for number in (1, 2)], Batch(model)
+        for talk in talks:
+            batch.join(talk)
+        layers = batch.rows.cache.layers
+        token = [sum(x[:1, :, :1].nbytes for x in (layer.keys, layer.values)) for layer in layers]
+        for lost, expected in (
+            ([2, 2], 0),
+            ([0, 3], sum(n * own for n, own in zip(moved_tokens, token, strict=True))),
+        ):
+            model(torch.full((2, 4), 9), past_key_values=batch.rows.cache, **batch.rows.arguments(4))
+            batch.rows.advance(4)
+            with Moved(3) as moved:  # not positions and masks
+                batch.rows.take_back(lost)
+            assert moved.bytes == expected
+
+
+@torch.no_grad()
+def test_a_rollback_moves_no_state():
+    """Where all rows roll back: what was held in front of the step takes the place of the states."""
+    model = model_of("qwen3_next")
+    batch = Batch(model)
+    batch.join(Talk(model, 1, 3))
+    rows = batch.rows
+    rows.hold()
+    model(torch.full((1, 4), 9), past_key_values=rows.cache, **rows.arguments(4))
+    rows.advance(4)
+    with Moved() as moved:
+        rows.take_back([4])
+    assert moved.bytes == 0
+    batch.step()
 
 
 @pytest.mark.slow("captures three programs, and runs 130 tokens")

@@ -113,9 +113,8 @@ class Guessing:
             with self._fails(number):
                 found |= zip(left, self._checked(self._sources[number].guess(left), left), strict=True)
         self.seconds = time.perf_counter() - started
-        width = self.width.best(
-            rows, [known + len(found[row]) for row, known in zip(rows, ahead, strict=True)]
-        )
+        every = [known + len(found[row]) for row, known in zip(rows, ahead, strict=True)]
+        width = self.width.best(rows, every, ahead)
         if width == 0:
             for row in rows:
                 self._rest(row, self._sources)
@@ -134,7 +133,7 @@ class Guessing:
         for row in rows:
             row.source = row.source if found[row] else number
         lengths = (len(found[row]) or most for row, most in zip(rows, room, strict=True))
-        return self.width.best(rows, [*map(sum, zip(ahead, lengths, strict=True))])
+        return self.width.best(rows, [*map(sum, zip(ahead, lengths, strict=True))], ahead)
 
     def _checked(self, guesses: Any, rows: Sequence[Row]) -> list[list[int]]:
         """The guesses of a source, at most as many of each row as were asked for, up to one of an image.

@@ -8,6 +8,7 @@ from .source import Held, Row
 
 MOST = MOST_TOKENS - 1  # a step has a token that is known in front of the guesses
 _LEAST_GAIN = 1.02  # in tokens a second, for which tokens are guessed
+_ROUNDING = 1e-9  # tokens
 _SAMPLES = 3  # steps of a kind whose time is not its own: what they run is captured, and compiled
 _NEW = 0.1  # the part that a step has in the mean of its kind
 _OTHERS = 0.05  # the part that it has in those of other kinds: what gets slower does so for all
@@ -47,12 +48,14 @@ class Width:
         """A conversation begins."""
         row.budget = max(0.0, self._left)
 
-    def best(self, rows: Sequence[Row], found: Sequence[int]) -> int:
+    def best(self, rows: Sequence[Row], found: Sequence[int], known: Sequence[int] | None = None) -> int:
         """How many tokens a step has behind the first of each row, at most; 0 where guesses do not pay.
 
         Args:
             found: how many tokens each row can have.
+            known: how many of them are no guesses; None: none.
         """
+        known = known or [0] * len(rows)
         most = min(MOST, (min if self.is_even else max)(found))
         if self.fixed is not None:
             return min(most, self.fixed)
@@ -60,15 +63,48 @@ class Width:
         if plain is None or self._counts[many, 1] <= _SAMPLES:
             return 0
         rates, budget = [*map(self._rate, rows)], min(row.budget for row in rows)
-        most = min(most, max(tokens for of, tokens in self._seconds if of == many))  # one more than before
-        best, highest = 0, _LEAST_GAIN / plain
-        for width in range(1, most + 1):
-            seconds = self._predicted(many, 1 + width)
-            pairs = zip(rates, found, strict=True)
-            tokens = sum(rate**n for rate, own in pairs for n in range(min(width, own) + 1)) / many
-            if tokens / seconds > highest and seconds / plain - 1 <= budget:
-                best, highest = width, tokens / seconds
+        highest = min(MOST, max(tokens for of, tokens in self._seconds if of == many))  # one more than before
+        least = min(known)  # the width without guesses
+        times = [self._predicted(many, 1 + width) for width in range(MOST + 1)]
+        of_rows = [*zip(rates, found, known, strict=True)]
+
+        def affordable(first: int, last: int) -> list[int]:
+            more = [n for n in range(first + 1, last + 1) if times[n] - times[first] <= budget * plain]
+            return [first, *more]
+
+        steps = {n: self._step(n, of_rows, times) for n in affordable(least, min(most, highest))}
+        others = [*steps.values()]  # such as the next ones may be
+        if any(known):
+            widths = affordable(0, highest)
+            others = [self._step(n, [(rate, n, 0) for rate in rates], times) for n in widths]
+        speed = max(_LEAST_GAIN / plain, *(tokens / seconds for tokens, seconds in others))
+        gains = {width: tokens - speed * seconds for width, (tokens, seconds) in steps.items()}
+        best, most_gained = 0, gains[least] if any(known) else -_ROUNDING
+        for width, gained in gains.items():
+            if gained > most_gained:
+                best, most_gained = width, gained
         return best
+
+    def _step(
+        self, width: int, rows: Sequence[tuple[float, int, int]], times: Sequence[float]
+    ) -> tuple[float, float]:
+        """Tokens of each row that a step is expected to give, and its seconds.
+
+        Where rows are even, what is right beside a wrong guess is computed again: by a step without guesses.
+
+        Args:
+            rows: the part of guesses that hold, how many tokens a row can have, how many of them are known.
+            times: of steps, by their width.
+        """
+        tokens, seconds = 0.0, len(rows) * times[width]
+        for rate, own, known in rows:
+            guesses = min(width, own) - known
+            tokens += sum(rate**n for n in range(guesses + 1))
+            for held in range(guesses if self.is_even else 0):
+                again = (1 - rate) * rate**held
+                tokens += again
+                seconds += again * times[1 + known + held]
+        return tokens / len(rows), seconds / len(rows)
 
     def took(self, rows: Sequence[Row], tokens: int, seconds: float, made: Sequence[int]) -> None:
         """Notes a step.

@@ -188,7 +188,11 @@ class Rows:
         self._left -= tokens
 
     def hold(self) -> None:
-        """Copies states that hold all tokens, so that all tokens behind these can be taken back together."""
+        """Copies states that hold all tokens, so that all tokens behind these can be taken back together.
+
+        A copy reads and writes a state once. A kernel that wrote the state behind each token of a step would
+        write it once a token, which is more from three tokens on, and needs as many times the memory.
+        """
         assert self.cache is not None
         self._held = [
             {n: state.clone() for n, state in _states(layer).items()} for layer in self.cache.layers
@@ -221,10 +225,13 @@ class Rows:
         self._restore([row for row, count in enumerate(tokens) if count > 0])
 
     def _restore(self, rows: list[int]) -> None:
-        """Gives rows the states that are held."""
+        """Gives rows the states that are held; where all get them, the copies take their place."""
         assert self.cache is not None
         for layer, held in zip(self.cache.layers, self._held, strict=False):
             for name, state in _states(layer).items():
+                if len(rows) == len(self):
+                    _put_state(layer, name, held[name], len(self))
+                    continue
                 for row in rows:
                     state[row].copy_(held[name][row])
         self._held = []
