@@ -8,9 +8,11 @@ import stat
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from support import tiny_models
 from support.memory import Memory
 from support.models import stored
+from support.mtp import with_mtp
 from support.processes import REPOSITORY
 from support.sweep import covering, in_sweep, rows_in_sweep
 
@@ -455,6 +457,31 @@ def test_what_does_not_fit_is_one_line(mac, qwen3, tmp_path, refused):
         ([tmp_path / "vit"], "model_type must be of a model that generates text"),
     ):
         assert message in refused("fit", *arguments)
+
+
+@pytest.mark.slow("converts a model")
+def test_layers_that_guess_are_counted(tmp_path, capsys):
+    """As `convert` writes them, with their caches; without the weights, as the config says."""
+    folder, file = tmp_path / "model", tmp_path / "fit.json"
+    wide = {"hidden_size": 256, "n_routed_experts": 4, "max_position_embeddings": 10**9}
+    with with_mtp("glm4_moe", folder, 2, **wide):
+        asked = ["convert", str(folder), str(tmp_path / "four"), "--bits", "4", "--group-size", "32"]
+        assert main(asked) == 0
+        written = load_file(tmp_path / "four" / "model.safetensors")
+        own = sum(t.nbytes for name, t in written.items() if re.search(r"layers\.[23]\.", name))
+        for is_here in (True, False):
+            if not is_here:
+                (folder / "model.safetensors").unlink()
+            capsys.readouterr()
+            assert main(["fit", str(folder), "--group-size", "32", "--json", str(file)]) == 0
+            assert "load layers that guess, too, of " in capsys.readouterr().out
+            found = json.loads(file.read_text())
+            sizes = {size["name"]: size for size in found["sizes"]}
+            assert sizes["4 bit"]["guesses"] == pytest.approx(own, rel=0.01)
+            space = found["macs"][0]["gpu"] - found["prompt"]["bytes"]
+            space -= sizes["4 bit"]["bytes"] + sizes["4 bit"]["guesses"]
+            fits = found["macs"][0]["contexts"]["4 bit"]
+            assert fits == pytest.approx(context(space, 2 * found["kv_cache"]["bytes_a_token"]), rel=1e-6)
 
 
 def test_layers_that_guess_have_a_cache_as_the_last_layer():

@@ -31,6 +31,7 @@ from ..transformers.checkpoints.quantize.sizes import bytes_a_token, quantized_s
 from ..transformers.checkpoints.quantize.target import Target
 from ..transformers.checkpoints.quantizer import layout_of
 from ..transformers.checkpoints.source import Source
+from ..transformers.mtp import bytes_of_mtp, empty_mtp
 from .caches import KVCache, kv_cache
 from .recipes import NAMED, arguments_of_recipe
 from .results import write_json
@@ -45,13 +46,16 @@ _CHECK = Check("fit")
 class Size:
     """A model in one format: its name, bytes of all weights, bytes of weights that a token reads.
 
-    `quantized` has the bytes of each weight that is quantised.
+    `quantized` has the bytes of each weight that is quantised, `targets` what they are of, `guesses` the
+    bytes of layers that guess beside it.
     """
 
     name: str
     weights: int
     token: int
     quantized: Mapping[torch.Tensor, int]
+    targets: Sequence[Target] = ()
+    guesses: int = 0
 
     def of(self, module: nn.Module) -> int:
         return total_bytes(module, self.quantized)
@@ -69,18 +73,27 @@ def run(options: argparse.Namespace) -> None:
     if options.recipe is not None and options.recipe not in names:
         sizes.insert(0, of_recipe(model, options.recipe, options.group_size))
     sizes += [of_recipe(model, name, options.group_size) for name in names]
+    layers = 0
+    if options.macs is None and (guessing := empty_mtp(model, folder)) is not None:
+        layers = len(guessing.layers)
+        for size in sizes:
+            size.guesses = bytes_of_mtp(guessing, model, size.targets)
     if options.macs is not None:
         text, data = spread(model, sizes, options.macs, options.kv_bits)
     else:
-        text, data = report(model, sizes, options.context, mac, options.kv_bits)
+        text, data = report(model, sizes, options.context, mac, options.kv_bits, layers)
     print(text)
     write_json(options.json, {"model": options.model, "kv_bits": options.kv_bits, **data})
 
 
 def report(
-    model: Any, sizes: Sequence[Size], context: int, mac: Mac | None, kv_bits: int = 16
+    model: Any, sizes: Sequence[Size], context: int, mac: Mac | None, kv_bits: int = 16, layers: int = 0
 ) -> tuple[str, dict[str, Any]]:
-    """The tables, for all Macs or for one, and the numbers in them."""
+    """The tables, for all Macs or for one, and the numbers in them.
+
+    Args:
+        layers: how many layers guess beside the model.
+    """
     cache, prompt = kv_cache(model, kv_bits), prompt_bytes(model, AT_ONCE)
     total = sum(p.numel() for p in model.parameters())
     lines = [f"{type(model).__name__}, {total / 1e9:.2f} billion weights", *_of_cache(cache, kv_bits)]
@@ -90,12 +103,15 @@ def report(
     size, unit = unit_of(total)
     cells = [[s.name, f"{s.weights / size:.1f}", f"{s.token / size:.2f}"] for s in sizes]
     lines += ["", *aligned([["weights", unit, f"{unit} read for a token"], *cells], 1)]
+    if layers:
+        lines += ["", *_of_guesses(sizes, size, unit)]
+    with_guesses = kv_cache(model, kv_bits, layers) if layers else cache
     longest, names = context_of(model.config), [size.name for size in sizes]
     limits = [(f"{gib} GB", wired_limit(gib)) for gib in MEMORIES]
     if mac is not None:
         limits = [(f"this Mac, {mac.memory // GIB} GB", mac.limit)]
     contexts = {
-        name: [_context(cache, limit - prompt - size.weights, longest) for size in sizes]
+        name: [_context(with_guesses, limit - prompt - s.weights - s.guesses, longest) for s in sizes]
         for name, limit in limits
     }
     cells = [[name, f"{limit / 1e9:.1f}", *map(_in_words, contexts[name])] for name, limit in limits]
@@ -105,7 +121,11 @@ def report(
         "weights": total,
         "kv_cache": None if cache is None else {"bytes_a_token": cache.token, "rest": _rest_of(cache)},
         "prompt": {"tokens": AT_ONCE, "bytes": prompt},
-        "sizes": [{"name": s.name, "bytes": s.weights, "bytes_a_token": s.token} for s in sizes],
+        "sizes": [
+            {"name": s.name, "bytes": s.weights, "bytes_a_token": s.token}
+            | ({"guesses": s.guesses} if layers else {})
+            for s in sizes
+        ],
         "macs": [
             {"name": name, "gpu": limit, "contexts": dict(zip(names, contexts[name], strict=True))}
             for name, limit in limits
@@ -124,6 +144,15 @@ def report(
         *aligned([["chip", *names], *cells], 1),
     ]
     return "\n".join(lines), data
+
+
+def _of_guesses(sizes: Sequence[Size], size: float, unit: str) -> list[str]:
+    """How large the layers that guess are."""
+    own = ", ".join(f"{s.guesses / size:.2f} ({s.name})" for s in sizes)
+    return [
+        f"chat and serve load layers that guess, too, of {own} {unit}; contexts below have room for them",
+        "and their caches. --guesses lookup loads none.",
+    ]
 
 
 def _of_cache(cache: KVCache | None, kv_bits: int) -> list[str]:
@@ -267,8 +296,9 @@ def _targets(model: Any, recipe: Any) -> Iterable[Target]:
 
 
 def _size(name: str, model: Any, targets: Iterable[Target]) -> Size:
+    targets = [*targets]
     after = quantized_sizes(targets)
-    return Size(name, total_bytes(model, after), bytes_a_token(model, after), after)
+    return Size(name, total_bytes(model, after), bytes_a_token(model, after), after, targets)
 
 
 def _context(cache: KVCache | None, room: int, longest: int) -> int | bool | None:

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,11 @@ from .checkpoints.layouts.files import checkpoint_files
 from .checkpoints.layouts.layout import Section
 from .checkpoints.layouts.others.schemes import METHODS
 from .checkpoints.layouts.own.config import is_ours
+from .checkpoints.quantize.decision import weights_of
 from .checkpoints.quantize.importance import Importance
 from .checkpoints.quantize.recipe import Recipe, fits, no_such_weight
-from .checkpoints.quantize.target import paths_of, quantizable
+from .checkpoints.quantize.sizes import quantized_sizes, total_bytes
+from .checkpoints.quantize.target import Target, paths_of, quantizable
 from .checkpoints.quantizer import Quantizer, quantizer_of
 from .checkpoints.source import Source
 from .checkpoints.write.parts import read_tensors
@@ -310,18 +312,52 @@ def planned_mtp(
     Raises: ValueError for a pattern of these layers where there are none, or that fits nothing.
     """
     before = sum(tensor.nbytes for _, tensor in mtp_tensors(source, model))
+    recipe = _recipe_of(model, formats)
+    if before == 0 and (own := [p for p in patterns or {} if p.startswith(_NAMED)]):
+        raise ValueError(no_such_weight(own[0]))
+    if before == 0 or _packed_in(source) or not (recipe != Recipe(None) or _about(source, model).stored):
+        return before, before
+    return before, _Section(_counted(model, source), source, recipe, patterns).nbytes()
+
+
+def _recipe_of(model: Any, formats: Mapping[str, str]) -> Recipe:
+    """The recipe of the last layer of a model that gets these formats, by the names of its weights."""
     last = f".layers.{model.config.get_text_config().num_hidden_layers - 1}."
     kinds: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     for name, format in formats.items():
         if last in name and not hasattr(torch, format):
             kinds[".experts" in name].update([format])
-    if before == 0 and (own := [p for p in patterns or {} if p.startswith(_NAMED)]):
-        raise ValueError(no_such_weight(own[0]))
-    if before == 0 or _packed_in(source) or not (any(kinds.values()) or _about(source, model).stored):
-        return before, before
     most = {kind: Format.named(own.most_common(1)[0][0]) for kind, own in kinds.items() if own}
-    recipe = Recipe(most.get(True), most.get(False))
-    return before, _Section(_counted(model, source), source, recipe, patterns).nbytes()
+    return Recipe(most.get(True), most.get(False))
+
+
+def empty_mtp(model: Any, source: str) -> Any:
+    """transformers' module of these layers without memory; None where a checkpoint has none.
+
+    Where its weights are not here, its config says how many there are.
+    """
+    from .upstream.guesses import MtpModel
+
+    config = model.config.get_text_config()
+    is_here = Path(source).is_file() or any(Path(source).glob("*.safetensors"))
+    if is_here and next(_names(source, model), None) is None:
+        return None
+    if not is_here:
+        try:
+            MtpModel.get_mtp_weights_regex(model)
+        except (TypeError, ValueError):  # transformers knows no names of them
+            return None
+        is_of_mlx = "quantization" in PreTrainedConfig.get_config_dict(source)[0]  # MLX leaves them out
+        if is_of_mlx or not getattr(config, "num_mtp_layers", 0):
+            return None
+    return _without_memory(_counted(model, source) if is_here else model)
+
+
+def bytes_of_mtp(layers: Any, model: Any, targets: Iterable[Target]) -> int:
+    """Bytes of these layers beside a model with these targets."""
+    formats = {f"{t.name}.{part}": str(format) for t in targets for part, format in t.formats.items()}
+    own = weights_of(layers.layers, _recipe_of(model, formats)).targets.values()
+    return total_bytes(layers.layers, quantized_sizes(own))
 
 
 def has_mtp(model: Any) -> bool:
