@@ -9,6 +9,7 @@ import openai
 import pytest
 import torch
 from support import scripted, serving, tiny_models
+from support.jobs import ids_of
 from support.models import eager
 from support.serving import said
 from transformers import GenerationConfig
@@ -23,7 +24,7 @@ from torch_moe_mps.serving.generating import Generating
 from torch_moe_mps.serving.job import Job
 from torch_moe_mps.serving.memory import Level, Memory
 from torch_moe_mps.serving.one_by_one import OneByOne
-from torch_moe_mps.serving.prompts import Prompts, prompt_bytes
+from torch_moe_mps.serving.prompts import Kept, Prompts, prompt_bytes
 
 IDS = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(0))
 
@@ -79,6 +80,42 @@ def wait_for(condition) -> None:
             return
         wait.wait(0.005)
     raise AssertionError
+
+
+class Watched(Prompts):
+    """Prompts that note the bytes of all whenever one is added."""
+
+    def __init__(self, memory: int):
+        self.seen = list[int]()
+        super().__init__(memory)
+
+    @property
+    def kept(self) -> list[Kept]:
+        return self._kept
+
+    @kept.setter
+    def kept(self, values: list[Kept]) -> None:
+        seen = self.seen
+
+        class Noting(list):
+            def append(self, kept: Kept) -> None:
+                super().append(kept)
+                seen.append(sum(each.nbytes() for each in self))
+
+        self._kept = Noting(values)
+
+
+def test_kept_prompts_take_no_more_than_their_memory_at_any_time():
+    """Room is made for a prompt before it is kept."""
+    model, memory = small(), 1 << 30
+    for count in (5, 2):
+        prompts = Watched(memory)
+        engine = Engine(model, prompts, 1)
+        for number in range(5):
+            answered(engine, ids_of(number, 30))
+        engine.close()
+        assert len(prompts.seen) >= 5 and max(prompts.seen) <= memory and len(prompts.kept) == count
+        memory = 2 * max(each.nbytes() for each in prompts.kept)
 
 
 @pytest.mark.parametrize("kind", ["side by side", "one by one"])

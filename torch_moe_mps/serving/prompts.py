@@ -124,7 +124,7 @@ class Prompts:
         return Kept(best.ids[:tokens], cache, states, seen, adapters=self._adapters)
 
     def put(self, kept: Kept) -> None:
-        """Keeps a prompt; those that it begins with, and the oldest ones beyond the memory, are given up.
+        """Keeps a prompt, for which those that it begins with and the oldest ones make room before.
 
         One that was begun with other adapters than the model adds now is not kept.
         """
@@ -134,6 +134,7 @@ class Prompts:
             if getattr(layer, "record_past", False):  # for guessed tokens, which are cut off again
                 layer.record_past = False
         self.kept = [other for other in self.kept if not _begins(kept, other)]
+        self._give_up(self.memory - kept.nbytes())
         self.kept.append(kept)
         self.put_so_far += 1
         kept.number = self.put_so_far
@@ -146,10 +147,13 @@ class Prompts:
 
         What waits for the disk counts, too.
         """
-        while len(self.kept) > least and sum(other.nbytes() for other in self.kept) > memory:
-            del self.kept[0]
+        self._give_up(memory, least)
         if self.disk is not None:
             self.disk.shrink(memory, (tensor for kept in self.kept for tensor in kept.tensors))
+
+    def _give_up(self, memory: int, least: int = 0) -> None:
+        while len(self.kept) > least and sum(other.nbytes() for other in self.kept) > memory:
+            del self.kept[0]
 
     def halve(self) -> None:
         """Gives up the older half of what is kept, and what the disk has not written: there is no memory."""
