@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import GenerationConfig, StoppingCriteria
 
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
@@ -175,10 +175,7 @@ def images_of(model: Any, given: dict[str, Any]) -> Images | None:
 
 
 def can_be_kept(model: Any, given: dict[str, Any]) -> bool:
-    """Whether a request is one sequence, without padding, in a cache that grows.
-
-    transformers' guesses from states of the model read those of the whole prompt, which none are kept of.
-    """
+    """Whether a request is one sequence, without padding, in a cache that grows."""
     config = copy.deepcopy(given.get("generation_config") or model.generation_config)
     config.update(**{name: value for name, value in given.items() if hasattr(config, name)})
     mask, beside = given.get("attention_mask"), _beside_tokens(given)
@@ -188,14 +185,24 @@ def can_be_kept(model: Any, given: dict[str, Any]) -> bool:
         and (mask is None or bool((mask == 1).all()))
         and all(_IMAGES.match(name) or name in _OF_TEXT for name in beside)
         and (images or not any(bool(value.any()) for value in beside.values()))
-        and config.cache_implementation in (None, "dynamic")
+        and _keeps_one_cache(config)
+        and model._supports_default_dynamic_cache()
+        and hands_cache_on(model)
+        and not model.config.is_encoder_decoder
+    )
+
+
+def _keeps_one_cache(config: GenerationConfig) -> bool:
+    """Whether `generate` computes one sequence in a cache that grows.
+
+    transformers' guesses from states of the model read those of the whole prompt, which none are kept of.
+    """
+    return (
+        config.cache_implementation in (None, "dynamic")
         and config.use_cache is not False
         and (config.num_beams or 1) == 1
         and (config.num_return_sequences or 1) == 1
         and not any(getattr(config, name, None) for name in _FROM_STATES)
-        and model._supports_default_dynamic_cache()
-        and hands_cache_on(model)
-        and not model.config.is_encoder_decoder
     )
 
 
