@@ -1,6 +1,8 @@
 """`convert` and layers that guess: recipes name them, a text is counted in them, and they load again."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 
@@ -16,6 +18,8 @@ from transformers.modeling_layers import MtpModel
 
 from torch_moe_mps.commands import main
 from torch_moe_mps.quantization import quantize
+from torch_moe_mps.transformers.checkpoints.source import Source
+from torch_moe_mps.transformers.mtp import converted_mtp, left_out_mtp, planned_mtp
 
 TEXT = "thequickbrownfoxjumpsoverthelazydog" * 20
 FOUR = ("--bits", "4", "--group-size", "32")
@@ -113,7 +117,7 @@ def test_a_pattern_that_fits_none_of_them_is_one_line(checkpoint, tmp_path, caps
         (none / file.name).write_bytes(file.read_bytes())
     tensors = load_file(folder / "model.safetensors")
     save_file(
-        {name: tensor for name, tensor in tensors.items() if "layers.2." not in name},
+        {name: tensor for name, tensor in tensors.items() if not re.search(r"layers\.[23]\.", name)},
         none / "model.safetensors",
         {"format": "pt"},
     )
@@ -122,6 +126,20 @@ def test_a_pattern_that_fits_none_of_them_is_one_line(checkpoint, tmp_path, caps
         assert main(["convert", str(source), str(tmp_path / "new"), *FOUR, "--keep", pattern]) == 1
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.endswith(f"the pattern '{pattern}' fits no weight that can be quantised")
+
+
+def test_those_of_other_quantisers_are_left_out(checkpoint, tmp_path):
+    """A line says so, and the model itself is converted."""
+    folder, _ = checkpoint
+    model = Source(str(folder), {}).skeleton()
+    assert left_out_mtp(str(folder), model) is None
+    shutil.copytree(folder, tmp_path / "mlx")
+    with changed(tmp_path / "mlx" / "config.json") as config:
+        config["quantization_config"] = {"bits": 4, "group_size": 32}
+    reason = left_out_mtp(str(tmp_path / "mlx"), model)
+    assert reason.endswith("got those of MLX") and "\n" not in reason
+    assert planned_mtp(str(tmp_path / "mlx"), model, {}) == (0, 0)
+    assert not [*converted_mtp(str(tmp_path / "mlx"), model, {})]
 
 
 @pytest.mark.slow("a process that loads torch")

@@ -32,7 +32,15 @@ from ..transformers.checkpoints.write.parts import Parts
 from ..transformers.checkpoints.write.plan import LoadPlan, planned
 from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
-from ..transformers.mtp import MTP, Patterns, converted_mtp, counted_mtp, planned_mtp, split_patterns
+from ..transformers.mtp import (
+    MTP,
+    Patterns,
+    converted_mtp,
+    counted_mtp,
+    left_out_mtp,
+    planned_mtp,
+    split_patterns,
+)
 from ..transformers.upstream.utilities import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import packs, says_a_format
@@ -68,6 +76,8 @@ def run(options: argparse.Namespace) -> None:
         has_not = " and ".join(sorted(others))
         raise ValueError(f"--to mlx needs --bits, and a --mode of MLX's, which does not have {has_not}")
     if options.to != "mlx" and _weights(source):
+        if (reason := left_out_mtp(source, model)) is not None:
+            print(f"torch-moe-mps: layers that guess are left out: {reason}", file=sys.stderr)
         formats = {weight.name: weight.format for weight in plan.weights}
         before, after = planned_mtp(source, model, formats, patterns)
         plan = plan._replace(before=plan.before + before, after=plan.after + after)

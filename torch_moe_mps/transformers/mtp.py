@@ -282,7 +282,7 @@ def converted_mtp(
         packed: takes what `_packed_in` gives of that checkpoint. Layers that a source has quantised stay so.
         patterns, importance: see `_Section`.
     """
-    if next(_names(source, model), None) is None:
+    if next(_names(source, model), None) is None or left_out_mtp(source, model) is not None:
         return
     model = _counted(model, source)
     before, recipe = _packed_in(source), recipe_of_last_layer(model)
@@ -311,13 +311,25 @@ def planned_mtp(
 
     Raises: ValueError for a pattern of these layers where there are none, or that fits nothing.
     """
-    before = sum(tensor.nbytes for _, tensor in mtp_tensors(source, model))
+    is_left_out = left_out_mtp(source, model) is not None
+    before = 0 if is_left_out else sum(tensor.nbytes for _, tensor in mtp_tensors(source, model))
     recipe = _recipe_of(model, formats)
     if before == 0 and (own := [p for p in patterns or {} if p.startswith(_NAMED)]):
         raise ValueError(no_such_weight(own[0]))
     if before == 0 or _packed_in(source) or not (recipe != Recipe(None) or _about(source, model).stored):
         return before, before
     return before, _Section(_counted(model, source), source, recipe, patterns).nbytes()
+
+
+def left_out_mtp(source: str, model: Any) -> str | None:
+    """Why a conversion has none of these layers; None where it has, or there are none."""
+    if next(_names(source, model), None) is None:
+        return None
+    try:
+        _about(source, model)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _recipe_of(model: Any, formats: Mapping[str, str]) -> Recipe:
@@ -457,8 +469,9 @@ class MtpCounted:
 
 
 def counted_mtp(model: Any) -> MtpCounted | None:
-    """These layers of a loaded model, for importance; None where its checkpoint has none."""
-    return MtpCounted(model) if has_mtp(model) else None
+    """These layers of a loaded model, for importance; None where its checkpoint has none that are read."""
+    is_read = has_mtp(model) and left_out_mtp(model.config.name_or_path, model) is None
+    return MtpCounted(model) if is_read else None
 
 
 def split_patterns(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], Patterns]:
