@@ -117,17 +117,21 @@ def test_no_token_of_several_waits(simulated):
 
 @pytest.mark.slow("captures a program in the simulator")
 @pytest.mark.parametrize("architecture", in_sweep([*PROMPTS], ["qwen3_moe", "qwen3_next"]))
-def test_guesses_are_verified_by_one_program(architecture, simulated):
-    """Tokens are the model's own, and steps of any number of tokens are one program."""
+def test_guesses_are_verified_by_few_programs(architecture, simulated):
+    """Tokens are the model's own, of two conversations that go on by their own numbers of them.
+
+    Steps of any number of tokens are one program for one row, one for two, and one from where their first
+    keys have moved on.
+    """
     plain, model = models(architecture)
     jobs = [Asked(number, settings(12)) for number in range(3)]
     answers = [expected(plain, job) for job in jobs]
     source = Partly([job.inputs["input_ids"][0] for job in jobs], answers, 0.8)
     prompts = Prompts(1 << 30)
-    batch = Batch(model, prompts, 1, guesses=guessing_of(model, source, prompts, "a", 3))
+    batch = Batch(model, prompts, 2, guesses=guessing_of(model, source, prompts, "a", 3))
     batch.waiting.extend(jobs)
     while batch.has_work:
         batch.step()
     assert [job.tokens for job in jobs] == answers
     assert batch.guesses.accepted > 8 and batch.guesses.rejected > 2
-    assert len(captures_of(model).programs) == 1, str(captures_of(model))
+    assert 1 <= len(captures_of(model).programs) <= 3, str(captures_of(model))

@@ -107,14 +107,14 @@ def test_processors_are_asked_as_without_guesses():
 
 @pytest.mark.slow("two models")
 def test_eight_bits_of_keys_and_adapters():
-    wide = eager(tiny_models.tiny_model("gemma3", head_dim=32))
+    wide = eager(tiny_models.tiny_model("gemma3", head_dim=32, sliding_window=6))
     torch_moe_mps.accelerate(wide, kv_bits=8)
-    compared(wide, [settings(14), settings(9)])
+    compared(wide, [settings(14), settings(9)], most=2)
     own = eager(tiny_models.tiny_model("qwen3_moe"))
     how = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
     adapted = peft.get_peft_model(own, peft.LoraConfig(r=4, lora_alpha=64, **how)).eval()
     torch_moe_mps.accelerate(adapted)
-    compared(adapted.base_model.model, [settings(14), settings(9)])
+    compared(adapted.base_model.model, [settings(14), settings(9)], most=2)
 
 
 @pytest.mark.slow("captures two programs of two models")
