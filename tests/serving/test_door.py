@@ -186,6 +186,31 @@ def test_no_other_thread_waits_for_the_end_of_a_body_that_is_read():
         assert read_json(long) == json.loads(long)
 
 
+def test_a_long_string_without_escapes_is_copied(monkeypatch):
+    """json's reader takes three times as long for it, in one piece."""
+    monkeypatch.setattr(json.decoder, "scanstring", None)
+    assert read_json(f'["{"é" * 70_000}"]') == ["é" * 70_000]
+
+
+@pytest.mark.parametrize("inside", ["", "é☃", "\\n", '\\"', "\\\\", "\\ud83d\\ude00", "\n", "\\x"])
+@pytest.mark.parametrize("at", [0, 65_000, 130_000])
+def test_long_strings_are_as_the_own_reader_has_them(inside, at):
+    """With escapes anywhere, and none that it refuses."""
+    text = "a" * 130_000
+    whole = f'{{"a": ["{text[:at]}{inside}{text[at:]}", 5, "", "b{inside}"], "c{inside}": "{text}"}}'
+
+    def outcome(read):
+        try:
+            return read(whole)
+        except ValueError as error:
+            return str(error)
+
+    assert outcome(read_json) == outcome(json.loads)
+    assert outcome(lambda whole: read_json(whole[: at + 8])) == outcome(
+        lambda whole: json.loads(whole[: at + 8])
+    )
+
+
 def test_no_other_thread_waits_for_a_long_text():
     """In base64, and in an answer to /tokenize: what reads and writes the whole holds Python's lock."""
     octets = bytes(range(256)) * (1 << 15)

@@ -1,7 +1,9 @@
 """Requests, in whatever protocol they come, and the checks of their fields."""
 
 import json
+import json.decoder
 import json.scanner
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +15,7 @@ from .ranges import DRAWS, SEED, SETTINGS, Check, integer, number
 _MOST_STOPS = 16
 _MOST_DEEP = 100
 _LARGE = 1 << 16  # characters of a text in JSON that is read in Python
+_CONTROL = re.compile("[\x00-\x1f]")
 MOST_ANSWERS = 32  # to one request
 
 
@@ -167,7 +170,17 @@ class _Yielding(json.JSONDecoder):
 
     def __init__(self) -> None:
         super().__init__()
+        self.parse_string = _scanned
         self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined, unused-ignore]
+
+
+def _scanned(text: str, start: int, strict: bool = True) -> tuple[str, int]:
+    """The string that begins there, and where it ends: a long one that is as written is copied at once."""
+    end = text.find('"', start)
+    pieces = range(start, end, _LARGE) if end - start > _LARGE and text.find("\\", start, end) < 0 else ()
+    if not pieces or any(_CONTROL.search(text, at, min(at + _LARGE, end)) for at in pieces):
+        return json.decoder.scanstring(text, start, strict)  # type: ignore[attr-defined, no-any-return, unused-ignore]
+    return text[start:end], end + 1
 
 
 def read_json(text: str) -> Any:
