@@ -190,8 +190,8 @@ class Rows:
     def hold(self) -> None:
         """Copies states that hold all tokens, so that all tokens behind these can be taken back together.
 
-        A copy reads and writes a state once. A kernel that wrote the state behind each token of a step would
-        write it once a token, which is more from three tokens on, and needs as many times the memory.
+        A copy reads and writes a state once, a small part of what a step reads; to compute the tokens again that
+        are right in front of a wrong guess takes more.
         """
         assert self.cache is not None
         self._held = [
