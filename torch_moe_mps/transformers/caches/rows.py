@@ -190,8 +190,8 @@ class Rows:
     def hold(self) -> None:
         """Copies states that hold all tokens, so that all tokens behind these can be taken back together.
 
-        A copy reads and writes a state once, a small part of what a step reads; to compute the tokens again that
-        are right in front of a wrong guess takes more.
+        A copy reads and writes a state once, a small part of what a step reads; to compute the tokens again
+        that are right in front of a wrong guess takes more.
         """
         assert self.cache is not None
         self._held = [
