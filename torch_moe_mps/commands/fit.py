@@ -131,19 +131,26 @@ def report(
             for name, limit in limits
         ],
     }
+    more, bounds = _of_bounds(mac, cache, context, sizes)
+    return "\n".join([*lines, "", *more]), data | bounds
+
+
+def _of_bounds(
+    mac: Mac | None, cache: KVCache | None, context: int, sizes: Sequence[Size]
+) -> tuple[list[str], dict[str, Any]]:
+    """Upper bounds of tokens/s by the bandwidth of memory, and the numbers in them."""
     chips = _chips(mac)
     if not chips and mac is not None:
-        return "\n".join([*lines, "", f"The memory bandwidth of the {mac.chip} is not known here."]), data
+        return [f"The memory bandwidth of the {mac.chip} is not known here."], {}
+    names = [size.name for size in sizes]
     bounds = {name: [bound(size, cache, context, gbs) for size in sizes] for name, gbs in chips}
-    data["bounds"] = {name: dict(zip(names, values, strict=True)) for name, values in bounds.items()}
     cells = [[name, *(f"{value:.0f}" for value in values)] for name, values in bounds.items()]
-    lines += [
-        "",
+    lines = [
         f"Upper bound of tokens/s at a context of {context:,} tokens. No measurement: nothing can be",
         "faster, because each token reads these weights and the KV cache; real speed is lower.",
         *aligned([["chip", *names], *cells], 1),
     ]
-    return "\n".join(lines), data
+    return lines, {"bounds": {name: dict(zip(names, values, strict=True)) for name, values in bounds.items()}}
 
 
 def _of_guesses(sizes: Sequence[Size], size: float, unit: str) -> list[str]:
