@@ -70,7 +70,7 @@ assert len(lines) > 10 and not [line for line in lines if line.startswith(librar
 print(sum(row[2] for row in first), sum(row[2] for row in rest))
 """
 # About half of what they were when each library had the sizes, formats and caches of all (9,369).
-MOST_LINES = 4_925
+MOST_LINES = 4_970
 FAMILIES = ("norms", "pointwise", "rope", "attention", "routing")
 
 
@@ -119,14 +119,14 @@ class TestLines(expecttest.TestCase):
         self.assertExpectedInline(
             f"{text}all: {total}\n",
             """\
-quantized_affine4_64_bf16: 2158
+quantized_affine4_64_bf16: 2208
 norms_bf16: 360
 pointwise_bf16: 184
 rope_bf16: 356
 attention_bf16: 902
 routing_bf16: 638
 bucket_i64: 318
-all: 4916
+all: 4966
 """,
         )
 

@@ -190,7 +190,7 @@ def _rotated(form: RopeForm, inputs: Sequence[Tensor], tables: Sequence[Tensor])
         return None
     cos, sin, options = tables_and_options(turn, cos, sin)
     rows = [x.transpose(1, 2) if form.heads_dim == 1 else x for x in inputs]
-    if any(x.shape[1] != rows[0].shape[1] for x in rows):  # an assistant's keys are of more tokens
+    if rows[-1].shape[1] != rows[0].shape[1]:  # an assistant's keys are of more tokens
         return None
     turned = rope(rows[0], rows[1] if len(rows) == 2 else None, cos, sin, **options)[: len(rows)]
     return turned if form.heads_dim == 1 else [x.transpose(1, 2) for x in turned]
