@@ -43,31 +43,20 @@ inline RowsPlace rows_place(uint2 group, uint lane, uint simdgroup, uint simdgro
   return {group.x * simdgroups + simdgroup, group.y, lane, 0, {0, 1}};
 }
 
-// Numbers that a simdgroup shares: the dot products of its rows and, for each group of lanes, the squares.
+// The dot products of a simdgroup's share and, as one more row, the squares of its inputs.
 template <int R>
-constant constexpr uint kSharedSums = kRowGroups * (R + 1);
+using SharedSums = SharedDots<R + 1, 1>;
 
-// The sum of the simdgroups' shares, in their order.
-template <int R>
-inline float sum_of_shares(threadgroup const float* shares) {
-  float sum = 0.0f;
-  UNROLL for (uint share = 0; share < kFewSimdgroups; ++share) sum += shares[share * kSharedSums<R>];
-  return sum;
-}
-
-// Replaces the share of a simdgroup by the sums of all. `memory`: kSharedSums<R> for each simdgroup.
+// Replaces the share of a simdgroup by the sums of all. `memory`: for SharedSums.
 template <int R>
 inline void add_shares(thread Dots<R, 1>& dots, thread Squares<1>& squares, threadgroup float* memory,
                        uint simdgroup, uint lane) {
-  threadgroup float* shares = memory + lane / kRowLanes * (R + 1);
-  if (lane % kRowLanes == 0) {
-    threadgroup float* own = shares + simdgroup * kSharedSums<R>;
-    UNROLL for (int r = 0; r < R; ++r) own[r] = dots.v[r][0];
-    own[R] = squares.v[0];
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  UNROLL for (int r = 0; r < R; ++r) dots.v[r][0] = sum_of_shares<R>(shares + r);
-  squares.v[0] = sum_of_shares<R>(shares + R);
+  Dots<R + 1, 1> own;
+  UNROLL for (int r = 0; r < R; ++r) own.v[r][0] = dots.v[r][0];
+  own.v[R][0] = squares.v[0];
+  const SharedSums<R> sums(own, memory, simdgroup, lane);
+  UNROLL for (int r = 0; r < R; ++r) dots.v[r][0] = sums.at(r, 0);
+  squares.v[0] = sums.at(R, 0);
 }
 
 template <typename W, int R, typename Norm>
@@ -109,7 +98,7 @@ template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows(
     MATMUL_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]], LANES,
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  threadgroup float sums[kFewSimdgroups * kSharedSums<R>];
+  threadgroup float sums[kFewSimdgroups * SharedSums<R>::kSize];
   const Outputs<typename W::Element> outputs = {bias, residual, out, ids};
   RowsPlace place = rows_place(group, lane, simdgroup, simdgroups, params.shares_inputs != 0);
   place.expert = expert_of_pair(ids, group.y, params);
@@ -122,7 +111,7 @@ template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows_normed(
     MATMUL_BUFFERS(typename W::Element), device const typename W::Element* norm_weight [[buffer(9)]],
     uint2 group [[threadgroup_position_in_grid]], LANES, uint simdgroups [[simdgroups_per_threadgroup]]) {
-  threadgroup float sums[kFewSimdgroups * kSharedSums<R>];
+  threadgroup float sums[kFewSimdgroups * SharedSums<R>::kSize];
   const InputNorm<typename W::Element> norm = {norm_weight};
   const Outputs<typename W::Element> outputs = {bias, residual, out, ids};
   RowsPlace place = rows_place(group, lane, simdgroup, simdgroups, params.shares_inputs != 0);
