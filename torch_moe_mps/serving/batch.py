@@ -134,7 +134,7 @@ class Batch:
         self._bytes = 0.0  # taken by a token of a row, at most
         self._step_seconds, self._token_seconds = 0.0, 0.0
         self._turning = turning(model)
-        self._needs_order = False  # attention of the model sees the order of keys where they lie
+        self._needs_order: bool | None = None  # attention goes by where keys lie; None: not tried yet
 
     @property
     def active(self) -> int:
@@ -546,12 +546,14 @@ class Batch:
             return
         if answer.row is not None:
             self.guesses.width.begin(answer.row)
-        if len(self.answers) == 2 and not self._needs_order and (reason := reason_for_order(self.model)):
-            self._needs_order = True
-            logger.warning(
-                "torch_moe_mps: all answers go on by as many guessed tokens as hold in each: %s", reason
-            )
-        self.guesses.width.is_even = self._needs_order or self._rows.are_states
+        if len(self.answers) == 2 and self._needs_order is None:
+            reason = reason_for_order(self.model)
+            self._needs_order = reason is not None
+            if reason is not None:
+                logger.warning(
+                    "torch_moe_mps: all answers go on by as many guessed tokens as hold in each: %s", reason
+                )
+        self.guesses.width.is_even = bool(self._needs_order) or self._rows.are_states
 
     def _guessed(self) -> list[list[int]] | None:
         """Guesses for each answer; None where the next step gives each a token without any, or none is left.

@@ -4,7 +4,7 @@ import json
 import json.decoder
 import json.scanner
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,24 +193,20 @@ def read_json(text: str) -> Any:
         value = json.loads(text, cls=_Yielding if len(text) > _LARGE else None)
     except RecursionError:
         raise ValueError(expected) from None
-    level, depth = [value], 0
-    while level := [inner for outer in level for inner in _inside(outer) if isinstance(inner, dict | list)]:
-        depth += 1
-        if depth >= _MOST_DEEP:
-            raise ValueError(expected)
+    if any(depth >= _MOST_DEEP for depth, _ in enumerate(_levels(value))):
+        raise ValueError(expected)
     return value
 
 
 def is_unicode(value: Any) -> bool:
     """Whether no text in a value in JSON, names included, has half of a surrogate pair."""
-    level = [value]
-    while level:
-        inside = [inner for outer in level for inner in _inside(outer)]
-        names = [name for outer in level if isinstance(outer, dict) for name in outer]
-        if not all(_encodes(text) for text in (*inside, *names) if isinstance(text, str)):
-            return False
-        level = [inner for inner in inside if isinstance(inner, dict | list)]
-    return True
+    return all(
+        _encodes(text)
+        for level in _levels(value)
+        for outer in level
+        for text in (*_inside(outer), *(outer if isinstance(outer, dict) else ()))
+        if isinstance(text, str)
+    )
 
 
 def _encodes(text: str) -> bool:
@@ -219,6 +215,14 @@ def _encodes(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _levels(value: Any) -> Iterator[list[Any]]:
+    """A value in JSON, and then the objects and arrays inside, a level at a time."""
+    level = [value]
+    while level:
+        yield level
+        level = [inner for outer in level for inner in _inside(outer) if isinstance(inner, dict | list)]
 
 
 def _inside(value: Any) -> Iterable[Any]:
