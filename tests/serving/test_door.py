@@ -18,11 +18,12 @@ from support import scripted
 from support.jobs import Asked, ids_of, model_of, run
 
 from torch_moe_mps._text import shown
-from torch_moe_mps.serving import app, media, structured
+from torch_moe_mps.serving import app, json_text, media, structured
 from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.device import Died
+from torch_moe_mps.serving.json_text import read_json
 from torch_moe_mps.serving.limited import Limited, TooLong, Turns
-from torch_moe_mps.serving.request import Refused, read_json
+from torch_moe_mps.serving.request import Refused
 from torch_moe_mps.serving.served import Served
 from torch_moe_mps.serving.structured import Masked
 from torch_moe_mps.transformers.upstream.chat import variables_of
@@ -186,18 +187,45 @@ def test_no_other_thread_waits_for_the_end_of_a_body_that_is_read():
         assert read_json(long) == json.loads(long)
 
 
-def test_a_long_string_without_escapes_is_copied(monkeypatch):
-    """json's reader takes three times as long for it, in one piece."""
-    monkeypatch.setattr(json.decoder, "scanstring", None)
-    assert read_json(f'["{"é" * 70_000}"]') == ["é" * 70_000]
+@pytest.mark.parametrize("text", ["a" * 400_000, "é☃" * 200_000, "\\ud83d\\ude00" * 40_000, '\\"' * 200_000])
+def test_no_more_than_a_piece_of_a_string_is_read_at_a_time(text, monkeypatch):
+    """As a value, and as the name of one; what looks for half of a pair has pieces, too."""
+    lengths, own = list[int](), json_text._scan
+
+    def scan(piece, start, strict):
+        value, end = own(piece, start, strict)
+        lengths.append(end - start)
+        return value, end
+
+    monkeypatch.setattr(json_text, "_scan", scan)
+    monkeypatch.setattr(json_text.json.decoder, "scanstring", None)
+    for whole in (f'{{"a": ["{text}"]}}', f'{{"{text}": 5}}'):
+        assert read_json(whole) == json.loads(whole)
+        assert 0 < max(lengths) <= json_text._PIECE + 1
 
 
-@pytest.mark.parametrize("inside", ["", "é☃", "\\n", '\\"', "\\\\", "\\ud83d\\ude00", "\n", "\\x"])
-@pytest.mark.parametrize("at", [0, 65_000, 130_000])
+PIECE = json_text._PIECE
+ESCAPES = [
+    "",
+    "é☃",
+    "\\n",
+    '\\"',
+    "\\\\" * 3,
+    "\\ud83d\\ude00" * 3,
+    "\n",
+    "\\x",
+    "\\ud83d",
+    "\ud83d\\ude00",
+    "\\u12",
+]
+
+
+@pytest.mark.parametrize("inside", ESCAPES)
+@pytest.mark.parametrize("at", [0, *range(PIECE - 12, PIECE + 2), 3 * PIECE - 5, 70_000])
 def test_long_strings_are_as_the_own_reader_has_them(inside, at):
-    """With escapes anywhere, and none that it refuses."""
-    text = "a" * 130_000
-    whole = f'{{"a": ["{text[:at]}{inside}{text[at:]}", 5, "", "b{inside}"], "c{inside}": "{text}"}}'
+    """With escapes anywhere, at the end of a piece, too, and none that it refuses."""
+    text = "a" * 70_000
+    whole = f'{{"a": ["{text[:at]}{inside}{text[at:]}", 5, "", "b{inside}"], "c{inside}{text}": "{text}"}}'
 
     def outcome(read):
         try:
@@ -211,12 +239,8 @@ def test_long_strings_are_as_the_own_reader_has_them(inside, at):
     )
 
 
-def test_no_other_thread_waits_for_a_long_text():
-    """In base64, and in an answer to /tokenize: what reads and writes the whole holds Python's lock."""
-    octets = bytes(range(256)) * (1 << 15)
-    data = base64.b64encode(octets).decode()
-    assert beats_beside(lambda: media.decoded(data, "image")) > 10
-    assert media.decoded(data, "image") == octets
+def test_no_other_thread_waits_for_a_long_answer():
+    """To /tokenize: what writes the whole holds Python's lock."""
     tokens = {"tokens": [{"id": 5, "piece": "é"}, {"id": 6, "piece": [1]}] * 100_000}
     assert beats_beside(lambda: app._in_json(tokens)) > 10
     assert json.loads(app._in_json(tokens)) == tokens
@@ -300,6 +324,32 @@ def test_what_is_too_long_is_refused_before_it_is_read_whole(here, monkeypatch):
     }
     status, answer = ask(here, "/v1/messages", chat)
     assert status == 400 and "at most 3 messages, got 4" in answer["error"]["message"]
+
+
+def test_data_urls_are_read_in_pieces_and_kept_nowhere(monkeypatch):
+    """urlsplit keeps the last 128 that it was asked for."""
+    octets, lengths, own = bytes(range(256)) * 4000, list[int](), base64.b64decode
+    url = "data:image/png;base64," + base64.b64encode(octets).decode()
+    monkeypatch.setattr(media, "urlsplit", None)
+    monkeypatch.setattr(
+        base64, "b64decode", lambda text, **more: lengths.append(len(text)) or own(text, **more)
+    )
+    assert media.Media().octets(url, "image") == octets
+    assert 0 < max(lengths) <= 1 << 13
+    for wrong in ("data:;base64", "data:image/png,AAAA", "data:,;base64,AAAA"):
+        with pytest.raises(Refused, match="must be a data: URL in base64"):
+            media.Media().octets(wrong, "image")
+
+
+def test_a_body_of_too_many_objects_is_refused(here, monkeypatch):
+    """Those in the texts of a prompt are none. Searches for garbage would hold other threads up."""
+    monkeypatch.setattr(json_text, "_MOST_CONTAINERS", 50)
+    message = "The body must be an object in JSON: it must have at most 50 objects and lists."
+    for many in ([[]] * 50, [{}] * 50, [{"a": [5]}] * 25):
+        status, answer = ask(here, "/v1/completions", {"prompt": "a", "user": " " * 70_000, "metadata": many})
+        assert (status, answer["error"]["message"]) == (400, message)
+    body = {"prompt": "a", "max_tokens": 3, "user": "[{" * 40_000, "metadata": [{}] * 48}
+    assert ask(here, "/v1/completions", body)[0] == 200
 
 
 def test_a_body_of_too_many_values_is_refused(here, monkeypatch):

@@ -31,11 +31,12 @@ from .completions import Completions
 from .device import Died
 from .embeddings import EMBEDDINGS, RERANK, Texts
 from .guard import REQUEST, Guard
+from .json_text import LONG, is_unicode, read_json
 from .memory import RETRY_AFTER, Level, is_out_of_memory
 from .messages import Messages, anthropic_error
 from .prompts import LONGEST
 from .protocol import Protocol, event, openai_error
-from .request import Refused, Request, is_unicode, read_json
+from .request import Refused, Request
 from .responses import Responses
 from .served import Answers, Served, Show
 from .text import PATHS
@@ -48,8 +49,7 @@ _DROPPED = 4  # times as many bytes, at most, of a body that is read and dropped
 # In one for a model that reads text alone: for what is beside the prompt, and for each token of the context.
 _TEXT_BYTES, _TOKEN_BYTES = 8 << 20, 32
 _MOST_VALUES = 1 << 20
-_LONG = 1 << 16  # bytes of a body that is read in its turn
-_PIECE = 1 << 18  # bytes that are looked at without a pause for other threads
+_PIECE = 1 << 16  # bytes that are looked at without a pause for other threads
 _READERS = 32  # requests that are read at a time
 PAGE = Path(__file__).with_name("page")
 # Policy for an answer's Markdown: it runs no script and asks no other machine for a picture.
@@ -145,7 +145,7 @@ class Server:
         finally:
             self.requests[protocol.path, status] += 1
 
-    def _read(self, octets: bytes, protocol: Protocol, show: Show) -> tuple[Request, Answers]:
+    def _read(self, octets: bytearray, protocol: Protocol, show: Show) -> tuple[Request, Answers]:
         """The request of a body, with its prompts read."""
         body = body_of(octets)
         self._check_model(body)
@@ -208,38 +208,38 @@ class Server:
 
     async def _on_reader(self, asked: Asked, function: Callable[..., T], *arguments: Any) -> T:
         """Result of a function of a request's body, on a thread of its own. Raises: Refused."""
-        chunks = await self._chunks(asked)
-        is_long = sum(map(len, chunks)) > _LONG
+        octets = await self._octets(asked)
 
         def read() -> T:
-            with self.served.turns.turn() if is_long else contextlib.nullcontext():
-                return function(b"".join(chunks), *arguments)
+            with self.served.turns.turn() if len(octets) > LONG else contextlib.nullcontext():
+                return function(octets, *arguments)
 
         return await asyncio.get_running_loop().run_in_executor(self._reader, read)
 
-    async def _chunks(self, asked: Asked) -> list[bytes]:
+    async def _octets(self, asked: Asked) -> bytearray:
         """The body of a request. Raises: Refused for one that is too large.
 
-        Its rest is read and dropped, as many clients read no answer before they have sent all.
+        Its rest is read and dropped, as many clients read no answer before they have sent all. It grows as
+        it comes: putting it together at its end would hold other threads up.
         """
         served, most = self.served, MOST_BYTES
         if not served.reads_media:
             most = min(most, _TEXT_BYTES + _TOKEN_BYTES * served.context)
-        declared, count, chunks = int(asked.headers.get("content-length") or 0), 0, list[bytes]()
+        declared, count, octets = int(asked.headers.get("content-length") or 0), 0, bytearray()
         if declared <= _DROPPED * MOST_BYTES:
             async for chunk in asked.stream():
-                chunks.append(chunk)
+                octets += chunk
                 count += len(chunk)
                 if max(declared, count) > most:
-                    chunks.clear()
+                    octets.clear()
                 if count > _DROPPED * MOST_BYTES:
                     break
         if max(declared, count) > most:
             raise Refused(f"The body must have at most {most >> 20} MiB.", None, "too_large", 413)
-        return chunks
+        return octets
 
     async def _count(self, protocol: Protocol, asked: Asked) -> Response:
-        def count(octets: bytes) -> int:
+        def count(octets: bytearray) -> int:
             return self.served.count(protocol.read_prompt(body_of(octets), self.served))
 
         counted: dict[str, Any] = {"input_tokens": await self._on_reader(asked, count)}
@@ -248,12 +248,12 @@ class Server:
         return JSONResponse(counted)
 
     async def _text(self, reads: Callable[..., Any], asked: Asked) -> Response:
-        def text(octets: bytes) -> bytes:
+        def text(octets: bytearray) -> bytes:
             return _in_json(reads(body_of(octets), self.served))
 
         return Response(await self._on_reader(asked, text), media_type="application/json")
 
-    def _read_texts(self, octets: bytes, path: str) -> Texts:
+    def _read_texts(self, octets: bytearray, path: str) -> Texts:
         body = body_of(octets)
         self._check_model(body)
         return Texts(path, body, self.served)
@@ -414,7 +414,7 @@ def _in_json(value: Any) -> bytes:
     return "".join(json.JSONEncoder(ensure_ascii=False).iterencode(value)).encode()
 
 
-def body_of(octets: bytes) -> dict[str, Any]:
+def body_of(octets: bytes | bytearray) -> dict[str, Any]:
     """The object in JSON of a body; large ones take a while. Raises: Refused."""
     pieces = [(at, at + _PIECE) for at in range(0, len(octets), _PIECE)]
     if sum(octets.count(mark, *piece) for piece in pieces for mark in (b",", b"[", b"{")) > _MOST_VALUES:
@@ -428,7 +428,8 @@ def body_of(octets: bytes) -> dict[str, Any]:
         raise Refused(
             f"The body must be an object in JSON, got {type(body).__name__}.", None, "invalid_value"
         )
-    for name, value in body.items() if b"\\u" in octets else ():
+    has_escapes = any(octets.find(b"\\u", at, end + 1) >= 0 for at, end in pieces)
+    for name, value in body.items() if has_escapes else ():
         if not is_unicode([name, value]):
             field = name.encode(errors="replace").decode()
             message = f"'{field}' must be text in Unicode, got half of a surrogate pair."

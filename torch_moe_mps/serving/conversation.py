@@ -4,7 +4,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from .request import Forced, Refused, Tool, read_json, wrong
+from .json_text import read_json
+from .request import Forced, Refused, Tool, wrong
 from .structured import check_extra
 
 Part = dict[str, Any]

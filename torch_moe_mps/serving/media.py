@@ -20,7 +20,7 @@ from .request import Refused, wrong
 
 MOST_BYTES = 32 << 20  # in one picture, one sound
 MOST_PIXELS = 1 << 26
-_PIECE = 1 << 18  # characters in base64 that are read without a pause for other threads
+_PIECE = 1 << 13  # characters in base64 that are read without a pause for other threads
 SECONDS = 20  # for all that one prompt lets the server fetch
 _TOO_LATE = f"all that a prompt names must be there in {SECONDS} s"
 _TRANSLATED = ipaddress.ip_network("64:ff9b::/96")  # addresses of IPv4 for networks without it
@@ -46,12 +46,12 @@ class Media:
         Args:
             seconds: in which it must be there.
         """
+        if url.startswith("data:"):  # urlsplit would copy it several times, and keep it
+            return _of_data(url, field)
         try:
             scheme = urlsplit(url).scheme if not url.startswith("/") else ""
         except ValueError as error:
             raise Refused(f"'{field}' must be a URL: {error}.", field, "invalid_value") from None
-        if scheme == "data":
-            return _of_data(url, field)
         if scheme in ("http", "https") and self.fetches:
             return _fetched(url, field, self.hosts, seconds)
         if scheme in ("", "file") and self.folder is not None:
@@ -83,35 +83,45 @@ def picture(octets: bytes, field: str) -> Any:
         width, height = made.size
         if width * height > MOST_PIXELS:
             raise wrong(field, f"a picture of at most {MOST_PIXELS} pixels", f"{width} x {height}")
-        return made.convert("RGB")
+        made.load()
+        return made if made.mode == "RGB" else made.convert("RGB")
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         raise Refused(f"'{field}' must be a picture, got {len(octets)} bytes that are none.", field) from None
 
 
 def _of_data(url: str, field: str) -> bytes:
-    head, comma, data = url.partition(",")
-    if not comma or not head.endswith(";base64"):
+    comma = url.find(",")
+    if not url.endswith(";base64", 0, max(comma, 0)):
         raise Refused(f"'{field}' must be a data: URL in base64.", field, "invalid_value")
-    return decoded(data, field)
+    return decoded(url, field, comma + 1)
 
 
-def decoded(data: str, field: str) -> bytes:
-    """The octets of a text in base64. Raises: Refused."""
-    if len(data) > MOST_BYTES * 4 // 3 + 4:
+def decoded(data: str, field: str, first: int = 0) -> bytes:
+    """The octets of a text in base64.
+
+    Args:
+        first: character of the text; a copy without those in front would hold other threads up.
+
+    Raises: Refused.
+    """
+    if len(data) - first > MOST_BYTES * 4 // 3 + 4:
         raise _too_large(field)
+    made = io.BytesIO()
     try:
-        return b"".join(_pieces(data))
+        for piece in _pieces(data, first):
+            made.write(piece)
     except ValueError:
         raise Refused(f"'{field}' must be in base64.", field, "invalid_value") from None
+    return made.getvalue()
 
 
-def _pieces(data: str) -> Iterator[bytes]:
+def _pieces(data: str, first: int) -> Iterator[bytes]:
     """The octets of a text in base64, in pieces between which other threads go on.
 
     Raises: ValueError.
     """
     rest, is_padded = "", False
-    for start in range(0, len(data), _PIECE):
+    for start in range(first, len(data), _PIECE):
         text = rest + "".join(data[start : start + _PIECE].split())
         if text and is_padded:
             raise ValueError("something follows the end")

@@ -1,21 +1,15 @@
 """Requests, in whatever protocol they come, and the checks of their fields."""
 
-import json
-import json.decoder
-import json.scanner
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from .._text import shown
 from .defaults import choice
+from .json_text import read_json
 from .ranges import DRAWS, SEED, SETTINGS, Check, integer, number
 
 _MOST_STOPS = 16
-_MOST_DEEP = 100
-_LARGE = 1 << 16  # characters of a text in JSON that is read in Python
-_CONTROL = re.compile("[\x00-\x1f]")
 MOST_ANSWERS = 32  # to one request
 
 
@@ -163,70 +157,6 @@ def _are_stops(value: Any) -> bool:
 def _are_biases(value: Any) -> bool:
     fits, _ = number(-100, 100)
     return isinstance(value, dict) and all(key.isdecimal() and fits(bias) for key, bias in value.items())
-
-
-class _Yielding(json.JSONDecoder):
-    """Reads a text in Python, so that other threads go on: in C it would hold Python's lock to the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parse_string = _scanned
-        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined, unused-ignore]
-
-
-def _scanned(text: str, start: int, strict: bool = True) -> tuple[str, int]:
-    """The string that begins there, and where it ends: a long one that is as written is copied at once."""
-    end = text.find('"', start)
-    pieces = range(start, end, _LARGE) if end - start > _LARGE and text.find("\\", start, end) < 0 else ()
-    if not pieces or any(_CONTROL.search(text, at, min(at + _LARGE, end)) for at in pieces):
-        return json.decoder.scanstring(text, start, strict)  # type: ignore[attr-defined, no-any-return, unused-ignore]
-    return text[start:end], end + 1
-
-
-def read_json(text: str) -> Any:
-    """The value of a text in JSON, in which no recursion of Python's, jinja's or xgrammar's ends.
-
-    Raises: ValueError for a text that is none, or nests deeper than that.
-    """
-    expected = f"it must nest at most {_MOST_DEEP} deep"
-    try:
-        value = json.loads(text, cls=_Yielding if len(text) > _LARGE else None)
-    except RecursionError:
-        raise ValueError(expected) from None
-    if any(depth >= _MOST_DEEP for depth, _ in enumerate(_levels(value))):
-        raise ValueError(expected)
-    return value
-
-
-def is_unicode(value: Any) -> bool:
-    """Whether no text in a value in JSON, names included, has half of a surrogate pair."""
-    return all(
-        _encodes(text)
-        for level in _levels(value)
-        for outer in level
-        for text in (*_inside(outer), *(outer if isinstance(outer, dict) else ()))
-        if isinstance(text, str)
-    )
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _levels(value: Any) -> Iterator[list[Any]]:
-    """A value in JSON, and then the objects and arrays inside, a level at a time."""
-    level = [value]
-    while level:
-        yield level
-        level = [inner for outer in level for inner in _inside(outer) if isinstance(inner, dict | list)]
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def is_object_in_json(value: Any) -> bool:
