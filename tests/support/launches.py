@@ -1,7 +1,7 @@
 """How many kernels a program launches: operators of aten that are no views, and the package's dispatches."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -155,49 +155,57 @@ class NotCaptured(Exception):
     """No token of a model is captured, and why."""
 
 
-def captured_call(model: nn.Module, rows: int = 1, length: int = 4, tokens: int = 1) -> Callable[[], None]:
+def captured_call(
+    model: nn.Module, rows: int = 1, length: int = 4, tokens: Sequence[int] = (1,), **options: object
+) -> Callable[..., None]:
     """A model's call for tokens of each row, as a program. `accelerate` has seen MOE_MPS_CAPTURE=1.
 
-    It comes behind as many tokens as the one that was captured, for which others may run other operators.
+    It comes behind as many tokens as the one that was captured, for which others may run other operators. It
+    takes how many tokens each row has, which are the first of `tokens` without.
 
     Args:
         length: of the prompt before the first token; the fourth is captured.
+        tokens: how many each row has, in turns, in the calls until one is captured.
+        options: of the model's forward.
 
     Raises: NotCaptured, from the call, too.
     """
     cache = prompted(model, [*range(1, length + 1)], rows)
-    token = torch.tensor([[5] * tokens] * rows, device="mps")
     captures, name = captures_of(model), name_of_cache(model)
     if captures is None:
         raise NotCaptured("its forward has no argument for a cache")
     captures.clear()
 
-    def call() -> None:
+    def call(count: int = tokens[0]) -> None:
+        token = torch.tensor([[5] * count] * rows, device="mps")
         with torch.no_grad():
-            model(token, **{name: cache}, use_cache=True)
+            model(token, **{name: cache}, use_cache=True, **options)
 
-    def captured() -> None:
+    def captured(count: int = tokens[0]) -> None:
         captures.reason = "the program does not fit the next token"
-        call()
+        call(count)
         if captures.reason is not None:
             raise NotCaptured(captures.reason)
 
-    for before in range(length, length + 8):  # after a fault, the eighth is captured
-        call()
+    counts = [tokens[number % len(tokens)] for number in range(8)]  # after a fault, the eighth is captured
+    for number, count in enumerate(counts):
+        call(count)
         if captures.programs:
             cache = prompted(model, [*range(1, length + 1)], rows)
-            for _ in range(length, before):
-                call()
+            for before in counts[:number]:
+                call(before)
             return captured
     raise NotCaptured(captures.reason)
 
 
-def captured_token(
-    simulated, model: nn.Module, rows: int = 1, length: int = 4, tokens: int = 1
-) -> Counter[str]:
-    """What captured tokens launch: operators of aten that are no views, and the package's dispatches."""
+def captured_token(simulated, model: nn.Module, *given: Any, **options: object) -> Counter[str]:
+    """What captured tokens launch: operators of aten that are no views, and the package's dispatches.
+
+    Args:
+        given, options: of `captured_call`.
+    """
     with simulated.dropped():
-        call = captured_call(model, rows, length, tokens)
+        call = captured_call(model, *given, **options)
         with simulated.trace() as commands:
             call()
     ours = set(dir(torch.ops.moe_mps))
@@ -273,7 +281,7 @@ def launches_by_type(
 
 
 def captured_by_type(
-    simulated, model: nn.Module, rows: int = 1, length: int = 4, tokens: int = 1
+    simulated, model: nn.Module, rows: int = 1, length: int = 4, tokens: Sequence[int] = (1,)
 ) -> dict[str, Counter[str]]:
     """{type of layer: what captured tokens launch more with the last layer of this type than without}.
 

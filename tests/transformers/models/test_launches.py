@@ -3,12 +3,24 @@
 from collections import Counter
 
 import pytest
+import torch
 from support import tiny_models
-from support.launches import captured_by_type, launches_by_type, model_on_mps
+from support.guesses import Answered, prompts, settings
+from support.launches import (
+    captured_by_type,
+    captured_call,
+    captured_token,
+    kernels_of,
+    launches_by_type,
+    model_on_mps,
+    operators_of_token,
+)
+from support.mtp import with_mtp
 from support.sweep import in_sweep
 
 import torch_moe_mps
-from torch_moe_mps.transformers.capture.calls import SWITCH
+from torch_moe_mps.serving.guesses.mtp import Mtp
+from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 
 # Launches of each type of layer for one token of a bfloat16 model in 4 bit, and those of layers that run
 # module by module. With the first layer count the tables of angles, 3 launches, which others share; gemma4
@@ -107,16 +119,75 @@ def test_launches_of_a_layer_for_eight_rows(simulated, architecture):
     check_types(of_layers(found), EIGHT_ROWS[architecture])
 
 
-# Launches of each type of layer for four tokens of one conversation, of which three are guesses.
-FOUR_TOKENS = {"llama": {"": 8}, "qwen3_moe": {"": 10}, "qwen3_next": {"linear": 20, "full": 17}}
+# Launches of each type of layer for two to four tokens of one conversation, of which all but the first are
+# guesses: experts and attention, windows, latents, recurrent states. Those of a token are in MOST.
+VERIFIED = {
+    "llama": {"": 8, "outside": 3},
+    "qwen3_moe": {"": 10, "outside": 3},
+    "gpt_oss": {"sliding": 13, "full": 10, "outside": 3},
+    "deepseek_v3": {"dense": 15, "sparse": 16, "outside": 3},
+    "qwen3_next": {"linear": 20, "full": 17, "outside": 3},
+}
 
 
-@pytest.mark.slow("two models of tiny layers are captured")
-@pytest.mark.parametrize("architecture", FOUR_TOKENS)
+@pytest.mark.slow("three models of tiny layers are captured")
+@pytest.mark.parametrize("architecture", in_sweep(VERIFIED, ("qwen3_moe", "gpt_oss", "deepseek_v3")))
 def test_launches_of_a_layer_for_guesses(simulated, architecture):
-    """Those of a token are in MOST."""
-    found = captured_by_type(simulated, accelerated(architecture), tokens=4)
-    check_types(of_layers(found), FOUR_TOKENS[architecture])
+    """One program has steps of all these widths, and launches as much for each."""
+    model, counts = accelerated(architecture), []
+    check_types(captured_by_type(simulated, model, tokens=(2, 3, 4)), VERIFIED[architecture])
+    with simulated.dropped():
+        call = captured_call(model, tokens=(2, 3, 4))
+        for tokens in (2, 3, 4):
+            with simulated.trace() as commands:
+                call(tokens)
+            counts.append(kernels_of(commands).total())
+    assert counts[0] == counts[1] == counts[2] > 0 and len(captures_of(model).programs) == 1
+
+
+STATES = {"of the last layer": -1, "of two layers": (1, 2)}  # numbers of states that guesses rest on
+
+
+@pytest.mark.slow("a model of tiny layers is captured four times")
+@pytest.mark.parametrize("architecture", in_sweep(VERIFIED, ("qwen3_moe", "qwen3_next")))
+@pytest.mark.parametrize("tokens", [(1,), (2, 3, 4)], ids=["one", "several"])
+def test_states_for_guesses_launch_next_to_nothing(simulated, architecture, tokens):
+    """At most the sums and norms that a product has taken in where nobody asks for what is between."""
+    model = accelerated(architecture)
+    plain = captured_token(simulated, model, tokens=tokens).total()
+    for name, states in STATES.items():
+        found = captured_token(simulated, model, tokens=tokens, output_hidden_states=states)
+        assert found.total() <= plain + 2, (name, found)
+
+
+# Launches of one token of a layer of the checkpoint that guesses, with embedding and head.
+GUESSING = {"deepseek_v3": 19, "mellum": 15}
+
+
+@pytest.mark.slow("models of tiny layers and their layers that guess are captured, and answer")
+@pytest.mark.parametrize("architecture", in_sweep(GUESSING, ("deepseek_v3",)))
+def test_launches_of_a_guess(simulated, monkeypatch, tmp_path, architecture):
+    """Programs, too: one of the model's steps of several tokens, and of its layer one of a token, and one
+    where keys have moved on.
+    """
+    counts, own = [], Mtp._called
+
+    def counted(*arguments):
+        with simulated.trace() as commands:
+            result = own(*arguments)
+        counts.append(kernels_of(commands).total())
+        return result
+
+    monkeypatch.setattr(Mtp, "_called", counted)
+    with with_mtp(architecture, tmp_path) as cls:
+        model = cls.from_pretrained(tmp_path, dtype=torch.bfloat16).to("mps").eval()
+        torch_moe_mps.accelerate(model, bits=4, group_size=32)
+        source = Mtp(model, 0)
+        (step,) = source._steps
+        Answered(model, prompts(1), [settings(24)], source, width=3)
+    others = operators_of_token(step).keys() - {*dir(torch.ops.moe_mps)}
+    assert counts.count(min(counts)) > 10 and min(counts) + len(others) <= GUESSING[architecture]
+    assert len(captures_of(model).programs) == 1 and len(captures_of(step).programs) <= 2
 
 
 @pytest.mark.parametrize("architecture", in_sweep(SPECIAL, OFTEN))

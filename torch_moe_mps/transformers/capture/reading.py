@@ -137,6 +137,8 @@ class Reading:
             kind = NUMBER
             self.numbers.append(value)
             yield kind
+        elif type(value) is tuple and all(type(item) is int for item in value):  # numbers of states
+            yield kind, value
         elif isinstance(value, STATIC_TYPES) or (type(value) is list and not value):
             yield from (type(value), value or None)
         elif isinstance(value, (PreTrainedTokenizerBase, ProcessorMixin)):

@@ -24,7 +24,7 @@ ops = torch.ops.moe_mps
 
 _L2NORM_EPS = 1e-6
 _NAMED = {"weight", "bias", "activation"}  # arguments that a convolution may get by name
-_FLAG = (bool, type(None))
+_RECORDED = "output_hidden_states"  # a flag of models that may be numbers of layers
 ACTIVATIONS = {"silu": "silu", "swish": "silu", None: "none"}
 
 
@@ -53,7 +53,7 @@ def _convolved(
 def causal_conv_of_prompt(function: Callable, *args: Any, **options: Any) -> Tensor:
     """function(x, weight, bias, activation, **options), which sees nothing in front of x."""
     named = {name: value for name, value in options.items() if name in _NAMED}
-    plain = all(name in named or isinstance(value, _FLAG) for name, value in options.items())
+    plain = all(name in named or _is_flag(name, value) for name, value in options.items())
     out = _convolved_prompt(*args, **named) if plain and args else None
     return function(*args, **options) if out is None else out
 
@@ -78,12 +78,14 @@ def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
 
 
 def _known(options: dict) -> bool:
-    """Whether no option is used that the operator does not know.
+    """Whether no option is used that the operator does not know."""
+    own = ("g", "beta", "initial_state")
+    return all(name in own or _is_flag(name, value) for name, value in options.items())
 
-    Flags of the model, such as use_cache, are no options: forwards pass them on to every function.
-    """
-    others = (value for name, value in options.items() if name not in ("g", "beta", "initial_state"))
-    return all(isinstance(value, _FLAG) for value in others)
+
+def _is_flag(name: str, value: Any) -> bool:
+    """Whether an option is a flag of the model, as use_cache: forwards pass them on to every function."""
+    return name == _RECORDED or isinstance(value, (bool, type(None)))
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> bool:
