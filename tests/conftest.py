@@ -7,6 +7,7 @@ and threadgroups, selected by the test's name, and in the sweep under another on
 only in the sweep.
 """
 
+import atexit
 import gc
 import importlib
 import os
@@ -65,11 +66,11 @@ def pytest_generate_tests(metafunc):
 
 def pytest_collection_modifyitems(config, items):
     """A case that runs only in the sweep is not run there in another order, too."""
-    others = [i for i in items if OTHER_ORDER in i.nodeid and len(list(i.iter_markers("sweep"))) > 1]
+    others = {i for i in items if OTHER_ORDER in i.nodeid and len(list(i.iter_markers("sweep"))) > 1}
     if names := config.getoption("operators"):
-        others += [i for i in items if dependents.of_other_operators(i, {*names.split(",")})]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in set(others)]
+        others |= {i for i in items if dependents.of_other_operators(i, {*names.split(",")})}
+    config.hook.pytest_deselected(items=[*others])
+    items[:] = [item for item in items if item not in others]
 
 
 def pytest_collection_finish(session):
@@ -77,12 +78,9 @@ def pytest_collection_finish(session):
     if "transformers" in sys.modules:
         importlib.import_module("support.recipes")
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or libraries find then that their types still live, and say so at length
     gc.set_threshold(10_000)  # objects, not 700 or 2,000 as Python has it
     gc.enable()
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # or libraries find at the end that their types still live, and say so at length
 
 
 def install_error(config) -> str | None:
@@ -137,10 +135,10 @@ def simulated(request):
 @pytest.fixture
 def few_formats(monkeypatch) -> None:
     """Random calls have two formats and two dtypes, as each further one is compiled for them alone."""
-    from support import any_arguments, quantized_layers, values
+    from support import any_arguments, quantized_layers
 
     monkeypatch.setattr(any_arguments, "EVERY_FORMAT", quantized_layers.ALWAYS[:2])
-    monkeypatch.setattr(any_arguments, "DTYPES", values.IN_TURN)
+    monkeypatch.setattr(any_arguments, "DTYPES", (torch.float32, torch.bfloat16))
 
 
 @pytest.fixture

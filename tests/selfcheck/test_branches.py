@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support.faults import with_fault
+from support.faults import with_faults
 from support.processes import REPOSITORY
 
 from torch_moe_mps.ops import OPERATORS
@@ -165,7 +165,7 @@ def test_every_fault_changes_a_shader():
 def test_what_is_wrong_at_real_sizes(simulated, name):
     fault = FAULTS[name]
     subject = next(s for s in calls.subjects([fault.operator], [torch.float32], [AFFINE]) if not s.given)
-    with simulated.intercepted(with_fault(fault.text, fault.wrong)):
+    with simulated.intercepted(with_faults({fault.text: fault.wrong})):
         seen = {check.label: [f for _, f in compared(check) if f] for check in once.checks_of([subject])}
     plain, at_size = seen[str(subject)], seen[f"{subject} at size"]
     assert (at_size and not plain) if fault.at_size else plain, seen

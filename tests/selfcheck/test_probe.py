@@ -8,7 +8,7 @@ from measured.apple import __main__ as model
 from measured.apple import fit
 from simulator.apple.facts import COSTS, GPUS, Cost
 from simulator.testing import linux_only
-from support.faults import with_fault
+from support.faults import with_faults
 
 from torch_moe_mps.commands import check, main
 from torch_moe_mps.selfcheck import probe
@@ -74,18 +74,16 @@ def test_what_is_launched(simulated):
     assert size == 6 * 2 * probe.THREADS * 64 and counted.buffers[0].bytes_read == size
 
 
-@pytest.mark.parametrize(
-    ("part", "text", "wrong"),
-    [
+# Faults of different parts, which are compiled together.
+FAULTS = (
+    (
         ("matrix_layout", "held.thread_elements()[1];", "held.thread_elements()[0];"),
         (
             "contraction",
             "out[2 * i] = a[i] * b[i] + c[i]",
             "const float apart = a[i] * b[i]; out[2 * i] = apart + c[i]",
         ),
-        ("contraction", "product + c[i]", "fma(a[i], b[i], c[i])"),
         ("nan", "isnan(nan) ? 1 : 0", "0"),
-        ("nan", "as_type<uint>(most)", "as_type<uint>(NAN)"),
         ("subnormals", "half(x[i]) * half(scales[i])", "half(0.0f)"),
         (
             "bfloat_rounding",
@@ -93,14 +91,22 @@ def test_what_is_launched(simulated):
             "out[i] = as_type<bfloat>(ushort(as_type<uint>(x[i]) >> 16))",
         ),
         ("threadgroup_memory", "out[lane] = memory[31 - lane]", "out[lane] = memory[lane]"),
-        ("threadgroup_memory", "sum += memory[i + 31 - lane]", "sum += memory[31 - lane]"),
         ("indirect_grid", "grid[i] = 3 - i", "grid[i] = 1"),
-    ],
+    ),
+    (
+        ("contraction", "product + c[i]", "fma(a[i], b[i], c[i])"),
+        ("nan", "as_type<uint>(most)", "as_type<uint>(NAN)"),
+        ("threadgroup_memory", "sum += memory[i + 31 - lane]", "sum += memory[31 - lane]"),
+    ),
 )
-def test_what_is_not_as_assumed(simulated, part, text, wrong):
-    with simulated.intercepted(with_fault(text, wrong)):
-        found = probe.PARTS[part](SMALL)
-    assert any(found[key] != value for key, value in AS_ASSUMED[part].items())
+
+
+@pytest.mark.parametrize("faults", FAULTS, ids=["first", "second"])
+def test_what_is_not_as_assumed(simulated, faults):
+    with simulated.intercepted(with_faults({text: wrong for _, text, wrong in faults})):
+        found = {part: probe.PARTS[part](SMALL) for part, *_ in faults}
+    for part, values in found.items():
+        assert any(values[key] != value for key, value in AS_ASSUMED[part].items()), part
 
 
 def test_a_part_that_fails_is_in_the_page(simulated, monkeypatch, capsys):

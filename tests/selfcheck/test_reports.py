@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
-from support.faults import with_fault
+from support.faults import with_faults, with_results
 from support.processes import forked
 
 from torch_moe_mps.ops._formats import FORMATS
@@ -14,8 +16,6 @@ from torch_moe_mps.selfcheck import differences, facts, journal, libraries, mach
 from torch_moe_mps.selfcheck.calls import Call, Subject
 from torch_moe_mps.selfcheck.compare import Finding, compare
 
-STORE = "      out[index] = T(value);\n    }"
-TAIL = "if (column >= params.outputs) return;"
 SHARES = "share < kFewSimdgroups; ++share) {\n      sum"
 WORD = "const uint low = words.v[max(word - 1, 0)], high = words.v[min(word, kWords - 1)];"
 INPUTS, OUTPUTS = 1024, 300
@@ -44,13 +44,26 @@ def linear(tokens: int) -> Call:
     return Call("linear_quantized", torch.float32, arguments, "affine4_32")
 
 
-def found(simulated, call: Call, text: str, wrong: str) -> Finding:
+def found(simulated, call: Call, run: Callable) -> Finding:
     assert compare(call) is None
-    with simulated.intercepted(with_fault(text, wrong)):
+    with simulated.intercepted(run):
         finding = compare(call)
     assert finding is not None and finding.kind == "differs"
     json.dumps(finding.details, allow_nan=False)
     return finding
+
+
+def in_results(tokens: int, change: Callable) -> Callable:
+    """Change what linear(tokens) gives, [tokens, 300], and gets as it was before, too."""
+
+    def run(memory: np.ndarray, before: np.ndarray) -> None:
+        change(*(each[: tokens * OUTPUTS].reshape(tokens, OUTPUTS) for each in (memory, before)))
+
+    return with_results("matmul_rows", run)
+
+
+def unwritten(now: np.ndarray, before: np.ndarray) -> None:
+    now[:, -5:] = before[:, -5:]
 
 
 def result(finding: Finding) -> dict:
@@ -59,7 +72,10 @@ def result(finding: Finding) -> dict:
 
 
 def test_a_wrong_sign_behind_a_row(simulated):
-    finding = found(simulated, linear(1), STORE, STORE.replace("value", "output < 128 ? value : -value"))
+    def negate(now, _):
+        now[:, 128:] *= -1
+
+    finding = found(simulated, linear(1), in_results(1, negate))
     rows = result(finding)["along"][1]
     assert (rows["first"], rows["last"], rows["every"], rows["of"]) == (128, 299, 1, OUTPUTS)
     assert result(finding)["ratio"] == [-1.0, -1.0, -1.0] and result(finding)["shares"]["negated"] == 1.0
@@ -68,14 +84,17 @@ def test_a_wrong_sign_behind_a_row(simulated):
 
 
 def test_every_eighth_row(simulated):
-    finding = found(simulated, linear(3), STORE, STORE.replace("value", "output % 8 == 5 ? 0.0f : value"))
+    def clear(now, _):
+        now[:, 5::8] = 0
+
+    finding = found(simulated, linear(3), in_results(3, clear))
     tokens, rows = result(finding)["along"]
     assert (tokens["count"], rows["first"], rows["last"], rows["every"]) == (3, 5, 293, 8)
     assert result(finding)["shares"]["zero"] == 1.0 and result(finding)["wrong"] > 0.8 * 3 * 37
 
 
 def test_a_tail_that_nobody_writes(simulated):
-    finding = found(simulated, linear(1), TAIL, "if (column + 5 >= params.outputs) return;")
+    finding = found(simulated, linear(1), in_results(1, unwritten))
     assert result(finding)["shares"]["untouched"] == 1.0 and result(finding)["wrong"] == 5
     assert result(finding)["along"][1] == {"first": 295, "last": 299, "count": 5, "of": 300, "every": 1}
 
@@ -83,13 +102,17 @@ def test_a_tail_that_nobody_writes(simulated):
 def test_a_torch_that_fills_no_memory(simulated, monkeypatch):
     """The share is left out, and not 0."""
     monkeypatch.setattr(differences, "_filled", contextlib.nullcontext)
-    finding = found(simulated, linear(1), TAIL, "if (column + 5 >= params.outputs) return;")
+    finding = found(simulated, linear(1), in_results(1, unwritten))
     assert "untouched" not in result(finding)["shares"] and result(finding)["wrong"] == 5
 
 
 def test_nan_of_one_token(simulated):
     """Computed, not left: its bits are the same where memory was something else before."""
-    finding = found(simulated, linear(3), STORE, STORE.replace("value", "pair == 1 ? NAN : value"))
+
+    def spoil(now, _):
+        now[1] = np.nan
+
+    finding = found(simulated, linear(3), in_results(3, spoil))
     shares = result(finding)["shares"]
     assert (shares["nan"], shares["untouched"]) == (1.0, 0.0)
     assert [place for place, *_ in result(finding)["first"]] == [[1, i] for i in range(differences.FIRST)]
@@ -102,7 +125,7 @@ def test_low_bits(simulated):
     without = WORD.replace("low = words", "low = 0xeeeeeeeeu & words").replace(
         "high = ", "high = 0xeeeeeeeeu & "
     )
-    finding = found(simulated, linear(3), WORD, without)
+    finding = found(simulated, linear(3), with_faults({WORD: without}))
     of = result(finding)
     assert of["wrong"] > 0.9 * of["of"] and [each["every"] for each in of["along"]] == [1, 1]
     assert not any(of["shares"][name] for name in ("nan", "infinite", "zero", "untouched"))
@@ -112,7 +135,7 @@ def test_low_bits(simulated):
 
 def test_only_with_many_cores(simulated):
     """The last share of the inputs is forgotten where simdgroups share them."""
-    finding = found(simulated, linear(3), SHARES, SHARES.replace("share <", "share + 1 <"))
+    finding = found(simulated, linear(3), with_faults({SHARES: SHARES.replace("share <", "share + 1 <")}))
     one = finding.details["one_core"]
     assert one["wrong"] == 0 and finding.lines()[-1] == "planned for one core: all is right"
     assert "matmul_rows_few_split_" in finding.details["plan"][0]

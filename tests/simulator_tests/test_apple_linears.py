@@ -42,7 +42,8 @@ def test_one_token_is_bound_by_dram(simulated, format, size):
         assert {row.measurement.bounds(gpu).binding for row in own} == {"dram"}, gpu.name
 
 
-@pytest.mark.parametrize("inputs, rows", [(2048, 6144), pytest.param(4096, 4096, marks=SWEEP)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("inputs, rows", [(2048, 6144), (4096, 4096)])
 def test_eight_tokens_fill_the_gpu(simulated, inputs, rows):
     """Predicted with the latency of few threadgroups; a threadgroup stands for all."""
     shape, one = cases.Shape(1, 1, inputs, rows, alone=True), Limit(groups=1, slots=1)

@@ -47,7 +47,7 @@ class TestOurs:
             len(self.kernels(lambda: check_experts("mps", layer(tokens, 2, 5, 64, 40, dtype)))) == dispatches
         )
 
-    @pytest.mark.parametrize("tokens", [1, pytest.param(7, marks=SWEEP), 40])
+    @pytest.mark.parametrize("tokens", [1, *(pytest.param(more, marks=SWEEP) for more in (7, 40))])
     @pytest.mark.parametrize(
         "format", ["affine4_64", *(pytest.param(f, marks=SWEEP) for f in ("affine8_32", "mxfp4"))]
     )
@@ -104,12 +104,12 @@ class TestMlx:
     @pytest.mark.parametrize(
         "name, inputs, fast",
         [
-            ("mxfp4", 512, "_fast"),
-            *(pytest.param(n, 512, "_fast", marks=SWEEP) for n in cases.FORMATS if n != "mxfp4"),
-            *(pytest.param(n, 320, "", marks=SWEEP) for n in ("int4", "int6", "mxfp4")),
-            pytest.param("int8", 768, "_fast", marks=SWEEP),
+            *((n, 512, "_fast") for n in cases.FORMATS),
+            *((n, 320, "") for n in ("int4", "int6", "mxfp4")),
+            ("int8", 768, "_fast"),
         ],
     )
+    @pytest.mark.sweep
     def test_quantised_experts(self, name, inputs, fast):
         m = Matrices(cases.FORMATS[name], "f16", 64, inputs, EXPERTS)
         prefix = "affine" if m.format.mode == "affine" else "fp"
@@ -153,6 +153,7 @@ class TestMlx:
         few = "wide" if prefix == "fp" or gpu == "M4 Max" else "fast"
         assert self.linears(m, gpu) == [f"{prefix}_{n}" for n in ("qmv_fast", f"qmv_{few}", "qmm_t_splitk")]
 
+    @pytest.mark.sweep
     def test_a_tile_of_a_quantised_matrix(self):
         """With enough tiles the inputs are not shared out."""
         m = Matrices(cases.FORMATS["int4"], "f16", 512 * 32, 64)
@@ -312,7 +313,8 @@ def test_a_sample_of_one_dispatch_leaves_the_next_its_lists(simulated, tokens):
         assert slots[1] == pytest.approx(slots[0], rel=0.1)
 
 
-@pytest.mark.parametrize("format", [*(pytest.param(f, marks=SWEEP) for f in ("int4", "mxfp4")), "bf16"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("format", ["int4", "mxfp4", "bf16"])
 def test_weights_that_are_touched_are_counted_once(simulated, format):
     """Whole runs count the lines of memory; it is what a matmul cannot but read and write."""
     shape = cases.Shape(8, 2, 512, 256)

@@ -31,12 +31,10 @@ def test_expressions_are_contracted(simulated):
     assert probe.contraction(probe.Sizes()) == contracted(True, False)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [
-        pytest.param("off", contracted(False, False), marks=pytest.mark.sweep),
-        ("fast", contracted(True, True)),
-    ],
+    [("off", contracted(False, False)), ("fast", contracted(True, True))],
 )
 def test_contraction_is_a_choice_of_the_simulator(schedule, expected):
     assert ast.literal_eval(python(PROBED, **{SWITCH: schedule})) == expected

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 from support import tiny_models
+from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
@@ -51,7 +52,9 @@ def decode_steps(model, count: int) -> list[float]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm", None])
+@pytest.mark.parametrize(
+    "implementation", in_sweep(["eager", "batched_mm", "grouped_mm", None], ["eager", None])
+)
 def test_decode_steps_of_a_model(simulated, implementation):
     model = tiny_model(implementation)
     for validate in (True, False):

@@ -9,11 +9,19 @@ from simulator.testing import linux_only
 
 pytestmark = linux_only
 
-# A format of each way of storing in all dtypes, three of them in bfloat16 always. Of the others, in which
+# A format of each way of storing in all dtypes, two of them in bfloat16 always. Of the others, in which
 # words and numbers differ, bfloat16 in the sweep; of those in groups of 32 or 128, in which a number differs,
 # nothing.
 IN_EACH_DTYPE = ("affine3_64", "affine4_64", "mxfp4", "nvfp4", "q3_k", "q4_k", "iq4_xs")
-ALWAYS = ("affine3_64", "mxfp4", "q4_k")
+ALWAYS = ("affine3_64", "q4_k")
+# Libraries with the code of others, but for types or a constant.
+LIKE_OTHERS = (
+    "attention_affine8",
+    "attention_relative",
+    "attention_selected",
+    "attention_selected_affine8",
+    "bucket_i64",
+)
 
 
 def format_of(library: str) -> str | None:
@@ -38,9 +46,10 @@ LIBRARIES = [
 
 def in_sweep(library):
     if library.startswith("tensor_units_"):
-        others = not library.endswith(("affine3_64_bf16", "affine4_64_f16", "mxfp4_bf16", "dense_f16"))
+        others = not library.endswith(("affine4_64_f16", "dense_f16"))
     else:
         others = library.endswith(("_f16", "_f32")) or format_of(library) not in (None, *ALWAYS)
+        others = others or library.removesuffix("_bf16") in LIKE_OTHERS
     return pytest.param(library, marks=pytest.mark.sweep if others else ())
 
 
