@@ -8,6 +8,7 @@ import torch
 from support import tiny_models
 from support.jobs import Asked, ids_of, model_of, run
 from support.models import eager
+from support.sweep import covering
 from transformers import LogitsProcessor
 
 import torch_moe_mps
@@ -197,8 +198,7 @@ def test_a_short_prompt_overtakes_a_long_one(monkeypatch):
         assert asked.tokens == asked.expected(model) and asked.reasons == ["length"]
 
 
-@pytest.mark.parametrize("who", ["long", "short"])
-@pytest.mark.parametrize("how", ["leaves", "fails", "all end"])
+@pytest.mark.parametrize(("who", "how"), covering(("long", "short"), ("leaves", "fails", "all end")))
 def test_a_prompt_that_ends_while_two_are_read(who, how, monkeypatch):
     """The short one has two pieces, as states are kept before its end; the other answer is that alone."""
     monkeypatch.setattr(Batch, "_piece", lambda self: 100)

@@ -14,8 +14,7 @@ from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.engine import Engine
 from torch_moe_mps.serving.prompts import Prompts
 
-# Layers of caches: growing, windows with sinks, latents, recurrent states, alone.
-OFTEN = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen4_exp")
+OFTEN = ("gpt_oss", "qwen3_next")  # windows with sinks beside caches that grow; recurrent states
 # Answers of images or of no text, and models that generate by a code of their own.
 OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter", "unlimited_ocr"}
 ARCHITECTURES = sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - OTHERS)

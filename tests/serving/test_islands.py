@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from support.jobs import Asked, ids_of, model_of, run
+from support.sweep import covering
 from transformers import LogitsProcessor
 from transformers.generation import TopKLogitsWarper
 
@@ -225,11 +226,7 @@ def fails_once(batch: Batch, fits) -> None:
     batch._called = called
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.slow("recurrent states"))],
-)
-@pytest.mark.parametrize("at", [2, 5])
+@pytest.mark.parametrize(("architecture", "at"), covering(("qwen3_moe", "qwen3_next"), (2, 5)))
 def test_a_step_without_memory_ends_the_answer_with_the_fewest_tokens(architecture, at):
     """The others are read again, and go on; half of the kept prompts are given up."""
     model, prompts = model_of(architecture), Prompts(MEMORY)

@@ -117,8 +117,8 @@ def test_eight_bits_of_keys_and_adapters():
     compared(adapted.base_model.model, [settings(14), settings(9)], most=2)
 
 
-@pytest.mark.slow("captures two programs of two models")
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
+@pytest.mark.slow("captures two programs")
+@pytest.mark.parametrize("architecture", in_sweep(["qwen3_moe", "qwen3_next"], ["qwen3_next"]))
 @pytest.mark.parametrize("rows", in_sweep([1, 2], [2]))
 def test_one_capture_more(architecture, rows, monkeypatch):
     """Steps of any number of tokens are one program, however far rows go on, and wherever their states lie:
@@ -163,8 +163,8 @@ def steps_of(model, right) -> list[list[int]]:
     return [[b[len(ids)] - a[len(ids)] for ids in many] for a, b in itertools.pairwise(both)]
 
 
-@pytest.mark.slow("eight pairs of answers")
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
+@pytest.mark.slow("four pairs of answers")
+@pytest.mark.parametrize("architecture", in_sweep(["qwen3_moe", "qwen3_next"], ["qwen3_next"]))
 def test_wrong_guesses_of_one_answer_leave_the_others_alone(architecture):
     for right, expected in (((True, False), [4, 1]), ((False, True), [1, 4])):
         assert steps_of(model_of(architecture), right) == [expected] * 3
@@ -230,7 +230,7 @@ def test_wrong_arguments_are_one_line(given, message):
         torch_moe_mps.generate_batch(model_of(), prompts(1), settings(2), progress=False, **given)
 
 
-@pytest.mark.slow("100,000 draws")
+@pytest.mark.slow("50,000 draws")
 def test_drawn_tokens_have_the_distribution_of_the_model():
     """With temperature and top-k, of a token that is guessed, and of the one behind it."""
     model, rows, guess = model_of(), 5000, 3
@@ -243,13 +243,13 @@ def test_drawn_tokens_have_the_distribution_of_the_model():
     expected[expected < expected.topk(5).values[:, -1:]] = 0
     expected /= expected.sum(-1, keepdim=True)
     counts = torch.zeros(2, 8, dtype=torch.float64)
-    for _ in range(20):
+    for _ in range(10):
         made = verified([chooser] * rows, logits.expand(rows, 2, 8), [1] * rows, [[guess]] * rows)
         assert all(len(own) == 1 + (own[0] == guess) for own in made)
         counts[0] += torch.tensor([own[0] for own in made]).bincount(minlength=8)
         counts[1] += torch.tensor([own[1] for own in made if len(own) > 1]).bincount(minlength=8)
     total = counts.sum(-1, keepdim=True)
-    assert total[0] == 100_000 and total[1] > 5000
+    assert total[0] == 50_000 and total[1] > 2500
     spread = (expected * (1 - expected) / total).sqrt()
     assert ((counts / total - expected).abs() <= 4.5 * spread + 1e-12).all()
 

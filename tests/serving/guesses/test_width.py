@@ -3,15 +3,16 @@
 `scripts/bench/bench_guesses.py --record` writes what held in answers of SmolLM2, and the processor's times.
 """
 
+import itertools
 import json
 import random
-from itertools import cycle, islice
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from measured.apple.tokens import TOKENS
 from simulator.apple.facts import GPUS, START_US
+from support.sweep import in_sweep, rows_in_sweep
 
 from torch_moe_mps.serving.guesses.source import Held, Row
 from torch_moe_mps.serving.guesses.width import MOST, Width
@@ -63,7 +64,7 @@ def conversation(
     """One of so many tokens; a recorded answer that is shorter comes again and again."""
     chance, row = random.Random(seed), Row([], 0)
     places = [*zip(map(int, guesses["found"]), map(int, guesses["held"]), strict=True)]
-    places = [*islice(cycle(places), tokens)]
+    places = [*itertools.islice(itertools.cycle(places), tokens)]
     width.begin(row)
     made, seconds, verified, wrong = 0, 0.0, 0, 0
     while made < tokens:
@@ -82,8 +83,13 @@ def conversation(
     return Simulated(made / seconds, verified, wrong)
 
 
-@pytest.mark.parametrize("clock", CLOCKS)
-@pytest.mark.parametrize("tokens", [50, 192, 1000])
+OFTEN = ("Llama 3.1 8B, M1 Max", "each token computed")  # where a step of several costs little, and most
+
+
+@pytest.mark.parametrize(
+    ("clock", "tokens"),
+    rows_in_sweep(itertools.product(CLOCKS, [50, 192, 1000]), [*itertools.product(OFTEN, [50, 192])]),
+)
 def test_guesses_never_cost(clock, tokens):
     """Each conversation alone, and after those that paid: at least 0.98 of the speed without guesses."""
     for text, guesses in TEXTS.items():
@@ -184,7 +190,7 @@ def forgetting(width: Width, clock: list[float], rate: float, wide: bool = True)
     return made / seconds
 
 
-@pytest.mark.parametrize("clock", CLOCKS)
+@pytest.mark.parametrize("clock", in_sweep(CLOCKS, OFTEN))
 def test_guesses_follow_tokens_that_are_known(clock):
     """Where states hold all tokens: faster where a step of several costs little, and nowhere slower."""
     for rate in (0.0, 0.3, 0.5, 0.7, 0.85):
