@@ -5,7 +5,7 @@ import torch
 from support import tiny_models
 from support.launches import FREE, prompted
 from support.memory import Memory
-from support.sweep import rows_in_sweep
+from support.sweep import in_sweep, rows_in_sweep
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -89,7 +89,8 @@ def counted(simulated, model, keys) -> tuple[int, int]:
     return memory.written, read
 
 
-@pytest.mark.parametrize("keys", [1024, *(pytest.param(n, marks=pytest.mark.sweep) for n in (4096, 32768))])
+@pytest.mark.sweep
+@pytest.mark.parametrize("keys", [1024, 4096, 32768])
 def test_bytes_of_the_context(simulated, keys):
     """Qwen3-30B-A3B's heads, in one layer: its own cache copies the context for a token, ours the token."""
     torch.manual_seed(0)
@@ -106,8 +107,9 @@ def test_bytes_of_the_context(simulated, keys):
 
 # Contexts of two lengths -------------------------------------------------------------------------------
 
-LATENT = ["deepseek_v3", "kimi_linear"]
-LATENT_IN_THE_SWEEP = [
+LATENT = [
+    "deepseek_v3",
+    "kimi_linear",
     "deepseek_v2",
     "glm4_moe_lite",
     "mistral4",
@@ -178,9 +180,7 @@ def slope(simulated, model, *names: str) -> float:
     return (many - few) / (held_more - held)
 
 
-@pytest.mark.parametrize(
-    "name", [*LATENT, *(pytest.param(name, marks=pytest.mark.sweep) for name in LATENT_IN_THE_SWEEP)]
-)
+@pytest.mark.parametrize("name", in_sweep(LATENT, ["deepseek_v3"]))
 def test_a_longer_context_costs_a_token_its_bytes(simulated, name):
     """Latents are read once by a token, whose own code expands all of them."""
     model = tiny_models.tiny_model(name, torch.bfloat16).to("mps")
@@ -281,9 +281,15 @@ def test_a_longer_context_costs_a_captured_token_the_keys_of_pools(simulated, mo
     assert 1.0 <= (many - few - copied) / (held_more - held) <= 1.1
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+# Heads of whole groups.
+WIDE = {
+    "qwen3_moe": {"head_dim": 32},
+    "deepseek_v3": {"head_dim": 32, "kv_lora_rank": 64, "qk_rope_head_dim": 32},
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
 def test_a_longer_context_in_8_bits_costs_a_token_its_bytes(simulated, name):
-    with tiny_models.sizes(head_dim=32, kv_lora_rank=64, qk_rope_head_dim=32):  # whole groups
-        model = tiny_models.tiny_model(name, torch.bfloat16).to("mps")
+    model = tiny_models.tiny_model(name, torch.bfloat16, **WIDE[name]).to("mps")
     torch_moe_mps.accelerate(model, kv_bits=8)
     assert 1.0 <= slope(simulated, model) <= 1.3

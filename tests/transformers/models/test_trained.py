@@ -131,6 +131,7 @@ def test_log_probabilities_are_those_of_llama_cpp(parts, packed):
     check_log_probabilities(trained.smollm2(), packed, parts[2])
 
 
+@pytest.mark.sweep
 @torch.no_grad()
 def test_importance_of_trained_weights(parts):
     """What errs of the outputs of matrices, in float64, on tokens that did not calibrate."""
@@ -199,8 +200,9 @@ def test_the_command_measures_the_perplexity_of_transformers(parts, tmp_path):
     assert abs(json.loads(found.read_text())["models"][0]["perplexity"] / loss.exp().item() - 1) <= 1e-4
 
 
-@pytest.mark.parametrize("bits", [None, 4, pytest.param(8, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("layers", [2, pytest.param(30, marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("layers", [2, 30])
 def test_a_mixture_of_experts_has_the_function(parts, layers, bits):
     """The router, experts and combine kernels carry trained activations."""
     own, tokenizer, ids = parts
