@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from support import tiny_models
-from support.sweep import in_sweep
+from support.sweep import in_sweep, rows_in_sweep
 from transformers import DynamicCache
 
 import torch_moe_mps
@@ -82,13 +82,14 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("modes", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("cuts", in_sweep(CUTS[1:], CUTS[1:2]), ids=len)
-def test_any_mode_gives_what_transformers_gives(own, cuts, modes):
+@pytest.mark.parametrize(
+    ("mode", "cuts"), rows_in_sweep(itertools.product(MODES, CUTS[1:]), [("in turn", CUTS[1])])
+)
+def test_any_mode_gives_what_transformers_gives(own, mode, cuts):
     """With gradients its own code runs, on a cache that grows."""
-    logits, cache = logits_of(accelerated(own), IDS, cuts, modes=modes)
+    logits, cache = logits_of(accelerated(own), IDS, cuts, modes=MODES[mode])
     assert (logits - own[1]).abs().max() < 1e-4
-    if torch.enable_grad not in modes:  # torch does not copy what has gradients
+    if torch.enable_grad not in MODES[mode]:  # torch does not copy what has gradients
         assert_same_states(cache, own[2])
 
 
@@ -179,7 +180,7 @@ def captured_model(dtype):
     return model
 
 
-@pytest.mark.slow("the model with most operators, on the simulated GPU")
+@pytest.mark.sweep
 def test_captured_tokens(simulated, monkeypatch):
     """They have the bits of tokens that run module by module, over ends of windows of all kinds."""
     monkeypatch.setattr(passes, "PASSES", ())  # which join roundings
