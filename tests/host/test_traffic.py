@@ -6,12 +6,13 @@ from functools import partial
 import pytest
 import torch
 from simulator import DispatchCounters
+from support import on_mps
 from support.expert_layers import random_ids
 from support.gguf_blocks import random_blocks
-from support.on_mps import INT4, matrix, tensor, warnings_of_operators
+from support.on_mps import warnings_of_operators
 from support.oracles_experts import numbers_of
-from support.quantized_layers import GGUF_FORMATS, place, random_quantized
-from support.sweep import covering, in_sweep
+from support.quantized_layers import GGUF_FORMATS, place, random_matrix, random_quantized
+from support.sweep import in_sweep, rows_in_sweep
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,10 +21,21 @@ from torch_moe_mps.quantization.formats import ErrorSums, quantize_stack
 
 ops = torch.ops.moe_mps
 EPS = 1e-6
+# What other tests compile, too.
+DTYPE, INT4 = torch.bfloat16, "affine4_32"
+DTYPES = (torch.float32, DTYPE)
 FORMATS = {"dense": None, "int4": INT4, "int8": "affine8_64", "mxfp4": "mxfp4"}
-OTHER_GROUPS = {f"int{bits}-{group}": f"affine{bits}_{group}" for bits in (4, 8) for group in (32, 128)}
+OTHER_GROUPS = {name: f"affine{name}" for name in ("4_64", "4_128", "8_32", "8_128")}
 PAIRS_AT_ONCE, LANES_OF_A_SCALE = 2, 4
 TILE_ROWS = 128  # of a weight
+
+
+def tensor(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    return on_mps.tensor(*shape, dtype=dtype)
+
+
+def matrix(rows: int, columns: int, form: str = INT4) -> list:
+    return place(random_matrix(rows, columns, form, DTYPE, 0), "mps")
 
 
 def nbytes(*tensors: torch.Tensor) -> int:
@@ -47,8 +59,13 @@ def moved(simulated, call) -> int:
 # Each operand moves once, norm weights once for each row.
 
 
-@pytest.mark.parametrize("rows, width", [(1, 2048), (3, 4096), (300, 512), (2, 8192)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype"),
+    rows_in_sweep(
+        ((*size, dtype) for dtype in DTYPES for size in ((1, 2048), (3, 4096), (300, 512), (2, 8192))),
+        [(3, 4096, torch.bfloat16), (300, 512, torch.bfloat16)],
+    ),
+)
 def test_norms(simulated, rows, width, dtype):
     residual, x, w = tensor(rows, width, dtype=dtype), tensor(rows, width, dtype=dtype), tensor(width)
     row, weight = nbytes(x), rows * nbytes(w)
@@ -61,8 +78,13 @@ def test_norms(simulated, rows, width, dtype):
         assert moved(simulated, lambda: operator(*arguments)) <= 1.05 * (operands * row + weight)  # noqa: B023
 
 
-@pytest.mark.parametrize("rows, slots, width", [(1, 8, 2048), (5, 4, 1024), (2, 40, 512)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "slots", "width", "dtype"),
+    rows_in_sweep(
+        ((*size, dtype) for dtype in DTYPES for size in ((1, 8, 2048), (5, 4, 1024), (2, 40, 512))),
+        [(5, 4, 1024, torch.bfloat16), (2, 40, 512, torch.bfloat16)],
+    ),
+)
 def test_weighted_sums(simulated, rows, slots, width, dtype):
     x, residual = tensor(rows, slots, width, dtype=dtype), tensor(rows, width, dtype=dtype)
     weights, norm = tensor(rows, slots, dtype=torch.float32), tensor(width)
@@ -81,7 +103,7 @@ def test_silu_mul(simulated):
     assert moved(simulated, lambda: ops.silu_mul_stacked(gate, up)) == nbytes(gate, up, gate)
 
 
-@pytest.mark.parametrize("num_experts", [8, 60, 128, 512])
+@pytest.mark.parametrize("num_experts", in_sweep([8, 60, 128, 512], [60, 512]))
 def test_router_reads_its_logits_once(simulated, num_experts):
     logits = tensor(5, num_experts)
     dispatch = only_dispatch(simulated, lambda: ops.moe_router_topk_softmax(logits, 4, True))
@@ -144,7 +166,7 @@ class Layer:
         self.format = (FORMATS | OTHER_GROUPS)[format]
         sizes = ((2 * intermediate, hidden), (hidden, intermediate))
         self.gate_up, self.down = (
-            place(random_quantized(experts, *size, self.format, torch.float16, 0), "mps")
+            place(random_quantized(experts, *size, self.format, DTYPE, 0), "mps")
             if self.format
             else [tensor(experts, *size) * size[1] ** -0.5]
             for size in sizes
@@ -185,9 +207,10 @@ OF_GROUPS = [*itertools.product(OTHER_GROUPS, [(8, 384, 6), (8, 384, 11)])]
 @pytest.mark.parametrize(
     "format, shape",
     [
-        *covering(FORMATS, SHAPES),
-        *(pytest.param(*case, marks=pytest.mark.sweep) for case in OF_GROUPS[1:]),
-        OF_GROUPS[0],
+        *rows_in_sweep(
+            itertools.product(FORMATS, SHAPES), [("dense", SHAPES[2]), *(("int4", s) for s in SHAPES)]
+        ),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in OF_GROUPS),
     ],
 )
 def test_decode_reads_each_expert_once(simulated, format, shape):
@@ -206,7 +229,12 @@ def test_decode_reads_each_expert_once(simulated, format, shape):
 TILES = ((12, "gemm8", 8), (24, "gemm8", 8), (25, "gemm32", 32), (70, "gemm32", 32))
 
 
-@pytest.mark.parametrize(("format", "tile"), covering(FORMATS, TILES))
+@pytest.mark.parametrize(
+    ("format", "tile"),
+    rows_in_sweep(
+        itertools.product(FORMATS, TILES), [("dense", TILES[0]), *(("int4", tile) for tile in TILES[1:])]
+    ),
+)
 def test_prefill_reads_a_weight_tile_once_per_tile_of_pairs(simulated, format, tile):
     """And launches as many threadgroups as there are tiles, even when all tokens choose one expert.
 
@@ -243,7 +271,7 @@ def test_a_stack_is_bound_where_it_lies(simulated, transposed):
     with simulated.trace() as commands:
         ops.expert_mm(tensor(1, 96), weight, torch.tensor([[5]], device="mps"), None, transposed)
     (command,) = commands
-    assert command.startswith("matmul_rows_f16 ")
+    assert command.startswith("matmul_rows_bf16 ")
     assert f" 1=B[{64 * 96 * 2}:{9 * 64 * 96 * 2}] " in command
 
 
@@ -276,7 +304,7 @@ def test_ggml_types_are_read_once(simulated, form):
         x = tensor(tokens, 512)
         dispatch = only_dispatch(simulated, partial(ops.linear_quantized, x, *parts, None, form))
         planned = torch.ops.moe_mps._plan_linear(tokens, 128, inputs=512).partition(" ")[0]
-        assert dispatch.kernel == f"{planned}_{form}_f16"
+        assert dispatch.kernel == f"{planned}_{form}_bf16"
         assert dispatch.buffers[1].bytes_read == nbytes(parts[0])
         read = [dispatch.buffers[i] for i in (1, 2, 3) if i in dispatch.buffers]  # a tensor is there once
         of_blocks = 128 * len(random_blocks(form, (512,)))
@@ -285,5 +313,5 @@ def test_ggml_types_are_read_once(simulated, form):
 
 def test_an_embedding_reads_its_rows_alone(simulated):
     parts, ids = matrix(50, 256), torch.tensor([7, 3, -1], device="mps")
-    rows = only_dispatch(simulated, lambda: ops.embedding_quantized(ids, *parts, INT4, torch.float16))
+    rows = only_dispatch(simulated, lambda: ops.embedding_quantized(ids, *parts, INT4, DTYPE))
     assert rows.buffers[0].bytes_read == 2 * parts[0].nbytes // 50
