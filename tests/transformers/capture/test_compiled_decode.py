@@ -83,7 +83,7 @@ def test_decode_step_compiles_on_mps(simulated, architecture):
     check_decode_step(architecture, "mps", "aot_eager")
 
 
-@pytest.mark.slow("torch.compile of a whole model")
+@pytest.mark.sweep
 def test_generate_compiles_its_decode_step():
     """As docs/compile.md calls it: the tokens of an uncompiled run, from one graph."""
     with tiny_models.groups_of_32():

@@ -1,5 +1,6 @@
 """Quantised checkpoints with one thing wrong: loading names it, or the logits are right; never silence."""
 
+import itertools
 import json
 import logging
 import shutil
@@ -154,7 +155,8 @@ def test_tensors_of_a_layer(checkpoint, tmp_path):
     tensors = load_file(checkpoint.folder / "model.safetensors")
     of_layer = {name: tensor for name, tensor in tensors.items() if "layers.0.mlp" in name}
     assert len(of_layer) >= 5
-    run(checkpoint, (m for item in of_layer.items() for m in tensor_mutations(*item)), tmp_path)
+    mutations = (m for item in of_layer.items() for m in tensor_mutations(*item))
+    run(checkpoint, itertools.islice(mutations, 0, None, 3), tmp_path)
 
 
 @pytest.mark.sweep
@@ -163,9 +165,10 @@ def test_every_tensor(checkpoint, tmp_path):
     run(checkpoint, (m for item in tensors.items() for m in tensor_mutations(*item)), tmp_path)
 
 
-def test_values_of_the_config(checkpoint, tmp_path):
+@pytest.mark.parametrize("step", in_sweep((1, 3), (3,)))
+def test_values_of_the_config(checkpoint, tmp_path, step):
     stored = json.loads((checkpoint.folder / "config.json").read_text())
-    run(checkpoint, config_mutations(stored), tmp_path)
+    run(checkpoint, itertools.islice(config_mutations(stored), 0, None, step), tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0, 7, 100, 2000, -1])

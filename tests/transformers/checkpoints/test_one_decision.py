@@ -65,16 +65,16 @@ def check(cls, config) -> None:
 
 
 @pytest.mark.usefixtures("shipped_defaults")
-@pytest.mark.parametrize("part", in_sweep(range(8), (0,)))
+@pytest.mark.parametrize("part", in_sweep(range(24), (0,)))
 def test_all_architectures(part):
-    names = [*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES][part::8]
+    names = [*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES][part::24]
     with tiny_models.groups_of_32():
         for name in names:
             check(tiny_models.model_class(name), tiny_models.tiny_config(name))
 
 
 @pytest.mark.usefixtures("shipped_defaults")
-@pytest.mark.parametrize("name", in_sweep(OTHERS, ("MarianMTModel", "LlamaForCausalLM")))
+@pytest.mark.parametrize("name", in_sweep(OTHERS, ("LlamaForCausalLM",)))
 def test_whole_runs(name, tmp_path):
     """In place, streamed and converted: {module: formats} are equal, and the tied embedding is quantised."""
     cls = getattr(transformers, name)

@@ -76,7 +76,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", in_sweep(CASES, [*CASES][::4]))
+@pytest.mark.parametrize("name", in_sweep(CASES, [*CASES][::6]))
 def test_values_are_those_of_the_library(name, tmp_path):
     writer, format, exact = CASES[name]
     expected = write(tmp_path, writer)
@@ -158,7 +158,7 @@ PEOPLE_HAVE = (
 )
 
 
-@pytest.mark.parametrize("architecture", in_sweep(PEOPLE_HAVE, PEOPLE_HAVE[:2]))
+@pytest.mark.parametrize("architecture", in_sweep(PEOPLE_HAVE, PEOPLE_HAVE[:1]))
 def test_models_that_people_have(architecture, tmp_path):
     """What cannot be quantised here, such as a weight that code reads, is dequantised."""
     expected = write(tmp_path, CASES["int4"][0], architecture)
@@ -176,7 +176,7 @@ def stack(folder, architecture="qwen3_moe") -> None:
 STACKED = ("int4", "int4 asymmetric", "mxfp4", "fp8 of rows", "fp8 of blocks by powers")
 
 
-@pytest.mark.parametrize("name", in_sweep(STACKED, ("int4 asymmetric", "fp8 of blocks by powers")))
+@pytest.mark.parametrize("name", in_sweep(STACKED, ("int4 asymmetric",)))
 def test_experts_may_be_stacked(name, tmp_path):
     """The same codes, formats and values as of experts that are modules."""
     writer, format, _ = CASES[name]
@@ -430,7 +430,7 @@ def test_layouts_that_would_pass_for_others_are_one_line(name, config, message, 
         torch_moe_mps.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("scheme", in_sweep(SCHEMES, ("W4A16", "FP8_BLOCK")))
+@pytest.mark.parametrize("scheme", in_sweep(SCHEMES, ("FP8_BLOCK",)))
 def test_checkpoints_that_compressed_tensors_writes(scheme, tmp_path):
     """With targets and what it ignores as regular expressions."""
     group, format, bound = SCHEMES[scheme]

@@ -13,7 +13,7 @@ from support import tiny_models
 from support.checkpoints import changed
 from support.mtp import with_mtp
 from support.other_libraries import CompressedTensors, Fp8, Gptq, apart, quantised, say, weights
-from support.sweep import rows_in_sweep
+from support.sweep import in_sweep, rows_in_sweep
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -26,7 +26,7 @@ PROMPT = torch.arange(1, 9)[None]
 SETTINGS = {"max_new_tokens": 12, "do_sample": False}
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe"])
+@pytest.fixture(scope="module", params=in_sweep(("deepseek_v3", "glm4_moe"), ("deepseek_v3",)))
 def checkpoint(request, tmp_path_factory):
     """With a third layer that is no layer of the model, named as in the checkpoints of these makers."""
     folder = tmp_path_factory.mktemp(request.param)
