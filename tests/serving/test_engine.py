@@ -15,7 +15,9 @@ import torch_moe_mps
 from torch_moe_mps.serving import batch as batch_module
 from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.engine import Engine
+from torch_moe_mps.serving.guesses.asked import guessing_of
 from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.transformers import key_order
 from torch_moe_mps.transformers.caches import growing
 from torch_moe_mps.transformers.caches.rows import capacity
 
@@ -244,6 +246,53 @@ def test_many_answers_to_one_request_leave_room_for_others():
     assert begun == ["a0", "a1", "a2", "b0", "b1", "a3", "a4", "a5"] and most == 4
     for asked in (*many, *other):
         assert asked.tokens == asked.expected(model_of()) and asked.reasons == ["length"]
+
+
+def test_half_of_the_rows_are_left_by_many_answers_to_several_requests():
+    """A first answer passes those that wait for a row, and begins soon; a request alone has more rows."""
+
+    def request(count: int) -> list[Asked]:
+        own = object()
+        return [Asked(ids_of(n, 5), 9, place=n, request=own) for n in range(count)]
+
+    def later() -> int:
+        return sum(answer.job.place > 0 for answer in batch._begun)
+
+    batch, rows = Batch(model_of(), None, 6), []
+    batch.waiting.extend(each.job for each in request(9))
+    for _ in range(7):
+        batch.step()
+        rows.append(batch.active)
+    assert max(rows) == 5
+    batch.end_all()
+    hostile, rows, waited, good = [each for _ in range(4) for each in request(5)], [], [], None
+    batch.waiting.extend(each.job for each in hostile)
+    for count in range(24):
+        if count % 8 == 7:
+            (good,) = request(1)
+            batch.waiting.append(good.job)
+            waited.append(count)
+        batch.step()
+        rows.append(later())
+        if good is not None and good.read:
+            waited[-1], good = count + 1 - waited[-1], None
+    assert max(rows) == 3 and max(waited) <= 3 and batch.waiting  # one begins in a step
+    batch.end_all()
+
+
+def test_what_is_tried_for_two_answers_is_tried_before_the_first(monkeypatch):
+    """On the thread that makes the engine, and only where two have guesses."""
+    model, threads = model_of(), []
+    monkeypatch.setattr(key_order, "_reasons", {})
+    monkeypatch.setattr(key_order, "_tried", lambda model: threads.append(threading.current_thread().name))
+    for guesses, most, tried in ((None, 4, 0), ("lookup", 1, 0), ("lookup", 4, 1)):
+        engine = Engine(model, None, most, guesses=guessing_of(model, guesses, None, "a"))
+        jobs = [Asked(ids_of(n, 5), 9) for n in range(3)]
+        for each in jobs:
+            engine.submit(each.job)
+        assert all(each.done.wait(60) for each in jobs)
+        engine.close()
+        assert threads == [threading.current_thread().name] * tried
 
 
 def test_requests_take_turns():

@@ -305,8 +305,10 @@ class Batch:
         """
         if self.active >= self.most or len(self._readings) > 1 or (self._readings and self._has_overtaken):
             return None
-        most = self._piece() if self._readings else None
+        most, later_may = self._piece() if self._readings else None, self._later_may_begin
         for job in self._in_turn():
+            if job.place > 0 and not later_may:
+                continue
             try:
                 check_job(self.model, job)
                 if self._generated and reason_for_generate(self.model, job.config) is not None:
@@ -317,7 +319,7 @@ class Batch:
                 job.end(error)
                 continue
             if most is None or length <= most:
-                return job if self._has_room(job, length) else None
+                return job if self._has_room(length) else None
         return None
 
     def _in_turn(self) -> list[Job]:
@@ -376,13 +378,20 @@ class Batch:
             self._reasons.add(reason)
             logger.warning("torch_moe_mps: one by one, in turn with other answers: %s", reason)
 
-    def _has_room(self, job: Job, length: int) -> bool:
-        """Whether one more answer fits, of a prompt of so many tokens; gives up prompts for it.
+    @property
+    def _later_may_begin(self) -> bool:
+        """Whether an answer behind the first one to its request may begin: rows beside a row make it slower.
 
-        Behind the first answer to a request, of three rows or more one is left to other requests.
+        Of three rows or more, these leave one to other requests, and half of all while there are others.
         """
-        if self.most > 2 and job.place > 0 and self.active == self.most - 1:
-            return False
+        if self.most <= 2:
+            return True
+        is_one = len({id(job.request) for job in self.jobs}) == 1
+        later = sum(answer.job.place > 0 for answer in self._begun)
+        return self.active < self.most - 1 and (is_one or later < self.most // 2)
+
+    def _has_room(self, length: int) -> bool:
+        """Whether one more answer fits, of a prompt of so many tokens; gives up prompts for it."""
         lengths = [length, *(answer.prompt.shape[1] for answer in self._readings)]
         rows = len(self.answers) + len(lengths)
         return self.active == 0 or self._make_room(rows, max(lengths), sum(lengths))

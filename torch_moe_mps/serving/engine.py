@@ -4,6 +4,8 @@ import queue
 import sys
 from typing import Any
 
+from ..transformers.caches.prompt_cache import reads_whole
+from ..transformers.key_order import reason_for_order
 from .batch import Batch
 from .device import OnDevice, Work
 from .guesses.guessing import Guessing
@@ -38,6 +40,8 @@ class Engine(OnDevice):
         room = None if memory is None else memory.free
         self._batch = Batch(model, prompts, most, room, self._take_work, guesses)
         self._submitted = 0
+        if guesses is not None and most > 1 and not reads_whole(model):
+            reason_for_order(model)  # its trial would hold the first two answers up
         self._thread.start()
 
     @property

@@ -61,6 +61,7 @@ class Job:
             change them.
         likely: tokens that the answer probably has, in their order; they are guessed first.
         place: among the answers to one request; later ones let other requests go first.
+        request: that it answers, known by identity.
 
     Attributes:
         turn: in which it begins, once it waits with others.
@@ -79,6 +80,7 @@ class Job:
     tokenizer: Any = None
     likely: list[int] = field(default_factory=list)
     place: int = 0
+    request: object = None
     turn: int | None = None
     cached_tokens: int = 0
     accepted_tokens: int = 0

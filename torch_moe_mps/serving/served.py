@@ -174,11 +174,13 @@ class Served:
         Raises: Refused.
         """
         self._check_generates()
-        answers = Answers()
+        answers, mark = Answers(), object()
         for prompt in request.prompts:
             prepared = self._prepared(prompt, request)
             for _ in range(request.count):
-                answers.add(*self._job(request, prepared, len(answers.jobs), show))
+                answer, job = self._job(request, prepared, len(answers.jobs), show)
+                job.request = mark
+                answers.add(answer, job)
         return answers
 
     def submit(self, answers: "Answers") -> None:
