@@ -85,8 +85,8 @@ def test_an_assistant_is_quantised_as_the_last_layer(folders, tmp_path):
     for assistant, expected in ((dense, "affine4_32"), (three, "affine3_32")):
         guesses = guesses_of(options_for(assistant), model, str(folder), "cpu", Prompts(0))
         (source,) = guesses._sources.values()
-        assert isinstance(source, DFlash) and source._assistant.dtype == torch.bfloat16
-        modules = source._assistant.modules()
+        assert isinstance(source, DFlash) and source.modules[0].dtype == torch.bfloat16
+        modules = source.modules[0].modules()
         formats = [str(format) for module in modules for format in formats_in(module).values()]
         assert {*formats} == {expected} and len(formats) == 15
         found = Answered(model, many, [settings(12)] * 2, source, width=3)

@@ -5,12 +5,14 @@ import copy
 import pytest
 import torch
 from support import tiny_models
-from support.dflash import BLOCK, LAYERS, MASK, assistant_of
+from support.dflash import LAYERS, MASK, assistant_of
 from support.guesses import Answered, Partly, prompts, settings
 from support.models import eager
 
 import torch_moe_mps
 from torch_moe_mps.serving.guesses.dflash import DFlash
+from torch_moe_mps.transformers.capture import calls
+from torch_moe_mps.transformers.capture.calls import captures_of
 
 DFlashCache = pytest.importorskip("transformers.cache_utils").DFlashCache
 
@@ -47,7 +49,8 @@ def guessed(own, assistant, tokens: list[int], end: int, count: int) -> list[int
     """A block behind the states of the first tokens, which are read at once."""
     out = own(torch.tensor([tokens[:end]]), use_cache=False, output_hidden_states=True)
     states = torch.cat([out.hidden_states[layer + 1] for layer in LAYERS], -1)
-    block = [*tokens[end:], *[MASK] * BLOCK][:BLOCK]
+    size = assistant.config.block_size
+    block = [*tokens[end:], *[MASK] * size][:size]
     cache = DFlashCache(config=assistant.config)
     cache.set_previous_accepted_tokens(end)
     embedded = own.get_input_embeddings()(torch.tensor([block]))
@@ -92,3 +95,23 @@ def test_the_assistant_of_another_model_is_one_line(models, sizes):
     model, _, _ = models
     with pytest.raises(ValueError, match=r"an assistant must be of a model of \d+ layers, .* got [^\n]*$"):
         DFlash(model, assistant_of(model, **sizes))
+
+
+@pytest.mark.slow("captures an assistant's blocks")
+def test_blocks_are_captured(models, monkeypatch):
+    """However long: one program behind one state, one behind several. A second answer captures no more."""
+    model, own, _ = models
+    monkeypatch.setenv(calls.SWITCH, "1")
+    assistant, many = assistant_of(model, block_size=16), prompts(1)
+    asked = copy.deepcopy(assistant)
+    torch_moe_mps.accelerate(asked)
+    (answer,) = Answered(model, many, [settings(40)]).answers
+    source, captured = DFlash(model, asked), []
+    for _ in range(2):
+        watched = Watched(source, many, [answer])
+        assert Answered(model, many, [settings(40)], watched, width=3).answers == [answer]
+        for tokens, end, guesses in watched.seen:
+            assert guesses == guessed(own, assistant, tokens, end, len(guesses))
+        captured.append({id(program.run) for program in captures_of(source._step).programs})
+    assert captured[0] == captured[1] and len(captured[0]) == 2
+    assert captures_of(source._step).reason is None

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...transformers.attention.attention import MOST_TOKENS
+from ...transformers.caches.cache import grow_cache
+from ...transformers.caches.rows import make_room, take_back
 from ...transformers.caches.state import LayerState
-from ...transformers.upstream.calls import cache_argument
+from ...transformers.dflash import DFlashStep
 from .source import Row
 
 _WAITING = 512  # states of a row that wait until some tokens are guessed; more are read at once
@@ -67,7 +70,8 @@ class DFlash:
     def __init__(self, model: PreTrainedModel, assistant: PreTrainedModel):
         require_assistant(model, assistant.config)
         self.states = tuple(layer + 1 for layer in assistant.config.target_layer_ids)
-        self._model, self._assistant, self.modules = model, assistant, [assistant]
+        self._model, self._config, self.modules = model, assistant.config, [assistant]
+        self._step = DFlashStep(model, assistant).eval()
         self._read: WeakKeyDictionary[Row, _Read] = WeakKeyDictionary()
 
     @torch.no_grad()
@@ -77,8 +81,8 @@ class DFlash:
 
         read = self._read.get(row)
         if read is None:
-            read = self._read[row] = _Read(DFlashCache(config=self._assistant.config), first)
-            read.cache.activate_past_recording()
+            read = self._read[row] = _Read(DFlashCache(config=self._config), first)
+            grow_cache(self.modules[0], (), {"cache": read.cache})
         read.waiting.append(states)
         if read.end - read.first > _WAITING:
             self._block(read, row.tokens[read.end : read.end + 1] or row.tokens[-1:])
@@ -109,21 +113,14 @@ class DFlash:
 
     def _block(self, read: _Read, known: list[int]) -> Tensor:
         """States [1, block, H] behind the model's, which it reads: of tokens that are known, and guesses."""
-        from ...transformers.upstream.dflash import block_embedding
-
-        config, states = self._assistant.config, torch.cat(read.waiting, 1)
-        ids = [*known, *[config.mask_token_id] * config.block_size][: config.block_size]
-        embedded = block_embedding(self._model, torch.tensor([ids]).to(states.device))
-        read.cache.set_previous_accepted_tokens(states.shape[1])
-        places = torch.arange(read.first, read.end + config.block_size, device=states.device)[None]
-        out = self._assistant(
-            noise_embeds=embedded,
-            context_hidden_states=states,
-            position_ids=places,
-            attention_mask=None,
-            **cache_argument(self._assistant, read.cache),
-        )
-        read.cache.crop(-config.block_size)
+        block, states = self._config.block_size, torch.cat(read.waiting, 1)
+        ids = torch.tensor([[*known, *[self._config.mask_token_id] * block][:block]]).to(states.device)
+        places = torch.arange(read.first, read.end + block, device=states.device)[None]
+        call = self._step if states.shape[1] <= MOST_TOKENS else self._step.block  # prompts do not repeat
+        for layer in read.cache.layers:
+            make_room(layer, 1, states.shape[1] + block)  # so that the block can be taken back
+        made: Tensor = call(input_ids=ids, states=states, position_ids=places, cache=read.cache)
+        for layer in read.cache.layers:
+            take_back(layer, block, layer.get_seq_length() - block)
         read.first, read.waiting = read.end, []
-        made: Tensor = out.last_hidden_state
         return made

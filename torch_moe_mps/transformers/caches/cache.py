@@ -20,7 +20,7 @@ from transformers import (
 from ...ops.attention import CACHE_BITS
 from ..basics.residency import follow_moved
 from ..basics.state import CLASS_MARK, NOTHING, STATE, state_of
-from ..upstream.caches import CacheLayerMixin
+from ..upstream.caches import GROWING, CacheLayerMixin
 from ..upstream.calls import cache_among, cache_name, decoder_cache
 from .held import HeldEntries
 from .layers import Made, growing_class
@@ -75,7 +75,7 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if cache is None:
         return
     quantizes = module.__dict__.get(STATE, NOTHING).kv_bits == CACHE_BITS
-    is_plain = type(cache) is DynamicCache and not cache.offloading
+    is_plain = type(cache) in GROWING and not cache.offloading
     if quantizes and (type(cache) is StaticCache or (is_plain and torch.compiler.is_compiling())):
         _refuse_8_bits(cache)
     if torch.compiler.is_compiling():

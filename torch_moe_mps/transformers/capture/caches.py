@@ -14,8 +14,9 @@ from transformers import Cache, DynamicCache, StaticCache
 from ..attention.causal_mask import CausalMask
 from ..caches.cache import STATES, QuantizedCache
 from ..caches.state import attributes_of, copy_of_cache, copy_of_layer, dictionaries_of, parts
+from ..upstream.caches import GROWING
 
-_CACHES = (DynamicCache, StaticCache, QuantizedCache)
+_CACHES = (*GROWING, StaticCache, QuantizedCache)
 
 
 def all_parts(states: tuple[Tensor, ...]) -> list[Tensor]:

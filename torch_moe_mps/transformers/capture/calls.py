@@ -108,11 +108,11 @@ class Captures:
         reason: why the last call of few tokens ran module by module; None if it was one call.
     """
 
-    def __init__(self, anywhere: bool = False, own_code: bool = False) -> None:
-        """`anywhere`: on any device, not on mps alone; `own_code`: a user's own code, too."""
+    def __init__(self, anywhere: bool = False, own_code: bool = False, most: int = MOST_TOKENS) -> None:
+        """`anywhere`: on any device, not on mps alone; `own_code`: a user's own code, too; `most`: tokens."""
         self.programs: list[Capture] = []
         self.reason: str | None = _TOO_FEW
-        self._anywhere, self._own_code = anywhere, own_code
+        self._anywhere, self._own_code, self._most = anywhere, own_code, most
         self._failure: str | None = None  # why the last capture failed
         self._kinds = Bounded(_MOST_KINDS)
         self._rest, self._rests = 0, 0
@@ -122,10 +122,10 @@ class Captures:
         self._has_warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Captures, (self._anywhere, self._own_code)
+        return Captures, (self._anywhere, self._own_code, self._most)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Captures":
-        return Captures(self._anywhere, self._own_code)
+        return Captures(self._anywhere, self._own_code, self._most)
 
     def __str__(self) -> str:
         if not self.programs:
@@ -174,7 +174,7 @@ class Captures:
         return (
             type(passed) is Tensor
             and passed.dim() > 1
-            and passed.shape[1] <= MOST_TOKENS
+            and passed.shape[1] <= self._most
             and (self._anywhere or passed.is_mps)
         )
 
@@ -424,13 +424,17 @@ def wanted_capture(capture: bool | None) -> bool | None:
     return {"0": False, "1": True}.get(switch) if capture is None else capture
 
 
-def capture_calls(model: nn.Module, wanted: bool | None) -> None:
-    """Lets the models of transformers in a module capture their calls, as `wanted_capture` says."""
+def capture_calls(model: nn.Module, wanted: bool | None, most: int = MOST_TOKENS) -> None:
+    """Lets the models of transformers in a module capture their calls, as `wanted_capture` says.
+
+    Args:
+        most: tokens of each row of a call.
+    """
     note_change()
     for module in _models(model):
         module.__dict__.pop(CAPTURES, None)
         if wanted is not False and host_library() is not None:
-            module.__dict__[CAPTURES] = Captures(anywhere=bool(wanted), own_code=bool(wanted))
+            module.__dict__[CAPTURES] = Captures(bool(wanted), bool(wanted), most)
         if not hasattr(type(module), _MARK):
             cls: Any = type(module)
             module.__class__ = _capturing_class(cls)

@@ -10,8 +10,8 @@ from transformers.generation.candidate_generator import DFlashTokenCandidateGene
 __all__ = ["DFlashCache", "block_embedding"]
 
 
-def block_embedding(model: Any, ids: Tensor) -> Tensor:
-    """The embedding of a block's tokens, without the norm that some models have there."""
-    holder: Any = SimpleNamespace(main_model_input_embeddings=model.get_input_embeddings())
+def block_embedding(embedding: Any, ids: Tensor) -> Tensor:
+    """A model's embedding of a block's tokens, without the norm that some have there."""
+    holder: Any = SimpleNamespace(main_model_input_embeddings=embedding)
     embedded: Tensor = DFlashTokenCandidateGenerator._get_noise_embeds(holder, ids)
     return embedded
