@@ -6,8 +6,7 @@ import torch
 from support.oracles import exact
 from support.oracles_experts import dequantise
 from support.oracles_operators import checked
-from support.sweep import in_sweep
-from support.values import EACH_DTYPE, IN_TURN, far_apart, numbers
+from support.values import EACH_DTYPE, far_apart, numbers
 
 from torch_moe_mps.ops.attention import attention as attend
 from torch_moe_mps.quantization import quantize
@@ -20,10 +19,6 @@ def tensors(device, dtype, batch, heads, key_heads, tokens, keys, width, value_w
     return [t.to(device) for t in (q, k, v)]
 
 
-# Each case takes the next dtype, and in the sweep the other one.
-TURNS = in_sweep(range(2), [0])
-
-
 def in_8_bits(device, groups, **caches):
     """Keys or values as arguments."""
     arguments = {}
@@ -33,34 +28,32 @@ def in_8_bits(device, groups, **caches):
     return {name: tensor.to(device) for name, tensor in arguments.items()}
 
 
-@pytest.mark.parametrize("turn", TURNS)
-def test_8_bits(device, turn):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_8_bits(device, dtype):
     """Groups of all sizes, keys and values of different ones; views of longer caches."""
-    for i, (heads, key_heads, tokens, keys, width, value_width, groups) in enumerate(
-        (
-            (8, 1, 1, 70, 64, 64, (64, 64)),
-            (6, 2, 2, 40, 192, 128, (32, 128)),
-            (4, 1, 3, 20, 256, 256, (128, 32)),
-            (3, 1, 1, 9, 512, 512, (64, 64)),
-        )
+    for heads, key_heads, tokens, keys, width, value_width, groups in (
+        (8, 1, 1, 70, 64, 64, (64, 64)),
+        (6, 2, 2, 40, 192, 128, (32, 128)),
+        (4, 1, 3, 20, 256, 256, (128, 32)),
+        (3, 1, 1, 9, 512, 512, (64, 64)),
     ):
-        dtype = IN_TURN[(i + turn) % 2]
         q, k, v = tensors("cpu", dtype, 1, heads, key_heads, tokens, keys + 5, width, value_width)
         caches = {name: part[:, :, 5:] for name, part in in_8_bits(device, groups, k=k, v=v).items()}
         options = {"window": 30, "dtype": torch.float32}
         assert checked("attention", q.to(device), scale=0.2, **caches, **options).dtype == torch.float32
 
 
-def test_what_kernels_count_in_32_bits_may_lie_further_apart(device):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_what_kernels_count_in_32_bits_may_lie_further_apart(device, dtype):
     """Scales and biases of two heads of keys, rows of a mask, heads of a bias of distances."""
-    q, k, v = tensors("cpu", torch.float16, 1, 4, 2, 2, 20, 32)
+    q, k, v = tensors("cpu", dtype, 1, 4, 2, 2, 20, 32)
     caches = in_8_bits(device, (32, 32), k=k, v=v)
     groups = far_apart(torch.stack((caches["k_scales"], caches["k_biases"])), 2)
     q, k, v = (tensor.to(device) for tensor in (q, k, v))
     checked("attention", q, scale=0.2, **caches | {"k_scales": groups[0], "k_biases": groups[1]})
     mask = numbers(1, 1, 2, 20) > 0.0
     checked("attention", q, k, v, 0.2, mask=far_apart(mask.to(device), 2))
-    relative = numbers(1, 1, 4, 8, dtype=torch.float16).to(device)
+    relative = numbers(1, 1, 4, 8, dtype=dtype).to(device)
     one_head = k[:, :1], v[:, :1]
     checked("attention", q[:, :2, :1], *one_head, 0.2, relative=far_apart(relative[:, :, :2], 2))
 
@@ -81,7 +74,7 @@ def test_dispatches(simulated):
         (2, 4000, 128, 1),
         (0, 9, 4, 0),
     ):
-        q, k, v = tensors("mps", torch.float16, 1, 2, 1, tokens, keys, 16)
+        q, k, v = tensors("mps", torch.float32, 1, 2, 1, tokens, keys, 16)
         with simulated.trace() as commands:
             attend(q, k, v, 1.0, window=window)
         assert len(commands) == count
@@ -110,20 +103,22 @@ def test_ranges(device, dtype, window):
         checked("attention", q, k, v, 0.3, **options)
 
 
-def test_ranges_of_a_long_cache(device):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_ranges_of_a_long_cache(device, dtype):
     """Chunks before a range, after it, and those in which it ends; in 8 bits and in 16."""
     of = [[1000, 2**31 - 1], [0, 130], [1199, 1200]]
-    q, k, v = tensors(device, torch.float16, 3, 2, 1, 2, 1200, 32)
+    q, k, v = tensors(device, dtype, 3, 2, 1, 2, 1200, 32)
     for caches in ({"k": k, "v": v}, in_8_bits(device, (32, 32), k=k, v=v)):
         checked("attention", q, scale=0.3, key_range=ranges(device, of), **caches)
 
 
-def test_keys_outside_of_a_range_are_not_read(simulated):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_keys_outside_of_a_range_are_not_read(simulated, dtype):
     """In one chunk, and in several."""
     for keys, of in ((200, [[150, 200], [0, 30]]), (640, [[600, 2**31 - 1], [0, 30]])):
-        q, k, v = tensors("mps", torch.float16, 2, 4, 1, 1, keys, 64)
+        q, k, v = tensors("mps", dtype, 2, 4, 1, 1, keys, 64)
         read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, key_range=ranges("mps", of))
-        assert read == [sum(min(end, keys) - first for first, end in of) * 64 * 2] * 2
+        assert read == [sum(min(end, keys) - first for first, end in of) * 64 * dtype.itemsize] * 2
 
 
 # Masks -------------------------------------------------------------------------------------------------
@@ -159,32 +154,40 @@ def bytes_read(simulated, tensors_of, buffers=(1, 2), **options) -> list[int]:
     return [dispatches[0].buffers[i].bytes_read for i in buffers]
 
 
-def test_hidden_keys_are_not_read(simulated):
-    q, k, v = tensors("mps", torch.float16, 1, 4, 1, 1, 640, 64)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_hidden_keys_are_not_read(simulated, dtype):
+    q, k, v = tensors("mps", dtype, 1, 4, 1, 1, 640, 64)
     mask = (torch.arange(640) < 40).view(1, 1, 1, -1).to("mps")
-    assert bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, mask=mask) == [40 * 64 * 2] * 2
+    assert (
+        bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, mask=mask)
+        == [40 * 64 * dtype.itemsize] * 2
+    )
 
 
 @pytest.mark.parametrize("heads, tokens, width", [(8, 1, 64), (2, 4, 128), (8, 2, 256), (8, 1, 320)])
-def test_each_key_is_read_once(simulated, heads, tokens, width):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_each_key_is_read_once(simulated, heads, tokens, width, dtype):
     """For all queries of its head, up to 16, or 8 where the head is wide; in chunks and in none."""
     for keys in (130, 520):
-        q, k, v = tensors("mps", torch.bfloat16, 1, 2 * heads, 2, tokens, keys, width)
+        q, k, v = tensors("mps", dtype, 1, 2 * heads, 2, tokens, keys, width)
         read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3)
         assert read == [k.nbytes, v.nbytes]
 
 
-def test_keys_of_a_prompt(simulated):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_keys_of_a_prompt(simulated, dtype):
     """Each block of queries reads the keys that one of its tokens sees, once."""
-    q, k, v = tensors("mps", torch.float16, 1, 4, 1, 64, 64, 64)
+    q, k, v = tensors("mps", dtype, 1, 4, 1, 64, 64, 64)
     tokens = [4 * (block + 1) for block in range(16)]  # the keys of a block of 4 tokens x 4 heads
-    assert bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3) == [sum(tokens) * 64 * 2] * 2
+    assert (
+        bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3) == [sum(tokens) * 64 * dtype.itemsize] * 2
+    )
     windowed = [min(4 + 10 - 1, n) for n in tokens]
     read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, window=10)
-    assert read == [sum(windowed) * 64 * 2] * 2
+    assert read == [sum(windowed) * 64 * dtype.itemsize] * 2
     two_sided = [min(n + 5, 64) - max(n - 4 - 9, 0) for n in tokens]
     read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, window=10, lookahead=5)
-    assert read == [sum(two_sided) * 64 * 2] * 2
+    assert read == [sum(two_sided) * 64 * dtype.itemsize] * 2
 
 
 def test_indices_read_what_they_select(simulated):
@@ -265,13 +268,14 @@ def test_the_same_bits_again(every_order, device):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_keys_and_values_in_8_bits_are_read_once(simulated):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_keys_and_values_in_8_bits_are_read_once(simulated, dtype):
     """By all 8 queries of a head together, in one chunk and in several."""
     for keys in (200, 1000):
-        q, *_ = tensors("mps", torch.float16, 1, 16, 2, 1, 1, 128)
+        q, *_ = tensors("mps", dtype, 1, 16, 2, 1, 1, 128)
         k, v = (torch.zeros(1, 2, keys, 32, dtype=torch.int32, device="mps") for _ in range(2))
         names = ("k_scales", "k_biases", "v_scales", "v_biases")
-        groups = {name: torch.ones(1, 2, keys, 2, dtype=torch.float16, device="mps") for name in names}
+        groups = {name: torch.ones(1, 2, keys, 2, dtype=dtype, device="mps") for name in names}
         with simulated.counters() as dispatches:
             attend(q, k, v, 0.1, **groups)
         buffers = dispatches[0].buffers

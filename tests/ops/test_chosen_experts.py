@@ -5,7 +5,8 @@ import torch
 from support.oracles_operators import checked
 from support.quantized_layers import place, random_quantized
 from support.routing import ROUTERS, router_options
-from support.values import IN_TURN, random
+from support.sweep import covering
+from support.values import DTYPES, EACH_DTYPE, random
 
 from torch_moe_mps.ops.quantized import MATRICES, moe_experts_quantized
 from torch_moe_mps.ops.routing import moe_router
@@ -44,22 +45,24 @@ def check_chosen(device, logits, top_k: int, dtype=torch.float32, weights=None, 
 
 
 @pytest.mark.on("mps")
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize("name", ROUTERS)
-def test_routers_of_each_kind(device, name):
+def test_routers_of_each_kind(device, name, dtype):
     for i, (experts, top_k) in enumerate([(8, 2), (60, 4), (128, 8)]):
-        dtype = IN_TURN[i % 2]
         logits = random((1, experts), dtype, 10 * i, 1.5)
         check_chosen(device, logits, top_k, dtype, **router_options(name, experts, top_k, 10 * i + 1))
 
 
 @pytest.mark.on("mps")
-@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (9, 9), (160, 6), (256, 8), (512, 10), (600, 2)])
-def test_numbers_of_experts(device, experts, top_k):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+@pytest.mark.parametrize(
+    ("sizes", "of_logits"), covering([(1, 1), (9, 9), (160, 6), (256, 8), (512, 10), (600, 2)], DTYPES)
+)
+def test_numbers_of_experts(device, sizes, of_logits, dtype):
     """A lane has up to 16; more are chosen by a launch of their own."""
-    dtype = torch.bfloat16
-    for i, of_logits in enumerate((dtype, torch.float32, torch.float16)):
-        logits = random((1, experts), of_logits, i)
-        check_chosen(device, logits, top_k, dtype, scoring="softmax", norm_topk_prob=True)
+    experts, top_k = sizes
+    logits = random((1, experts), of_logits, top_k)
+    check_chosen(device, logits, top_k, dtype, scoring="softmax", norm_topk_prob=True)
 
 
 def test_ties_and_what_is_no_number(device):
@@ -110,11 +113,12 @@ def beside(device, experts: int, tokens: int, dtype: torch.dtype, format: str = 
     return (x, *own, None, None, format), around | {"scoring": "sigmoid", "norm_topk_prob": True}
 
 
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize("format", ["affine4_32", "mxfp4"])
-def test_a_shared_expert(device, format):
+def test_a_shared_expert(device, format, dtype):
     """One token's in both products; that of several tokens, or beside many experts, by itself."""
     for i, (tokens, experts, top_k) in enumerate(((1, 8, 2), (1, 9, 9), (1, 300, 4), (1, 600, 2), (3, 9, 4))):
-        arguments, options = beside(device, experts, tokens, IN_TURN[i % 2], format)
+        arguments, options = beside(device, experts, tokens, dtype, format)
         gate = random((tokens, 1), torch.float32, i).to(device)
         added = {"shared_gate": gate, "gate_is_logit": i % 2 == 0, "residual": arguments[0]}
         for others in ({}, added, {"norm_weight": None}):
@@ -132,11 +136,12 @@ def test_a_shared_expert_takes_no_launch(simulated):
         assert [line.split()[0].partition("_affine")[0] for line in commands if " grid " in line] == expected
 
 
-def test_the_same_bits_every_time(device, every_order):
-    matrices = layer(device, 128, torch.float16)
-    options = {"logits": random((1, 128), torch.float16, 5).to(device), "top_k": 8, "scoring": "softmax"}
-    options["norm_weight"] = random((HIDDEN,), torch.float16, 4).to(device)
-    x = random((1, HIDDEN), torch.float16, 3).to(device)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_the_same_bits_every_time(device, every_order, dtype):
+    matrices = layer(device, 128, dtype)
+    options = {"logits": random((1, 128), dtype, 5).to(device), "top_k": 8, "scoring": "softmax"}
+    options["norm_weight"] = random((HIDDEN,), dtype, 4).to(device)
+    x = random((1, HIDDEN), dtype, 3).to(device)
     first, *others = [
         moe_experts_quantized(x, *matrices, None, None, "affine4_32", **options).cpu() for _ in every_order()
     ]

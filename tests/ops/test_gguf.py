@@ -13,7 +13,7 @@ from support.quantized_layers import (
     random_matrix,
 )
 from support.sweep import in_sweep
-from support.values import DTYPES
+from support.values import DTYPES, EACH_DTYPE
 
 from torch_moe_mps.ops.linear import embedding_quantized
 
@@ -49,8 +49,17 @@ def test_no_rows(device):
         checked("linear_quantized", torch.ones(2, columns).to(device), *place(weight, device), None, format)
 
 
-def test_scales_need_not_be_those_of_the_activations(device):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+@pytest.mark.parametrize(
+    "formats",
+    in_sweep(
+        [("q4_k", "q6_k"), ("q4_k", "affine4_64"), ("q6_k", "affine4_64")],
+        [("q4_k", "q6_k"), ("q4_k", "affine4_64")],
+    ),
+    ids="-".join,
+)
+def test_scales_need_not_be_those_of_the_activations(device, formats, dtype):
     """A down projection of another type, and of one of MLX's."""
-    for i, (gate_up, down) in enumerate((("q4_k", "q6_k"), ("q6_k", "affine4_64"))):
-        for tokens in (1, 37):
-            check_layer(device, (tokens, 2, 3, 256, 256), gate_up, torch.bfloat16, i, down_format=down)
+    gate_up, down = formats
+    for tokens in (1, 37):
+        check_layer(device, (tokens, 2, 3, 256, 256), gate_up, dtype, tokens, down_format=down)

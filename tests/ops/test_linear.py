@@ -10,7 +10,8 @@ from support.oracles_experts import group_of, numbers_of
 from support.oracles_operators import checked, expected
 from support.pinned import assert_pinned
 from support.quantized_layers import check_linear, check_mlp, dense, place, random_matrix
-from support.values import DTYPES, EACH_DTYPE, IN_TURN, random
+from support.sweep import in_sweep
+from support.values import DTYPES, EACH_DTYPE, random
 
 from torch_moe_mps.ops import _decoded, _formats
 from torch_moe_mps.ops.linear import embedding_quantized, linear_quantized, mlp_quantized
@@ -45,10 +46,11 @@ def test_norm_of_the_input(device, dtype):
 
 
 @pytest.mark.parametrize("tokens, rows", [(4, 2048), (33, 2048)])
-def test_threadgroups_for_every_core(device, tokens, rows):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_threadgroups_for_every_core(device, tokens, rows, dtype):
     """So many that the simdgroups of a threadgroup have rows of their own, on a GPU of eight cores."""
     with plans_for("M1") if device == "mps" else nullcontext():
-        check_linear(device, (tokens, 64, rows), "affine4_64", torch.float16, tokens, bias=True)
+        check_linear(device, (tokens, 64, rows), "affine4_64", dtype, tokens, bias=True)
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
@@ -97,7 +99,7 @@ def test_scales_beyond_the_dtype_of_the_activations(device, tokens):
     check_mlp(device, (tokens, 64, 64), "affine4_64", torch.float16, 4, scale_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", in_sweep([torch.float16, torch.bfloat16], [torch.bfloat16]))
 def test_a_norm_is_rounded_before_the_product(device, dtype):
     """As models do it: sums of two elements show the difference, which a tolerance of rounding hides."""
     columns = 32
@@ -136,10 +138,11 @@ OPTIONS = (
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["activation"])
-def test_mlp(device, options):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_mlp(device, options, dtype):
     """Biases, a residual, and a down projection of another format."""
     down_formats = "affine6_64", "mxfp4", "affine6_64"
-    for i, (tokens, dtype) in enumerate(zip((1, 4, 12), (*IN_TURN, torch.float32), strict=True)):
+    for i, tokens in enumerate((1, 4, 12)):
         rows = 96 * (1 + options.get("gated", True))
         around = {
             "gate_up_bias": random((rows,), torch.float32, 20 + i),
@@ -192,11 +195,12 @@ def test_empty(device):
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])
-def test_infinite_input(device, tokens):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_infinite_input(device, tokens, dtype):
     """All outputs of its token become non-finite; other tokens are unaffected."""
     format = "affine4_32"
-    weight = random_matrix(33, 64, format, torch.float16, 1)
-    x = random((tokens, 64), torch.float16, 2)
+    weight = random_matrix(33, 64, format, dtype, 1)
+    x = random((tokens, 64), dtype, 2)
     x[0, 5] = torch.inf
     out = checked("linear_quantized", x.to(device), *place(weight, device), None, format).cpu()
     assert not out[0][torch.as_tensor(dense(weight, format)[:, 5] != 0)].isfinite().any()
@@ -211,16 +215,17 @@ def test_the_same_bits_every_time(device, every_order):
         assert all(torch.equal(other, first) for other in others)
 
 
-def test_rows_of_several_layers_are_one_call(device):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_rows_of_several_layers_are_one_call(device, dtype):
     """Concatenated rows give what the layers give one by one, bit for bit."""
     format = "affine4_64"
-    layers = [random_matrix(rows, 128, format, torch.float16, rows) for rows in (32, 16, 48)]
+    layers = [random_matrix(rows, 128, format, dtype, rows) for rows in (32, 16, 48)]
     together = [
         torch.cat([w.view(torch.int32) if w.dtype == torch.uint32 else w for w in parts])
         for parts in zip(*layers, strict=True)
     ]
     for tokens in (1, 3, 8):
-        x = random((tokens, 128), torch.float16, 1).to(device)
+        x = random((tokens, 128), dtype, 1).to(device)
         apart = [linear_quantized(x, *place(layer, device), None, format) for layer in layers]
         out = linear_quantized(x, *place(together, device), None, format)
         assert torch.equal(out.cpu(), torch.cat(apart, -1).cpu())

@@ -29,13 +29,15 @@ ALL_UTILS = ("test_schema", "test_faketensor", "test_autograd_registration", "te
 
 @pytest.mark.on("mps")
 @pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("compiles_all", [False, pytest.param(True, marks=pytest.mark.sweep)])
-def test_opcheck(device, name, compiles_all):
-    """In the dtype of models. Only the sweep compiles the calls: test_compile.py does so for some.
+@pytest.mark.parametrize(
+    ("dtype", "compiles_all"),
+    [(torch.float32, False), pytest.param(torch.bfloat16, True, marks=pytest.mark.sweep)],
+)
+def test_opcheck(device, name, dtype, compiles_all):
+    """Only the sweep compiles the calls: test_compile.py does so for some.
 
     What is registered does not depend on the call; test_layouts has the fake tensors of the others.
     """
-    dtype = torch.bfloat16
     base = sample_arguments(name, device, dtype)
     for number, changes in enumerate(({}, *more_samples(name, device, dtype))):
         args, kwargs = positional(name, copies({**base, **changes}))

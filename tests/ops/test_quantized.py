@@ -9,17 +9,18 @@ from support.oracles_experts import assert_close, dequantise, numbers_of
 from support.oracles_experts import expert_mm as expected_mm
 from support.oracles_operators import checked
 from support.quantized_layers import FORMATS, check_layer, dense, each, place, random_quantized
-from support.values import IN_TURN, random
+from support.values import EACH_DTYPE, random
 
 from torch_moe_mps.ops.experts import expert_mm
 from torch_moe_mps.ops.linear import linear_quantized
 from torch_moe_mps.ops.quantized import expert_qmm, moe_experts_quantized
 
 
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize("down_format", ["affine6_64", "affine4_32", "mxfp4"])
-def test_a_format_of_its_own_for_down(device, down_format):
+def test_a_format_of_its_own_for_down(device, down_format, dtype):
     for i, tokens in enumerate((1, 4, 40)):
-        check_layer(device, (tokens, 2, 3, 128, 64), "affine4_64", IN_TURN[i % 2], i, down_format=down_format)
+        check_layer(device, (tokens, 2, 3, 128, 64), "affine4_64", dtype, i, down_format=down_format)
 
 
 @pytest.mark.parametrize("wide", ["gate_up", "down"])
@@ -45,21 +46,23 @@ def test_scales_beyond_the_dtype_of_the_activations(device, tokens, wide):
 
 @pytest.mark.parametrize("tokens", [1, 2, 40])
 @pytest.mark.parametrize("format", each(FORMATS))
-def test_infinite_input(device, format, tokens):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_infinite_input(device, format, tokens, dtype):
     """All outputs of its token become non-finite; other tokens are unaffected."""
     experts, rows, columns = 2, 33, 256
-    weight = random_quantized(experts, rows, columns, format, torch.float16, 1)
-    x, ids = random((tokens, columns), torch.float16, 2), random_ids(tokens, 2, experts, 3, torch.int32)
+    weight = random_quantized(experts, rows, columns, format, dtype, 1)
+    x, ids = random((tokens, columns), dtype, 2), random_ids(tokens, 2, experts, 3, torch.int32)
     x[0, 5] = torch.inf
     out = checked("expert_qmm", x.to(device), *place(weight, device), ids.to(device), format).cpu()
     touched = dense(weight, format)[ids[0].long(), :, 5] != 0
     assert not out[0][torch.as_tensor(touched)].isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize("format", ["affine4_32", "mxfp4"])
-def test_options(device, format):
+def test_options(device, format, dtype):
     hidden, intermediate = 64, 32
-    for tokens, experts, dtype in ((2, 4, torch.bfloat16), (6, 9, torch.float32), (40, 4, torch.bfloat16)):
+    for tokens, experts in ((2, 4), (6, 9), (40, 4)):
         shape = (tokens, 2, experts, hidden, intermediate)
         biases = {
             "gate_up_bias": random((experts, 2 * intermediate), torch.float32, 11),
@@ -157,19 +160,18 @@ def test_every_code_of_mxfp4(device):
             assert ((found == one * values) | (subnormal & (found == 0))).all() and not exact(out)[32:].any()
 
 
-def test_weights_over_4_gib(device):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_weights_over_4_gib(device, dtype):
     """Only the pages of the expert that is read exist; its packed bytes start behind 2^32."""
     experts, rows, hidden, format = 2**13 + 2, 512, 2048, "affine4_64"
     words, groups = hidden // 8, hidden // 64
     packed = torch.empty(experts, rows, words, dtype=torch.int32, device=device)
-    scales, biases = (
-        torch.empty(experts, rows, groups, dtype=torch.float16, device=device) for _ in range(2)
-    )
+    scales, biases = (torch.empty(experts, rows, groups, dtype=dtype, device=device) for _ in range(2))
     assert (experts - 1) * rows * words * 4 > 2**32
-    last = random_quantized(1, rows, hidden, format, torch.float16, 0)
+    last = random_quantized(1, rows, hidden, format, dtype, 0)
     for whole, part in zip((packed, scales, biases), last, strict=True):
         whole[-1:] = (part.view(torch.int32) if part.dtype == torch.uint32 else part).to(device)
-    x, zero = random((1, hidden), torch.float16, 1), torch.zeros(1, 1, dtype=torch.int32)
+    x, zero = random((1, hidden), dtype, 1), torch.zeros(1, 1, dtype=torch.int32)
     ids = torch.full((1, 1), experts - 1, dtype=torch.int32, device=device)
     expected = expected_mm(x, dense(last, format), zero, rounded_weight=True)
     assert_close(expert_qmm(x.to(device), packed, scales, biases, ids, format), expected)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.oracles_operators import checked
-from support.values import IN_TURN, random
+from support.values import EACH_DTYPE, random
 
 from torch_moe_mps.ops.attention import attention, rope_attention_
 from torch_moe_mps.ops.rope import rope_cache_
@@ -47,15 +47,16 @@ SHAPES = (
 )
 
 
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_one_token(device, shape):
-    dtype = IN_TURN[SHAPES.index(shape) % 2]
+def test_one_token(device, shape, dtype):
     norms = {n: random((shape[2],), dtype, i).to(device) for i, n in enumerate(("q_weight", "k_weight"))}
     check_turned(arguments(device, *shape, dtype) | norms)
 
 
-def test_options(device):
-    for i, dtype in enumerate(IN_TURN):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_options(device, dtype):
+    for i in range(2):
         given = arguments(device, 6, 2, 64, 40, dtype, value_width=32)
         sinks, gate = random((6,), dtype, 1), random((2, 1, 6, 1 if i else 32), dtype, 2)
         check_turned(given | {"window": 7, "sinks": sinks.to(device), "pairs": "interleaved"})
@@ -74,7 +75,7 @@ def test_options(device):
 def test_calls_of_two_launches(simulated):
     """Several tokens, more than 16 queries of a key head, heads of no whole vectors."""
     for change in ({"tokens": 3}, {"heads": 34}, {"width": 36}, {}):
-        sizes = {"heads": 8, "key_heads": 2, "width": 64, "keys": 20, "dtype": torch.float16} | change
+        sizes = {"heads": 8, "key_heads": 2, "width": 64, "keys": 20, "dtype": torch.float32} | change
         given = arguments("mps", **sizes)
         with simulated.trace() as commands:
             rope_attention_(**given)
@@ -83,7 +84,8 @@ def test_calls_of_two_launches(simulated):
         check_turned(given)
 
 
-def test_the_same_bits_every_time(device, every_order):
-    given = arguments(device, 8, 1, 64, 300, torch.float16)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_the_same_bits_every_time(device, every_order, dtype):
+    given = arguments(device, 8, 1, 64, 300, dtype)
     first, *others = [rope_attention_(**given).cpu() for _ in every_order()]
     assert all(torch.equal(other, first) for other in others)

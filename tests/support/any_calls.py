@@ -96,8 +96,8 @@ def spoil(d: Draws, name: str, arguments: dict[str, Any], layouts: dict[str, Any
     schema = d.one(*packet(name).default._schema.arguments)
     kind = str(schema.type).removeprefix("Optional[").removesuffix("]")
     value = arguments.get(schema.name)
-    if schema.name == "dtype":
-        arguments["dtype"] = d.one(torch.float64, torch.int32, *DTYPES)
+    if schema.name.endswith("dtype"):
+        arguments[schema.name] = d.one(torch.float64, torch.int32, *DTYPES)
     elif kind == "bool":
         arguments[schema.name] = not value
     elif kind in NUMBERS:

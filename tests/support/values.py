@@ -6,10 +6,9 @@ from torch import Tensor
 from support.sweep import in_sweep
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Parameters of a test: kernels are instances of one template, and an error is most visible in float32.
+# Parameters of a test: kernels are instances of one template, each costs a compilation in each dtype, and an
+# error is most visible in float32. Tests of rounding, and of WITH_16_BITS, run in 16 bits always.
 EACH_DTYPE = in_sweep(DTYPES, [torch.float32])
-# Dtypes of a test's cases in turn: each kernel in each other dtype costs a compilation.
-IN_TURN = (torch.float32, torch.bfloat16)
 
 
 def random(shape, dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:
