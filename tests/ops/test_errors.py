@@ -74,6 +74,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
     indices = zeros(2, 1, T, 4, dtype=integer)
     alone = {"v": None, "values_": None}
     of_five = {**dict.fromkeys(("beta", "A_log", "dt_bias")), "g": zeros(2, T, 5), "decay": "log"}
+    kept = {"counts": zeros(2, 1, dtype=integer), "keep": True}
     table = {
         "heads_quantized": [
             wrong("of a last dimension of 64, the columns of a matrix", x=zeros(2, T, 4, I), **plain)
@@ -325,7 +326,11 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("a divisor of the 64 columns, got 48", group=48),
             wrong("a divisor of the 64 columns, got 0", group=0),
         ],
-        "causal_conv1d_update_": [wrong("of W - 1 = 3 positions or more, got 2", conv_state_=zeros(2, 6, 2))],
+        "causal_conv1d_update_": [
+            wrong("of W - 1 = 3 positions or more, got 2", conv_state_=zeros(2, 6, 2)),
+            wrong("keep must be False without pending_, got True", keep=True),
+            wrong("pending_ must be of T = 3 tokens or more, got 2", pending_=zeros(2, 6, 2), **kept),
+        ],
         "linear_attention_": [
             wrong(
                 "of a multiple of q's 2 heads, got 5 heads",
@@ -341,6 +346,9 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 dt_bias=None,
                 beta_activation="softplus",
             ),
+            wrong("keep must be False without pending_, got True", keep=True),
+            wrong("pending_ must be of 27 elements for a token, got 26", pending_=zeros(2, 4, 4, 26), **kept),
+            wrong("pending_ must be of T = 3 tokens or more, got 2", pending_=zeros(2, 4, 2, 27), **kept),
         ],
         "attention": [
             wrong("v's head dimension must be between 1 and 512, got 513", v=zeros(2, 2, 9, 513)),
@@ -507,7 +515,7 @@ def test_other_numbers_names_and_strides(name):
         if argument.name == "dtype":
             found = refusal(name, good | {"dtype": torch.int32})
             assert found.argument == "dtype" and found.got == "int32"
-        for dim in range(value.dim()) if argument.name.endswith("_") else ():
+        for dim in range(value.dim()) if value is not None and argument.name.endswith("_") else ():
             found = refusal(name, good, **{argument.name: Expanded(dim)})
             assert found.argument == argument.name and "expanded (stride-0)" in found.expected
 

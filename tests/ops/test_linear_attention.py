@@ -138,6 +138,91 @@ def test_a_prompt_in_pieces(device, delta, wide):
         assert all(map(torch.equal, found, expected))
 
 
+class Steps:
+    """Some steps of 4 tokens each, of which some hold in each of two rows: what the operators give for them,
+    and what they give where all tokens that hold come one by one."""
+
+    counts = ((4, 0), (2, 4), (1, 3))
+
+    def __init__(self, device):
+        self.device = device
+        self.counted = [
+            torch.tensor(counts, dtype=torch.int32, device=device)[:, None] for counts in self.counts
+        ]
+
+    def run(self, states, pending, call):
+        """call(states, step, row, tokens, **pending) -> results of the tokens."""
+        none = torch.zeros(2, 1, dtype=torch.int32, device=self.device)
+        found, before = [], none
+        for step, counts in enumerate(self.counted):
+            found.append(call(states, step, slice(None), 4, pending_=pending, counts=before, keep=True))
+            before = counts
+        last = call(states, len(self.counts), slice(None), 1, pending_=pending, counts=before)
+        return [*found, last]
+
+    def check(self, states, pending, call, tolerance=0.0):
+        alone = [state.clone() for state in states]
+        found = self.run(states, pending, call)
+        for row in range(2):
+            own = [state[row : row + 1] for state in alone]
+            for step, counts in enumerate((*self.counts, (1, 1))):
+                for token in range(counts[row]):
+                    right = call(own, step, slice(row, row + 1), slice(token, token + 1))
+                    result = found[step][row : row + 1, token : token + 1]
+                    torch.testing.assert_close(result, right, rtol=0.0, atol=tolerance)
+            assert all(torch.equal(state[row : row + 1], one) for state, one in zip(states, own, strict=True))
+
+
+@pytest.mark.parametrize(("delta", "wide"), [(False, False), (True, False), (True, True)])
+def test_tokens_that_are_pending(device, delta, wide):
+    """Whichever of them hold, results and states have the bits that these give one by one."""
+    (q, k, v, g, state), beta = inputs(2, 16, 1, 2, 20, 16, torch.float16, wide=wide)
+    tokens = [tensor.to(device).unflatten(1, (4, 4)) for tensor in (q, k, v, -g.abs(), beta.abs())]
+
+    def call(states, step, rows, tokens_of_step, **pending):
+        taken = slice(0, tokens_of_step) if isinstance(tokens_of_step, int) else tokens_of_step
+        *heads, strength = (each[rows, step, taken] for each in tokens)
+        more = {"beta": strength, "delta": delta, "l2norm_eps": 1e-6}
+        return linear_attention_(*heads, *states, 0.2, **more, **pending)
+
+    pending = torch.full((2, 2, 5, 20 + 16 + 2 + (20 if wide else 1)), float("nan"), device=device)
+    Steps(device).check([state.to(device)], pending, call)
+
+
+def test_positions_that_are_pending(device):
+    x, state, weight = (
+        numbers(2, 4, 4, 70).to(device),
+        numbers(2, 70, 4).to(device),
+        numbers(70, 4).to(device),
+    )
+
+    def call(states, step, rows, tokens_of_step, **pending):
+        taken = slice(0, tokens_of_step) if isinstance(tokens_of_step, int) else tokens_of_step
+        return causal_conv1d_update_(x[rows, step, taken], *states, weight, **pending)
+
+    pending = torch.full((2, 70, 8), float("nan"), device=device)
+    Steps(device).check([state], pending, call, tolerance=1e-6)  # torch sums windows of many tokens otherwise
+
+
+def test_a_call_of_no_tokens_takes_in_those_that_are_pending(device):
+    (q, k, v, g, state), beta = inputs(1, 3, 1, 2, 20, 16, torch.float32)
+    q, k, v, g, state, beta = (tensor.to(device) for tensor in (q, k, v, -g.abs(), state, beta))
+    x, positions, weight = numbers(1, 3, 6).to(device), numbers(1, 6, 4).to(device), numbers(6, 4).to(device)
+    pending, of_positions = torch.zeros(1, 2, 8, 39, device=device), torch.zeros(1, 6, 8, device=device)
+    two = {"counts": torch.tensor([[2]], dtype=torch.int32, device=device)}
+    none = {"counts": torch.tensor([[0]], dtype=torch.int32, device=device), "keep": True}
+    right, right_positions = state.clone(), positions.clone()
+    linear_attention_(q[:, :2], k[:, :2], v[:, :2], g[:, :2], right, 0.2, beta=beta[:, :2])
+    causal_conv1d_update_(x[:, :2], right_positions, weight)
+    linear_attention_(q, k, v, g, state, 0.2, beta=beta, pending_=pending, **none)
+    causal_conv1d_update_(x, positions, weight, pending_=of_positions, **none)
+    empty = (tensor[:, :0] for tensor in (q, k, v, g))
+    out = linear_attention_(*empty, state, 0.2, beta=beta[:, :0], pending_=pending, **two)
+    also_out = causal_conv1d_update_(x[:, :0], positions, weight, pending_=of_positions, **two)
+    assert out.shape == (1, 0, 2, 16) and also_out.shape == (1, 0, 6)
+    assert torch.equal(state, right) and torch.equal(positions, right_positions)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("decay", [-5.0, -1e-3, -1e-6, 0.0])
 @pytest.mark.parametrize("wide", [False, True])

@@ -107,6 +107,12 @@ FAULTS = {
     "linear attention behind token 128": Fault(
         "linear_attention_", "own_beta = token->beta,", "own_beta = first + t < 128 ? token->beta : 0.0f,"
     ),
+    "tokens that are pending": Fault(
+        "linear_attention_", "scaled = k_scale * written;\n  }", "scaled = written;\n  }", at_size=False
+    ),
+    "positions that are pending": Fault(
+        "causal_conv1d_update_", "params.keep != 0 ? count :", "params.keep != 0 ? 0 :", at_size=False
+    ),
     "scans behind token 64": Fault(
         "selective_scan_",
         "first < params.tokens; first += kS",

@@ -719,10 +719,26 @@ def write_cache_quantized_(d):
 
 def causal_conv1d_update_(d):
     batch, channels, tokens, width = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 8, 0), d.one(4, 1, 2, 0)
+    dtype = d.dtype()
     return {
-        "x": d.values(batch, tokens, channels),
+        "x": d.values(batch, tokens, channels, dtype=dtype),
         "conv_state_": d.values(batch, channels, max(0, width - 1) + d.one(0, 1, 3)),
         "weight": d.values(channels, width),
+        **pending(d, tokens, (batch, channels), (), dtype),
+    }
+
+
+def pending(d, tokens, before, behind, dtype):
+    """Tokens that are pending, some of which are right."""
+    if not d.flag():
+        return {"pending_": None, "counts": None}
+    room = d.one(8, 5, max(1, min(tokens, 8)))
+    counts = torch.randint(0, room + 1, (before[0], 1), generator=d.generator).int()
+    keep = tokens <= room and d.flag()
+    return {
+        "pending_": d.values(*before, room, *behind, dtype=dtype, scale=0.25),
+        "counts": counts,
+        "keep": keep,
     }
 
 
@@ -739,7 +755,7 @@ def linear_attention_(d):
     activations = (
         ("none",) if beta is None else ("none", "sigmoid") if is_wide else ("none", "sigmoid", "softplus")
     )
-    is_gated = d.flag()
+    is_gated, width = d.flag(), key_width + value_width + 2 + (key_width if is_wide else 1)
     return {
         "q": d.values(batch, tokens, key_heads, key_width, dtype=dtype, scale=scale),
         "k": d.values(batch, tokens, key_heads, key_width, dtype=dtype, scale=scale),
@@ -760,6 +776,7 @@ def linear_attention_(d):
         "gate_activation": d.one("silu", "sigmoid"),
         "norm_weight": d.values(value_width) if is_gated else None,
         **{name: d.number(name) for name in ("norm_eps", "norm_offset")},
+        **pending(d, tokens, (batch, heads), (width,), torch.float32),
     }
 
 

@@ -185,7 +185,7 @@ def check_values(call: Call, outcome: Outcome) -> None:
     in_place = written(call.name)
     actual = [
         *outcome.results,
-        *(outcome.given[name] for name in in_place if outcome.given[name] is not None),
+        *(outcome.given[name] for name in in_place if outcome.given.get(name) is not None),
     ]
     rights = expected(call.name, call.arguments, outcome.results)
     for number, (result, right) in enumerate(zip(actual, rights, strict=True)):

@@ -17,7 +17,9 @@ from transformers.cache_utils import DynamicLayer
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.basics.interface import is_experts
 from torch_moe_mps.transformers.caches.cache import STATES
+from torch_moe_mps.transformers.caches.lagging import lagging
 from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.lagging import lagging_layers
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_name
 
 from . import tiny_models
@@ -156,7 +158,12 @@ class NotCaptured(Exception):
 
 
 def captured_call(
-    model: nn.Module, rows: int = 1, length: int = 4, tokens: Sequence[int] = (1,), **options: object
+    model: nn.Module,
+    rows: int = 1,
+    length: int = 4,
+    tokens: Sequence[int] = (1,),
+    lags: bool = False,
+    **options: object,
 ) -> Callable[..., None]:
     """A model's call for tokens of each row, as a program. `accelerate` has seen MOE_MPS_CAPTURE=1.
 
@@ -166,11 +173,20 @@ def captured_call(
     Args:
         length: of the prompt before the first token; the fourth is captured.
         tokens: how many each row has, in turns, in the calls until one is captured.
+        lags: states lag where they may.
         options: of the model's forward.
 
     Raises: NotCaptured, from the call, too.
     """
-    cache = prompted(model, [*range(1, length + 1)], rows)
+
+    def begun() -> Any:
+        cache = prompted(model, [*range(1, length + 1)], rows)
+        for number in lagging_layers(model) if lags else ():
+            if number < len(cache.layers):  # layers may have been left out
+                cache.layers[number] = lagging(cache.layers[number])
+        return cache
+
+    cache = begun()
     captures, name = captures_of(model), name_of_cache(model)
     if captures is None:
         raise NotCaptured("its forward has no argument for a cache")
@@ -191,7 +207,7 @@ def captured_call(
     for number, count in enumerate(counts):
         call(count)
         if captures.programs:
-            cache = prompted(model, [*range(1, length + 1)], rows)
+            cache = begun()
             for before in counts[:number]:
                 call(before)
             return captured
@@ -281,7 +297,12 @@ def launches_by_type(
 
 
 def captured_by_type(
-    simulated, model: nn.Module, rows: int = 1, length: int = 4, tokens: Sequence[int] = (1,)
+    simulated,
+    model: nn.Module,
+    rows: int = 1,
+    length: int = 4,
+    tokens: Sequence[int] = (1,),
+    lags: bool = False,
 ) -> dict[str, Counter[str]]:
     """{type of layer: what captured tokens launch more with the last layer of this type than without}.
 
@@ -294,7 +315,7 @@ def captured_by_type(
     try:
         for count in range(len(layers), -1, -1):
             setattr(owner, name, layers[:count])
-            counts = captured_token(simulated, model, rows, length, tokens)
+            counts = captured_token(simulated, model, rows, length, tokens, lags)
             if count < len(layers):
                 found.setdefault(kinds[count], above - counts)
             above = counts

@@ -69,7 +69,7 @@ def checked(name: str, *args: Any, **kwargs: Any) -> Any:
     results = () if result is None else result if isinstance(result, tuple) else (result,)
     right = expected(name, before, results)
     assert all(tensor.is_contiguous() for tensor in results), name
-    actual = [*results, *(arguments[n] for n in written(name) if arguments[n] is not None)]
+    actual = [*results, *(arguments[n] for n in written(name) if arguments.get(n) is not None)]
     for number, (tensor, tensor_right) in enumerate(zip(actual, right, strict=True)):
         check_tensor(tensor, tensor_right, f"{name}: result {number}")
     return result
@@ -1008,16 +1008,20 @@ def write_cache_quantized_(a):
 
 
 def causal_conv1d_update_(a):
-    rest = a.conv_state_, a.weight, a.bias, a.activation
+    before = oracles_sequence.positions_taken_in(a)
+    rest = before, a.weight, a.bias, a.activation
     value, magnitude, kept = oracles_sequence.convolution(a.x.transpose(1, 2), *rest)
+    pending = [] if a.pending_ is None else [Expected(exact(a.pending_))]
+    if a.keep:
+        kept, pending[0].value[..., : a.x.shape[1]] = before, exact(a.x).swapaxes(1, 2)
     value, magnitude = (np.swapaxes(each, 1, 2) for each in (value, magnitude))
     if a.add_input:
         value, magnitude = value + exact(a.x), magnitude + abs(exact(a.x))
-    return [Expected(value, 24 * FLOAT32_EPS * magnitude), Expected(kept)]
+    return [Expected(value, 24 * FLOAT32_EPS * magnitude), Expected(kept), *pending]
 
 
 def linear_attention_(a):
-    value, state = oracles_sequence.recurrence(a)
+    value, state, pending = oracles_sequence.recurrence(a)
     largest = max(abs(x).max(initial=1.0) for x in (state, exact(a.state_), exact(a.v)))
     error = 200 * FLOAT32_EPS * largest
     result = Expected(value, error * max(1.0, abs(a.scale)))
@@ -1026,7 +1030,8 @@ def linear_attention_(a):
         x_error = result.error + (a.v.dtype != torch.float32) * oracles.spacing(rounded, a.v.dtype)
         norm = exact(a.gate), exact(a.norm_weight), a.norm_eps, a.norm_offset
         result = normed_and_gated(rounded, *norm, a.gate_activation, x_error=x_error)
-    return [result, Expected(state, error)]
+    rows = [] if pending is None else [Expected(pending, 64 * FLOAT32_EPS * (1.0 + abs(pending)))]
+    return [result, Expected(state, error), *rows]
 
 
 def selective_scan_(a):

@@ -64,9 +64,18 @@ def attention(
 # Linear attention
 
 
-def convolution(x, state, weight, bias, activation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def positions_taken_in(a) -> np.ndarray:
+    """The state of a convolution behind the pending positions that are right."""
+    state = exact(a.conv_state_).copy()
+    for row, count in enumerate([] if a.pending_ is None else a.counts[:, 0].tolist()):
+        every = np.concatenate((state[row], exact(a.pending_)[row, :, :count]), -1)
+        state[row] = every[:, every.shape[1] - state.shape[2] :]
+    return state
+
+
+def convolution(x, state: np.ndarray, weight, bias, activation) -> tuple[np.ndarray, ...]:
     """Result, its magnitude and the state that is left: position by position."""
-    every = np.concatenate((exact(state), exact(x)), -1)
+    every = np.concatenate((state, exact(x)), -1)
     length, width, tokens = state.shape[-1], weight.shape[-1], x.shape[-1]
     value, magnitude = np.zeros(x.shape), np.zeros(x.shape)
     shift = np.zeros(x.shape[1]) if bias is None else exact(bias)
@@ -117,10 +126,12 @@ def rg_lru(a) -> tuple[np.ndarray, ...]:
     return result, state, result_magnitude, magnitude
 
 
-def recurrence(a) -> tuple[np.ndarray, np.ndarray]:
-    """What linear_attention_ computes of its arguments, head by head: result, state."""
+def recurrence(a) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """What linear_attention_ computes of its arguments, head by head: result, state, pending tokens."""
     q, k, v, state = map(exact, (a.q, a.k, a.v, a.state_))
+    keys, factors = k, np.ones(k.shape[:3])
     if a.l2norm_eps is not None:
+        factors = 1.0 / np.sqrt((k * k).sum(-1) + a.l2norm_eps)
         q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + a.l2norm_eps) for x in (q, k))
     bias = 0.0 if a.dt_bias is None else exact(a.dt_bias)
     beta = np.ones(v.shape[:3]) if a.beta is None else exact(a.beta)
@@ -137,16 +148,32 @@ def recurrence(a) -> tuple[np.ndarray, np.ndarray]:
             g = -rate * np.logaddexp(0.0, g + bias)
         elif a.decay == "sigmoid":
             g = a.lower_bound * sigmoid(rate * (g + bias))
-    g = np.broadcast_to(g if g.ndim == 4 else g[..., None], (*v.shape[:3], q.shape[3]))
+    is_wide = g.ndim == 4
+    g = np.broadcast_to(g if is_wide else g[..., None], (*v.shape[:3], q.shape[3]))
     heads, shared = v.shape[2], v.shape[2] // q.shape[2]
     out, state = np.zeros(v.shape), state.copy()
+
+    def taken_in(s, key, value, strength, decays):
+        s = s * decays[:, None]
+        return s + np.outer(key, (value - (key @ s if a.delta else 0.0)) * strength)
+
+    pending = None if a.pending_ is None else exact(a.pending_).copy()
+    ends = np.cumsum([q.shape[3], v.shape[3], 1, 1])
+    for b, count in enumerate([] if pending is None else a.counts[:, 0].tolist()):
+        for h, n in np.ndindex(heads, count):
+            key, value, factor, strength, decays = np.split(pending[b, h, n], ends)
+            state[b, h] = taken_in(state[b, h], key * factor, value, strength, decays)
+    lasting = state.copy()
     for b, t, h in np.ndindex(v.shape[0], v.shape[1], heads):
         key, query = k[b, t, h // shared], q[b, t, h // shared]
-        s = state[b, h] * np.exp(g[b, t, h])[:, None]
-        s = s + np.outer(key, (v[b, t, h] - (key @ s if a.delta else 0.0)) * beta[b, t, h])
+        s = taken_in(state[b, h], key, v[b, t, h], beta[b, t, h], np.exp(g[b, t, h]))
         skipped = 0.0 if a.skip is None else exact(a.skip)[h] * v[b, t, h]
         state[b, h], out[b, t, h] = s, query @ s * a.scale + skipped
-    return out, state
+        if a.keep:
+            factor, decays = factors[b, t, h // shared], np.exp(g[b, t, h])[: None if is_wide else 1]
+            row = keys[b, t, h // shared], v[b, t, h], [factor, beta[b, t, h]], decays
+            pending[b, h, t] = np.concatenate(row)
+    return out, lasting if a.keep else state, pending
 
 
 # Rotary embedding

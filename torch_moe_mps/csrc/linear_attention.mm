@@ -26,12 +26,13 @@ bool has(const OptionalTensor& tensor, uint32_t& dtype) {
 }
 
 Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const Tensor& weight_,
-                             const OptionalTensor& bias_, std::string_view activation, bool add_input) {
+                             const OptionalTensor& bias_, std::string_view activation, bool add_input,
+                             const OptionalTensor& pending_, const OptionalTensor& counts_, bool keep) {
   Tensor output = at::empty(x.sizes(), x.options());
-  if (output.numel() == 0) return output;
+  if (output.numel() == 0 && (!pending_ || pending_->numel() == 0)) return output;
   const Tensor state = conv_state_.contiguous();
   const Tensor weight = weight_.contiguous();
-  const OptionalTensor bias = contiguous(bias_);
+  const OptionalTensor bias = contiguous(bias_), pending = contiguous(pending_), counts = contiguous(counts_);
   ConvParams params{};
   params.x = token_strides(x);
   params.tokens = x.size(1);
@@ -44,17 +45,23 @@ Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const T
   params.state_dtype = dtype_code(state);
   params.weight_dtype = dtype_code(weight);
   params.has_bias = has(bias, params.bias_dtype);
+  params.pending = pending ? pending->size(2) : 0;
+  params.keep = keep;
+  // One thread reads all that are pending.
+  if (pending) params.thread_tokens = std::max<uint32_t>(params.thread_tokens, params.tokens);
+  const Tensor some = output.numel() > 0 ? output : *pending;  // in the place of what is empty
 
   Commands commands;
-  commands.add({"linear_attention", x.scalar_type()}, "causal_conv1d_update", output)
-      .bind_strided(x)
-      .bind(state.numel() > 0 ? state : output, weight.numel() > 0 ? weight : output, bias, output)
+  commands.add({"linear_attention", x.scalar_type()}, "causal_conv1d_update", some)
+      .bind_strided(output.numel() > 0 ? x : some)
+      .bind(state.numel() > 0 ? state : some, weight.numel() > 0 ? weight : some, bias, some, pending, counts)
       .params(params)
-      .threadgroups(
-          {ceil_div(params.channels, kConvThreads), ceil_div(params.tokens, params.thread_tokens), x.size(0)},
-          {kConvThreads});
+      .threadgroups({ceil_div(params.channels, kConvThreads),
+                     std::max<int64_t>(1, ceil_div(params.tokens, params.thread_tokens)), x.size(0)},
+                    {kConvThreads});
   commands.encode();
   if (!conv_state_.is_contiguous()) conv_state_.copy_(state);
+  if (pending && !pending_->is_contiguous()) pending_->copy_(*pending);
   return output;
 }
 
@@ -79,9 +86,11 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
                          std::optional<double> lower_bound, std::string_view beta_activation,
                          std::optional<double> beta_min, const OptionalTensor& skip_,
                          const OptionalTensor& gate_, std::string_view gate_activation,
-                         const std::optional<InputNorm>& norm) {
+                         const std::optional<InputNorm>& norm, const OptionalTensor& pending_,
+                         const OptionalTensor& counts_, bool keep) {
   Tensor output = at::empty(v_.sizes(), v_.options());
-  if (output.numel() == 0) return output;
+  if (output.numel() == 0 && (!pending_ || pending_->numel() == 0 || state.numel() == 0)) return output;
+  const OptionalTensor pending = contiguous(pending_), counts = contiguous(counts_);
   const Tensor q = rows_contiguous(q_), k = rows_contiguous(k_);
   // Kernels count the values of kScanTokens tokens in 32 bits.
   const Tensor v = v_.stride(1) < kMostElements / kScanTokens ? rows_contiguous(v_) : v_.contiguous();
@@ -114,38 +123,47 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   params.has_skip = has(skip, params.skip_dtype);
   params.has_l2norm = l2norm_eps.has_value();
   params.gate_is_sigmoid = gate_activation == "sigmoid";
+  params.pending = pending ? pending->size(2) : 0;
+  params.keep = keep;
   params.l2norm_eps = static_cast<float>(l2norm_eps.value_or(0.0));
   params.scale = static_cast<float>(scale);
   params.lower_bound = static_cast<float>(lower_bound.value_or(0.0));
   params.beta_min = static_cast<float>(beta_min.value_or(-INFINITY));
 
   // The norm of a head's result needs all its columns in one threadgroup. Where heads are fewer than cores, a
-  // prompt is faster with its columns spread over more of them, and a dispatch for the norm.
+  // prompt is faster with its columns spread over more of them, and a dispatch for the norm. Tokens that are
+  // pending are read before they are overwritten, by one threadgroup.
   const Scan scan = scan_of(params.key_width, params.value_width, delta, channels);
   const int64_t heads = q.size(0) * params.heads;
   const bool is_normed_here = norm && (heads >= gpu_cores() || params.tokens <= kScanTokens);
-  const int64_t simdgroups = std::min(scan.simdgroups, is_normed_here ? kScanSimdgroups : kSliceSimdgroups);
+  const bool is_whole = is_normed_here || pending;
+  const int64_t simdgroups = std::min(scan.simdgroups, is_whole ? kScanSimdgroups : kSliceSimdgroups);
   if (is_normed_here) {
     params.has_norm = true;
     params.norm_dtype = dtype_code(norm->weight);
     params.norm_eps = static_cast<float>(norm->eps);
     params.norm_offset = static_cast<float>(norm->offset);
   }
+  // A call of no tokens has empty tensors, in whose place another one is bound.
+  const bool has_tokens = output.numel() > 0;
+  const Tensor some = has_tokens ? output : *pending;
+  const OptionalTensor none;
   Commands commands;
-  commands.add({"linear_attention", q.scalar_type()}, scan.kernel, output)
-      .bind_strided(q, k, v, g, beta)
+  commands.add({"linear_attention", q.scalar_type()}, scan.kernel, some)
+      .bind_strided(has_tokens ? q : some, has_tokens ? k : some, has_tokens ? v : some)
+      .bind_strided(has_tokens ? g : none, has_tokens ? beta : none)
       .bind(a_log, dt_bias, skip)
       .bind_strided(state)
-      .bind(output)
-      .bind_strided(gate)
-      .bind(norm ? norm->weight : output)
+      .bind(some)
+      .bind_strided(has_tokens ? gate : none)
+      .bind(norm ? norm->weight : some, pending, counts)
       .params(params)
       .work(kSlotsOfScan * static_cast<double>(state.numel()) * static_cast<double>(params.tokens),
             static_cast<double>(q.nbytes() + k.nbytes() + 2 * v.nbytes() + 2 * state.nbytes()))
-      .threadgroups({is_normed_here ? 1 : ceil_div(scan.simdgroups, simdgroups), heads},
-                    {simdgroups * kSimdWidth});
+      .threadgroups({is_whole ? 1 : ceil_div(scan.simdgroups, simdgroups), heads}, {simdgroups * kSimdWidth});
   if (!norm || is_normed_here) {
     commands.encode();
+    if (pending && !pending_->is_contiguous()) pending_->copy_(*pending);
     return output;
   }
   // Metal's compiler takes it that arguments of a kernel share no memory.

@@ -1,12 +1,12 @@
 """Linear attention: the convolution in front of it and the recurrence, for prompts and for single tokens."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._registry import operator
-from ._sample import Calls, Changes
+from ._sample import Calls, Changes, Sample
 from .norms import GATE_ACTIVATIONS, InputNorm, rms_norm_gated
 
 ACTIVATIONS = ("none", "silu")
@@ -14,21 +14,44 @@ DECAYS = ("log", "softplus", "sigmoid", "times_beta")
 BETA_ACTIVATIONS = ("none", "sigmoid", "softplus")
 MAX_KEY_WIDTH = 256
 MAX_STATES = 16  # for each channel of selective_scan_
+MAX_PENDING = 8  # tokens that a state is behind
+_PENDING = "counts only with pending_"
+
+
+def _check_keep(check, pending_, keep):
+    if keep and pending_ is None:
+        check.fail("keep", "False without pending_", keep)
+    if keep:
+        tokens, room = check.dims("T N")
+        if room < tokens:
+            check.fail("pending_", f"of T = {tokens} tokens or more", room)
 
 
 # The convolution
 
 
-def _check_conv(check, conv_state_, weight, **_):
+def _check_conv(check, conv_state_, weight, pending_, keep, **_):
     taps, length = weight.shape[1], conv_state_.shape[2]
     if length < taps - 1:
         check.fail("conv_state_", f"of W - 1 = {taps - 1} positions or more", length)
+    _check_keep(check, pending_, keep)
+
+
+def _behind_pending(conv_state: Tensor, pending: Tensor, counts: Tensor) -> Tensor:
+    """The state, in float32, with the first `counts` tokens of each row taken in."""
+    whole, length = torch.cat((conv_state.float(), pending.float()), -1), conv_state.shape[2]
+    places = counts.clamp(0, pending.shape[2]).long().view(-1, 1, 1) + torch.arange(
+        length, device=whole.device
+    )
+    return whole.gather(-1, places.expand(*conv_state.shape))
 
 
 @operator(
-    "x[B, T, C] weight[C, W] conv_state_[B, C, S] bias[C] -> x",
+    f"x[B, T, C] weight[C, W] conv_state_[B, C, S] bias[C] pending_[B, C, N<={MAX_PENDING}]:x "
+    "counts[B, 1]:int32 -> x",
     _check_conv,
     allowed={"activation": ACTIVATIONS},
+    dependences=(_PENDING,),
 )
 def causal_conv1d_update_(
     x: Tensor,
@@ -37,12 +60,19 @@ def causal_conv1d_update_(
     bias: Tensor | None = None,
     activation: str = "silu",
     add_input: bool = False,
+    pending_: Tensor | None = None,
+    counts: Tensor | None = None,
+    keep: bool = False,
 ) -> Tensor:
     """A causal convolution of each channel over new positions and those before them.
 
         all = conv_state_ followed by the new positions
         result[t] = activation(sum_w weight[w] * all[S + t - W + 1 + w] + bias) + (x[t] with add_input)
         conv_state_ = the last S positions of all
+
+    With `pending_`, the first `counts` positions that are kept there lie between the state and the new ones.
+    With `keep`, conv_state_ ends with these, and the new positions are kept in their place: how many of them
+    are right is known to the next call.
 
     Args:
         x: [B, T, C], float32, float16 or bfloat16; any strides.
@@ -52,14 +82,22 @@ def causal_conv1d_update_(
         bias: [C], any of the three dtypes, or None.
         activation: "silu" or "none".
         add_input: the new positions are added to the result, in float32.
+        pending_: [B, C, N] in the dtype of `x`, N at most 8, or None; written in place as the state is.
+        counts: [B, 1], int32: how many positions of each row in `pending_` are right; given with it.
+        keep: the new positions, at most N, are pending.
 
     Returns: [B, T, C] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
-    every = torch.cat((conv_state_.float(), x.mT.float()), -1)
     length, width, tokens = conv_state_.shape[2], weight.shape[1], x.shape[1]
-    conv_state_.copy_(every[..., every.shape[-1] - length :])
+    held = conv_state_.float()
+    if pending_ is not None and counts is not None:
+        held = _behind_pending(conv_state_, pending_, counts)
+    every = torch.cat((held, x.mT.float()), -1)
+    conv_state_.copy_(held if keep else every[..., every.shape[-1] - length :])
+    if pending_ is not None and keep:
+        pending_[..., :tokens] = x.mT
     windows = every[..., length - width + 1 :].unfold(-1, width, 1) if width and tokens else None
     out = x.mT.new_zeros(x.mT.shape, dtype=torch.float32)
     if windows is not None:
@@ -96,7 +134,7 @@ class Decay(NamedTuple):
         return g if is_wide else g.unsqueeze(-1)
 
 
-def _check_linear_attention(check, g, beta, delta, decay, beta_activation, **_):
+def _check_linear_attention(check, g, beta, delta, decay, beta_activation, pending_, keep, **_):
     key_heads, heads = check.dims("Hk Hv")
     if heads % key_heads:
         check.fail("v", f"of a multiple of q's {key_heads} heads", f"{heads} heads")
@@ -111,20 +149,57 @@ def _check_linear_attention(check, g, beta, delta, decay, beta_activation, **_):
         check.rank("dt_bias", decay.dt_bias, (2 if is_wide else 1,))
     if beta is None and beta_activation != "none":
         check.fail("beta_activation", "none without beta", beta_activation)
+    if pending_ is not None:
+        key_width, value_width = check.dims("Dk Dv")
+        width = pending_width(key_width, value_width, is_wide)
+        if pending_.shape[3] != width:
+            check.fail("pending_", f"of {width} elements for a token", pending_.shape[3])
+    _check_keep(check, pending_, keep)
 
 
-def _key_rows(x: Tensor, heads: int, l2norm_eps: float | None) -> Tensor:
-    """q or k for each head of v, normed, in float32."""
-    x = x.float()
-    if l2norm_eps is not None:
-        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + l2norm_eps)
-    return x.repeat_interleave(heads // x.shape[2], 2)
+def pending_width(key_width: int, value_width: int, is_wide: bool = False) -> int:
+    """Elements of a token's inputs for a head: its key, its value, the key's factor, beta and decays."""
+    return key_width + value_width + 2 + (key_width if is_wide else 1)
+
+
+def _key_rows(x: Tensor, heads: int, l2norm_eps: float | None) -> tuple[Tensor, Tensor]:
+    """q or k for each head of v, in float32, and the factor [B, T, Hv, 1] of its norm."""
+    x = x.float().repeat_interleave(heads // x.shape[2], 2)
+    if l2norm_eps is None:
+        return x, x.new_ones((*x.shape[:3], 1))
+    return x, torch.rsqrt(x.square().sum(-1, keepdim=True) + l2norm_eps)
+
+
+class _Token(NamedTuple):
+    """Inputs of a token: key [B, Hv, Dk], value [B, Hv, Dv], beta [B, Hv, 1] and decays [B, Hv, 1 or Dk]."""
+
+    key: Tensor
+    value: Tensor
+    beta: Tensor
+    decay: Tensor
+
+    def taken_in(self, state: Tensor, delta: bool) -> Tensor:
+        state = state * self.decay.unsqueeze(-1)
+        key = self.key.unsqueeze(-1)
+        written = self.value - (state * key).sum(-2) if delta else self.value
+        return state + key * (written * self.beta).unsqueeze(-2)
+
+
+def _advanced(state: Tensor, pending: Tensor, counts: Tensor, delta: bool) -> Tensor:
+    """A state with the first `counts` tokens of each row taken in."""
+    widths = [*state.shape[2:], 1, 1]
+    for number, token in enumerate(pending.unbind(2)):
+        key, value, scale, beta, decay = token.split([*widths, token.shape[-1] - sum(widths)], -1)
+        later = _Token(key * scale, value, beta, decay).taken_in(state, delta)
+        state = torch.where((counts > number).view(-1, 1, 1, 1), later, state)
+    return state
 
 
 @operator(
     f"q[B, T, Hk>=1, Dk<={MAX_KEY_WIDTH}] k[B, T, Hk, Dk]:q v[B, T, Hv, Dv]:q state_[B, Hv, Dk, Dv]:float32 "
     "g[B, T, Hv]|[Hv]|[B, T, Hv, Dk] beta[B, T, Hv] A_log[Hv] dt_bias[Hv]|[Hv, Dk] skip[Hv] "
-    "gate[B, T, Hv, Dv]:v norm_weight[Dv] -> v",
+    f"gate[B, T, Hv, Dv]:v norm_weight[Dv] pending_[B, Hv, N<={MAX_PENDING}, _]:float32 "
+    "counts[B, 1]:int32 -> v",
     _check_linear_attention,
     allowed={"decay": DECAYS, "beta_activation": BETA_ACTIVATIONS, "gate_activation": GATE_ACTIVATIONS},
     dependences=(
@@ -134,6 +209,7 @@ def _key_rows(x: Tensor, heads: int, l2norm_eps: float | None) -> Tensor:
         "dt_bias not without A_log",
         "beta_min not without beta",
         "gate only with norm_weight",
+        _PENDING,
     ),
 )
 def linear_attention_(
@@ -154,6 +230,9 @@ def linear_attention_(
     gate: Tensor | None = None,
     gate_activation: str = "silu",
     norm: InputNorm,
+    pending_: Tensor | None = None,
+    counts: Tensor | None = None,
+    keep: bool = False,
 ) -> Tensor:
     """Linear attention, token after token: the gated delta rule, Kimi's, Mamba-2, lightning attention.
 
@@ -175,6 +254,10 @@ def linear_attention_(
 
     Everything is computed in float32; the norm sees the result rounded to the dtype of `v`. The state has the
     same bits wherever a prompt is cut into calls.
+
+    With `pending_`, state_ first takes in the first `counts` tokens whose inputs are kept there. With `keep`,
+    it is left so, and the inputs of this call's tokens are kept in their place: how many of them are right is
+    known to the next call. A call of no tokens takes in those that are pending.
 
     Args:
         q, k: [B, T, Hk, Dk], float32, float16 or bfloat16; Dk is at most 256. Mamba's C and B.
@@ -198,13 +281,17 @@ def linear_attention_(
         gate_activation: "silu" or "sigmoid".
         norm_weight: [Dv], any of the three dtypes, or None.
         norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm_gated.
+        pending_: [B, Hv, N, Dk + Dv + 3], with a decay for each row [B, Hv, N, 2 Dk + Dv + 2], float32, N at
+            most 8, or None; written in place as the state is. It is for the same `delta`.
+        counts: [B, 1], int32: how many tokens of each row in `pending_` are right; given with it.
+        keep: the call's tokens, at most N, are pending.
 
     Returns: [B, T, Hv, Dv] in the dtype of `v`.
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
     heads = v.shape[2]
-    q, k = (_key_rows(x, heads, l2norm_eps) for x in (q, k))
+    (q, q_scale), (k, k_scale) = (_key_rows(x, heads, l2norm_eps) for x in (q, k))
     strength = v.new_ones(v.shape[:3], dtype=torch.float32) if beta is None else beta.float()
     if beta_activation == "softplus":
         shifted = strength if decay.dt_bias is None else strength + decay.dt_bias.float()
@@ -214,17 +301,23 @@ def linear_attention_(
     if beta_min is not None:
         strength = strength.clamp(min=beta_min)
     factor = decay.logarithm(g, strength).exp()
-    factor = factor.expand(*v.shape[:3], factor.shape[-1])
+    factor, strength = factor.expand(*v.shape[:3], factor.shape[-1]), strength.unsqueeze(-1)
     state = state_.clone()
+    if pending_ is not None and counts is not None:
+        state = _advanced(state, pending_, counts, delta)
+        if keep:
+            state_.copy_(state)
+            every = torch.cat((k, v.float(), k_scale, strength, factor), -1)
+            pending_[:, :, : v.shape[1]] = every.transpose(1, 2)
+    q, k = q * q_scale, k * k_scale
     out = v.new_empty(v.shape)
-    for token in range(v.shape[1]):  # each needs the state that the one before leaves
-        state = state * factor[:, token].unsqueeze(-1)
-        key, value = k[:, token].unsqueeze(-1), v[:, token].float()
-        written = value - (state * key).sum(-2) if delta else value
-        state = state + key * (written * strength[:, token].unsqueeze(-1)).unsqueeze(-2)
-        result = (state * q[:, token].unsqueeze(-1)).sum(-2) * scale
-        out[:, token] = result if skip is None else result + skip.float().unsqueeze(-1) * value
-    state_.copy_(state)
+    for t in range(v.shape[1]):  # each needs the state that the one before leaves
+        token = _Token(k[:, t], v[:, t].float(), strength[:, t], factor[:, t])
+        state = token.taken_in(state, delta)
+        result = (state * q[:, t].unsqueeze(-1)).sum(-2) * scale
+        out[:, t] = result if skip is None else result + skip.float().unsqueeze(-1) * token.value
+    if not keep:
+        state_.copy_(state)
     if gate is None or norm.norm_weight is None:
         return out
     return rms_norm_gated(out, gate, *norm, gate_activation)
@@ -350,6 +443,15 @@ def rg_lru_(
     return (results if branch is None else results * branch.float()).to(x.dtype)
 
 
+def _counts(s: Sample) -> dict[str, Any]:
+    return {"counts": torch.tensor([[3], [0]], dtype=torch.int32, device=s.device)}
+
+
+def _pending(s: Sample, is_wide: bool = False) -> dict[str, Any]:
+    width = pending_width(s.D, s.V, is_wide)
+    return {"pending_": 0.25 * s.values(2, 4, MAX_PENDING, width, dtype=torch.float32)} | _counts(s)
+
+
 CALLS: Calls = {
     "causal_conv1d_update_": lambda s: s.of("x[2, T, 6] conv_state_[2, 6, 5] weight[6, 4] bias[6]"),
     "linear_attention_": lambda s: s.of(
@@ -366,6 +468,8 @@ CHANGES: Changes = {
     "causal_conv1d_update_": lambda s: [
         {"x": s.values(2, 6, s.T).transpose(1, 2), "bias": None, "activation": "none"},
         {"conv_state_": s.values(2, 5, 6).transpose(1, 2), "add_input": True},
+        *({"pending_": s.values(2, 6, MAX_PENDING), "keep": keep} | _counts(s) for keep in (False, True)),
+        {"pending_": s.values(2, 6, MAX_PENDING)} | s.of("x[2, 0, 6]") | _counts(s),
     ],
     "selective_scan_": lambda s: [
         s.of("gate[2, T, 6] skip[6]", dt_bias=None),
@@ -387,5 +491,12 @@ CHANGES: Changes = {
         | {"l2norm_eps": None, "scale": 1.0, "beta_min": 0.1},
         {"g": -s.values(4).abs(), "delta": False, "decay": "log", "beta_activation": "none"}
         | dict.fromkeys(("A_log", "dt_bias", "beta")),
+        _pending(s) | {"keep": True},
+        _pending(s) | s.of("gate[2, T, 4, V] norm_weight[V]"),
+        _pending(s, is_wide=True) | s.of("g[2, T, 4, D] dt_bias[4, D]", keep=True),
+        _pending(s)
+        | s.of("skip[4]", g=None, delta=False, decay="times_beta", beta_activation="softplus")
+        | {"l2norm_eps": None, "keep": True},
+        _pending(s) | s.of("q[2, 0, 2, D]"),
     ],
 }

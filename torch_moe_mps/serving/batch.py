@@ -23,6 +23,7 @@ from ..transformers.caches.prompt_cache import reads_whole
 from ..transformers.caches.rows import NotJoinable, Rows, capacity
 from ..transformers.caches.state import LayerState
 from ..transformers.key_order import reason_for_order
+from ..transformers.lagging import lagging_layers
 from ..transformers.upstream.calls import cache_argument
 from ..transformers.upstream.generation import GenerationMixin, GenerationMode
 from .choosing import Chooser, Chosen, choose
@@ -127,7 +128,8 @@ class Batch:
         self._turn = 0  # in which the last job has begun
         self._again: deque[_Answer] = deque()  # to be read again, behind a step without memory
         self._restoring: tuple[Job, Restoring | None] | None = None  # from a disk, for the next job
-        self._rows = Rows(model)
+        self._lagging = frozenset[int]() if guesses is None else lagging_layers(model)
+        self._rows = Rows(model, self._lagging)
         self._chosen: Chosen | None = None  # by the last step, which the host has not read
         # Whether the next tokens are computed before the host reads these: mps would wait for it meanwhile.
         self._reads_late = model.device.type == "mps"
@@ -202,7 +204,7 @@ class Batch:
         begun = self._begun
         self.answers, self.alone, self._readings = [], [], []
         self._again.clear()
-        self._rows, self._chosen = Rows(self.model), None
+        self._rows, self._chosen = Rows(self.model, self._lagging), None
         for answer in begun:
             answer.job.end(error)
 
@@ -212,7 +214,7 @@ class Batch:
         Some of the layers may have computed the step: the caches of all are given up.
         """
         chosen, self._chosen = self._chosen, None
-        answers, self.answers, self._rows = self.answers, [], Rows(self.model)
+        answers, self.answers, self._rows = self.answers, [], Rows(self.model, self._lagging)
         self._gives_memory_back(error)
         tokens = [] if chosen is None else chosen.read()
         reasons = [self._give(answer, token) for answer, token in zip(answers, tokens, strict=False)]
@@ -599,7 +601,7 @@ class Batch:
     def _verify(self, guesses: list[list[int]]) -> None:
         """Computes some tokens of each answer together: those that are known, and guesses behind them.
 
-        Each row moves on by the tokens that are right in it; where states hold all tokens, by all or none;
+        Each row moves on by the tokens that are right in it; where its states do not lag, by all or none;
         and where attention needs the order of keys, as all others do. What is right beyond stays known, and
         is computed again.
         """

@@ -8,13 +8,27 @@
 #include "geometry/linear_attention.h"
 #include "params/linear_attention.h"
 
-// The value of a channel at a position; the positions of the input follow those of the state.
-template <typename T>
-inline float conv_value(device const uchar* state, ulong state_start, device const T* x, ulong x_start,
-                        uint position, constant ConvParams& params) {
-  if (position >= params.length) return float(x[x_start + (position - params.length) * params.x.token]);
-  return load_one(state, params.state_dtype, state_start + position);
+// How many tokens of a row are pending and right.
+inline uint count_of(device const int* counts, uint room, ulong batch) {
+  return room == 0 ? 0 : uint(clamp(counts[batch], 0, int(room)));
 }
+
+// Positions of a channel: those of the state, those that are pending, and those of the input.
+template <typename T>
+struct ConvPositions {
+  device const uchar* state;
+  ulong state_start;
+  device const T* pending;
+  uint end;  // of those that are pending
+  device const T* x;
+  ulong x_start;
+
+  float value(uint position, constant ConvParams& params) const {
+    if (position >= end) return float(x[x_start + (position - end) * params.x.token]);
+    if (position >= params.length) return float(pending[position - params.length]);
+    return load_one(state, params.state_dtype, state_start + position);
+  }
+};
 
 // A thread takes some tokens of a channel. Only those of the first tokens read the state: they read it for
 // all sums before they write the new one, in ascending order, so that a position is read before it is
@@ -23,19 +37,23 @@ template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kConvThreads)]] void conv_channels(
     device const T* x [[buffer(0)]], device uchar* state [[buffer(1)]],
     device const uchar* weight [[buffer(2)]], device const uchar* bias [[buffer(3)]],
-    device T* output [[buffer(4)]], constant ConvParams& params [[buffer(5)]],
-    uint3 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]]) {
+    device T* output [[buffer(4)]], device T* pending [[buffer(5)]], device const int* counts [[buffer(6)]],
+    constant ConvParams& params [[buffer(7)]], uint3 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]]) {
   const uint channel = group.x * kConvThreads + thread_index;
   if (channel >= params.channels) return;
   const ulong x_start = group.z * params.x.batch + channel * params.x.head;
   const ulong state_start = (ulong(group.z) * params.channels + channel) * params.length;
   const uint start = group.y * params.thread_tokens, end = min(start + params.thread_tokens, params.tokens);
+  pending += (ulong(group.z) * params.channels + channel) * params.pending;
+  const uint count = count_of(counts, params.pending, group.z);
+  const ConvPositions<T> every = {state, state_start, pending, params.length + count, x, x_start};
   for (uint token = start; token < end; ++token) {
     float sum = params.has_bias != 0 ? load_one(bias, params.bias_dtype, channel) : 0.0f;
-    const uint first = params.length + token + 1 - params.width;
+    const uint first = every.end + token + 1 - params.width;
     for (uint i = 0; i < params.width; ++i) {
       const float factor = load_one(weight, params.weight_dtype, ulong(channel) * params.width + i);
-      sum = fma(factor, conv_value(state, state_start, x, x_start, first + i, params), sum);
+      sum = fma(factor, every.value(first + i, params), sum);
     }
     const ulong place = (ulong(group.z) * params.tokens + token) * params.channels + channel;
     if (params.silu != 0) sum = silu(sum);
@@ -43,10 +61,12 @@ template <typename T>
     output[place] = T(sum);
   }
   if (start != 0) return;
+  const uint taken = params.keep != 0 ? count : count + params.tokens;
   for (uint i = 0; i < params.length; ++i) {
-    const float moved = conv_value(state, state_start, x, x_start, params.tokens + i, params);
-    store_any(state, params.state_dtype, state_start + i, moved);
+    store_any(state, params.state_dtype, state_start + i, every.value(taken + i, params));
   }
+  if (params.keep == 0) return;
+  for (uint token = 0; token < params.tokens; ++token) pending[token] = x[x_start + token * params.x.token];
 }
 
 // The recurrence: what a token's keys do to the state.
@@ -116,6 +136,114 @@ inline ScanColumns columns_of(device float* state, uint start, uint lane,
   return own;
 }
 
+// Loads the columns of a head's state into registers, or stores them.
+template <bool kLoads, uint kLanes>
+inline void move_state(thread float2 (&kept)[kScanRows / 4][4], const ScanColumns own,
+                       constant LinearAttentionParams& params) {
+  UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
+    UNROLL for (uint i = 0; i < 4; ++i) {
+      device float* place = own.first + (4 * kLanes * j + i) * params.state_row_stride;
+      if (kLoads) kept[j][i] = 0.0f;
+      if (int(4 * kLanes * j + i) < own.rows) {
+        if (kLoads) {
+          if (own.is_own[0]) kept[j][i].x = place[0];
+          if (own.is_own[1]) kept[j][i].y = place[params.state_column_stride];
+        } else {
+          if (own.is_own[0]) place[0] = kept[j][i].x;
+          if (own.is_own[1]) place[params.state_column_stride] = kept[j][i].y;
+        }
+      }
+    }
+  }
+}
+
+// Inputs of a head's tokens that are pending, one behind the other: key, value, the key's factor, beta and
+// decays.
+template <uint kRows, bool kChannels>
+struct PendingTokens {
+  typedef ScanToken<kRows, kChannels> Token;
+  device float* rows;
+  uint width;
+
+  PendingTokens(device float* pending, ulong head, constant LinearAttentionParams& params) {
+    width = params.key_width + params.value_width + 2 + (kChannels ? params.key_width : 1);
+    rows = pending + head * params.pending * width;
+  }
+  device float* row(uint token) const { return rows + token * width; }
+
+  // Stages a token, by one simdgroup.
+  void stage(uint token, threadgroup Token& target, uint lane, constant LinearAttentionParams& params) const {
+    device const float* key = row(token);
+    device const float* others = key + params.key_width + params.value_width;
+    threadgroup float* own_key = reinterpret_cast<threadgroup float*>(target.key);
+    threadgroup float* own_decays = reinterpret_cast<threadgroup float*>(target.decays);
+    for (uint i = lane; i < kRows; i += kSimdWidth) {
+      own_key[i] = i < params.key_width ? key[i] : 0.0f;
+      if (kChannels) own_decays[i] = others[2 + min(i, params.key_width - 1)];
+    }
+    if (lane == 0) {
+      target.k_scale = others[0];
+      target.beta = others[1];
+      target.decay = others[2];
+      target.zero = 0;
+    }
+  }
+
+  // Keeps a token that is staged, by one simdgroup.
+  template <typename T>
+  void keep(uint token, threadgroup const Token& source, device const T* value, uint lane,
+            constant LinearAttentionParams& params) const {
+    device float* key = row(token);
+    device float* others = key + params.key_width + params.value_width;
+    threadgroup const float* own_key = reinterpret_cast<threadgroup const float*>(source.key);
+    threadgroup const float* own_decays = reinterpret_cast<threadgroup const float*>(source.decays);
+    for (uint i = lane; i < params.key_width; i += kSimdWidth) {
+      key[i] = own_key[i];
+      if (kChannels) others[2 + i] = own_decays[i];
+    }
+    for (uint i = lane; i < params.value_width; i += kSimdWidth) key[params.key_width + i] = float(value[i]);
+    if (lane == 0) {
+      others[0] = source.k_scale;
+      others[1] = source.beta;
+      if (!kChannels) others[2] = source.decay;
+    }
+  }
+};
+
+// Takes a token that was pending in: the operations of `linear_attention` in their order, without a result.
+template <uint kLanes, int kKind, typename Token>
+inline void take_in(thread float2 (&kept)[kScanRows / 4][4], threadgroup const Token& token, float2 value,
+                    uint part) {
+  constexpr uint kRows = kLanes * kScanRows;
+  threadgroup const float4* rows = token.key + part;
+  threadgroup const float4* same_rows = rows + token.zero;
+  const float k_scale = token.k_scale, own_beta = token.beta;
+  float2 scaled = k_scale * own_beta * value, k_sum = 0.0f;
+  if constexpr (kKind != SCAN_PLAIN) {
+    UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
+      const float4 k_rows = rows[kLanes * j];
+      float4 factor = token.decay;
+      if constexpr (kKind == SCAN_CHANNELS) factor = rows[kRows / 2 + kLanes * j];
+      UNROLL for (uint i = 0; i < 4; ++i) {
+        kept[j][i] *= factor[i];
+        k_sum = fma(float2(k_rows[i]), kept[j][i], k_sum);
+      }
+    }
+    UNROLL for (uint d = 1; d < kLanes; d *= 2) {
+      UNROLL for (uint c = 0; c < kScanColumns; ++c) k_sum[c] += simd_shuffle_xor(k_sum[c], ushort(d));
+    }
+    const float2 written = (value - k_scale * k_sum) * own_beta;
+    scaled = k_scale * written;
+  }
+  UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
+    const float4 k_rows = same_rows[kLanes * j];
+    UNROLL for (uint i = 0; i < 4; ++i) {
+      const float2 before = kKind == SCAN_PLAIN ? token.decay * kept[j][i] : kept[j][i];
+      kept[j][i] = fma(float2(k_rows[i]), scaled, before);
+    }
+  }
+}
+
 // A head's state, which stays in registers for all tokens: kLanes lanes share kScanColumns columns, and of
 // every 4 kLanes rows lane r has those from 4 r on. A threadgroup stages some tokens of q and k at a time,
 // normed, as floats, and their decays, so that the loop over tokens has no barrier and no conversion. Nothing
@@ -123,7 +251,8 @@ inline ScanColumns columns_of(device float* state, uint start, uint lane,
 // the state has the same bits. (A decay folded into a factor of the whole state takes 3 instructions an
 // element instead of 4, and shows the cut.) Without the delta rule, and with it, k S and q S of the old state
 // are summed in one pass: q S' = q S + (q k) u. Grid: (threadgroups of a head, heads). A norm needs all
-// columns of a head, so that one threadgroup takes them, as many at a time as it has simdgroups.
+// columns of a head, so that one threadgroup takes them, as many at a time as it has simdgroups. So it does
+// where tokens are pending, which it reads before it keeps those of this call in their place.
 template <typename T, uint kLanes, int kKind>
 [[kernel, max_total_threads_per_threadgroup(kScanSimdgroups* kSimdWidth)]] void linear_attention(
     device const T* q [[buffer(0)]], device const T* k [[buffer(1)]], device const T* v [[buffer(2)]],
@@ -131,7 +260,8 @@ template <typename T, uint kLanes, int kKind>
     device const uchar* a_log [[buffer(5)]], device const uchar* dt_bias [[buffer(6)]],
     device const uchar* skip [[buffer(7)]], device float* state [[buffer(8)]], device T* output [[buffer(9)]],
     device const T* gate [[buffer(10)]], device const uchar* norm_weight [[buffer(11)]],
-    constant LinearAttentionParams& params [[buffer(12)]], uint2 group [[threadgroup_position_in_grid]],
+    device float* pending [[buffer(12)]], device const int* counts [[buffer(13)]],
+    constant LinearAttentionParams& params [[buffer(14)]], uint2 group [[threadgroup_position_in_grid]],
     uint2 groups [[threadgroups_per_grid]], LANES, uint simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr uint kRows = kLanes * kScanRows;  // of the state, those behind key_width are zero
   constexpr uint kTokens = kRows <= 128 ? kScanTokens : kScanTokens / 2;  // in up to 24 KB
@@ -154,19 +284,26 @@ template <typename T, uint kLanes, int kKind>
     const uint simdgroup_start = start + simdgroup * kStep;
     const ScanColumns own = columns_of<kLanes>(state, simdgroup_start, lane, params);
     float2 kept[kScanRows / 4][4];
-    UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
-      UNROLL for (uint i = 0; i < 4; ++i) {
-        device const float* place = own.first + (4 * kLanes * j + i) * params.state_row_stride;
-        kept[j][i] = 0.0f;
-        if (int(4 * kLanes * j + i) < own.rows) {
-          if (own.is_own[0]) kept[j][i].x = place[0];
-          if (own.is_own[1]) kept[j][i].y = place[params.state_column_stride];
-        }
+    move_state<true, kLanes>(kept, own, params);
+    const uint first_column = min(own.column, params.value_width - 1), second = own.is_own[1] ? 1 : 0;
+    const uint right = count_of(counts, params.pending, batch);
+    if (right != 0) {
+      const PendingTokens<kRows, kChannels> held(pending, group.y, params);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (uint t = simdgroup; t < right; t += simdgroups) held.stage(t, staged[t], lane, params);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (uint t = 0; t < right; ++t) {
+        device const float* value = held.row(t) + params.key_width + first_column;
+        take_in<kLanes, kKind>(kept, staged[t], float2(value[0], value[second]), part);
       }
     }
+    if (params.tokens == 0 || (params.keep != 0 && right != 0)) {
+      move_state<false, kLanes>(kept, columns_of<kLanes>(state, simdgroup_start, anew(lane, lane), params),
+                                params);
+    }
+    if (params.tokens == 0) continue;
     // The value of the next token is loaded while the state takes in this one.
     device const T* values = v + token_start(params.v, batch, 0, head);
-    const uint first_column = min(own.column, params.value_width - 1), second = own.is_own[1] ? 1 : 0;
     T next[2] = {values[first_column], values[first_column + second]};
     // A lane writes one column: the first lanes that share some write them.
     const uint written_column = own.column + part;
@@ -287,15 +424,17 @@ template <typename T, uint kLanes, int kKind>
         ++token;
       }
     }
-    const ScanColumns same = columns_of<kLanes>(state, simdgroup_start, anew(lane, lane), params);
-    UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
-      UNROLL for (uint i = 0; i < 4; ++i) {
-        device float* place = same.first + (4 * kLanes * j + i) * params.state_row_stride;
-        if (int(4 * kLanes * j + i) < same.rows) {
-          if (same.is_own[0]) place[0] = kept[j][i].x;
-          if (same.is_own[1]) place[params.state_column_stride] = kept[j][i].y;
-        }
-      }
+    if (params.keep == 0) {
+      move_state<false, kLanes>(kept, columns_of<kLanes>(state, simdgroup_start, anew(lane, lane), params),
+                                params);
+    }
+  }
+  if (params.keep != 0) {
+    threadgroup_barrier(mem_flags::mem_device);  // those that were pending have been read
+    const uint same = anew(lane, lane);
+    const PendingTokens<kRows, kChannels> held(pending, group.y, params);
+    for (uint t = simdgroup; t < params.tokens; t += simdgroups) {
+      held.keep(t, staged[t], v + token_start(params.v, batch, t, head), same, params);
     }
   }
   if (params.has_norm == 0) return;

@@ -178,19 +178,27 @@ def test_answers_go_on_together_where_keys_need_their_order(caplog):
     assert line.endswith("hold in each: attention of GPTNeoForCausalLM goes by the places of keys")
 
 
-def test_states_are_copied_for_guesses_alone(monkeypatch):
+@pytest.mark.parametrize(
+    ("architecture", "right", "wrong"),
+    [
+        ("lfm2_moe", ["held"] * 3, ["held", [4]] * 6),
+        ("qwen3_next", [], [[3]] * 8),
+    ],
+)
+def test_states_are_copied_for_guesses_alone(architecture, right, wrong, monkeypatch):
     """Once a step, where it has guesses behind what is known; their tokens stay if all are right.
 
     Of four steps of four tokens whose guesses are wrong, the last has those that are known, and no guess.
+    States that lag are never copied, and each step has guesses.
     """
-    model, many, copies = model_of("qwen3_next"), prompts(1), []
+    model, many, copies = model_of(architecture), prompts(1), []
     (answer,) = Answered(model, many, [settings(13)]).answers
     hold, take_back = Rows.hold, Rows.take_back
     monkeypatch.setattr(Rows, "hold", lambda rows: copies.append("held") or hold(rows))
     monkeypatch.setattr(Rows, "take_back", lambda rows, n: copies.append(n) or take_back(rows, n))
-    for right, expected in ((1.0, ["held"] * 3), (0.0, ["held", [4]] * 6)):
+    for rate, expected in ((1.0, right), (0.0, wrong)):
         copies.clear()
-        source = Partly(many, [answer], right)
+        source = Partly(many, [answer], rate)
         source.chance.randint = lambda least, most: most
         assert Answered(model, many, [settings(13)], source, width=3).answers == [answer]
         assert copies[: len(expected)] == expected and len(copies) <= 1.5 * len(expected)

@@ -18,6 +18,8 @@ from torch_moe_mps.transformers.caches.rows import NotJoinable, Rows
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
 from torch_moe_mps.transformers.key_order import reason_for_order
+from torch_moe_mps.transformers.lagging import lagging_layers
+from torch_moe_mps.transformers.upstream.caches import LinearAttentionLayer
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 # They give no logits of text.
@@ -104,7 +106,7 @@ class Batch:
 
     def __init__(self, model, tolerance: float = 1e-5):
         self.model, self.tolerance = model, tolerance
-        self.rows, self.talks = Rows(model), []
+        self.rows, self.talks = Rows(model, lagging_layers(model)), []
         self.needs_order = reason_for_order(model) is not None
         self.seen: dict[Talk, dict[int, torch.Tensor]] = {}
 
@@ -338,8 +340,51 @@ def test_a_row_that_loses_more_moves_as_many_tokens():
 
 @torch.no_grad()
 def test_a_rollback_moves_no_state():
-    """Where all rows roll back: what was held in front of the step takes the place of the states."""
+    """Nor does what comes before and behind it: of a row that loses more, keys move alone."""
     model = model_of("qwen3_next")
+    talks, batch = [Talk(model, number, 9) for number in (1, 2)], Batch(model)
+    for talk in talks:
+        batch.join(talk)
+    rows = batch.rows
+    assert not rows.are_states
+    keys = sum(x[:1, :, :1].nbytes for x in (rows.cache.layers[1].keys, rows.cache.layers[1].values))
+    for right, expected in (([2, 2], 0), ([4, 1], 3 * keys), ([1, 1], 0)):
+        tokens = [talk.tokens(count) + [7] * (4 - count) for talk, count in zip(talks, right, strict=True)]
+        with Moved(3) as moved:  # not positions, masks and how many tokens are right
+            arguments = rows.arguments(4)
+        model(torch.tensor(tokens), past_key_values=rows.cache, **arguments)
+        with moved:
+            rows.advance(4)
+            rows.take_back([4 - count for count in right])
+        assert moved.bytes == expected
+        for talk, count in zip(talks, right, strict=True):
+            talk.done += count
+    batch.step()
+
+
+@torch.no_grad()
+def test_a_row_alone_has_taken_its_tokens_in():
+    """Some are pending in rows that lag: the copy of one is a plain cache, and the rows go on."""
+    model = model_of("qwen3_next")
+    talks, batch = [Talk(model, number, 9) for number in (1, 2, 3)], Batch(model, 3e-5)
+    for talk in talks[:2]:
+        batch.join(talk)
+    batch.verify(4, [3, 1])
+    for row, talk in enumerate(talks[:2]):
+        cache = batch.rows.alone(row)
+        assert type(cache.layers[0]) is LinearAttentionLayer and not hasattr(cache.layers[0], "pending")
+        out = model(torch.tensor([[talk.token]]), **cache_argument(model, cache), use_cache=True)
+        assert_close(out.logits[:, -1], talk.logits[talk.done], 3e-5)
+    batch.join(talks[2])  # beside rows with tokens that are pending
+    batch.verify(3, [1, 2, 3])
+    batch.leave(0)
+    batch.step()
+
+
+@torch.no_grad()
+def test_a_rollback_of_states_that_do_not_lag_moves_none():
+    """Where all rows roll back: what was held in front of the step takes the place of the states."""
+    model = model_of("lfm2_moe")
     batch = Batch(model)
     batch.join(Talk(model, 1, 3))
     rows = batch.rows

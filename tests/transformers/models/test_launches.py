@@ -148,6 +148,15 @@ def test_launches_of_a_layer_for_guesses(simulated, architecture):
     assert counts[0] == counts[1] == counts[2] > 0 and len(captures_of(model).programs) == 1
 
 
+@pytest.mark.slow("a model of tiny layers is captured three times")
+def test_states_that_lag_launch_nothing_more(simulated):
+    """The kernels of a token and of several take in what the tokens before have left."""
+    model = accelerated("qwen3_next")
+    assert captured_by_type(simulated, model, lags=True) == captured_by_type(simulated, model)
+    found = captured_by_type(simulated, model, tokens=(2, 3, 4), lags=True)
+    check_types(found, VERIFIED["qwen3_next"])
+
+
 STATES = {"of the last layer": -1, "of two layers": (1, 2)}  # numbers of states that guesses rest on
 
 

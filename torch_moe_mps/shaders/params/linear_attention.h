@@ -15,6 +15,8 @@ struct ConvParams {
   uint32_t weight_dtype;
   uint32_t has_bias;
   uint32_t bias_dtype;
+  uint32_t pending;  // tokens that a row has room for; 0 without any
+  uint32_t keep;
 };
 
 #define DECAY_LOG 0
@@ -57,6 +59,8 @@ struct LinearAttentionParams {
   uint32_t has_norm;  // of the result, with a gate
   uint32_t norm_dtype;
   uint32_t gate_is_sigmoid;
+  uint32_t pending;  // tokens that a row has room for; 0 without any
+  uint32_t keep;
   float l2norm_eps;
   float scale;
   float lower_bound;

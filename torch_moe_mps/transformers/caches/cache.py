@@ -23,6 +23,7 @@ from ..basics.state import CLASS_MARK, NOTHING, STATE, state_of
 from ..upstream.caches import GROWING, CacheLayerMixin
 from ..upstream.calls import cache_among, cache_name, decoder_cache
 from .held import HeldEntries
+from .lagging import Lagging
 from .layers import Made, growing_class
 from .quantized_states import QuantizedStates, can_be_quantized
 from .state import LayerState
@@ -82,6 +83,9 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     follow_moved()
     if is_plain:
+        for layer in cache.layers:
+            if isinstance(layer, Lagging):
+                layer.show_pending()
         _note_unknown(module, _grow(cache, CACHE_BITS if quantizes else None))
         positions = kwargs.get("position_ids", args[2] if len(args) > 2 else None)
         if positions is not None:

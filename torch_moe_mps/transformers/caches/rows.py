@@ -13,7 +13,7 @@ other one is a state of each row. Shapes: B rows, S tokens.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from ..basics.key_range import NO_END, RANGE
 from ..upstream.caches import DummyLayer, LinearAttentionCacheLayerMixin
 from . import growing
 from .held import HeldEntries
+from .lagging import Lagging, can_lag, lagging, settled
 from .layers import Made
 from .quantized_states import QuantizedStates
 from .state import LayerState, Name, copy_of_cache, copy_of_layer, parts
@@ -57,12 +58,13 @@ class Rows:
     Attributes:
         cache: of all rows; None without any.
         lengths: how many tokens each row has.
-        are_states: layers have states that hold all tokens, such as recurrent ones.
+        are_states: layers have states that hold all tokens, such as recurrent ones, and do not lag behind.
     """
 
     are_states = False
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, lagging: Collection[int] = ()):
+        """`lagging`: numbers of the layers whose states may lag behind."""
         self.cache: DynamicCache | None = None
         self.lengths: list[int] = []
         self._device, self._moved = model.device, list[int]()
@@ -76,6 +78,10 @@ class Rows:
         self._shown = self._range = self._positions = torch.empty(0, device=self._device)
         self._left = 0  # steps until a layer has no room for a token
         self._held: list[dict[Name, Tensor]] = []  # copies of states, by layer
+        self._may_lag, self._lags = lagging, False
+        # How many tokens of each row are pending where states lag, as it is and as the device was told.
+        self._pending, self._told = list[int](), list[int]()
+        self._counts = _column([])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -109,6 +115,7 @@ class Rows:
         held = [] if self.cache is None else [LayerState(layer) for layer in self.cache.layers]
         before, values = {**vars(self)}, [state.values() for state in held]
         self.lengths, self._moved, self._order = [*self.lengths], [*self._moved], [*self._order]
+        self._pending = [*self._pending]
         try:
             self._join(cache, moved)
         except BaseException:
@@ -120,7 +127,12 @@ class Rows:
     def _join(self, cache: DynamicCache, moved: int) -> None:
         length = cache.get_seq_length()
         if self.cache is None:
-            self.cache = copy_of_cache(cache, [_copied(layer, length) for layer in cache.layers])
+            layers = [_copied(layer, length) for layer in cache.layers]
+            with_states = [number for number, layer in enumerate(layers) if _states(layer)]
+            if all(number in self._may_lag and can_lag(layers[number]) for number in with_states):
+                for number in with_states:
+                    layers[number] = lagging(layers[number])
+            self.cache = copy_of_cache(cache, layers)
         else:
             pairs = [*zip(self.cache.layers, cache.layers, strict=True)]
             for layer, one in pairs:
@@ -131,13 +143,14 @@ class Rows:
         self.lengths.append(length)
         self._moved.append(moved)
         self._order.append(deque(range(length)))
+        self._pending.append(0)
         self._changed()
 
     def leave(self, row: int) -> None:
         """Gives a row up: the last one takes its number and its place."""
         assert self.cache is not None
         last = len(self) - 1
-        lists: tuple[list[Any], ...] = self.lengths, self._moved, self._order
+        lists: tuple[list[Any], ...] = self.lengths, self._moved, self._order, self._pending
         for of_rows in lists:
             of_rows[row] = of_rows[last]
             del of_rows[last]
@@ -155,11 +168,15 @@ class Rows:
         if any(token != place for place, token in enumerate(order)):
             places = torch.tensor(order).argsort().to(self._device)
         layers = [_alone(layer, row, self.lengths[row], places) for layer in self.cache.layers]
+        layers = [settled(one, self._pending[row]) if isinstance(one, Lagging) else one for one in layers]
         return copy_of_cache(self.cache, layers)
 
     def arguments(self, tokens: int = 1) -> dict[str, Any]:
         """Arguments of the call for the next tokens of each row, beside the tokens [B, T] and the cache."""
         self.make_room(tokens)
+        if self._lags and self._pending != self._told:
+            self._counts.copy_(_column(self._pending))
+            self._told = self._pending
         end = self.end + tokens
         mask = {}
         if len(self) > 1:
@@ -186,6 +203,8 @@ class Rows:
         self.lengths = [length + tokens for length in self.lengths]
         self._positions = self._positions + tokens
         self._left -= tokens
+        if self._lags:
+            self._pending = [tokens if tokens > 1 else 0] * len(self)
 
     def hold(self) -> None:
         """Copies states that hold all tokens, so that all tokens behind these can be taken back together.
@@ -201,8 +220,8 @@ class Rows:
     def take_back(self, tokens: Sequence[int]) -> None:
         """Undoes the last tokens of each row, for which there was room: the others are as they were.
 
-        Rows may lose different numbers of those that the last call has added. Where there are states that
-        hold all tokens, a row loses all since `hold`, or none.
+        Rows may lose different numbers of those that the last call has added. Where `are_states`, a row loses
+        all since `hold`, or none.
         """
         assert self.cache is not None
         end, least = self.end, min(tokens)
@@ -211,6 +230,8 @@ class Rows:
                 order.pop()
         self.lengths = [length - count for length, count in zip(self.lengths, tokens, strict=True)]
         self._left += least
+        if self._lags:
+            self._pending = [pending - count for pending, count in zip(self._pending, tokens, strict=True)]
         behind = {row: count - least for row, count in enumerate(tokens) if count > least}
         for layer in self.cache.layers:
             take_back(layer, least, self.end, end - least - self.end)
@@ -240,7 +261,14 @@ class Rows:
         """Notes that there are other rows, or that they lie in other memory."""
         assert self.cache is not None
         self._left = min((_room(layer) for layer in self.cache.layers), default=1)
-        self.are_states = any(map(_states, self.cache.layers))
+        lag = [layer for layer in self.cache.layers if isinstance(layer, Lagging)]
+        self._lags = bool(lag)
+        self.are_states = not lag and any(map(_states, self.cache.layers))
+        if lag:
+            self._counts = _column(self._pending).to(self._device)
+            self._told = self._pending
+        for layer in lag:
+            layer.set_counts(self._counts)
         while self._context < self.end + self._left:  # one size for all, so that strides of masks stay
             self._context *= 2
         self._place()
@@ -338,7 +366,8 @@ def _check_alike(layer: Any, one: Any) -> None:
         [([c[1:] for c in held.columns], *_kind(held.memory)) for held in _memories(item)]
         for item in (layer, one)
     )
-    if type(layer) is not type(one) or own != other:
+    kind = Lagging.plain if isinstance(layer, Lagging) else type(layer)
+    if kind is not type(one) or own != other:
         raise NotJoinable("its cache holds another kind of states than those of the others")
 
 
@@ -436,7 +465,8 @@ def _join(layer: Any, one: Any, end: int) -> None:
         if len(base) == rows:
             base = state.new_empty((_more(rows + 1), *state.shape[1:]))
             base[:rows] = state
-        base[rows] = others[name][0]
+        if name in others:  # nothing is pending behind the states of another
+            base[rows] = others[name][0]
         _put_state(layer, name, base, rows + 1)
     _count(layer, end)
 
@@ -485,6 +515,10 @@ def _copied(layer: Any, tokens: int) -> Any:
     LayerState(copied).put({name: state.clone() for name, state in _states(layer).items()})
     _count(copied, tokens)
     return copied
+
+
+def _column(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)[:, None]
 
 
 def _room_of(held: _Memory) -> int:

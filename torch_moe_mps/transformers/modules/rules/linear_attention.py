@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ....ops.linear_attention import MAX_KEY_WIDTH
+from ...basics.pending import pending_of, state_before
 from ...basics.report import Done
 from ..functions import InPlace
 from .trial import agrees, tried
@@ -35,7 +36,15 @@ def causal_conv(function: Callable, *args: Any, **named: Any) -> Tensor:
     """function(x, conv_state, weight, bias, activation), which updates conv_state in place."""
     known = len(args) > 1 and named.keys() <= _NAMED
     out = _convolved(*args, **named) if known else None
+    if out is None and len(args) > 1:
+        _refuse_pending(args[1])
     return function(*args, **named) if out is None else out
+
+
+def _refuse_pending(state: Tensor | None) -> None:
+    """Raises: RuntimeError for a state that other code would take for one that is not behind."""
+    if state is not None and pending_of(state, 1):
+        raise RuntimeError("torch_moe_mps: the model's own code cannot read a state with pending tokens")
 
 
 def _convolved(
@@ -47,33 +56,45 @@ def _convolved(
     known = all(tensor.dtype in ACTIVATION_DTYPES and tensor.device == x.device for tensor in present)
     if name is None or not known or conv_state.shape[-1] < weight.shape[-1] - 1:
         return None
-    return ops.causal_conv1d_update_(x.mT, conv_state, weight, bias, name).mT
+    pending = pending_of(conv_state, x.shape[-1])
+    return ops.causal_conv1d_update_(x.mT, conv_state, weight, bias, name, **pending).mT
 
 
 def causal_conv_of_prompt(function: Callable, *args: Any, **options: Any) -> Tensor:
-    """function(x, weight, bias, activation, **options), which sees nothing in front of x."""
+    """function(x, weight, bias, activation, **options), which sees nothing in front of x but what x knows."""
     named = {name: value for name, value in options.items() if name in _NAMED}
     plain = all(name in named or _is_flag(name, value) for name, value in options.items())
     out = _convolved_prompt(*args, **named) if plain and args else None
+    if out is None and args:
+        _refuse_pending(state_before(args[0]))
     return function(*args, **options) if out is None else out
 
 
 def _convolved_prompt(x: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Tensor | None:
-    return _convolved(x, x.new_zeros(x.shape[0], *weight.shape), weight, *rest, **named)
+    before = state_before(x)
+    state = x.new_zeros(x.shape[0], *weight.shape) if before is None else before
+    return _convolved(x, state, weight, *rest, **named)
 
 
 def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
-    """function(q, k, v, g=, beta=, **options), and the state, which is another tensor than the given one."""
+    """function(q, k, v, g=, beta=, **options), and the state, which is another tensor than the given one.
+
+    A state with pending tokens is written in place.
+    """
     g, beta, state = (options.get(name) for name in ("g", "beta", "initial_state"))
     if len(args) != 3 or g is None or beta is None or not _known(options) or not _fits(*args, state):
+        _refuse_pending(state)
         return function(*args, **options)
     q, k, v = args
+    pending = {} if state is None else pending_of(state, v.shape[1])
     eps = _L2NORM_EPS if options.get("use_qk_l2norm_in_kernel") else None
     if state is None:
         state = q.new_zeros((v.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)
-    else:
+    elif not pending:
         state = state.clone()
-    out = ops.linear_attention_(q, k, v, g, state, q.shape[-1] ** -0.5, beta=beta, l2norm_eps=eps)
+    out = ops.linear_attention_(
+        *(q, k, v, g, state, q.shape[-1] ** -0.5), beta=beta, l2norm_eps=eps, **pending
+    )
     return out, state if options.get("output_final_state") else None
 
 
