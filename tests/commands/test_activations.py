@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support import serving, trained, trained_models
 from support.serving import chat_checkpoint
+from support.sweep import in_sweep, rows_in_sweep
 from support.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -59,15 +60,15 @@ def own_cache_folder(tmp_path, monkeypatch):
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "model.layers.0.self_attn.o_proj.weight"
 
 
-@pytest.mark.parametrize(
-    "weight, largest_one, dtype, why",
-    [
-        (EMBEDDING, 3.05e4, torch.float16, "they reach 3"),
-        (EMBEDDING, 4.1e4, torch.bfloat16, "in float16 they reach 4"),
-        (OUTPUT, 6e4, torch.bfloat16, "in float16 they overflow their end"),
-        (EMBEDDING, 1e6, torch.bfloat16, "weights that float16 does not hold"),
-    ],
-)
+RANGES = [
+    (EMBEDDING, 3.05e4, torch.float16, "they reach 3"),
+    (EMBEDDING, 4.1e4, torch.bfloat16, "in float16 they reach 4"),
+    (OUTPUT, 6e4, torch.bfloat16, "in float16 they overflow their end"),
+    (EMBEDDING, 1e6, torch.bfloat16, "weights that float16 does not hold"),
+]
+
+
+@pytest.mark.parametrize("weight, largest_one, dtype, why", rows_in_sweep(RANGES, [RANGES[0], RANGES[2]]))
 def test_a_model_runs_in_float16_up_to_half_of_its_range(
     weight, largest_one, dtype, why, letters, tmp_path, capsys
 ):
@@ -129,7 +130,7 @@ def with_a_token_that_overflows(source, target):
     return saved(model, source, target)
 
 
-@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("samples", in_sweep([False, True], [False]))
 def test_behind_an_overflow_the_next_start_is_in_bfloat16(
     samples, letters, tmp_path, capsys, refused, monkeypatch
 ):
@@ -228,6 +229,6 @@ def test_a_file_of_trained_weights_says_paris(smollm2, capsys):
     assert capsys.readouterr().out == "The capital of France is Paris.\n"
 
 
-@pytest.mark.parametrize("architecture", ["bert", "qwen3_next"])
+@pytest.mark.parametrize("architecture", in_sweep(["bert", "qwen3_next"], ["bert"]))
 def test_encoders_and_recurrent_models_are_measured(architecture, tmp_path):
     assert loaded(chat_checkpoint(tmp_path / "model", architecture), "mps").dtype == torch.float16

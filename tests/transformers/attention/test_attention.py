@@ -6,7 +6,8 @@ from support import tiny_models
 from support.launches import launches, prompted
 from support.memory import Memory
 from support.models import in_parts
-from support.sweep import in_sweep
+from support.sweep import covering, in_sweep
+from support.values import EACH_DTYPE
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -84,7 +85,7 @@ def calls_of(monkeypatch) -> list:
     return calls
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_as_the_model(device, dtype, monkeypatch):
     """Few tokens and prompts, with a mask or without."""
     module, calls = layer().to(dtype), calls_of(monkeypatch)
@@ -171,8 +172,7 @@ def test_without_code_of_the_model():
         attention(module, q, k, v, None, scaling=0.3, dropout=0.1)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("cache", "padded"), covering(("dynamic", "static"), (False, True)))
 def test_generate(device, registered, cache, padded):
     """The tokens of eager attention, with sliding windows, on every kind of cache."""
     torch.manual_seed(0)
@@ -218,7 +218,7 @@ TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 WINDOWED = {name: {"sliding_window": 6, **TWO_KINDS} for name in ("gemma2", "gemma4", "gpt_oss")}
 # Architectures whose padded prompts make no mask in any layer.
 WITHOUT_MASKS = ["mixtral", "gemma2", "gemma4", "deepseek_v3", "gpt_oss", "hy_v4", "inkling"]
-OFTEN = ("gemma4", "deepseek_v3", "inkling")
+OFTEN, OFTEN_PADDED = ("deepseek_v3",), ("gemma4", "inkling")
 NO_CACHE = ["openai_privacy_filter"]
 OTHERS = sorted(set(tiny_models.architectures()) - {*WITHOUT_MASKS, *NO_CACHE})
 
@@ -264,7 +264,7 @@ def padded_steps(model, ids) -> list[torch.Tensor]:
     return results
 
 
-@pytest.mark.parametrize("name", in_sweep([*WITHOUT_MASKS, *OTHERS], OFTEN))
+@pytest.mark.parametrize("name", in_sweep([*WITHOUT_MASKS, *OTHERS], OFTEN_PADDED))
 def test_padded_prompts(simulated, name, monkeypatch):
     """They run on the operator, as the tokens behind them do, but for layers whose own code makes a mask."""
     model = tiny_models.tiny_model(name, **WINDOWED.get(name, {})).to("mps").eval()
@@ -342,7 +342,7 @@ def in_windows(model, ids) -> list[torch.Tensor]:
     return in_parts(model, ids, 12, 3, 1)[0]
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma4", "gpt_oss"])
+@pytest.mark.parametrize("name", in_sweep(["gemma2", "gemma4", "gpt_oss"], ["gpt_oss"]))
 def test_windows(simulated, name):
     """Prompts in windows, and those over earlier ones, run on the operator."""
     model = tiny_models.tiny_model(name, sliding_window=6, **TWO_KINDS).to("mps").eval()
@@ -354,7 +354,7 @@ def test_windows(simulated, name):
     torch.testing.assert_close(with_gradients.detach().float().cpu(), expected[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gpt_oss"])
+@pytest.mark.parametrize("name", in_sweep(["gemma4", "gpt_oss"], ["gpt_oss"]))
 def test_a_token_makes_no_mask(simulated, name):
     """Not even where its windows are full."""
     model = tiny_models.tiny_model(name, sliding_window=6, **TWO_KINDS).to("mps").eval()

@@ -163,7 +163,7 @@ def indexer_of(architecture: str, heads: int) -> nn.Module:
         return cls(config.get_text_config(), 0)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ("hy_v4", "axk2")))
 def test_few_heads_are_recognised(architecture):
     """relu leaves no score for many of their keys, of which a trial knows no order."""
     for heads in (2, 4, 16):

@@ -20,11 +20,11 @@ from torch_moe_mps.transformers.caches.growing import latents_together
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
-# hy_v4 has sinks, glm5_next nothing that turns; all of them select keys by an indexer but the first two.
-ALWAYS = ["deepseek_v3", "kimi_linear", "hy_v4", "glm5_next"]
-IN_THE_SWEEP = ["deepseek_v2", "glm4_moe_lite", "mistral4", "axk1", "bailing_hybrid", "glm_moe_dsa"]
-IN_THE_SWEEP += ["deepseek_v32", "axk2", "mistral_large4", "dots3_note", "longcat_flash", "youtu", "minicpm3"]
-MODELS = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.sweep) for name in IN_THE_SWEEP)]
+# Sinks, and nothing that turns; both select keys by an indexer.
+OFTEN = ("deepseek_v3", "hy_v4", "glm5_next")
+MODELS = [*OFTEN, "kimi_linear", "deepseek_v2", "glm4_moe_lite", "mistral4", "axk1", "bailing_hybrid"]
+MODELS += ["glm_moe_dsa", "deepseek_v32", "axk2", "mistral_large4", "dots3_note", "longcat_flash", "youtu"]
+MODELS.append("minicpm3")
 IDS = torch.randint(1, 90, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
@@ -38,7 +38,7 @@ def layers_of(model) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "expand_kv")]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", in_sweep(MODELS, OFTEN))
 def test_models(simulated, name):
     """The logits of a prompt, of a token and of a few, as in float64; nothing is expanded."""
     model = tiny_model(name)
@@ -59,7 +59,7 @@ def test_models(simulated, name):
         assert latents_together(held.keys, held.values).shape[3] == held.keys.shape[3] + held.values.shape[3]
 
 
-@pytest.mark.parametrize("options", [{"bits": 4}, {"mode": "mxfp4"}], ids=str)
+@pytest.mark.parametrize("options", in_sweep([{"bits": 4}, {"mode": "mxfp4"}], [{"bits": 4}]), ids=str)
 def test_quantised_weights(simulated, options):
     """The rows of the quantised projection, where they lie: as if it expanded the latents."""
     with tiny_models.groups_of_32(), tiny_models.sizes(q_lora_rank=32, kv_lora_rank=32):
@@ -201,7 +201,7 @@ def attention_of(name):
     return layers_of(model)[0].requires_grad_(False)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", in_sweep(MODELS, OFTEN[:1]))
 def test_error_is_that_of_expanded_keys_and_values(simulated, name):
     """bfloat16 against float64, 300 cached latents, four queries.
 

@@ -410,7 +410,9 @@ GENERATION = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize(
+    "architecture", in_sweep(["qwen3_moe", "gpt_oss", "qwen3_next"], ["gpt_oss", "qwen3_next"])
+)
 def test_generate_gives_the_same_tokens(architecture):
     """The same model with and without the cache that grows: the same scores, bit for bit."""
     model = tiny_model(architecture, sliding_window=8)
@@ -529,7 +531,7 @@ def test_a_model_with_a_cache_in_8_bits(device, architecture, heads):
     assert torch.equal(steps(model, ids)[0], exact)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("architecture", in_sweep(["qwen3_moe", "gpt_oss"], ["gpt_oss"]))
 def test_the_kernels_of_a_cache_in_8_bits(simulated, architecture):
     """One for the keys and one for the values of a layer, and the attention that reads them, windows too."""
     model = tiny_model(architecture, sliding_window=8, **WIDE).to("mps")

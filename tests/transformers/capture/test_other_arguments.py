@@ -66,7 +66,8 @@ class Talk:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("batch", in_sweep((1, 3), (3,)))
+@pytest.mark.sweep
+@pytest.mark.parametrize("batch", (1, 3))
 def test_rwkv(simulated, batch):
     """Two conversations in turn and a fork of one: logits and states of the own code in float64.
 

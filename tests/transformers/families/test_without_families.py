@@ -84,9 +84,10 @@ def without(folders, names, tmp_path) -> dict:
 ALWAYS = ("gemma4", "gpt_oss", "deepseek_v4", "qwen4_exp")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "folders",
-    [[*FAMILIES], *(pytest.param([each], marks=pytest.mark.sweep) for each in FAMILIES)],
+    [[*FAMILIES], *([each] for each in FAMILIES)],
     ids="+".join,
 )
 def test_without(folders, tmp_path):

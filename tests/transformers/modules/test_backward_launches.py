@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from support.launches import Launches, kernels_of, model_on_mps
+from support.sweep import in_sweep
 from torch import nn
 
 import torch_moe_mps
@@ -49,7 +50,7 @@ def quantised(architecture: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("architecture", in_sweep(["qwen3_moe", "gpt_oss"], ["gpt_oss"]))
 def test_backward_of_a_layer(simulated, architecture):
     model = quantised(architecture)
     experts = experts_of(model)

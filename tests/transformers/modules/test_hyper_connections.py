@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import assert_close, eager, in_parts, operators_of
+from support.sweep import in_sweep
 
 import torch_moe_mps
 
@@ -33,7 +34,7 @@ def logits_of(model):
     return torch.cat(in_parts(model, ids, 1, 3)[0], 1)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ("deepseek_v4", "glm5_next")))
 def test_prompts_and_steps(architecture):
     model = model_of(architecture)
     expected = logits_of(model)
@@ -46,7 +47,7 @@ def test_prompts_and_steps(architecture):
     assert MIX not in operators_of(lambda: logits_of(model))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ("hy_v4",)))
 def test_streams_are_no_further_from_the_exact_ones_than_by_the_own_code(architecture):
     """What a module gives for streams in bfloat16, and what the model's own code does."""
     model = model_of(architecture, torch.bfloat16)

@@ -9,6 +9,7 @@ from support import tiny_models
 from support.launches import launches
 from support.linear_attention import decoded, layer_of, model_of, step
 from support.models import assert_close, eager, operators_of, prompt
+from support.sweep import in_sweep
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import torch_moe_mps
@@ -24,7 +25,7 @@ ARCHITECTURES = ("qwen3_next", "qwen3_5_moe")
 STEP = {"causal_conv1d_update_": 1, "linear_attention_": 1, "rms_norm_gated": 1}
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ("qwen3_5_moe",)))
 def test_step_by_step(architecture):
     """Logits and states of the cache over several steps, and the operators of a step and of a prompt."""
     model = model_of(architecture)
@@ -42,7 +43,7 @@ def test_step_by_step(architecture):
         assert operators_of(lambda: layer(x)) == STEP
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ("qwen3_next",)))
 def test_prompts_in_pieces(architecture):
     """A prompt of more than one of the model's chunks, whole and cut in two: logits and states."""
     model = model_of(architecture)
@@ -83,7 +84,7 @@ CONV_WITH_KEYWORDS = ("kimi_linear", "bailing_hybrid", "granitemoehybrid", "jamb
 MAMBA = {"nemotron_h": {"layers_block_type": ["mamba", "attention"]}}
 
 
-@pytest.mark.parametrize("architecture", CONV_WITH_KEYWORDS)
+@pytest.mark.parametrize("architecture", in_sweep(CONV_WITH_KEYWORDS, ("bailing_hybrid",)))
 def test_a_convolution_called_with_keywords(architecture):
     model = eager(tiny_models.tiny_model(architecture, **MAMBA.get(architecture, {})))
     expected, _ = decoded(model, 2)

@@ -77,7 +77,7 @@ def test_prompts_and_steps(architecture):
     assert not {*SCANS} & operators_of(lambda: logits_of(model)).keys()
 
 
-@pytest.mark.parametrize("architecture", in_sweep(FORMS, OF_EACH_KIND))
+@pytest.mark.parametrize("architecture", in_sweep(FORMS, ("kimi_linear", "minimax")))
 def test_no_further_from_the_exact_result_than_the_own_code(architecture):
     """Layers in bfloat16: the median distance from a wide result, of the operators and of the own code."""
     model = model_of(architecture, torch.bfloat16)
@@ -117,7 +117,7 @@ def test_packed_sequences_are_refused_as_ever():
         layer_of(model)(torch.ones(1, 4, 32), cu_seqlens=torch.tensor([0, 2, 4]))
 
 
-@pytest.mark.parametrize("architecture", in_sweep(FORMS, OF_EACH_KIND))
+@pytest.mark.parametrize("architecture", in_sweep(FORMS, ("granitemoehybrid", "jamba")))
 def test_launches_and_memory_of_prompts(simulated, architecture):
     """The launches of a layer do not grow with a prompt, and the tensors it makes grow as its length does."""
     model = model_of(architecture, torch.bfloat16).to("mps")
