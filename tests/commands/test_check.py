@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.faults import broken
 from support.processes import REPOSITORY, forked
+from support.sweep import in_sweep
 
 from torch_moe_mps.commands import check, main
 from torch_moe_mps.ops import OPERATORS
@@ -38,7 +39,12 @@ def report() -> dict:
         return json.load(file)
 
 
-def test_everything_is_built_and_compared(few, capsys):
+OFTEN = ["fused_norm_add", "moe_router", "moe_experts_quantized"]
+
+
+@pytest.mark.parametrize("operators", in_sweep((OFTEN, check.OPERATORS), [OFTEN]), ids=len)
+def test_everything_is_built_and_compared(few, capsys, monkeypatch, operators):
+    monkeypatch.setattr(check, "OPERATORS", operators)
     assert main(ONE) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("Simulated Apple GPU, macOS none, torch 2.") and len(out) < 7
