@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from support import tiny_models
+from support.jobs import octets_of
 from support.models import eager
 from transformers import GenerationConfig
 
@@ -208,7 +209,7 @@ def test_what_waits_for_a_slow_disk_is_within_the_memory(tmp_path, monkeypatch):
         own(self, *given)
 
     monkeypatch.setattr(Disk, "_write_part", slow)
-    octets = answer(model, None, Asked(LONG)).kept[0].nbytes()
+    octets = octets_of(answer(model, None, Asked(LONG)).kept[0])
     disk = Disk(tmp_path, MEMORY)
     prompts = Prompts(int(2.5 * octets), disk=disk)
     batch, asked = Batch(model, prompts, 1), [Asked(LONG.roll(n)) for n in range(9)]

@@ -9,10 +9,10 @@ import openai
 import pytest
 import torch
 from support import scripted, serving, tiny_models
-from support.jobs import ids_of
+from support.jobs import ids_of, octets_of
 from support.models import eager
 from support.serving import said
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 import torch_moe_mps
 from torch_moe_mps.macs import machine_memory
@@ -100,7 +100,7 @@ class Watched(Prompts):
         class Noting(list):
             def append(self, kept: Kept) -> None:
                 super().append(kept)
-                seen.append(sum(each.nbytes() for each in self))
+                seen.append(sum(octets_of(each) for each in self))
 
         self._kept = Noting(values)
 
@@ -115,7 +115,35 @@ def test_kept_prompts_take_no_more_than_their_memory_at_any_time():
             answered(engine, ids_of(number, 30))
         engine.close()
         assert len(prompts.seen) >= 5 and max(prompts.seen) <= memory and len(prompts.kept) == count
-        memory = 2 * max(each.nbytes() for each in prompts.kept)
+        memory = 2 * max(octets_of(each) for each in prompts.kept)
+
+
+def test_a_prompt_that_is_kept_looks_at_no_other_ones_tensors(tmp_path, monkeypatch):
+    """Whoever asks for many short answers would hold the others up; the oldest prompts go."""
+    monkeypatch.setattr(prompts_module, "_MOST", 9)
+    counts, made = list[int](), list[Kept]()
+    for module in (prompts_module, disk_module):
+        monkeypatch.setattr(module, "storages_of", _counting(counts, module.storages_of))
+    prompts = Prompts(1 << 30, disk=Disk(tmp_path, 1 << 30))
+    prompts.read(small())
+    for number in range(30):
+        made.append(Kept(torch.tensor([number, 5]), DynamicCache()))
+        made[-1].cache.update(torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8), 0)
+        del counts[:]
+        prompts.put(made[-1])
+        assert counts == [2, 2]  # keys and values, in memory and for the disk
+        assert prompts.kept == made[-9:] and prompts.octets == sum(map(octets_of, prompts.kept))
+    prompts.shrink(3 * octets_of(made[0]))
+    assert prompts.kept == made[-3:]
+    prompts.write(small())
+
+
+def _counting(counts: list[int], own):
+    def counted(tensors):
+        counts.append(len(tensors := [*tensors]))
+        return own(tensors)
+
+    return counted
 
 
 @pytest.mark.parametrize("kind", ["side by side", "one by one"])

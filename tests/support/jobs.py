@@ -24,6 +24,12 @@ def ids_of(number: int, length: int) -> torch.Tensor:
     return torch.randint(2, 90, (1, length), generator=torch.Generator().manual_seed(number))
 
 
+def octets_of(kept) -> int:
+    """Bytes of all memory that a kept prompt lies in."""
+    storages = [tensor.untyped_storage() for tensor in kept.tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
 class Asked:
     """A job, and what came of it."""
 

@@ -66,7 +66,7 @@ class OnDevice:
 
     def prompts_held(self) -> tuple[int, int]:
         kept = [] if self._prompts is None else [*self._prompts.kept]
-        return len(kept), sum(prompt.nbytes() for prompt in kept)
+        return len(kept), sum(prompt.octets for prompt in kept)
 
     @property
     def disk(self) -> Disk | None:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from ..transformers.caches.parts import (
     read_part,
 )
 from ..transformers.caches.prompt_cache import fits_one_prefix, kept_states, key_of, new_cache
-from ..transformers.caches.state import LayerState, bytes_of_storages, copy_of_cache, copy_of_layer
+from ..transformers.caches.state import LayerState, copy_of_cache, copy_of_layer, storages_of
 
 log = logging.getLogger(__name__)
 BLOCK = 256  # tokens
@@ -61,6 +61,7 @@ class _Snapshot:
     states: dict[int, dict[int, dict[str, Any]]]
     key: str
     names: list[str]  # a whole block each
+    storages: dict[int, int]  # {address: bytes}
     parts: Iterator[tuple[str, Part]] = field(default_factory=lambda: iter(()))
 
 
@@ -126,24 +127,22 @@ class Disk:
         ends = {position: state for position, state in states.items() if position < len(ids)}
         if own := kept_states(cache):
             ends[len(ids)] = own
-        snapshot = _Snapshot(ids, copied, ends, self._key, _names(self._key, ids))
+        storages = storages_of(tensors_of(copied, ends))
+        snapshot = _Snapshot(ids, copied, ends, self._key, _names(self._key, ids), storages)
         snapshot.parts = self._parts(snapshot)
         self._pending = deque(old for old in self._pending if not _begins(ids, old.ids))
         self._pending.append(snapshot)
 
-    def shrink(self, memory: int, held: Iterable[Tensor]) -> None:
+    def shrink(self, memory: int, held: Mapping[int, int]) -> None:
         """Gives up what is not written yet, the oldest first, until all take at most so many bytes.
 
         Args:
-            held: tensors of prompts that stay, whose memory may be that of what is not written.
+            held: {address: bytes} of prompts that stay, which may be what is not written.
         """
-        if not self._pending:
-            return
-        held = [*held]
-        room = max(0, memory - (beside := bytes_of_storages(held)))
+        room = max(0, memory - sum(held.values()))
         while self._pending:
-            own = [tensor for each in self._pending for tensor in tensors_of(each.cache, each.states)]
-            if bytes_of_storages([*held, *own]) - beside <= room:
+            own = {place: size for each in self._pending for place, size in each.storages.items()}
+            if sum(size for place, size in own.items() if place not in held) <= room:
                 return
             self._pending.popleft()
 

@@ -23,7 +23,7 @@ from ..transformers.caches.prompt_cache import (
     prefix,
     save_prompt_cache,
 )
-from ..transformers.caches.state import bytes_of_storages
+from ..transformers.caches.state import storages_of
 from ..transformers.checkpoints.quantize.sizes import top_k
 from .disk import Disk, Restoring, tensors_of
 
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 LONGEST = 1 << 24  # tokens of models that read any number: longer than any window or context
 _WORTH = 256  # tokens that are worth a new file
+_MOST = 512  # prompts that are kept: a new one is compared with each of them
 _BETWEEN_PARTS, _BETWEEN_LOOKS = 0.01, 1.0  # seconds: parts of a prompt for the disk; looks at the memory
 
 
@@ -52,14 +53,23 @@ class Images:
 
 @dataclass(eq=False)
 class Kept:
-    """A prompt with what was generated: its tokens [T], their cache, and states for shorter prefixes."""
+    """A prompt with what was generated: its tokens [T], their cache, and states for shorter prefixes.
+
+    Attributes:
+        number: counts all that were put.
+        storages: its memory when it was put, {address: bytes}.
+        octets: of these.
+        adapters: added by the model where it was computed; None of a file is what it adds now.
+    """
 
     ids: Tensor
     cache: DynamicCache
     states: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     images: Images | None = None
-    number: int = 0  # counts all that were put
-    adapters: Any = None  # added by the model where it was computed; None of a file is what it adds now
+    number: int = 0
+    storages: dict[int, int] = field(default_factory=dict)
+    octets: int = 0
+    adapters: Any = None
 
     def usable(self, ids: Tensor, images: Images | None = None) -> int:
         """How many tokens another prompt shares, with states for so many; one of it is always computed.
@@ -79,9 +89,6 @@ class Kept:
     @property
     def tensors(self) -> list[Tensor]:
         return tensors_of(self.cache, self.states)
-
-    def nbytes(self) -> int:
-        return bytes_of_storages(self.tensors)
 
 
 class Prompts:
@@ -114,7 +121,7 @@ class Prompts:
             return Kept(ids[:0], new, adapters=self._adapters)
         whole = tokens == len(best.ids)
         # A part is copied when it is added to: if there is no memory for both, the other is given up.
-        if whole or best.nbytes() * 2 > self.memory:
+        if whole or best.octets * 2 > self.memory:
             self.kept.remove(best)
         if whole:
             return best
@@ -134,7 +141,10 @@ class Prompts:
             if getattr(layer, "record_past", False):  # for guessed tokens, which are cut off again
                 layer.record_past = False
         self.kept = [other for other in self.kept if not _begins(kept, other)]
-        self._give_up(self.memory - kept.nbytes())
+        del self.kept[: max(0, len(self.kept) + 1 - _MOST)]
+        kept.storages = storages_of(kept.tensors)
+        kept.octets = sum(kept.storages.values())
+        self._give_up(self.memory - kept.octets)
         self.kept.append(kept)
         self.put_so_far += 1
         kept.number = self.put_so_far
@@ -149,17 +159,27 @@ class Prompts:
         """
         self._give_up(memory, least)
         if self.disk is not None:
-            self.disk.shrink(memory, (tensor for kept in self.kept for tensor in kept.tensors))
+            self.disk.shrink(
+                memory, {place: size for kept in self.kept for place, size in kept.storages.items()}
+            )
+
+    @property
+    def octets(self) -> int:
+        """Octets of all that are kept; memory that several share counts in each."""
+        return sum(kept.octets for kept in self.kept)
 
     def _give_up(self, memory: int, least: int = 0) -> None:
-        while len(self.kept) > least and sum(other.nbytes() for other in self.kept) > memory:
-            del self.kept[0]
+        octets, first = self.octets, 0
+        while len(self.kept) - first > least and octets > memory:
+            octets -= self.kept[first].octets
+            first += 1
+        del self.kept[:first]
 
     def halve(self) -> None:
         """Gives up the older half of what is kept, and what the disk has not written: there is no memory."""
         if self.disk is not None:
             self.disk.forget()
-        self.shrink(sum(kept.nbytes() for kept in self.kept) // 2)
+        self.shrink(self.octets // 2)
 
     def restoring(self, model: Any, inputs: dict[str, Any]) -> Restoring | None:
         """Begins to read what the disk has of a prompt and memory has not; None where that is nothing.

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.guesses import Answered, Partly, prompts, settings
+from support.jobs import octets_of
 from support.models import eager
 from support.mtp import guessed, with_mtp
 from support.sweep import in_sweep
@@ -128,7 +129,7 @@ def test_they_are_in_the_memory_plan(models):
     assert guesses.held(row) == (99 + 98) * token + waiting
     guesses.left(row)
     (kept,) = source.prompts.kept
-    assert guesses.shrink(1 << 20) == (1 << 20) - kept.nbytes() and source.prompts.kept == [kept]
+    assert guesses.shrink(1 << 20) == (1 << 20) - octets_of(kept) and source.prompts.kept == [kept]
     assert guesses.shrink(100) == 100 and not source.prompts.kept
 
 

@@ -69,7 +69,7 @@ class Guessing:
         kept = [own for each in self._sources.values() if (own := getattr(each, "prompts", None)) is not None]
         for prompts in kept:
             prompts.shrink(max(0, memory) // (2 * len(kept)))
-        return memory - sum(each.nbytes() for prompts in kept for each in prompts.kept)
+        return memory - sum(prompts.octets for prompts in kept)
 
     def give_up(self, reason: object) -> None:
         """Guesses nothing any more; a line of the log says why."""

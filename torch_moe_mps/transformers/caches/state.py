@@ -6,7 +6,7 @@ counts or captures a cache asks here. `growing` has the memories that the tensor
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -101,8 +101,7 @@ def attributes_of(cache: Cache) -> dict[str, Any]:
     return cache.__dict__
 
 
-def bytes_of_storages(tensors: Sequence[Tensor]) -> int:
-    """Bytes of all memory that some tensors lie in, with the room behind them; shared memory counts once."""
+def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """{address: bytes} of all memory that some tensors lie in, with the room behind them."""
     plain = chain.from_iterable(map(parts, tensors))
-    storages = {s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, plain)}
-    return sum(storages.values())
+    return {s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, plain)}
