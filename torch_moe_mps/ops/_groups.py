@@ -11,6 +11,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 _EMPTY = inspect.Parameter.empty
@@ -26,13 +27,13 @@ def prefixed(group: Made) -> Made:
 
 class Group(NamedTuple):
     """Attributes:
-    make: the class.
-    names: arguments, in the order of its fields.
+    make: its `_make`, from values in the order of the fields.
+    values: those of its fields, two at least, from all arguments by name.
     may_be_none: the function gets None where all arguments are.
     """
 
-    make: Any
-    names: tuple[str, ...]
+    make: Callable[[Any], Any]
+    values: Callable[[dict[str, Any]], tuple[Any, ...]]
     may_be_none: bool
 
 
@@ -61,7 +62,7 @@ class Grouped:
         may_be_none = types.NoneType in cases
         prefix = f"{parameter.name}_" if make in _PREFIXED else ""
         names = tuple(f"{prefix}{field}" for field in make._fields)
-        self.groups[parameter.name] = Group(make, names, may_be_none)
+        self.groups[parameter.name] = Group(make._make, itemgetter(*names), may_be_none)
         arguments = []
         for name, (field, kind) in zip(names, typing.get_type_hints(make).items(), strict=True):
             default = None if may_be_none else make._field_defaults.get(field, _EMPTY)
@@ -74,8 +75,8 @@ class Grouped:
         if not self.groups:
             return given
         made = {name: given[name] for name in self.alone if name in given}
-        for parameter, (make, names, may_be_none) in self.groups.items():
-            values = [given[name] for name in names]
+        for parameter, (make, values_of, may_be_none) in self.groups.items():
+            values = values_of(given)
             is_none = may_be_none and all(value is None for value in values)
-            made[parameter] = None if is_none else make(*values)
+            made[parameter] = None if is_none else make(values)
         return made

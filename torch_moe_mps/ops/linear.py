@@ -302,7 +302,8 @@ def embedding_quantized(
     out = torch.zeros(*flat.shape, columns, dtype=dtype, device=ids.device)
     inside = ((flat >= 0) & (flat < rows)).nonzero().squeeze(-1)
     flat = flat[inside]
-    out[inside] = weight.values(flat).to(dtype)
+    values = kept(packed, scales, biases, format)
+    out[inside] = (weight.values(flat) if values is None else values[flat]).to(dtype)
     return out.view(*ids.shape, columns)
 
 

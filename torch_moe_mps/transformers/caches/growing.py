@@ -71,6 +71,8 @@ def extended(
     nobody uses, only `new` is written; else both are copied to memory with `room` for more tokens, or room
     for a share of them.
     """
+    if len(held) == 1 and not quantized and (longer := _written_behind(held[0], new[0])) is not None:
+        return (longer,)
     is_first = held[0].dim() == 1  # transformers starts with such a tensor
     if not all(type(part) in PLAIN for part in new) or not (is_first or all(map(_alike, held, new))):
         return [torch.cat(parts, dim=-2) for parts in zip(held, new, strict=True)]
@@ -95,6 +97,19 @@ def extended(
         start = start_of(held[0])
     _write(memory, start + before, new, widths)
     return columns_of(view_of(memory, start, before + tokens), widths)
+
+
+def _written_behind(held: Tensor, new: Tensor) -> Tensor | None:
+    """`extended` for most tokens: one tensor, whose memory has room. None for all others."""
+    memory: Tensor | None = getattr(held, MEMORY, None)
+    if type(memory) not in PLAIN or type(new) not in PLAIN or memory.shape[-1] != held.shape[-1]:
+        return None
+    tokens, before = new.shape[-2], held.shape[-2]
+    if not _alike(held, new) or not _has_room((held,), memory, tokens):
+        return None
+    start = start_of(held)
+    memory.narrow(-2, start + before, tokens).copy_(new)
+    return view_of(memory, start, before + tokens)
 
 
 def slots_behind(held: Any, new: Tensor) -> Tensor | None:
@@ -139,12 +154,8 @@ def _write(memory: Tensor, start: int, states: Sequence[Tensor], widths: Sequenc
 
 
 def _alike(held: Tensor, new: Tensor) -> bool:
-    return (
-        held.dtype == new.dtype
-        and held.device == new.device
-        and held.shape[:-2] == new.shape[:-2]
-        and held.shape[-1] == new.shape[-1]
-    )
+    (*many, _, width), (*others, _, other) = held.shape, new.shape
+    return held.dtype is new.dtype and width == other and many == others and held.device == new.device
 
 
 def _has_room(held: Sequence[Tensor], memory: Tensor, tokens: int) -> bool:
