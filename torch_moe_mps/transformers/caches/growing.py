@@ -101,7 +101,7 @@ def extended(
 
 def _written_behind(held: Tensor, new: Tensor) -> Tensor | None:
     """`extended` for most tokens: one tensor, whose memory has room. None for all others."""
-    memory: Tensor | None = getattr(held, MEMORY, None)
+    memory: Any = getattr(held, MEMORY, None)
     if type(memory) not in PLAIN or type(new) not in PLAIN or memory.shape[-1] != held.shape[-1]:
         return None
     tokens, before = new.shape[-2], held.shape[-2]
