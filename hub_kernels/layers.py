@@ -31,7 +31,7 @@ def _convolved(
         thread_tokens=each, silu=activation is not None, state_dtype=dtype_code(state),
         weight_dtype=dtype_code(weight), has_bias=bias is not None, bias_dtype=dtype_code(bias),
     )  # fmt: skip
-    tensors = [rows, held, weight, output if bias is None else bias.contiguous(), output]
+    tensors = [rows, held, weight, output if bias is None else bias.contiguous(), *[output] * 3]
     threads = CONSTANTS["kConvThreads"]
     groups = [_blocks(channels, threads), _blocks(tokens, each), batch]
     launch("linear_attention", "causal_conv1d_update", tensors, params, groups, threads)
@@ -73,7 +73,7 @@ def _delta_rule(
     simdgroups = _blocks(value_width, _SIMD * CONSTANTS["kScanRows"] // rows * CONSTANTS["kScanColumns"])
     own = min(simdgroups, CONSTANTS["kSliceSimdgroups"])
     absent = [output] * 3
-    tensors = [query, key, value, g, beta, *absent, state, output, output, output]
+    tensors = [query, key, value, g, beta, *absent, state, output, *absent, output]
     kernel = f"{'channel' if g.dim() == 4 else 'delta'}_scan{rows}"
     launch(
         "linear_attention", kernel, tensors, params, [_blocks(simdgroups, own), batch * heads, 1], own * _SIMD

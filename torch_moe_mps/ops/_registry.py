@@ -116,7 +116,6 @@ class Operator:
         types: {argument: its type in the schema}
         defaults: {argument: its default}
         checked: signatures whose arguments are good, as the Metal host has them.
-        mutated: the places of arguments that are written.
     """
 
     def __init__(
@@ -137,7 +136,6 @@ class Operator:
         arguments = self.overload._schema.arguments
         self.types = {argument.name: str(argument.type) for argument in arguments}
         self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-        self.mutated = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
         self.function = self.from_groups if self.grouped.groups else reference
         self.checked: set[tuple] = set()
         self.without_dispatcher = self.checked_reference if self.written else self.on_cpu
@@ -246,15 +244,14 @@ class Operator:
     def _differentiable(
         self, call: Callable, needs_grad: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Outputs:
-        error = _NO_BACKWARD.format(self.name)
+        error, passed = _NO_BACKWARD.format(self.name), self.named(args, kwargs)
         if self.backward is not None:
-            passed = self.named(args, kwargs)
             asked = [n for n, value in passed.items() if isinstance(value, Tensor) and value.requires_grad]
             lacking = self.backward.lacks(self.name, asked, passed)
             if lacking is None:
                 return _WithBackward.apply(call, self.backward, passed, asked, *(passed[n] for n in asked))
             error = lacking
-        dirty = [args[i] for i in self.mutated if args[i] is not None]
+        dirty = [passed[name] for name in self.written if passed[name] is not None]
         outputs = _NoBackward.apply(error, call, len(dirty), *dirty, *needs_grad)[len(dirty) :]
         return outputs if len(self.overload._schema.returns) > 1 else (outputs[0] if outputs else None)
 
