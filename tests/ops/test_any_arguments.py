@@ -108,8 +108,13 @@ def test_layouts(device, name):
         check(Call(name, each, tensors, good=True), device)
 
 
-# Operators whose kernels always run in a dtype of 16 bits, too, by their whole checks.
-WITH_16_BITS = ("linear_quantized", "fused_residual_norm", "moe_router", "rope", "pointwise")
+# Calls that always run in 16 bits, too: shaders have code of their own for matrices and fragments in these.
+WITH_16_BITS = (
+    ("linear_quantized", torch.bfloat16),
+    ("expert_qmm", torch.float16),
+    ("expert_mm", torch.bfloat16),
+    ("fused_residual_norm", torch.bfloat16),
+)
 # Their oracles say nothing of the odd values that calls at real sizes have.
 OF_ODD_VALUES = ("index_topk", "moe_router", "sample_")
 
@@ -135,7 +140,7 @@ def check_calls_of_the_self_check(
     ("name", "dtype"),
     rows_in_sweep(
         itertools.product(OPERATORS, DTYPES),
-        [*((name, torch.float32) for name in OPERATORS), *((name, torch.bfloat16) for name in WITH_16_BITS)],
+        [*((name, torch.float32) for name in OPERATORS), *WITH_16_BITS],
     ),
 )
 def test_calls_of_the_self_check(device, name, dtype):

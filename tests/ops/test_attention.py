@@ -6,7 +6,8 @@ import torch
 from support.oracles import exact
 from support.oracles_experts import dequantise
 from support.oracles_operators import checked
-from support.values import EACH_DTYPE, far_apart, numbers
+from support.sweep import in_sweep
+from support.values import DTYPES, EACH_DTYPE, far_apart, numbers
 
 from torch_moe_mps.ops.attention import attention as attend
 from torch_moe_mps.quantization import quantize
@@ -28,7 +29,7 @@ def in_8_bits(device, groups, **caches):
     return {name: tensor.to(device) for name, tensor in arguments.items()}
 
 
-@pytest.mark.parametrize("dtype", EACH_DTYPE)
+@pytest.mark.parametrize("dtype", in_sweep(DTYPES, [torch.bfloat16]))
 def test_8_bits(device, dtype):
     """Groups of all sizes, keys and values of different ones; views of longer caches."""
     for heads, key_heads, tokens, keys, width, value_width, groups in (
@@ -136,7 +137,8 @@ def as_kind(seen: torch.Tensor, kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("keys", [50, 1200])
 def test_a_static_cache(device, kind, keys):
     """Slots that no token sees hold NaN: they are not read. Keys that only one token sees are its own."""
-    q, k, v = tensors(device, torch.float16, 2, 4, 2, 3, keys, 16)
+    dtype = torch.bfloat16 if kind == "lowest bfloat16" else torch.float16
+    q, k, v = tensors(device, dtype, 2, 4, 2, 3, keys, 16)
     seen = torch.zeros(2, 1, 3, keys, dtype=torch.bool)
     for b, t in np.ndindex(2, 3):
         seen[b, 0, t, 5 * b : 20 + b + t] = True

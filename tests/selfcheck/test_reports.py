@@ -91,6 +91,7 @@ def test_every_eighth_row(simulated):
     tokens, rows = result(finding)["along"]
     assert (tokens["count"], rows["first"], rows["last"], rows["every"]) == (3, 5, 293, 8)
     assert result(finding)["shares"]["zero"] == 1.0 and result(finding)["wrong"] > 0.8 * 3 * 37
+    assert result(finding)["ratio"] == [0.0, 0.0, 0.0]
 
 
 def test_a_tail_that_nobody_writes(simulated):

@@ -18,7 +18,6 @@ ALWAYS = ("affine3_64", "q4_k")
 LIKE_OTHERS = (
     "attention_affine8",
     "attention_relative",
-    "attention_selected",
     "attention_selected_affine8",
     "bucket_i64",
 )
