@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from support import serving
+from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
@@ -52,7 +53,7 @@ def ask(client: openai.OpenAI, name: str, messages: list, stream: bool) -> str:
     return answer.choices[0].message.content
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", in_sweep([False, True], [True]))
 def test_serve(checkpoint, captured, stream):
     """Two conversations in turns, of which each request has all that was said."""
     talks = [[], []]

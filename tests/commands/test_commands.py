@@ -17,6 +17,7 @@ from support import tiny_models
 from support.checkpoints import add_tokenizer
 from support.disk import files_of
 from support.processes import COMMAND, interrupted
+from support.sweep import covering, in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.commands import convert, main, perplexity
@@ -61,7 +62,7 @@ def run(*arguments) -> int:
     return main([str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize("checkpoint", ["qwen3_moe", "llama"], indirect=True)
+@ONE_KIND
 def test_convert(checkpoint, tmp_path, capsys):
     assert (
         run("convert", checkpoint, tmp_path / "new", "--bits", 4, "--group-size", 32, "--keep", "*.k_proj")
@@ -513,7 +514,7 @@ def test_what_does_not_fit_is_one_line(checkpoint, tmp_path, refused):
     assert json.loads((checkpoint / "config.json").read_text())["model_type"] == "qwen3_moe"
 
 
-@pytest.mark.parametrize("layout", ["moe_mps", "mlx"])
+@pytest.mark.parametrize("layout", in_sweep(["moe_mps", "mlx"], ["moe_mps"]))
 def test_damaged_tensors_of_quantised_checkpoints_are_one_line(layout, checkpoint, tmp_path, capsys, refused):
     """Missing, or of another shape: the line names the file or the tensors that it is made of."""
     assert run("convert", checkpoint, tmp_path / "whole", "--group-size", 32, "--to", layout) == 0
@@ -536,8 +537,7 @@ def test_damaged_tensors_of_quantised_checkpoints_are_one_line(layout, checkpoin
         assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("limit", [2000, 40000], ids=["while quantising", "while writing"])
-@pytest.mark.parametrize("layout", ["moe_mps", "mlx"])
+@pytest.mark.parametrize(("limit", "layout"), covering((2000, 40000), ("moe_mps", "mlx")))
 def test_a_full_disk_is_one_line(limit, layout, checkpoint, tmp_path, capsys):
     with files_of(limit):
         code = run("convert", checkpoint, tmp_path / "new", "--group-size", 32, "--to", layout)
