@@ -9,6 +9,7 @@ from simulator.apple.recorder import zeros
 from simulator.testing import HEAD, linux_only
 
 pytestmark = linux_only
+SWEEP = pytest.mark.sweep
 M1, M2, M3 = GPUS["M1"], GPUS["M2"], GPUS["M3"]
 POSITION = "uint i [[thread_position_in_grid]], uint lane [[thread_index_in_simdgroup]]"
 
@@ -115,7 +116,10 @@ class TestCounts:
         assert classes(m, M2, "shuffle", "anyshuffle", "anyshuffle3") == (0, 2, 0)
         assert classes(m, M3, "shuffle", "anyshuffle", "anyshuffle3") == (0, 0, 2)
 
-    @pytest.mark.parametrize("type_, name", [("half", "mma16"), ("bfloat", "mma16"), ("float", "mma32")])
+    @pytest.mark.parametrize(
+        "type_, name",
+        [("half", "mma16"), pytest.param("bfloat", "mma16", marks=SWEEP), ("float", "mma32")],
+    )
     def test_matrix_products(self, type_, name):
         body = f"""
             simdgroup_matrix<{type_}, 8, 8> x, y; simdgroup_matrix<float, 8, 8> z(0);
@@ -245,7 +249,7 @@ def live(count: int, element: str = "float", value: str = "float") -> str:
 
 
 class TestRegisters:
-    @pytest.mark.parametrize("count", [8, 24, 60])
+    @pytest.mark.parametrize("count", [*(pytest.param(n, marks=SWEEP) for n in (8, 24)), 60])
     def test_values_that_are_live_at_once(self, count):
         m = counted(live(count), [floats(8192), empty(4096)])
         assert count <= m.registers.registers <= count + 6
@@ -349,7 +353,13 @@ class TestBanks:
         assert m.bank_conflicts == pytest.approx((stores + cycles) / (stores + words))
         return cycles
 
-    @pytest.mark.parametrize("stride, ways", [(1, 1), (2, 2), (3, 1), (8, 8), (16, 16), (32, 32), (33, 1)])
+    @pytest.mark.parametrize(
+        "stride, ways",
+        [
+            *((1, 1), (32, 32), (33, 1)),
+            *(pytest.param(*case, marks=SWEEP) for case in ((2, 2), (3, 1), (8, 8), (16, 16))),
+        ],
+    )
     def test_strides(self, stride, ways):
         assert self.cycles(f"t[lane * {stride} + 3]") == ways
 

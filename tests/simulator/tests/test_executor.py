@@ -7,6 +7,7 @@ from simulator.shaderlib import shader_library
 from simulator.testing import HEAD, SEEDS, finding, floats, linux_only
 
 pytestmark = linux_only
+SWEEP = pytest.mark.sweep
 
 
 def test_positions_and_edge_threadgroups():
@@ -74,7 +75,9 @@ TERNARY = {
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("kind", ["float", "half", "float4", "half3"])
+@pytest.mark.parametrize(
+    "kind", ["float4", "half3", *(pytest.param(k, marks=SWEEP) for k in ("float", "half"))]
+)
 def test_float_functions(kind):
     scalar, width = kind.rstrip("234"), int(kind[-1]) if kind[-1].isdigit() else 1
     dtype = {"float": np.float32, "half": np.float16}[scalar]
@@ -153,7 +156,13 @@ INTEGER = {
 }
 
 
-@pytest.mark.parametrize("kind", ["char", "uchar", "short", "ushort", "int", "uint", "long", "ulong"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("char", "ushort", "int", "ulong"),
+        *(pytest.param(k, marks=SWEEP) for k in ("uchar", "short", "uint", "long")),
+    ],
+)
 def test_integer_functions(kind):
     unsigned = kind.startswith("u")
     dtype = np.dtype(
