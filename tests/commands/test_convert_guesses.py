@@ -142,7 +142,7 @@ def test_those_of_other_quantisers_are_left_out(checkpoint, tmp_path):
     assert not [*converted_mtp(str(tmp_path / "mlx"), model, {})]
 
 
-@pytest.mark.slow("a process that loads torch")
+@pytest.mark.sweep
 def test_another_process_guesses_by_them(tmp_path):
     """The command's answers are those without guesses, and some tokens were guessed."""
     dense, new = tmp_path / "dense", tmp_path / "new"

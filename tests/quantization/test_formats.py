@@ -5,6 +5,7 @@ import pytest
 import torch
 from support.oracles_experts import dequantise, numbers_of
 from support.quantized_layers import ALL_FORMATS, FORMATS, ONE_BIT, bits_of
+from support.sweep import covering
 from support.values import DTYPES, awkward_weights
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -31,8 +32,7 @@ def from_mlx(mx, array):
     return torch.from_numpy(np.array(array))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", [*ALL_FORMATS, *ONE_BIT])
+@pytest.mark.parametrize(("format", "dtype"), covering((*ALL_FORMATS, *ONE_BIT), DTYPES))
 def test_bit_for_bit_as_mlx(format, dtype):
     mx = pytest.importorskip("mlx.core")
     bits, group_size, mode = given = numbers_of(format)

@@ -6,6 +6,7 @@ import torch
 from support.oracles_experts import dequantise, numbers_of
 from support.oracles_operators import weighted_errors
 from support.quantized_layers import ALL_FORMATS
+from support.sweep import covering
 from support.values import DTYPES, awkward_weights
 
 from torch_moe_mps.quantization import quantize
@@ -22,8 +23,7 @@ def counted(importance: torch.Tensor, format: str) -> torch.Tensor:
     return torch.maximum(groups, groups.mean(-1, keepdim=True) / 1000).flatten(-2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", ALL_FORMATS)
+@pytest.mark.parametrize(("format", "dtype"), covering(ALL_FORMATS, DTYPES))
 def test_no_group_is_worse_than_by_mlx_rule(format, dtype):
     weight, importance = awkward_weights(dtype), importance_of(3, 256)
     importance[1, :128], importance[2] = 0, 1e-20 * importance[2]
@@ -110,6 +110,7 @@ def test_weights_that_multiply_nothing_stay_near(device, format):
     assert ours < theirs
 
 
+@pytest.mark.on("cpu")
 @pytest.mark.parametrize("form", [*ALL_FORMATS, "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"])
 def test_no_weight_is_further_off_than_the_largest_of_its_group(form, device):
     """A small scale fits few weights that alone have importance; the others stay within the maximum."""

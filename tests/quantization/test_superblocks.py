@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf import dequantize as values_of_ggml
 from support.gguf_blocks import SIZES, type_of
-from support.sweep import rows_in_sweep
+from support.sweep import in_sweep, rows_in_sweep
 
 from torch_moe_mps.ops._formats import INTEGERS, LEVELS, dequantize_values, pack
 from torch_moe_mps.quantization import QuantizedWeight, dequantize, gguf, quantize
@@ -167,7 +167,7 @@ def test_less_error_than_groups_of_64(name, bits):
 
 
 @pytest.mark.on("cpu")
-@pytest.mark.parametrize("name", ["q3_k", "q4_k", "iq4_xs"])
+@pytest.mark.parametrize("name", in_sweep(["q3_k", "q4_k", "iq4_xs"], ["q4_k"]))
 def test_each_matrix_by_its_own_in_any_place(name, device, monkeypatch):
     weight, importance = weights(3, 24, 256), importance_of(3, 256)
     stack = quantize(weight, mode=name, importance=importance)
