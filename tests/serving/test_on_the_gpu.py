@@ -124,7 +124,7 @@ def test_guesses_are_verified_by_few_programs(architecture, simulated):
     keys have moved on.
     """
     plain, model = models(architecture)
-    jobs = [Asked(number, settings(12)) for number in range(3)]
+    jobs = [Asked(number, settings(20)) for number in range(3)]
     answers = [expected(plain, job) for job in jobs]
     source = Partly([job.inputs["input_ids"][0] for job in jobs], answers, 0.8)
     prompts = Prompts(1 << 30)

@@ -731,7 +731,7 @@ def causal_conv1d_update_(d):
 def pending(d, tokens, before, behind, dtype):
     """Tokens that are pending, some of which are right."""
     if not d.flag():
-        return {"pending_": None, "counts": None}
+        return {"pending_": None, "counts": None, "keep": False}
     room = d.one(8, 5, max(1, min(tokens, 8)))
     counts = torch.randint(0, room + 1, (before[0], 1), generator=d.generator).int()
     keep = tokens <= room and d.flag()
