@@ -22,7 +22,7 @@ from ..transformers.caches.cache import hands_cache_on
 from ..transformers.caches.prompt_cache import reads_whole
 from ..transformers.caches.rows import NotJoinable, Rows, capacity
 from ..transformers.caches.state import LayerState
-from ..transformers.key_order import reason_for_order
+from ..transformers.key_order import reason_against_rows, reason_for_order
 from ..transformers.lagging import lagging_layers
 from ..transformers.upstream.calls import cache_argument
 from ..transformers.upstream.generation import GenerationMixin, GenerationMode
@@ -474,6 +474,10 @@ class Batch:
             rows = [answer.row for answer in answers if answer.row is not None]
             self.guesses.computed(rows, firsts, states, counts)
 
+    @functools.cached_property
+    def _against_rows(self) -> str | None:
+        return reason_against_rows(self.model)
+
     def _piece(self) -> int:
         """How many tokens of a prompt are read at once: a few steps of the answers that wait meanwhile."""
         if not (self.answers or self.alone) or self._token_seconds == 0.0:
@@ -499,6 +503,8 @@ class Batch:
                 held += self.guesses.held(answer.row)
             self._bytes = max(self._bytes, held / len(kept.ids))
         try:
+            if self._against_rows is not None:
+                raise NotJoinable(self._against_rows)
             self._rows.join(kept.cache, answer.reader.moved)
         except NotJoinable as error:
             self._say_alone(str(error))

@@ -1,10 +1,11 @@
-"""Whether attention finds the same whichever way the keys lie in a cache, tried on a small model.
+"""Trials of a small model as rows of a batch: whether it takes their positions, and any order of their keys.
 
 Keys that hold their positions may lie in any order, but for layers with a window. Biases by distance, and
 windows that the model's own code cuts out of all keys, go by the places where the keys lie.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,45 +23,84 @@ from .upstream.calls import cache_argument
 
 _LENGTHS = (3 * WINDOW, 3 * WINDOW - 5)  # tokens of the conversations
 _GUESSES = 4  # tokens of a step of each, of which one row keeps all
-_reasons: dict[tuple[type, str], str | None] = {}  # {class and config of a model: what was found}
+_Reasons = dict[tuple[type, str], str | None]  # {class and config of a model: what was found}
+_reasons: _Reasons = {}
+_against_rows: _Reasons = {}
 
 
 def reason_for_order(model: PreTrainedModel) -> str | None:
     """Why keys in the caches of a model must lie in their order, for a person; None where any will do."""
+    return _known(model, _reasons, _tried)
+
+
+def reason_against_rows(model: PreTrainedModel) -> str | None:
+    """Why conversations of a model cannot be rows of one call, for a person; None where they can.
+
+    Rotations take the positions of each row. Models without them are tried: some number tokens from where
+    the cache ends, or from another place than 0.
+    """
+    if any(hasattr(module, "inv_freq") for module in model.modules()):
+        return None
+    return _known(model, _against_rows, _tried_rows)
+
+
+def _known(
+    model: PreTrainedModel, reasons: _Reasons, tried: Callable[[PreTrainedModel], str | None]
+) -> str | None:
     cls: Any = class_before(model)
     key = cls, json.dumps(model.config.to_dict(), sort_keys=True, default=str)
-    if key not in _reasons:
-        _reasons[key] = _tried(model)
-    return _reasons[key]
+    if key not in reasons:
+        reasons[key] = tried(model)
+    return reasons[key]
 
 
 def _tried(model: PreTrainedModel) -> str | None:
     name = class_before(model).__name__
+    try:
+        return None if _is_alike(model, _GUESSES) else f"attention of {name} goes by the places of keys"
+    except Exception as error:  # the model's own, for what it does not take
+        return f"a small {name} cannot be tried ({first_line(error)})"
+
+
+def _tried_rows(model: PreTrainedModel) -> str | None:
+    try:
+        is_alike = _is_alike(model, 0)
+    except Exception:  # the model's own: rows of it say so themselves
+        return None
+    return None if is_alike else f"{class_before(model).__name__} does not take the positions of rows"
+
+
+def _is_alike(model: PreTrainedModel, guesses: int) -> bool:
+    """Whether rows of different lengths go on as they do alone, on a small model.
+
+    Args:
+        guesses: tokens of a step of each before, by which the rows move on, each by its own number.
+    """
     with apart():
         torch.default_generator.manual_seed(0)
-        try:
-            twin = small_model(model, lambda small: _logits_of(small, torch.arange(2, 8)[None]))
-            return None if _is_alike(twin) else f"attention of {name} goes by the places of keys"
-        except Exception as error:  # the model's own, for what it does not take
-            return f"a small {name} cannot be tried ({first_line(error)})"
+        return _goes_on(
+            small_model(model, lambda small: _logits_of(small, torch.arange(2, 8)[None])), guesses
+        )
 
 
-def _is_alike(model: PreTrainedModel) -> bool:
-    """Whether rows that have moved on by different numbers of tokens go on as they do alone."""
+def _goes_on(model: PreTrainedModel, guesses: int) -> bool:
     generator, rows, talks = torch.Generator().manual_seed(0), Rows(model), list[Tensor]()
     for length in _LENGTHS:
-        ids = torch.randint(2, VOCABULARY // 2, (1, length + _GUESSES + 1), generator=generator)
+        ids = torch.randint(2, VOCABULARY // 2, (1, length + guesses + 1), generator=generator)
         cache = new_cache(model)
         _called(model, cache, input_ids=ids[:, :length], use_cache=True)
         rows.join(cache)
         talks.append(ids)
-    if rows.are_states:
-        rows.hold()
-    kept, alike = [_GUESSES, 0 if rows.are_states else 1], True
-    tokens = torch.cat([ids[:, n : n + _GUESSES] for ids, n in zip(talks, _LENGTHS, strict=True)])
-    _called(model, rows.cache, input_ids=tokens, **rows.arguments(_GUESSES))
-    rows.advance(_GUESSES)
-    rows.take_back([_GUESSES - count for count in kept])
+    if rows.are_states and not guesses:
+        return True  # states have the order of tokens, without positions
+    kept, alike = [guesses, 0 if rows.are_states else min(1, guesses)], True
+    if guesses:
+        if rows.are_states:
+            rows.hold()
+        tokens = torch.cat([ids[:, n : n + guesses] for ids, n in zip(talks, _LENGTHS, strict=True)])
+        _called(model, rows.cache, input_ids=tokens, **rows.arguments(guesses))
+        rows.advance(guesses)
+        rows.take_back([guesses - count for count in kept])
     ends = [n + count for n, count in zip(_LENGTHS, kept, strict=True)]
     token = torch.cat([ids[:, n : n + 1] for ids, n in zip(talks, ends, strict=True)])
     found = _called(model, rows.cache, input_ids=token, **rows.arguments())
