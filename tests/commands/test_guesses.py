@@ -11,8 +11,9 @@ from support.serving import QUANTISED, client_of, expected_text, letters, said
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
-from torch_moe_mps.commands.guesses import guesses_of
+from torch_moe_mps.commands.guesses import draft_cache, guesses_of
 from torch_moe_mps.serving.guesses.dflash import DFlash
+from torch_moe_mps.serving.guesses.source import Row
 from torch_moe_mps.serving.guesses.width import Width
 from torch_moe_mps.serving.prompts import Prompts
 from torch_moe_mps.transformers.modules.linears import formats_in
@@ -70,7 +71,25 @@ def test_serve_with_an_assistant(folders, monkeypatch):
 
 
 def options_for(assistant) -> Namespace:
-    return Namespace(guesses=str(assistant), dtype="auto", trust_remote_code=False)
+    return Namespace(guesses=str(assistant), dtype="auto", trust_remote_code=False, kv_bits=16)
+
+
+@torch.no_grad()
+def test_the_cache_of_a_draft_is_what_it_holds(folders):
+    """By tokens: of a model, and of an assistant, whose window holds few."""
+    checkpoint, assistant = folders
+    model = torch_moe_mps.from_pretrained(checkpoint)
+    asked, block = torch.arange(1, 21)[None], assistant_of(model)
+    cache = model(asked, use_cache=True).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert draft_cache(options_for(checkpoint), model.dtype).at(20) == held
+    source, row = DFlash(model, block), Row(asked[0].tolist(), 20, most=2)
+    source.computed(row, 0, torch.randn(1, 19, 2 * model.config.hidden_size))
+    assert source.guess([row]) != [[]]
+    heads = 2 * block.config.num_key_value_heads * block.config.head_dim * 4
+    assert draft_cache(options_for(assistant), torch.float32).at(19) == (19 + 8) * heads
+    shown = sum(layer.keys.nbytes + layer.values.nbytes for layer in source._read[row].cache.layers)
+    assert shown == (19 + 7) * heads  # the token that comes is the last one of a window
 
 
 def test_an_assistant_is_quantised_as_the_last_layer(folders, tmp_path):

@@ -107,6 +107,25 @@ def test_memory_is_for_answers_first():
     assert kept not in prompts.kept
 
 
+def test_the_cache_of_a_draft_is_planned():
+    """Two answers that fit alone do not where a draft of the model's sizes has as much for each."""
+    model, most = model_of("llama"), {}
+    for guesses in (None, model):
+        prompts = Prompts(0)
+        batch = Batch(model, prompts, 8, MEMORY, guesses=guessing_of(model, guesses, prompts, "a", 3))
+        run(batch, Asked(ids_of(1, 60), 12))
+        batch.memory = int(1.2 * batch._bytes * (capacity(2, 72) + 72))
+        jobs = [Asked(ids_of(n, 60), 12) for n in range(2, 5)]
+        most[guesses] = 0
+        batch.waiting.extend(each.job for each in jobs)
+        while batch.has_work:
+            batch.step()
+            most[guesses] = max(most[guesses], len(batch.answers))
+        for each in jobs:
+            assert each.tokens == each.expected(model)
+    assert [*most.values()] == [2, 1]
+
+
 def test_prompts_are_given_up_as_answers_grow(monkeypatch):
     """Where the rows move to larger memory, not only where one begins."""
     monkeypatch.setattr(growing, "LEAST_ROOM", 8)

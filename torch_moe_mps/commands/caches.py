@@ -24,6 +24,9 @@ class KVCache:
     def __init__(self, states: int, rates: dict[int | None, int]):
         self.states, self.rates = states, rates
 
+    def __add__(self, other: "KVCache") -> "KVCache":
+        return KVCache(self.states + other.states, Counter(self.rates) + Counter(other.rates))
+
     @property
     def token(self) -> int:
         """Bytes that each token adds to a long context."""
@@ -68,6 +71,15 @@ def kv_cache(model: Any, bits: int = 16, more: int = 0) -> KVCache | None:
         states += first - rate * few
         rates[window] += rate
     return KVCache(states, dict(rates))
+
+
+def block_cache(config: Any, dtype: torch.dtype) -> KVCache:
+    """From the config of an assistant that makes blocks of tokens (DFlash)."""
+    token = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    kinds = Counter(config.layer_types)
+    sliding = kinds.pop("sliding_attention", 0)
+    rates = {None: token * kinds.total()} | ({config.sliding_window: token * sliding} if sliding else {})
+    return KVCache(0, rates)
 
 
 def _cached(model: Any, tokens: int, bits: int) -> list[tuple[int | None, int]]:

@@ -4,6 +4,8 @@ import argparse
 import sys
 from typing import Any
 
+import torch
+
 from .._text import first_line
 from ..serving.guesses import LOOKUP, MTP
 from ..serving.guesses.asked import guessing_of
@@ -14,7 +16,8 @@ from ..serving.speculation import Speculation
 from ..transformers.checkpoints.source import Source
 from ..transformers.mtp import has_mtp, recipe_of_last_layer, require_mtp
 from .arguments import NO_GUESSES
-from .sources import folder_of, loading_options, tokenizer_of
+from .caches import KVCache, block_cache, kv_cache
+from .sources import folder_of, loading_options, skeleton_of, tokenizer_of
 
 _OF_GENERATE = 8  # tokens that `generate` looks up
 
@@ -73,6 +76,16 @@ def speculation_of(options: argparse.Namespace, model: Any, folder: str, device:
         own, other = (tokenizer_of(name, options.trust_remote_code) for name in (folder, draft_folder))
         arguments |= {"tokenizer": own, "assistant_tokenizer": other}
     return Speculation(arguments)
+
+
+def draft_cache(options: argparse.Namespace, dtype: torch.dtype) -> KVCache | None:
+    """Bytes of the cache of the model or assistant of --guesses; None where none is known."""
+    if options.guesses in (None, NO_GUESSES, LOOKUP, MTP):
+        return None
+    source, model = skeleton_of(options, folder_of(options.guesses, weights=False))
+    if is_dflash(source.config):
+        return block_cache(source.config, dtype)
+    return kv_cache(model.to(dtype), options.kv_bits)
 
 
 def _draft(options: argparse.Namespace, model: Any, device: str) -> tuple[Any, str]:

@@ -24,7 +24,7 @@ from ..serving.prompts import Prompts
 from ..serving.served import Served
 from .caches import kv_cache
 from .early import alone
-from .guesses import guesses_of, speculation_of
+from .guesses import draft_cache, guesses_of, speculation_of
 from .interrupts import at_ctrl_c
 from .sources import (
     check_generates,
@@ -73,12 +73,14 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
 def _context_in(generator: Generator, most: int, options: argparse.Namespace, folder: str, model: Any) -> int:
     """How many tokens of a conversation fit beside the weights, at most `most`; a line says where it is less.
 
-    Layers of the checkpoint that guess have a cache as the model's last layer. Where not even one token
-    fits, the model answers all the same, as well as the system can.
+    Layers of the checkpoint that guess have a cache as the model's last layer; a draft has its own. Where not
+    even one token fits, the model answers all the same, as well as the system can.
     """
     assert generator.memory is not None
     room, more = generator.memory.free, getattr(generator, "layers_that_guess", 0)
     cache = kv_cache(skeleton_of(options, folder)[1].to(model.dtype), options.kv_bits, more)
+    if cache is not None and (of_draft := draft_cache(options, model.dtype)) is not None:
+        cache += of_draft
     context = most if cache is None else cache.tokens_in(room, most)
     if context == most:
         return most

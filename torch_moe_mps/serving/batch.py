@@ -133,7 +133,7 @@ class Batch:
         self._chosen: Chosen | None = None  # by the last step, which the host has not read
         # Whether the next tokens are computed before the host reads these: mps would wait for it meanwhile.
         self._reads_late = model.device.type == "mps"
-        self._bytes = 0.0  # taken by a token of a row, at most
+        self._bytes = self._beside = 0.0  # taken by a token of a row, at most, and by what guesses for it
         self._step_seconds, self._token_seconds = 0.0, 0.0
         self._turning = turning(model)
         self._needs_order: bool | None = None  # attention goes by where keys lie; None: not tried yet
@@ -409,7 +409,9 @@ class Batch:
         )
         tokens = capacity(rows, longest) + beside
         tokens += sum(len(item.reader.kept.ids) + len(item.tokens) for item in self.alone)
-        needed = self._bytes * tokens
+        for row in self._guessed_rows:
+            self._note_held(row)
+        needed = (self._bytes + self._beside) * tokens
         if self.prompts is not None:
             room = int(self.memory - needed)
             self.prompts.shrink(room if self.guesses is None else self.guesses.shrink(room))
@@ -499,8 +501,6 @@ class Batch:
         kept = answer.reader.kept
         if kept.cache is not None:
             held = sum(LayerState(layer).memory() for layer in kept.cache.layers)
-            if self.guesses is not None and answer.row is not None:
-                held += self.guesses.held(answer.row)
             self._bytes = max(self._bytes, held / len(kept.ids))
         try:
             if self._against_rows is not None:
@@ -551,7 +551,12 @@ class Batch:
 
     def _guesses_left(self, answer: _Answer) -> None:
         if answer.row is not None and self.guesses is not None:
+            self._note_held(answer.row)
             self.guesses.left(answer.row)
+
+    def _note_held(self, row: Row) -> None:
+        if self.guesses is not None:
+            self._beside = max(self._beside, self.guesses.held(row) / len(row.tokens))
 
     def _begin_guesses(self, answer: _Answer) -> None:
         if self.guesses is None:

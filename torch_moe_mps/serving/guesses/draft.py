@@ -54,6 +54,10 @@ class Draft:
     def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         """Needs no count: tokens that were guessed wrong are taken back with the next guess."""
 
+    def held(self, row: Row) -> int:
+        cached = self._cached.get(row)
+        return 0 if cached is None else cached.rows.memory()
+
     def _of(self, row: Row) -> list[int]:
         cached, read = self._cached.get(row) or self._begin(row)
         same = next((n for n, (a, b) in enumerate(zip(read, row.tokens, strict=False)) if a != b), len(read))
