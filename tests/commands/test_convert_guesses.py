@@ -18,6 +18,7 @@ from transformers.modeling_layers import MtpModel
 
 from torch_moe_mps.commands import main
 from torch_moe_mps.quantization import quantize
+from torch_moe_mps.transformers import mtp
 from torch_moe_mps.transformers.checkpoints.source import Source
 from torch_moe_mps.transformers.mtp import converted_mtp, left_out_mtp, planned_mtp
 
@@ -107,6 +108,23 @@ def test_recipes_name_them(checkpoint, tmp_path):
     assert tensors["model.layers.2.mtp_block.self_attn.k_proj.weight"].dim() == 2
     size = sum(tensor.nbytes for tensor in tensors.values())
     assert json.loads((tmp_path / "plan.json").read_text())["after"] == pytest.approx(size, rel=1e-3)
+
+
+def test_headers_are_read_once(checkpoint, tmp_path, monkeypatch):
+    """For a plan, which has the bytes of these layers and reads no tensor, and for what is written."""
+    folder, _ = checkpoint
+    read, opened = [], []
+    for name, calls in (("tensors_in", read), ("safe_open", opened)):
+        own = getattr(mtp, name)
+        monkeypatch.setattr(mtp, name, lambda *a, own=own, to=calls, **k: to.append(a) or own(*a, **k))
+    mtp._read_headers.cache_clear()
+    plan, asked = tmp_path / "plan.json", ["convert", str(folder), str(tmp_path / "new"), *FOUR]
+    assert main([*asked, "--dry-run", "--json", str(plan)]) == 0
+    assert len(read) == 1 and not opened
+    size = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    assert json.loads(plan.read_text())["before"] == pytest.approx(size, rel=1e-3)
+    assert main(asked) == 0
+    assert len(read) == 1 and len(opened) == 1
 
 
 def test_a_pattern_that_fits_none_of_them_is_one_line(checkpoint, tmp_path, capsys):

@@ -6,12 +6,14 @@ model they are read once, and quantised and accelerated as its own layers.
 
 import copy
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +28,7 @@ from .basics.interface import experts_of
 from .basics.state import STATE, kv_bits_of, state_of
 from .caches.cache import grow_cache
 from .capture.calls import capture_calls, captures_of, wanted_capture
-from .checkpoints.layouts.files import checkpoint_files
+from .checkpoints.layouts.files import checkpoint_files, tensors_in
 from .checkpoints.layouts.layout import Section
 from .checkpoints.layouts.others.schemes import METHODS
 from .checkpoints.layouts.own.config import is_ours
@@ -94,7 +96,7 @@ class _Section:
         patterns: Patterns | None = None,
         importance: Importance | None = None,
     ):
-        self._dtype, self._files = model.dtype, [*_files(source, model)]
+        self._dtype, self._found = model.dtype, _found(source, model)
         self._layers, about, packed = _without_memory(model), _about(source, model), _packed_in(source)
         if packed:
             about.stored["modules"] = packed
@@ -104,8 +106,7 @@ class _Section:
         quantization = about.quantization(wanted, requantize=False, importance=own)
         self._quantizer: Quantizer | None = None
         if quantization is not None:
-            files, names = [str(file) for file, _ in self._files], self._files[0][1]
-            section = Section(names, self._mapping)
+            files, section = [*map(str, self._found.files)], Section(self._found.names, self._mapping)
             self._quantizer = quantizer_of(quantization, about, self._layers, files, section)
             self._mapping = self._quantizer.update_weight_conversions(self._mapping, self._layers)
 
@@ -113,9 +114,9 @@ class _Section:
         """transformers' module of these layers, with their weights, on the CPU."""
         with ExitStack() as stack:
             tensors: dict[str, Any] = {}
-            for file, names in self._files:
+            for file, names in self._found.files.items():
                 opened = stack.enter_context(safe_open(file, framework="pt"))
-                tensors |= {n: opened.get_slice(n) for n in opened.keys() if names.search(n)}  # noqa: SIM118
+                tensors |= {name: opened.get_slice(name) for name in names}
             how = self._mapping, self._quantizer, self._dtype, "cpu"
             missing = read_tensors(self._layers, tensors, *how)
         if self._quantizer is not None:
@@ -263,9 +264,9 @@ def mtp_tensors(source: str, model: Any) -> Iterator[tuple[str, Tensor]]:
 
     There are none in a GGUF file, and of a model for which transformers knows no names of them.
     """
-    for file, names in _files(source, model):
+    for file, names in _found(source, model).files.items():
         with safe_open(file, framework="pt") as tensors:
-            for name in filter(names.search, tensors.keys()):
+            for name in names:
                 yield name, tensors.get_tensor(name)
 
 
@@ -282,7 +283,7 @@ def converted_mtp(
         packed: takes what `_packed_in` gives of that checkpoint. Layers that a source has quantised stay so.
         patterns, importance: see `_Section`.
     """
-    if next(_names(source, model), None) is None or left_out_mtp(source, model) is not None:
+    if not _found(source, model).sizes or left_out_mtp(source, model) is not None:
         return
     model = _counted(model, source)
     before, recipe = _packed_in(source), recipe_of_last_layer(model)
@@ -312,7 +313,7 @@ def planned_mtp(
     Raises: ValueError for a pattern of these layers where there are none, or that fits nothing.
     """
     is_left_out = left_out_mtp(source, model) is not None
-    before = 0 if is_left_out else sum(tensor.nbytes for _, tensor in mtp_tensors(source, model))
+    before = 0 if is_left_out else sum(_found(source, model).sizes.values())
     recipe = _recipe_of(model, formats)
     if before == 0 and (own := [p for p in patterns or {} if p.startswith(_NAMED)]):
         raise ValueError(no_such_weight(own[0]))
@@ -323,7 +324,7 @@ def planned_mtp(
 
 def left_out_mtp(source: str, model: Any) -> str | None:
     """Why a conversion has none of these layers; None where it has, or there are none."""
-    if next(_names(source, model), None) is None:
+    if not _found(source, model).sizes:
         return None
     try:
         _about(source, model)
@@ -352,7 +353,7 @@ def empty_mtp(model: Any, source: str) -> Any:
 
     config = model.config.get_text_config()
     is_here = Path(source).is_file() or any(Path(source).glob("*.safetensors"))
-    if is_here and next(_names(source, model), None) is None:
+    if is_here and not _found(source, model).sizes:
         return None
     if not is_here:
         try:
@@ -374,7 +375,7 @@ def bytes_of_mtp(layers: Any, model: Any, targets: Iterable[Target]) -> int:
 
 def has_mtp(model: Any) -> bool:
     """Whether the checkpoint of a model has such layers, and transformers knows their names."""
-    return next(_names(model.config.name_or_path, model), None) is not None
+    return bool(_found(model.config.name_or_path, model).sizes)
 
 
 def require_mtp(model: Any) -> None:
@@ -385,41 +386,68 @@ def require_mtp(model: Any) -> None:
         raise ValueError(f"moe_mps::guesses: mtp must be for {expected}, got {got}")
 
 
-def _files(source: str, model: Any) -> Iterator[tuple[Path, re.Pattern[str]]]:
-    """The files of a checkpoint, and what the names of these layers' tensors look like."""
+class _Found(NamedTuple):
+    """The tensors of these layers in a checkpoint.
+
+    Attributes:
+        names: what their names look like.
+        files: {a file of the checkpoint: {name of a tensor of theirs in it: its bytes}}
+    """
+
+    names: re.Pattern[str] = re.compile("$.")
+    files: Mapping[Path, Mapping[str, int]] = {}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """{name of a tensor: its bytes}"""
+        return {name: size for names in self.files.values() for name, size in names.items()}
+
+
+def _found(source: str, model: Any) -> _Found:
+    """The tensors that a checkpoint has of the layers that guess for a model."""
     from .upstream.guesses import MtpModel
 
     config = model.config.get_text_config()
     known = getattr(config, "num_mtp_layers", 0) or config.model_type in _UNCOUNTED
     known = known and model._keys_to_ignore_on_load_unexpected
     if not known or not source or Path(source).is_file():
-        return
+        return _Found()
     try:
         names = MtpModel.get_mtp_weights_regex(model)
     except ValueError:  # the known ones are of larger models
-        return
+        return _Found()
     if config.model_type in _UNCOUNTED:  # their models of text ignore images, too
         names = _OF_QWEN
-    for file in checkpoint_files(source):
-        yield file, names
+    times = {file.name: file.stat().st_mtime_ns for file in sorted(Path(source).glob("*.safetensors*"))}
+    return _read_headers(source, names, tuple(times.items()))
+
+
+@functools.lru_cache(maxsize=8)
+def _read_headers(source: str, names: re.Pattern[str], times: tuple[tuple[str, int], ...]) -> _Found:
+    """Result of `_found`, read once as long as files are of these times."""
+    files: dict[Path, dict[str, int]] = {file: {} for file in checkpoint_files(source)}
+    for file, name, dtype, shape in tensors_in(map(str, files)):
+        if names.search(name):
+            files[Path(file)][name] = prod(shape) * _bits_of(dtype) // 8
+    return _Found(names, files)
+
+
+def _bits_of(dtype: str) -> int:
+    """Bits of an element, by what safetensors calls its dtype."""
+    number = re.search(r"\d+", dtype)
+    return 8 if number is None else int(number[0])
 
 
 def _counted(model: Any, source: str) -> Any:
     """The model as transformers' code of these layers takes it: its config says how many there are."""
     if model.config.get_text_config().model_type not in _UNCOUNTED:
         return model
-    numbers = {int(found[1]) for name in _names(source, model) if (found := _NUMBERED.match(name))}
+    names = _found(source, model).sizes
+    numbers = {int(found[1]) for name in names if (found := _NUMBERED.match(name))}
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
     text.num_mtp_layers, text.mtp_layer_types = len(numbers), ["full_attention"] * len(numbers)
     return seen_with(model, config=config)
-
-
-def _names(source: str, model: Any) -> Iterator[str]:
-    """Names of these layers' tensors in a checkpoint."""
-    for file, names in _files(source, model):
-        with safe_open(file, framework="pt") as tensors:
-            yield from filter(names.search, tensors.keys())
 
 
 class MtpStep(PreTrainedModel):
