@@ -1,10 +1,12 @@
 """How the repository is laid out: what may import what."""
 
 import ast
+import functools
 import io
 import re
 import tokenize
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support import dependents
@@ -19,6 +21,11 @@ from torch_moe_mps.transformers import wiring
 def parsed():
     """Every file is parsed once, and not within the time of a test."""
     return dependents.graph()
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def circle(edges: dict[str, set[str]]) -> list[str] | None:
@@ -107,8 +114,8 @@ def test_an_import_changes_no_other_module():
     for each in ("def f():\n b.c = 1", "c = {}\nc['x'] = b.c", "d = b.e()"):
         assert not [*changes_of_others(ast.parse(f"import b\n{each}"))], each
     changes = {
-        path.relative_to(PACKAGE).as_posix(): [ast.unparse(each) for each in changes_of_others(tree)]
-        for path, tree in ((path, ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py"))
+        path.relative_to(PACKAGE).as_posix(): [ast.unparse(each) for each in changes_of_others(tree(path))]
+        for path in PACKAGE.rglob("*.py")
     }
     assert len(changes.pop(WIRING)) > 8
     assert {path: found for path, found in changes.items() if found} == {"__main__.py": ["sys.exit(main())"]}
@@ -169,7 +176,7 @@ def test_docstrings_begin_with_the_thing():
     assert MIDDLE.match(*documented(ast.parse('def f():\n    """Of each row."""')))
     assert not MIDDLE.match(*documented(ast.parse('class A:\n    """Offsets of rows."""')))
     paths = [*PACKAGE.rglob("*.py"), *(dependents.REPOSITORY / "scripts").rglob("*.py")]
-    texts = [(path, text) for path in paths for text in documented(ast.parse(path.read_text()))]
+    texts = [(path, text) for path in paths for text in documented(tree(path))]
     assert not [(path, text) for path, text in texts if MIDDLE.match(text)]
 
 

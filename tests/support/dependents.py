@@ -70,6 +70,16 @@ def name_of(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """A tree and the statements in it; a tenth of what ast.walk visits."""
+    ahead = [tree]
+    while ahead:
+        node = ahead.pop()
+        yield node
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            ahead += getattr(node, block, [])
+
+
 def imports(path: Path, root: Path, part: ast.AST | None = None) -> Iterator[str]:
     """What a file imports, in its functions too: absolute names of modules, or of names in modules.
 
@@ -77,7 +87,7 @@ def imports(path: Path, root: Path, part: ast.AST | None = None) -> Iterator[str
     """
     name = name_of(path, root).split(".")
     package = name if path.name == "__init__.py" else name[:-1]
-    for node in ast.walk(part or ast.parse(path.read_text())):
+    for node in statements(part or ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -108,6 +118,7 @@ def _read(files: dict[Path, Path]) -> dict[str, set[str]]:
     return edges
 
 
+@functools.cache
 def is_door(path: Path) -> bool:
     return path.is_relative_to(PACKAGE) and (
         path.name == "__init__.py" or path.parent == PACKAGE / "transformers"
@@ -133,8 +144,9 @@ def all_tests() -> frozenset[Path]:
     return frozenset(path for path in graph() if path.name.startswith("test_"))
 
 
-def tests_in(folder: Path) -> set[Path]:
-    return {test for test in all_tests() if test.is_relative_to(folder)}
+@functools.cache
+def tests_in(folder: Path) -> frozenset[Path]:
+    return frozenset(test for test in all_tests() if test.is_relative_to(folder))
 
 
 @functools.cache
@@ -332,7 +344,7 @@ def room(path: Path) -> set[Path]:
     modules = (PACKAGE / folder.relative_to(TESTS)).rglob("[!_]*.py")
     others = [module for module in modules if path not in {module} | reached(module)]
     own = {test for test in tests_in(folder) for other in others if is_named_like(test, other)}
-    return tests_in(folder) - own or tests_in(folder)
+    return {*tests_in(folder)} - own or {*tests_in(folder)}
 
 
 def is_named_like(test: Path, module: Path) -> bool:
@@ -347,7 +359,7 @@ def dependents(path: Path) -> set[Path]:
     if EVERYTHING.match(str(relative)):
         return set(all_tests())
     if path.name == "conftest.py":
-        return tests_in(path.parent)
+        return {*tests_in(path.parent)}
     if path.name.startswith("test_"):
         return {path} & all_tests()
     if in_package and path.suffix in SOURCES:
@@ -363,7 +375,7 @@ def dependents(path: Path) -> set[Path]:
             importing = {test for test in all_tests() if path in reached(test)}
         return importing | (room(path) if in_package else naming(path.name))
     if path.parent.name == "pinned":
-        return tests_in(path.parents[1])
+        return {*tests_in(path.parents[1])}
     folders = () if in_package else relative.parts[:-1]  # a test may read all that is in one
     quoted = {f'"{name}"' for name in folders} - {'"docs"', '"tests"', '"scripts"'}
     tests = set().union(*map(naming, quoted | {path.name if path.suffix else f'"{path.name}"'}))
