@@ -12,7 +12,7 @@ from .caches.cache import grow_cache
 from .caches.lagging import can_lag, lagging
 from .caches.prompt_cache import new_cache
 from .install import is_rewritten, rewrite
-from .modules.rules.trial import FewDirections, agrees, twin_of, verdict
+from .modules.rules.trial import FewDirections, agrees, on_the_cpu, twin_of, verdict
 from .upstream.caches import DynamicCache, LinearAttentionLayer
 from .upstream.calls import cache_name, needed_arguments
 
@@ -20,6 +20,7 @@ _PROMPT, _GUESSES = 5, 4  # tokens
 _RIGHT = (3, 1)  # guesses that hold, of two rows
 
 
+@on_the_cpu()
 def lagging_layers(model: PreTrainedModel) -> frozenset[int]:
     """Numbers of the layers whose tokens can be taken back without a copy of their states.
 

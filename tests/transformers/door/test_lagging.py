@@ -43,6 +43,13 @@ def test_a_models_own_code_may_not():
     assert lagging_layers(model) == {0}
 
 
+def test_tensors_of_another_device_by_default_change_nothing():
+    model = model_of("qwen3_next")
+    model.model.layers[0].linear_attn.norm.variance_epsilon = 1e-5  # a verdict of its own
+    with torch.device("meta"):
+        assert lagging_layers(model) == {0}
+
+
 def test_a_layer_that_forgets_what_held_may_not(monkeypatch):
     """It is tried, whatever its class says."""
     model = model_of("qwen3_next")
