@@ -5,7 +5,6 @@ import torch
 import transformers
 from support import tiny_models
 from support.models import assert_close, eager, operators_of, output, prompt
-from support.sweep import rows_in_sweep
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -178,11 +177,8 @@ def test_router_that_chooses_more_than_its_groups_hold():
 # Compilation
 
 
-COMPILED = (("qwen2_moe", True), ("gpt_oss", False))
-
-
-@pytest.mark.slow("torch.compile of a whole model")
-@pytest.mark.parametrize(("architecture", "rewritten"), rows_in_sweep(COMPILED, COMPILED[:1]))
+@pytest.mark.sweep
+@pytest.mark.parametrize(("architecture", "rewritten"), (("qwen2_moe", True), ("gpt_oss", False)))
 def test_torch_compile(architecture, rewritten):
     """One graph with the operators in it; without accelerate the experts' plan is found while compiling."""
     model = eager(tiny_models.tiny_model(architecture))
