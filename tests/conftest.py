@@ -54,6 +54,7 @@ def pytest_configure(config):
         install_error(config)
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc):
     named = [mark for mark in metafunc.definition.iter_markers("parametrize") if mark.args[0] == "device"]
     if "device" in metafunc.fixturenames and not named:
@@ -62,6 +63,16 @@ def pytest_generate_tests(metafunc):
         if SIMULATED and devices[1] == "mps":
             devices.append(pytest.param(OTHER_ORDER, marks=pytest.mark.sweep))
         metafunc.parametrize("device", devices, indirect=True)
+    yield
+    if metafunc.config.getoption("markexpr").startswith("not sweep"):
+        leave_out_sweep(metafunc)
+
+
+def leave_out_sweep(metafunc):
+    """Of what would be deselected make one case at most: making all takes a third of collecting."""
+    whole = metafunc.definition.get_closest_marker("sweep")
+    calls = [call for call in metafunc._calls if not whole and all(m.name != "sweep" for m in call.marks)]
+    metafunc._calls[:] = calls or metafunc._calls[:1]
 
 
 def pytest_collection_modifyitems(config, items):
