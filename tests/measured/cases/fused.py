@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from torch_moe_mps.ops.linear_attention import pending_width
 from torch_moe_mps.ops.quantized import MATRICES
 
 from .experts import LINEARS, SHAPE, SMALL_SHAPES, Case, Experts, Linear, ops
@@ -223,6 +224,28 @@ class Delta(OperatorCase, fields="group tokens key_heads heads width dtype"):
     def options(self):
         rule = {"l2norm_eps": EPS, "decay": "softplus", "beta_activation": "sigmoid"}
         return rule | {"scale": self.width**-0.5, "norm_eps": EPS}
+
+
+class GuessedDelta(Delta):
+    """Behind 3 of 8 tokens that are pending; the tokens of the call are pending then."""
+
+    tensors = f"{Delta.tensors} pending_[1, heads, 8, inputs]:f32"
+    scales: ClassVar[dict] = {"pending_": 0.1}
+
+    @property
+    def name(self):
+        return f"{super().name} guessed"
+
+    @property
+    def sizes(self):
+        return vars(self) | {"inputs": pending_width(self.width, self.width)}
+
+    def others(self, values):
+        return {"counts": values.integers(1, 1, dtype=torch.int32, low=3, high=4)}
+
+    @property
+    def options(self):
+        return super().options | {"keep": True}
 
 
 class SelectiveScan(OperatorCase, fields="group tokens channels dtype"):
@@ -462,6 +485,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [Pointwise("fused", t, 4096, "bf16") for t in (1, 8)]
     cases += [Quantise("fused", 4096, 4096, to, "bf16") for to in ("affine4_64", "affine8_64", "nvfp4")]
     cases += [Tailed("fused", 1, 64, 512, 8192, selected, "bf16") for selected in (0, 512)]
+    cases += [GuessedDelta("fused", t, 16, 32, 128, "bf16") for t in (2, 4)]
     return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8, 1024)]
 
 
@@ -498,4 +522,6 @@ def sanitizer_fused() -> list[Case]:
     cases += [Pointwise("sanitize", t, width, "f16") for t in (1, 3) for width in (5, 130)]
     cases += [Quantise("sanitize", 7, 384, to, "f16") for to in ("affine3_128", "mxfp4", "mxfp8", "nvfp4")]
     cases += [Tailed("sanitize", t, 9, 64, 40, selected, "f16") for t in (1, 3) for selected in (0, 5)]
-    return cases + [Delta("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]
+    for family in (Delta, GuessedDelta):
+        cases += [family("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]
+    return cases

@@ -63,9 +63,12 @@ class OperatorCase(Case):
             for name, (shape,), kind in tensors_in(self.tensors)
         }
         given |= self.others(values)
+        return DECLARED[self.operator].completed(given, self.required - self.options.keys(), make, {})
+
+    @property
+    def required(self) -> set[str]:
         arguments = getattr(ops(), self.operator).default._schema.arguments
-        required = {argument.name for argument in arguments if not argument.has_default_value()}
-        return DECLARED[self.operator].completed(given, required - self.options.keys(), make, {})
+        return {argument.name for argument in arguments if not argument.has_default_value()}
 
     def others(self, values) -> dict[str, Tensor]:
         """Tensors that are no random numbers around 0."""
@@ -84,7 +87,8 @@ class OperatorCase(Case):
 
     @property
     def mutated(self):
-        return tuple(oracles_operators.written(self.operator))
+        given = self.required | {name for name, *_ in tensors_in(self.tensors)}
+        return tuple(name for name in oracles_operators.written(self.operator) if name in given)
 
     def wrong(self, before, after):
         results = sorted(name for name in after if name.startswith("result"))
