@@ -97,6 +97,6 @@ def _cache() -> Any:
 
 def _result(twin: nn.Module, x: Tensor, cache: Any) -> Tensor:
     arguments = needed_arguments(original_class(twin).forward, cache)
-    grow_cache(twin, (), {"past_key_values": cache})
+    grow_cache(twin, (), arguments)
     result: Any = twin(x, **arguments)
     return result[0] if isinstance(result, tuple) else result
