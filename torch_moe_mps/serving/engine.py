@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from ..transformers.caches.prompt_cache import reads_whole
-from ..transformers.key_order import reason_for_order
+from ..transformers.key_order import reason_against_rows, reason_for_order
 from .batch import Batch
 from .device import OnDevice, Work
 from .guesses.guessing import Guessing
@@ -40,8 +40,10 @@ class Engine(OnDevice):
         room = None if memory is None else memory.free
         self._batch = Batch(model, prompts, most, room, self._take_work, guesses)
         self._submitted = 0
-        if guesses is not None and most > 1 and not reads_whole(model):
-            reason_for_order(model)  # its trial would hold the first two answers up
+        if not reads_whole(model):  # trials that would hold the first answers up
+            reason_against_rows(model)
+            if guesses is not None and most > 1:
+                reason_for_order(model)
         self._thread.start()
 
     @property

@@ -12,8 +12,8 @@ from .caches.cache import grow_cache
 from .caches.lagging import can_lag, lagging
 from .caches.prompt_cache import new_cache
 from .install import is_rewritten, rewrite
-from .modules.rules.trial import FewDirections, agrees, on_the_cpu, twin_of, verdict
-from .upstream.caches import DynamicCache, LinearAttentionLayer
+from .modules.rules.trial import FewDirections, agrees, linear_cache, on_the_cpu, twin_of, verdict
+from .upstream.caches import LinearAttentionLayer
 from .upstream.calls import cache_name, needed_arguments
 
 _PROMPT, _GUESSES = 5, 4  # tokens
@@ -66,7 +66,7 @@ def _takes_back(module: nn.Module, cls: type[nn.Module]) -> bool:
     linear = next(part for part in twin.modules() if isinstance(part, FewDirections))
     x = torch.randn(len(_RIGHT), _PROMPT + _GUESSES + 1, linear.in_features)
     prompt, guesses, token = x.split((_PROMPT, _GUESSES, 1), 1)
-    cache = _cache()
+    cache = linear_cache()
     _result(twin, prompt, cache)
     if not can_lag(cache.layers[0]):
         return False
@@ -77,7 +77,7 @@ def _takes_back(module: nn.Module, cls: type[nn.Module]) -> bool:
     found = _result(twin, token, cache)
     for row, right in enumerate(_RIGHT):
         one = slice(row, row + 1)
-        alone = _cache()
+        alone = linear_cache()
         _result(twin, prompt[one], alone)
         expected = [_result(twin, guesses[one, n : n + 1], alone) for n in range(right)]
         expected.append(_result(twin, token[one], alone))
@@ -87,12 +87,6 @@ def _takes_back(module: nn.Module, cls: type[nn.Module]) -> bool:
         if not agrees((own, *ours), (torch.cat(expected, 1), *states[0]), 1e-4):
             return False
     return True
-
-
-def _cache() -> Any:
-    cache = DynamicCache()
-    cache.layers = [LinearAttentionLayer()]
-    return cache
 
 
 def _result(twin: nn.Module, x: Tensor, cache: Any) -> Tensor:

@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-_PENDING = (
-    "_moe_mps_pending"  # the attribute of a state: its inputs, and how many tokens of each row are right
-)
-_BEFORE = "_moe_mps_before"  # the attribute of tokens: the state in front of them
+# The attribute of a state: its inputs, and how many tokens of each row are right; and one of tokens: the
+# state in front of them.
+_PENDING, _BEFORE = "_moe_mps_pending", "_moe_mps_before"
 
 
 def set_pending(state: Tensor, inputs: Tensor, counts: Tensor) -> None:

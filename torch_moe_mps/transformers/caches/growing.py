@@ -104,12 +104,10 @@ def _written_behind(held: Tensor, new: Tensor) -> Tensor | None:
     memory: Any = getattr(held, MEMORY, None)
     if type(memory) not in PLAIN or type(new) not in PLAIN or memory.shape[-1] != held.shape[-1]:
         return None
-    tokens, before = new.shape[-2], held.shape[-2]
-    if not _alike(held, new) or not _has_room((held,), memory, tokens):
-        return None
-    start = start_of(held)
-    memory.narrow(-2, start + before, tokens).copy_(new)
-    return view_of(memory, start, before + tokens)
+    longer = slots_behind(held, new)
+    if longer is not None:
+        longer.narrow(-2, held.shape[-2], new.shape[-2]).copy_(new)
+    return longer
 
 
 def slots_behind(held: Any, new: Tensor) -> Tensor | None:

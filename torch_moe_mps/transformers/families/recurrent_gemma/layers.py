@@ -17,8 +17,8 @@ from ...basics.report import Done
 from ...basics.state import original_class, with_own
 from ...modules.experts import is_observed
 from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, scan
-from ...modules.rules.trial import Tried, agrees, twin_of
-from ...upstream.caches import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from ...modules.rules.trial import Tried, agrees, linear_cache, twin_of
+from ...upstream.caches import LinearAttentionCacheLayerMixin
 
 ops = torch.ops.moe_mps
 _CHILDREN = "linear_y", "linear_x", "linear_out", "conv_1d", "rg_lru"
@@ -130,8 +130,7 @@ def _is_same(module: nn.Module, forward: Callable) -> bool:
     x = torch.randn(2, 8, twin.linear_x.in_features)
     places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])
     pieces = [slice(0, 5), slice(5, 6), slice(6, 7), slice(7, 8)]
-    own, cache = copy.deepcopy(twin), DynamicCache()
-    cache.layers = [LinearAttentionLayer()]
+    own, cache = copy.deepcopy(twin), linear_cache()
     theirs, ours = [], []
     for piece in pieces:
         arguments = x[:, piece], places[:, piece], None

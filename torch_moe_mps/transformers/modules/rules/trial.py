@@ -14,6 +14,7 @@ from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import STATE, original_class
 from ...caches.held import HeldPools
+from ...upstream.caches import DynamicCache, LinearAttentionLayer
 
 
 @contextlib.contextmanager
@@ -37,6 +38,13 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
         raise
     except Exception:  # it is not ours: any error may come of it
         return None
+
+
+def linear_cache() -> DynamicCache:
+    """A cache of one layer, of linear attention."""
+    cache = DynamicCache()
+    cache.layers = [LinearAttentionLayer()]
+    return cache
 
 
 _verdicts = Bounded(256)  # {what modules have in common: what a trial gave, in a tuple}
