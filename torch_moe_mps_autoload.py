@@ -27,7 +27,6 @@ _LIBRARIES = {
     "peft": "register_adapters",
     "transformers.core_model_loading": "load_in_one_thread",
     "transformers.masking_utils": "register_mask",
-    "transformers.modeling_layers": "register_mtp",
     "transformers.modeling_utils": "register_models",
     "transformers.integrations.moe": "register_experts",
     "transformers.integrations.gguf.gguf_config_mapping": "register_gguf",

@@ -57,13 +57,6 @@ def register_models(module: Any) -> None:
     count_packed(module.PreTrainedModel)
 
 
-def register_mtp(module: Any) -> None:
-    from .transformers.mtp import read_once
-
-    if hasattr(module, "MtpModel"):  # older ones of transformers have none
-        read_once(module.MtpModel)
-
-
 def register_mask(module: Any) -> None:
     from .transformers.attention.attention import NAME, attention_mask
 

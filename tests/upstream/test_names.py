@@ -19,7 +19,7 @@ ANY_IMPORT = re.compile(rf"^\s*(from|import) ({'|'.join(LIBRARIES)})\b", re.MULT
 PRIVATE = {
     "transformers:GenerationMixin._sample": ("input_ids", "logits_processor", "generation_config"),
     "transformers:GenerationMixin._update_model_kwargs_for_generation": ("outputs", "model_kwargs"),
-    "transformers:GenerationMixin._get_candidate_generator": (),
+    "transformers:GenerationMixin._get_candidate_generator": ("generation_config", "logits_processor"),
     "transformers:GenerationMixin._get_logits_processor": ("generation_config", "input_ids_seq_length"),
     "transformers:GenerationMixin._prepare_generated_length": ("generation_config", "input_ids_length"),
     "transformers:GenerationMixin._prepare_generation_config": ("generation_config",),
@@ -33,7 +33,6 @@ PRIVATE = {
     "transformers:PreTrainedModel.set_experts_implementation": (),
     "transformers:PreTrainedConfig.get_text_config": ("decoder",),
     "transformers:PreTrainedConfig.get_config_dict": (),
-    "transformers.modeling_layers:MtpModel.from_pretrained": ("main_model", "device_map"),
     "transformers.modeling_layers:MtpModel.get_mtp_weights_regex": (),
     "transformers.quantizers.base:HfQuantizer._process_model_before_weight_loading": ("model",),
     "transformers.quantizers.base:HfQuantizer._process_model_after_weight_loading": ("model",),

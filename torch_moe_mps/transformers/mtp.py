@@ -1,7 +1,7 @@
 """Layers behind a model that guess further tokens (multi-token prediction): `guesses="mtp"`, and `use_mtp`.
 
-transformers reads them for each `generate`, dense and with layers of the model's classes. Of an accelerated
-model they are read once, and quantised and accelerated as its own layers.
+Each is of the class of the model's layers. They are read once for a model, and quantised and accelerated as
+these.
 """
 
 import copy
@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import safe_open
@@ -28,6 +27,7 @@ from .basics.interface import experts_of
 from .basics.state import STATE, kv_bits_of, state_of
 from .caches.cache import grow_cache
 from .capture.calls import capture_calls, captures_of, wanted_capture
+from .capture.candidates import GUESSING
 from .checkpoints.layouts.files import checkpoint_files, tensors_in
 from .checkpoints.layouts.layout import Section
 from .checkpoints.layouts.others.schemes import METHODS
@@ -52,27 +52,6 @@ _FP8, _BITS_OF_FP8 = "fp8", 8
 Patterns = Mapping[str, Any]  # {pattern: bits, a format or False}
 MTP = "mtp"  # the entry of a checkpoint's quantisation with the formats of these layers
 _NAMED = f"{MTP}."  # begins the names of their weights in recipes and importance
-_READ: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # {model: what transformers made of its layers}
-
-
-def read_once(cls: Any) -> None:
-    """Patches `MtpModel.from_pretrained` for models that are accelerated."""
-    own = cls.from_pretrained.__func__
-    # They are the model's, whatever parameters they have.
-    cls._keys_to_ignore_on_load_missing = [r"^shared_head\.", r"^embed_tokens\."]
-
-    def from_pretrained(cls: Any, /, main_model: Any, device_map: Any = None, **kwargs: Any) -> Any:
-        if not any(STATE in vars(module) for module in main_model.modules()):
-            return own(cls, main_model, device_map, **kwargs)
-        if main_model not in _READ:
-            path, recipe = main_model.config.name_or_path, recipe_of_last_layer(main_model)
-            result = _READ[main_model] = _Section(main_model, path, recipe).read()
-            accelerate(result.layers)
-        result = _READ[main_model]
-        result.tie_with_main_model(main_model)
-        return result.to(main_model.device)
-
-    cls.from_pretrained = classmethod(from_pretrained)
 
 
 class _Section:
@@ -514,13 +493,26 @@ def split_patterns(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], Patterns]
     return {**recipe, **changed}, overrides | dict.fromkeys(keep, False)
 
 
-def mtp_steps(model: Any) -> list[MtpStep]:
-    """The layers of a model that guess. Raises: ValueError for a model that has none."""
-    from .upstream.guesses import MtpModel
+def mtp_layers(model: Any) -> Any:
+    """transformers' module of the layers of a model that guess, with its embedding and head.
 
-    require_mtp(model)
-    seen = _counted(model, model.config.name_or_path)
-    layers = MtpModel.from_pretrained(seen, device_map={"": model.device})
+    Raises: ValueError for a model that has none.
+    """
+    if model not in GUESSING:
+        require_mtp(model)
+        source = model.config.name_or_path
+        read = _Section(_counted(model, source), source, recipe_of_last_layer(model)).read()
+        if any(STATE in vars(module) for module in model.modules()):
+            accelerate(read.layers)
+        GUESSING[model] = read
+    result = GUESSING[model]
+    result.tie_with_main_model(model)
+    return result.to(model.device)
+
+
+def mtp_steps(model: Any) -> list[MtpStep]:
+    """The layers of a model that guess, one by one. Raises: ValueError for a model that has none."""
+    layers = mtp_layers(model)
     steps = [MtpStep(layers, number).eval() for number in range(len(layers.layers))]
     for step in steps:
         state_of(step).kv_bits = kv_bits_of(model)
@@ -536,4 +528,9 @@ def new_mtp_cache(model: Any) -> Any:
     A layer reads its tokens in order, from the first one on: the masks are those of any cache, however far
     its positions are from the model's.
     """
-    return DynamicCache(config=_counted(model, model.config.name_or_path).config.get_mtp_config())
+    return DynamicCache(config=config_of_mtp(model))
+
+
+def config_of_mtp(model: Any) -> Any:
+    """The config of the layers of a model that guess."""
+    return _counted(model, model.config.name_or_path).config.get_mtp_config()

@@ -7,12 +7,14 @@ nothing. `torch_moe_mps.transformers` imports this module before anything else o
 
 import importlib
 import pkgutil
+from typing import Any
 
 from . import families
 from .accelerate import PREPARED_BY, accelerate
 from .attention.implementations import LAYER_HOOKS, NEEDS_OUR_KERNEL
 from .attention.indexer import rewrite_indexer
 from .caches.layers import GROWING_CLASSES
+from .capture.candidates import CANDIDATES
 from .checkpoints.quantize.in_place import LOADED
 from .families import Family
 from .graphs.passes import INTRODUCED, PASSES
@@ -42,7 +44,14 @@ def _declared() -> list[Family]:
     return [importlib.import_module(name).FAMILY for name in names]
 
 
+def _candidates(*given: Any) -> Any:
+    from .candidates import Candidates  # subclasses code of transformers, which is not complete yet
+
+    return Candidates(*given)
+
+
 MODULE_RULES.append(rewrite_indexer)
+CANDIDATES.append(_candidates)
 LOADED.append(accelerate)
 for family in _declared():
     MODULE_RULES.extend(family.rules)

@@ -1,6 +1,8 @@
 """`generate(use_mtp=True)` of transformers: layers that guess are quantised as the others, and kept."""
 
+import copy
 import json
+import pickle
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +16,18 @@ from support.checkpoints import changed
 from support.mtp import with_mtp
 from support.other_libraries import CompressedTensors, Fp8, Gptq, apart, quantised, say, weights
 from support.sweep import in_sweep, rows_in_sweep
+from transformers import GenerationMixin
 from transformers.cache_utils import MtpCache
+from transformers.generation.candidate_generator import (
+    MTPCandidateGenerator,
+    PromptLookupCandidateGenerator,
+)
 from transformers.modeling_layers import MtpModel
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.transformers.modules.linears import formats_in
-from torch_moe_mps.transformers.mtp import _counted, mtp_steps
+from torch_moe_mps.transformers.mtp import _counted, mtp_layers, mtp_steps
 
 PROMPT = torch.arange(1, 9)[None]
 SETTINGS = {"max_new_tokens": 12, "do_sample": False}
@@ -57,14 +64,63 @@ def test_tokens_are_those_of_the_model(checkpoint, monkeypatch):
     for _ in range(2):
         assert tokens_of(model, use_mtp=True) == expected
     (ours,) = made
-    formats = {str(format) for module in ours.layers.modules() for format in formats_in(module).values()}
-    assert formats == {"affine4_32"}
+    assert formats_of(ours.layers) == {"affine4_32"}
 
     dense = cls.from_pretrained(folder).eval()
     twin = MtpModel.from_pretrained(tiny_models.dense_twin(dense, model)).eval()
     assert tokens_of(dense) == tokens_of(dense, use_mtp=True)  # those without us
     tiny_models.dense_twin(twin.layers, ours.layers)
     torch.testing.assert_close(guessed(ours), guessed(twin), atol=1e-3, rtol=1e-3)
+
+
+def generators_of(model, monkeypatch, **settings) -> list:
+    """Generators of candidates that a call makes; tokens are those without guesses."""
+    expected, found = tokens_of(model), []
+    own = type(model)._get_candidate_generator
+
+    def noted(self, *args, **kwargs):
+        found.append(own(self, *args, **kwargs))
+        return found[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "_get_candidate_generator", noted)
+        assert tokens_of(model, **settings) == expected
+    return found
+
+
+def test_only_accelerated_models_read_them_once(checkpoint, monkeypatch):
+    """Their generator has the attributes of transformers'; `restore` and models beside them have its own."""
+    cls, folder = checkpoint
+    plain, model = (cls.from_pretrained(folder).eval() for _ in range(2))
+    torch_moe_mps.accelerate(model)
+    pickled = pickle.dumps(model)  # of one that was called, transformers' own hooks cannot be
+    (theirs,) = generators_of(plain, monkeypatch, use_mtp=True)
+    (ours,) = generators_of(model, monkeypatch, use_mtp=True)
+    assert type(theirs) is MTPCandidateGenerator and type(ours) is not type(theirs)
+    simple = [
+        {name: value for name, value in vars(each).items() if not hasattr(value, "forward")}
+        for each in (ours, theirs)
+    ]
+    assert vars(ours).keys() == vars(theirs).keys() and simple[0].keys() == simple[1].keys()
+    for name in simple[0].keys() - {"mtp_cache", "logits_processor"}:
+        assert simple[0][name] == simple[1][name]
+    (lookup,) = generators_of(model, monkeypatch, use_mtp=True, prompt_lookup_num_tokens=2)
+    assert type(lookup) is PromptLookupCandidateGenerator
+
+    (again,) = generators_of(model, monkeypatch, use_mtp=True)
+    (of_copy,) = generators_of(copy.deepcopy(model), monkeypatch, use_mtp=True)
+    (of_pickle,) = generators_of(pickle.loads(pickled), monkeypatch, use_mtp=True)
+    assert type(ours) is type(again) is type(of_copy) is type(of_pickle)
+    assert again.mtp_model is ours.mtp_model
+    assert of_copy.mtp_model.embed_tokens is not ours.mtp_model.embed_tokens
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    (quantised,) = generators_of(model, monkeypatch, use_mtp=True)
+    assert {*map(str, formats_of(quantised.mtp_model.layers))} == {"affine4_32"}
+    assert not formats_of(again.mtp_model.layers)
+    restored = torch_moe_mps.restore(pickle.loads(pickled))
+    assert type(restored)._get_candidate_generator is GenerationMixin._get_candidate_generator
+    (restored,) = generators_of(restored, monkeypatch, use_mtp=True)
+    assert type(restored) is MTPCandidateGenerator
 
 
 def test_convert_quantises_them(checkpoint, tmp_path, capsys):
@@ -84,9 +140,7 @@ def test_convert_quantises_them(checkpoint, tmp_path, capsys):
     model = transformers.AutoModelForCausalLM.from_pretrained(quantised)
     assert tokens_of(model, use_mtp=True) == tokens_of(model)
     dense = torch_moe_mps.from_pretrained(folder, bits=4, group_size=32)
-    found, expected = (
-        MtpModel.from_pretrained(each, device_map={"": "cpu"}).layers.state_dict() for each in (model, dense)
-    )
+    found, expected = (mtp_layers(each).layers.state_dict() for each in (model, dense))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     again = tmp_path / "again"
     assert main(["convert", str(quantised), str(again), "--bits", "3", "--group-size", "32"]) == 0

@@ -42,6 +42,7 @@ from ..modules.sampling import OPERATOR, current, sampling
 from ..upstream.calls import cache_among
 from ..upstream.utilities import ModelOutput
 from .arguments import MASK, padding_of, whole
+from .candidates import CANDIDATES, GUESSING, are_by_layers
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint, note_change
 from .match import Match, Taken
@@ -433,6 +434,7 @@ def capture_calls(model: nn.Module, wanted: bool | None, most: int = MOST_TOKENS
     note_change()
     for module in _models(model):
         module.__dict__.pop(CAPTURES, None)
+        GUESSING.pop(module, None)
         if wanted is not False and host_library() is not None:
             module.__dict__[CAPTURES] = Captures(bool(wanted), bool(wanted), most)
         if not hasattr(type(module), _MARK):
@@ -445,6 +447,7 @@ def restore_calls(model: nn.Module) -> None:
     note_change()
     for module in model.modules():
         module.__dict__.pop(CAPTURES, None)
+        GUESSING.pop(module, None)
         restore_class(module, _MARK)
 
 
@@ -492,7 +495,7 @@ def _models(model: nn.Module) -> Iterator[nn.Module]:
 @functools.cache
 def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a model's class that captures calls, and whose `generate` gives no tokens out that the
-    GPU failed at; everything else stays."""
+    GPU failed at, and reads layers that guess once; everything else stays."""
     own: Callable[..., Any] = original.forward
     parameters = inspect.signature(own).parameters.values()
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
@@ -550,4 +553,13 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
                 return generates._sample(self, ids, **how, **kwargs)
 
         members |= {"_sample": sample, "_update_model_kwargs_for_generation": update}
+    own_candidates = getattr(generates, "_get_candidate_generator", None)
+    if own_candidates is GenerationMixin._get_candidate_generator:
+
+        def candidates(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+            if are_by_layers(generation_config):
+                return CANDIDATES[0](self, generation_config, kwargs["logits_processor"])
+            return own_candidates(self, generation_config, *args, **kwargs)
+
+        members["_get_candidate_generator"] = candidates
     return subclass(original, _MARK, _capturing_class, **members)

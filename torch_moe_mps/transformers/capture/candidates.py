@@ -1,0 +1,16 @@
+"""Tokens that `generate(use_mtp=True)` of a model guesses by layers of its checkpoint."""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+# Makes a generator of candidates from a model, a generation config and processors of logits.
+CANDIDATES: list[Callable[[Any, Any, Any], Any]] = []
+# {model: what was read of its layers that guess}; they are as the model was accelerated.
+GUESSING: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def are_by_layers(config: Any) -> bool:
+    """Whether transformers takes candidates from such layers, in the order in which it asks a config."""
+    before = (config.assistant_early_exit, config.prompt_lookup_num_tokens)
+    return before == (None, None) and bool(getattr(config, "use_mtp", None))  # transformers 5.23 has none
