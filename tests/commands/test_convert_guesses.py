@@ -1,5 +1,6 @@
 """`convert` and layers that guess: recipes name them, a text is counted in them, and they load again."""
 
+import copy
 import json
 import re
 import shutil
@@ -16,11 +17,14 @@ from support.serving import letters
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.quantization import quantize
 from torch_moe_mps.transformers import mtp
 from torch_moe_mps.transformers.checkpoints.source import Source
+from torch_moe_mps.transformers.modules.linears import formats_in
 from torch_moe_mps.transformers.mtp import converted_mtp, left_out_mtp, planned_mtp
+from torch_moe_mps.transformers.mtp_steps import mtp_steps
 
 TEXT = "thequickbrownfoxjumpsoverthelazydog" * 20
 FOUR = ("--bits", "4", "--group-size", "32")
@@ -41,6 +45,13 @@ def converted(folder, to, *arguments) -> tuple[dict[str, torch.Tensor], dict[str
     assert main(["convert", str(folder), str(to), *map(str, arguments)]) == 0
     config = json.loads((to / "config.json").read_text())["quantization_config"]
     return load_file(to / "model.safetensors"), config["mtp"]
+
+
+def refused(capsys, *arguments) -> str:
+    """The last line of a command's error."""
+    capsys.readouterr()
+    assert main([*map(str, arguments)]) == 1
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 @torch.no_grad()
@@ -90,10 +101,13 @@ def test_a_text_is_counted_in_them(checkpoint, tmp_path):
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
 
 
-@pytest.mark.slow("converts three times")
+@pytest.mark.slow("converts, and loads twice")
 def test_recipes_name_them(checkpoint, tmp_path):
-    """By mtp.0 and so on; patterns for all layers are for these, too, and what is planned is written."""
-    folder, _ = checkpoint
+    """By mtp.0 and so on; patterns for all layers are for these, too, and what is planned is written.
+
+    A model that is quantised while it is read, or in place, has the same.
+    """
+    folder, cls = checkpoint
     recipe = {
         "bits": 4, "group_size": 32, "keep": ["mtp.*.k_proj"],
         "overrides": {"*.v_proj": 8, "layers.0.*": 6, "mtp.0.eh_proj": 5, "experts.down_proj": 3},
@@ -108,6 +122,17 @@ def test_recipes_name_them(checkpoint, tmp_path):
     assert tensors["model.layers.2.mtp_block.self_attn.k_proj.weight"].dim() == 2
     size = sum(tensor.nbytes for tensor in tensors.values())
     assert json.loads((tmp_path / "plan.json").read_text())["after"] == pytest.approx(size, rel=1e-3)
+    in_place = cls.from_pretrained(folder).eval()
+    torch_moe_mps.accelerate(in_place, **recipe)
+    read = torch_moe_mps.from_pretrained(folder, **recipe)
+    for model in (in_place, read, copy.deepcopy(read)):
+        layers = mtp_steps(model)[0].layers.layers
+        found = layers.state_dict()
+        for number in range(len(layers)):
+            for name in ("eh_proj.packed", "mtp_block.self_attn.v_proj.packed"):
+                assert torch.equal(found[f"{number}.{name}"], tensors[f"model.layers.{2 + number}.{name}"])
+        assert {f"layers.{n}" for n, m in layers.named_modules() if formats_in(m)} >= {"layers.0.eh_proj"}
+        assert not formats_in(layers[0].mtp_block.self_attn.k_proj)
 
 
 def test_headers_are_read_once(checkpoint, tmp_path, monkeypatch):
@@ -128,7 +153,8 @@ def test_headers_are_read_once(checkpoint, tmp_path, monkeypatch):
 
 
 def test_a_pattern_that_fits_none_of_them_is_one_line(checkpoint, tmp_path, capsys):
-    folder, _ = checkpoint
+    """Of `convert` and of those that load a model, before anything is changed; of layers that stay, too."""
+    folder, cls = checkpoint
     none = tmp_path / "none"
     none.mkdir()
     for file in folder.glob("*.*"):
@@ -140,10 +166,20 @@ def test_a_pattern_that_fits_none_of_them_is_one_line(checkpoint, tmp_path, caps
         {"format": "pt"},
     )
     for source, pattern in ((folder, "mtp.0.x_proj"), (none, "mtp.*")):
-        capsys.readouterr()
-        assert main(["convert", str(source), str(tmp_path / "new"), *FOUR, "--keep", pattern]) == 1
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert error.endswith(f"the pattern '{pattern}' fits no weight that can be quantised")
+        says = f"the pattern '{pattern}' fits no weight that can be quantised"
+        assert says in refused(capsys, "convert", source, tmp_path / "new", *FOUR, "--keep", pattern)
+        model = cls.from_pretrained(source).eval()
+        for load, given in ((torch_moe_mps.accelerate, model), (torch_moe_mps.from_pretrained, source)):
+            with pytest.raises(ValueError, match=re.escape(says)):
+                load(given, bits=4, group_size=32, keep=[pattern])
+        assert not any(map(formats_in, model.modules()))
+    says = "the pattern 'mtp.*' fits no weight that can be quantised"
+    assert says in refused(capsys, "convert", folder, tmp_path / "m", *FOUR, "--keep", "mtp.*", "--to", "mlx")
+    converted(folder, tmp_path / "four", *FOUR)
+    with pytest.raises(
+        ValueError, match=r"'mtp.\*' must be for layers .* dense or in FP8, got those .* quantised"
+    ):
+        torch_moe_mps.from_pretrained(tmp_path / "four", bits=3, group_size=32, overrides={"mtp.*": 3})
 
 
 def test_those_of_other_quantisers_are_left_out(checkpoint, tmp_path):
@@ -156,7 +192,7 @@ def test_those_of_other_quantisers_are_left_out(checkpoint, tmp_path):
         config["quantization_config"] = {"bits": 4, "group_size": 32}
     reason = left_out_mtp(str(tmp_path / "mlx"), model)
     assert reason.endswith("got those of MLX") and "\n" not in reason
-    assert planned_mtp(str(tmp_path / "mlx"), model, {}) == (0, 0)
+    assert planned_mtp(str(tmp_path / "mlx"), model) == (0, 0)
     assert not [*converted_mtp(str(tmp_path / "mlx"), model, {})]
 
 

@@ -450,11 +450,14 @@ def test_this_mac_with_another_limit_and_an_unknown_chip(mac, qwen3, capsys):
 def test_what_does_not_fit_is_one_line(mac, qwen3, tmp_path, refused):
     mac("Intel(R) Core(TM) i7", 16, 0)
     transformers.ViTConfig().save_pretrained(tmp_path / "vit")
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text('{"bits": 4, "keep": ["mtp.*"]}')
     for arguments, message in (
         ([qwen3, "--mac"], "--mac is for a Mac with Apple silicon; this machine is not one"),
         ([qwen3, "--group-size", "16"], "group_size must be 32 or 64 or 128"),
         ([tmp_path / "nothing"], "is neither a folder nor the name of a model on the Hub"),
         ([tmp_path / "vit"], "model_type must be of a model that generates text"),
+        ([qwen3, "--recipe", recipe], "the pattern 'mtp.*' fits no weight that can be quantised"),
     ):
         assert message in refused("fit", *arguments)
 
@@ -463,6 +466,8 @@ def test_what_does_not_fit_is_one_line(mac, qwen3, tmp_path, refused):
 def test_layers_that_guess_are_counted(tmp_path, capsys):
     """As `convert` writes them, with their caches; without the weights, as the config says."""
     folder, file = tmp_path / "model", tmp_path / "fit.json"
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps({"bits": 4, "group_size": 32, "overrides": {"mtp.*.eh_proj": 8}}))
     wide = {"hidden_size": 256, "n_routed_experts": 4, "max_position_embeddings": 10**9}
     with with_mtp("glm4_moe", folder, 2, **wide):
         asked = ["convert", str(folder), str(tmp_path / "four"), "--bits", "4", "--group-size", "32"]
@@ -473,11 +478,14 @@ def test_layers_that_guess_are_counted(tmp_path, capsys):
             if not is_here:
                 (folder / "model.safetensors").unlink()
             capsys.readouterr()
-            assert main(["fit", str(folder), "--group-size", "32", "--json", str(file)]) == 0
+            asked = ["fit", str(folder), "--group-size", "32", "--recipe", str(recipe), "--json", str(file)]
+            assert main(asked) == 0
             assert "load layers that guess, too, of " in capsys.readouterr().out
             found = json.loads(file.read_text())
             sizes = {size["name"]: size for size in found["sizes"]}
             assert sizes["4 bit"]["guesses"] == pytest.approx(own, rel=0.01)
+            more = 2 * (256 * 512) * 4 // 8  # of two matrices
+            assert sizes["recipe"]["guesses"] - sizes["4 bit"]["guesses"] == more
             space = found["macs"][0]["gpu"] - found["prompt"]["bytes"]
             space -= sizes["4 bit"]["bytes"] + sizes["4 bit"]["guesses"]
             fits = found["macs"][0]["contexts"]["4 bit"]

@@ -27,20 +27,14 @@ from ..transformers.checkpoints.layouts.files import LARGEST, UNFINISHED, Shards
 from ..transformers.checkpoints.layouts.mlx.names import check_architecture
 from ..transformers.checkpoints.layouts.mlx.writing import save_mlx
 from ..transformers.checkpoints.quantize.importance import Importance
+from ..transformers.checkpoints.quantize.recipe import requested_recipe
 from ..transformers.checkpoints.source import Source
 from ..transformers.checkpoints.write.parts import Parts
 from ..transformers.checkpoints.write.plan import LoadPlan, planned
 from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
-from ..transformers.mtp import (
-    MTP,
-    Patterns,
-    converted_mtp,
-    counted_mtp,
-    left_out_mtp,
-    planned_mtp,
-    split_patterns,
-)
+from ..transformers.mtp import MTP, check_exceptions, converted_mtp, left_out_mtp, planned_mtp
+from ..transformers.mtp_steps import counted_mtp
 from ..transformers.upstream.utilities import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import packs, says_a_format
@@ -69,8 +63,11 @@ def run(options: argparse.Namespace) -> None:
         # Gigabytes: after what can be checked without them.
         source = folder_of(options.source, options.revision)
     tokenizer = tokenizer_of(source) if gguf else None
-    arguments, patterns = (None, {}) if packed else split_patterns(arguments_of(options, model))
+    arguments = None if packed else arguments_of(options, model)
     recipe: dict[str, Any] = {"recipe": arguments, "requantize": says_a_format(options)}
+    if arguments is not None and (_weights(source) or options.to == "mlx"):
+        kept_in = "" if options.to == "mlx" else source  # MLX's layout has no layers that guess
+        check_exceptions(kept_in, model, requested_recipe(**arguments))
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
     if options.to == "mlx" and (others := GGUF.keys() & {weight.format for weight in plan.weights}):
         has_not = " and ".join(sorted(others))
@@ -78,8 +75,7 @@ def run(options: argparse.Namespace) -> None:
     if options.to != "mlx" and _weights(source):
         if (reason := left_out_mtp(source, model)) is not None:
             print(f"torch-moe-mps: layers that guess are left out: {reason}", file=sys.stderr)
-        formats = {weight.name: weight.format for weight in plan.weights}
-        before, after = planned_mtp(source, model, formats, patterns)
+        before, after = planned_mtp(source, model)
         plan = plan._replace(before=plan.before + before, after=plan.after + after)
     if options.dry_run:
         print(plan.table())
@@ -88,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
     if not options.dry_run:
         _check_space(destination, plan.after)
         importance = _importance(options, source, recipe["recipe"])
-        errors = _convert(source, copied, options, recipe, patterns, importance, tokenizer)
+        errors = _convert(source, copied, options, recipe, importance, tokenizer)
         print(f"wrote {destination}, {_size_of_files(destination)}")
     write_json(options.json, plan.as_json(errors))
 
@@ -204,7 +200,6 @@ def _convert(
     copied: list[Path],
     options: argparse.Namespace,
     recipe: dict[str, Any],
-    patterns: Patterns,
     importance: Importance | None,
     tokenizer: Any,
 ) -> list[list[Any]]:
@@ -213,7 +208,7 @@ def _convert(
     with _written_beside(destination) as folder:
         began = (folder / UNFINISHED).exists()
         format = "mlx" if options.to == "mlx" else "pt"
-        shards = Shards(folder, format, _key(source, options, recipe | {MTP: patterns}, importance))
+        shards = Shards(folder, format, _key(source, options, recipe, importance))
         if began:
             done = len(shards.done)
             print(
@@ -226,7 +221,7 @@ def _convert(
             else:
                 runs_in = Source(source, loading_options(options)).skeleton().dtype
                 packed: dict[str, str] = {}
-                guessing = converted_mtp(source, parts.model, packed, patterns, importance)
+                guessing = converted_mtp(source, parts.model, packed, importance)
                 save_parts(parts.model, shards, parts.into(shards), guessing, runs_in=runs_in)
                 _note_mtp(folder / "config.json", packed)
             _save_generation_config(parts.model, folder, source)

@@ -5,7 +5,7 @@ config.json is enough: a model on the meta device has the shapes of the weights 
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,13 @@ from ..transformers.checkpoints.layouts.files import checkpoint_files
 from ..transformers.checkpoints.layouts.gguf.reading import GgufLayout
 from ..transformers.checkpoints.layouts.own.config import QuantizationConfig
 from ..transformers.checkpoints.quantize.decision import weights_of
-from ..transformers.checkpoints.quantize.recipe import SAME, recipe_of, requested_recipe
+from ..transformers.checkpoints.quantize.recipe import (
+    SAME,
+    Recipe,
+    no_such_weight,
+    recipe_of,
+    requested_recipe,
+)
 from ..transformers.checkpoints.quantize.sizes import bytes_a_token, quantized_sizes, total_bytes
 from ..transformers.checkpoints.quantize.target import Target
 from ..transformers.checkpoints.quantizer import layout_of
@@ -46,8 +52,8 @@ _CHECK = Check("fit")
 class Size:
     """A model in one format: its name, bytes of all weights, bytes of weights that a token reads.
 
-    `quantized` has the bytes of each weight that is quantised, `targets` what they are of, `guesses` the
-    bytes of layers that guess beside it.
+    `quantized` has the bytes of each weight that is quantised, `targets` what they are of, by `recipe`, and
+    `guesses` the bytes of layers that guess beside it.
     """
 
     name: str
@@ -55,6 +61,7 @@ class Size:
     token: int
     quantized: Mapping[torch.Tensor, int]
     targets: Sequence[Target] = ()
+    recipe: Recipe = field(default_factory=lambda: Recipe(None))
     guesses: int = 0
 
     def of(self, module: nn.Module) -> int:
@@ -73,11 +80,13 @@ def run(options: argparse.Namespace) -> None:
     if options.recipe is not None and options.recipe not in names:
         sizes.insert(0, of_recipe(model, options.recipe, options.group_size))
     sizes += [of_recipe(model, name, options.group_size) for name in names]
-    layers = 0
-    if options.macs is None and (guessing := empty_mtp(model, folder)) is not None:
+    guessing, layers = empty_mtp(model, folder), 0
+    if guessing is None and (own := [pattern for size in sizes for pattern in size.recipe.of_guessing()]):
+        raise ValueError(no_such_weight(own[0]))
+    if options.macs is None and guessing is not None:
         layers = len(guessing.layers)
         for size in sizes:
-            size.guesses = bytes_of_mtp(guessing, model, size.targets)
+            size.guesses = bytes_of_mtp(guessing, model, size.targets, size.recipe)
     if options.macs is not None:
         text, data = spread(model, sizes, options.macs, options.kv_bits)
     else:
@@ -292,7 +301,8 @@ def size_when_loaded(options: argparse.Namespace, source: Source, model: Any, fo
 def of_recipe(model: Any, recipe: str, group_size: int | None) -> Size:
     """The model with a mixed recipe, or one in a file."""
     arguments = arguments_of_recipe(recipe, model, group_size=group_size)
-    return _size(Path(recipe).stem, model, _targets(model, requested_recipe(**arguments)))
+    asked = requested_recipe(**arguments) or Recipe(None)
+    return replace(_size(Path(recipe).stem, model, _targets(model, asked)), recipe=asked)
 
 
 def _targets(model: Any, recipe: Any) -> Iterable[Target]:

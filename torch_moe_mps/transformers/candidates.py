@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from .mtp import config_of_mtp, mtp_layers
+from .mtp import config_of_mtp
+from .mtp_steps import mtp_layers
 from .upstream.guesses import MtpCache, MTPCandidateGenerator
 
 

@@ -24,6 +24,7 @@ from .checkpoints.quantizer import Quantizer
 from .checkpoints.source import NO_MODEL, Source
 from .compiling import compile_kernels
 from .modules.experts import NAME
+from .mtp import check_exceptions
 from .self_check import allowed, working_kv_bits
 
 
@@ -84,6 +85,8 @@ def from_pretrained(
     require_kv_bits("from_pretrained", kv_bits)
     _require_one_process(kwargs)
     source = Source(name, kwargs, model_class)
+    if recipe is not None and recipe.of_guessing():
+        check_exceptions(str(name), source.skeleton(), recipe)
     if source.gguf is not None:
         kwargs["gguf_file"] = source.gguf
         if kwargs.get("dtype") == "auto":

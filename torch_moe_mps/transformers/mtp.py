@@ -1,7 +1,7 @@
-"""Layers behind a model that guess further tokens (multi-token prediction): `guesses="mtp"`, and `use_mtp`.
+"""Layers behind a model that guess further tokens (multi-token prediction), in its checkpoint.
 
-Each is of the class of the model's layers. They are read once for a model, and quantised and accelerated as
-these.
+Each is of the class of the model's layers, and quantised as the last one of these; by names that begin with
+mtp.0 and so on, recipes make exceptions.
 """
 
 import copy
@@ -18,23 +18,18 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from ..ops._checks import Check
 from ..quantization import Format
-from .accelerate import accelerate
 from .basics.interface import experts_of
-from .basics.state import STATE, kv_bits_of, state_of
-from .caches.cache import grow_cache
-from .capture.calls import capture_calls, captures_of, wanted_capture
-from .capture.candidates import GUESSING
 from .checkpoints.layouts.files import checkpoint_files, tensors_in
 from .checkpoints.layouts.layout import Section
 from .checkpoints.layouts.others.schemes import METHODS
 from .checkpoints.layouts.own.config import is_ours
-from .checkpoints.quantize.decision import weights_of
+from .checkpoints.quantize.decision import exceptions_of, weights_of
 from .checkpoints.quantize.importance import Importance
-from .checkpoints.quantize.recipe import Recipe, fits, no_such_weight
+from .checkpoints.quantize.recipe import OF_GUESSING, Recipe, fits, no_such_weight, requested_recipe
 from .checkpoints.quantize.sizes import quantized_sizes, total_bytes
 from .checkpoints.quantize.target import Target, paths_of, quantizable
 from .checkpoints.quantizer import Quantizer, quantizer_of
@@ -49,9 +44,7 @@ _UNCOUNTED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _OF_QWEN, _NUMBERED = re.compile(r"^mtp\."), re.compile(r"^mtp\.layers\.(\d+)\.")
 _CHECK = Check("load")
 _FP8, _BITS_OF_FP8 = "fp8", 8
-Patterns = Mapping[str, Any]  # {pattern: bits, a format or False}
-MTP = "mtp"  # the entry of a checkpoint's quantisation with the formats of these layers
-_NAMED = f"{MTP}."  # begins the names of their weights in recipes and importance
+MTP = OF_GUESSING.rstrip(".")  # the entry of a checkpoint's quantisation with the formats of these layers
 
 
 class _Section:
@@ -60,27 +53,21 @@ class _Section:
     Args:
         model: whose layers they are; it may be without weights. Its config says how many there are.
         source: the checkpoint.
-        recipe: for what is dense, or in FP8 and gets fewer bits; what is quantised otherwise stays so.
-        patterns: {pattern: bits, a format or False}, exceptions of the recipe, by names as `named` has them.
+        recipe: for what is dense, or in FP8 and gets fewer bits; what is quantised otherwise stays so. Its
+            exceptions are those of the model.
         importance: for what is quantised.
 
-    Raises: ValueError for a checkpoint whose quantisation is not read here, and for tensors that do not fit.
+    Raises: ValueError for a checkpoint whose quantisation is not read here, for tensors that do not fit, and
+        for an exception for these layers alone that fits none of their weights, or none that is dense.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        source: str,
-        recipe: Recipe,
-        patterns: Patterns | None = None,
-        importance: Importance | None = None,
-    ):
+    def __init__(self, model: Any, source: str, recipe: Recipe, importance: Importance | None = None):
         self._dtype, self._found = model.dtype, _found(source, model)
         self._layers, about, packed = _without_memory(model), _about(source, model), _packed_in(source)
         if packed:
             about.stored["modules"] = packed
         self._mapping = _of_converted(model) if packed else _of_makers(self._layers, model)
-        wanted = _arguments(recipe, about.stored, self._layers, patterns or {})
+        wanted = _arguments(recipe, about.stored, self._layers)
         own = None if importance is None else _own(importance)
         quantization = about.quantization(wanted, requantize=False, importance=own)
         self._quantizer: Quantizer | None = None
@@ -88,6 +75,10 @@ class _Section:
             files, section = [*map(str, self._found.files)], Section(self._found.names, self._mapping)
             self._quantizer = quantizer_of(quantization, about, self._layers, files, section)
             self._mapping = self._quantizer.update_weight_conversions(self._mapping, self._layers)
+
+    @property
+    def is_dense(self) -> bool:
+        return self._quantizer is None
 
     def read(self) -> Any:
         """transformers' module of these layers, with their weights, on the CPU."""
@@ -142,47 +133,46 @@ def named(layers: Any) -> nn.Module:
 def _own(importance: Importance) -> Importance | None:
     """The importance of these layers, by their names in transformers' module; None where it has none."""
     means = {
-        f"layers.{name.removeprefix(_NAMED)}": mean
+        f"layers.{name.removeprefix(OF_GUESSING)}": mean
         for name, mean in importance.means.items()
-        if name.startswith(_NAMED)
+        if name.startswith(OF_GUESSING)
     }
     return dataclasses.replace(importance, means=means) if means else None
 
 
-def _exceptions(layers: Any, patterns: Patterns) -> dict[str, Any]:
-    """Exceptions that patterns make of these layers, by the names in transformers' module.
+def _exceptions(layers: Any, recipe: Recipe) -> dict[str, Format | None]:
+    """Exceptions that a model's recipe makes of these layers, by the names in transformers' module.
 
-    Raises: ValueError for a pattern of these layers alone that fits none of their weights.
+    Raises: ValueError for one for these layers alone that fits none of their weights.
     """
     paths = paths_of(quantizable(named(layers)))
-    for pattern in patterns:
-        if pattern.startswith(_NAMED) and not any(fits(pattern, path) for path in paths):
+    for pattern in recipe.of_guessing():
+        if not any(fits(pattern, path) for path in paths):
             raise ValueError(no_such_weight(pattern))
-    found = {path: [value for p, value in patterns.items() if fits(p, path)] for path in paths}
-    return {f"layers.{path.removeprefix(_NAMED)}": values[-1] for path, values in found.items() if values}
+    found = {path: [format for p, format in recipe.overrides.items() if fits(p, path)] for path in paths}
+    return {f"layers.{path.removeprefix(OF_GUESSING)}": own[-1] for path, own in found.items() if own}
 
 
-def _arguments(
-    recipe: Recipe, stored: Mapping[str, Any], layers: Any, patterns: Patterns
-) -> dict[str, Any] | None:
+def _arguments(recipe: Recipe, stored: Mapping[str, Any], layers: Any) -> dict[str, Any] | None:
     """A recipe as arguments of `accelerate`; None for none, and where FP8 has as few bits."""
-    exceptions = _exceptions(layers, patterns)
-    usual = recipe.experts or recipe.linears
-    if (
-        usual is None
-        or is_ours(stored)
-        or (stored.get("quant_method") == _FP8 and usual.bits >= _BITS_OF_FP8)
-    ):
+    exceptions, method = _exceptions(layers, recipe), stored.get("quant_method")
+    if stored and method != _FP8 and (own := recipe.of_guessing()):
+        expected, got = "for layers that guess and are dense or in FP8", "those that are quantised"
+        raise ValueError(f"moe_mps::quantize: the pattern {own[0]!r} must be {expected}, got {got}")
+    usual = recipe.experts or recipe.linears or next(filter(None, exceptions.values()), None)
+    if usual is None or is_ours(stored):
+        return None
+    if method == _FP8 and usual.bits >= _BITS_OF_FP8 and not exceptions:
         return None
     linears = None if recipe.linears is None else recipe.linears.to_dict()
-    keep = [] if recipe.experts or not experts_of(layers) else ["*.experts.*"]
-    return usual.to_dict() | {"linear_bits": linears, "keep": keep, "overrides": exceptions}
+    dense = {} if recipe.experts or not experts_of(layers) else {"*.experts.*": None}
+    return usual.to_dict() | {"linear_bits": linears, "overrides": dense | exceptions}
 
 
 def recipe_of_last_layer(model: Any) -> Recipe:
-    """The formats of a model's last layer."""
+    """The formats of a model's last layer, with the exceptions of the recipe by which it was quantised."""
     formats = _formats(model.get_decoder().layers[-1])
-    return Recipe(formats.get("experts"), formats.get("linears"))
+    return Recipe(formats.get("experts"), formats.get("linears"), overrides=exceptions_of(model))
 
 
 def _packed_in(source: str) -> dict[str, str]:
@@ -250,27 +240,23 @@ def mtp_tensors(source: str, model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def converted_mtp(
-    source: str,
-    model: Any,
-    packed: dict[str, str],
-    patterns: Patterns | None = None,
-    importance: Importance | None = None,
+    source: str, model: Any, packed: dict[str, str], importance: Importance | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of these layers for a checkpoint of a model whose last layer is quantised.
+    """The tensors of these layers for a checkpoint of a model that is quantised.
 
     Args:
         packed: takes what `_packed_in` gives of that checkpoint. Layers that a source has quantised stay so.
-        patterns, importance: see `_Section`.
+        importance: see `_Section`.
     """
     if not _found(source, model).sizes or left_out_mtp(source, model) is not None:
         return
-    model = _counted(model, source)
-    before, recipe = _packed_in(source), recipe_of_last_layer(model)
-    if before or (recipe == Recipe(None) and not _about(source, model).stored):
+    model, before = _counted(model, source), _packed_in(source)
+    section = _Section(model, source, recipe_of_last_layer(model), importance)
+    if before or section.is_dense:
         packed.update(before)
         yield from mtp_tensors(source, model)
         return
-    layers = _Section(model, source, recipe, patterns, importance).read()
+    layers = section.read()
     for name, module in layers.named_modules():
         for parameter, format in formats_in(module).items():
             packed[name if parameter == "weight" else f"{name}.{parameter}"] = str(format)
@@ -279,26 +265,31 @@ def converted_mtp(
         yield f"{_prefix(model, int(layer))}{rest}", tensor
 
 
-def planned_mtp(
-    source: str, model: Any, formats: Mapping[str, str], patterns: Patterns | None = None
-) -> tuple[int, int]:
+def planned_mtp(source: str, model: Any) -> tuple[int, int]:
     """Bytes of these layers in a checkpoint, and in the one that `converted_mtp` makes of it.
 
     Args:
-        model: without weights.
-        formats: {name of a weight of the model: the format that it gets, or its dtype}.
-        patterns: see `_Section`.
-
-    Raises: ValueError for a pattern of these layers where there are none, or that fits nothing.
+        model: without weights, as it will be quantised.
     """
-    is_left_out = left_out_mtp(source, model) is not None
-    before = 0 if is_left_out else sum(_found(source, model).sizes.values())
-    recipe = _recipe_of(model, formats)
-    if before == 0 and (own := [p for p in patterns or {} if p.startswith(_NAMED)]):
+    if left_out_mtp(source, model) is not None or not (before := sum(_found(source, model).sizes.values())):
+        return 0, 0
+    section = _Section(_counted(model, source), source, recipe_of_last_layer(model))
+    return before, before if _packed_in(source) or section.is_dense else section.nbytes()
+
+
+def check_exceptions(source: str, model: Any, recipe: Recipe | None) -> None:
+    """Raises: ValueError for a recipe with an exception for these layers alone where it has no effect."""
+    if recipe is None or not (own := recipe.of_guessing()):
+        return
+    if not _found(source, model).sizes:
         raise ValueError(no_such_weight(own[0]))
-    if before == 0 or _packed_in(source) or not (recipe != Recipe(None) or _about(source, model).stored):
-        return before, before
-    return before, _Section(_counted(model, source), source, recipe, patterns).nbytes()
+    _Section(_counted(model, source), source, recipe)
+
+
+def read_mtp(model: Any) -> Any:
+    """transformers' module of these layers of a loaded model, on the CPU, quantised as its last layer."""
+    source = model.config.name_or_path
+    return _Section(_counted(model, source), source, recipe_of_last_layer(model)).read()
 
 
 def left_out_mtp(source: str, model: Any) -> str | None:
@@ -310,17 +301,6 @@ def left_out_mtp(source: str, model: Any) -> str | None:
     except ValueError as error:
         return str(error)
     return None
-
-
-def _recipe_of(model: Any, formats: Mapping[str, str]) -> Recipe:
-    """The recipe of the last layer of a model that gets these formats, by the names of its weights."""
-    last = f".layers.{model.config.get_text_config().num_hidden_layers - 1}."
-    kinds: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
-    for name, format in formats.items():
-        if last in name and not hasattr(torch, format):
-            kinds[".experts" in name].update([format])
-    most = {kind: Format.named(own.most_common(1)[0][0]) for kind, own in kinds.items() if own}
-    return Recipe(most.get(True), most.get(False))
 
 
 def empty_mtp(model: Any, source: str) -> Any:
@@ -345,11 +325,21 @@ def empty_mtp(model: Any, source: str) -> Any:
     return _without_memory(_counted(model, source) if is_here else model)
 
 
-def bytes_of_mtp(layers: Any, model: Any, targets: Iterable[Target]) -> int:
-    """Bytes of these layers beside a model with these targets."""
-    formats = {f"{t.name}.{part}": str(format) for t in targets for part, format in t.formats.items()}
-    own = weights_of(layers.layers, _recipe_of(model, formats)).targets.values()
-    return total_bytes(layers.layers, quantized_sizes(own))
+def bytes_of_mtp(layers: Any, model: Any, targets: Iterable[Target], recipe: Recipe) -> int:
+    """Bytes of these layers beside a model with these targets, which a recipe gave it.
+
+    Raises: ValueError for an exception of these layers alone that fits nothing.
+    """
+    last = f".layers.{model.config.get_text_config().num_hidden_layers - 1}."
+    kinds: dict[bool, Counter[Format]] = {True: Counter(), False: Counter()}
+    for target in targets:
+        if last in f"{target.name}.":
+            kinds[target.kind == "experts"].update(target.formats.values())
+    experts, linears = (next((f for f, _ in kinds[kind].most_common(1)), None) for kind in (True, False))
+    asked = _arguments(Recipe(experts, linears, overrides=recipe.overrides), {}, layers)
+    exact = None if asked is None else requested_recipe(**asked)
+    targets = weights_of(layers, exact or Recipe(None)).targets.values()
+    return total_bytes(layers.layers, quantized_sizes(targets))
 
 
 def has_mtp(model: Any) -> bool:
@@ -427,108 +417,6 @@ def _counted(model: Any, source: str) -> Any:
     text = config.get_text_config()
     text.num_mtp_layers, text.mtp_layer_types = len(numbers), ["full_attention"] * len(numbers)
     return seen_with(model, config=config)
-
-
-class MtpStep(PreTrainedModel):
-    """One of these layers, as a model whose calls for a few tokens are captured.
-
-    Args:
-        layers: as transformers has them, with the model's embedding and head.
-        number: of the layer.
-    """
-
-    def __init__(self, layers: Any, number: int):
-        super().__init__(PreTrainedConfig())  # transformers would change that of the layers
-        self.layers, self.number = layers, number
-
-    def forward(
-        self, input_ids: Tensor, states: Tensor, position_ids: Tensor, cache: Cache
-    ) -> tuple[Tensor, Tensor]:
-        """Logits [1, 1, V] of the token behind the last one, and states [1, T, H] for the next layer.
-
-        Args:
-            input_ids: [1, T], each behind the token of its state.
-            states: [1, T, H], of the model, or of the layer before.
-            position_ids: [1, T], of the tokens.
-        """
-        result = self.layers.forward_layer(self.number, states, position_ids, cache, input_ids=input_ids)
-        return self.layers._project_to_logits(result[:, -1:]), result
-
-
-class MtpCounted:
-    """These layers of a loaded model, for importance.
-
-    Attributes:
-        named: they, by their names in recipes.
-    """
-
-    def __init__(self, model: Any):
-        self._model, self._layers = model, mtp_steps(model)[0].layers
-        self.named = named(self._layers)
-
-    def read(self, ids: Tensor, states: Tensor) -> None:
-        """Runs all of them for tokens [1, T] and the model's states [1, T, H]."""
-        cache, places = new_mtp_cache(self._model), torch.arange(ids.shape[1], device=ids.device)[None]
-        for layer in range(len(self._layers.layers)):
-            tokens, at = ids[:, layer + 1 :], places[:, layer + 1 :]
-            states = states[:, : tokens.shape[1]]
-            states = self._layers.forward_layer(layer, states, at, cache, input_ids=tokens)
-
-
-def counted_mtp(model: Any) -> MtpCounted | None:
-    """These layers of a loaded model, for importance; None where its checkpoint has none that are read."""
-    is_read = has_mtp(model) and left_out_mtp(model.config.name_or_path, model) is None
-    return MtpCounted(model) if is_read else None
-
-
-def split_patterns(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], Patterns]:
-    """Arguments of a recipe for the model, and the exceptions of all that hold for these layers, too."""
-    keep = [recipe["keep"]] if isinstance(recipe.get("keep"), str) else [*(recipe.get("keep") or ())]
-    overrides = dict(recipe.get("overrides") or {})
-    ours = {
-        "keep": [pattern for pattern in keep if not pattern.startswith(_NAMED)],
-        "overrides": {p: value for p, value in overrides.items() if not p.startswith(_NAMED)},
-    }
-    changed = {name: value for name, value in ours.items() if name in recipe}
-    return {**recipe, **changed}, overrides | dict.fromkeys(keep, False)
-
-
-def mtp_layers(model: Any) -> Any:
-    """transformers' module of the layers of a model that guess, with its embedding and head.
-
-    Raises: ValueError for a model that has none.
-    """
-    if model not in GUESSING:
-        require_mtp(model)
-        source = model.config.name_or_path
-        read = _Section(_counted(model, source), source, recipe_of_last_layer(model)).read()
-        if any(STATE in vars(module) for module in model.modules()):
-            accelerate(read.layers)
-        GUESSING[model] = read
-    result = GUESSING[model]
-    result.tie_with_main_model(model)
-    return result.to(model.device)
-
-
-def mtp_steps(model: Any) -> list[MtpStep]:
-    """The layers of a model that guess, one by one. Raises: ValueError for a model that has none."""
-    layers = mtp_layers(model)
-    steps = [MtpStep(layers, number).eval() for number in range(len(layers.layers))]
-    for step in steps:
-        state_of(step).kv_bits = kv_bits_of(model)
-        step.register_forward_pre_hook(grow_cache, with_kwargs=True)
-        if captures_of(model) is not None:
-            capture_calls(step, wanted_capture(None))
-    return steps
-
-
-def new_mtp_cache(model: Any) -> Any:
-    """An empty cache of these layers.
-
-    A layer reads its tokens in order, from the first one on: the masks are those of any cache, however far
-    its positions are from the model's.
-    """
-    return DynamicCache(config=config_of_mtp(model))
 
 
 def config_of_mtp(model: Any) -> Any:

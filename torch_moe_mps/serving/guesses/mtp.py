@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ...transformers.caches.rows import forgetting, make_room, take_back
 from ...transformers.caches.state import LayerState
-from ...transformers.mtp import mtp_steps, new_mtp_cache
+from ...transformers.mtp_steps import mtp_steps, new_mtp_cache
 from ..prompts import Kept, Prompts
 from .source import Row
 

@@ -33,7 +33,7 @@ from .layouts.mlx.reading import MlxLayout
 from .layouts.others.reading import OthersLayout
 from .layouts.own.config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
 from .layouts.own.reading import OwnLayout
-from .quantize.decision import weights_of
+from .quantize.decision import note_exceptions, weights_of
 from .quantize.importance import Importance
 from .quantize.in_place import refuse_second_method
 from .quantize.sizes import bytes_a_token
@@ -142,7 +142,8 @@ class Quantizer(Lifecycle, HfQuantizer):
         leave_out(model, self.layout.absent)
         report = QuantizationReport()
         if self.streams or config.wanted is not None:  # a report of the checkpoint's weights is wanted
-            dense, report.skipped = weights_of(model, config.recipe())
+            dense, report.skipped = weights_of(model, recipe := config.recipe())
+            note_exceptions(model, recipe)
             self.wanted, self.report = Wanted(dense), report
             if config.importance is not None:
                 report.importance = config.importance.give(model, dense)

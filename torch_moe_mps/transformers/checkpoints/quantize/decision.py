@@ -16,6 +16,7 @@ from .tied import sharing, tied_layers
 # {format in blocks of 256: the bits of its values in groups}: with scales about as many as the types that
 # llama.cpp takes in its place: 4.5 (Q4_0), 5.5 (Q5_0), 6 (Q5_1) and 8.5 bits (Q8_0).
 IN_GROUPS = {"q2_k": 4, "q3_k": 4, "iq4_xs": 4, "q4_k": 5, "q5_k": 6, "q6_k": 8}
+_EXCEPTIONS = "_moe_mps_exceptions"  # where a model's __dict__ has them
 
 
 class Weights(NamedTuple):
@@ -57,6 +58,19 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
             result.dense[name] = reason
     _drop_half_shared(together, result)
     return result
+
+
+def note_exceptions(model: nn.Module, recipe: Recipe) -> None:
+    """Lets a model know the exceptions of its recipe, for layers that guess, which are read later."""
+    for module in model.modules():
+        if hasattr(module, "base_model_prefix"):  # a model of transformers
+            vars(module)[_EXCEPTIONS] = dict(recipe.overrides)
+
+
+def exceptions_of(model: nn.Module) -> Mapping[str, Format | None]:
+    """The exceptions of the recipe by which a model was quantised."""
+    noted: Mapping[str, Format | None] = vars(model).get(_EXCEPTIONS, {})
+    return noted
 
 
 def _sizes(every: Mapping[str, Target], together: Mapping[str, list[str]]) -> Counter[str]:

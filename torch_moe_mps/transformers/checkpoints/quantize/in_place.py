@@ -11,7 +11,7 @@ from ...basics.interface import experts_of, formats_of, is_quantized, projection
 from ...basics.report import QuantizationReport, with_progress
 from ...modules.experts import unsupported
 from ...modules.linears import QuantizedLayer, has_quantized_weights
-from .decision import weights_of
+from .decision import note_exceptions, weights_of
 from .importance import Importance
 from .recipe import Recipe
 from .sizes import bytes_a_token
@@ -65,6 +65,7 @@ def quantize_model(
         quantize_experts raises.
     """
     weights = weights_of(model, recipe)
+    note_exceptions(model, recipe)
     report = QuantizationReport(skipped=weights.dense | _packed(model))
     if importance is not None:
         report.importance = importance.give(model, weights.targets)
