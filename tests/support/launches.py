@@ -181,9 +181,9 @@ def captured_call(
 
     def begun() -> Any:
         cache = prompted(model, [*range(1, length + 1)], rows)
-        for number in lagging_layers(model) if lags else ():
+        for number, kind in lagging_layers(model).items() if lags else ():
             if number < len(cache.layers):  # layers may have been left out
-                cache.layers[number] = lagging(cache.layers[number])
+                cache.layers[number] = lagging(cache.layers[number], kind)
         return cache
 
     cache = begun()

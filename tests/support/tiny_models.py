@@ -192,6 +192,11 @@ EXTRA: dict[str, dict] = {
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
 }
+# Layers with states, of architectures whose small models have none.
+WITH_STATES: dict[str, dict] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
+}
 # Parts of the small dense Gemma 4: a table of each layer, and layers that read the keys of others.
 SMALL_GEMMA4 = {
     "enable_moe_block": False,

@@ -128,7 +128,7 @@ class Batch:
         self._turn = 0  # in which the last job has begun
         self._again: deque[_Answer] = deque()  # to be read again, behind a step without memory
         self._restoring: tuple[Job, Restoring | None] | None = None  # from a disk, for the next job
-        self._lagging = frozenset[int]() if guesses is None else lagging_layers(model)
+        self._lagging = {} if guesses is None else lagging_layers(model)
         self._rows = Rows(model, self._lagging)
         self._chosen: Chosen | None = None  # by the last step, which the host has not read
         # Whether the next tokens are computed before the host reads these: mps would wait for it meanwhile.

@@ -1,5 +1,6 @@
 """Layers of a model whose states may lag behind, as a twin of each module that reads some shows."""
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,11 +10,12 @@ from transformers import PreTrainedModel
 
 from .basics.state import original_class
 from .caches.cache import grow_cache
-from .caches.lagging import can_lag, lagging
+from .caches.lagging import KINDS, Kind, can_lag, lagging, settled
 from .caches.prompt_cache import new_cache
-from .install import is_rewritten, rewrite
-from .modules.rules.trial import FewDirections, agrees, linear_cache, on_the_cpu, twin_of, verdict
-from .upstream.caches import LinearAttentionLayer
+from .caches.state import LayerState, copy_of_layer
+from .install import is_rewritten, run_as
+from .modules.rules.trial import agrees, linear_cache, on_the_cpu, tried, twin_of, verdict
+from .upstream.caches import STATE_METHODS, CacheLayerMixin, LinearAttentionLayer
 from .upstream.calls import cache_name, needed_arguments
 
 _PROMPT, _GUESSES = 5, 4  # tokens
@@ -21,26 +23,41 @@ _RIGHT = (3, 1)  # guesses that hold, of two rows
 
 
 @on_the_cpu()
-def lagging_layers(model: PreTrainedModel) -> frozenset[int]:
-    """Numbers of the layers whose tokens can be taken back without a copy of their states.
+def lagging_layers(model: PreTrainedModel) -> dict[int, Kind]:
+    """{number of a layer whose tokens can be taken back without a copy of its states: the kind of these}.
 
     None in a model that is compiled: its graphs do not see what is pending behind a state.
     """
-    layers = enumerate(new_cache(model).layers)
-    readers: dict[int, list[nn.Module]] = {
-        n: [] for n, layer in layers if type(layer) is LinearAttentionLayer
+    layers = {
+        n: one for n, one in enumerate(new_cache(model).layers) if isinstance(one, LinearAttentionLayer)
     }
-    if not readers or any(map(_is_compiled, model.modules())):
-        return frozenset()
+    if not layers or any(map(_is_compiled, model.modules())):
+        return {}
+    kinds: dict[int, set[Kind | None]] = {number: set() for number in layers}
     for module in _readers(model):
         number: Any = module.layer_idx
-        if number in readers:
-            readers[number].append(module)
-    return frozenset(
-        n
-        for n, modules in readers.items()
-        if modules and all(is_rewritten(m) and bool(verdict(m, _takes_back, type(m))) for m in modules)
-    )
+        if number in layers and not _reads_keys_alone(module, layers[number]):
+            kinds[number].add(_kind_of(module, len(layers[number].conv_states)))
+    found = {number: next(iter(of_layer)) for number, of_layer in kinds.items() if len(of_layer) == 1}
+    return {number: kind for number, kind in found.items() if kind is not None}
+
+
+def _reads_keys_alone(module: nn.Module, layer: Any) -> bool:
+    """Whether a module is the attention beside linear attention, in a layer of the cache for both."""
+    names = inspect.unwrap(original_class(module).forward).__code__.co_names
+    return isinstance(layer, CacheLayerMixin) and "update" in names and not STATE_METHODS & {*names}
+
+
+def _kind_of(module: nn.Module, states: int) -> Kind | None:
+    """The kind of states that a module takes back; None for one that does not.
+
+    Args:
+        states: how many the layer has of each kind.
+    """
+    if not is_rewritten(module):
+        return None
+    kind: Kind | None = verdict(module, _tried_kinds, type(module), states)
+    return kind
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -57,36 +74,58 @@ def _readers(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _takes_back(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Whether rows that have lost different numbers of tokens go on as if these had never been."""
+def _tried_kinds(module: nn.Module, cls: type[nn.Module], states: int) -> Kind | None:
+    """The first kind whose states a twin of the module takes back."""
     twin = twin_of(module, layer_idx=0)
-    rewrite(twin)
-    if type(twin) is not cls:  # an operator is refused on the model's device
-        return False
-    linear = next(part for part in twin.modules() if isinstance(part, FewDirections))
-    x = torch.randn(len(_RIGHT), _PROMPT + _GUESSES + 1, linear.in_features)
+    run_as(twin, module)
+    return next((kind for kind in KINDS if tried(_takes_back, twin, kind, states)), None)
+
+
+def _takes_back(twin: nn.Module, kind: Kind, states: int) -> bool:
+    """Whether rows that have lost different numbers of tokens go on as if these had never been."""
+    x = torch.randn(len(_RIGHT), _PROMPT + _GUESSES + 1, _width_of(twin))
     prompt, guesses, token = x.split((_PROMPT, _GUESSES, 1), 1)
-    cache = linear_cache()
+    cache = linear_cache(states)
     _result(twin, prompt, cache)
     if not can_lag(cache.layers[0]):
         return False
-    layer = lagging(cache.layers[0])
+    layer = lagging(cache.layers[0], kind)
     cache.layers[0] = layer
     of_guesses = _result(twin, guesses, cache)
     layer.set_counts(torch.tensor(_RIGHT, dtype=torch.int32)[:, None])
+    behind = [_states_of(settled(_row_of(layer, row), right)) for row, right in enumerate(_RIGHT)]
     found = _result(twin, token, cache)
     for row, right in enumerate(_RIGHT):
         one = slice(row, row + 1)
-        alone = linear_cache()
+        alone = linear_cache(states)
         _result(twin, prompt[one], alone)
         expected = [_result(twin, guesses[one, n : n + 1], alone) for n in range(right)]
+        before = _states_of(alone.layers[0])
         expected.append(_result(twin, token[one], alone))
         own = torch.cat((of_guesses[one, :right], found[one]), 1)
-        states = [(at.conv_states[0][-1:], at.recurrent_states[0]) for at in alone.layers]
-        ours = layer.conv_states[0][one], layer.recurrent_states[0][one]
-        if not agrees((own, *ours), (torch.cat(expected, 1), *states[0]), 1e-4):
+        theirs = [torch.cat(expected, 1), *before, *_states_of(alone.layers[0])]
+        if not agrees([own, *behind[row], *_states_of(_row_of(layer, row))], theirs, 1e-4):
             return False
     return True
+
+
+def _width_of(twin: nn.Module) -> int:
+    """Elements of a token that a module takes: in its first linear layer, or in a convolution without one."""
+    found = [getattr(part, name, 0) for name in ("in_features", "in_channels") for part in twin.modules()]
+    return next(filter(None, found))
+
+
+def _row_of(layer: Any, row: int) -> Any:
+    """A copy of a layer with the states of one row."""
+    copied = copy_of_layer(layer)
+    tensors = LayerState(copied).tensors()
+    LayerState(copied).put({name: tensor[row : row + 1].clone() for name, tensor in tensors.items()})
+    return copied
+
+
+def _states_of(layer: Any) -> list[Tensor]:
+    held = *layer.conv_states.values(), *layer.recurrent_states.values()
+    return [state.clone() for state in held if state is not None]
 
 
 def _result(twin: nn.Module, x: Tensor, cache: Any) -> Tensor:

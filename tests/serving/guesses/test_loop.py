@@ -32,7 +32,8 @@ OFTEN = ("gpt_oss", "qwen3_next")  # windows and sinks; recurrent states
 @functools.cache
 def model_of(architecture: str = "qwen3_moe"):
     short = {"sliding_window": 6} if architecture == "gpt_oss" else {}  # which moves on within an answer
-    model = eager(tiny_models.tiny_model(architecture, **short))
+    states = tiny_models.WITH_STATES.get(architecture, {})
+    model = eager(tiny_models.tiny_model(architecture, **short, **states))
     torch_moe_mps.accelerate(model)
     return model
 
@@ -181,8 +182,10 @@ def test_answers_go_on_together_where_keys_need_their_order(caplog):
 @pytest.mark.parametrize(
     ("architecture", "right", "wrong"),
     [
-        ("lfm2_moe", ["held"] * 3, ["held", [4]] * 6),
+        pytest.param("zaya", ["held"] * 3, ["held", [4]] * 6, marks=pytest.mark.slow("a large convolution")),
         ("qwen3_next", [], [[3]] * 8),
+        ("nemotron_h", [], [[3]] * 8),
+        ("lfm2_moe", [], [[3]] * 8),
     ],
 )
 def test_states_are_copied_for_guesses_alone(architecture, right, wrong, monkeypatch):

@@ -19,7 +19,6 @@ from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
 from torch_moe_mps.transformers.key_order import reason_for_order
 from torch_moe_mps.transformers.lagging import lagging_layers
-from torch_moe_mps.transformers.upstream.caches import LinearAttentionLayer
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 # They give no logits of text.
@@ -336,10 +335,16 @@ def test_a_row_that_loses_more_moves_as_many_tokens():
             assert moved.bytes == expected
 
 
+# Models whose states lag, by how these take tokens in: the delta rule, a decay for each channel, Mamba-2, a
+# convolution alone, and Mamba-2 beside keys.
+LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "lfm2_moe", "zamba2")
+
+
+@pytest.mark.parametrize("architecture", in_sweep(LAGGING, ("granitemoehybrid", "lfm2_moe")))
 @torch.no_grad()
-def test_a_rollback_moves_no_state():
+def test_a_rollback_moves_no_state(architecture):
     """Nor does what comes before and behind it: of a row that loses more, keys move alone."""
-    model = model_of("qwen3_next")
+    model = model_of(architecture)
     talks, batch = [Talk(model, number, 9) for number in (1, 2)], Batch(model)
     for talk in talks:
         batch.join(talk)
@@ -360,17 +365,19 @@ def test_a_rollback_moves_no_state():
     batch.step()
 
 
+@pytest.mark.parametrize("architecture", in_sweep(LAGGING, ("qwen3_next", "zamba2")))
 @torch.no_grad()
-def test_a_row_alone_has_taken_its_tokens_in():
+def test_a_row_alone_has_taken_its_tokens_in(architecture):
     """Some are pending in rows that lag: the copy of one is a plain cache, and the rows go on."""
-    model = model_of("qwen3_next")
+    model = model_of(architecture)
     talks, batch = [Talk(model, number, 9) for number in (1, 2, 3)], Batch(model, 3e-5)
     for talk in talks[:2]:
         batch.join(talk)
+    kinds = [type(layer) for layer in talks[2].cache(model).layers]
     batch.verify(4, [3, 1])
     for row, talk in enumerate(talks[:2]):
         cache = batch.rows.alone(row)
-        assert type(cache.layers[0]) is LinearAttentionLayer and not hasattr(cache.layers[0], "pending")
+        assert [*map(type, cache.layers)] == kinds and not hasattr(cache.layers[0], "pending")
         out = model(torch.tensor([[talk.token]]), **cache_argument(model, cache), use_cache=True)
         assert_close(out.logits[:, -1], talk.logits[talk.done], 3e-5)
     batch.join(talks[2])  # beside rows with tokens that are pending
@@ -382,7 +389,7 @@ def test_a_row_alone_has_taken_its_tokens_in():
 @torch.no_grad()
 def test_a_rollback_of_states_that_do_not_lag_moves_none():
     """Where all rows roll back: what was held in front of the step takes the place of the states."""
-    model = model_of("lfm2_moe")
+    model = model_of("zaya")
     batch = Batch(model)
     batch.join(Talk(model, 1, 3))
     rows = batch.rows

@@ -4,50 +4,78 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import eager
+from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.transformers.caches import lagging as layers
+from torch_moe_mps.transformers.caches.lagging import Kind
 from torch_moe_mps.transformers.lagging import lagging_layers
 
-DELTA_RULE = ("qwen3_next", "qwen3_5_moe", "olmo_hybrid")
+RULE, CHANNELS = Kind(delta=True), Kind(delta=True, is_wide=True)
+MAMBA = Kind(delta=False, is_transposed=True)
+# The layers that may, and how they take tokens in; convolutions alone have no recurrence whose kind counts.
+LAGGING = {
+    "bailing_hybrid": {0: CHANNELS},
+    "bamba": {0: MAMBA},
+    "glm5_next": {0: CHANNELS},
+    "granitemoehybrid": {0: MAMBA},
+    "inkling": {0: None, 1: None},
+    "kimi_linear": {0: CHANNELS},
+    "lara_mini": {0: RULE},
+    "lfm2": {0: None},
+    "lfm2_moe": {0: None},
+    "lfm3": {0: None},
+    "mamba2": {0: MAMBA, 1: MAMBA},
+    "nemotron_h": {0: MAMBA},
+    "olmo_hybrid": {0: RULE},
+    "qwen3_5_moe": {0: RULE},
+    "qwen3_next": {0: RULE},
+    "qwen4_exp": {0: RULE},
+    "zamba2": {0: MAMBA, 1: MAMBA},  # beside keys, too
+}
 
 
 def model_of(architecture: str):
-    model = eager(tiny_models.tiny_model(architecture))
+    if architecture in tiny_models.other_causal():
+        model = eager(tiny_models.other_model(architecture))
+    else:
+        model = eager(tiny_models.tiny_model(architecture, **tiny_models.WITH_STATES.get(architecture, {})))
     torch_moe_mps.accelerate(model)
     return model
 
 
-@pytest.mark.parametrize("architecture", DELTA_RULE)
-def test_layers_of_the_delta_rule_may(architecture):
-    model = model_of(architecture)
-    kinds = model.config.get_text_config().layer_types
-    expected = {number for number, kind in enumerate(kinds) if kind == "linear_attention"}
-    assert expected and lagging_layers(model) == expected
+@pytest.mark.parametrize(
+    "architecture", in_sweep(LAGGING, ("inkling", "lfm2_moe", "qwen3_next", "kimi_linear", "zamba2"))
+)
+def test_layers_whose_states_take_tokens_in_may(architecture):
+    found, expected = lagging_layers(model_of(architecture)), LAGGING[architecture]
+    assert found.keys() == expected.keys()
+    assert all(kind in (None, found[number]) for number, kind in expected.items())
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "lfm2_moe"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "jamba", "zaya"])
 def test_others_may_not(architecture):
-    assert lagging_layers(model_of(architecture)) == set()
+    """Without states, with Mamba-1's, and with a model's own code."""
+    assert lagging_layers(model_of(architecture)) == {}
 
 
 def test_a_models_own_code_may_not():
     """Nor graphs, which do not see what is pending."""
     model = eager(tiny_models.tiny_model("qwen3_next"))
-    assert lagging_layers(model) == set()
+    assert lagging_layers(model) == {}
     torch_moe_mps.accelerate(model)
-    assert lagging_layers(torch.compile(model)) == set()
+    assert lagging_layers(torch.compile(model)) == {}
     model.model.forward = torch.compile(model.model.forward)
-    assert lagging_layers(model) == set()
+    assert lagging_layers(model) == {}
     del model.model.forward
-    assert lagging_layers(model) == {0}
+    assert lagging_layers(model) == {0: RULE}
 
 
 def test_tensors_of_another_device_by_default_change_nothing():
     model = model_of("qwen3_next")
     model.model.layers[0].linear_attn.norm.variance_epsilon = 1e-5  # a verdict of its own
     with torch.device("meta"):
-        assert lagging_layers(model) == {0}
+        assert lagging_layers(model) == {0: RULE}
 
 
 def test_a_layer_that_forgets_what_held_may_not(monkeypatch):
@@ -56,4 +84,4 @@ def test_a_layer_that_forgets_what_held_may_not(monkeypatch):
     linear = model.model.layers[0].linear_attn
     linear.norm.variance_epsilon = 1e-7  # a verdict of its own
     monkeypatch.setattr(layers.Lagging, "set_counts", lambda layer, counts: None)
-    assert lagging_layers(model) == set()
+    assert lagging_layers(model) == {}

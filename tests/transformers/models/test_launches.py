@@ -21,6 +21,7 @@ from support.sweep import in_sweep, rows_in_sweep
 import torch_moe_mps
 from torch_moe_mps.serving.guesses.mtp import Mtp
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
+from torch_moe_mps.transformers.lagging import lagging_layers
 
 # Launches of each type of layer for one token of a bfloat16 model in 4 bit, and those of layers that run
 # module by module. With the first layer count the tables of angles, 3 launches, which others share; gemma4
@@ -148,13 +149,21 @@ def test_launches_of_a_layer_for_guesses(simulated, architecture):
     assert counts[0] == counts[1] == counts[2] > 0 and len(captures_of(model).programs) == 1
 
 
-@pytest.mark.slow("a model of tiny layers is captured three times")
-def test_states_that_lag_launch_nothing_more(simulated):
+# Models whose states lag: the delta rule, a decay for each channel, Mamba-2, and a convolution alone.
+LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "lfm2_moe")
+
+
+@pytest.mark.slow("a model of tiny layers is captured four times")
+@pytest.mark.parametrize("architecture", in_sweep(LAGGING, ("granitemoehybrid",)))
+def test_states_that_lag_launch_nothing_more(simulated, architecture):
     """The kernels of a token and of several take in what the tokens before have left."""
-    model = accelerated("qwen3_next")
-    assert captured_by_type(simulated, model, lags=True) == captured_by_type(simulated, model)
-    found = captured_by_type(simulated, model, tokens=(2, 3, 4), lags=True)
-    check_types(found, VERIFIED["qwen3_next"])
+    model = accelerated(architecture)
+    assert lagging_layers(model)
+    for tokens in ((1,), (2, 3, 4)):
+        found, plain = (
+            captured_by_type(simulated, model, tokens=tokens, lags=lags) for lags in (True, False)
+        )
+        assert all(0 < found[kind].total() <= plain[kind].total() for kind in plain), (found, plain)
 
 
 STATES = {"of the last layer": -1, "of two layers": (1, 2)}  # numbers of states that guesses rest on

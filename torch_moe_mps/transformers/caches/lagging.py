@@ -5,7 +5,8 @@ of them adds: the next call takes in those that were right, in the kernels that 
 anyway. A token alone is always right, and takes the states to where they are.
 """
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,91 +16,132 @@ from ..basics.pending import set_before, set_pending
 from ..upstream.caches import LinearAttentionLayer
 from .state import LayerState, copy_of_layer
 
-_POSITIONS, _TOKENS, _COUNTS = "positions", "tokens", "counts"
+_COUNTS = "counts"  # the name of how many tokens are right, beside those of the states
+
+
+class Kind(NamedTuple):
+    """How a recurrent state takes its tokens in, and how it lies in the cache.
+
+    Attributes:
+        delta: as the delta rule.
+        is_wide: it has a decay for each row.
+        is_transposed: it is held as [B, heads, values, keys].
+    """
+
+    delta: bool = True
+    is_wide: bool = False
+    is_transposed: bool = False
+
+    def of_operator(self, state: Tensor) -> Tensor:
+        """[B, heads, keys, values], as the operator takes it."""
+        return state.mT if self.is_transposed else state
+
+
+KINDS = (Kind(), Kind(is_wide=True), Kind(delta=False, is_transposed=True), Kind(delta=False))
 
 
 class Lagging(LinearAttentionLayer):
-    """A layer with a convolution and a recurrence, both behind by the same tokens.
+    """A layer with convolutions, a recurrence or both, all behind by the same tokens.
 
     Attributes:
-        plain: the class of transformers that it does the same as.
-        pending: the inputs of both for the last tokens, and how many of them are right in each row.
+        settled_class: the class of the layer where nothing is pending.
+        kind: of its recurrent state.
+        pending: inputs of each state for the last tokens, and how many of these are right in each row.
     """
 
-    plain = LinearAttentionLayer
-    pending: dict[str, Tensor]
+    settled_class: Any
+    kind: Kind
+    pending: dict[Any, Tensor]
 
     def show_pending(self) -> None:
         """Lets whoever reads the states see what is pending behind them."""
         counts = self.pending[_COUNTS]
-        set_pending(self._positions, self.pending[_POSITIONS], counts)
-        set_pending(self._state, self.pending[_TOKENS], counts)
+        for name, state in _states(self).items():
+            set_pending(state, self.pending[name], counts)
 
     def set_counts(self, counts: Tensor) -> None:
         self.pending[_COUNTS] = counts
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        return set_before(conv_states, self._positions)
+        positions = self.conv_states[state_idx]
+        assert positions is not None
+        return set_before(conv_states, positions)
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        if recurrent_states is not self._state:
+        if recurrent_states is not self.recurrent_states[state_idx]:
             raise RuntimeError("torch_moe_mps: a state that lags behind is written in place alone")
         return recurrent_states
 
-    @property
-    def _positions(self) -> Tensor:
-        return self.conv_states[0]
 
-    @property
-    def _state(self) -> Tensor:
-        return self.recurrent_states[0]
+@functools.cache
+def _lagging_class(plain: type, kind: Kind) -> type:
+    # transformers registers a class under its _layer_type for all models, so this one must have none.
+    own = {"_layer_type": None, "settled_class": plain, "kind": kind}
+    return type(f"Lagging{plain.__name__}", (Lagging, plain), own)
+
+
+def _states(layer: Any) -> dict[tuple[str, int], Tensor]:
+    """The states of a layer of linear attention."""
+    both = {"positions": layer.conv_states, "tokens": layer.recurrent_states}
+    return {(kind, n): s for kind, held in both.items() for n, s in held.items() if s is not None}
 
 
 def can_lag(layer: Any) -> bool:
     """Whether a layer has states of the kind that may lag behind."""
-    if type(layer) is not LinearAttentionLayer or len(layer.conv_states) != 1:
+    if not isinstance(layer, LinearAttentionLayer) or isinstance(layer, Lagging):
         return False
-    positions, state = layer.conv_states[0], layer.recurrent_states[0]
-    if positions is None or state is None:
-        return False
-    return positions.dim() == 3 and state.dim() == 4 and state.dtype == torch.float32
+    positions = [state for state in layer.conv_states.values() if state is not None]
+    states = [state for state in layer.recurrent_states.values() if state is not None]
+    return (
+        bool(positions or states)
+        and all(state.dim() == 3 for state in positions)
+        and all(state.dim() == 4 and state.dtype == torch.float32 for state in states)
+    )
 
 
-def lagging(layer: Any) -> Lagging:
+def lagging(layer: Any, kind: Kind) -> Lagging:
     """A layer like this one, whose states it shares, with nothing pending."""
-    positions, state = layer.conv_states[0], layer.recurrent_states[0]
-    rows, heads, *widths = state.shape
-    pending = {
-        _POSITIONS: positions.new_empty((*positions.shape[:2], MAX_PENDING)),
-        _TOKENS: state.new_empty((rows, heads, MAX_PENDING, pending_width(*widths))),
-        _COUNTS: torch.zeros(rows, 1, dtype=torch.int32, device=state.device),
-    }
+    pending: dict[Any, Tensor] = {}
+    rows, device = 0, None
+    for name, state in _states(layer).items():
+        rows, device = len(state), state.device
+        if state.dim() == 3:
+            shape = (*state.shape[:2], MAX_PENDING)
+        else:
+            _, heads, key_width, value_width = kind.of_operator(state).shape
+            shape = (rows, heads, MAX_PENDING, pending_width(key_width, value_width, kind.is_wide))
+        pending[name] = state.new_empty(shape)
+    pending[_COUNTS] = torch.zeros(rows, 1, dtype=torch.int32, device=device)
     made = copy_of_layer(layer, pending=pending)
-    made.__class__ = Lagging
+    cls: Any = type(layer)
+    made.__class__ = _lagging_class(cls, kind)
     return made
 
 
 def settled(layer: Lagging, count: int) -> Any:
     """A plain layer with the states of one row, which it writes, behind so many of the tokens pending."""
-    positions, state, pending = layer._positions, layer._state, layer.pending
     if count > 0:
-        counts = torch.tensor([[count]], dtype=torch.int32).to(state.device)
-        _, heads, key_width, value_width = state.shape
-        none = positions.new_empty((1, 0, heads))
-        keys, values = (none.new_empty((1, 0, heads, width)) for width in (key_width, value_width))
-        torch.ops.moe_mps.linear_attention_(
-            keys, keys, values, none, state, 1.0, pending_=pending[_TOKENS], counts=counts
-        )
-        channels = positions.shape[1]
-        torch.ops.moe_mps.causal_conv1d_update_(
-            positions.new_empty((1, 0, channels)),
-            positions,
-            positions.new_empty((channels, 1)),
-            pending_=pending[_POSITIONS],
-            counts=counts,
-        )
-    made = object.__new__(Lagging.plain)
-    values_of_layer = LayerState(layer).values()
-    del values_of_layer["pending"]
-    LayerState(made).replace(values_of_layer)
+        counts = torch.tensor([[count]], dtype=torch.int32)
+        for name, state in _states(layer).items():
+            take_in = _take_in_positions if state.dim() == 3 else _take_in_tokens
+            take_in(layer.kind, state, {"pending_": layer.pending[name], "counts": counts.to(state.device)})
+    made = object.__new__(layer.settled_class)
+    values = LayerState(layer).values()
+    del values["pending"]
+    LayerState(made).replace(values)
     return made
+
+
+def _take_in_tokens(kind: Kind, state: Tensor, pending: dict[str, Any]) -> None:
+    state = kind.of_operator(state)
+    _, heads, key_width, value_width = state.shape
+    none = state.new_empty((1, 0, heads))
+    keys, values = (state.new_empty((1, 0, heads, width)) for width in (key_width, value_width))
+    decay = keys if kind.is_wide else none
+    torch.ops.moe_mps.linear_attention_(keys, keys, values, decay, state, 1.0, delta=kind.delta, **pending)
+
+
+def _take_in_positions(kind: Kind, state: Tensor, pending: dict[str, Any]) -> None:
+    channels = state.shape[1]
+    none, weight = state.new_empty((1, 0, channels)), state.new_empty((channels, 1))
+    torch.ops.moe_mps.causal_conv1d_update_(none, state, weight, **pending)

@@ -13,7 +13,7 @@ other one is a state of each row. Shapes: B rows, S tokens.
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from ..basics.key_range import NO_END, RANGE
 from ..upstream.caches import DummyLayer, LinearAttentionCacheLayerMixin
 from . import growing
 from .held import HeldEntries
-from .lagging import Lagging, can_lag, lagging, settled
+from .lagging import Kind, Lagging, can_lag, lagging, settled
 from .layers import Made
 from .quantized_states import QuantizedStates
 from .state import LayerState, Name, copy_of_cache, copy_of_layer, parts
@@ -63,8 +63,8 @@ class Rows:
 
     are_states = False
 
-    def __init__(self, model: PreTrainedModel, lagging: Collection[int] = ()):
-        """`lagging`: numbers of the layers whose states may lag behind."""
+    def __init__(self, model: PreTrainedModel, lagging: Mapping[int, Kind] = {}):
+        """`lagging`: {number of a layer whose states may lag behind: of which kind they are}."""
         self.cache: DynamicCache | None = None
         self.lengths: list[int] = []
         self._device, self._moved = model.device, list[int]()
@@ -131,7 +131,7 @@ class Rows:
             with_states = [number for number, layer in enumerate(layers) if _states(layer)]
             if all(number in self._may_lag and can_lag(layers[number]) for number in with_states):
                 for number in with_states:
-                    layers[number] = lagging(layers[number])
+                    layers[number] = lagging(layers[number], self._may_lag[number])
             self.cache = copy_of_cache(cache, layers)
         else:
             pairs = [*zip(self.cache.layers, cache.layers, strict=True)]
@@ -366,7 +366,7 @@ def _check_alike(layer: Any, one: Any) -> None:
         [([c[1:] for c in held.columns], *_kind(held.memory)) for held in _memories(item)]
         for item in (layer, one)
     )
-    kind = Lagging.plain if isinstance(layer, Lagging) else type(layer)
+    kind = layer.settled_class if isinstance(layer, Lagging) else type(layer)
     if kind is not type(one) or own != other:
         raise NotJoinable("its cache holds another kind of states than those of the others")
 

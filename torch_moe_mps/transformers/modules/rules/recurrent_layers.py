@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...basics.pending import pending_of
 from ...basics.report import Done
 from ...basics.state import original_class
 from ...upstream.caches import DynamicCache, LinearAttentionLayer
@@ -58,7 +59,7 @@ def convolved(conv: Any, activation: str, x: Tensor, cache: Any, number: int) ->
         if cache is not None:
             cache.update_conv_state(state, number, conv_kernel_size=weight.shape[1])
             state = cache.get_conv_state(number)
-    return ops.causal_conv1d_update_(x, state, weight, bias, activation)
+    return ops.causal_conv1d_update_(x, state, weight, bias, activation, **pending_of(state, x.shape[1]))
 
 
 def scan(
@@ -124,6 +125,7 @@ def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Ten
             gate_activation="sigmoid",
             norm_weight=layer.o_norm.weight,
             norm_eps=layer.o_norm.variance_epsilon,
+            **pending_of(state, x.shape[1]),
         ),
     )
     return layer.o_proj(out.flatten(2))
@@ -136,11 +138,13 @@ def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tenso
     inner = heads * width
     projected = layer.in_proj(x)
     gate, mixed, step = projected.split_with_sizes([inner, inner + 2 * groups * states, heads], -1)
-    is_prompt = x.shape[1] > 1 or cache is None or cache.get_conv_state(layer.layer_idx) is None
+    before = None if cache is None else cache.get_conv_state(layer.layer_idx)
+    # Tokens whose states lag may be guesses, each of which is a step.
+    is_step = before is not None and (x.shape[1] == 1 or bool(pending_of(before, x.shape[1])))
     mixed = masked(convolution(layer, mixed, cache), mask)
     v, k, q = mixed.split_with_sizes([inner, groups * states, groups * states], -1)
     tokens = x.shape[:2]
-    least = layer.time_step_limit[0] if is_prompt else 0.0  # the model's step has no limit
+    least = 0.0 if is_step else layer.time_step_limit[0]  # the model's step has no limit
     out = scan(
         cache,
         layer.layer_idx,
@@ -161,6 +165,7 @@ def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tenso
             beta_activation="softplus",
             beta_min=least or None,
             skip=layer.D,
+            **pending_of(state, x.shape[1]),
         ),
     )
     gated, options = layer.norm, {"activation": "silu", "gate_first": True, "group": layer.norm.group_size}

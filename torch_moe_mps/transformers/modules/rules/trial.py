@@ -40,10 +40,10 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
         return None
 
 
-def linear_cache() -> DynamicCache:
-    """A cache of one layer, of linear attention."""
+def linear_cache(states: int = 1) -> DynamicCache:
+    """A cache of one layer, of linear attention with so many states of each kind."""
     cache = DynamicCache()
-    cache.layers = [LinearAttentionLayer()]
+    cache.layers = [LinearAttentionLayer(states)]
     return cache
 
 
