@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 from support import tiny_models
 from support.memory import Memory
-from support.models import stored
+from support.models import eager, stored
 from support.mtp import with_mtp
 from support.processes import REPOSITORY
 from support.sweep import covering, in_sweep, rows_in_sweep
@@ -21,7 +21,10 @@ from torch_moe_mps import macs
 from torch_moe_mps.commands import fit, main
 from torch_moe_mps.commands.caches import kv_cache
 from torch_moe_mps.serving.prompts import prompt_bytes
+from torch_moe_mps.transformers.caches.prompt_cache import new_cache
+from torch_moe_mps.transformers.caches.rows import Rows
 from torch_moe_mps.transformers.caches.state import parts
+from torch_moe_mps.transformers.lagging import lagging_layers
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 # Qwen3-30B-A3B with a quarter of its layers, where their number says nothing.
@@ -381,6 +384,27 @@ def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
         window = 16 if tokens > 16 and getattr(text, "sliding_window", None) else 0
         # transformers keeps one token less than the window, which it adds in the next step.
         assert nbytes <= found.at(tokens) <= nbytes + (window > 0) * nbytes / (window - 1)
+
+
+LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "lfm2_moe", "zamba2")
+
+
+@pytest.mark.parametrize("architecture", in_sweep(LAGGING, ("kimi_linear", "lfm2_moe")))
+def test_the_memory_beside_states_has_room_for_guesses(architecture):
+    """For what is pending in a row of a model, of whose kind of states fit does not know."""
+    config = tiny_models.tiny_config(architecture)
+    with torch.device("meta"):
+        found = kv_cache(tiny_models.model_class(architecture)(config))
+    model = eager(tiny_models.tiny_model(architecture))
+    torch_moe_mps.accelerate(model)
+    rows, cache = Rows(model, lagging_layers(model)), new_cache(model)
+    with torch.no_grad():
+        model(torch.ones(1, 5, dtype=torch.long), **cache_argument(model, cache))
+        rows.join(cache)
+    pending = [layer.pending for layer in rows.cache.layers if hasattr(layer, "pending")]
+    held = sum(p.nbytes for each in pending for p in each.values() if p.is_floating_point())
+    assert 0 < held <= found.beside <= 1.7 * held
+    assert found.memory(5) - found.beside >= found.at(5)
 
 
 LOADED = (("qwen3_moe", 4), ("qwen3_moe", 8), ("qwen3_5", 4), ("gemma4", 4))

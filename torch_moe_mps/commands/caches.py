@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from ..transformers.basics.shapes import call_on_shapes
 from ..transformers.caches.cache import as_held
 from ..transformers.caches.growing import room_behind, room_behind_window
+from ..transformers.caches.lagging import bytes_beside
 from ..transformers.upstream.calls import cache_among
 
 
@@ -19,13 +20,15 @@ class KVCache:
     Args:
         states: bytes that do not depend on the context.
         rates: {window: bytes for each token} of its layers; the window, in tokens, is None for all tokens.
+        beside: bytes, at most, by which guesses are taken back from states.
     """
 
-    def __init__(self, states: int, rates: dict[int | None, int]):
-        self.states, self.rates = states, rates
+    def __init__(self, states: int, rates: dict[int | None, int], beside: int = 0):
+        self.states, self.rates, self.beside = states, rates, beside
 
     def __add__(self, other: "KVCache") -> "KVCache":
-        return KVCache(self.states + other.states, Counter(self.rates) + Counter(other.rates))
+        rates = Counter(self.rates) + Counter(other.rates)
+        return KVCache(self.states + other.states, rates, self.beside + other.beside)
 
     @property
     def token(self) -> int:
@@ -38,12 +41,13 @@ class KVCache:
         return self.states + sum(seen[window] * rate for window, rate in self.rates.items())
 
     def memory(self, context: int) -> int:
-        """The most bytes that an accelerated model allocates; its cache keeps room for further tokens."""
+        """The most bytes that an accelerated model allocates, with room for more tokens and for guesses."""
         rooms = {
             window: room_behind(context) if window is None else room_behind_window(window)
             for window in self.rates
         }
-        return self.at(context) + sum(rooms[window] * rate for window, rate in self.rates.items())
+        room = sum(rooms[window] * rate for window, rate in self.rates.items())
+        return self.at(context) + room + self.beside
 
     def tokens_in(self, space: int, most: int) -> int:
         """How many tokens, at most `most`, fit into `space` bytes."""
@@ -65,12 +69,13 @@ def kv_cache(model: Any, bits: int = 16, more: int = 0) -> KVCache | None:
     except Exception:  # code that reads values, or knows no meta device: any error may come of it
         return None
     before, after = ([*layers, *layers[-1:] * more] for layers in (before, after))
-    states, rates = 0, Counter[int | None]()
-    for (window, first), (_, second) in zip(before, after, strict=True):
+    states, rates, beside = 0, Counter[int | None](), 0
+    for (window, first, of_guesses), (_, second, _) in zip(before, after, strict=True):
         rate = (second - first) // (many - few)
         states += first - rate * few
         rates[window] += rate
-    return KVCache(states, dict(rates))
+        beside += of_guesses
+    return KVCache(states, dict(rates), beside)
 
 
 def block_cache(config: Any, dtype: torch.dtype) -> KVCache:
@@ -82,12 +87,15 @@ def block_cache(config: Any, dtype: torch.dtype) -> KVCache:
     return KVCache(0, rates)
 
 
-def _cached(model: Any, tokens: int, bits: int) -> list[tuple[int | None, int]]:
-    """(sliding window or None, bytes) of each layer of the cache."""
+def _cached(model: Any, tokens: int, bits: int) -> list[tuple[int | None, int, int]]:
+    """(sliding window or None, bytes, bytes for guesses beside its states) of each layer of the cache."""
     ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
     output = call_on_shapes(model, input_ids=ids)
     layers = cache_among(output).layers
-    return [(getattr(layer, "sliding_window", None), _nbytes(as_held(layer, bits))) for layer in layers]
+    return [
+        (getattr(layer, "sliding_window", None), _nbytes(as_held(layer, bits)), bytes_beside(layer))
+        for layer in layers
+    ]
 
 
 def _nbytes(value: object) -> int:

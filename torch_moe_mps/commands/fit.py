@@ -128,7 +128,7 @@ def report(
     lines += [*aligned([["Mac", "GPU's GB", *names], *cells], 1), "", _more_for_the_gpu(mac)]
     data = {
         "weights": total,
-        "kv_cache": None if cache is None else {"bytes_a_token": cache.token, "rest": _rest_of(cache)},
+        "kv_cache": None if cache is None else _bytes_of(cache),
         "prompt": {"tokens": AT_ONCE, "bytes": prompt},
         "sizes": [
             {"name": s.name, "bytes": s.weights, "bytes_a_token": s.token}
@@ -177,8 +177,13 @@ def _of_cache(cache: KVCache | None, kv_bits: int) -> list[str]:
     per_thousand = f"{cache.token * 1000 / 1e9:.3f} GB for each 1,000 tokens of context"
     lines = [f"KV cache{' in 8 bits' if kv_bits == CACHE_BITS else ''}: {per_thousand}"]
     if rest := _rest_of(cache):
-        lines.append(f"beside it, sliding windows and states take at most {rest / 1e9:.3f} GB")
+        of_guesses = f", and {cache.beside / 1e9:.3f} GB where guesses are taken back" if cache.beside else ""
+        lines.append(f"beside it, sliding windows and states take at most {rest / 1e9:.3f} GB{of_guesses}")
     return lines
+
+
+def _bytes_of(cache: KVCache) -> dict[str, int]:
+    return {"bytes_a_token": cache.token, "rest": _rest_of(cache), "guesses": cache.beside}
 
 
 def _rest_of(cache: KVCache) -> int:

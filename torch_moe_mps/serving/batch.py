@@ -19,8 +19,9 @@ from .._faults import raise_fault, synchronize
 from .._text import first_line
 from ..transformers.basics.wide_logits import wide_logits
 from ..transformers.caches.cache import hands_cache_on
+from ..transformers.caches.lagging import bytes_beside
 from ..transformers.caches.prompt_cache import reads_whole
-from ..transformers.caches.rows import NotJoinable, Rows, capacity
+from ..transformers.caches.rows import NotJoinable, Rows, capacity, with_spare
 from ..transformers.caches.state import LayerState
 from ..transformers.key_order import reason_against_rows, reason_for_order
 from ..transformers.lagging import lagging_layers
@@ -134,6 +135,7 @@ class Batch:
         # Whether the next tokens are computed before the host reads these: mps would wait for it meanwhile.
         self._reads_late = model.device.type == "mps"
         self._bytes = self._beside = 0.0  # taken by a token of a row, at most, and by what guesses for it
+        self._row_bytes = 0  # taken by a row, at most, so that guesses can be taken back from its states
         self._step_seconds, self._token_seconds = 0.0, 0.0
         self._turning = turning(model)
         self._needs_order: bool | None = None  # attention goes by where keys lie; None: not tried yet
@@ -411,7 +413,7 @@ class Batch:
         tokens += sum(len(item.reader.kept.ids) + len(item.tokens) for item in self.alone)
         for row in self._guessed_rows:
             self._note_held(row)
-        needed = (self._bytes + self._beside) * tokens
+        needed = (self._bytes + self._beside) * tokens + self._row_bytes * with_spare(rows)
         if self.prompts is not None:
             room = int(self.memory - needed)
             self.prompts.shrink(room if self.guesses is None else self.guesses.shrink(room))
@@ -502,6 +504,10 @@ class Batch:
         if kept.cache is not None:
             held = sum(LayerState(layer).memory() for layer in kept.cache.layers)
             self._bytes = max(self._bytes, held / len(kept.ids))
+            if self.guesses is not None:
+                kinds = [[k] if (k := self._lagging.get(n)) else [] for n in range(len(kept.cache.layers))]
+                beside = sum(map(bytes_beside, kept.cache.layers, kinds))
+                self._row_bytes = max(self._row_bytes, beside)
         try:
             if self._against_rows is not None:
                 raise NotJoinable(self._against_rows)

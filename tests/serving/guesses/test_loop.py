@@ -20,9 +20,12 @@ from torch_moe_mps.serving.guesses.asked import guessing_of
 from torch_moe_mps.serving.guesses.verify import verified
 from torch_moe_mps.serving.job import Job
 from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.caches.rows import Rows
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.lagging import lagging_layers
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}  # no logits of text
 ARCHITECTURES = sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - OTHERS)
@@ -205,6 +208,25 @@ def test_states_are_copied_for_guesses_alone(architecture, right, wrong, monkeyp
         source.chance.randint = lambda least, most: most
         assert Answered(model, many, [settings(13)], source, width=3).answers == [answer]
         assert copies[: len(expected)] == expected and len(copies) <= 1.5 * len(expected)
+
+
+@pytest.mark.parametrize("architecture", ["granitemoehybrid", "qwen3_moe"])
+def test_an_answer_waits_until_there_is_room_for_what_is_pending(architecture):
+    """Of three rows, whose memory has four; a model without states needs none."""
+    model, many = model_of(architecture), prompts(1)
+    batch = Answered(model, many, [settings(3)], Partly(many, [[1, 2, 3]]), width=2).batch
+    rows, cache = Rows(model, lagging_layers(model)), new_cache(model)
+    with torch.no_grad():
+        model(many[0][None], **cache_argument(model, cache))
+    rows.join(cache)
+    layers = [vars(layer).get("pending", {}).values() for layer in rows.cache.layers]
+    pending = sum(p.nbytes for p in itertools.chain(*layers) if p.is_floating_point())
+    assert (pending > 0) == (architecture == "granitemoehybrid")
+    batch._bytes = batch._beside = 0.0  # what tokens take counts apart
+    batch.memory = 4 * pending
+    assert batch._make_room(3, 20, 0)
+    batch.memory -= 1
+    assert not batch._make_room(3, 20, 0)
 
 
 def test_a_model_that_reads_prompts_whole_is_named(caplog):

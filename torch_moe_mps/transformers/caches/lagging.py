@@ -6,6 +6,8 @@ anyway. A token alone is always right, and takes the states to where they are.
 """
 
 import functools
+from collections.abc import Iterable
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -101,21 +103,35 @@ def can_lag(layer: Any) -> bool:
 
 def lagging(layer: Any, kind: Kind) -> Lagging:
     """A layer like this one, whose states it shares, with nothing pending."""
-    pending: dict[Any, Tensor] = {}
-    rows, device = 0, None
-    for name, state in _states(layer).items():
-        rows, device = len(state), state.device
-        if state.dim() == 3:
-            shape = (*state.shape[:2], MAX_PENDING)
-        else:
-            _, heads, key_width, value_width = kind.of_operator(state).shape
-            shape = (rows, heads, MAX_PENDING, pending_width(key_width, value_width, kind.is_wide))
-        pending[name] = state.new_empty(shape)
-    pending[_COUNTS] = torch.zeros(rows, 1, dtype=torch.int32, device=device)
+    states = _states(layer)
+    pending: dict[Any, Tensor] = {name: s.new_empty(_pending_shape(s, kind)) for name, s in states.items()}
+    state = next(iter(states.values()))
+    pending[_COUNTS] = torch.zeros(len(state), 1, dtype=torch.int32, device=state.device)
     made = copy_of_layer(layer, pending=pending)
     cls: Any = type(layer)
     made.__class__ = _lagging_class(cls, kind)
     return made
+
+
+def _pending_shape(state: Tensor, kind: Kind) -> tuple[int, ...]:
+    if state.dim() == 3:
+        return (*state.shape[:2], MAX_PENDING)
+    rows, heads, key_width, value_width = kind.of_operator(state).shape
+    return rows, heads, MAX_PENDING, pending_width(key_width, value_width, kind.is_wide)
+
+
+def bytes_beside(layer: Any, kinds: Iterable[Kind] = KINDS) -> int:
+    """The most bytes that guesses take beside the states of a layer: for what is pending, or for a copy.
+
+    Args:
+        kinds: that the layer may be of, where its states lag.
+    """
+    if not isinstance(layer, LinearAttentionLayer):
+        return 0
+    states, kinds = _states(layer).values(), [*kinds]
+    if not kinds or not can_lag(layer):
+        return sum(state.nbytes for state in states)
+    return sum(max(prod(_pending_shape(s, kind)) for kind in kinds) * s.element_size() for s in states)
 
 
 def settled(layer: Lagging, count: int) -> Any:

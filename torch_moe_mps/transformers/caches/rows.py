@@ -289,7 +289,7 @@ class Rows:
 
 def capacity(rows: int, tokens: int) -> int:
     """For how many tokens there is memory where so many rows have so many tokens at most."""
-    return _more(rows) * (tokens + growing.room_behind(tokens))
+    return with_spare(rows) * (tokens + growing.room_behind(tokens))
 
 
 def forgetting(cache: DynamicCache) -> str | None:
@@ -420,7 +420,7 @@ def _show(layer: Any, held: _Memory) -> None:
         LayerState(layer).put({name: part})
 
 
-def _more(rows: int) -> int:
+def with_spare(rows: int) -> int:
     """The rows that new memory has for so many: a power of two."""
     return 1 << (rows - 1).bit_length()
 
@@ -454,7 +454,7 @@ def _join(layer: Any, one: Any, end: int) -> None:
         base, last = getattr(held.memory, BASE, held.memory), held.start + held.tokens
         if len(parts(base)[0]) == rows or last < tokens:
             room = layer.room_for(tokens)
-            base, last = _larger(held.memory, _more(rows + 1), tokens + room), tokens
+            base, last = _larger(held.memory, with_spare(rows + 1), tokens + room), tokens
             for row in range(rows):
                 _write(base, row, last, held, row)
         _write(base, rows, last, other)
@@ -463,7 +463,7 @@ def _join(layer: Any, one: Any, end: int) -> None:
     for name, state in _states(layer).items():
         rows, base = len(state), getattr(state, BASE, state)
         if len(base) == rows:
-            base = state.new_empty((_more(rows + 1), *state.shape[1:]))
+            base = state.new_empty((with_spare(rows + 1), *state.shape[1:]))
             base[:rows] = state
         if name in others:  # nothing is pending behind the states of another
             base[rows] = others[name][0]
