@@ -33,8 +33,8 @@ from ..transformers.checkpoints.write.parts import Parts
 from ..transformers.checkpoints.write.plan import LoadPlan, planned
 from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
-from ..transformers.mtp import MTP, check_exceptions, converted_mtp, left_out_mtp, planned_mtp
-from ..transformers.mtp_steps import counted_mtp
+from ..transformers.mtp import MTP, check_exceptions, converted_mtp, has_mtp, left_out_mtp, planned_mtp
+from ..transformers.mtp_steps import MtpCounted
 from ..transformers.upstream.utilities import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import packs, says_a_format
@@ -65,16 +65,17 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = tokenizer_of(source) if gguf else None
     arguments = None if packed else arguments_of(options, model)
     recipe: dict[str, Any] = {"recipe": arguments, "requantize": says_a_format(options)}
-    if arguments is not None and (_weights(source) or options.to == "mlx"):
-        kept_in = "" if options.to == "mlx" else source  # MLX's layout has no layers that guess
-        check_exceptions(kept_in, model, requested_recipe(**arguments))
+    guesses = bool(_weights(source)) and has_mtp(model, source)
+    if guesses and (reason := left_out_mtp(source, model, options.to == "mlx")) is not None:
+        print(f"torch-moe-mps: layers that guess are left out: {reason}", file=sys.stderr)
+        guesses = False
+    if arguments is not None and _weights(source):
+        check_exceptions(source if guesses else "", model, requested_recipe(**arguments))
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
     if options.to == "mlx" and (others := GGUF.keys() & {weight.format for weight in plan.weights}):
         has_not = " and ".join(sorted(others))
         raise ValueError(f"--to mlx needs --bits, and a --mode of MLX's, which does not have {has_not}")
-    if options.to != "mlx" and _weights(source):
-        if (reason := left_out_mtp(source, model)) is not None:
-            print(f"torch-moe-mps: layers that guess are left out: {reason}", file=sys.stderr)
+    if guesses:
         before, after = planned_mtp(source, model)
         plan = plan._replace(before=plan.before + before, after=plan.after + after)
     if options.dry_run:
@@ -83,8 +84,8 @@ def run(options: argparse.Namespace) -> None:
     errors: list[list[Any]] = []
     if not options.dry_run:
         _check_space(destination, plan.after)
-        importance = _importance(options, source, recipe["recipe"])
-        errors = _convert(source, copied, options, recipe, importance, tokenizer)
+        importance = _importance(options, source, recipe["recipe"], guesses)
+        errors = _convert(source, copied, options, recipe, importance, tokenizer, guesses)
         print(f"wrote {destination}, {_size_of_files(destination)}")
     write_json(options.json, plan.as_json(errors))
 
@@ -102,8 +103,10 @@ def _write_adapter(options: argparse.Namespace, source: str, folder: Path) -> No
             shutil.copyfile(file, folder / file.name)
 
 
-def _importance(options: argparse.Namespace, source: str, recipe: dict[str, Any] | None) -> Importance | None:
-    """Importance that --importance asks for; a text runs through the model now."""
+def _importance(
+    options: argparse.Namespace, source: str, recipe: dict[str, Any] | None, guesses: bool
+) -> Importance | None:
+    """Importance that --importance asks for; a text runs through the model now, and layers that guess."""
     if options.importance is None:
         return None
     device = usable_device(None)
@@ -113,7 +116,7 @@ def _importance(options: argparse.Namespace, source: str, recipe: dict[str, Any]
         return from_pretrained(source, **loaded, **({} if dense else recipe or {}))
 
     about = Source(source, loading_options(options))
-    guessing: Any = (lambda model: None) if options.to == "mlx" else counted_mtp
+    guessing: Any = MtpCounted if guesses else (lambda model: None)
     importance = importance_for("convert", options.importance, about, load, guessing)
     if options.save_importance is not None:
         with written_whole(options.save_importance):
@@ -202,8 +205,12 @@ def _convert(
     recipe: dict[str, Any],
     importance: Importance | None,
     tokenizer: Any,
+    guesses: bool,
 ) -> list[list[Any]]:
-    """Returns: the rows of the report."""
+    """Writes the checkpoint, with layers that guess or without.
+
+    Returns: the rows of the report.
+    """
     destination = Path(options.destination)
     with _written_beside(destination) as folder:
         began = (folder / UNFINISHED).exists()
@@ -216,13 +223,15 @@ def _convert(
             )
         how = loading_options(options) | {"dtype": _dtype(source, options, recipe)}
         with Parts(source, **recipe, importance=importance, **how) as parts:
+            packed: dict[str, str] = {}
+            beside = converted_mtp(source, parts.model, packed, importance) if guesses else ()
             if options.to == "mlx":
-                save_mlx(parts.model, shards, _config(source, parts.model), parts.into(shards))
+                config = _config(source, parts.model)
+                save_mlx(parts.model, shards, config, parts.into(shards), beside)
             else:
                 runs_in = Source(source, loading_options(options)).skeleton().dtype
-                packed: dict[str, str] = {}
-                guessing = converted_mtp(source, parts.model, packed, importance)
-                save_parts(parts.model, shards, parts.into(shards), guessing, runs_in=runs_in)
+                save_parts(parts.model, shards, parts.into(shards), beside, runs_in=runs_in)
+            if guesses:
                 _note_mtp(folder / "config.json", packed)
             _save_generation_config(parts.model, folder, source)
             report = parts.report or QuantizationReport()
@@ -241,11 +250,11 @@ def _convert(
 
 
 def _note_mtp(file: Path, packed: dict[str, str]) -> None:
-    """Adds the formats of layers that guess to the quantisation of a config."""
-    if packed:
-        config = json.loads(file.read_text())
-        config["quantization_config"][MTP] = packed
-        file.write_text(json.dumps(config, indent=2) + "\n")
+    """Adds the formats of layers that guess to the quantisation of a config, where it has one."""
+    config = json.loads(file.read_text())
+    for name in {"quantization", "quantization_config"} & config.keys():
+        config[name][MTP] = packed
+    file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _dtype(source: str, options: argparse.Namespace, recipe: dict[str, Any]) -> str:

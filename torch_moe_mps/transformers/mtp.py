@@ -25,8 +25,10 @@ from ..quantization import Format
 from .basics.interface import experts_of
 from .checkpoints.layouts.files import checkpoint_files, tensors_in
 from .checkpoints.layouts.layout import Section
+from .checkpoints.layouts.mlx.architectures import ARCHITECTURES, Architecture
+from .checkpoints.layouts.mlx.names import type_of
 from .checkpoints.layouts.others.schemes import METHODS
-from .checkpoints.layouts.own.config import is_ours
+from .checkpoints.layouts.own.config import QuantizationConfig, is_mlx, is_ours
 from .checkpoints.quantize.decision import exceptions_of, weights_of
 from .checkpoints.quantize.importance import Importance
 from .checkpoints.quantize.recipe import OF_GUESSING, Recipe, fits, no_such_weight, requested_recipe
@@ -35,6 +37,7 @@ from .checkpoints.quantize.target import Target, paths_of, quantizable
 from .checkpoints.quantizer import Quantizer, quantizer_of
 from .checkpoints.source import Source
 from .checkpoints.write.parts import read_tensors
+from .modules.experts import NAME
 from .modules.linears import formats_in
 from .upstream.loading import WeightRenaming, seen_with
 
@@ -115,7 +118,9 @@ def _about(source: str, model: Any) -> Source:
         stored.get(name) for name in ("quantization_config", "quantization")
     )
     about = Source(source, {"config": config}, type(model))
-    if is_ours(about.stored) and MTP not in about.stored:
+    if MTP in (of_mlx := about.stored.get("mlx") or {}):
+        about.stored = QuantizationConfig(modules={}).to_dict() | {"quant_method": NAME, MTP: of_mlx[MTP]}
+    if is_ours(about.stored) and not about.stored.get(MTP):
         about.stored = {}  # they are dense
     method = about.stored.get("quant_method")
     if about.stored and not is_ours(about.stored) and method not in METHODS:
@@ -178,7 +183,7 @@ def recipe_of_last_layer(model: Any) -> Recipe:
 def _packed_in(source: str) -> dict[str, str]:
     """{name: format} of what a checkpoint that this package wrote has quantised of these layers."""
     stored = PreTrainedConfig.get_config_dict(source)[0].get("quantization_config")
-    found: dict[str, str] = stored.get(MTP, {}) if is_ours(stored) else {}
+    found: dict[str, str] = stored.get(MTP, {}) if stored and (is_ours(stored) or is_mlx(stored)) else {}
     return found
 
 
@@ -244,12 +249,12 @@ def converted_mtp(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of these layers for a checkpoint of a model that is quantised.
 
+    Those in MLX's layout have the same names, too: mlx-lm ignores them.
+
     Args:
         packed: takes what `_packed_in` gives of that checkpoint. Layers that a source has quantised stay so.
         importance: see `_Section`.
     """
-    if not _found(source, model).sizes or left_out_mtp(source, model) is not None:
-        return
     model, before = _counted(model, source), _packed_in(source)
     section = _Section(model, source, recipe_of_last_layer(model), importance)
     if before or section.is_dense:
@@ -266,13 +271,12 @@ def converted_mtp(
 
 
 def planned_mtp(source: str, model: Any) -> tuple[int, int]:
-    """Bytes of these layers in a checkpoint, and in the one that `converted_mtp` makes of it.
+    """Bytes of these layers in a checkpoint that has some, and in the one that `converted_mtp` makes of it.
 
     Args:
         model: without weights, as it will be quantised.
     """
-    if left_out_mtp(source, model) is not None or not (before := sum(_found(source, model).sizes.values())):
-        return 0, 0
+    before = sum(_found(source, model).sizes.values())
     section = _Section(_counted(model, source), source, recipe_of_last_layer(model))
     return before, before if _packed_in(source) or section.is_dense else section.nbytes()
 
@@ -292,14 +296,27 @@ def read_mtp(model: Any) -> Any:
     return _Section(_counted(model, source), source, recipe_of_last_layer(model)).read()
 
 
-def left_out_mtp(source: str, model: Any) -> str | None:
-    """Why a conversion has none of these layers; None where it has, or there are none."""
-    if not _found(source, model).sizes:
-        return None
+def left_out_mtp(source: str, model: Any, for_mlx: bool = False) -> str | None:
+    """Why a conversion has none of these layers of a checkpoint that has some; None where it has.
+
+    Args:
+        for_mlx: in MLX's layout mlx-lm must ignore them.
+    """
     try:
         _about(source, model)
     except ValueError as error:
         return str(error)
+    return _refused_by_mlx(_counted(model, source)) if for_mlx else None
+
+
+def _refused_by_mlx(model: Any) -> str | None:
+    """Why mlx-lm would not load a checkpoint with these layers, whose tensors it must ignore."""
+    config = model.config.get_text_config()
+    ignored = ARCHITECTURES.get(type_of(model.config), Architecture()).ignored
+    for name in (_prefix(model, number) for number in range(config.num_mtp_layers)):
+        if not ignored or not name.startswith(ignored.format(config.num_hidden_layers)):
+            got = f"a {config.model_type}, of which it refuses {name}*"
+            return f"moe_mps::guesses: their tensors must be some that mlx-lm ignores, got {got}"
     return None
 
 
@@ -319,8 +336,8 @@ def empty_mtp(model: Any, source: str) -> Any:
             MtpModel.get_mtp_weights_regex(model)
         except (TypeError, ValueError):  # transformers knows no names of them
             return None
-        is_of_mlx = "quantization" in PreTrainedConfig.get_config_dict(source)[0]  # MLX leaves them out
-        if is_of_mlx or not getattr(config, "num_mtp_layers", 0):
+        of_mlx = PreTrainedConfig.get_config_dict(source)[0].get("quantization", {MTP: {}})
+        if MTP not in of_mlx or not getattr(config, "num_mtp_layers", 0):
             return None
     return _without_memory(_counted(model, source) if is_here else model)
 
@@ -342,9 +359,9 @@ def bytes_of_mtp(layers: Any, model: Any, targets: Iterable[Target], recipe: Rec
     return total_bytes(layers.layers, quantized_sizes(targets))
 
 
-def has_mtp(model: Any) -> bool:
-    """Whether the checkpoint of a model has such layers, and transformers knows their names."""
-    return bool(_found(model.config.name_or_path, model).sizes)
+def has_mtp(model: Any, source: str | None = None) -> bool:
+    """Whether a checkpoint has such layers, by default the model's, and transformers knows their names."""
+    return bool(_found(model.config.name_or_path if source is None else source, model).sizes)
 
 
 def require_mtp(model: Any) -> None:

@@ -11,7 +11,7 @@ from .basics.state import STATE, kv_bits_of, state_of
 from .caches.cache import grow_cache
 from .capture.calls import capture_calls, captures_of, wanted_capture
 from .capture.candidates import GUESSING
-from .mtp import config_of_mtp, has_mtp, left_out_mtp, named, read_mtp, require_mtp
+from .mtp import config_of_mtp, named, read_mtp, require_mtp
 
 
 class MtpStep(PreTrainedModel):
@@ -58,12 +58,6 @@ class MtpCounted:
             tokens, at = ids[:, layer + 1 :], places[:, layer + 1 :]
             states = states[:, : tokens.shape[1]]
             states = self._layers.forward_layer(layer, states, at, cache, input_ids=tokens)
-
-
-def counted_mtp(model: Any) -> MtpCounted | None:
-    """These layers of a loaded model, for importance; None where its checkpoint has none that are read."""
-    is_read = has_mtp(model) and left_out_mtp(model.config.name_or_path, model) is None
-    return MtpCounted(model) if is_read else None
 
 
 def mtp_layers(model: Any) -> Any:

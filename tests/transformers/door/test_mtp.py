@@ -127,7 +127,7 @@ def test_only_accelerated_models_read_them_once(checkpoint, monkeypatch):
 def test_convert_quantises_them(checkpoint, tmp_path, capsys):
     """As the last layer, to what a model has that quantises them when it is loaded; once more they stay so.
 
-    MLX's layout has none, as mlx-lm reads none.
+    In MLX's layout they have no place where mlx-lm would read them.
     """
     _, folder = checkpoint
     quantised, figures = tmp_path / "four", tmp_path / "plan.json"

@@ -236,7 +236,9 @@ class MlxLayout(Layout):
 
     def _check_complete(self, rows: Sequence[NamedConverter]) -> None:
         """Raises: ValueError with the name of a missing parameter, of the language model if possible."""
+        ignored = [re.compile(name) for name in self.model._keys_to_ignore_on_load_unexpected or ()]
         unknown = self.stored.tensors.keys() - {source for row in rows for source in row.source_patterns}
+        unknown = {name for name in unknown if not any(pattern.search(name) for pattern in ignored)}
         known = {name for row in rows for name in row.target_patterns}
         known.update(self.dropped, self.model.all_tied_weights_keys or (), dict(self.model.named_buffers()))
         optional = may_lack(self.model)

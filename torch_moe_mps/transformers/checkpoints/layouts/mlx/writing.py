@@ -25,6 +25,7 @@ def save_mlx(
     folder: Path | Shards,
     config: Mapping[str, Any],
     parts: Iterable[Mapping[str, Tensor]] | None = None,
+    ignored: Iterable[tuple[str, Tensor]] = (),
 ) -> None:
     """Write weights, index and config.json.
 
@@ -33,6 +34,7 @@ def save_mlx(
         folder: an empty one, or its files.
         config: the original config.json, because mlx-lm reads keys that transformers 5 no longer writes.
         parts: the tensors of the model, some at a time; by default those that it has.
+        ignored: what is written as it is, and mlx-lm ignores.
 
     Raises: ValueError for an architecture whose layout in MLX is not known, and for a folder with files.
     """
@@ -53,6 +55,8 @@ def save_mlx(
         for row in rows.of(own):
             for name, tensor in row.reverse_transform().of(own, model).items():
                 shards.add(name, tensor)
+    for name, tensor in ignored:
+        shards.add(name, tensor)
     shards.finish()
     formats = {
         source.removesuffix(".scales"): _format_of(model, row.target_patterns[0])
