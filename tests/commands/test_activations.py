@@ -26,7 +26,7 @@ from torch_moe_mps.transformers.checkpoints.ranges import MOST, Largest, remembe
 
 
 def loaded(model, device: str, **own):
-    options = {"bits": 8, "group_size": 32, "kv_bits": None, "dtype": "auto", "shares": None}
+    options = {"bits": 4, "group_size": 32, "kv_bits": None, "dtype": "auto", "shares": None}
     options |= {"model": str(model), "trust_remote_code": False, **own}
     return load(argparse.Namespace(**options), str(model), device)
 
@@ -137,7 +137,7 @@ def test_behind_an_overflow_the_next_start_is_in_bfloat16(
     monkeypatch.setenv("MOE_MPS_CAPTURE", "1")
     folder = with_a_token_that_overflows(letters, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": samples}))
-    options = ["generate", str(folder), "--raw", "--device", "mps", "--bits", "8", "--group-size", "32"]
+    options = ["generate", str(folder), "--raw", "--device", "mps", "--bits", "4", "--group-size", "32"]
     options += ["--max-tokens", "4", "-p"]
     line = refused(*options, "zzz", progress=True)
     assert line.endswith("float16 is too small for its activations: start again, in bfloat16 then"), line
@@ -150,7 +150,7 @@ def test_behind_an_overflow_the_next_start_is_in_bfloat16(
 def test_a_server_says_that_float16_overflows(letters, tmp_path, caplog):
     """To the request whose answer it ends, and in its log; other answers go on."""
     folder = with_a_token_that_overflows(letters, tmp_path / "model")
-    how = ("--device", "mps", "--bits", "8", "--group-size", "32")
+    how = ("--device", "mps", *serving.QUANTISED)
     with serving.client_of(folder, *how) as client:
         with pytest.raises(openai.APIError, match="float16 is too small for its activations"):
             client.completions.create(model="model", prompt="zzz", max_tokens=4)
@@ -218,7 +218,7 @@ def test_8_bits_lose_what_they_lose(smollm2):
         expected = torch_moe_mps.from_pretrained(smollm2, dtype=torch.float32, device_map="cpu")(
             ids
         ).logits.log_softmax(-1)
-        found = loaded(smollm2, "cpu")(ids).logits.float().log_softmax(-1)
+        found = loaded(smollm2, "cpu", bits=8)(ids).logits.float().log_softmax(-1)
     assert (expected.exp() * (expected - found)).sum(-1).mean().item() <= 0.0019
 
 

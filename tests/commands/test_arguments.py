@@ -7,7 +7,7 @@ import sys
 import types
 
 import pytest
-from support.processes import environment
+from support.processes import environment, python
 
 import torch_moe_mps
 from torch_moe_mps._install import install_command
@@ -97,19 +97,25 @@ def test_a_cheap_error_is_said_at_once(line, tmp_path, refused, monkeypatch):
     assert EARLY[line].format(here=tmp_path) in refused(*line.format(here=tmp_path).split())
 
 
-# One of each way: files, the Hub, settings, which need a module of transformers, and a record.
-@pytest.mark.parametrize("line", [
-    "perplexity {here} --against {here}/nothing", "generate {here} -p a --adapter {here}/nothing",
-    "chat {here} --set nothing=1", "finetune {here} {here}/data --output {here}", "convert {here} {here}",
-    "serve {here} --media-folder {here}/no",
-])  # fmt: skip
-def test_a_cheap_error_waits_for_no_torch(line, tmp_path):
+def test_a_cheap_error_waits_for_no_torch(tmp_path):
+    """One of each way: files, the Hub, settings, which need a module of transformers, and a record."""
     (tmp_path / "data").write_text('{"text": "a"}')
     (tmp_path / "config.json").write_text("{}")
-    result = module(*line.format(here=tmp_path).split())
-    said = result.stderr.strip().splitlines()[-1]
-    assert result.returncode == 1 and said.startswith("torch-moe-mps: error: ")
-    assert "torch" not in imported(result)
+    lines = [
+        "perplexity {here} --against {here}/nothing", "generate {here} -p a --adapter {here}/nothing",
+        "chat {here} --set nothing=1", "finetune {here} {here}/data --output {here}", "convert {here} {here}",
+        "serve {here} --media-folder {here}/no",
+    ]  # fmt: skip
+    source = """
+        import contextlib, io, sys
+        from torch_moe_mps.commands import main
+        for line in sys.argv[1:]:
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                assert main(line.split()) == 1, line
+            assert said.getvalue().splitlines()[-1].startswith("torch-moe-mps: error: "), line
+            assert "torch" not in sys.modules, line
+    """
+    python(source, *(line.format(here=tmp_path) for line in lines))
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("check", "launch")])

@@ -38,8 +38,8 @@ def written(tmp_path_factory):
     @functools.cache
     def write(architecture):
         folder = tmp_path_factory.mktemp(architecture)
-        with tiny_models.groups_of_32(), tiny_models.sizes(num_hidden_layers=8):
-            tiny_models.tiny_model(architecture).save_pretrained(folder, max_shard_size="200KB")
+        with tiny_models.groups_of_32():
+            tiny_models.tiny_model(architecture).save_pretrained(folder, max_shard_size="50KB")
         add_tokenizer(folder)
         return folder
 
@@ -83,8 +83,11 @@ def test_convert(checkpoint, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"dense", "new"}
 
 
-def test_mixed_recipe(checkpoint, tmp_path):
+def test_mixed_recipe(tmp_path):
     """Of 8 layers the first, every third from it and the last."""
+    checkpoint = tmp_path / "dense"
+    with tiny_models.groups_of_32(), tiny_models.sizes(num_hidden_layers=8):
+        tiny_models.tiny_model("qwen3_moe").save_pretrained(checkpoint)
     assert run("convert", checkpoint, tmp_path / "new", "--recipe", "mixed_4_6", "--group-size", 32) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     more = [0, 3, 6, 7]
@@ -296,7 +299,7 @@ def hub(checkpoint, tmp_path, monkeypatch):
     cache = tmp_path / "hub"
     in_the_cache(checkpoint, cache, "a" * 40)
     config = checkpoint / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 4}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 1}))
     in_the_cache(checkpoint, cache, "b" * 40, "other")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -315,7 +318,7 @@ def test_a_revision_and_a_dtype(hub, tmp_path):
     arguments = ["--revision", "other", "--dtype", "float16", "--group-size", 32]
     assert run("convert", hub, tmp_path / "new", *arguments) == 0
     config = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert config["num_hidden_layers"] == 4 and config["dtype"] == "float16"
+    assert config["num_hidden_layers"] == 1 and config["dtype"] == "float16"
     tensors = safetensors.torch.load_file(tmp_path / "new" / "model.safetensors")
     assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.float16}
 

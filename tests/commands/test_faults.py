@@ -56,7 +56,7 @@ def test_the_server_answers_the_next_request(checkpoint, simulated, kind, stream
             return failure.happened
 
         assert answer() == text
-        for number, (failing, says) in some_buffers(7):
+        for number, (failing, says) in some_buffers(13):
             try:
                 with simulated.failing(failing, number) as failure:
                     got = answer()

@@ -6,10 +6,11 @@ import transformers
 from support import tiny_models
 from support.images import as_url, picture, write_llava
 from support.serving import client_of
+from transformers import DynamicCache
 
 from torch_moe_mps.commands import main
 from torch_moe_mps.serving.generating import Generating, images_of
-from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.serving.prompts import Images, Kept, Prompts
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,23 @@ def test_serve(checkpoint, own, seen):
     so_far = "<image>what" + first.replace(" ", "") + "more"
     assert second == own(so_far, picture(0))
     assert third == own(so_far + second.replace(" ", "") + "again", picture(0))
+
+
+@pytest.mark.parametrize(
+    ("ids", "digest", "tokens"),
+    [
+        ([5, 1, 1, 7, 1, 1, 8, 9], "a", 7),
+        ([5, 1, 1, 7, 1, 1, 6, 9], "a", 6),
+        ([5, 1, 1, 6, 1, 1, 8, 9], "a", 0),
+        ([5, 1, 1, 7, 1, 1, 8, 9], "b", 0),
+        ([5, 1, 1, 7, 1, 1, 8, 9], None, 1),
+    ],
+)
+def test_a_kept_prompt_is_of_use_for_all_of_its_images(ids, digest, tokens):
+    """With the same text between them; a prompt without images has what comes before the first."""
+    kept = Kept(torch.tensor([5, 1, 1, 7, 1, 1, 8]), DynamicCache(), images=Images("a", 1, 6))
+    images = None if digest is None else Images(digest, 1, 6)
+    assert kept.usable(torch.tensor(ids), images) == tokens
 
 
 def test_positions_behind_an_image():

@@ -45,7 +45,12 @@ def marked(name: str) -> str:
     return f"{serving.TEMPLATE}{{% if false %}}{MARKS[name][0]}{{% endif %}}"
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3_5", "gpt-oss"])
+FORMS = ["qwen2", "qwen3_5", "gpt-oss"]
+# What does not depend on the form of a call.
+ONE_FORM = pytest.mark.parametrize("client", in_sweep(FORMS, FORMS[:1]), indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module", params=FORMS)
 def client(request, tmp_path_factory):
     """The two forms of calls that transformers' server knows, and xgrammar: JSON, and tags; and gpt-oss'."""
     folder = tmp_path_factory.mktemp("tools") / "model"
@@ -79,6 +84,7 @@ def test_a_tool_by_its_name(client, name):
     assert calls_of(client, True, tool_choice=named(name), **asked) == [(called, arguments)]
 
 
+@ONE_FORM
 def test_any_tool(client):
     """At least one, and just one where a request says so; None and auto force none."""
     asked = {"temperature": 2, "seed": 1, "tool_choice": "required"}
@@ -90,12 +96,14 @@ def test_any_tool(client):
         assert not calls_of(client, temperature=0, tool_choice=choice, max_tokens=9)
 
 
+@ONE_FORM
 def test_a_call_that_is_cut_off_is_none(client):
     asked = ASKED | {"temperature": 0, "tool_choice": named("look"), "max_tokens": 20}
     choice = client.chat.completions.create(**asked).choices[0]
     assert choice.message.tool_calls is None and choice.finish_reason == "length"
 
 
+@ONE_FORM
 def test_a_response_calls_a_tool(client):
     flat = [{"type": "function", **function} for function in FUNCTIONS]
     answer = client.responses.create(
@@ -106,6 +114,7 @@ def test_a_response_calls_a_tool(client):
     assert call.name == "swim" and json.loads(call.arguments) in FITS["swim"]
 
 
+@ONE_FORM
 def test_a_call_has_no_format_of_texts(client):
     """A request may have both, as instructor's."""
     schema = {"type": "object", "properties": {"of": {"type": "integer"}}, "required": ["of"]}
@@ -146,6 +155,7 @@ def test_what_is_no_choice_is_400(client, asked, message):
     assert message in error.value.body["message"] and "\n" not in error.value.body["message"]
 
 
+@ONE_FORM
 def test_without_xgrammar_it_is_refused(client, monkeypatch):
     """None and auto need none."""
     serving.hide_xgrammar(monkeypatch)

@@ -86,6 +86,14 @@ def test_kept_prompts_go_on(architecture):
     assert second.job.cached_tokens == 74
     assert second.read[0] == (74, 79) and second.read[-1] == (79, 79)
     assert batch.cached_tokens == 74 and batch.read_tokens == 70 + 6 + 5
+    cached = []
+    for shared in (66, 40):
+        begins = Asked(torch.cat((turn[:, :shared], ids_of(shared, 9)), 1), 3)
+        run(batch, begins)
+        assert begins.tokens == begins.expected(model)
+        cached.append(begins.job.cached_tokens)
+        prompts.kept = prompts.kept[-1:]  # it has for others what the first had for it
+    assert cached == ([66, 40] if architecture == "qwen3_moe" else [38, 38])
 
 
 def test_memory_is_for_answers_first():
@@ -105,6 +113,19 @@ def test_memory_is_for_answers_first():
     for each in jobs:
         assert each.tokens == each.expected(model)
     assert kept not in prompts.kept
+
+
+def test_a_prompt_that_is_read_lies_beside_the_rows():
+    """Until it joins them its cache is one of its own; who has no room for that waits."""
+    model, most = model_of(), 0
+    batch = Batch(model, None, 8, MEMORY)
+    run(batch, Asked(ids_of(1, 60), 2))
+    batch.memory = int(batch._bytes * (capacity(2, 72) + 30))
+    batch.waiting.extend(Asked(ids_of(n, 60), 12).job for n in range(2, 4))
+    while batch.has_work:
+        batch.step()
+        most = max(most, len(batch.answers))
+    assert most == 1
 
 
 def test_the_cache_of_a_draft_is_planned():

@@ -14,7 +14,7 @@ from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.engine import Engine
 from torch_moe_mps.serving.generating import Generating
 from torch_moe_mps.serving.one_by_one import OneByOne
-from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.serving.prompts import Images, Prompts
 from torch_moe_mps.transformers.caches import growing, rows
 
 MEMORY = 1 << 30
@@ -244,6 +244,20 @@ def test_a_step_without_memory_ends_the_answer_with_the_fewest_tokens(architectu
     assert [kept.ids[:40].tolist() for kept in prompts.kept].count(ids_of(4, 40)[0].tolist()) == 0
     run(batch, late := Asked(ids_of(4, 41), 5))
     assert late.tokens == late.expected(model)
+
+
+def test_a_step_without_memory_ends_answers_with_images():
+    """Tokens alone do not read their prompts again."""
+    good, seen, last = Asked(ids_of(1, 5), 9), Asked(ids_of(2, 6), 9), Asked(ids_of(3, 9), 9)
+    batch = Batch(model_of(), None, 3)
+    fails_once(batch, lambda ids: len(ids) == 3 and len(last.tokens) == 2)
+    batch.waiting.extend(each.job for each in (good, seen, last))
+    while len(batch.answers) < 2:
+        batch.step()
+    batch.answers[1].reader.images = Images("of it", 0, 2)
+    run(batch)
+    assert [str(each.reasons[0]) for each in (seen, last)] == [NO_MEMORY] * 2
+    assert good.tokens == alone(1, 5, 9) and good.reasons == ["length"]
 
 
 def test_a_prompt_without_memory_ends_alone():

@@ -118,6 +118,31 @@ def test_kept_prompts_take_no_more_than_their_memory_at_any_time():
         memory = 2 * max(octets_of(each) for each in prompts.kept)
 
 
+def test_a_prompt_is_given_up_where_a_copy_of_its_beginning_has_no_room():
+    """Who adds to a part of it copies that part."""
+    model, prompts = small(), Prompts(1 << 30)
+    engine = Engine(model, prompts, 1)
+    answered(engine, ids_of(1, 30))
+    engine.close()
+    (kept,) = prompts.kept
+    other = torch.cat((ids_of(1, 30)[0, :20], ids_of(2, 10)[0]))
+    for memory, left in ((2 * octets_of(kept), [kept]), (2 * octets_of(kept) - 1, [])):
+        prompts.memory = memory
+        assert torch.equal(prompts.take(other, DynamicCache()).ids, other[:20]) and prompts.kept == left
+
+
+def test_the_activations_of_a_prompt():
+    """Inputs and outputs of the matrices of a layer; each expert of a token has some of its own."""
+    model = eager(tiny_models.tiny_model("qwen3_moe"))
+    torch_moe_mps.accelerate(model)
+    config, attention = model.config, model.model.layers[0].self_attn
+    hidden, inner, k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
+    queries, keys = len(attention.q_proj.weight), len(attention.k_proj.weight)
+    of_attention = 2 * (hidden + queries) + 2 * (hidden + keys)
+    of_expert = (hidden + 2 * inner) + (inner + hidden)
+    assert k > 1 and prompt_bytes(model, 7) == 7 * 4 * (of_attention + k * of_expert)
+
+
 def test_a_prompt_that_is_kept_looks_at_no_other_ones_tensors(tmp_path, monkeypatch):
     """Whoever asks for many short answers would hold the others up; the oldest prompts go."""
     monkeypatch.setattr(prompts_module, "_MOST", 9)

@@ -80,10 +80,27 @@ def test_prefixes_and_files(kind, tmp_path):
         read(model, fresh, pieces)
         expected = read(model, fresh, (2, 1), tokens)
         for whole, kept in ((cache, states), (read_cache, read_states)):
-            cut = prefix(whole, tokens, kept | {end: kept_states(whole)})
-            assert cut.get_seq_length() == tokens
-            assert torch.equal(read(model, cut, (2, 1), tokens), expected)
+            kept |= {end: kept_states(whole)}
+            for _ in range(2 if tokens in states else 1):  # who goes on leaves the states as they are
+                cut = prefix(whole, tokens, kept)
+                assert cut.get_seq_length() == tokens
+                assert torch.equal(read(model, cut, (2, 1), tokens), expected)
     assert torch.equal(read(model, cache, (2,), end), read(model, read_cache, (2,), end))
+
+
+@pytest.mark.parametrize("kind", in_sweep(["windows", "windows, 8 bits", "shared"], ["windows"]))
+def test_a_window_can_be_cut_until_it_is_full(kind):
+    """A layer that says so has what any prefix needs."""
+    model, cut = model_of(kind), []
+    for count in (22, 23, 24, 25):
+        cache, fresh = new_cache(model), new_cache(model)
+        read(model, cache, (20, count - 20))
+        cut.append(all(map(can_be_cut, cache.layers)))
+        if cut[-1]:
+            read(model, fresh, (20,))
+            expected = read(model, fresh, (2, 4), 20)
+            assert torch.equal(read(model, prefix(cache, 20, {}), (2, 4), 20), expected)
+    assert cut == [True, True, False, False]
 
 
 def test_a_file_is_for_one_model(tmp_path):

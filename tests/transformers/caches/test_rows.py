@@ -294,13 +294,14 @@ class Moved(TorchDispatchMode):
 
 @torch.no_grad()
 def test_a_join_moves_one_row():
-    """Where there is a spare row, and the others are as long."""
+    """Where there is a spare row, and the others are as long. Larger memory has as many rows."""
     model = model_of("qwen3_moe")
     first, second, third = (Talk(model, number, 1) for number in (3, 1, 2))
     batch = Batch(model)
     batch.join(first)
     batch.join(second)
     batch.join(third)  # makes room for four
+    batch.rows.make_room(batch.rows._left + 1)
     cache = Talk(model, 1, 1).cache(model)
     row = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     with Moved() as moved:
@@ -388,10 +389,13 @@ def test_a_row_alone_has_taken_its_tokens_in(architecture):
 
 @torch.no_grad()
 def test_a_rollback_of_states_that_do_not_lag_moves_none():
-    """Where all rows roll back: what was held in front of the step takes the place of the states."""
+    """Where all rows roll back: what was held in front of the step takes the place of the states.
+
+    Of several, each gets its own back.
+    """
     model = model_of("zaya")
     batch = Batch(model)
-    batch.join(Talk(model, 1, 3))
+    batch.join(Talk(model, 1, 9))
     rows = batch.rows
     rows.hold()
     model(torch.full((1, 4), 9), past_key_values=rows.cache, **rows.arguments(4))
@@ -400,6 +404,25 @@ def test_a_rollback_of_states_that_do_not_lag_moves_none():
         rows.take_back([4])
     assert moved.bytes == 0
     batch.step()
+    batch.join(Talk(model, 2, 9))
+    batch.verify(4, [4, 0])
+    batch.step()
+
+
+@torch.no_grad()
+def test_positions_behind_images():
+    """Of each row, as far from its number of tokens as when it joined."""
+    model = model_of("qwen3_moe")
+    rows = Rows(model)
+    for number, moved in ((1, -3), (2, 0)):  # of 20 and of 9 tokens
+        rows.join(Talk(model, number, 1).cache(model), moved)
+    assert rows.arguments()["position_ids"].tolist() == [[17], [9]]
+    assert rows.arguments(2)["position_ids"].tolist() == [[17, 18], [9, 10]]
+    rows.advance(2)
+    rows.join(Talk(model, 2, 1).cache(model), 4)
+    assert rows.arguments()["position_ids"].tolist() == [[19], [11], [13]]
+    rows.leave(1)
+    assert rows.arguments()["position_ids"].tolist() == [[19], [13]]
 
 
 @pytest.mark.slow("captures three programs, and runs 130 tokens")

@@ -10,6 +10,7 @@ from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.transformers.attention.attention import NAME
+from torch_moe_mps.transformers.caches import growing
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole
 from torch_moe_mps.transformers.caches.rows import NotJoinable, Rows
 from torch_moe_mps.transformers.capture.calls import SWITCH
@@ -76,12 +77,21 @@ def joined(model, talks: list[torch.Tensor]) -> Rows | str:
     return rows
 
 
+def memories_of(rows: Rows) -> list[int]:
+    keys = [getattr(layer, "keys", None) for layer in rows.cache.layers]
+    return [each.untyped_storage().data_ptr() for each in keys if each is not None]
+
+
 @pytest.mark.slow("two conversations of a model, whose steps are captured")
 @pytest.mark.parametrize("architecture", in_sweep(sorted(CAUSAL - OTHERS), OFTEN))
 @torch.no_grad()
 def test_each_row_has_the_logits_of_its_tokens_alone(architecture, monkeypatch):
-    """Whatever rows take back: each its own number of tokens, or all the same where the model needs it."""
+    """Whatever rows take back: each its own number of tokens, or all the same where the model needs it.
+
+    They move to larger memory in front of a call that needs it, and no layer does so by itself.
+    """
     monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setattr(growing, "LEAST_ROOM", 6)
     own = own_model(architecture)
     model = copy.deepcopy(own)
     torch_moe_mps.accelerate(model)
@@ -106,7 +116,9 @@ def test_each_row_has_the_logits_of_its_tokens_alone(architecture, monkeypatch):
         arguments = rows.arguments(4)
         if rows.are_states:
             rows.hold()
+        memories = memories_of(rows)
         logits = model(input_ids=tokens, **cache_argument(model, rows.cache), **arguments).logits
+        assert memories_of(rows) == memories
         rows.advance(4)
         for row, (count, first) in enumerate(zip(right, done, strict=True)):
             own_logits = expected[row][first : first + count]

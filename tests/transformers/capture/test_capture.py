@@ -772,6 +772,18 @@ def test_calls_that_are_left_alone():
     assert ran == [1, 1]
 
 
+@torch.no_grad()
+def test_an_index_is_another_argument_than_an_equal_number():
+    """No number of logits to keep means all of them; an index of 0 means those of the first token."""
+    talks = [Conversation(each, logits_to_keep=0) for each in pair("qwen3_moe", "cpu")]
+    for kept in (0, 0, 0, 0, torch.tensor([0])):
+        for talk in talks:
+            talk.token, talk.inputs = prompt(1, 2), {"logits_to_keep": kept}
+        results, expected = (talk.tokens(1) for talk in talks)
+        assert_equal(results, expected)
+    assert expected[0].shape[1] == 1 and len(captures_of(talks[0].model).programs) == 1
+
+
 class Looks(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))

@@ -186,6 +186,14 @@ def test_words_that_do_not_fit_are_one_line(tmp_path):
         mlx_models.load(tmp_path, type(model))
 
 
+def test_scales_and_biases_of_two_dtypes_are_one_line(tmp_path):
+    name = "model.layers.1.self_attn.q_proj"
+    with written(tmp_path) as (model, stored):
+        stored[f"{name}.biases"] = stored[f"{name}.biases"].half()
+    with pytest.raises(ValueError, match=rf"{name}.biases must be of F32, as {name}.scales, got F16$"):
+        mlx_models.load(tmp_path, type(model))
+
+
 def test_a_missing_tensor_is_one_line(tmp_path):
     with written(tmp_path) as (model, stored):
         for part in ("weight", "scales", "biases"):

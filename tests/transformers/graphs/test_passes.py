@@ -78,6 +78,7 @@ def numbers_that_are_no_positions(x, r):
         torch.arange(3.0) + 5,
         torch.arange(3) + r.view(-1)[:3],
         torch.arange(1, 3) + 5,
+        torch.add(torch.arange(3), 5, alpha=2),
     )
 
 
@@ -381,7 +382,7 @@ CHANGED = {"gt": 1, "mean": 1, "masked_fill_": 1}
 EXPERTS = {"mm": 1, "moe_router": 1, "moe_experts": 1}
 CASES: dict[Callable | str, dict[str, int]] = {
     residual_in_place: LINEAR,
-    numbers_that_are_no_positions: {"arange": 3, "add": 4},
+    numbers_that_are_no_positions: {"arange": 3, "add": 5},
     tables_of_new_tokens: {"pointwise": 2, "add": 1},
     tables_of_new_and_some_other_tokens: {"pointwise": 5, "add": 2},
     tables_of_new_and_one_of_all_tokens: {"pointwise": 2, "add": 1},
@@ -1188,6 +1189,7 @@ def chain_of_many_numbers(x, y, p):
         (chain_that_is_expanded, {"mul": 1, "clone": 1}),
         ("x.double() * 2 + 1", {"_to_copy": 1, "mul": 1, "add": 1}),
         ("torch.add(x * 3, x, alpha=2)", {"mul": 1, "add": 1}),
+        ("softplus(x * 9, 1, 2) * 3", {"mul": 2, "softplus": 1}),
         (chain_whose_input_changes, {"clone": 1, "mul": 1, "mul_": 1, "pointwise": 1}),
         (chain_whose_value_changes, {"mul": 1, "mul_": 1, "sigmoid": 1}),
         (long_chain, {"pointwise": 3}),
