@@ -166,6 +166,22 @@ def test_less_error_than_groups_of_64(name, bits):
     assert error(weight, found, importance) < 0.9 * error(weight, affine, importance)
 
 
+@pytest.mark.parametrize("name", ["q3_k", "q6_k", "iq4_xs"])
+def test_numbers_of_a_type_come_back(name):
+    """Scales of either sign, where the integer of the largest magnitude has one sign only."""
+    integers, size = INTEGERS[name], quantize(weights(1, 256), mode=name).format.group_size
+    numbers = torch.tensor(
+        LEVELS if name == "iq4_xs" else [*range(-4, 4)] if name == "q3_k" else [*range(-32, 32)]
+    )
+    chance = torch.Generator().manual_seed(0)
+    scales = torch.randint(1, integers.centre, (256 // size, 1), generator=chance)
+    scales[0], scales[2::2] = -integers.centre, -scales[2::2]
+    codes = torch.randint(len(numbers), (256 // size, size), generator=chance)
+    codes[:, 0] = 0
+    weight = (scales * numbers[codes]).view(1, 256).float() / 256
+    assert torch.equal(values(quantize(weight, mode=name)).float(), weight)
+
+
 @pytest.mark.on("cpu")
 @pytest.mark.parametrize("name", in_sweep(["q3_k", "q4_k", "iq4_xs"], ["q4_k"]))
 def test_each_matrix_by_its_own_in_any_place(name, device, monkeypatch):

@@ -382,6 +382,8 @@ CHANGED = {"gt": 1, "mean": 1, "masked_fill_": 1}
 EXPERTS = {"mm": 1, "moe_router": 1, "moe_experts": 1}
 CASES: dict[Callable | str, dict[str, int]] = {
     residual_in_place: LINEAR,
+    "silu(linear(x, residual=r))": {"linear_quantized": 1, "silu": 1},
+    "silu(linear(x, activation='silu'))": {"linear_quantized": 1, "silu": 1},
     numbers_that_are_no_positions: {"arange": 3, "add": 5},
     tables_of_new_tokens: {"pointwise": 2, "add": 1},
     tables_of_new_and_some_other_tokens: {"pointwise": 5, "add": 2},
