@@ -164,13 +164,14 @@ def test_mxfp4_blocks_of_gpt_oss():
     quantized = repack_mxfp4_blocks(blocks, scales)
     assert quantized.packed.data_ptr() == blocks.data_ptr()
     assert torch.equal(dequantize(*quantized, 4, 32, "mxfp4"), expected)
-    for other in (blocks.flip(0).flip(0).transpose(0, 1).contiguous().transpose(0, 1), shifted(blocks)):
+    turned = blocks.flip(0).flip(0).transpose(0, 1).contiguous().transpose(0, 1)
+    for other in (turned, shifted(blocks, 1), shifted(blocks, 2)):
         assert torch.equal(bits_of(repack_mxfp4_blocks(other, scales).packed), bits_of(quantized.packed))
 
 
-def shifted(tensor):
-    """The same values at an address that is no multiple of 4."""
-    storage = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+def shifted(tensor, by: int):
+    """The same values so many elements behind the beginning of their memory."""
+    storage = torch.empty(tensor.numel() + by, dtype=tensor.dtype)[by:].view(tensor.shape)
     return storage.copy_(tensor)
 
 

@@ -166,18 +166,22 @@ def test_less_error_than_groups_of_64(name, bits):
     assert error(weight, found, importance) < 0.9 * error(weight, affine, importance)
 
 
-@pytest.mark.parametrize("name", ["q3_k", "q6_k", "iq4_xs"])
+NUMBERS = {"q3_k": [*range(-4, 4)], "q6_k": [*range(-32, 32)], "iq4_xs": LEVELS}
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_numbers_of_a_type_come_back(name):
-    """Scales of either sign, where the integer of the largest magnitude has one sign only."""
-    integers, size = INTEGERS[name], quantize(weights(1, 256), mode=name).format.group_size
-    numbers = torch.tensor(
-        LEVELS if name == "iq4_xs" else [*range(-4, 4)] if name == "q3_k" else [*range(-32, 32)]
-    )
+    """Of scales of either sign, the largest of which has one sign only; of types with minima, without any."""
+    integers, format = INTEGERS[name], quantize(weights(1, 256), mode=name).format
+    numbers, groups = torch.tensor(NUMBERS.get(name, [*range(2**format.bits)])), 256 // format.group_size
     chance = torch.Generator().manual_seed(0)
-    scales = torch.randint(1, integers.centre, (256 // size, 1), generator=chance)
-    scales[0], scales[2::2] = -integers.centre, -scales[2::2]
-    codes = torch.randint(len(numbers), (256 // size, size), generator=chance)
-    codes[:, 0] = 0
+    codes = torch.randint(len(numbers), (groups, format.group_size), generator=chance)
+    scales = torch.randint(1, 2 ** (integers.bits - 1), (groups, 1), generator=chance)
+    if integers.minima:
+        codes = codes.maximum(torch.arange(groups)[:, None] % (len(numbers) - 1))
+        codes[:, 0], scales[0] = len(numbers) - 1, 2**integers.bits - 1
+    else:
+        codes[:, 0], scales[0], scales[2::2] = 0, -integers.centre, -scales[2::2]
     weight = (scales * numbers[codes]).view(1, 256).float() / 256
     assert torch.equal(values(quantize(weight, mode=name)).float(), weight)
 

@@ -72,6 +72,7 @@ def test_elements(create, past):
         for start, stop in ((0, tokens), (-1, None), (1, tokens), (0, -1)):
             part = ours[:, :, start:stop, :]
             assert type(part) is CausalMask and part._elements is None
+            assert part.hides_nothing == bool((own[:, :, start:stop] == 0).all())
             assert torch.equal(part + 0.0, own[:, :, start:stop])
         of_indexer = ours[:, 0, :, :]
         assert type(of_indexer) is CausalMask and of_indexer._elements is None
