@@ -456,6 +456,7 @@ def _fit(command: argparse.ArgumentParser) -> None:
       torch-moe-mps fit qwen3-4bit --context 32768 --kv-bits 8
       torch-moe-mps fit deepseek-ai/DeepSeek-V3 --macs 512+256  # each has some of the layers
       torch-moe-mps fit Qwen/Qwen3-30B-A3B --recipe mixed_4_6 --json sizes.json
+      torch-moe-mps fit Qwen/Qwen3-32B --guesses Qwen/Qwen3-0.6B  # a small model beside it
     """
     add = command.add_argument
     add(
@@ -475,6 +476,7 @@ def _fit(command: argparse.ArgumentParser) -> None:
     )
     add("--group-size", type=_GROUP_SIZE, help="weights that share a scale: 32, 64 or 128 (64)")
     _add(command, "--kv-bits")
+    _add(command, "--guesses", of="those of chat and serve: lookup, and mtp where the checkpoint has it")
     dense = "of weights that stay dense, and of the KV cache in 16 bits (as in the checkpoint)"
     _add(command, "--dtype", help=dense)
     _add(command, *_FROM_THE_HUB, of="NAME")

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from ..ops.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
+from ..serving.guesses import LOOKUP, MTP
+from ..serving.guesses.dflash import is_dflash, require_assistant
 from ..serving.prompt_reader import AT_ONCE
 from ..serving.prompts import LONGEST, prompt_bytes
 from ..transformers.basics.interface import experts_of
@@ -37,8 +39,10 @@ from ..transformers.checkpoints.quantize.sizes import bytes_a_token, quantized_s
 from ..transformers.checkpoints.quantize.target import Target
 from ..transformers.checkpoints.quantizer import layout_of
 from ..transformers.checkpoints.source import Source
-from ..transformers.mtp import bytes_of_mtp, empty_mtp
+from ..transformers.mtp import bytes_of_mtp, empty_mtp, last_layer
+from .arguments import NO_GUESSES
 from .caches import KVCache, kv_cache
+from .guesses import draft_cache
 from .recipes import NAMED, arguments_of_recipe
 from .results import write_json
 from .sources import context_of, folder_of, skeleton_of
@@ -46,6 +50,11 @@ from .sources import context_of, folder_of, skeleton_of
 BITS = (8, 6, 5, 4, 3, 2)
 _DENSE, _STORED = "16 bit", "as it is"
 _CHECK = Check("fit")
+_LAYERS = (
+    "chat and serve load layers that guess, too, of {}; contexts below have room for them\n"
+    "and their caches. --guesses lookup loads none."
+)
+_DRAFT = "{} guesses, of {}; contexts below have room for it and its cache."
 
 
 @dataclass
@@ -68,6 +77,18 @@ class Size:
         return total_bytes(module, self.quantized)
 
 
+class Guesses(NamedTuple):
+    """Memory of what guesses beside a model.
+
+    Attributes:
+        said: a text with a place for how large it is; "" where it takes no memory of its own.
+        cache: of the model and of what guesses; None where it is unknown.
+    """
+
+    said: str
+    cache: KVCache | None
+
+
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError with one line that says what is wrong."""
     mac = this_mac() if options.mac else None
@@ -80,29 +101,19 @@ def run(options: argparse.Namespace) -> None:
     if options.recipe is not None and options.recipe not in names:
         sizes.insert(0, of_recipe(model, options.recipe, options.group_size))
     sizes += [of_recipe(model, name, options.group_size) for name in names]
-    guessing, layers = empty_mtp(model, folder), 0
-    if guessing is None and (own := [pattern for size in sizes for pattern in size.recipe.of_guessing()]):
-        raise ValueError(no_such_weight(own[0]))
-    if options.macs is None and guessing is not None:
-        layers = len(guessing.layers)
-        for size in sizes:
-            size.guesses = bytes_of_mtp(guessing, model, size.targets, size.recipe)
+    guesses = _guesses(options, model, folder, sizes)
     if options.macs is not None:
         text, data = spread(model, sizes, options.macs, options.kv_bits)
     else:
-        text, data = report(model, sizes, options.context, mac, options.kv_bits, layers)
+        text, data = report(model, sizes, options.context, mac, options.kv_bits, guesses)
     print(text)
     write_json(options.json, {"model": options.model, "kv_bits": options.kv_bits, **data})
 
 
 def report(
-    model: Any, sizes: Sequence[Size], context: int, mac: Mac | None, kv_bits: int = 16, layers: int = 0
+    model: Any, sizes: Sequence[Size], context: int, mac: Mac | None, kv_bits: int, guesses: Guesses
 ) -> tuple[str, dict[str, Any]]:
-    """The tables, for all Macs or for one, and the numbers in them.
-
-    Args:
-        layers: how many layers guess beside the model.
-    """
+    """The tables, for all Macs or for one, and the numbers in them."""
     cache, prompt = kv_cache(model, kv_bits), prompt_bytes(model, AT_ONCE)
     total = sum(p.numel() for p in model.parameters())
     lines = [f"{type(model).__name__}, {total / 1e9:.2f} billion weights", *_of_cache(cache, kv_bits)]
@@ -112,15 +123,15 @@ def report(
     size, unit = unit_of(total)
     cells = [[s.name, f"{s.weights / size:.1f}", f"{s.token / size:.2f}"] for s in sizes]
     lines += ["", *aligned([["weights", unit, f"{unit} read for a token"], *cells], 1)]
-    if layers:
-        lines += ["", *_of_guesses(sizes, size, unit)]
-    with_guesses = kv_cache(model, kv_bits, layers) if layers else cache
+    if guesses.said:
+        own = ", ".join(f"{s.guesses / size:.2f} ({s.name})" for s in sizes)
+        lines += ["", *guesses.said.format(f"{own} {unit}").splitlines()]
     longest, names = context_of(model.config), [size.name for size in sizes]
     limits = [(f"{gib} GB", wired_limit(gib)) for gib in MEMORIES]
     if mac is not None:
         limits = [(f"this Mac, {mac.memory // GIB} GB", mac.limit)]
     contexts = {
-        name: [_context(with_guesses, limit - prompt - s.weights - s.guesses, longest) for s in sizes]
+        name: [_context(guesses.cache, limit - prompt - s.weights - s.guesses, longest) for s in sizes]
         for name, limit in limits
     }
     cells = [[name, f"{limit / 1e9:.1f}", *map(_in_words, contexts[name])] for name, limit in limits]
@@ -132,7 +143,7 @@ def report(
         "prompt": {"tokens": AT_ONCE, "bytes": prompt},
         "sizes": [
             {"name": s.name, "bytes": s.weights, "bytes_a_token": s.token}
-            | ({"guesses": s.guesses} if layers else {})
+            | ({"guesses": s.guesses} if guesses.said else {})
             for s in sizes
         ],
         "macs": [
@@ -162,13 +173,60 @@ def _of_bounds(
     return lines, {"bounds": {name: dict(zip(names, values, strict=True)) for name, values in bounds.items()}}
 
 
-def _of_guesses(sizes: Sequence[Size], size: float, unit: str) -> list[str]:
-    """How large the layers that guess are."""
-    own = ", ".join(f"{s.guesses / size:.2f} ({s.name})" for s in sizes)
-    return [
-        f"chat and serve load layers that guess, too, of {own} {unit}; contexts below have room for them",
-        "and their caches. --guesses lookup loads none.",
-    ]
+def _guesses(options: argparse.Namespace, model: Any, folder: str, sizes: Sequence[Size]) -> Guesses:
+    """Plan of what guesses beside a model; the sizes get its bytes.
+
+    Raises: ValueError, OSError for layers that the checkpoint does not have, or that a recipe has exceptions
+        for, for the draft or assistant of another model, and for what several Macs do not load.
+    """
+    wanted, layers = options.guesses, empty_mtp(model, folder)
+    if layers is None and (own := [pattern for size in sizes for pattern in size.recipe.of_guessing()]):
+        raise ValueError(no_such_weight(own[0]))
+    if options.macs is not None:
+        if wanted not in (None, NO_GUESSES, LOOKUP):
+            raise ValueError(f"--guesses must be {LOOKUP} or {NO_GUESSES} with --macs, got {wanted}")
+        return Guesses("", None)
+    if wanted == MTP and layers is None:
+        raise ValueError(f"--guesses {MTP} is for layers that guess, got {options.model} without them")
+    if wanted in (None, MTP) and layers is not None:
+        for size in sizes:
+            size.guesses = bytes_of_mtp(layers, model, size.targets, size.recipe)
+        return Guesses(_LAYERS, kv_cache(model, options.kv_bits, len(layers.layers)))
+    cache = kv_cache(model, options.kv_bits)
+    if wanted in (None, LOOKUP):
+        return Guesses("", cache)
+    if wanted == NO_GUESSES:
+        return Guesses("", cache and KVCache(cache.states, cache.rates))
+    other = _bytes_of_draft(options, model, sizes)
+    own_cache = draft_cache(options, model.dtype)
+    both = None if cache is None or own_cache is None else cache + own_cache
+    return Guesses(_DRAFT.format(other, "{}"), both)
+
+
+def _bytes_of_draft(options: argparse.Namespace, model: Any, sizes: Sequence[Size]) -> str:
+    """Gives the sizes the bytes of the model or assistant of --guesses, as loaded. Returns: its name."""
+    name = options.guesses
+    folder = folder_of(name, weights=False)
+    source, draft = skeleton_of(options, folder)
+    is_assistant = is_dflash(source.config)
+    if is_assistant:
+        require_assistant(model, source.config)
+        draft = draft.to(model.dtype)
+    else:
+        own, other = (each.config.get_text_config().vocab_size for each in (model, draft))
+        if own != other:
+            expected = f"a model with the {own} tokens of {options.model}"
+            raise ValueError(f"--guesses must be {expected}, got {other}")
+    stored = as_stored(source, draft, folder)
+    for size in sizes:
+        format = last_layer(model, size.targets).linears if is_assistant else None
+        if stored is not None:
+            size.guesses = stored.weights
+        elif format is not None:
+            size.guesses = _size(name, draft, _targets(draft, requested_recipe(**format.to_dict()))).weights
+        else:
+            size.guesses = total_bytes(draft)
+    return name
 
 
 def _of_cache(cache: KVCache | None, kv_bits: int) -> list[str]:

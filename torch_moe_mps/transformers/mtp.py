@@ -5,12 +5,12 @@ mtp.0 and so on, recipes make exceptions.
 """
 
 import copy
-import dataclasses
 import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,7 +142,7 @@ def _own(importance: Importance) -> Importance | None:
         for name, mean in importance.means.items()
         if name.startswith(OF_GUESSING)
     }
-    return dataclasses.replace(importance, means=means) if means else None
+    return replace(importance, means=means) if means else None
 
 
 def _exceptions(layers: Any, recipe: Recipe) -> dict[str, Format | None]:
@@ -342,18 +342,23 @@ def empty_mtp(model: Any, source: str) -> Any:
     return _without_memory(_counted(model, source) if is_here else model)
 
 
-def bytes_of_mtp(layers: Any, model: Any, targets: Iterable[Target], recipe: Recipe) -> int:
-    """Bytes of these layers beside a model with these targets, which a recipe gave it.
-
-    Raises: ValueError for an exception of these layers alone that fits nothing.
-    """
+def last_layer(model: Any, targets: Iterable[Target]) -> Recipe:
+    """The formats that the last layer of a model has with these targets."""
     last = f".layers.{model.config.get_text_config().num_hidden_layers - 1}."
     kinds: dict[bool, Counter[Format]] = {True: Counter(), False: Counter()}
     for target in targets:
         if last in f"{target.name}.":
             kinds[target.kind == "experts"].update(target.formats.values())
     experts, linears = (next((f for f, _ in kinds[kind].most_common(1)), None) for kind in (True, False))
-    asked = _arguments(Recipe(experts, linears, overrides=recipe.overrides), {}, layers)
+    return Recipe(experts, linears)
+
+
+def bytes_of_mtp(layers: Any, model: Any, targets: Iterable[Target], recipe: Recipe) -> int:
+    """Bytes of these layers beside a model with these targets, which a recipe gave it.
+
+    Raises: ValueError for an exception of these layers alone that fits nothing.
+    """
+    asked = _arguments(replace(last_layer(model, targets), overrides=recipe.overrides), {}, layers)
     exact = None if asked is None else requested_recipe(**asked)
     targets = weights_of(layers, exact or Recipe(None)).targets.values()
     return total_bytes(layers.layers, quantized_sizes(targets))
