@@ -23,6 +23,7 @@ from .modules.rules import MODULE_RULES
 
 FAMILIES = (
     "deepseek_v4",
+    "falcon_h1",
     "gemma4",
     "glm5_next",
     "gpt_oss",

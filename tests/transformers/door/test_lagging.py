@@ -17,6 +17,7 @@ MAMBA = Kind(delta=False, is_transposed=True)
 LAGGING = {
     "bailing_hybrid": {0: CHANNELS},
     "bamba": {0: MAMBA},
+    "falcon_h1": {0: MAMBA, 1: MAMBA},  # beside keys
     "glm5_next": {0: CHANNELS},
     "granitemoehybrid": {0: MAMBA},
     "inkling": {0: None, 1: None},
@@ -31,7 +32,7 @@ LAGGING = {
     "qwen3_5_moe": {0: RULE},
     "qwen3_next": {0: RULE},
     "qwen4_exp": {0: RULE},
-    "zamba2": {0: MAMBA, 1: MAMBA},  # beside keys, too
+    "zamba2": {0: MAMBA, 1: MAMBA},  # of which the second beside keys
 }
 
 

@@ -14,6 +14,7 @@ FOLDERS = REPOSITORY / "torch_moe_mps/transformers/families"
 # {folder: (an architecture, what its report has from the family alone)}
 FAMILIES = {
     "deepseek_v4": ("deepseek_v4", "pool_window_"),
+    "falcon_h1": ("falcon_h1", "linear_attention_"),
     "gemma4": ("gemma4", "moe_gate"),
     "glm5_next": ("glm5_next", "index_topk"),
     "gpt_oss": ("gpt_oss", "gpt-oss in GGUF files"),

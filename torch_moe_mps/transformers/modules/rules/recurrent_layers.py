@@ -131,19 +131,17 @@ def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Ten
     return layer.o_proj(out.flatten(2))
 
 
-@with_cache
-def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
-    """Mamba-2."""
+def mamba_scan(layer: Any, projected: Tensor, cache: Any, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Results of the heads of Mamba-2, [B, T, C], and its gate, from those of the first projection."""
     heads, width, groups, states = layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size
     inner = heads * width
-    projected = layer.in_proj(x)
     gate, mixed, step = projected.split_with_sizes([inner, inner + 2 * groups * states, heads], -1)
     before = None if cache is None else cache.get_conv_state(layer.layer_idx)
     # Tokens whose states lag may be guesses, each of which is a step.
-    is_step = before is not None and (x.shape[1] == 1 or bool(pending_of(before, x.shape[1])))
+    is_step = before is not None and (projected.shape[1] == 1 or bool(pending_of(before, projected.shape[1])))
     mixed = masked(convolution(layer, mixed, cache), mask)
     v, k, q = mixed.split_with_sizes([inner, groups * states, groups * states], -1)
-    tokens = x.shape[:2]
+    tokens = projected.shape[:2]
     least = 0.0 if is_step else layer.time_step_limit[0]  # the model's step has no limit
     out = scan(
         cache,
@@ -165,11 +163,18 @@ def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tenso
             beta_activation="softplus",
             beta_min=least or None,
             skip=layer.D,
-            **pending_of(state, x.shape[1]),
+            **pending_of(state, projected.shape[1]),
         ),
     )
+    return out.flatten(2), gate
+
+
+@with_cache
+def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
+    """Mamba-2."""
+    out, gate = mamba_scan(layer, layer.in_proj(x), cache, mask)
     gated, options = layer.norm, {"activation": "silu", "gate_first": True, "group": layer.norm.group_size}
-    out = ops.rms_norm_gated(out.flatten(2), gate, gated.weight, gated.variance_epsilon, **options)
+    out = ops.rms_norm_gated(out, gate, gated.weight, gated.variance_epsilon, **options)
     return layer.out_proj(out)
 
 
