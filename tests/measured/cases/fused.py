@@ -219,6 +219,7 @@ class Delta(OperatorCase, fields="group tokens key_heads heads width dtype"):
         "q[1, tokens, key_heads, width] v[1, tokens, heads, width] g[1, tokens, heads] beta[1, tokens, heads]"
         " A_log[heads]:f32 gate[1, tokens, heads, width] norm_weight[width]"
     )
+    is_wide: ClassVar[bool] = False  # a decay for each channel of the keys
 
     @property
     def options(self):
@@ -238,7 +239,7 @@ class GuessedDelta(Delta):
 
     @property
     def sizes(self):
-        return vars(self) | {"inputs": pending_width(self.width, self.width)}
+        return vars(self) | {"inputs": pending_width(self.width, self.width, self.is_wide)}
 
     def others(self, values):
         return {"counts": values.integers(1, 1, dtype=torch.int32, low=3, high=4)}
@@ -246,6 +247,45 @@ class GuessedDelta(Delta):
     @property
     def options(self):
         return super().options | {"keep": True}
+
+
+class GuessedScan(OperatorCase, fields="group tokens key_heads heads states width dtype"):
+    """Mamba-2 behind 3 of 8 tokens that are pending; the tokens of the call are pending then."""
+
+    operator = "linear_attention_"
+    tensors = (
+        "q[1, tokens, key_heads, states] v[1, tokens, heads, width] beta[1, tokens, heads] A_log[heads]:f32"
+        " dt_bias[heads]:f32 skip[heads]:f32 pending_[1, heads, 8, inputs]:f32"
+    )
+    scales: ClassVar[dict] = GuessedDelta.scales
+    others = GuessedDelta.others
+    options: ClassVar[dict] = {
+        "g": None,
+        "scale": 1.0,
+        "delta": False,
+        "decay": "times_beta",
+        "beta_activation": "softplus",
+        "keep": True,
+    }
+
+    @property
+    def name(self):
+        return f"{super().name} guessed, {self.states} states"
+
+    @property
+    def sizes(self):
+        return vars(self) | {"inputs": pending_width(self.states, self.width)}
+
+
+class GuessedChannels(GuessedDelta):
+    """The same with a decay for each channel of the keys: Kimi's."""
+
+    tensors = GuessedDelta.tensors.replace("g[1, tokens, heads]", "g[1, tokens, heads, width]")
+    is_wide: ClassVar[bool] = True
+
+    @property
+    def name(self):
+        return f"{super().name} channels"
 
 
 class SelectiveScan(OperatorCase, fields="group tokens channels dtype"):
@@ -486,6 +526,8 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [Quantise("fused", 4096, 4096, to, "bf16") for to in ("affine4_64", "affine8_64", "nvfp4")]
     cases += [Tailed("fused", 1, 64, 512, 8192, selected, "bf16") for selected in (0, 512)]
     cases += [GuessedDelta("fused", t, 16, 32, 128, "bf16") for t in (2, 4)]
+    cases += [GuessedChannels("fused", t, 32, 32, 128, "bf16") for t in (2, 4)]
+    cases += [GuessedScan("fused", t, 8, 64, 128, 64, "bf16") for t in (2, 4)]
     return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8, 1024)]
 
 
@@ -522,6 +564,7 @@ def sanitizer_fused() -> list[Case]:
     cases += [Pointwise("sanitize", t, width, "f16") for t in (1, 3) for width in (5, 130)]
     cases += [Quantise("sanitize", 7, 384, to, "f16") for to in ("affine3_128", "mxfp4", "mxfp8", "nvfp4")]
     cases += [Tailed("sanitize", t, 9, 64, 40, selected, "f16") for t in (1, 3) for selected in (0, 5)]
-    for family in (Delta, GuessedDelta):
+    for family in (Delta, GuessedDelta, GuessedChannels):
         cases += [family("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]
+    cases += [GuessedScan("sanitize", t, 1, 2, states, 36, "bf16") for t in (1, 3) for states in (40, 100)]
     return cases

@@ -56,7 +56,7 @@ def source() -> str | None:
 
 
 def has_kernel(case: Delta) -> bool:
-    return case.width == 128
+    return case.width == 128 and not case.is_wide
 
 
 def gated_delta_step(case: Delta) -> Launch:
