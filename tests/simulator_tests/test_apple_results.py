@@ -351,6 +351,12 @@ def test_guessed_tokens_by_hand():
     repeats = of_tokens.GUESSED[0]  # three steps without guesses, and five of four tokens
     one, four = 1e3 * token.bytes_ms(gpu) + 293 * 3, 1e3 * few.bytes_ms(gpu) + 485 * 3
     assert repeats.gain(token, gpu, 3) == pytest.approx(21 * one / (3 * one + 5 * four))
+    likely, states = of_tokens.GUESSED[-1], of_tokens.OF_STATES
+    rate = 546e9 * 0.86
+    one = 329 * 3e-6 + (1.97e9 + 0.151e9) / rate
+    four = 881 * 3e-6 + (1.97e9 + 0.151e9 + 0.85e9 * (512 * (1 - (502 / 512) ** 4) / 10 - 1)) / rate
+    gain = (1 + 0.85 + 0.85**2 + 0.85**3) * one / four
+    assert likely.gain(states, gpu, 3) == pytest.approx(gain, rel=1e-3)
 
 
 def test_tokens_by_hand():
