@@ -6,13 +6,16 @@ random weights and loads that.
 """
 
 import argparse
+import copy
+import itertools
+import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 BITS = 4  # that are shown unless others are asked for
-TURNS = 2  # of each speed, of which the best counts
+TURN = 16  # tokens that a model generates before the next one does: what else the machine does slows all
 WARM_UP = 8  # tokens: the third one of a model on mps is captured
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -138,14 +141,37 @@ def run(model, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tens
     return logits, model.generate(**settings_for(ids, tokens))[0, ids.shape[1] :].cpu()
 
 
-@torch.no_grad()
-def speed_of(model, ids: torch.Tensor, tokens: int) -> float:
-    """Tokens per second of an answer that has all its tokens, behind a short one."""
-    few = min(tokens, WARM_UP)
-    model.generate(**settings_for(ids, few), min_new_tokens=few)
-    start = time.perf_counter()
-    model.generate(**settings_for(ids, tokens), min_new_tokens=tokens)[0, -1].item()
-    return tokens / (time.perf_counter() - start)
+class Clock(transformers.generation.BaseStreamer):
+    """Notes when generate() gives out the prompt, and each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def seconds_of(model, ids: torch.Tensor, tokens: int) -> list[float]:
+    """Seconds between the tokens of an answer: so many behind its first one, whatever ends it."""
+    clock = Clock()
+    model.generate(**settings_for(ids, tokens + 1), min_new_tokens=tokens + 1, streamer=clock)
+    return [after - before for before, after in itertools.pairwise(clock.times[1:])]
+
+
+def speeds_of(models: dict, ids: torch.Tensor, tokens: int) -> dict[str, float]:
+    """{name: tokens per second} of models that take turns, by the median of so many tokens or a few more."""
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for model in models.values():
+        seconds_of(model, ids, min(tokens, WARM_UP))
+    names = [*models]
+    for _ in range(-(-tokens // TURN)):
+        for name in names:
+            seconds[name] += seconds_of(models[name], ids, min(tokens, TURN))
+        names.reverse()
+    return {name: 1 / statistics.median(of_model) for name, of_model in seconds.items()}
 
 
 def main(args: argparse.Namespace) -> None:
@@ -193,19 +219,31 @@ def accelerate(model, bits: int | None = None) -> Report:
     return report
 
 
+def with_the_same_weights(model):
+    """A copy of a model that shares its tensors."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
 def demonstrate(model, ids: torch.Tensor, tokenizer, args: argparse.Namespace) -> None:
     parameters, before = model.num_parameters() / 1e6, total_bytes(model) / 1e6
     print(f"{type(model).__name__}, {parameters:.0f} M parameters, {model.dtype}, {model.device}\n")
     if getattr(model, "hf_quantizer", None) is not None:
         print(accelerate(model))
         _, answer = run(model, ids, args.tokens)
-        speed = speed_of(model, ids, args.tokens)
         print(f"\nweights: {before:.0f} MB")
+        speed = speeds_of({"": model}, ids, args.tokens)[""]
         print(f"tokens/s: {speed:.1f}; transformers' own code does not run quantised weights")
     else:
-        answer, eager = compared(model, ids, args.tokens)
-        if args.bits != 0:
-            answer = in_bits(model, ids, args, before, eager, answer)
+        accelerated, answer = compared(model, ids, args.tokens)
+        models = {"eager": model, "accelerated": accelerated}
+        quantized = None if args.bits == 0 else in_bits(model, args)
+        if quantized is not None:
+            name, models[name] = quantized
+            print(f"\nweights: {before:.0f} MB before, {total_bytes(models[name]) / 1e6:.0f} MB {name}")
+            _, answer = run(models[name], ids, args.tokens)
+        say_speeds(speeds_of(models, ids, args.tokens))
+        if quantized is not None and model.device.type == "cpu":
+            print("a CPU decodes weights once, to float32: packed ones save memory there, and no time")
     if model.device.type == "mps":
         print("\nwrong or slow? `torch-moe-mps check` writes moe_mps_report.json, for an issue")
     text = (
@@ -216,50 +254,40 @@ def demonstrate(model, ids: torch.Tensor, tokenizer, args: argparse.Namespace) -
     print(f"\n{args.prompt}\n{text}" if tokenizer else f"\n{text}")
 
 
-def compared(model, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, float]:
-    """The answer of a model, which is accelerated from then on, and the speed of its own code."""
+def compared(model, ids: torch.Tensor, tokens: int):
+    """(an accelerated copy of a model, its answer), compared with transformers' own code."""
     if experts_of(model):
         model.set_experts_implementation("eager")
     expected, eager_answer = run(model, ids, tokens)
-    print(accelerate(model))
-    logits, answer = run(model, ids, tokens)
-    speeds: list[tuple[float, float]] = []
-    for _ in range(TURNS):  # what else the machine does slows both
-        torch_moe_mps.restore(model)
-        of_eager = speed_of(model, ids, tokens)
-        accelerate(model)
-        speeds.append((of_eager, speed_of(model, ids, tokens)))
-    eager, speed = map(max, zip(*speeds, strict=True))
+    accelerated = with_the_same_weights(model)
+    print(accelerate(accelerated))
+    logits, answer = run(accelerated, ids, tokens)
     error = ((logits - expected).abs().max() / expected.abs().max()).item()
     same = int((answer == eager_answer[: len(answer)]).long().cumprod(0).sum())
     print(f"\nlogits of the prompt against eager: relative error {error:.1e}")
     print(f"greedy tokens equal to eager's: {same} of {len(eager_answer)}")
-    print(f"tokens/s: eager {eager:.1f}, accelerated {speed:.1f} ({speed / eager:.2f} times)")
-    return answer, eager
+    return accelerated, answer
 
 
-def in_bits(
-    model, ids: torch.Tensor, args: argparse.Namespace, before: float, eager: float, answer: torch.Tensor
-) -> torch.Tensor:
-    """The answer with quantised weights; the one that is given where the bits by default do not fit them."""
-    bits = args.bits or BITS
+def in_bits(model, args: argparse.Namespace):
+    """(a name, a quantised copy of a model); None where the bits by default do not fit its weights."""
+    bits, quantized = args.bits or BITS, with_the_same_weights(model)
     if args.bits is None:
         try:
-            quantization = torch_moe_mps.accelerate(model, bits=bits).quantization
+            quantization = torch_moe_mps.accelerate(quantized, bits=bits).quantization
         except ValueError as error:
             print(f"\nnot in {bits} bits: {first_line(error)}")
-            return answer
+            return None
     else:
-        quantization = accelerate(model, bits).quantization
-    _, answer = run(model, ids, args.tokens)
-    speed = max(speed_of(model, ids, args.tokens) for _ in range(TURNS))
+        quantization = accelerate(quantized, bits).quantization
     print(f"\nin {bits} bits:\n{quantization}")
-    print(f"\nweights: {before:.0f} MB before, {total_bytes(model) / 1e6:.0f} MB now")
-    line = f"tokens/s: {speed:.1f} ({speed / eager:.2f} times eager)"
-    if model.device.type == "cpu":
-        line += "; a CPU decodes weights once, to float32, and saves nothing in a token"
-    print(line)
-    return answer
+    return f"in {bits} bits", quantized
+
+
+def say_speeds(speeds: dict[str, float]) -> None:
+    eager, *others = speeds.items()
+    shown = [f"{name} {speed:.1f} ({speed / eager[1]:.2f} times)" for name, speed in others]
+    print(f"tokens/s, in turns: {eager[0]} {eager[1]:.1f}, {', '.join(shown)}")
 
 
 if __name__ == "__main__":

@@ -60,10 +60,16 @@ def test_random_weights(monkeypatch, capsys):
     assert "greedy tokens equal to eager's: 3 of 3" in printed
     error = float(printed.partition("relative error ")[2].split()[0])
     assert error <= 1e-5
-    assert re.search(r"tokens/s: eager [\d.]+, accelerated [\d.]+ \([\d.]+ times\)\n", printed)
-    before, now = map(int, re.search(r"weights: (\d+) MB before, (\d+) MB now", printed).groups())
+    before, now = map(int, re.search(r"weights: (\d+) MB before, (\d+) MB in 4 bits", printed).groups())
     assert 32 / 6.5 <= before / now <= 32 / 4.5
-    assert re.search(r"tokens/s: [\d.]+ \([\d.]+ times eager\); a CPU decodes", printed)
+    speeds = re.search(
+        r"tokens/s, in turns: eager ([\d.]+), accelerated ([\d.]+) \(([\d.]+) times\), "
+        r"in 4 bits ([\d.]+) \(([\d.]+) times\)\na CPU decodes",
+        printed,
+    )
+    eager, accelerated, times, quantized, times_quantized = map(float, speeds.groups())
+    assert accelerated / eager == pytest.approx(times, abs=0.01 + 0.2 / eager)
+    assert quantized / eager == pytest.approx(times_quantized, abs=0.01 + 0.2 / eager)
 
 
 @pytest.mark.sweep
@@ -90,26 +96,36 @@ def test_checkpoint_of_the_user(architecture, operator, demo, tmp_path):
     assert operator in printed and "greedy tokens equal to eager's: 4 of 4" in printed
 
 
-def test_an_answer_is_timed_to_the_length_that_was_asked_for(demo, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("tokens", "turns"), [(9, [9]), (40, [16, 16, 16])])
+def test_models_take_turns_with_answers_of_one_length(tokens, turns):
     """Behind an end, too, after which an answer is one token long."""
+    models, calls = {}, []
+    for name in ("a", "b", "c"):
+        model = models[name] = tiny_models.tiny_model("qwen3", num_hidden_layers=1)
+        model.generation_config.eos_token_id = [*range(model.config.vocab_size - 1)]
+        model.register_forward_hook(lambda *_, name=name: calls.append(name))
+    speeds = script.speeds_of(models, torch.tensor([[1, 2, 3]]), tokens)
+    assert [*speeds] == [*models] and all(speed > 0 for speed in speeds.values())
+    before = [(name, script.WARM_UP) for name in models]
+    asked = [(name, n) for turn, n in enumerate(turns) for name in [*models][:: -1 if turn % 2 else 1]]
+    assert calls == [name for name, n in before + asked for _ in range(n + 1)]
+
+
+def test_models_share_tensors_and_nothing_else():
     with tiny_models.groups_of_32():
-        model = tiny_models.tiny_model("qwen3", num_hidden_layers=1)
-    model.generation_config.eos_token_id = [*range(model.config.vocab_size - 1)]
-    model.save_pretrained(tmp_path)
-    calls, own = [], type(model).forward
-
-    def forward(*given, **named):
-        calls.append(1)
-        return own(*given, **named)
-
-    monkeypatch.setattr(type(model), "forward", forward)
-    demo("--model", str(tmp_path), "--tokens", "9", "--dtype", "float32")
-    assert len(calls) >= 2 * (1 + 1 + 9)  # logits, the answer and the timed one, twice
+        model = tiny_models.tiny_model("qwen3_moe")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    copy = script.with_the_same_weights(model)
+    assert {id(p) for p in copy.parameters()} == {id(p) for p in model.parameters()}
+    torch_moe_mps.accelerate(copy, 4, 32)
+    assert "quantized" not in str(model).lower()
+    after = model.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_quantised_weights_are_shown_with_their_size(demo):
     printed = demo("--random", "--bits", "8", "--tokens", "2")
-    before, now = map(int, re.search(r"weights: (\d+) MB before, (\d+) MB now", printed).groups())
+    before, now = map(int, re.search(r"weights: (\d+) MB before, (\d+) MB in 8 bits", printed).groups())
     assert 80 <= before <= 86 and 32 / 10.5 <= before / now <= 32 / 8.5
     assert "\nin 8 bits:\n" in printed
 
@@ -117,7 +133,7 @@ def test_quantised_weights_are_shown_with_their_size(demo):
 def test_weights_that_4_bits_do_not_fit_are_shown_dense(demo, tmp_path):
     write_model("Qwen3MoeForCausalLM", tmp_path)
     printed = demo("--model", str(tmp_path), "--tokens", "2", "--dtype", "float32")
-    assert "tokens/s: eager" in printed
+    assert re.search(r"tokens/s, in turns: eager [\d.]+, accelerated [\d.]+ \([\d.]+ times\)\n", printed)
     assert "\nnot in 4 bits: moe_mps::quantize: model.layers.0.mlp.experts.gate_up_proj must be" in printed
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..macs import said
 from ._formats import QuantizedWeight
+from ._registry import PLAIN, nothing_between
 
 VARIABLE = "MOE_MPS_CPU_MEMORY"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -50,15 +51,17 @@ class _Memory:
         }
 
 
+_Sample = tuple[Callable[[], bytes], bytes]  # a reader of it, and its octets when it was decoded
+
+
 class _Kept(NamedTuple):
     values: Tensor
     changes: list[Any]  # one for each tensor that was decoded
-    memories: list[np.ndarray]  # samples of what they lie in, as that is now
-    samples: list[bytes]  # and as it was
+    samples: Sequence[_Sample]  # one for each memory that these lie in
 
     def is_current(self, now: list[Any]) -> bool:
         """Whether the weight is as it was when it was decoded; `now` are its changes."""
-        return self.changes == now and self.samples == [memory.tobytes() for memory in self.memories]
+        return self.changes == now and all(read() == sample for read, sample in self.samples)
 
 
 # {where codes, scales and biases are: {number of an expert, or None for the whole: what is decoded}}
@@ -100,11 +103,11 @@ def _decoded_anew(weight: QuantizedWeight, expert: int | None) -> Tensor:
     """The values of a weight, or of one expert, which are kept if that is allowed."""
     part, place = _part(weight, expert), _place_of(weight)
     before = changes(part)
-    memories = [np.asarray(_Memory(tensor)) for tensor in part if tensor is not None]
-    samples = [memory.tobytes() for memory in memories]
+    reads = [np.asarray(_Memory(tensor)).tobytes for tensor in part if tensor is not None]
+    samples = [(read, read()) for read in reads]
     values = _decode(part)
     if expert in _KEPT.get(place, ()) or _takes(values.nbytes):
-        _keep(weight, place, expert, _Kept(values, before, memories, samples))
+        _keep(weight, place, expert, _Kept(values, before, samples))
     return values
 
 
@@ -137,6 +140,54 @@ def kept(packed: Tensor, scales: Tensor, biases: Tensor | None, name: str) -> Te
     return found.values
 
 
+class _Read(NamedTuple):
+    """A weight that a call of a model has read, by its parts and its format, and the values if they live."""
+
+    weight: tuple[Tensor, Tensor, Tensor | None, str]
+    values: Callable[[], Tensor | None]
+
+
+# {model: {id of a weight's words: what its last call has read}}
+_READ: weakref.WeakKeyDictionary[Any, dict[int, _Read]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def checked_at_once(model: Any) -> Iterator[None]:
+    """Block with a call of a model: weights that its last call read are checked in front of it, none inside.
+
+    Between products, whose weights take the processor's caches, a check costs several times as much.
+    """
+    if getattr(_here, "read", None) is not None or not nothing_between():
+        yield
+        return
+    before = _READ.get(model, {})
+    _here.read = {key: one for key, one in before.items() if kept(*one.weight) is not None}
+    try:
+        yield
+    finally:
+        if _here.read:
+            _READ[model] = _here.read
+        _here.read = None
+
+
+def kept_in_call(packed: Tensor, scales: Tensor, biases: Tensor | None, name: str) -> Tensor | None:
+    """Values that are kept for a weight; None for other tensors than plain ones, and inside a mode of torch.
+
+    They are checked once in a block of `checked_at_once`.
+    """
+    read = getattr(_here, "read", None)
+    if read is not None and (one := read.get(id(packed))) is not None:
+        of_packed, of_scales, of_biases, of_name = one.weight
+        if of_packed is packed and of_scales is scales and of_biases is biases and of_name == name:
+            return one.values()
+    if not all(tensor is None or type(tensor) in PLAIN for tensor in (packed, scales, biases)):
+        return None
+    values = kept(packed, scales, biases, name) if nothing_between() else None
+    if values is not None and read is not None:
+        read[id(packed)] = _Read((packed, scales, biases, name), weakref.ref(values))
+    return values
+
+
 def _decode(weight: QuantizedWeight) -> Tensor:
     rows, columns = weight.packed.shape[0], weight.format.columns(weight.packed.shape[-1])
     if weight.packed.dim() > 2 or rows * columns <= VALUES_AT_ONCE:
@@ -150,9 +201,9 @@ def _decode(weight: QuantizedWeight) -> Tensor:
 
 
 def _place(packed: Tensor, scales: Tensor, biases: Tensor | None, name: str) -> tuple:
-    of_biases = None if biases is None else (biases.data_ptr(), biases.stride())
-    of_scales = (scales.data_ptr(), scales.stride(), scales.dtype)
-    return packed.data_ptr(), packed.shape, packed.stride(), of_scales, of_biases, name
+    of_weight = packed.data_ptr(), packed.shape, packed.stride(), name
+    of_scales = scales.data_ptr(), scales.stride(), scales.dtype
+    return of_weight + of_scales + (() if biases is None else (biases.data_ptr(), biases.stride()))
 
 
 def _place_of(weight: QuantizedWeight) -> tuple:

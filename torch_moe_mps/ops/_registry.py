@@ -26,6 +26,13 @@ WITH_BACKWARD: dict[str, "Backward"] = {}
 before_first_call: Callable[[str, dict[str, Any]], None] | None = None
 PLAIN = (Tensor, torch.nn.Parameter)  # other types may stand for tensors
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+# Bound once: in a model's token, attributes of modules are cold.
+_has_gradients = torch.is_grad_enabled
+_has_autocast = torch._C._is_any_autocast_enabled
+_has_dispatch_mode = torch._C._len_torch_dispatch_stack
+_has_function_mode = torch._C._is_torch_function_mode_enabled
+_has_transforms = torch._C._are_functorch_transforms_active
+_has_profiler = torch._C._autograd._profiler_enabled
 MAX_SIGNATURES = 4096  # for each operator, then they are noted anew: contexts grow with every token
 _NO_BACKWARD = (
     "moe_mps::{}: backward is not implemented, the operators are for inference; run it under torch.no_grad() "
@@ -76,7 +83,6 @@ def operator(
     dependences: tuple[str, ...] = (),
     symbols: tuple[str, ...] = (),
     backward: Backward | None = None,
-    quick: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<its name>`.
 
@@ -96,14 +102,12 @@ def operator(
 
     `backward`: how gradients reach arguments; without it a backward pass raises an error by name.
 
-    `quick`: gives the reference's bits for some good arguments on the CPU without checks; None for others.
-
     The decorated name becomes a function that calls the operator, on whatever device its arguments are.
     """
 
     def register(reference: Callable[..., Result]) -> Callable[..., Result]:
         declared = Declared(tensors, allowed or {}, dependences)
-        return Operator(reference, meta, declared, symbols, backward).register(quick)
+        return Operator(reference, meta, declared, symbols, backward).register()
 
     return register
 
@@ -140,7 +144,7 @@ class Operator:
         self.checked: set[tuple] = set()
         self.without_dispatcher = self.checked_reference if self.written else self.on_cpu
 
-    def register(self, quick: Callable[..., Any] | None) -> Callable:
+    def register(self) -> Callable:
         """Gives torch its kernels, and returns what calls the operator."""
         OPERATORS.append(self.name)
         DECLARED[self.name] = self.declared
@@ -155,12 +159,9 @@ class Operator:
 
         @functools.wraps(self.reference)
         def call(*args, **kwargs):
-            if not may_change and args and type(args[0]) in PLAIN and args[0].is_cpu and _nothing_between():
-                result = None if quick is None else quick(*args, **kwargs)
-                if result is not None:
-                    return result
-                if _signature_on_cpu(args, kwargs) in checked:
-                    return _contiguous(function(*args, **kwargs))
+            is_plain = not may_change and args and type(args[0]) in PLAIN and args[0].is_cpu
+            if is_plain and nothing_between() and _signature_on_cpu(args, kwargs) in checked:
+                return _contiguous(function(*args, **kwargs))
             return packet(*args, **kwargs)
 
         vars(call)["__signature__"] = self.grouped.signature
@@ -264,20 +265,20 @@ def _check_no_tangents(name: str, tensors: list[Tensor]) -> None:
         )
 
 
-def _nothing_between() -> bool:
+def nothing_between() -> bool:
     """Whether torch would call a tensor's kernel and nothing else: no mode, transform, gradient or profiler.
 
     Then its dispatcher is left out, which takes longer than many a reference.
     """
     return not (
         torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
+        or _has_gradients()
         or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._is_torch_function_mode_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._autograd._profiler_enabled()
-        or torch._C._is_any_autocast_enabled()
+        or _has_dispatch_mode()
+        or _has_function_mode()
+        or _has_transforms()
+        or _has_profiler()
+        or _has_autocast()
     )
 
 

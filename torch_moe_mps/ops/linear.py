@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._activations import POINTWISE, Activation
 from ._checks import Check
-from ._decoded import in_blocks, kept
+from ._decoded import in_blocks, kept, kept_in_call
 from ._formats import TENSORS, Format, QuantizedWeight, Weight
 from ._registry import PLAIN, Backward, operator
 from ._sample import Calls, Changes
@@ -90,23 +90,15 @@ def _meta_linear_quantized(
     return x.new_empty(*x.shape[:-1], rows, dtype=out_dtype)
 
 
-def _by_kept_rows(
-    x: Tensor,
-    packed: Any,
-    scales: Any,
-    biases: Any,
-    bias: Any,
-    format: str,
-    *others: Any,
-    out_dtype: torch.dtype | None = None,
-    **options: Any,
+def product_by_kept_rows(
+    x: Tensor, packed: Tensor, scales: Tensor, biases: Tensor | None, format: str
 ) -> Tensor | None:
-    """The product in float32 with a weight that is kept decoded, so that a call before has checked it."""
-    is_plain = type(packed) in PLAIN and type(scales) in PLAIN and (biases is None or type(biases) in PLAIN)
-    is_sum = bias is None and not others and not options and out_dtype in (None, torch.float32)
-    if not is_plain or not is_sum or x.dtype is not torch.float32:
+    """Result of linear_quantized without a bias, in float32, where a call before has checked the weight and
+    its rows are kept decoded: one product, which goes through no dispatcher. None for any other call.
+    """
+    if type(x) not in PLAIN or x.dtype is not torch.float32:
         return None
-    values = kept(packed, scales, biases, format)
+    values = kept_in_call(packed, scales, biases, format)
     return None if values is None or x.shape[-1:] != values.shape[1:] else F.linear(x, values)
 
 
@@ -121,7 +113,6 @@ def _by_kept_rows(
         frozen=TENSORS,
         unless=("order", "norm_weight", "activation", "out_dtype"),
     ),
-    quick=_by_kept_rows,
 )
 def linear_quantized(
     x: Tensor,

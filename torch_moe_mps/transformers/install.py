@@ -157,13 +157,12 @@ def _rewritten_class(
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if original.forward is not own:  # somebody has patched the class
             return original.forward(self, *args, **kwargs)
+        if yields and own_is_faster(args or kwargs.values()):
+            return own(self, *args, **kwargs)
         # A module without a state was restored, and a wrapper that a user put on before still calls this.
         # FSDP2, a parametrisation or a user may have put a class on top, which knows the original forward.
         state = self.__dict__.get(STATE, NOTHING)
-        own_code = type(self) is not cls or state.reads is None
-        if yields and not own_code:
-            own_code = own_is_faster((*args, *kwargs.values()))
-        if own_code:
+        if type(self) is not cls or state.reads is None:
             return own(self, *args, **kwargs)
         changed = state.reads and not holds(self)
         if changed or runs_own_code(self, *args, *kwargs.values()):

@@ -26,6 +26,7 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 from ..._extension import host_library
 from ..._faults import synchronized
 from ..._text import first_line
+from ...ops._decoded import checked_at_once
 from ..attention.attention import MOST_TOKENS
 from ..attention.causal_mask import follow_mask
 from ..basics.bounded import Bounded
@@ -152,7 +153,8 @@ class Captures:
 
     def _call(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         if not self._is_candidate(arguments):
-            return own(model, **arguments)
+            with checked_at_once(model):
+                return own(model, **arguments)
         reason = forbidden() or _positions_by_hand(arguments)
         if reason is None:
             result = self._run(model, arguments)
@@ -502,11 +504,14 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        captures = None if torch.compiler.is_compiling() else self.__dict__.get(CAPTURES)
         if original.forward is not own:  # somebody has patched the class
             return original.forward(self, *args, **kwargs)
-        if captures is None or len(args) > len(names):
+        if torch.compiler.is_compiling():
             return own(self, *args, **kwargs)
+        captures = self.__dict__.get(CAPTURES)
+        if captures is None or len(args) > len(names):
+            with checked_at_once(self):
+                return own(self, *args, **kwargs)
         if args:
             arguments = dict(zip(names, args, strict=False))
             if not arguments.keys().isdisjoint(kwargs):

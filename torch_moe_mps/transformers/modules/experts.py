@@ -283,10 +283,12 @@ def experts_forward(
     activation = _activation(self)
     if activation is None:
         return _in_steps(self, hidden_states, top_k_index, top_k_weights)
-    return moe_experts(
-        hidden_states, first, self.down_proj, top_k_index, top_k_weights, transposed=self.is_transposed,
-        **activation_arguments(activation), **(_biases(self) if self.has_bias else {}),
-    )  # fmt: skip
+    options = activation_arguments(activation)
+    if self.is_transposed:
+        options["transposed"] = True
+    if self.has_bias:
+        options |= _biases(self)
+    return moe_experts(hidden_states, first, self.down_proj, top_k_index, top_k_weights, **options)
 
 
 def _own_forward(experts: Experts, dtype: torch.dtype) -> Callable[..., Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops._decoded import VARIABLE, memory
-from ...ops.linear import linear_quantized
+from ...ops.linear import linear_quantized, product_by_kept_rows
 from ...quantization import TENSORS, Format, QuantizedWeight
 from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
 from ..basics.report import in_unit
@@ -199,17 +199,24 @@ class QuantizedLinear(QuantizedLayer):
         return self.product(x)
 
     def product(self, x: Tensor) -> Tensor:
-        if self.is_head and not torch.compiler.is_compiling() and are_wide():
-            return linear_quantized(x, *self.weights(), self.format.name, out_dtype=torch.float32)
-        return linear_quantized(x, *self.weights(), self.format.name)
+        packed, scales, biases, bias = self.weights()
+        if bias is None and x.is_cpu:
+            out = product_by_kept_rows(x, packed, scales, biases, self.format.name)
+            if out is not None:
+                return out
+        wide = self.is_head and not torch.compiler.is_compiling() and are_wide()
+        options = {"out_dtype": torch.float32} if wide else {}
+        return linear_quantized(x, packed, scales, biases, bias, self.format.name, **options)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """packed, scales, biases and bias, faster than by attributes of the module."""
-        own = self._parameters | self._buffers
-        packed, scales = own.get("packed"), own.get("scales")
+        codes, numbers = self._buffers, self._parameters
+        packed = codes.get("packed")
+        scales = numbers.get("scales") if "scales" in numbers else codes.get("scales")
         if packed is None or scales is None:  # not registered, as FSDP leaves them
             return self.packed, self.scales, self.biases, self.bias
-        return packed, scales, own["biases"], self._parameters["bias"]
+        biases = numbers["biases"] if "biases" in numbers else codes["biases"]
+        return packed, scales, biases, numbers["bias"]
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
