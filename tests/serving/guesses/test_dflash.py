@@ -7,6 +7,7 @@ import torch
 from support import tiny_models
 from support.dflash import LAYERS, MASK, assistant_of
 from support.guesses import Answered, Partly, prompts, settings
+from support.launches import name_of_cache
 from support.models import eager
 
 import torch_moe_mps
@@ -54,7 +55,8 @@ def guessed(own, assistant, tokens: list[int], end: int, count: int) -> list[int
     cache = DFlashCache(config=assistant.config)
     cache.set_previous_accepted_tokens(end)
     embedded = own.get_input_embeddings()(torch.tensor([block]))
-    made = assistant(embedded, context_hidden_states=states, cache=cache)
+    given = {name_of_cache(assistant): cache}
+    made = assistant(embedded, context_hidden_states=states, **given)
     places = slice(len(tokens) - end, len(tokens) - end + count)
     return own.lm_head(made.last_hidden_state[:, places]).argmax(-1)[0].tolist()
 
