@@ -22,6 +22,8 @@ from torch_moe_mps.transformers.capture.calls import captures_of
 
 # {architecture: its prompts}: windows and sinks, latents, recurrent states.
 PROMPTS = {"qwen3_moe": 9, "gpt_oss": 3, "deepseek_v3": 3, "qwen3_next": 3}
+# States that take tokens in otherwise: with a decay for each channel, Mamba-2, and a convolution alone.
+OF_OTHER_STATES = ("kimi_linear", "granitemoehybrid", "lfm2_moe")
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +118,9 @@ def test_no_token_of_several_waits(simulated):
 
 
 @pytest.mark.slow("captures a program in the simulator")
-@pytest.mark.parametrize("architecture", in_sweep([*PROMPTS], ["qwen3_moe", "qwen3_next"]))
+@pytest.mark.parametrize(
+    "architecture", in_sweep([*PROMPTS, *OF_OTHER_STATES], ["qwen3_moe", "granitemoehybrid"])
+)
 def test_guesses_are_verified_by_few_programs(architecture, simulated):
     """Tokens are the model's own, of two conversations that go on by their own numbers of them.
 

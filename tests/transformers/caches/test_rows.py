@@ -366,7 +366,7 @@ def test_a_rollback_moves_no_state(architecture):
     batch.step()
 
 
-@pytest.mark.parametrize("architecture", in_sweep(LAGGING, ("qwen3_next", "zamba2")))
+@pytest.mark.parametrize("architecture", in_sweep((*LAGGING, "inkling"), ("qwen3_next", "zamba2")))
 @torch.no_grad()
 def test_a_row_alone_has_taken_its_tokens_in(architecture):
     """Some are pending in rows that lag: the copy of one is a plain cache, and the rows go on."""
