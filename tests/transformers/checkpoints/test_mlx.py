@@ -16,6 +16,7 @@ from support.models import assert_close, output, prompt
 import torch_moe_mps
 from torch_moe_mps.transformers.basics.interface import formats_of
 from torch_moe_mps.transformers.checkpoints.layouts.mlx.architectures import ARCHITECTURES
+from torch_moe_mps.transformers.checkpoints.layouts.mlx.reading import MlxLayout
 
 pytest.importorskip("mlx_lm")
 transformers.logging.set_verbosity_error()
@@ -165,6 +166,20 @@ def test_experts_that_do_not_dispatch_are_one_line(architecture, layer, tmp_path
     mlx_models.write(model, tmp_path, 4)
     with pytest.raises(ValueError, match=rf"^moe_mps::load: {layer}.experts.gate_up_proj must be in .*$"):
         mlx_models.load(tmp_path, type(model))
+
+
+def test_what_mlx_drops_is_made_where_it_is_loaded(tmp_path):
+    """A process of a pipeline makes nothing for the layers of others."""
+    model = mlx_models.tiny("ernie4_5_moe")
+    mlx_models.write(model, tmp_path, None)
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    layout = MlxLayout(empty, [str(tmp_path / "mlx" / "model.safetensors")], {})
+    for is_loaded in (False, True):
+        layout.finish(lambda owner, is_loaded=is_loaded: is_loaded)
+        biases = [empty.get_parameter(name) for name in layout.dropped]
+        assert biases and all(bias.is_meta != is_loaded for bias in biases)
+    assert not any(bias.any() for bias in biases)
 
 
 @contextmanager

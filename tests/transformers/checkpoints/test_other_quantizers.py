@@ -30,6 +30,7 @@ from torch_moe_mps.commands import main
 from torch_moe_mps.quantization import Format
 from torch_moe_mps.transformers.checkpoints import quantizer
 from torch_moe_mps.transformers.checkpoints.layouts.others.layouts import Matrix, alike
+from torch_moe_mps.transformers.checkpoints.layouts.others.schemes import Scheme
 from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
 
 
@@ -285,6 +286,20 @@ def test_the_last_group_may_be_smaller(tmp_path):
     model = torch_moe_mps.from_pretrained(tmp_path, dtype=torch.float32)
     assert "affine4_64" in {str(f) for module in model.modules() for f in formats_in(module).values()}
     assert all(torch.equal(*pair) for pair in weights(model, expected))
+
+
+@pytest.mark.parametrize(
+    ("block", "shapes"),
+    [
+        ((None, None), {(1, 1), (), (1,)}),
+        ((1, None), {(8, 1), (8,)}),
+        ((1, 5), {(8, 4)}),
+        ((4, 8), {(2, 2), (2, 1, 2, 1)}),
+    ],
+)
+def test_scales_have_the_shapes_that_libraries_write(block, shapes):
+    """Of 8 rows and 16 columns: one for all, one for each row, each group of a row, and each block."""
+    assert {*Scheme("fp8", 8, block).scales(8, 16).shapes} == shapes
 
 
 def test_recipes_may_be_mixed(tmp_path):

@@ -136,6 +136,14 @@ class ClampedAlike(ClampedApart):
     low = 1.0
 
 
+class OfFixedSizes(ClampedAlike):
+    """Its halves are as wide as the second matrix, and not as half of what goes into the first one."""
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.split(12, dim=-1)
+        return F.silu(gate) * up
+
+
 def future_experts(cls):
     experts = cls(Config()).eval()
     tiny_models.randomise(experts, 0)
@@ -144,9 +152,13 @@ def future_experts(cls):
 
 @pytest.mark.parametrize(
     ("cls", "operators"),
-    [(ClampedAlike, {"moe_experts": 1}), (ClampedApart, {"expert_mm": 2, "moe_weighted_reduce": 1})],
+    [
+        (ClampedAlike, {"moe_experts": 1}),
+        (ClampedApart, {"expert_mm": 2, "moe_weighted_reduce": 1}),
+        (OfFixedSizes, {"moe_experts": 1}),
+    ],
 )
-def test_limits_of_a_clamped_activation(cls, operators):
+def test_activations_of_other_code(cls, operators):
     experts = future_experts(cls)
     generator = torch.Generator().manual_seed(0)
     x, weights = 9 * torch.randn(7, 16, generator=generator), torch.rand(7, 2, generator=generator)

@@ -116,8 +116,7 @@ class Names:
         }
 
     def has_one_more(self, name: str) -> bool:
-        norm = name.removesuffix(".weight").endswith(_NORMS) and "linear_attn" not in name
-        return norm and self.architecture.one_more
+        return self.architecture.one_more and name.removesuffix(".weight").endswith(_NORMS)
 
     def is_dropped(self, name: str) -> bool:
         return self.architecture.drops_bias and name.endswith("e_score_correction_bias")
