@@ -80,8 +80,10 @@ def test_answers_end_inside_of_guesses(architecture):
         found = Answered(
             model, many, [settings(new, **more)], Partly(many, [whole], 1.0), width=7, until=until
         )
-        (answer,), (kept,) = found.answers, found.batch.prompts.kept
+        (answer,), (kept,), (job,) = found.answers, found.batch.prompts.kept, found.jobs
         assert answer == whole[: len(answer)] and len(answer) < 12
+        # The prompt gives a token, and each step one that is not guessed.
+        assert 1 + found.steps + job.accepted_tokens + job.rejected_tokens <= new
         known = [*many[0].tolist(), *answer]
         assert kept.ids.tolist() == known[: len(kept.ids)] and len(kept.ids) >= len(many[0])
         assert kept.cache.get_seq_length() == len(kept.ids)
