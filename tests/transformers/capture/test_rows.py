@@ -91,6 +91,17 @@ def test_passes_take_rows(architecture, count_captures):
     assert len(count_captures) <= 2, count_captures
 
 
+@pytest.mark.slow("a token is recorded twice, of three rows")
+@torch.no_grad()
+def test_a_mask_that_layers_read_takes_no_token_more():
+    """Linear attention multiplies by its elements: the fourth is captured, as where no layer reads them."""
+    model = model_of("qwen3_next", "cpu")
+    tokens(model, 3, 2)
+    assert captures_of(model).reason is None and len(captures_of(model).programs) == 1
+    assert_close(tokens(model, 3, 2), tokens(not_captured(model), 3, 2), 2e-5)
+    assert captures_of(model).reason is None and len(captures_of(model).programs) == 1
+
+
 @pytest.mark.slow("four answers of generate(), of which one captures its tokens")
 def test_the_masks_of_generate_are_read_once(monkeypatch):
     """Each token has a mask of its own, which shows it: on mps, to read it takes as long as the token."""

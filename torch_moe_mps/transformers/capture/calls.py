@@ -337,9 +337,9 @@ class Captures:
         own_code.require_none()
         if changes is not None:
             raise NotCapturable(f"a call changes {changes}")
-        if recording.reads_mask:
-            self._reads_masks = True  # from the next call on
-            raise NotCapturable("it reads the mask of padding")
+        if recording.reads_mask:  # the mask is a tensor like any other, from here on
+            self._reads_masks, reading.padding = True, None
+            return self._captured(model, own, reading, kind)
         integers = Integers(recorder.env, list(recorder.symbols))
         tensors: list[Tensor] = []
         make = _maker((output, sent), tensors, recording.stand_in_of_cache)
