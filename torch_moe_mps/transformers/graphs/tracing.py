@@ -236,6 +236,11 @@ class Recorder(TorchDispatchMode):
         if func is _ATEN.constant_pad_nd.default and _has_symbols((*args[0].shape, *args[1])):
             with self:  # its kernel takes no symbols
                 return _refs.constant_pad_nd(*args, **kwargs)
+        if func is _ATEN.baddbmm.default:
+            shape = *args[1].shape[:-1], args[2].shape[-1]
+            if _has_symbols(shape):
+                with self:  # nor does the expansion in its own
+                    args = args[0].expand(shape), *args[1:]
         args = [self._fake(value) for value in args]
         kwargs = {name: self._fake(value) for name, value in kwargs.items()}
         result = self.fakes.of(func, args, kwargs)
