@@ -100,6 +100,10 @@ def test_one_launch_fewer(simulated):
     assert launches(**norm) == ["matmul_rows_chosen8", "expert_down"]
     assert launches(300, **norm) == ["matmul_rows_chosen16", "expert_down"]
     assert launches(600, **norm) == ["route32_f32", "matmul_rows_normed", "expert_down"]
+    half = {"dtype": torch.float16, **norm}
+    assert launches(**half) == ["matmul_rows_chosen8_wide", "expert_down"]
+    assert launches(300, **half) == ["matmul_rows_chosen16_wide", "expert_down"]
+    assert launches(600, **half) == ["route32_f16", "matmul_rows_normed_wide", "expert_down"]
     assert launches() == ["matmul_rows_chosen8", "expert_down"]
 
 

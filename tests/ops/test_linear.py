@@ -22,8 +22,9 @@ IDS = (torch.int32, torch.int64)
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_norm_of_the_input(device, dtype):
-    """Within the product for one token, in a dispatch of its own for several, for another dtype of its weight
-    and for formats of few bits; with a residual, a bias and an offset. One format has every dtype."""
+    """Within the product for one token, in a dispatch of its own for several, for a weight in 16 bits beside
+    another dtype and for formats of few bits; with a residual, a bias and an offset. One format has every
+    dtype."""
     formats = ["affine4_64", "affine8_32", "affine6_32", "affine2_64", "mxfp4"]
     for i, format in enumerate(formats):
         if i and dtype != DTYPES[i % 3]:
@@ -34,15 +35,16 @@ def test_norm_of_the_input(device, dtype):
         mlp.append(random_matrix(columns, columns, format, dtype, i + 2))
         for tokens in (1, 2, 9) if i == 0 else (1,):
             x = (3.0 * random((tokens, columns), dtype, i)).to(device)
-            norm = {
-                "norm_weight": random((columns,), DTYPES[(i + 1) % 3] if i > 2 else dtype, i + 3).to(device),
-                "norm_eps": 1e-3,
-                "norm_offset": float(i % 2),
-            }
             residual = random((tokens, rows), dtype, i + 4).to(device)
             bias = random((rows,), dtype, i + 5).to(device) if i % 2 else None
-            checked("linear_quantized", x, *weight, bias, format, residual=residual, **norm)
-            checked("mlp_quantized", x, *(t for each in mlp for t in place(each, device)), format, **norm)
+            for of_norm in {DTYPES[(i + 1) % 3] if i > 2 else dtype, torch.float32}:
+                norm = {
+                    "norm_weight": random((columns,), of_norm, i + 3).to(device),
+                    "norm_eps": 1e-3,
+                    "norm_offset": float(i % 2),
+                }
+                checked("linear_quantized", x, *weight, bias, format, residual=residual, **norm)
+                checked("mlp_quantized", x, *(t for each in mlp for t in place(each, device)), format, **norm)
 
 
 @pytest.mark.parametrize("tokens, rows", [(4, 2048), (33, 2048)])
@@ -61,7 +63,8 @@ def test_simdgroups_share_the_inputs_of_one_token(device, dtype, every_order):
     x = (3.0 * random((1, columns), dtype, 2)).to(device)
     residual, bias = random((1, rows), dtype, 3).to(device), random((rows,), dtype, 4).to(device)
     norm = {"norm_weight": random((columns,), dtype, 5).to(device), "norm_offset": 1.0}
-    for more in ({"residual": residual}, norm, norm | {"residual": residual}):
+    wide = {"norm_weight": random((columns,), torch.float32, 5).to(device)}
+    for more in ({"residual": residual}, norm, norm | {"residual": residual}, wide):
         given = (x, *weight, bias, format)
         first = checked("linear_quantized", *given, **more).cpu()
         others = [linear_quantized(*given, **more).cpu() for _ in every_order()]

@@ -86,10 +86,10 @@ _WIDER_OTHERS: dict[str, dict] = {
 }
 
 
-def model_on_mps(architecture: str, **overrides: object) -> nn.Module:
-    """A tiny model in bfloat16, of sizes at which all its matrices can be quantised."""
+def model_on_mps(architecture: str, dtype: torch.dtype = torch.bfloat16, **overrides: object) -> nn.Module:
+    """A tiny model, of sizes at which all its matrices can be quantised."""
     with tiny_models.groups_of_32(), tiny_models.sizes(**_WIDTHS | _WIDER.get(architecture, {})):
-        return tiny_models.tiny_model(architecture, torch.bfloat16, **overrides).to("mps")
+        return tiny_models.tiny_model(architecture, dtype, **overrides).to("mps")
 
 
 def other_on_mps(architecture: str) -> nn.Module:

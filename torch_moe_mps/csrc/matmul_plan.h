@@ -32,14 +32,18 @@ struct MatmulStep {
   bool norms_inputs = false;   // the kernel norms its inputs; without it they have to come normed
 };
 
+// Norms of the inputs that a kernel may apply: none, those with a weight in the dtype of the inputs, those
+// with one in float32 beside 16 bits.
+enum class InputNorms { kNone, kNarrow, kWide };
+
 struct MatmulShape {
   int64_t tokens, slots, experts;
-  int64_t rows, outputs;  // rows of the first matrix; outputs of one pair after the activation
-  int64_t columns = 0;    // outputs of the second matmul; 0: there is none
-  bool normed = false;    // a kernel may norm the inputs of the first matmul
-  bool chosen = false;    // the first matmul chooses the experts, of one token
-  bool shared = false;    // with a pair more, the shared expert's
-  bool empty = false;     // the matrices have no elements, and the kernels must read none
+  int64_t rows, outputs;                 // rows of the first matrix; outputs of one pair after the activation
+  int64_t columns = 0;                   // outputs of the second matmul; 0: there is none
+  InputNorms norms = InputNorms::kNone;  // of the first matmul
+  bool chosen = false;                   // the first matmul chooses the experts, of one token
+  bool shared = false;                   // with a pair more, the shared expert's
+  bool empty = false;                    // the matrices have no elements, and the kernels must read none
   bool first_on_tensor_units = false, second_on_tensor_units = false;  // where there are enough pairs
   int64_t pairs() const { return tokens * slots; }
 };
@@ -60,9 +64,9 @@ MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores);
 enum class TensorUnits { kNone, kOfCopies, kInPlace };
 
 // A linear layer: one matrix for all tokens, in one dispatch. With `units`, many tokens are multiplied there;
-// with `normed`, a kernel may norm the inputs. `registers`: of a thread of the GPU.
+// `registers`: of a thread of the GPU.
 MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t inputs, int64_t outputs, int64_t cores,
-                       int64_t registers, TensorUnits units, bool normed = false);
+                       int64_t registers, TensorUnits units, InputNorms norms = InputNorms::kNone);
 
 // The numbers of simdgroups of a threadgroup with which a step gives the same bits, because each has rows or
 // pairs of its own; the planned one first.

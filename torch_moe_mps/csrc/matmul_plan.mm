@@ -90,12 +90,13 @@ MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
   MatmulStep step{MatmulWork::kFirst, "matmul_rows", grid, kSingleSimdgroups * kSimdWidth};
   step.blocks = of_rows;
   // For one token memory limits the kernel, so a norm in each simdgroup costs less than a launch.
-  step.norms_inputs = shape.normed && shape.tokens == 1;
+  step.norms_inputs = shape.norms != InputNorms::kNone && shape.tokens == 1;
   if (shape.chosen) {
     step.kernel = c10::str("matmul_rows_chosen", shape.experts <= kFewChosenExperts ? 8 : 16);
   } else if (step.norms_inputs) {
     step.kernel = "matmul_rows_normed";
   }
+  if (step.norms_inputs && shape.norms == InputNorms::kWide) step.kernel += "_wide";
   return step;
 }
 
@@ -188,9 +189,9 @@ MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores) {
 }
 
 MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t inputs, int64_t outputs, int64_t cores,
-                       int64_t registers, TensorUnits units, bool normed) {
+                       int64_t registers, TensorUnits units, InputNorms norms) {
   MatmulShape shape{tokens, 1, 1, rows, outputs};
-  shape.normed = normed;
+  shape.norms = norms;
   if (units != TensorUnits::kNone && pays_on_tensor_units(tokens, 1)) {
     const int64_t across = ceil_div(outputs, outputs_of_rows(shape, kTensorRows));
     for (const int64_t pairs : {kLinearTilePairs, kLargeTilePairs}) {
@@ -245,7 +246,8 @@ std::string line_of(const MatmulStep& step) {
 std::string linear_line(int64_t tokens, int64_t rows, bool gated, int64_t cores, bool tensor_units,
                         int64_t registers, int64_t inputs, bool normed) {
   const TensorUnits units = tensor_units ? TensorUnits::kInPlace : TensorUnits::kNone;
-  return line_of(plan_linear(tokens, rows, inputs, gated ? rows / 2 : rows, cores, registers, units, normed));
+  const InputNorms norms = normed ? InputNorms::kNarrow : InputNorms::kNone;
+  return line_of(plan_linear(tokens, rows, inputs, gated ? rows / 2 : rows, cores, registers, units, norms));
 }
 
 // A line a dispatch.

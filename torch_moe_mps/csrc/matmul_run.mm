@@ -54,10 +54,11 @@ TensorUnits tensor_units_for(const Tensor& x, const MatrixStack& matrix, int64_t
   return whole_steps ? TensorUnits::kInPlace : TensorUnits::kOfCopies;
 }
 
-// Whether a kernel of a matmul can norm its inputs.
-bool can_norm(const std::optional<InputNorm>& norm, const Tensor& x, const MatrixStack& matrix) {
-  return norm && matrix.norms_inputs && norm->weight.scalar_type() == x.scalar_type() &&
-         is_aligned(norm->weight);
+// Norms that a kernel of a matmul can apply to its inputs.
+InputNorms norms_for(const std::optional<InputNorm>& norm, const Tensor& x, const MatrixStack& matrix) {
+  if (!norm || !matrix.norms_inputs || !is_aligned(norm->weight)) return InputNorms::kNone;
+  if (norm->weight.scalar_type() == x.scalar_type()) return InputNorms::kNarrow;
+  return norm->weight.scalar_type() == at::kFloat ? InputNorms::kWide : InputNorms::kNone;
 }
 
 // Whether the kernel of the first matmul can choose the experts.
@@ -244,7 +245,7 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
   }
   const MatmulStep step =
       tuned(plan_linear(tokens, matrix.rows, matrix.inputs, outputs_of(matrix.rows, activation), gpu_cores(),
-                        gpu_registers(), tensor_units_for(x_, matrix, tokens), can_norm(norm, x_, matrix)),
+                        gpu_registers(), tensor_units_for(x_, matrix, tokens), norms_for(norm, x_, matrix)),
             matrix, tokens);
   check_inputs(step, x_);
   const Tensor& x = norm && !step.norms_inputs ? add_norm(commands, x_, *norm) : x_;
@@ -348,7 +349,7 @@ void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional
   shape.empty = is_empty(experts.down);  // and so is gate_up
   shape.first_on_tensor_units = on_tensor_units(gate_up, shape.pairs());
   shape.second_on_tensor_units = on_tensor_units(experts.down, shape.pairs());
-  shape.normed = can_norm(norm, given, gate_up);
+  shape.norms = norms_for(norm, given, gate_up);
   shape.chosen = router != nullptr;
   shape.shared = shared != nullptr;
   const MatrixStack down = bindable(experts.down, given);

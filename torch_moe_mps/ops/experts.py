@@ -325,7 +325,7 @@ def moe_experts(
         residual: [T, H], or T rows of any leading shape, in the dtype of `x`.
         norm_weight: [H], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
             norm_offset), without it x. On Metal the norm of one token joins the first product and is not
-            rounded, if its weight has the dtype of `x`; else it is a dispatch of its own.
+            rounded, if its weight is float32 or has the dtype of `x`; else it is a dispatch of its own.
         norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm.
 
     Returns: [T, H] in the dtype of `x`; sums in float32.

@@ -146,8 +146,8 @@ def linear_quantized(
             Other numbers are not refused; the result is undefined then.
         norm_weight: [C], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
             norm_offset), without it x. On Metal the norm of a single row joins the product and is not
-            rounded, if its weight has the dtype of `x` and the format has 3 bits or more; else it is a
-            dispatch of its own.
+            rounded, if its weight is float32 or has the dtype of `x` and the format has 3 bits or more; else
+            it is a dispatch of its own.
         norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm.
         activation: silu, gelu, gelu_tanh, relu, relu2, or None: act(y) is y. Otherwise it is
             activation(factor * y), and C is at least 1.

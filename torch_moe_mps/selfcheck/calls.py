@@ -199,10 +199,11 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
             if "ids" in arguments and tokens == TOKENS[-1]:
                 arguments["ids"] = arguments["ids"].long()
             yield arguments
-        if "format" in names_of(name) and "norm_weight" in names_of(name):
+        if ("format" in names_of(name) or name in DENSE) and "norm_weight" in names_of(name):
             for tokens in (1, T):
                 arguments = sample(tokens=tokens)
-                yield arguments | {"norm_weight": odd.values(arguments["x"].shape[-1])}
+                for weight in _norm_weights(odd, arguments)[: 2 if tokens == 1 else 1]:
+                    yield arguments | {"norm_weight": weight}
         if name == "moe_experts_quantized":
             yield from _chosen(sample(tokens=1), odd)
         if name == "heads_quantized":
@@ -221,14 +222,20 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
 
 def _chosen(arguments: dict[str, Any], odd: Sample) -> Iterator[dict[str, Any]]:
     """One token's experts of those that there are, normed or not, and of many: the same again and again."""
-    weight = odd.values(arguments["x"].shape[-1])
-    for times, norm in ((1, weight), (40, weight), (1, None)):
+    weights = _norm_weights(odd, arguments)
+    for times, norm in (*((times, weight) for weight in weights for times in (1, 40)), (1, None)):
         many = {
             n: v.repeat(times, 1, 1) if n.startswith(("gate_up_", "down_")) and isinstance(v, Tensor) else v
             for n, v in arguments.items()
         }
         logits = odd.values(1, len(many["gate_up_packed"]))
         yield many | {"ids": None, "weights": None, "norm_weight": norm, "logits": logits, "top_k": 2}
+
+
+def _norm_weights(odd: Sample, arguments: dict[str, Any]) -> list[Tensor]:
+    """Weights for a norm of `x`: in its dtype and, if that is another one, in float32."""
+    weight = odd.values(arguments["x"].shape[-1])
+    return [weight] if weight.dtype == torch.float32 else [weight, weight.float()]
 
 
 def _both_ways(arguments: dict[str, Any], width: int, odd: Sample) -> Iterator[dict[str, Any]]:

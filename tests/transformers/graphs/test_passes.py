@@ -546,6 +546,21 @@ def test_norms_of_several_tokens_stay():
     assert_left(left, norm_of_input, random(1, 3, H), random(1, 3, H))
 
 
+def test_norms_with_weights_of_another_dtype():
+    """Those in float32 join products in 16 bits; others would be a launch for each product."""
+    halves, narrow = quantize(random(H, H).half() / 8, 4, 32), NORM.half()
+
+    def joined(x):
+        normed = norm(x)
+        return ops.linear_quantized(normed, halves.packed, halves.scales, halves.biases, None, FORMAT)
+
+    def apart(x):
+        return linear(norm(x, narrow))
+
+    assert_left(LINEAR, joined, random(1, 1, H).half(), tolerance=1e-3)
+    assert_left(LINEAR | {"rms_norm": 1}, apart, random(1, 1, H))
+
+
 HEADS, WIDTH = 2, 32
 DECAY, BIAS, HEAD_NORM = random(HEADS).exp(), random(HEADS), random(WIDTH)
 

@@ -94,6 +94,11 @@ def beside(x, other=None, weights=SHARED, **options):
     return x + (experts(x, ids, chosen) + mlp), mlp
 
 
+def without_a_residual(x):
+    chosen, ids = routed(x)
+    return experts(x, ids, chosen) + ops.mlp_quantized(x, *SHARED, "affine4_32")
+
+
 def gated_shared_expert(x):
     chosen, ids = routed(x)
     mlp = ops.mlp_quantized(x, *SHARED, "affine4_32")
@@ -113,6 +118,7 @@ LEFT = {
     weights_that_are_changed: ONE | {"mm": 1, "moe_router": 1, "mul": 1},
     ids_of_another_router: ONE | {"mm": 1, "moe_router": 2},
     "beside(x)[0]": ONE | {"mm": 1},
+    without_a_residual: ONE | {"mm": 1},
     gated_shared_expert: ONE | {"mm": 2},
     "beside(x, torch.cumsum(x, 1))[0]": APART | {"cumsum": 1},
     "beside(x, weights=WIDER)[0]": APART,

@@ -21,7 +21,7 @@ struct Library {
   std::string_view weights = {};       // the format's name
   std::string_view weights_type = {};  // its type,
   const char* weights_header = "";     // and what defines that: shaders/<weights_header>.h
-  bool norms_inputs = true;            // the format does; without it the shader sees MOE_NORMS_APART
+  bool norms_inputs = true;            // the format does; the shader sees MOE_WIDE_NORMS or MOE_NORMS_APART
 
   std::string suffix() const;  // "_bf16", "_affine4_64_bf16"
   // Whether it needs Metal 4.0, for tensor units. All others are 3.1.

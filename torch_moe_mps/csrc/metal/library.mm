@@ -97,7 +97,11 @@ std::string source_of(const Library& library) {
   std::string text = c10::str("#define MOE_DTYPE ", names_of(library.dtype).type, "\n#define MOE_SUFFIX \"",
                               library.suffix(), "\"\n");
   if (!library.weights.empty()) text += c10::str("#define MOE_WEIGHTS ", library.weights_type, "\n");
-  if (!library.norms_inputs) text += "#define MOE_NORMS_APART\n";
+  if (!library.norms_inputs) {
+    text += "#define MOE_NORMS_APART\n";
+  } else if (library.dtype != c10::ScalarType::Float) {
+    text += "#define MOE_WIDE_NORMS\n";  // also by weights in float32
+  }
   return text + grid_of(library.weights) + flattened_source(library.weights_header, library.file);
 }
 

@@ -8,13 +8,21 @@
 #ifdef MOE_NORMS_APART
 #define INSTANTIATE_NORMED()
 #else
-#define INSTANTIATE_NORMED() INSTANTIATE("matmul_rows_normed", matmul_rows_normed<Weights, kSingleRows>)
+#define INSTANTIATE_NORMED() \
+  INSTANTIATE("matmul_rows_normed", matmul_rows_normed<Weights, kSingleRows, Weights::Element>)
+#endif
+#ifdef MOE_WIDE_NORMS
+#define INSTANTIATE_WIDE_NORMED() \
+  INSTANTIATE("matmul_rows_normed_wide", matmul_rows_normed<Weights, kSingleRows, float>)
+#else
+#define INSTANTIATE_WIDE_NORMED()
 #endif
 
 #define INSTANTIATE_MATMULS(...)                                       \
   typedef __VA_ARGS__ Weights;                                         \
   INSTANTIATE("matmul_rows", matmul_rows<Weights, kSingleRows>)        \
   INSTANTIATE_NORMED()                                                 \
+  INSTANTIATE_WIDE_NORMED()                                            \
   INSTANTIATE("matmul_rows_few", matmul_rows_few<Weights, false>)      \
   INSTANTIATE("matmul_rows_few_split", matmul_rows_few<Weights, true>) \
   INSTANTIATE("expert_down", expert_down<Weights, kSingleRows>)        \

@@ -105,14 +105,14 @@ template <typename W, int R>
   rows_of_pair<W, R>(x, packed, scales, biases, NoNorm{}, outputs, place, sums, params);
 }
 
-// The same for inputs that are normed. Every simdgroup sums the squares of its inputs for itself: for one
-// token that costs less than a launch, because memory limits the kernel.
-template <typename W, int R>
+// The same for inputs that are normed, by a weight in N. Every simdgroup sums the squares of its inputs for
+// itself: for one token that costs less than a launch, because memory limits the kernel.
+template <typename W, int R, typename N>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows_normed(
-    MATMUL_BUFFERS(typename W::Element), device const typename W::Element* norm_weight [[buffer(9)]],
+    MATMUL_BUFFERS(typename W::Element), device const N* norm_weight [[buffer(9)]],
     uint2 group [[threadgroup_position_in_grid]], LANES, uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float sums[kFewSimdgroups * SharedSums<R>::kSize];
-  const InputNorm<typename W::Element> norm = {norm_weight};
+  const InputNorm<N> norm = {norm_weight};
   const Outputs<typename W::Element> outputs = {bias, residual, out, ids};
   RowsPlace place = rows_place(group, lane, simdgroup, simdgroups, params.shares_inputs != 0);
   place.expert = expert_of_pair(ids, group.y, params);
@@ -121,8 +121,8 @@ template <typename W, int R>
 
 // The same for the experts that one token's logits choose. Every simdgroup chooses for itself: that costs
 // less than a launch, too. The first one writes what the down projection reads. A pair behind those is of the
-// shared expert.
-template <typename W, int R, int N, bool kNormed>
+// shared expert. The weight of a norm is in S.
+template <typename W, int R, int N, bool kNormed, typename S>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows_chosen(
     device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
     device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
@@ -130,10 +130,9 @@ template <typename W, int R, int N, bool kNormed>
     device typename W::Element* out [[buffer(6)]], device const uchar* logits [[buffer(7)]],
     device const uchar* router_bias [[buffer(8)]], device const uchar* per_expert_scale [[buffer(9)]],
     device float* weights [[buffer(10)]], constant ChosenParams& params [[buffer(11)]],
-    device const typename W::Element* norm_weight [[buffer(12)]],
-    device const uchar* shared_packed [[buffer(13)]], device const uchar* shared_scales [[buffer(14)]],
-    device const uchar* shared_biases [[buffer(15)]], uint2 group [[threadgroup_position_in_grid]], LANES,
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    device const S* norm_weight [[buffer(12)]], device const uchar* shared_packed [[buffer(13)]],
+    device const uchar* shared_scales [[buffer(14)]], device const uchar* shared_biases [[buffer(15)]],
+    uint2 group [[threadgroup_position_in_grid]], LANES, uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   const RouterParams router = params.router;
   RowsPlace place = rows_place(group, lane, simdgroup, simdgroups, false);
@@ -157,7 +156,7 @@ template <typename W, int R, int N, bool kNormed>
   const Outputs<T> outputs = {bias, x, out, ids};
   if constexpr (kNormed) {
     if (params.norms_inputs != 0) {
-      rows_of_pair<W, R>(x, packed, scales, biases, InputNorm<T>{norm_weight}, outputs, place, nullptr,
+      rows_of_pair<W, R>(x, packed, scales, biases, InputNorm<S>{norm_weight}, outputs, place, nullptr,
                          params.matmul);
       return;
     }

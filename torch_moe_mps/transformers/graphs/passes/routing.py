@@ -70,12 +70,14 @@ def choose_in_experts(graph: fx.Graph) -> None:
 def shared_expert_in_experts(graph: fx.Graph) -> None:
     """F(X, LOGITS, shared_out=mlp_quantized(X)) -> F(X, LOGITS, matrices of the shared expert), of one token
 
-    Both products of the experts compute it then, if it is like one of them.
+    Both products of the experts compute it then, if it is like one of them. Without a residual stream, the
+    expert is what they have as residual.
     """
     for call in calls(graph, ours.moe_experts_quantized):
         passed = arguments(call)
-        mlp, x = passed["shared_out"] and beneath(passed["shared_out"]), passed["x"]
-        if not is_call(mlp, ours.mlp_quantized) or not is_read_once(passed["shared_out"], call):
+        name = "residual" if passed["shared_out"] is None else "shared_out"
+        mlp, x = passed[name] and beneath(passed[name]), passed["x"]
+        if not is_call(mlp, ours.mlp_quantized) or not is_read_once(passed[name], call):
             continue
         own = arguments(mlp)
         matrices = {name: (own[name], passed[name]) for name in MATRICES}
@@ -90,7 +92,7 @@ def shared_expert_in_experts(graph: fx.Graph) -> None:
             and all(map(_is_like_one, *zip(*matrices.values(), strict=True)))
         ):
             new = {f"shared_{name}": value for name, (value, _) in matrices.items()}
-            call.replace_all_uses_with(changed(call, call, shared_out=None, **new))
+            call.replace_all_uses_with(changed(call, call, **{name: None}, **new))
 
 
 def _is_like_one(matrix: fx.Node | None, stack: fx.Node | None) -> bool:
