@@ -43,7 +43,7 @@ from .stand_in import turning
 
 logger = logging.getLogger(__name__)
 _LEAST_PIECE = 64  # tokens of a prompt that are read between two steps
-_STEPS = 8  # how many steps of the others a piece takes, about
+_STEPS = 4  # how many steps of the others a piece takes, about
 
 
 @dataclass(eq=False)
@@ -126,6 +126,7 @@ class Batch:
         self._reasons = set[str]()  # said already: why answers are not generated together
         self._readings: list[_Answer] = []  # the first one, and a short one that overtakes it
         self._has_overtaken = False  # since the last piece of the first one
+        self._has_passed = False  # whether a short one has begun before a long one that waits
         self._turn = 0  # in which the last job has begun
         self._again: deque[_Answer] = deque()  # to be read again, behind a step without memory
         self._restoring: tuple[Job, Restoring | None] | None = None  # from a disk, for the next job
@@ -259,9 +260,11 @@ class Batch:
     def _read(self) -> None:
         if not self._readings and self._again:
             self._readings.append(self._begun_again(self._again.popleft()))
-        job = self._next_job()
+        job, passes = self._next_job() or (None, False)
         if job is not None and self._is_restored(job):
             self.waiting.remove(job)
+            if not self._readings:
+                self._has_passed = passes
             self._turn = max(self._turn, job.turn or 0)
             with self._island(job):
                 reason = reason_for_generate(self.model, job.config)
@@ -302,14 +305,16 @@ class Batch:
                 self._guesses_left(answer)
             job.end(error)
 
-    def _next_job(self) -> Job | None:
-        """The next that may begin, if there is room for it: `generate` generates one at a time.
+    def _next_job(self) -> tuple[Job, bool] | None:
+        """The next that may begin, if there is room for it, and whether a longer one waits: `generate`
+        generates one at a time.
 
-        While a prompt is read it is one that a single piece reads, between two pieces of the other.
+        While a prompt is read it is one that a single piece reads, between two pieces of the other. Such a
+        one begins before a longer one that waits, too, once for each of these.
         """
         if self.active >= self.most or len(self._readings) > 1 or (self._readings and self._has_overtaken):
             return None
-        most, later_may = self._piece() if self._readings else None, self._later_may_begin
+        most, later_may, long = self._piece(), self._later_may_begin, None
         for job in self._in_turn():
             if job.place > 0 and not later_may:
                 continue
@@ -322,9 +327,13 @@ class Batch:
                 self.waiting.remove(job)
                 job.end(error)
                 continue
-            if most is None or length <= most:
-                return job if self._has_room(length) else None
-        return None
+            if length <= most or (not self._readings and self._has_passed):
+                return (job, long is not None) if self._has_room(length) else None
+            long = long or (job, length)
+        if self._readings or long is None:
+            return None
+        job, length = long
+        return (job, False) if self._has_room(length) else None
 
     def _in_turn(self) -> list[Job]:
         """Jobs that wait, as they begin: each request has one answer a turn, the oldest first."""
@@ -337,7 +346,7 @@ class Batch:
         """Whether memory has what a disk has of a job's prompt; a part of it is read where it has not."""
         if self._restoring is None or self._restoring[0] is not job:
             self._leave_restoring()
-            is_kept = self.prompts is not None and not reads_whole(self.model)
+            is_kept = self.prompts is not None and not self._reads_whole
             begun = self.prompts.restoring(self.model, job.inputs) if self.prompts and is_kept else None
             self._restoring = job, begun
         restoring = self._restoring[1]
@@ -372,6 +381,11 @@ class Batch:
             return generate_alone(self._answering, job, ends, began)
         finally:
             self._generated.remove(job)
+
+    @functools.cached_property
+    def _reads_whole(self) -> bool:
+        """Whether the model must read a prompt in one call: asked once, as all of its modules are for it."""
+        return reads_whole(self.model)
 
     @functools.cached_property
     def _answering(self) -> Generating:
@@ -422,7 +436,7 @@ class Batch:
     def _begin(self, job: Job) -> _Answer:
         inputs = job.inputs
         ids = inputs["input_ids"]
-        is_kept = not reads_whole(self.model) and can_be_kept(self.model, inputs)
+        is_kept = not self._reads_whole and can_be_kept(self.model, inputs)
         reader = PromptReader(
             self.model,
             ids,
@@ -567,7 +581,7 @@ class Batch:
     def _begin_guesses(self, answer: _Answer) -> None:
         if self.guesses is None:
             return
-        if reads_whole(self.model):
+        if self._reads_whole:
             kind = type(self.model).__name__
             self.guesses.give_up(f"{kind} does not read several tokens behind a cache rightly")
             self.guesses = None

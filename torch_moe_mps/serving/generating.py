@@ -1,6 +1,5 @@
 """generate() as chat, serve and generate call it: it keeps prompts, and ends when it is told to."""
 
-import copy
 import hashlib
 import re
 import sys
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria
+from transformers import StoppingCriteria
 
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
@@ -176,8 +175,8 @@ def images_of(model: Any, given: dict[str, Any]) -> Images | None:
 
 def can_be_kept(model: Any, given: dict[str, Any]) -> bool:
     """Whether a request is one sequence, without padding, in a cache that grows."""
-    config = copy.deepcopy(given.get("generation_config") or model.generation_config)
-    config.update(**{name: value for name, value in given.items() if hasattr(config, name)})
+    settings = vars(given.get("generation_config") or model.generation_config)
+    settings = settings | {name: value for name, value in given.items() if name in settings}
     mask, beside = given.get("attention_mask"), _beside_tokens(given)
     images = any(map(_IMAGES.match, beside))
     return (
@@ -185,24 +184,24 @@ def can_be_kept(model: Any, given: dict[str, Any]) -> bool:
         and (mask is None or bool((mask == 1).all()))
         and all(_IMAGES.match(name) or name in _OF_TEXT for name in beside)
         and (images or not any(bool(value.any()) for value in beside.values()))
-        and _keeps_one_cache(config)
+        and _keeps_one_cache(settings)
         and model._supports_default_dynamic_cache()
         and hands_cache_on(model)
         and not model.config.is_encoder_decoder
     )
 
 
-def _keeps_one_cache(config: GenerationConfig) -> bool:
+def _keeps_one_cache(settings: Mapping[str, Any]) -> bool:
     """Whether `generate` computes one sequence in a cache that grows.
 
     transformers' guesses from states of the model read those of the whole prompt, which none are kept of.
     """
     return (
-        config.cache_implementation in (None, "dynamic")
-        and config.use_cache is not False
-        and (config.num_beams or 1) == 1
-        and (config.num_return_sequences or 1) == 1
-        and not any(getattr(config, name, None) for name in _FROM_STATES)
+        settings.get("cache_implementation") in (None, "dynamic")
+        and settings.get("use_cache") is not False
+        and (settings.get("num_beams") or 1) == 1
+        and (settings.get("num_return_sequences") or 1) == 1
+        and not any(settings.get(name) for name in _FROM_STATES)
     )
 
 

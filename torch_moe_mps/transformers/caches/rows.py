@@ -165,7 +165,7 @@ class Rows:
         """A copy of one row: the cache of a conversation."""
         assert self.cache is not None
         order, places = [*self._order[row]], None
-        if any(token != place for place, token in enumerate(order)):
+        if order != [*range(len(order))]:
             places = torch.tensor(order).argsort().to(self._device)
         layers = [_alone(layer, row, self.lengths[row], places) for layer in self.cache.layers]
         layers = [settled(one, self._pending[row]) if isinstance(one, Lagging) else one for one in layers]
