@@ -111,7 +111,8 @@ MORE = [
 ]
 CHOOSE = ("indexer", "block_indexer", "kpool_indexer", "qsa_indexer")
 QUANTISED = ("mlp", "projection")
-IN_ACCELERATED = (*CHOOSE, "compressed_attention", *QUANTISED)  # what runs elsewhere only as its own code
+# What runs elsewhere only as its own code, or beside experts that take what it gives.
+IN_ACCELERATED = (*CHOOSE, "compressed_attention", "gating", *QUANTISED)
 
 
 def other_class(cls: type, near: Callable) -> type:
