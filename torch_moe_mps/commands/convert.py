@@ -65,10 +65,7 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = tokenizer_of(source) if gguf else None
     arguments = None if packed else arguments_of(options, model)
     recipe: dict[str, Any] = {"recipe": arguments, "requantize": says_a_format(options)}
-    guesses = bool(_weights(source)) and has_mtp(model, source)
-    if guesses and (reason := left_out_mtp(source, model, options.to == "mlx")) is not None:
-        print(f"torch-moe-mps: layers that guess are left out: {reason}", file=sys.stderr)
-        guesses = False
+    guesses = _guesses(source, model, options.to == "mlx")
     if arguments is not None and _weights(source):
         check_exceptions(source if guesses else "", model, requested_recipe(**arguments))
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
@@ -88,6 +85,16 @@ def run(options: argparse.Namespace) -> None:
         errors = _convert(source, copied, options, recipe, importance, tokenizer, guesses)
         print(f"wrote {destination}, {_size_of_files(destination)}")
     write_json(options.json, plan.as_json(errors))
+
+
+def _guesses(source: str, model: Any, to_mlx: bool) -> bool:
+    """Whether the layers of a checkpoint that guess are converted, too; says why not, where it has some."""
+    if not _weights(source) or not has_mtp(model, source):
+        return False
+    reason = left_out_mtp(source, model, to_mlx)
+    if reason is not None:
+        print(f"torch-moe-mps: layers that guess are left out: {reason}", file=sys.stderr)
+    return reason is None
 
 
 def _write_adapter(options: argparse.Namespace, source: str, folder: Path) -> None:

@@ -18,7 +18,7 @@ from .checkpoints.calibration import importance_for
 from .checkpoints.layouts.gguf.quantizer import packing
 from .checkpoints.layouts.own.config import QuantizationConfig
 from .checkpoints.quantize.importance import Importance, is_file_of_importance
-from .checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
+from .checkpoints.quantize.recipe import ARGUMENTS, Recipe, requested_recipe
 from .checkpoints.quantize.streaming import one_by_one
 from .checkpoints.quantizer import Quantizer
 from .checkpoints.source import NO_MODEL, Source
@@ -85,8 +85,7 @@ def from_pretrained(
     require_kv_bits("from_pretrained", kv_bits)
     _require_one_process(kwargs)
     source = Source(name, kwargs, model_class)
-    if recipe is not None and recipe.of_guessing():
-        check_exceptions(str(name), source.skeleton(), recipe)
+    _check_guessing(recipe, str(name), source)
     if source.gguf is not None:
         kwargs["gguf_file"] = source.gguf
         if kwargs.get("dtype") == "auto":
@@ -118,6 +117,11 @@ def from_pretrained(
     if loading is not None:
         loading.finish(model)
     return (model, info) if with_info else model
+
+
+def _check_guessing(recipe: Recipe | None, name: str, source: Source) -> None:
+    if recipe is not None and recipe.of_guessing():
+        check_exceptions(name, source.skeleton(), recipe)
 
 
 def _require_one_process(kwargs: dict[str, Any]) -> None:
