@@ -124,6 +124,23 @@ def test_only_accelerated_models_read_them_once(checkpoint, monkeypatch):
     assert type(restored) is MTPCandidateGenerator
 
 
+def test_they_are_found_by_a_name_on_the_hub(checkpoint, tmp_path, monkeypatch):
+    """In its cache; patterns for them, too."""
+    _, folder = checkpoint
+    repository = tmp_path / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(folder, repository / "snapshots" / ("a" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    how = {"bits": 4, "group_size": 32, "overrides": {"mtp.0.eh_proj": 8}}
+    model = torch_moe_mps.from_pretrained("org/name", **how)
+    assert tokens_of(model, use_mtp=True) == tokens_of(model)
+    assert str(mtp_layers(model).layers[0].eh_proj.format) == "affine8_32"
+    with pytest.raises(ValueError, match=r"the pattern 'mtp\.0\.x_proj' fits no weight"):
+        torch_moe_mps.from_pretrained("org/name", bits=4, group_size=32, keep=["mtp.0.x_proj"])
+
+
 def test_convert_quantises_them(checkpoint, tmp_path, capsys):
     """As the last layer, to what a model has that quantises them when it is loaded; once more they stay so.
 
