@@ -22,7 +22,6 @@ LAGGING = {
     "granitemoehybrid": {0: MAMBA},
     "inkling": {0: None, 1: None},
     "kimi_linear": {0: CHANNELS},
-    "lara_mini": {0: RULE},
     "lfm2": {0: None},
     "lfm2_moe": {0: None},
     "lfm3": {0: None},
