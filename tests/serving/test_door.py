@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -9,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -350,6 +352,29 @@ def test_a_body_of_too_many_objects_is_refused(here, monkeypatch):
         assert (status, answer["error"]["message"]) == (400, message)
     body = {"prompt": "a", "max_tokens": 3, "user": "[{" * 40_000, "metadata": [{}] * 48}
     assert ask(here, "/v1/completions", body)[0] == 200
+
+
+def test_a_body_is_gone_while_its_answer_is_generated(here, monkeypatch):
+    class Body(dict):
+        """One that a weak reference takes."""
+
+    bodies, alive, own_body, own_submit = [], {}, app.body_of, Served.submit
+
+    def body_of(octets):
+        body = Body(own_body(octets))
+        bodies.append(weakref.ref(body))
+        return body
+
+    def submit(served, answers):
+        gc.collect()
+        alive[path] = bodies[-1]() is not None
+        own_submit(served, answers)
+
+    monkeypatch.setattr(app, "body_of", body_of)
+    monkeypatch.setattr(Served, "submit", submit)
+    for path, body in ASKED.items():
+        assert ask(here, path, json.loads(json.dumps(body).replace("a~", "a")))[0] == 200
+    assert alive == dict.fromkeys(ASKED, False)
 
 
 def test_a_body_of_too_many_values_is_refused(here, monkeypatch):

@@ -19,7 +19,7 @@ from .request import (
     Refused,
     Request,
     Tool,
-    sampling,
+    common,
     wrong,
 )
 from .served import Answers, Served
@@ -98,7 +98,7 @@ class ChatCompletions(Protocol):
             logprobs=logprobs_of(body, bool(body.get("logprobs")), "'logprobs' true"),
             count=body.get("n") or 1,
             likely=_predicted(body.get("prediction")) or "",
-            **sampling(body),
+            **common(body),
         )
 
     def whole(self, request: Request, answers: Answers, served: Served) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Chunks(Writer):
     def __init__(self, *parts: Any):
         super().__init__(*parts)
         self.envelope = envelope(self.prefix, self.kind, self.served)
-        self._options = self.request.body.get("stream_options") or {}
+        self._options = self.request.later.get("stream_options") or {}
 
     def choice(self, choice: dict[str, Any]) -> str:
         """A part of an answer."""

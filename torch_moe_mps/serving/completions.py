@@ -14,7 +14,7 @@ from .request import (
     SHARED,
     Fields,
     Request,
-    sampling,
+    common,
     wrong,
 )
 from .served import Answers, Served
@@ -48,7 +48,7 @@ class Completions(Protocol):
             form_field="response_format",
             logprobs=body.get("logprobs"),
             count=body.get("n") or 1,
-            **sampling(body),
+            **common(body),
         )
 
     def whole(self, request: Request, answers: Answers, served: Served) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from .request import (
     Refused,
     Request,
     Tool,
+    common,
     instance,
-    sampling,
     wrong,
 )
 from .served import Answers, Served
@@ -92,7 +92,7 @@ class Messages(Protocol):
             form=None if forced else schema,
             forced=forced,
             form_field="tool_choice" if forced else "output_config.format",
-            **sampling(body),
+            **common(body),
         )
 
     def whole(self, request: Request, answers: Answers, served: Served) -> dict[str, Any]:

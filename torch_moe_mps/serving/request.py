@@ -1,6 +1,6 @@
 """Requests, in whatever protocol they come, and the checks of their fields."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +113,7 @@ class Request:
         logprobs: how many alternatives each token of the answer shall have with its probability; None for no
             probabilities at all.
         likely: text that the answers probably have, whose tokens are guessed.
+        later: fields of the body that are read once it is answered; the others go before.
     """
 
     prompts: list[Chat | str | list[int]]
@@ -131,7 +132,7 @@ class Request:
     count: int = 1
     likely: str = ""
     stream: bool = False
-    body: dict[str, Any] = field(default_factory=dict)
+    later: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tools(self) -> dict[str, Tool]:
@@ -235,8 +236,13 @@ class Fields:
             raise Refused(line, self.needed, "missing_required_parameter")
 
 
-def sampling(body: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a Request that say how tokens are chosen, of a body that was checked."""
+def common(body: dict[str, Any], later: Sequence[str] = ("stream_options",)) -> dict[str, Any]:
+    """The parts of a Request that all bodies have, of one that was checked: how tokens are chosen, and how
+    they are given out.
+
+    Args:
+        later: names of fields that are read once it is answered.
+    """
     settings: dict[str, Any] = {
         name: kind(body[name])  # transformers takes no integers where numbers are
         for name, kind in _SAMPLING.items()
@@ -254,5 +260,5 @@ def sampling(body: dict[str, Any]) -> dict[str, Any]:
         "frequency": float(body.get("frequency_penalty") or 0),
         "presence": float(body.get("presence_penalty") or 0),
         "stream": bool(body.get("stream")),
-        "body": body,
+        "later": {name: body[name] for name in later if name in body},
     }

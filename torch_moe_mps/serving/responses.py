@@ -18,8 +18,8 @@ from .request import (
     Refused,
     Request,
     Tool,
+    common,
     instance,
-    sampling,
     wrong,
 )
 from .served import Answers, Served
@@ -48,6 +48,12 @@ _FIELDS = Fields(
         "truncation": ["disabled"],
     },
 )
+
+# Fields of a request that its response says again.
+_SAID_AGAIN = (
+    "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature",
+    "text", "tool_choice", "tools", "top_p",
+)  # fmt: skip
 
 
 class Responses(Protocol):
@@ -80,7 +86,7 @@ class Responses(Protocol):
             forced=forced,
             form_field="tool_choice" if forced else field,
             logprobs=logprobs_of(body, _INCLUDED in included, f"'include' of {_INCLUDED}"),
-            **sampling(body),
+            **common(body, _SAID_AGAIN),
         )
 
     def whole(self, request: Request, answers: Answers, served: Served) -> dict[str, Any]:
@@ -295,7 +301,7 @@ def _item(block: Text | Call, tools: dict[str, Tool], has_logprobs: bool) -> dic
 
 def _response(name: str, request: Request, served: Served) -> dict[str, Any]:
     """A response that has begun."""
-    body = request.body
+    body = request.later
     return {
         "id": name,
         "object": "response",
