@@ -150,6 +150,26 @@ class FusedLinear(Linear):
         return out[:, t["order"].flatten().argsort()] + t["residual"].double()
 
 
+class WideNorm:
+    """Weights of the norm in float32."""
+
+    @property
+    def name(self):
+        return f"{super().name} float32 norm"
+
+    def inputs(self, values):
+        given = super().inputs(values)
+        return given | {"norm": given["norm"].float()}
+
+
+class WideLinear(WideNorm, FusedLinear):
+    pass
+
+
+class WideExperts(WideNorm, SharedExperts):
+    pass
+
+
 class ActivatedLinear(Linear):
     """silu of a quarter of all outputs but the last four."""
 
@@ -509,6 +529,8 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     apart = (SharedExperts, ApartExperts)
     cases += [family("fused", *sizes) for sizes in CHOSEN[-2:] for family in apart]
     cases += [FusedLinear("fused", "int4", "f16", t, *sizes) for sizes in LINEARS for t in (1, 8)]
+    cases += [WideLinear("fused", "int4", "f16", 1, *sizes) for sizes in LINEARS]
+    cases.append(WideExperts("fused", *CHOSEN[-1]))
     cases.append(ActivatedLinear("fused", "int4", "f16", 1, 2048, 260))
     cases += [Logits("fused", t, experts, 2048, "bf16") for experts in (128, 512) for t in (1, 32)]
     cases += [HashLogits("fused", t, 256, 4096, "bf16") for t in (1, 2048)]
@@ -540,9 +562,11 @@ def sanitizer_fused() -> list[Case]:
         ]
     for shape in ((16, 4, 256, 192), (300, 2, 128, 64)):
         for f in (("int4", "f16"), ("mxfp4", "bf16")):
-            cases += [family("sanitize", *f, 1, *shape) for family in (ChosenExperts, SharedExperts)]
+            families = (ChosenExperts, SharedExperts, WideExperts)
+            cases += [family("sanitize", *f, 1, *shape) for family in families]
     cases += [FusedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
     cases.append(FusedLinear("sanitize", "int8", "f16", 1, 2752, 45))  # simdgroups share the inputs
+    cases += [WideLinear("sanitize", "int8", "f16", 1, width, 45) for width in (320, 2752)]
     cases += [ActivatedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
     cases += [Logits("sanitize", t, 45, 130, "f16") for t in (1, 3, 20)]
     cases += [HashLogits("sanitize", t, 45, 130, "f16") for t in (1, 3)]
