@@ -199,16 +199,14 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
             if "ids" in arguments and tokens == TOKENS[-1]:
                 arguments["ids"] = arguments["ids"].long()
             yield arguments
-        if ("format" in names_of(name) or name in DENSE) and "norm_weight" in names_of(name):
-            for tokens in (1, T):
-                arguments = sample(tokens=tokens)
-                for weight in _norm_weights(odd, arguments)[: 2 if tokens == 1 else 1]:
-                    yield arguments | {"norm_weight": weight}
+        multiplies = "format" in names_of(name) or name in DENSE
+        if multiplies and "norm_weight" in names_of(name):
+            yield from _normed(sample(tokens=1), sample(tokens=T), odd)
         if name == "moe_experts_quantized":
             yield from _chosen(sample(tokens=1), odd)
         if name == "heads_quantized":
             yield from _both_ways(sample(), sample(of="linear_quantized")["x"].shape[-1], odd)
-        if "format" in names_of(name) or name in DENSE:
+        if multiplies:
             # Where few threadgroups fill the GPU, each takes more rows: of linear layers more than there are.
             with planned_for(1):
                 wider = 1 if name not in LINEARS else max(1, 256 // max(32, format.multiple))
@@ -218,6 +216,13 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
             # Tiles that a GPU with fewer registers never takes: `check` shows that every kernel is right.
             with planned_for(0, MOST_REGISTERS):
                 yield sample(tokens=TOKENS[-2])
+
+
+def _normed(one: dict[str, Any], several: dict[str, Any], odd: Sample) -> Iterator[dict[str, Any]]:
+    """Normed inputs of one token, in whose kernel the weight is of either dtype, and of several."""
+    for arguments, dtypes in ((one, 2), (several, 1)):
+        for weight in _norm_weights(odd, arguments)[:dtypes]:
+            yield arguments | {"norm_weight": weight}
 
 
 def _chosen(arguments: dict[str, Any], odd: Sample) -> Iterator[dict[str, Any]]:
