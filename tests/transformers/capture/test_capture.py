@@ -739,6 +739,36 @@ def test_changes_of_the_cache(together):
 
 
 @torch.no_grad()
+def test_memory_that_is_not_shared_any_more():
+    """Of latents and what turns beside them, once one of them is another conversation's."""
+    models = pair("deepseek_v3", "cpu")
+    talks, others = ([Conversation(model) for model in models] for _ in range(2))
+    for other in others:
+        other.token = other.token + 1
+    for each in (talks, others):
+        assert_equal(*(talk.tokens(4) for talk in each))
+    assert captures_of(models[0]).programs
+    for talk, other in zip(talks, others, strict=True):
+        talk.cache.layers[1].values = other.cache.layers[1].values
+    assert_equal(*(talk.tokens(1) for talk in talks))
+    assert captures_of(models[0]).reason == "the layers of the cache share other memory"
+
+
+@torch.no_grad()
+def test_counts_of_layers_that_differ():
+    """Windows that had seen as many tokens in the captured calls, one of which has seen another number."""
+    model, own = pair("gpt_oss", "cpu", sizes={"num_hidden_layers": 4})
+    talks = [Conversation(each) for each in (model, own)]
+    assert_equal(*(talk.tokens(4) for talk in talks))
+    assert captures_of(model).programs
+    for talk in talks:
+        talk.cache.layers[2].cumulative_length += 1
+    assert_equal(*(talk.tokens(1) for talk in talks))
+    counts = [[layer.cumulative_length for layer in talk.cache.layers[::2]] for talk in talks]
+    assert counts == 2 * [[14, 15]]
+
+
+@torch.no_grad()
 def test_calls_that_are_left_alone():
     model = accelerated("qwen3_moe", "cpu")
     talk = Conversation(model)

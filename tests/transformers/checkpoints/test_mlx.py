@@ -72,6 +72,20 @@ def test_matrices_of_one_parameter_have_one_format(tmp_path):
         mlx_models.load(tmp_path, type(model))
 
 
+def test_a_layer_of_matrices_in_two_formats_is_dense(tmp_path):
+    """Gate and up projection of a layer without experts, which are one here."""
+
+    def predicate(path, module):
+        return {"group_size": 32, "bits": 8 if path.endswith("0.mlp.up_proj") else 4, "mode": "affine"}
+
+    model = mlx_models.tiny("minimax_m3_vl")
+    oracle = mlx_models.write(model, tmp_path, 4, predicate=predicate)
+    loaded = mlx_models.load(tmp_path, type(model))
+    layer = loaded.get_submodule("model.language_model.layers.0.mlp")
+    assert type(layer.gate_up_proj) is torch.nn.Linear and layer.down_proj.format.bits == 4
+    assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle))
+
+
 def test_global_scales_of_nvfp4_are_refused(tmp_path):
     """MLX applies them on CUDA GPUs only."""
     model = mlx_models.tiny("qwen3_moe")
