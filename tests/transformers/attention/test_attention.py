@@ -151,6 +151,18 @@ def test_the_models_code_where_it_is_needed(monkeypatch):
         assert call(q.clone().requires_grad_())[1] is None and len(calls) == 4
 
 
+def test_masks_of_key_heads():
+    """The operator takes them; a model's own code gets one for each of its heads."""
+    module = layer()
+    q, k, v = inputs("cpu", torch.float32, 2, 10)
+    mask = torch.cat([additive(2, 10, window, torch.float32) for window in (6, 3)], 1)
+
+    def call(query):
+        return attention(module, query, k, v, mask, scaling=0.3, s_aux=module.sinks)[0].detach()
+
+    torch.testing.assert_close(call(q.clone().requires_grad_()), call(q), rtol=1e-5, atol=1e-5)
+
+
 def test_several_tokens_without_a_mask_are_the_first(device):
     """Of a static cache that is empty but for them."""
     module = layer().to(device)

@@ -1012,6 +1012,7 @@ ROTATIONS: dict[Callable | str, dict[str, int]] = {
     values_of_the_cache: NOT_WRITTEN,
     one_memory: {"rope": 1, "copy_": 2},
     "seen(*turned(q, k), swapped(v), keys.clone(), values)": NOT_WRITTEN | {"clone": 1},
+    "(turned(q), turned(k.half()))": {"rope": 2, "_to_copy": 1},
     "seen(*turned(q, k), swapped(v[:, :, :1]), keys, values)": NOT_WRITTEN,
     "seen(*turned(q, k), swapped(v).double(), keys, values)": NOT_WRITTEN | {"_to_copy": 1},
     written_by_index: {"rope": 1, "arange": 1, "index_copy_": 2, "attention": 1},
