@@ -280,7 +280,7 @@ def padded_steps(model, ids) -> list[torch.Tensor]:
 def test_padded_prompts(simulated, name, monkeypatch):
     """They run on the operator, as the tokens behind them do, but for layers whose own code makes a mask."""
     model = tiny_models.tiny_model(name, **WINDOWED.get(name, {})).to("mps").eval()
-    layers = sum(getattr(module, "is_causal", False) is True for module in model.get_decoder().modules())
+    layers = sum(hasattr(module, "is_causal") for module in model.get_decoder().modules())
     ids = torch.randint(1, 50, (3, 20), generator=torch.Generator().manual_seed(1)).to("mps")
     kernels, _ = compared(simulated, model, ids, padded_steps)
     assert 2 * layers <= len(kernels) <= 3 * layers
@@ -462,7 +462,8 @@ def test_memory_of_a_prompt(simulated, name, monkeypatch):
     assert peak_of_a_prompt(model, 32768, padded=True) < 1.01 * long
 
 
-_NOT_TRIED = {"minimax"}  # a cache of its own
+# MiniMax has a cache of its own; Inkling 2's own code makes the distances of all tokens from all keys.
+_NOT_TRIED = {"minimax", "inkling2", "inkling2_loop"}
 
 
 @pytest.mark.sweep
