@@ -1,5 +1,6 @@
 """Layers of a model whose states may lag behind, as a twin of each module that reads some shows."""
 
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from .caches.lagging import KINDS, Kind, can_lag, lagging, settled
 from .caches.prompt_cache import new_cache
 from .caches.state import LayerState, copy_of_layer
 from .install import is_rewritten, run_as
-from .modules.rules.trial import agrees, linear_cache, on_the_cpu, tried, twin_of, verdict
+from .modules.rules.trial import Forms, agrees, first_form, linear_cache, on_the_cpu, twin_of
 from .upstream.caches import STATE_METHODS, CacheLayerMixin, LinearAttentionLayer
 from .upstream.calls import cache_name, needed_arguments
 
@@ -56,7 +57,7 @@ def _kind_of(module: nn.Module, states: int) -> Kind | None:
     """
     if not is_rewritten(module):
         return None
-    kind: Kind | None = verdict(module, _tried_kinds, type(module), states)
+    kind: Kind | None = first_form(module, _kinds, type(module), states)
     return kind
 
 
@@ -74,14 +75,14 @@ def _readers(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _tried_kinds(module: nn.Module, cls: type[nn.Module], states: int) -> Kind | None:
-    """The first kind whose states a twin of the module takes back."""
+def _kinds(module: nn.Module, cls: type[nn.Module], states: int) -> Forms:
+    """All kinds, of which one holds where a twin of the module takes its states back."""
     twin = twin_of(module, layer_idx=0)
     run_as(twin, module)
-    return next((kind for kind in KINDS if tried(_takes_back, twin, kind, states)), None)
+    return Forms(KINDS, functools.partial(_takes_back, twin, states))
 
 
-def _takes_back(twin: nn.Module, kind: Kind, states: int) -> bool:
+def _takes_back(twin: nn.Module, states: int, kind: Kind) -> bool:
     """Whether rows that have lost different numbers of tokens go on as if these had never been."""
     x = torch.randn(len(_RIGHT), _PROMPT + _GUESSES + 1, _width_of(twin))
     prompt, guesses, token = x.split((_PROMPT, _GUESSES, 1), 1)

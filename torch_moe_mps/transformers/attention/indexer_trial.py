@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..modules.rules.trial import HeldKeys, agrees, tried, verdict
+from ..modules.rules.trial import Forms, HeldKeys, agrees, first_form, tried
 from .chosen_keys import Choice
 
 
@@ -32,16 +32,17 @@ def form_by_trial(module: nn.Module, make: Callable[..., IndexerTrial], *argumen
 
     It is tried once for all modules that are alike.
     """
-    return verdict(module, _agreeing, make, *arguments)
+    return first_form(module, _forms, make, *arguments)
 
 
-def _agreeing(module: nn.Module, make: Callable[..., IndexerTrial], *arguments: Any) -> Any:
+def _forms(module: nn.Module, make: Callable[..., IndexerTrial], *arguments: Any) -> Forms:
     trial = make(module, *arguments)
     cache = trial.held()
     own = tried(trial.own, cache)
-    for form in trial.forms if isinstance(own, Tensor) else ():
+
+    def holds(form: Any) -> bool:
         other = trial.held()
-        choice = tried(trial.ours, form, other)
-        if isinstance(choice, Choice) and trial.is_same(own, choice) and agrees(cache.keys, other.keys):
-            return form
-    return None
+        choice = trial.ours(form, other)
+        return isinstance(choice, Choice) and trial.is_same(own, choice) and agrees(cache.keys, other.keys)
+
+    return Forms(trial.forms if isinstance(own, Tensor) else (), holds)

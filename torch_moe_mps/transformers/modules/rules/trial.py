@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,28 @@ def verdict(module: nn.Module, function: Callable, *arguments: Any, apart: Seque
         for name in (*(name for name in plain if name not in apart), *part._modules):
             depends_on(part, name)
     return result[0]
+
+
+class Forms(NamedTuple):
+    """Forms in which a module may compute.
+
+    Attributes:
+        forms: in the order in which they are tried.
+        holds: form -> whether the module computes so.
+    """
+
+    forms: Iterable[Any]
+    holds: Callable[[Any], bool]
+
+
+def first_form(module: nn.Module, make: Callable[..., Forms], *arguments: Any) -> Any:
+    """The first of make(module, *arguments) that holds, or None: tried once for modules that are alike."""
+    return verdict(module, _first_form, make, *arguments)
+
+
+def _first_form(module: nn.Module, make: Callable[..., Forms], *arguments: Any) -> Any:
+    made = make(module, *arguments)
+    return next((form for form in made.forms if tried(made.holds, form)), None)
 
 
 @dataclass(frozen=True)
