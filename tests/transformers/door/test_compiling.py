@@ -70,7 +70,7 @@ assert len(lines) > 10 and not [line for line in lines if line.startswith(librar
 print(sum(row[2] for row in first), sum(row[2] for row in rest))
 """
 # About half of what they were when each library had the sizes, formats and caches of all (9,369).
-MOST_LINES = 4_970
+MOST_LINES = 4_975
 FAMILIES = ("norms", "pointwise", "rope", "attention", "routing")
 
 
@@ -95,7 +95,7 @@ def test_nothing_compiles_in_the_first_token(simulated, bits, dtype, experts):
 def test_kernels_of_a_token_come_first(simulated):
     """Those of prompts are compiled behind them, while the model runs, where nothing is compared."""
     first, all_of_them = map(int, forked(TOKEN_FIRST).splitlines()[-1].split())
-    assert (first, all_of_them) == (39, 50)
+    assert (first, all_of_them) == (42, 53)
 
 
 def lines_of(library: str) -> int:
@@ -119,14 +119,14 @@ class TestLines(expecttest.TestCase):
         self.assertExpectedInline(
             f"{text}all: {total}\n",
             """\
-quantized_affine4_64_bf16: 2199
-norms_bf16: 360
-pointwise_bf16: 184
-rope_bf16: 356
-attention_bf16: 902
-routing_bf16: 638
-bucket_i64: 318
-all: 4957
+quantized_affine4_64_bf16: 2211
+norms_bf16: 361
+pointwise_bf16: 185
+rope_bf16: 357
+attention_bf16: 903
+routing_bf16: 639
+bucket_i64: 319
+all: 4975
 """,
         )
 

@@ -63,7 +63,8 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
 def note_exceptions(model: nn.Module, recipe: Recipe) -> None:
     """Lets a model know the exceptions of its recipe, for layers that guess, which are read later."""
     for module in model.modules():
-        if hasattr(module, "base_model_prefix"):  # a model of transformers
+        vars(module).pop(_EXCEPTIONS, None)
+        if recipe.overrides and hasattr(module, "base_model_prefix"):  # a model of transformers
             vars(module)[_EXCEPTIONS] = dict(recipe.overrides)
 
 

@@ -65,11 +65,12 @@ def quantize_model(
         quantize_experts raises.
     """
     weights = weights_of(model, recipe)
-    note_exceptions(model, recipe)
     report = QuantizationReport(skipped=weights.dense | _packed(model))
     if importance is not None:
         report.importance = importance.give(model, weights.targets)
-    return quantize_targets("quantize", model, weights.targets, report, progress)
+    quantize_targets("quantize", model, weights.targets, report, progress)
+    note_exceptions(model, recipe)
+    return report
 
 
 def _packed(model: nn.Module) -> dict[str, str]:

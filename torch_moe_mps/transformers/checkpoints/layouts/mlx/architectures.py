@@ -47,7 +47,7 @@ def _bailing_hybrid(config: Config) -> Config:
         "moe_shared_expert_intermediate_size": config["moe_intermediate_size"] * config["num_shared_experts"],
         "n_group": config["num_expert_group"],
         "num_experts_per_tok": config["num_experts_per_token"],
-        "q_lora_rank": None,
+        "q_lora_rank": config.get("q_lora_rank"),  # mlx-lm has another default
     }
 
 
