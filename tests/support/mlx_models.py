@@ -81,7 +81,6 @@ OLDER_KEYS: dict[str, dict] = {
         "num_shared_experts": 1,
         "num_experts_per_tok": 2,
         "n_group": 2,
-        "q_lora_rank": NULL,
     },
     "exaone_moe": {"is_moe_layer": [False, True]},
     "gemma3_text": {"sliding_window_pattern": 2, "rope_theta": 1e6},
