@@ -571,8 +571,9 @@ def test_without_guesses_nothing_is_taken_back(tmp_path):
     """From states; look-up's guesses are."""
     tiny_models.tiny_config("lfm2_moe").save_pretrained(tmp_path)
     model = fit.Source(str(tmp_path), {}).skeleton()
+    cache = kv_cache(model)
     beside = {
-        wanted: fit._guesses(Namespace(guesses=wanted, macs=None, kv_bits=16), model, str(tmp_path), [])
+        wanted: fit._guesses(Namespace(guesses=wanted, macs=None), model, str(tmp_path), [], cache)
         for wanted in ("none", "lookup")
     }
     assert beside["none"].cache.beside == 0 < beside["lookup"].cache.beside

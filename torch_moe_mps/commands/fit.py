@@ -42,7 +42,7 @@ from ..transformers.checkpoints.source import Source
 from ..transformers.mtp import bytes_of_mtp, empty_mtp, last_layer
 from .arguments import NO_GUESSES
 from .caches import KVCache, kv_cache
-from .guesses import draft_cache
+from .guesses import cache_beside
 from .recipes import NAMED, arguments_of_recipe
 from .results import write_json
 from .sources import context_of, folder_of, skeleton_of
@@ -101,21 +101,27 @@ def run(options: argparse.Namespace) -> None:
     if options.recipe is not None and options.recipe not in names:
         sizes.insert(0, of_recipe(model, options.recipe, options.group_size))
     sizes += [of_recipe(model, name, options.group_size) for name in names]
-    guesses = _guesses(options, model, folder, sizes)
+    cache = kv_cache(model, options.kv_bits)
+    guesses = _guesses(options, model, folder, sizes, cache)
     if options.macs is not None:
-        text, data = spread(model, sizes, options.macs, options.kv_bits)
+        text, data = spread(model, sizes, options.macs, cache)
     else:
-        text, data = report(model, sizes, options.context, mac, options.kv_bits, guesses)
+        text, data = report(model, sizes, options.context, mac, options.kv_bits, cache, guesses)
     print(text)
     write_json(options.json, {"model": options.model, "kv_bits": options.kv_bits, **data})
 
 
 def report(
-    model: Any, sizes: Sequence[Size], context: int, mac: Mac | None, kv_bits: int, guesses: Guesses
+    model: Any,
+    sizes: Sequence[Size],
+    context: int,
+    mac: Mac | None,
+    kv_bits: int,
+    cache: KVCache | None,
+    guesses: Guesses,
 ) -> tuple[str, dict[str, Any]]:
     """The tables, for all Macs or for one, and the numbers in them."""
-    cache, prompt = kv_cache(model, kv_bits), prompt_bytes(model, AT_ONCE)
-    total = sum(p.numel() for p in model.parameters())
+    prompt, total = prompt_bytes(model, AT_ONCE), sum(p.numel() for p in model.parameters())
     lines = [f"{type(model).__name__}, {total / 1e9:.2f} billion weights", *_of_cache(cache, kv_bits)]
     lines.append(
         f"a prompt takes at most {prompt / 1e9:.3f} GB for {AT_ONCE:,} tokens, which are read at once"
@@ -173,7 +179,9 @@ def _of_bounds(
     return lines, {"bounds": {name: dict(zip(names, values, strict=True)) for name, values in bounds.items()}}
 
 
-def _guesses(options: argparse.Namespace, model: Any, folder: str, sizes: Sequence[Size]) -> Guesses:
+def _guesses(
+    options: argparse.Namespace, model: Any, folder: str, sizes: Sequence[Size], cache: KVCache | None
+) -> Guesses:
     """Plan of what guesses beside a model; the sizes get its bytes.
 
     Raises: ValueError, OSError for layers that the checkpoint does not have, or that a recipe has exceptions
@@ -192,19 +200,17 @@ def _guesses(options: argparse.Namespace, model: Any, folder: str, sizes: Sequen
         for size in sizes:
             size.guesses = bytes_of_mtp(layers, model, size.targets, size.recipe)
         return Guesses(_LAYERS, kv_cache(model, options.kv_bits, len(layers.layers)))
-    cache = kv_cache(model, options.kv_bits)
     if wanted in (None, LOOKUP):
         return Guesses("", cache)
     if wanted == NO_GUESSES:
         return Guesses("", cache and KVCache(cache.states, cache.rates))
-    other = _bytes_of_draft(options, model, sizes)
-    own_cache = draft_cache(options, model.dtype)
-    both = None if cache is None or own_cache is None else cache + own_cache
-    return Guesses(_DRAFT.format(other, "{}"), both)
+    beside = _count_draft(options, model, sizes)
+    both = None if cache is None or beside is None else cache + beside
+    return Guesses(_DRAFT.format(options.guesses, "{}"), both)
 
 
-def _bytes_of_draft(options: argparse.Namespace, model: Any, sizes: Sequence[Size]) -> str:
-    """Gives the sizes the bytes of the model or assistant of --guesses, as loaded. Returns: its name."""
+def _count_draft(options: argparse.Namespace, model: Any, sizes: Sequence[Size]) -> KVCache | None:
+    """Gives the sizes the bytes of the model or assistant of --guesses, as loaded. Returns: its cache."""
     name = options.guesses
     folder = folder_of(name, weights=False)
     source, draft = skeleton_of(options, folder)
@@ -226,7 +232,7 @@ def _bytes_of_draft(options: argparse.Namespace, model: Any, sizes: Sequence[Siz
             size.guesses = _size(name, draft, _targets(draft, requested_recipe(**format.to_dict()))).weights
         else:
             size.guesses = total_bytes(draft)
-    return name
+    return cache_beside(source.config, draft, model.dtype, options.kv_bits)
 
 
 def _of_cache(cache: KVCache | None, kv_bits: int) -> list[str]:
@@ -269,13 +275,13 @@ def _more_for_the_gpu(mac: Mac | None) -> str:
 
 
 def spread(
-    model: Any, sizes: Sequence[Size], macs: Sequence[int], kv_bits: int = 16
+    model: Any, sizes: Sequence[Size], macs: Sequence[int], cache: KVCache | None
 ) -> tuple[str, dict[str, Any]]:
     """The table for several Macs that share the layers, and its numbers; `macs` has the GB of each.
 
     Raises: ValueError for a model whose layers cannot be spread.
     """
-    cache, prompt = kv_cache(model, kv_bits), prompt_bytes(model, AT_ONCE)
+    prompt = prompt_bytes(model, AT_ONCE)
     limits, longest = [wired_limit(gib) - prompt for gib in macs], context_of(model.config)
     layers = model.get_submodule(find_loop(model).layers)
     rows: list[dict[str, Any]] = []

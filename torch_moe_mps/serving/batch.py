@@ -346,7 +346,7 @@ class Batch:
         """Whether memory has what a disk has of a job's prompt; a part of it is read where it has not."""
         if self._restoring is None or self._restoring[0] is not job:
             self._leave_restoring()
-            is_kept = self.prompts is not None and not self._reads_whole
+            is_kept = self.prompts is not None and not self.reads_whole
             begun = self.prompts.restoring(self.model, job.inputs) if self.prompts and is_kept else None
             self._restoring = job, begun
         restoring = self._restoring[1]
@@ -383,7 +383,7 @@ class Batch:
             self._generated.remove(job)
 
     @functools.cached_property
-    def _reads_whole(self) -> bool:
+    def reads_whole(self) -> bool:
         """Whether the model must read a prompt in one call: asked once, as all of its modules are for it."""
         return reads_whole(self.model)
 
@@ -436,7 +436,7 @@ class Batch:
     def _begin(self, job: Job) -> _Answer:
         inputs = job.inputs
         ids = inputs["input_ids"]
-        is_kept = not self._reads_whole and can_be_kept(self.model, inputs)
+        is_kept = not self.reads_whole and can_be_kept(self.model, inputs)
         reader = PromptReader(
             self.model,
             ids,
@@ -581,7 +581,7 @@ class Batch:
     def _begin_guesses(self, answer: _Answer) -> None:
         if self.guesses is None:
             return
-        if self._reads_whole:
+        if self.reads_whole:
             kind = type(self.model).__name__
             self.guesses.give_up(f"{kind} does not read several tokens behind a cache rightly")
             self.guesses = None

@@ -4,7 +4,6 @@ import queue
 import sys
 from typing import Any
 
-from ..transformers.caches.prompt_cache import reads_whole
 from ..transformers.key_order import reason_against_rows, reason_for_order
 from .batch import Batch
 from .device import OnDevice, Work
@@ -40,7 +39,7 @@ class Engine(OnDevice):
         room = None if memory is None else memory.free
         self._batch = Batch(model, prompts, most, room, self._take_work, guesses)
         self._submitted = 0
-        if not reads_whole(model):  # trials that would hold the first answers up
+        if not self._batch.reads_whole:  # trials that would hold the first answers up
             reason_against_rows(model)
             if guesses is not None and most > 1:
                 reason_for_order(model)

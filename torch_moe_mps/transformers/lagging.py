@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .basics.state import original_class
 from .caches.cache import grow_cache
-from .caches.lagging import KINDS, Kind, can_lag, lagging, settled
+from .caches.lagging import KINDS, Kind, can_lag, lagging, settled, states_of
 from .caches.prompt_cache import new_cache
 from .caches.state import LayerState, copy_of_layer
 from .install import is_rewritten, run_as
@@ -94,18 +94,18 @@ def _takes_back(twin: nn.Module, states: int, kind: Kind) -> bool:
     cache.layers[0] = layer
     of_guesses = _result(twin, guesses, cache)
     layer.set_counts(torch.tensor(_RIGHT, dtype=torch.int32)[:, None])
-    behind = [_states_of(settled(_row_of(layer, row), right)) for row, right in enumerate(_RIGHT)]
+    behind = [_copies(settled(_row_of(layer, row), right)) for row, right in enumerate(_RIGHT)]
     found = _result(twin, token, cache)
     for row, right in enumerate(_RIGHT):
         one = slice(row, row + 1)
         alone = linear_cache(states)
         _result(twin, prompt[one], alone)
         expected = [_result(twin, guesses[one, n : n + 1], alone) for n in range(right)]
-        before = _states_of(alone.layers[0])
+        before = _copies(alone.layers[0])
         expected.append(_result(twin, token[one], alone))
         own = torch.cat((of_guesses[one, :right], found[one]), 1)
-        theirs = [torch.cat(expected, 1), *before, *_states_of(alone.layers[0])]
-        if not agrees([own, *behind[row], *_states_of(_row_of(layer, row))], theirs, 1e-4):
+        theirs = [torch.cat(expected, 1), *before, *_copies(alone.layers[0])]
+        if not agrees([own, *behind[row], *_copies(_row_of(layer, row))], theirs, 1e-4):
             return False
     return True
 
@@ -124,9 +124,8 @@ def _row_of(layer: Any, row: int) -> Any:
     return copied
 
 
-def _states_of(layer: Any) -> list[Tensor]:
-    held = *layer.conv_states.values(), *layer.recurrent_states.values()
-    return [state.clone() for state in held if state is not None]
+def _copies(layer: Any) -> list[Tensor]:
+    return [state.clone() for state in states_of(layer).values()]
 
 
 def _result(twin: nn.Module, x: Tensor, cache: Any) -> Tensor:

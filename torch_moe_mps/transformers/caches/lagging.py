@@ -18,6 +18,7 @@ from ..basics.pending import set_before, set_pending
 from ..upstream.caches import LinearAttentionLayer
 from .state import LayerState, copy_of_layer
 
+_POSITIONS = "positions"  # the kind of the states of convolutions
 _COUNTS = "counts"  # the name of how many tokens are right, beside those of the states
 
 
@@ -58,7 +59,7 @@ class Lagging(LinearAttentionLayer):
     def show_pending(self) -> None:
         """Lets whoever reads the states see what is pending behind them."""
         counts = self.pending[_COUNTS]
-        for name, state in _states(self).items():
+        for name, state in states_of(self).items():
             set_pending(state, self.pending[name], counts)
 
     def set_counts(self, counts: Tensor) -> None:
@@ -82,9 +83,9 @@ def _lagging_class(plain: type, kind: Kind) -> type:
     return type(f"Lagging{plain.__name__}", (Lagging, plain), own)
 
 
-def _states(layer: Any) -> dict[tuple[str, int], Tensor]:
+def states_of(layer: Any) -> dict[tuple[str, int], Tensor]:
     """The states of a layer of linear attention."""
-    both = {"positions": layer.conv_states, "tokens": layer.recurrent_states}
+    both = {_POSITIONS: layer.conv_states, "tokens": layer.recurrent_states}
     return {(kind, n): s for kind, held in both.items() for n, s in held.items() if s is not None}
 
 
@@ -92,18 +93,16 @@ def can_lag(layer: Any) -> bool:
     """Whether a layer has states of the kind that may lag behind."""
     if not isinstance(layer, LinearAttentionLayer) or isinstance(layer, Lagging):
         return False
-    positions = [state for state in layer.conv_states.values() if state is not None]
-    states = [state for state in layer.recurrent_states.values() if state is not None]
-    return (
-        bool(positions or states)
-        and all(state.dim() == 3 for state in positions)
-        and all(state.dim() == 4 and state.dtype == torch.float32 for state in states)
+    states = states_of(layer)
+    return bool(states) and all(
+        state.dim() == 3 if kind == _POSITIONS else state.dim() == 4 and state.dtype == torch.float32
+        for (kind, _), state in states.items()
     )
 
 
 def lagging(layer: Any, kind: Kind) -> Lagging:
     """A layer like this one, whose states it shares, with nothing pending."""
-    states = _states(layer)
+    states = states_of(layer)
     pending: dict[Any, Tensor] = {name: s.new_empty(_pending_shape(s, kind)) for name, s in states.items()}
     state = next(iter(states.values()))
     pending[_COUNTS] = torch.zeros(len(state), 1, dtype=torch.int32, device=state.device)
@@ -128,7 +127,7 @@ def bytes_beside(layer: Any, kinds: Iterable[Kind] = KINDS) -> int:
     """
     if not isinstance(layer, LinearAttentionLayer):
         return 0
-    states, kinds = _states(layer).values(), [*kinds]
+    states, kinds = states_of(layer).values(), [*kinds]
     if not kinds or not can_lag(layer):
         return sum(state.nbytes for state in states)
     return sum(max(prod(_pending_shape(s, kind)) for kind in kinds) * s.element_size() for s in states)
@@ -138,7 +137,7 @@ def settled(layer: Lagging, count: int) -> Any:
     """A plain layer with the states of one row, which it writes, behind so many of the tokens pending."""
     if count > 0:
         counts = torch.tensor([[count]], dtype=torch.int32)
-        for name, state in _states(layer).items():
+        for name, state in states_of(layer).items():
             take_in = _take_in_positions if state.dim() == 3 else _take_in_tokens
             take_in(layer.kind, state, {"pending_": layer.pending[name], "counts": counts.to(state.device)})
     made = object.__new__(layer.settled_class)

@@ -75,9 +75,9 @@ def shared_expert_in_experts(graph: fx.Graph) -> None:
     """
     for call in calls(graph, ours.moe_experts_quantized):
         passed = arguments(call)
-        name = "residual" if passed["shared_out"] is None else "shared_out"
-        mlp, x = passed[name] and beneath(passed[name]), passed["x"]
-        if not is_call(mlp, ours.mlp_quantized) or not is_read_once(passed[name], call):
+        added = "residual" if passed["shared_out"] is None else "shared_out"
+        mlp, x = passed[added] and beneath(passed[added]), passed["x"]
+        if not is_call(mlp, ours.mlp_quantized) or not is_read_once(passed[added], call):
             continue
         own = arguments(mlp)
         matrices = {name: (own[name], passed[name]) for name in MATRICES}
@@ -92,7 +92,7 @@ def shared_expert_in_experts(graph: fx.Graph) -> None:
             and all(map(_is_like_one, *zip(*matrices.values(), strict=True)))
         ):
             new = {f"shared_{name}": value for name, (value, _) in matrices.items()}
-            call.replace_all_uses_with(changed(call, call, **{name: None}, **new))
+            call.replace_all_uses_with(changed(call, call, **{added: None}, **new))
 
 
 def _is_like_one(matrix: fx.Node | None, stack: fx.Node | None) -> bool:

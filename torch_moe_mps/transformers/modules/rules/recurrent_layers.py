@@ -134,14 +134,13 @@ def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Ten
 def mamba_scan(layer: Any, projected: Tensor, cache: Any, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Results of the heads of Mamba-2, [B, T, C], and its gate, from those of the first projection."""
     heads, width, groups, states = layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size
-    inner = heads * width
+    inner, tokens = heads * width, projected.shape[:2]
     gate, mixed, step = projected.split_with_sizes([inner, inner + 2 * groups * states, heads], -1)
     before = None if cache is None else cache.get_conv_state(layer.layer_idx)
     # Tokens whose states lag may be guesses, each of which is a step.
-    is_step = before is not None and (projected.shape[1] == 1 or bool(pending_of(before, projected.shape[1])))
+    is_step = before is not None and (tokens[1] == 1 or bool(pending_of(before, tokens[1])))
     mixed = masked(convolution(layer, mixed, cache), mask)
     v, k, q = mixed.split_with_sizes([inner, groups * states, groups * states], -1)
-    tokens = projected.shape[:2]
     least = 0.0 if is_step else layer.time_step_limit[0]  # the model's step has no limit
     out = scan(
         cache,
@@ -163,7 +162,7 @@ def mamba_scan(layer: Any, projected: Tensor, cache: Any, mask: Tensor | None) -
             beta_activation="softplus",
             beta_min=least or None,
             skip=layer.D,
-            **pending_of(state, projected.shape[1]),
+            **pending_of(state, tokens[1]),
         ),
     )
     return out.flatten(2), gate
