@@ -511,7 +511,7 @@ def test_layers_that_guess_are_counted(tmp_path, capsys):
             capsys.readouterr()
             asked = ["fit", str(folder), "--group-size", "32", "--recipe", str(recipe), "--json", str(file)]
             assert main(asked) == 0
-            assert "load layers that guess, too, of " in capsys.readouterr().out
+            assert "load layers of the checkpoint for guesses, of " in capsys.readouterr().out
             found = json.loads(file.read_text())
             sizes = {size["name"]: size for size in found["sizes"]}
             assert sizes["4 bit"]["guesses"] == pytest.approx(own, rel=0.01)
@@ -539,7 +539,7 @@ def test_what_guesses_is_counted(tmp_path, capsys):
     with tiny_models.groups_of_32():
         model = tiny_models.tiny_model("qwen3", **sizes)
         draft = tiny_models.tiny_model("qwen3", **sizes | {"num_hidden_layers": 1})
-    for name, each in (("model", model), ("draft", draft)):
+    for name, each in (("model", model), ("{draft}", draft)):
         each.save_pretrained(tmp_path / name)
     config = model.config
     layer = 2 * config.num_key_value_heads * config.head_dim * 4  # of the cache, for a token
@@ -549,9 +549,9 @@ def test_what_guesses_is_counted(tmp_path, capsys):
     looked = figures(file, tmp_path / "model", *how, "--guesses", "lookup")
     assert looked == (plain, contexts, space) == figures(file, tmp_path / "model", *how)
 
-    own = sum(t.nbytes for t in load_file(tmp_path / "draft" / "model.safetensors").values())
-    found, contexts, _ = figures(file, tmp_path / "model", *how, "--guesses", tmp_path / "draft")
-    assert f"{tmp_path / 'draft'} guesses, of " in capsys.readouterr().out
+    own = sum(t.nbytes for t in load_file(tmp_path / "{draft}" / "model.safetensors").values())
+    found, contexts, _ = figures(file, tmp_path / "model", *how, "--guesses", tmp_path / "{draft}")
+    assert f"load {tmp_path / '{draft}'} for guesses, of " in capsys.readouterr().out
     for name, size in found.items():
         assert size.pop("guesses") == own and size == plain[name]
         assert contexts[name] == pytest.approx(context(space - size["bytes"] - own, 3 * layer), rel=1e-6)

@@ -50,11 +50,6 @@ from .sources import context_of, folder_of, skeleton_of
 BITS = (8, 6, 5, 4, 3, 2)
 _DENSE, _STORED = "16 bit", "as it is"
 _CHECK = Check("fit")
-_LAYERS = (
-    "chat and serve load layers that guess, too, of {}; contexts below have room for them\n"
-    "and their caches. --guesses lookup loads none."
-)
-_DRAFT = "{} guesses, of {}; contexts below have room for it and its cache."
 
 
 @dataclass
@@ -81,11 +76,11 @@ class Guesses(NamedTuple):
     """Memory of what guesses beside a model.
 
     Attributes:
-        said: a text with a place for how large it is; "" where it takes no memory of its own.
+        what: name of what chat and serve load; "" where it takes no memory of its own.
         cache: of the model and of what guesses; None where it is unknown.
     """
 
-    said: str
+    what: str
     cache: KVCache | None
 
 
@@ -129,9 +124,10 @@ def report(
     size, unit = unit_of(total)
     cells = [[s.name, f"{s.weights / size:.1f}", f"{s.token / size:.2f}"] for s in sizes]
     lines += ["", *aligned([["weights", unit, f"{unit} read for a token"], *cells], 1)]
-    if guesses.said:
+    if guesses.what:
         own = ", ".join(f"{s.guesses / size:.2f} ({s.name})" for s in sizes)
-        lines += ["", *guesses.said.format(f"{own} {unit}").splitlines()]
+        lines += ["", f"chat and serve load {guesses.what} for guesses, of {own} {unit};"]
+        lines += [f"contexts below have room for that and its cache. --guesses {LOOKUP} takes no memory."]
     longest, names = context_of(model.config), [size.name for size in sizes]
     limits = [(f"{gib} GB", wired_limit(gib)) for gib in MEMORIES]
     if mac is not None:
@@ -149,7 +145,7 @@ def report(
         "prompt": {"tokens": AT_ONCE, "bytes": prompt},
         "sizes": [
             {"name": s.name, "bytes": s.weights, "bytes_a_token": s.token}
-            | ({"guesses": s.guesses} if guesses.said else {})
+            | ({"guesses": s.guesses} if guesses.what else {})
             for s in sizes
         ],
         "macs": [
@@ -199,14 +195,14 @@ def _guesses(
     if wanted in (None, MTP) and layers is not None:
         for size in sizes:
             size.guesses = bytes_of_mtp(layers, model, size.targets, size.recipe)
-        return Guesses(_LAYERS, kv_cache(model, options.kv_bits, len(layers.layers)))
+        return Guesses("layers of the checkpoint", kv_cache(model, options.kv_bits, len(layers.layers)))
     if wanted in (None, LOOKUP):
         return Guesses("", cache)
     if wanted == NO_GUESSES:
         return Guesses("", cache and KVCache(cache.states, cache.rates))
     beside = _count_draft(options, model, sizes)
     both = None if cache is None or beside is None else cache + beside
-    return Guesses(_DRAFT.format(options.guesses, "{}"), both)
+    return Guesses(options.guesses, both)
 
 
 def _count_draft(options: argparse.Namespace, model: Any, sizes: Sequence[Size]) -> KVCache | None:
