@@ -487,7 +487,7 @@ def test_what_does_not_fit_is_one_line(mac, qwen3, tmp_path, refused):
         ([tmp_path / "vit"], "model_type must be of a model that generates text"),
         ([qwen3, "--guesses", "mtp"], "--guesses mtp is for layers that guess, got "),
         ([qwen3, "--guesses", "mtp", "--macs", "2x64"], "must be lookup or none with --macs, got mtp"),
-        ([qwen3, "--guesses", small], "must be a model with the 151936 tokens of "),
+        ([qwen3, "--guesses", small], "a draft must have the model's 151936 tokens, got 97 others"),
         ([qwen3, "--recipe", recipe], "the pattern 'mtp.*' fits no weight that can be quantised"),
     ):
         assert message in refused("fit", *arguments)

@@ -1,9 +1,11 @@
 """--guesses with layers of the checkpoint, and with the folder of an assistant: the text is that of none."""
 
+import shutil
 from argparse import Namespace
 
 import pytest
 import torch
+from support.checkpoints import changed
 from support.dflash import assistant_of
 from support.guesses import Answered, prompts, settings
 from support.mtp import with_mtp
@@ -121,3 +123,16 @@ def test_the_assistant_of_another_model_is_one_line(command, folders, tmp_path, 
     assert main([command, str(model), "--guesses", str(tmp_path), "--device", "cpu", *more]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "an assistant must be of a model of 2 layers, 64 wide, and 27 tokens, got 2 layers, 96" in error
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_a_draft_with_other_texts_for_its_tokens_is_one_line(command, folders, tmp_path, capsys):
+    """Of as many tokens as the model."""
+    model, _ = folders
+    shutil.copytree(model, tmp_path / "draft")
+    with changed(tmp_path / "draft" / "tokenizer.json") as stored:
+        vocabulary = stored["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    assert main([command, str(model), "--guesses", str(tmp_path / "draft"), "--device", "cpu"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.endswith("a draft must have the model's 27 tokens, got 27 others")

@@ -20,6 +20,7 @@ from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
 from ..serving.guesses import LOOKUP, MTP
 from ..serving.guesses.dflash import is_dflash, require_assistant
+from ..serving.guesses.draft import require_tokens
 from ..serving.prompt_reader import AT_ONCE
 from ..serving.prompts import LONGEST, prompt_bytes
 from ..transformers.basics.interface import experts_of
@@ -215,10 +216,7 @@ def _count_draft(options: argparse.Namespace, model: Any, sizes: Sequence[Size])
         require_assistant(model, source.config)
         draft = draft.to(model.dtype)
     else:
-        own, other = (each.config.get_text_config().vocab_size for each in (model, draft))
-        if own != other:
-            expected = f"a model with the {own} tokens of {options.model}"
-            raise ValueError(f"--guesses must be {expected}, got {other}")
+        require_tokens(model, draft)
     stored = as_stored(source, draft, folder)
     for size in sizes:
         format = last_layer(model, size.targets).linears if is_assistant else None

@@ -10,8 +10,10 @@ from .._text import first_line
 from ..serving.guesses import LOOKUP, MTP
 from ..serving.guesses.asked import guessing_of
 from ..serving.guesses.dflash import is_dflash, require_assistant
+from ..serving.guesses.draft import require_tokens
 from ..serving.guesses.guessing import Guessing
 from ..serving.prompts import Prompts
+from ..serving.ranges import vocabulary_of
 from ..serving.speculation import Speculation
 from ..transformers.checkpoints.source import Source
 from ..transformers.mtp import has_mtp, recipe_of_last_layer, require_mtp
@@ -36,8 +38,8 @@ def guesses_of(
     if options.guesses in (LOOKUP, MTP):
         return guessing_of(model, options.guesses, prompts, "--guesses")
     draft, draft_folder = _draft(options, model, device)
-    if not is_dflash(draft.config) and _differ(options, model, folder, draft, draft_folder):
-        raise ValueError(f"--guesses must be a model with the tokens of {folder}, got {options.guesses}")
+    if not is_dflash(draft.config):
+        require_tokens(model, draft, alike=not _differ(options, model, folder, draft, draft_folder))
     return guessing_of(model, draft, prompts, "--guesses")
 
 
@@ -109,5 +111,5 @@ def _draft(options: argparse.Namespace, model: Any, device: str) -> tuple[Any, s
 def _differ(options: argparse.Namespace, model: Any, folder: str, draft: Any, draft_folder: str) -> bool:
     """Whether a model and its draft have other tokens, or another number of them."""
     own, other = (tokenizer_of(name, options.trust_remote_code) for name in (folder, draft_folder))
-    sizes = {part.config.get_text_config().vocab_size for part in (model, draft)}
+    sizes = {vocabulary_of(part) for part in (model, draft)}
     return own.get_vocab() != other.get_vocab() or len(sizes) > 1

@@ -56,7 +56,7 @@ def test_guesses_are_the_likeliest_tokens_of_the_draft(architecture, length, siz
 
 
 def test_wrong_drafts_are_one_line(caplog):
-    with pytest.raises(ValueError, match="a draft must have the model's 97 tokens, got 31"):
+    with pytest.raises(ValueError, match="a draft must have the model's 97 tokens, got 31 others"):
         torch_moe_mps.generate_batch(
             model_of("llama"), prompts(1), settings(2), guesses=model_of("llama", vocab_size=31)
         )

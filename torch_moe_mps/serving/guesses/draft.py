@@ -13,10 +13,22 @@ from ...transformers.caches.rows import NotJoinable, Rows, forgetting
 from ...transformers.upstream.calls import cache_argument
 from ..prompt_reader import PromptReader
 from ..prompts import Prompts
+from ..ranges import vocabulary_of
 from .source import Row
 from .width import MOST
 
 _NAME = "moe_mps::guesses"
+
+
+def require_tokens(model: Any, draft: Any, alike: bool = True) -> None:
+    """Raises: ValueError for a draft whose tokens are not those of the model that verifies its guesses.
+
+    Args:
+        alike: whether their tokenizers have the same texts for them.
+    """
+    expected, got = vocabulary_of(model), vocabulary_of(draft)
+    if expected != got or not alike:
+        raise ValueError(f"{_NAME}: a draft must have the model's {expected} tokens, got {got} others")
 
 
 class _Cached(NamedTuple):
@@ -38,9 +50,7 @@ class Draft:
     """
 
     def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, memory: int):
-        own, other = (part.config.get_text_config(decoder=True).vocab_size for part in (model, draft))
-        if own != other:
-            raise ValueError(f"{_NAME}: a draft must have the model's {own} tokens, got {other}")
+        require_tokens(model, draft)
         kind = type(draft).__name__
         if not draft._supports_default_dynamic_cache() or reads_whole(draft):
             raise ValueError(f"{_NAME}: a draft must have a cache that can be cut, got a {kind}")
