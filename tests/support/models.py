@@ -41,12 +41,16 @@ def output(model, ids: torch.Tensor, **inputs) -> torch.Tensor:
         return model(input_ids=ids, **inputs)[0]
 
 
-def in_parts(model, ids: torch.Tensor, *sizes: int, cache=None) -> tuple[list[torch.Tensor], Any]:
+def in_parts(
+    model, ids: torch.Tensor, *sizes: int, cache=None, tells_positions=False
+) -> tuple[list[torch.Tensor], Any]:
     """The logits of a prompt and of parts of these sizes that follow it, and the cache that they share."""
-    logits = []
+    logits, sizes = [], [ids.shape[1] - sum(sizes), *sizes]
     with torch.no_grad():
-        for part in ids.split([ids.shape[1] - sum(sizes), *sizes], 1):
-            out = model(input_ids=part, **cache_argument(model, cache), use_cache=True)
+        places = torch.arange(ids.shape[1])[None].to(ids.device).split(sizes, 1)
+        for part, place in zip(ids.split(sizes, 1), places, strict=True):
+            given = {"position_ids": place} if tells_positions else {}
+            out = model(input_ids=part, **cache_argument(model, cache), use_cache=True, **given)
             logits.append(out[0].float().cpu())
             cache = cache_among(out, cache)  # RecurrentGemma gives none back
     return logits, cache

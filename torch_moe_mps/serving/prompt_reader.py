@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..transformers.caches.prompt_cache import kept_states, new_cache, reads_whole
+from ..transformers.upstream.caches import LinearAttentionCacheLayerMixin
 from ..transformers.upstream.calls import cache_among
 from .prompts import Images, Kept, Prompts
 from .stand_in import turned
@@ -56,6 +57,9 @@ class PromptReader:
         self._deltas = {} if self.kept.images is None else self.kept.images.moved
         self._end = ids.shape[1]
         self._is_whole = cache is None or reads_whole(model) or self.has_new_images
+        # Bamba's own code counts positions from the first token of a call.
+        has_states = cache is not None and any(map(_has_states, cache.layers))
+        self._tells_positions = has_states and not modules and any(map(_rotates, model.modules()))
         pauses = [] if self._is_whole else _pauses(self.kept, self._end)
         self._ends = [end for end in (*pauses, self._end) if end > len(self.kept.ids)]
 
@@ -100,6 +104,8 @@ class PromptReader:
         if not self._is_whole:
             end = min(end, start + most)
         inputs = {"input_ids": self._ids[:, start:end], **(self._beside if self.has_new_images else {})}
+        if self._tells_positions:
+            inputs["position_ids"] = torch.arange(start, end)[None]
         inputs = {name: value.to(self._device) for name, value in inputs.items()}
         with self.turning():
             out = call(kept.cache, **inputs, use_cache=True, logits_to_keep=1)
@@ -107,6 +113,14 @@ class PromptReader:
         if self.prompts is not None and end < self._end and _is_marked(end, self._end):
             _mark(kept)
         return out
+
+
+def _has_states(layer: Any) -> bool:
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def _rotates(module: Any) -> bool:
+    return hasattr(module, "inv_freq")
 
 
 def _pauses(kept: Kept, prompt: int) -> list[int]:

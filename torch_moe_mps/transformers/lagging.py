@@ -1,4 +1,6 @@
-"""Layers of a model whose states may lag behind, as a twin of each module that reads some shows."""
+"""Layers of a model whose states may lag behind, and modules that forget their states in front of several
+tokens, as a twin of each module that reads some shows.
+"""
 
 import functools
 import inspect
@@ -15,7 +17,7 @@ from .caches.lagging import KINDS, Kind, can_lag, lagging, settled, states_of
 from .caches.prompt_cache import new_cache
 from .caches.state import LayerState, copy_of_layer
 from .install import is_rewritten, run_as
-from .modules.rules.trial import Forms, agrees, first_form, linear_cache, on_the_cpu, twin_of
+from .modules.rules.trial import Forms, agrees, first_form, linear_cache, on_the_cpu, tried, twin_of
 from .upstream.caches import STATE_METHODS, CacheLayerMixin, LinearAttentionLayer
 from .upstream.calls import cache_name, needed_arguments
 
@@ -29,18 +31,35 @@ def lagging_layers(model: PreTrainedModel) -> dict[int, Kind]:
 
     None in a model that is compiled: its graphs do not see what is pending behind a state.
     """
-    layers = {
-        n: one for n, one in enumerate(new_cache(model).layers) if isinstance(one, LinearAttentionLayer)
-    }
+    layers = _layers_with_states(model)
     if not layers or any(map(_is_compiled, model.modules())):
         return {}
     kinds: dict[int, set[Kind | None]] = {number: set() for number in layers}
-    for module in _readers(model):
-        number: Any = module.layer_idx
-        if number in layers and not _reads_keys_alone(module, layers[number]):
-            kinds[number].add(_kind_of(module, len(layers[number].conv_states)))
+    for module, number in _readers(model, layers):
+        kinds[number].add(_kind_of(module, len(layers[number].conv_states)))
     found = {number: next(iter(of_layer)) for number, of_layer in kinds.items() if len(of_layer) == 1}
     return {number: kind for number, kind in found.items() if kind is not None}
+
+
+@on_the_cpu()
+def forgets_states(model: PreTrainedModel) -> bool:
+    """Whether modules begin anew where several tokens follow those of a cache.
+
+    So does the own code of Mamba-1. Of modules that run the same code, one is tried.
+    """
+    layers = _layers_with_states(model)
+    readers = {type(module): (module, number) for module, number in _readers(model, layers)}
+    return any(
+        first_form(module, _pieces, cls, len(layers[number].conv_states))
+        for cls, (module, number) in readers.items()
+    )
+
+
+def _layers_with_states(model: PreTrainedModel) -> dict[int, Any]:
+    """{number: layer of a new cache} for layers of linear attention."""
+    cache = tried(new_cache, model)
+    layers = enumerate([] if cache is None else cache.layers)
+    return {number: layer for number, layer in layers if isinstance(layer, LinearAttentionLayer)}
 
 
 def _reads_keys_alone(module: nn.Module, layer: Any) -> bool:
@@ -67,19 +86,48 @@ def _is_compiled(module: nn.Module) -> bool:
     return is_by_torch or hasattr(module, "_orig_mod")  # torch.compile(model) holds the model so
 
 
-def _readers(model: nn.Module) -> Iterator[nn.Module]:
-    """The innermost modules of a layer that get a cache."""
+def _readers(model: nn.Module, layers: dict[int, Any]) -> Iterator[tuple[nn.Module, int]]:
+    """The innermost modules that read states of these layers of a cache, and the numbers of the layers."""
+    if not layers:
+        return
     found = {m for m in model.modules() if hasattr(m, "layer_idx") and cache_name(original_class(m).forward)}
     for module in found:
-        if not any(inner in found for inner in module.modules() if inner is not module):
-            yield module
+        number: Any = module.layer_idx
+        if any(inner in found for inner in module.modules() if inner is not module):
+            continue
+        if number in layers and not _reads_keys_alone(module, layers[number]):
+            yield module, number
 
 
 def _kinds(module: nn.Module, cls: type[nn.Module], states: int) -> Forms:
     """All kinds, of which one holds where a twin of the module takes its states back."""
-    twin = twin_of(module, layer_idx=0)
-    run_as(twin, module)
+    twin = _twin_that_runs(module)
     return Forms(KINDS, functools.partial(_takes_back, twin, states))
+
+
+def _twin_that_runs(module: nn.Module) -> Any:
+    """A twin of a module that runs what that one runs."""
+    twin = twin_of(module, layer_idx=0)
+    if is_rewritten(module):
+        run_as(twin, module)
+    return twin
+
+
+def _pieces(module: nn.Module, cls: type[nn.Module], states: int) -> Forms:
+    """Two pieces of a prompt, which hold where a twin of the module forgets the first one."""
+    return Forms((2,), lambda pieces: _forgets(_twin_that_runs(module), states))
+
+
+def _forgets(twin: nn.Module, states: int) -> bool:
+    """Whether a prompt in two pieces gives another result than in one."""
+    found = []
+    x = torch.randn(1, _PROMPT + _GUESSES, _width_of(twin))
+    for pieces in ((_PROMPT + _GUESSES,), (_PROMPT, _GUESSES)):
+        cache = linear_cache(states)
+        results = [_result(twin, piece, cache) for piece in x.split(pieces, 1)]
+        found.append([torch.cat(results, 1), *_copies(cache.layers[0])])
+    whole, in_pieces = found
+    return not agrees(in_pieces, whole, 1e-3)
 
 
 def _takes_back(twin: nn.Module, states: int, kind: Kind) -> bool:

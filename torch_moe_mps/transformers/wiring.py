@@ -14,11 +14,13 @@ from .accelerate import PREPARED_BY, accelerate
 from .attention.implementations import LAYER_HOOKS, NEEDS_OUR_KERNEL
 from .attention.indexer import rewrite_indexer
 from .caches.layers import GROWING_CLASSES
+from .caches.prompt_cache import FORGETS
 from .capture.candidates import CANDIDATES
 from .checkpoints.quantize.in_place import LOADED
 from .families import Family
 from .graphs.passes import INTRODUCED, PASSES
 from .graphs.passes.routing import OPTIONS_OF
+from .lagging import forgets_states
 from .modules.rules import MODULE_RULES
 
 FAMILIES = (
@@ -28,7 +30,6 @@ FAMILIES = (
     "glm5_next",
     "gpt_oss",
     "inkling",
-    "jamba",
     "jetmoe",
     "longcat_flash",
     "minimax",
@@ -54,6 +55,7 @@ def _candidates(*given: Any) -> Any:
 MODULE_RULES.append(rewrite_indexer)
 CANDIDATES.append(_candidates)
 LOADED.append(accelerate)
+FORGETS.append(forgets_states)
 for family in _declared():
     MODULE_RULES.extend(family.rules)
     PREPARED_BY.extend(filter(None, [family.prepare]))

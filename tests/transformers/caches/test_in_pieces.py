@@ -11,17 +11,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import torch_moe_mps
 from torch_moe_mps.serving import prompt_reader, prompts
 from torch_moe_mps.serving.generating import Generating
-from torch_moe_mps.transformers.caches.prompt_cache import READ_WHOLE, new_cache, reads_whole
+from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole
 
 IDS = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(0))
 PIECES = 7, 1, 5  # behind a first one
 WITHOUT_CACHE = {"openai_privacy_filter"}  # it generates nothing
 # Caches of each kind: recurrent states, windows, compressed keys, and those that own code gets wrong.
 OFTEN = ("jamba", "kimi_linear", "gpt_oss", "deepseek_v4", "lfm2_moe")
-# Sizes of models with neither experts nor a place in docs/models.md.
-RECURRENT = {
+# Models whose own code forgets a cache in front of several tokens: Mamba-1.
+FORGETTING = {
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
-    "bamba": {"attn_layer_indices": [1]},
     "falcon_mamba": {},
     "mamba": {},
     "zamba": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid"] * 3, "n_mamba_heads": 2},
@@ -37,25 +36,55 @@ def test_pieces_give_the_logits_of_the_whole(architecture):
         if accelerates:
             torch_moe_mps.accelerate(model, capture=False)
         (whole,), _ = in_parts(model, IDS)
-        pieces = torch.cat(in_parts(model, IDS, *PIECES)[0], 1)
+        parts, _ = in_parts(model, IDS, *PIECES, tells_positions=architecture == "bamba")
+        pieces = torch.cat(parts, 1)
         error = (pieces - whole).norm() / whole.norm()
         assert (error < 1e-5) == (not reads_whole(model)), (accelerates, error)
 
 
-@pytest.mark.parametrize("architecture", in_sweep(READ_WHOLE, ("jamba",)))
-def test_prompts_that_are_read_whole(architecture, monkeypatch, capsys):
-    """A first turn and one behind it have the tokens of transformers' own generate()."""
-    monkeypatch.setattr(prompt_reader, "AT_ONCE", 8)
-    config = build_config(CONFIG_MAPPING[architecture], **RECURRENT[architecture])
+def model_of(architecture: str, sizes: dict):
+    config = build_config(CONFIG_MAPPING[architecture], **sizes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     randomise(model, 0)
+    return model
+
+
+def turns(length: int) -> dict:
+    given = {"input_ids": IDS[:, :length], "attention_mask": torch.ones(1, length, dtype=torch.int64)}
+    return given | {"max_new_tokens": 5, "do_sample": False}
+
+
+@pytest.mark.parametrize("architecture", in_sweep(FORGETTING, ("jamba",)))
+def test_prompts_that_are_read_whole(architecture, monkeypatch, capsys):
+    """A first turn and one behind it have the tokens of transformers' own generate()."""
+    monkeypatch.setattr(prompt_reader, "AT_ONCE", 8)
+    model = model_of(architecture, FORGETTING[architecture])
     generating = Generating(model, prompts.Prompts(1 << 30))
     for length in (20, 30):
-        given = {"input_ids": IDS[:, :length], "attention_mask": torch.ones(1, length, dtype=torch.int64)}
-        given |= {"max_new_tokens": 5, "do_sample": False}
-        expected = model.generate(**given)
-        assert torch.equal(generating.generate(**given), expected)
+        expected = model.generate(**turns(length))
+        assert torch.equal(generating.generate(**turns(length)), expected)
     assert f"own code of {architecture}" in capsys.readouterr().err
     with pytest.raises(ValueError, match=f"moe_mps::save_prompt_cache: .*{architecture}"):
         torch_moe_mps.save_prompt_cache("unused", model, IDS, new_cache(model))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes"), [("jamba", FORGETTING["jamba"]), ("bamba", {"attn_layer_indices": [1]})]
+)
+def test_prompts_in_pieces_behind_kept_ones(architecture, sizes, monkeypatch):
+    """Of Mamba-1, once accelerated, and of a model whose own code counts positions anew in each call."""
+    monkeypatch.setattr(prompt_reader, "AT_ONCE", 8)
+    model = model_of(architecture, sizes)
+    expected = [model.generate(**turns(length)) for length in (20, 30)]
+    torch_moe_mps.accelerate(model)
+    read, generating = [], Generating(model, prompts.Prompts(1 << 30))
+    monkeypatch.setattr(prompt_reader, "_END", 3)
+    handle = model.register_forward_pre_hook(
+        lambda _, args, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    found = [generating.generate(**turns(length)) for length in (20, 30)]
+    handle.remove()
+    assert all(map(torch.equal, found, expected))
+    steps = [1] * 4
+    assert read == [8, 8, 1, 3, *steps, 7, 3, 3, *steps]

@@ -18,7 +18,6 @@ FAMILIES = {
     "gemma4": ("gemma4", "moe_gate"),
     "glm5_next": ("glm5_next", "index_topk"),
     "gpt_oss": ("gpt_oss", "gpt-oss in GGUF files"),
-    "jamba": ("jamba", "selective_scan_"),
     "jetmoe": ("jetmoe", "moe_experts"),
     "longcat_flash": ("longcat_flash", "moe_experts"),
     "inkling": ("inkling", "relative positions"),

@@ -25,7 +25,9 @@ FORMS = {
     "granitemoehybrid": ({}, (CONV, SCAN, NORM)),
     "nemotron_h": ({"layers_block_type": ["mamba", "attention"]}, (CONV, SCAN, NORM)),
     "minimax": ({"layer_types": ["full_attention", "linear_attention"]}, (SCAN, NORM)),
-    "jamba": ({}, (CONV, "rms_norm", "selective_scan_")),
+    "jamba": ({}, (CONV, "selective_scan_")),
+    "mamba": ({}, (CONV, "selective_scan_")),
+    "falcon_mamba": ({}, (CONV, "selective_scan_")),
     "falcon_h1": ({"ssm_in_multiplier": 1.5, "ssm_multipliers": [0.5, 2.0, 0.7, 1.3, 1.1]}, (CONV, SCAN)),
     "falcon_h1, normed": ({"mamba_rms_norm": True, "ssm_in_multiplier": 1.5}, (CONV, SCAN)),
 }
@@ -33,7 +35,8 @@ FORMS = {
 
 def model_of(architecture: str, dtype: torch.dtype = torch.float32):
     name, changed = architecture.partition(",")[0], FORMS[architecture][0]
-    model = eager(tiny_models.tiny_model(name, **changed))
+    make = tiny_models.other_model if name in tiny_models.other_causal() else tiny_models.tiny_model
+    model = eager(make(name, **changed))
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         if name.endswith(("A_log", "dt_bias", ".D", "norm.weight")):
@@ -66,9 +69,12 @@ OF_EACH_KIND = ["kimi_linear", "granitemoehybrid", "minimax", "jamba", "falcon_h
 
 @pytest.mark.parametrize("architecture", in_sweep(FORMS, OF_EACH_KIND))
 def test_prompts_and_steps(architecture):
-    """A prompt, steps and a few tokens at once, of padded rows too; what runs in a step."""
+    """A prompt, steps and a few tokens at once, of padded rows too; what runs in a step.
+
+    The own code of Mamba-1 goes on from a cache by single tokens alone.
+    """
     model = model_of(architecture)
-    expected = [logits_of(model, mask) for mask in (False, True)]
+    expected = [logits_of(model, mask, (9, *[1] * 6)) for mask in (False, True)]
     report = torch_moe_mps.accelerate(model)
     notes = {row.replaced_by for row in report.rows if any(n in str(row.replaced_by) for n in SCANS)}
     assert notes == {"; ".join(FORMS[architecture][1])}
@@ -111,6 +117,23 @@ def test_hooks_and_changes_run_the_own_code():
     assert SCAN in operators_of(lambda: logits_of(model))
     layer.o_norm.variance_epsilon = 0.5
     assert SCAN not in operators_of(lambda: logits_of(model))
+
+
+@pytest.mark.parametrize("architecture", in_sweep(("jamba", "mamba", "falcon_mamba"), ("jamba",)))
+def test_own_code_of_mamba_1_goes_on_by_single_tokens_where_it_has_to_run(architecture):
+    """With a hook within, and in front of a backward; the model's own class forgets the state."""
+    model = model_of(architecture)
+    expected, forgotten = logits_of(model, pieces=(9, *[1] * 6)), logits_of(model)
+    assert (forgotten - expected)[:, 11:14].abs().max() > 1e-2
+    torch_moe_mps.accelerate(model)
+    layer = layer_of(model)
+    handle = layer.x_proj.register_forward_hook(lambda *_: None)
+    assert_close(logits_of(model), expected, 1e-4)
+    handle.remove()
+    model.train()
+    for module in model.modules():
+        module.training = module is layer
+    assert_close(logits_of(model), expected, 1e-4)
 
 
 def test_packed_sequences_are_refused_as_ever():

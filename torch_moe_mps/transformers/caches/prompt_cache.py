@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,9 +36,8 @@ from .stored import checksum, reader, stored
 _PACKAGE = __package__.partition(".")[0]
 _FORM = "torch_moe_mps prompt cache"
 _OF_THE_FILE = ("_name_or_path", "transformers_version", "quantization_config", "architectures")
-# Types of models whose own code in transformers 5.23 forgets a cache where several tokens follow it,
-# or gives no cache back: a prompt in pieces would be another one.
-READ_WHOLE = ("bamba", "falcon_mamba", "jamba", "mamba", "zamba")
+# Trials of a model: whether its modules forget a cache where several tokens follow it.
+FORGETS: list[Callable[[PreTrainedModel], bool]] = []
 _counted, _numbers = itertools.count(), WeakIdKeyDictionary()  # {tensor of an adapter: its number}
 _SAMPLES = 64  # octets of each tensor that tell models apart
 # {position: {index of a layer: its attributes}}: states that only fit a prefix of this length.
@@ -55,8 +54,8 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def reads_whole(model: PreTrainedModel) -> bool:
-    """Whether a model must read a prompt in one call, behind an empty cache."""
-    return model.config.get_text_config(decoder=True).model_type in READ_WHOLE or keeps_states(model)
+    """Whether a model must read a prompt in one call, behind an empty cache: in pieces it is another one."""
+    return keeps_states(model) or any(forgets(model) for forgets in FORGETS)
 
 
 def can_be_cut(layer: Any) -> bool:
@@ -136,8 +135,7 @@ def save_prompt_cache(
         cache: that the model returned, with T tokens; dense or with kv_bits=8.
 
     Raises: ValueError for a cache of another length or class, for a file that is something else, and for a
-        model whose own code goes on wrongly behind a cache (`READ_WHOLE`); OSError; torch.AcceleratorError as
-        `synchronize`.
+        model that reads prompts whole (`reads_whole`); OSError; torch.AcceleratorError as `synchronize`.
     """
     if reads_whole(model):
         kind = model.config.get_text_config(decoder=True).model_type

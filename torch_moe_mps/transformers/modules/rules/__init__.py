@@ -10,7 +10,7 @@ from .hyper_connection import rewrite_hyper_connection
 from .linear_attention import convolution_in_place, delta_rule_in_place
 from .mlp import rewrite_mlp
 from .projection import rewrite_projection
-from .recurrent_layers import mamba, with_channels
+from .recurrent_layers import mamba, selective, with_channels
 from .rope import rotation_in_place
 from .rotary import rewrite_rotary
 from .router import rewrite_router
@@ -27,6 +27,7 @@ MODULE_RULES: list[ModuleRule] = [
     rewrite_projection,
     with_channels,
     mamba,
+    selective,
     rewrite_hyper_connection,
     rewrite_router,
 ]

@@ -1,4 +1,4 @@
-"""Whole layers of linear attention: Kimi's delta attention, Mamba-2, and what families add.
+"""Whole layers of linear attention: Kimi's delta attention, Mamba-2, Mamba-1, and what families add.
 
 A layer is recognised by what it computes: its own forward and the one here run on a twin of it, for a prompt,
 a token behind it and a few more, and have to give the same results and states of the cache.
@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...basics.pending import pending_of
 from ...basics.report import Done
-from ...basics.state import original_class
+from ...basics.state import RUNS_OWN, original_class, with_own
 from ...upstream.caches import DynamicCache, LinearAttentionLayer
 from ...upstream.calls import in_place, needed_arguments
 from ..experts import is_observed
@@ -68,10 +69,9 @@ def scan(
     shape: tuple[int, ...],
     x: Tensor,
     run: Callable[[Tensor], Tensor],
-    begins_anew: bool = False,
 ) -> Tensor:
     """run(state), and the state that it leaves in the cache."""
-    held = None if cache is None or begins_anew else cache.get_recurrent_state(number)
+    held = None if cache is None else cache.get_recurrent_state(number)
     state = torch.zeros(shape, dtype=torch.float32, device=x.device) if held is None else held
     out = run(state)
     if cache is not None and held is None:
@@ -177,6 +177,43 @@ def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tenso
     return layer.out_proj(out)
 
 
+def own_selective_layer(
+    layer: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Any = None
+) -> Any:
+    """The own code of Mamba-1, a token at a time where a cache has a state: several tokens forget it."""
+    if cache is None or cache.get_recurrent_state(layer.layer_idx) is None:
+        return NotImplemented
+    own, tokens = original_class(layer).forward, hidden_states.split(1, 1)
+    masks = [None] * len(tokens) if attention_mask is None else attention_mask.split(1, 1)
+    arguments = needed_arguments(own, cache)
+    results = [
+        own(layer, token, **arguments, attention_mask=mask) for token, mask in zip(tokens, masks, strict=True)
+    ]
+    return torch.cat(results, 1)
+
+
+@with_own(own_selective_layer)
+@with_cache
+def selective_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
+    """Mamba-1, which goes on from the state of a cache for any number of tokens."""
+    states = layer.ssm_state_size
+    mixed, gate = layer.in_proj(x).chunk(2, -1)
+    mixed = masked(convolution(layer, mixed, cache), mask)
+    parts = layer.x_proj(mixed).split_with_sizes([layer.time_step_rank, states, states], -1)
+    norms = map(layer._modules.get, ("dt_layernorm", "b_layernorm", "c_layernorm"))
+    step, b, c = (part if norm is None else norm(part) for part, norm in zip(parts, norms, strict=True))
+    step = F.linear(step, layer.dt_proj.weight)
+    options = {"dt_bias": layer.dt_proj.bias, "skip": layer.D, "gate": gate}
+    out = scan(
+        cache,
+        layer.layer_idx,
+        (*mixed.shape[::2], states),
+        x,
+        lambda state: ops.selective_scan_(mixed, step, b, c, state, layer.A_log, **options),
+    )
+    return layer.out_proj(out)
+
+
 # Recognising them
 
 
@@ -211,14 +248,14 @@ class _Linear(DynamicCache):
 
 
 def _matches_module(module: nn.Module, forward: Callable) -> bool:
-    """Whether a forward does what the module's own does: results and states."""
+    """Whether a forward does what the module's own code does where it stands: results and states."""
     twin = twin_of(module, layer_idx=0)
     linear = next(part for part in twin.modules() if isinstance(part, FewDirections))
     x = torch.randn(1, 9, linear.in_features)
     mask = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])
     own = original_class(module).forward
     found = []
-    for run in (own, in_place(own, forward)):
+    for run in (in_place(own, getattr(forward, RUNS_OWN, own)), in_place(own, forward)):
         copied, cache, results = copy.deepcopy(twin), _Linear(), []
         pieces = (
             (x[:, :5], mask, None),
@@ -239,4 +276,7 @@ with_channels = recurrent_layer(
 )
 mamba = recurrent_layer(
     ("in_proj", "conv1d", "norm", "out_proj"), mamba_layer, CONVOLUTION, SCAN, "rms_norm_gated"
+)
+selective = recurrent_layer(
+    ("in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"), selective_layer, CONVOLUTION, "selective_scan_"
 )
