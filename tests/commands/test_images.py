@@ -1,5 +1,8 @@
 """Images in generate and serve: answers are transformers' own, and no image is computed twice."""
 
+import hashlib
+import threading
+
 import pytest
 import torch
 import transformers
@@ -69,8 +72,20 @@ def test_generate(checkpoint, own, tmp_path, capsys, refused):
     assert "--image needs the chat template, got --raw" in error
 
 
-def test_serve(checkpoint, own, seen):
-    """A conversation about an image computes it once; another image with the same text is another prompt."""
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_serve(checkpoint, own, seen, monkeypatch, parallel):
+    """A conversation about an image computes it once; another image with the same text is another prompt.
+
+    Pixels are hashed while a request is read, not on the thread that computes.
+    """
+
+    hashing, own_hash = [], hashlib.blake2b
+
+    def blake2b(*given, **named):
+        hashing.append(threading.current_thread().name)
+        return own_hash(*given, **named)
+
+    monkeypatch.setattr(hashlib, "blake2b", blake2b)
 
     def ask(client, chat: list, *content) -> str:
         chat.append({"role": "user", "content": [*content]})
@@ -87,7 +102,7 @@ def test_serve(checkpoint, own, seen):
     def image(seed: int) -> dict:
         return {"type": "image_url", "image_url": {"url": as_url(picture(seed))}}
 
-    with client_of(checkpoint) as client:
+    with client_of(checkpoint, "--parallel", parallel) as client:
         said, other = [], []
         first = ask(client, said, image(0), text("what"))
         second = ask(client, said, text("more"))
@@ -97,6 +112,7 @@ def test_serve(checkpoint, own, seen):
         plain = ask(client, [], text("what"))
         third = ask(client, said, text("again"))
         assert seen == [1, 1]
+    assert hashing and all(name.startswith("reader") for name in hashing)
     assert first == own("<image>what", picture(0)) and foreign == own("<image>what", picture(1)) != first
     assert plain == own("what")
     so_far = "<image>what" + first.replace(" ", "") + "more"

@@ -20,7 +20,7 @@ from support import scripted
 from support.jobs import Asked, ids_of, model_of, run
 
 from torch_moe_mps._text import shown
-from torch_moe_mps.serving import app, json_text, media, structured
+from torch_moe_mps.serving import app, json_text, media, served, structured
 from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.device import Died
 from torch_moe_mps.serving.json_text import read_json
@@ -109,30 +109,31 @@ def test_requests_that_take_long_to_read_delay_no_other(here, monkeypatch):
     assert len(parsed) == 5 and all(name.startswith("reader") for name in parsed)
 
 
-def test_long_bodies_take_turns_and_short_ones_wait_for_none(here, monkeypatch):
+def test_bodies_take_turns_of_their_length_and_the_shortest_wait_for_none(here, monkeypatch):
     """They would take the cores from the answers. What is not of the text counts, too."""
-    entered: list[str] = []
+    entered: list[tuple[str, bool]] = []
 
     @contextlib.contextmanager
-    def turn():
-        entered.append(path)
+    def turn(is_long):
+        entered.append((path, is_long))
         yield
 
     monkeypatch.setattr(here.served.turns, "turn", turn)
-    paths = dict.fromkeys(ASKED, 400) | {"/v1/messages/count_tokens": 200, "/tokenize": 200}
-    for text, more in (("a", ""), ("a" * 70_000, ""), ("a", "a" * 70_000)):
+    paths = [*ASKED, "/v1/messages/count_tokens", "/tokenize"]
+    for text, more in (("a", ""), ("a", "a" * 5000), ("a" * 70_000, ""), ("a", "a" * 70_000)):
         del entered[:]
-        for path, status in paths.items():
+        for path in paths:
             body = json.dumps(ASKED.get(path, ASKED["/v1/messages"] | {"content": "a~"})).replace("a~", text)
             found, _ = ask(here, path, json.loads(body) | {"metadata": {"a": more}})
-            assert found == (status if text != "a" else 200), path
-        assert entered == ([] if text + more == "a" else [*paths])
+            assert found == (400 if text != "a" and path in ASKED else 200), path
+        is_long = len(text + more) > 60_000
+        assert entered == [(path, is_long) for path in paths if text + more != "a"]
 
 
 def test_who_waits_for_others_gives_his_turn_to_another():
     """The one who pauses has a turn again behind it; a turn inside of a turn is the same."""
     turns, order, own = Turns(), list[int](), threading.Lock()
-    turns._free, paused = threading.Semaphore(1), threading.Event()
+    turns._long, paused = threading.Semaphore(1), threading.Event()
 
     def first() -> None:
         with turns.turn(), turns.turn():
@@ -154,8 +155,47 @@ def test_who_waits_for_others_gives_his_turn_to_another():
             done.result(60)
     assert order == [2, 3, 1]
     with turns.pause(), turns.turn():  # of a thread without a turn
-        assert not turns._free.acquire(blocking=False)
-    assert turns._free.acquire(blocking=False)
+        assert not turns._long.acquire(blocking=False)
+    assert turns._long.acquire(blocking=False)
+
+
+def test_short_work_waits_for_no_long_one():
+    """What becomes long gives its short turn to another, and has it again behind."""
+    turns, order = Turns(), list[str]()
+    turns._long, turns._short = threading.Semaphore(1), threading.Semaphore(1)
+
+    def short(name: str) -> None:
+        with turns.turn(is_long=False):
+            order.append(name)
+
+    with ThreadPoolExecutor(1) as other:
+        with turns.turn(), turns.turn(is_long=False):
+            other.submit(short, "beside a long one").result(60)
+        with turns.turn(is_long=False), turns.turn():
+            other.submit(short, "beside one that became long").result(60)
+            assert not turns._long.acquire(blocking=False)
+        with turns.turn(is_long=False):
+            waits = other.submit(short, "behind a short one")
+            order.append("short")
+        waits.result(60)
+    assert order == ["beside a long one", "beside one that became long", "short", "behind a short one"]
+
+
+def test_data_urls_are_read_in_a_turn_and_what_is_far_away_without_one(here, monkeypatch):
+    turns, held = here.served.turns, []
+
+    def octets(media, url, field, seconds):
+        held.append(turns._held)
+        return b"a"
+
+    monkeypatch.setattr(media.Media, "octets", octets)
+    monkeypatch.setattr(served, "picture", lambda octets, field: held.append(turns._held))
+    here.served.processor.image_processor = None
+    for is_long in (False, True):
+        with turns.turn(is_long):
+            for url in ("data:image/png;base64,AAAA", "https://example.com/a.png"):
+                here.served._opened({"type": "image", "url": url, "field": "image", "as": "image"}, 0.0)
+    assert held == [turns._long, turns._long, None, turns._long] * 2
 
 
 def beats_beside(function: Callable[[], object]) -> int:

@@ -50,6 +50,7 @@ _DROPPED = 4  # times as many bytes, at most, of a body that is read and dropped
 _TEXT_BYTES, _TOKEN_BYTES = 8 << 20, 32
 _MOST_VALUES = 1 << 20
 _PIECE = 1 << 16  # bytes that are looked at without a pause for other threads
+_AT_ONCE = 1 << 12  # bytes of a body that is read without a turn
 _READERS = 32  # requests that are read at a time
 PAGE = Path(__file__).with_name("page")
 # Policy for an answer's Markdown: it runs no script and asks no other machine for a picture.
@@ -211,7 +212,8 @@ class Server:
         octets = await self._octets(asked)
 
         def read() -> T:
-            with self.served.turns.turn() if len(octets) > LONG else contextlib.nullcontext():
+            turns = self.served.turns
+            with turns.turn(len(octets) > LONG) if len(octets) > _AT_ONCE else contextlib.nullcontext():
                 return function(octets, *arguments)
 
         return await asyncio.get_running_loop().run_in_executor(self._reader, read)

@@ -441,7 +441,7 @@ class Batch:
             self.model,
             ids,
             self.prompts if is_kept else None,
-            images=images_of(self.model, inputs),
+            images=job.images or images_of(self.model, inputs),
             beside={name: value for name, value in inputs.items() if name != "input_ids"},
             modules=self._turning,
         )

@@ -80,6 +80,7 @@ class Generating(Beside):
         streamer: Any = None,
         ends: Callable[[], bool] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        hashed: Images | None = None,
         **given: Any,
     ) -> Any:
         """Generate as the model's own `generate`, whose arguments it takes by name.
@@ -88,6 +89,7 @@ class Generating(Beside):
             ends: asked before each token, and each piece of a prompt: whether it ends there.
             progress: takes how many tokens of the prompt are in the cache, and how many it has: first those
                 that were kept.
+            hashed: the images in the inputs, if somebody has asked `images_of` for them.
         """
         self._interrupted.clear()
         steps = _Steps(lambda: self._ends() or (ends is not None and ends()), streamer, self.model.device)
@@ -102,7 +104,8 @@ class Generating(Beside):
                 tell(0, given["input_ids"].shape[1])
                 result = self._called(given)
             else:
-                result = self._keeping(self.prompts, given, steps, tell, modules)
+                images = hashed or images_of(self.model, given)
+                result = self._keeping(self.prompts, given, images, steps, tell, modules)
         if speculation is not None:
             speculation.keep()
         if steps.error is not None:
@@ -113,11 +116,12 @@ class Generating(Beside):
         self,
         prompts: Prompts,
         given: dict[str, Any],
+        images: Images | None,
         steps: "_Steps",
         tell: Callable[[int, int], None],
         modules: Mapping[str, Any],
     ) -> Any:
-        ids, images = given["input_ids"], images_of(self.model, given)
+        ids = given["input_ids"]
         prompts.read(self.model)
         self.disk_tokens = 0
         if restoring := prompts.restoring(self.model, {"input_ids": ids.cpu()} if images is None else given):

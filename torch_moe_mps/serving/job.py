@@ -18,6 +18,7 @@ from .disk import Disk
 
 if TYPE_CHECKING:
     from .memory import Memory
+    from .prompts import Images
 
 logger = logging.getLogger(__name__)
 Reason = Literal["stop", "length", "cancelled"]
@@ -62,6 +63,7 @@ class Job:
         likely: tokens that the answer probably has, in their order; they are guessed first.
         place: among the answers to one request; later ones let other requests go first.
         request: that it answers, known by identity.
+        images: in the inputs, from `images_of`; None lets the thread of the device hash them.
 
     Attributes:
         turn: in which it begins, once it waits with others.
@@ -81,6 +83,7 @@ class Job:
     likely: list[int] = field(default_factory=list)
     place: int = 0
     request: object = None
+    images: "Images | None" = None
     turn: int | None = None
     cached_tokens: int = 0
     accepted_tokens: int = 0

@@ -53,39 +53,45 @@ class Limited:
 
 
 class Turns:
-    """Turns of threads whose work is long: a few have one at a time."""
+    """Turns of threads with work of a request: a few have one at a time, as each takes Python's lock from the
+    answers. Short work has turns of its own, so that it waits for none that is long.
+    """
 
     def __init__(self) -> None:
-        self._free = threading.Semaphore(BESIDE)
+        self._long, self._short = threading.Semaphore(BESIDE), threading.Semaphore(BESIDE)
         self._own = threading.local()
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Block with a turn of this thread, which waits for it unless it has one."""
-        if self._has_turn:
+    def turn(self, is_long: bool = True) -> Iterator[None]:
+        """Block with a turn of this thread, which waits for it unless it has one; a short one is given back
+        for a long one.
+        """
+        wanted = self._long if is_long else self._short
+        with contextlib.nullcontext() if self._held in (wanted, self._long) else self._having(wanted):
             yield
-            return
-        with self._free:
-            self._own.has_turn = True
-            try:
-                yield
-            finally:
-                self._own.has_turn = False
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Block that waits for something else, in which another thread has this one's turn."""
-        if not self._has_turn:
+        with self._having(None):
             yield
-            return
-        self._own.has_turn = False
-        self._free.release()
+
+    @contextlib.contextmanager
+    def _having(self, wanted: threading.Semaphore | None) -> Iterator[None]:
+        before = self._held
+        self._change(before, wanted)
         try:
             yield
         finally:
-            self._free.acquire()
-            self._own.has_turn = True
+            self._change(wanted, before)
+
+    def _change(self, before: threading.Semaphore | None, wanted: threading.Semaphore | None) -> None:
+        if before is not None:
+            before.release()
+        if wanted is not None:
+            wanted.acquire()
+        self._own.held = wanted
 
     @property
-    def _has_turn(self) -> bool:
-        return getattr(self._own, "has_turn", False)
+    def _held(self) -> threading.Semaphore | None:
+        return getattr(self._own, "held", None)

@@ -123,7 +123,7 @@ def generate_alone(
             began(read, of - read)
         job.tell(read, of)
 
-    inputs = {name: value.to(model.device) for name, value in job.inputs.items()}
+    inputs: dict[str, Any] = {name: value.to(model.device) for name, value in job.inputs.items()}
     more: dict[str, Any] = {"generation_config": config}
     if job.processors:
         more["logits_processor"] = job.processors
@@ -137,16 +137,17 @@ def generate_alone(
             with numbers.outside():  # others may draw tokens meanwhile
                 return ends()
 
+        own: dict[str, Any] = {"ends": ends_there, "progress": progress, "hashed": job.images}
         if hasattr(model, "pipeline"):  # other processes generate the same, and know of no functions
             progress(0, length)
             model.generate(**inputs, **more, streamer=tokens)
         elif (config.num_beams or 1) > 1:  # there is nothing to show before the end
-            result = answering.generate(**inputs, **more, ends=ends_there, progress=progress)
+            result = answering.generate(**inputs, **more, **own)
             tokens.put(inputs["input_ids"])
             begun = 1 if model.config.is_encoder_decoder else length  # tokens in front of the answer
             tokens.put(getattr(result, "sequences", result)[0, begun:])
         else:
-            answering.generate(**inputs, **more, ends=ends_there, progress=progress, streamer=tokens)
+            answering.generate(**inputs, **more, **own, streamer=tokens)
     if tokens.is_complete:
         return "stop"
     return "cancelled" if ends() else "length"

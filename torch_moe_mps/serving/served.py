@@ -20,11 +20,13 @@ from .answer import Answer, Decoder, Item
 from .defaults import settings_of_answer
 from .encoder import NO_TEXT, Encoder
 from .forms import form_of
+from .generating import images_of
 from .job import Generator, Job, Reason, prompt_length
 from .limited import Turns
 from .logprobs import Logprobs
 from .media import SECONDS, Media, decoded, picture
 from .penalties import Penalties
+from .prompts import Images
 from .ranges import check_settings, unknown_token, unserved_settings, vocabulary_of
 from .request import Chat, Refused, Request, Tool, unsupported, wrong
 from .structured import Grammars
@@ -61,6 +63,7 @@ class Prepared:
     inputs: dict[str, Any]
     config: Any
     text: str | None
+    images: Images | None
 
 
 class Served:
@@ -211,7 +214,7 @@ class Served:
         inputs = {name: _tensor(value) for name, value in read.items()}
         is_parsed = isinstance(prompt, Chat) and self.form is not None
         text = self.tokenizer.decode(inputs["input_ids"][0]) if is_parsed or request.forced else None
-        return Prepared(inputs, config, text)
+        return Prepared(inputs, config, text, images_of(self.model, inputs))
 
     def _tokens(self, prompt: Chat | str | list[int], field: str) -> dict[str, Any]:
         """The inputs of a prompt, as lists [T] where no processor makes tensors [1, T]. Raises: Refused."""
@@ -290,11 +293,11 @@ class Served:
         kind, url, field = part["type"], part["url"], part["field"]
         if kind == "video":
             raise unsupported(field, part["as"])
-        if kind == "audio" and ":" not in url[:8]:
-            octets = decoded(url, field)
-        else:
-            with self.turns.pause():  # it may be far away
-                octets = self.media.octets(url, field, ends - time.monotonic())
+        is_bare = kind == "audio" and ":" not in url[:8]
+        is_here = is_bare or url.startswith("data:")
+        with self.turns.turn() if is_here else self.turns.pause():  # it may be far away
+            seconds = ends - time.monotonic()
+            octets = decoded(url, field) if is_bare else self.media.octets(url, field, seconds)
         with self.turns.turn():
             return {"type": kind, kind: (picture if kind == "image" else _sound)(octets, field)}
 
@@ -392,6 +395,7 @@ class Served:
             processors=processors,
             likely=self._likely(request),
             place=number,
+            images=prepared.images,
         )
         return answer, job
 
