@@ -25,7 +25,7 @@ from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.calibration import importance_for
 from ..transformers.checkpoints.layouts.files import LARGEST, UNFINISHED, Shards, checkpoint_files
 from ..transformers.checkpoints.layouts.mlx.names import check_architecture
-from ..transformers.checkpoints.layouts.mlx.writing import save_mlx
+from ..transformers.checkpoints.layouts.mlx.writing import save_mlx, sizes_in_mlx
 from ..transformers.checkpoints.quantize.importance import Importance
 from ..transformers.checkpoints.quantize.recipe import requested_recipe
 from ..transformers.checkpoints.source import Source
@@ -65,10 +65,11 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = tokenizer_of(source) if gguf else None
     arguments = None if packed else arguments_of(options, model)
     recipe: dict[str, Any] = {"recipe": arguments, "requantize": says_a_format(options)}
+    sizes_of = sizes_in_mlx if options.to == "mlx" else None
     guesses = _guesses(source, model, options.to == "mlx")
     if arguments is not None and _weights(source):
         check_exceptions(source if guesses else "", model, requested_recipe(**arguments))
-    plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
+    plan = planned(about, model, [str(file) for file in _weights(source)], **recipe, sizes_of=sizes_of)
     if options.to == "mlx" and (others := GGUF.keys() & {weight.format for weight in plan.weights}):
         has_not = " and ".join(sorted(others))
         raise ValueError(f"--to mlx needs --bits, and a --mode of MLX's, which does not have {has_not}")

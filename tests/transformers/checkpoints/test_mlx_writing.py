@@ -107,6 +107,18 @@ def test_words_come_back(architecture, form, tmp_path):
     assert_mlx_computes_the_same(loaded, written)
 
 
+@pytest.mark.parametrize("architecture", in_sweep(mlx_models.ARCHITECTURES, ("deepseek_v3", "mistral3")))
+def test_what_is_planned_is_written(architecture, tmp_path):
+    """One half of kv_b_proj is dense, towers are left out; buffers, of at most 64 bytes, are not planned."""
+    config = config_of(mlx_models.tiny(architecture), tmp_path / "dense")
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(config))
+    convert(tmp_path, "dense", "mlx", "--group-size", 32, "--json", tmp_path / "plan.json")
+    size = sum(tensor.nbytes for tensor in load_file(tmp_path / "mlx" / "model.safetensors").values())
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert size - 64 <= plan["after"] <= size
+    assert sum(weight["after"] for weight in plan["weights"]) == plan["after"]
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(("architecture", "bits"), covering(("qwen3_moe", "qwen3"), (1, 2)))
 def test_groups_of_128_as_a_whole_model(architecture, bits, tmp_path):

@@ -1,9 +1,11 @@
 """Plan of a conversion: the format of each weight, and sizes, from shapes alone."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ....quantization import Format
@@ -68,8 +70,12 @@ def planned(
     files: list[str],
     recipe: Mapping[str, Any] | None,
     requantize: bool,
+    sizes_of: Callable[[PreTrainedModel], Mapping[Tensor, int]] | None = None,
 ) -> LoadPlan:
     """The plan for a model on the meta device, whose weights are then as planned.
+
+    Args:
+        sizes_of: gives, of that model, {tensor: its bytes where it is written} where these differ.
 
     Raises: ValueError for a recipe that does not fit.
     """
@@ -81,15 +87,19 @@ def planned(
         quantizer.place_empty(model, lambda name: True)
     quantized = {name: formats for name, m in model.named_modules() if (formats := formats_in(m))}
     formats = {f"{name}.{p}": format for name, own in quantized.items() for p, format in own.items()}
-    after = _weights(model, formats, tied)
+    sizes = {} if sizes_of is None else sizes_of(model)
+    after = _weights(model, formats, tied, sizes)
     weights = [Weight(name.removesuffix(".weight"), *before[name], *after[name]) for name in before]
     total, new = (sum(size for _, size in sizes.values()) for sizes in (before, after))
-    token = bytes_a_token(model)
+    token = bytes_a_token(model, sizes)
     return LoadPlan(weights, total, new, token_before, token, len(quantized), count - len(quantized))
 
 
 def _weights(
-    model: PreTrainedModel, formats: Mapping[str, Format], tied: Collection[str]
+    model: PreTrainedModel,
+    formats: Mapping[str, Format],
+    tied: Collection[str],
+    sizes: Mapping[Tensor, int] = MappingProxyType({}),
 ) -> dict[str, tuple[str, int]]:
     """{name of a dense parameter: what it is stored as, bytes}"""
     parts: dict[str, str] = {}
@@ -105,5 +115,5 @@ def _weights(
             part = f"{owner}.{part}".lstrip(".")
             name = parts.get(part, part)
             format = str(formats.get(name, str(tensor.dtype).removeprefix("torch.")))
-            result[name] = format, result.get(name, (format, 0))[1] + tensor.nbytes
+            result[name] = format, result.get(name, (format, 0))[1] + sizes.get(tensor, tensor.nbytes)
     return result

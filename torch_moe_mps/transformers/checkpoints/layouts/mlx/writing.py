@@ -44,14 +44,8 @@ def save_mlx(
     if dropped := [*filter(names.is_dropped, model.state_dict())]:
         what = f"{dropped[0]} and {len(dropped) - 1} others like it"
         warnings.warn(f"torch_moe_mps: mlx-lm drops {what}: they are not written", stacklevel=2)
-    tied = model.all_tied_weights_keys or {}
-    beside = tuple(f"{name}." for name in beside_text(model))
-
-    def wanted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {n: tensor for n, tensor in tensors.items() if n not in tied and not n.startswith(beside)}
-
     for tensors in [model.state_dict()] if parts is None else parts:
-        own = wanted(tensors)
+        own = _written(model, tensors)
         for row in rows.of(own):
             for name, tensor in row.reverse_transform().of(own, model).items():
                 shards.add(name, tensor)
@@ -60,7 +54,7 @@ def save_mlx(
     shards.finish()
     formats = {
         source.removesuffix(".scales"): _format_of(model, row.target_patterns[0])
-        for row in rows.of(wanted(model.state_dict()))
+        for row in rows.of(_written(model, model.state_dict()))
         for source in row.source_patterns
         if source.endswith(".scales")
     }
@@ -74,6 +68,29 @@ def save_mlx(
         config = whole | {"model_type": names.architecture.part_of, "text_config": config}
     text = json.dumps(with_older_keys(config), indent=2, sort_keys=True)
     (shards.folder / "config.json").write_text(text + "\n")
+
+
+def sizes_in_mlx(model: PreTrainedModel) -> dict[Tensor, int]:
+    """{tensor of a model: its bytes in MLX's layout}, 0 for what is not written; weights may be on meta.
+
+    What several tensors become together is the first one's.
+    """
+    names, state = Names(model), model.state_dict(keep_vars=True)
+    sizes = {tensor: 0 for name, tensor in state.items() if name not in _tied(model)}
+    for row in Rows(names, names.is_halved).of(own := _written(model, state)):
+        made = row.reverse_transform().of(own, model)
+        sizes[state[row.target_patterns[0]]] += sum(tensor.nbytes for tensor in made.values())
+    return sizes
+
+
+def _written(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that are written, by name: neither tied ones nor parts beside the language model."""
+    tied, beside = _tied(model), tuple(f"{name}." for name in beside_text(model))
+    return {n: tensor for n, tensor in tensors.items() if n not in tied and not n.startswith(beside)}
+
+
+def _tied(model: PreTrainedModel) -> Mapping[str, str]:
+    return model.all_tied_weights_keys or {}
 
 
 def _format_of(model: PreTrainedModel, name: str) -> Format:
