@@ -20,15 +20,22 @@ def some_buffers(step: int):
     return zip(itertools.count(0, step), itertools.cycle(SAYS.items()))
 
 
-SERVED = ((Engine, False, ()), (Engine, True, ()), (OneByOne, True, ("--parallel", 1)))
+SERVED = (
+    (Engine, False, (), 13),
+    (Engine, True, (), 13),
+    (Engine, True, (), 7),
+    (OneByOne, True, ("--parallel", 1), 13),
+)
 
 
 @pytest.mark.parametrize(
-    ("kind", "streams", "options"),
+    ("kind", "streams", "options", "step"),
     rows_in_sweep(SERVED, SERVED[1:2]),
-    ids=["side by side", "side by side, streamed", "one by one"],
+    ids=["side by side", "side by side, streamed", "at more buffers", "one by one"],
 )
-def test_the_server_answers_the_next_request(checkpoint, simulated, kind, streams, options, monkeypatch):
+def test_the_server_answers_the_next_request(
+    checkpoint, simulated, kind, streams, options, step, monkeypatch
+):
     """Chat is a client that streams."""
     generators = []
 
@@ -56,7 +63,7 @@ def test_the_server_answers_the_next_request(checkpoint, simulated, kind, stream
             return failure.happened
 
         assert answer() == text
-        for number, (failing, says) in some_buffers(13):
+        for number, (failing, says) in some_buffers(step):
             try:
                 with simulated.failing(failing, number) as failure:
                     got = answer()
