@@ -132,7 +132,7 @@ def _forgets(twin: nn.Module, states: int) -> bool:
 
 def _takes_back(twin: nn.Module, states: int, kind: Kind) -> bool:
     """Whether rows that have lost different numbers of tokens go on as if these had never been."""
-    x = torch.randn(len(_RIGHT), _PROMPT + _GUESSES + 1, _width_of(twin))
+    x = torch.randn(len(_RIGHT), _PROMPT + _GUESSES + 1, _width_of(twin, states))
     prompt, guesses, token = x.split((_PROMPT, _GUESSES, 1), 1)
     cache = linear_cache(states)
     _result(twin, prompt, cache)
@@ -158,10 +158,14 @@ def _takes_back(twin: nn.Module, states: int, kind: Kind) -> bool:
     return True
 
 
-def _width_of(twin: nn.Module) -> int:
-    """Elements of a token that a module takes: in its first linear layer, or in a convolution without one."""
-    found = [getattr(part, name, 0) for name in ("in_features", "in_channels") for part in twin.modules()]
-    return next(filter(None, found))
+def _width_of(twin: nn.Module, states: int) -> int:
+    """Elements of a token that a module takes: the first width of its layers with which it runs."""
+    widths = [getattr(part, name, 0) for name in ("in_features", "in_channels") for part in twin.modules()]
+    return next(
+        width
+        for width in filter(None, widths)
+        if tried(_result, twin, torch.zeros(1, 1, width), linear_cache(states)) is not None
+    )
 
 
 def _row_of(layer: Any, row: int) -> Any:

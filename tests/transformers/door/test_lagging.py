@@ -2,14 +2,18 @@
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from support import tiny_models
 from support.models import eager
 from support.sweep import in_sweep
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import torch_moe_mps
 from torch_moe_mps.transformers.caches import lagging as layers
 from torch_moe_mps.transformers.caches.lagging import Kind
+from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.lagging import lagging_layers
+from torch_moe_mps.transformers.upstream.caches import LinearAttentionLayer
 
 RULE, CHANNELS = Kind(delta=True), Kind(delta=True, is_wide=True)
 MAMBA = Kind(delta=False, is_transposed=True)
@@ -34,6 +38,10 @@ LAGGING = {
     "zamba2": {0: MAMBA, 1: MAMBA},  # of which the second beside keys
 }
 
+# Those whose classes have the sizes of a published model by default.
+PUBLISHED = ("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm3", "mamba2")
+PUBLISHED += ("nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2")
+
 
 def model_of(architecture: str):
     if architecture in tiny_models.other_causal():
@@ -51,6 +59,17 @@ def test_layers_whose_states_take_tokens_in_may(architecture):
     found, expected = lagging_layers(model_of(architecture)), LAGGING[architecture]
     assert found.keys() == expected.keys()
     assert all(kind in (None, found[number]) for number, kind in expected.items())
+
+
+@pytest.mark.slow("a model of published sizes")
+@pytest.mark.parametrize("architecture", in_sweep(PUBLISHED, ("qwen3_5_moe_text",)))
+def test_so_may_those_of_published_sizes(architecture):
+    """The widths of their layers differ; weights are not needed."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture))
+    torch_moe_mps.accelerate(model.eval())
+    states = [isinstance(layer, LinearAttentionLayer) for layer in new_cache(model).layers]
+    assert any(states) and list(lagging_layers(model)) == [n for n, held in enumerate(states) if held]
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "jamba", "zaya"])
