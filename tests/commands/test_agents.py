@@ -233,6 +233,8 @@ def test_a_conversation_with_tools(here, of_anthropic):
         ({"max_tokens": 5, "messages": said("a"), "tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"max_tokens": 5, "messages": said("a"), "temperature": "warm"}, "temperature"),
         ({"max_tokens": 5, "messages": said("a" * 5000)}, "maximum context length is 4096"),
+        # The words behind which Claude Code shortens its history, and asks again.
+        ({"max_tokens": 5, "messages": said("a" * 4077)}, "prompt is too long: 4096 tokens > 4095 maximum"),
     ],
 )
 def test_errors_have_anthropics_form(here, body, field):

@@ -74,6 +74,9 @@ def test_the_server_that_runs_is_asked(name, agent, capsys):
         assert read[0] == {"model_provider": "torch-moe-mps"} and read[2] == {"model_context_window": 4096}
         provider = {"name": "torch-moe-mps", "base_url": told["url"], "wire_api": "responses"}
         assert read[1]["model_providers"]["torch-moe-mps"] == provider
+    if name == "opencode":  # which shortens a conversation that has more tokens than context less output
+        (provider,) = json.loads(told["told"]["OPENCODE_CONFIG_CONTENT"])["provider"].values()
+        assert provider["models"][here.served.name]["limit"] == {"context": 4096, "output": 1024}
 
 
 @pytest.mark.slow("a server in a process of its own")

@@ -75,7 +75,8 @@ def _claude(server: Server, key: str | None) -> Start:
 def _opencode(server: Server, key: str | None) -> Start:
     model: dict[str, Any] = {"name": server.model}
     if server.context is not None:
-        model["limit"] = {"context": server.context, "output": server.context}
+        # Its history may have what an answer leaves of the context: with all of it for one there is none.
+        model["limit"] = {"context": server.context, "output": server.context // 4}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": _NAME,

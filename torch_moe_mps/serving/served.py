@@ -312,8 +312,9 @@ class Served:
         if length == 0:
             raise Refused("The prompt must have at least 1 token, got none.", request.prompt_field)
         if length >= self.context:
-            message = (
-                f"This model's maximum context length is {self.context} tokens, and the prompt has {length}."
+            message = (  # the words by which OpenAI's and Anthropic's agents know that they must shorten it
+                f"This model's maximum context length is {self.context} tokens, one of the answer included: "
+                f"prompt is too long: {length} tokens > {self.context - 1} maximum."
             )
             raise Refused(message, request.prompt_field, "context_length_exceeded")
         asked, whole = request.settings, request.config
