@@ -331,6 +331,10 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("keep must be False without pending_, got True", keep=True),
             wrong("pending_ must be of T = 3 tokens or more, got 2", pending_=zeros(2, 6, 2), **kept),
         ],
+        "rg_lru_": [
+            wrong("keep must be False without pending_, got True", keep=True),
+            wrong("pending_ must be of T = 3 tokens or more, got 2", pending_=zeros(2, 6, 2), **kept),
+        ],
         "linear_attention_": [
             wrong(
                 "of a multiple of q's 2 heads, got 5 heads",

@@ -204,6 +204,19 @@ def test_positions_that_are_pending(device):
     Steps(device).check([state], pending, call, tolerance=1e-6)  # torch sums windows of many tokens otherwise
 
 
+def test_states_that_are_pending(device):
+    x, opens, keeps, state, decay = gated(2, 16, 128, torch.float16)
+    tokens = [tensor.to(device).unflatten(1, (4, 4)) for tensor in (x, opens, keeps)]
+    decay = decay.to(device)
+
+    def call(states, step, rows, tokens_of_step, **pending):
+        taken = slice(0, tokens_of_step) if isinstance(tokens_of_step, int) else tokens_of_step
+        return rg_lru_(*(each[rows, step, taken] for each in tokens), *states, decay, **pending)
+
+    pending = torch.full((2, 128, 5), float("nan"), device=device)
+    Steps(device).check([state.to(device)], pending, call)
+
+
 def test_a_call_of_no_tokens_takes_in_those_that_are_pending(device):
     (q, k, v, g, state), beta = inputs(1, 3, 1, 2, 20, 16, torch.float32)
     q, k, v, g, state, beta = (tensor.to(device) for tensor in (q, k, v, -g.abs(), state, beta))
@@ -221,6 +234,12 @@ def test_a_call_of_no_tokens_takes_in_those_that_are_pending(device):
     also_out = causal_conv1d_update_(x[:, :0], positions, weight, pending_=of_positions, **two)
     assert out.shape == (1, 0, 2, 16) and also_out.shape == (1, 0, 6)
     assert torch.equal(state, right) and torch.equal(positions, right_positions)
+    states = numbers(2, 6, 8).to(device)
+    *gates, state, decay = (tensor.to(device) for tensor in gated(2, 0, 6, torch.float32))
+    counts = torch.tensor([[3], [0]], dtype=torch.int32, device=device)
+    expected = torch.stack((states[0, :, 2], state[1]))
+    assert rg_lru_(*gates, state, decay, pending_=states, counts=counts).shape == (2, 0, 6)
+    assert torch.equal(state, expected)
 
 
 @pytest.mark.sweep

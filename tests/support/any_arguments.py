@@ -792,6 +792,7 @@ def rg_lru_(d):
     return {
         "x": d.values(batch, tokens, channels),
         "positions": d.one(None, positions, positions.clamp(max=2).int()),
+        **pending(d, tokens, (batch, channels), (), torch.float32),
     }
 
 

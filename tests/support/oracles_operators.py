@@ -1041,9 +1041,17 @@ def selective_scan_(a):
 
 
 def rg_lru_(a):
-    result, state, *magnitudes = oracles_sequence.rg_lru(a)
-    error = (64 + 8 * a.x.shape[1]) * FLOAT32_EPS
-    return [Expected(*each) for each in zip((result, state), (error * m for m in magnitudes), strict=True)]
+    result, states, *magnitudes = oracles_sequence.rg_lru(a)
+    error, tokens = (64 + 8 * a.x.shape[1]) * FLOAT32_EPS, a.x.shape[1]
+    result_error, errors = (error * m for m in magnitudes)
+    last = 0 if a.keep else tokens
+    expected = [Expected(result, result_error), Expected(states[:, last], errors[:, last])]
+    if a.pending_ is None:
+        return expected
+    kept, kept_error = exact(a.pending_).copy(), np.zeros(a.pending_.shape)
+    if a.keep:
+        kept[..., :tokens], kept_error[..., :tokens] = (x[:, 1:].swapaxes(1, 2) for x in (states, errors))
+    return [*expected, Expected(kept, kept_error)]
 
 
 def rope(a):

@@ -674,7 +674,7 @@ inline bool begins_anew(device const uint* position, uint words) {
 }
 
 // A thread takes a channel. What the gates of a token say does not depend on the state: kRgLruTokens tokens
-// are loaded together. Grid: (channels, batch).
+// are loaded together. What is pending are the states behind tokens. Grid: (channels, batch).
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kRgLruThreads)]] void rg_lru(
     device const T* x [[buffer(0)]], device const T* input_gate [[buffer(1)]],
@@ -682,7 +682,8 @@ template <typename T>
     device const uint* positions [[buffer(4)]], device float* state [[buffer(5)]],
     device const uchar* decay [[buffer(6)]], device const uchar* input_bias [[buffer(7)]],
     device const uchar* decay_bias [[buffer(8)]], device T* output [[buffer(9)]],
-    constant RgLruParams& params [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
+    device float* pending [[buffer(10)]], device const int* counts [[buffer(11)]],
+    constant RgLruParams& params [[buffer(12)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]]) {
   const uint channel = group.x * kRgLruThreads + thread_index;
   if (channel >= params.channels) return;
@@ -699,6 +700,12 @@ template <typename T>
   if (params.has_input_bias != 0) input_shift = load_one(input_bias, params.input_bias_dtype, channel);
   if (params.has_decay_bias != 0) decay_shift = load_one(decay_bias, params.decay_bias_dtype, channel);
   float held = *state;
+  if (params.pending != 0) {
+    pending += batch * params.held.batch + channel * params.held.head;
+    const int right = min(counts[batch], int(params.pending));
+    if (right > 0) held = pending[(right - 1) * params.held.token];
+    *state = held;
+  }
   for (uint first = 0; first < params.tokens; first += kRgLruTokens) {
     float a[kRgLruTokens], written[kRgLruTokens], others[kRgLruTokens];
     UNROLL for (uint i = 0; i < kRgLruTokens; ++i) {
@@ -719,8 +726,9 @@ template <typename T>
       if (first + i < params.tokens) {
         held = a[i] < 0.0f ? written[i] : fma(a[i], held, written[i]);
         output[ulong(first + i) * params.channels] = T(held * others[i]);
+        if (params.keep != 0) pending[(first + i) * params.held.token] = held;
       }
     }
   }
-  *state = held;
+  if (params.keep == 0) *state = held;
 }

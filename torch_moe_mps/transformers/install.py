@@ -21,6 +21,7 @@ from .basics.self_check_state import own_code, refusal
 from .basics.state import (
     CLASS_MARK,
     NOTHING,
+    OUR_FORWARD,
     OWN_FORWARD,
     RUNS_OWN,
     STATE,
@@ -32,7 +33,7 @@ from .modules.experts import runs_own_code
 from .modules.functions import InPlace, with_operators
 from .modules.rules import FUNCTION_RULES, MODULE_RULES
 from .modules.rules.trial import on_the_cpu
-from .upstream.calls import Binder, in_place
+from .upstream.calls import Binder, cache_name, in_place
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -131,6 +132,12 @@ def _run(
     _set_class(module, _rewritten_class(cls, forward, is_own, yields))
 
 
+def takes_cache(module: nn.Module) -> bool:
+    """Whether a module's forward has an argument for a cache, or the one that it runs in its place."""
+    own = original_class(module).forward
+    return any(cache_name(forward) for forward in (own, getattr(type(module), OUR_FORWARD, own)))
+
+
 def run_as(twin: nn.Module, module: nn.Module) -> None:
     """Lets the twin of a rewritten module run what that one runs."""
     state_of(twin).reads = ()
@@ -174,7 +181,8 @@ def _rewritten_class(
             result = NotImplemented if given is None else rewritten(self, *given[0], **given[1])
         return runs_own(self, *args, **kwargs) if result is NotImplemented else result
 
-    cls = subclass(original, CLASS_MARK, _copy_class, forward=forward, **{OWN_FORWARD: (original, own)})
+    marks = {OWN_FORWARD: (original, own), OUR_FORWARD: staticmethod(rewritten)}
+    cls = subclass(original, CLASS_MARK, _copy_class, forward=forward, **marks)
     return cls
 
 

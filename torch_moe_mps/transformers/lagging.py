@@ -16,10 +16,10 @@ from .caches.cache import grow_cache
 from .caches.lagging import KINDS, Kind, can_lag, lagging, settled, states_of
 from .caches.prompt_cache import new_cache
 from .caches.state import LayerState, copy_of_layer
-from .install import is_rewritten, run_as
+from .install import is_rewritten, run_as, takes_cache
 from .modules.rules.trial import Forms, agrees, first_form, linear_cache, on_the_cpu, tried, twin_of
 from .upstream.caches import STATE_METHODS, CacheLayerMixin, LinearAttentionLayer
-from .upstream.calls import cache_name, needed_arguments
+from .upstream.calls import cache_argument, needed_arguments
 
 _PROMPT, _GUESSES = 5, 4  # tokens
 _RIGHT = (3, 1)  # guesses that hold, of two rows
@@ -90,7 +90,7 @@ def _readers(model: nn.Module, layers: dict[int, Any]) -> Iterator[tuple[nn.Modu
     """The innermost modules that read states of these layers of a cache, and the numbers of the layers."""
     if not layers:
         return
-    found = {m for m in model.modules() if hasattr(m, "layer_idx") and cache_name(original_class(m).forward)}
+    found = {module for module in model.modules() if hasattr(module, "layer_idx") and takes_cache(module)}
     for module in found:
         number: Any = module.layer_idx
         if any(inner in found for inner in module.modules() if inner is not module):
@@ -181,7 +181,8 @@ def _copies(layer: Any) -> list[Tensor]:
 
 
 def _result(twin: nn.Module, x: Tensor, cache: Any) -> Tensor:
-    arguments = needed_arguments(original_class(twin).forward, cache)
+    own = original_class(twin).forward
+    arguments = needed_arguments(own, cache) | cache_argument(own, cache)
     grow_cache(twin, (), arguments)
     result: Any = twin(x, **arguments)
     return result[0] if isinstance(result, tuple) else result

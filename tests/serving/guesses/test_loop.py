@@ -29,7 +29,7 @@ from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}  # no logits of text
 ARCHITECTURES = sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - OTHERS)
-ARCHITECTURES += ["falcon_h1", "zamba2"]  # Mamba-2 beside attention
+ARCHITECTURES += ["falcon_h1", "zamba2", "recurrent_gemma"]  # Mamba-2 beside attention, and channels
 OFTEN = ("gpt_oss", "qwen3_next")  # windows and sinks; recurrent states
 
 

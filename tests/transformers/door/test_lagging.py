@@ -17,7 +17,8 @@ from torch_moe_mps.transformers.upstream.caches import LinearAttentionLayer
 
 RULE, CHANNELS = Kind(delta=True), Kind(delta=True, is_wide=True)
 MAMBA = Kind(delta=False, is_transposed=True)
-# The layers that may, and how they take tokens in; convolutions alone have no recurrence whose kind counts.
+# The layers that may, and how they take tokens in; convolutions alone have no recurrence whose kind counts,
+# nor has one with a number for each channel.
 LAGGING = {
     "bailing_hybrid": {0: CHANNELS},
     "bamba": {0: MAMBA},
@@ -35,6 +36,7 @@ LAGGING = {
     "qwen3_5_moe": {0: RULE},
     "qwen3_next": {0: RULE},
     "qwen4_exp": {0: RULE},
+    "recurrent_gemma": {0: None, 1: None},
     "zamba2": {0: MAMBA, 1: MAMBA},  # of which the second beside keys
 }
 
@@ -53,7 +55,8 @@ def model_of(architecture: str):
 
 
 @pytest.mark.parametrize(
-    "architecture", in_sweep(LAGGING, ("inkling", "lfm2_moe", "qwen3_next", "kimi_linear", "zamba2"))
+    "architecture",
+    in_sweep(LAGGING, ("inkling", "lfm2_moe", "qwen3_next", "kimi_linear", "recurrent_gemma", "zamba2")),
 )
 def test_layers_whose_states_take_tokens_in_may(architecture):
     found, expected = lagging_layers(model_of(architecture)), LAGGING[architecture]

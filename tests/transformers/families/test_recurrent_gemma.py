@@ -10,8 +10,10 @@ from support.sweep import in_sweep
 from transformers import DynamicCache
 
 import torch_moe_mps
+from torch_moe_mps.transformers.caches.lagging import lagging
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.capture.calls import CAPTURES, captures_of
+from torch_moe_mps.transformers.lagging import lagging_layers
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 ROUNDING = 1e-5
@@ -160,6 +162,20 @@ def test_own_code_goes_on_with_the_states_of_the_cache():
     with torch.no_grad():
         beginning.all(*PIECES[1:])
     assert_close(torch.cat(beginning.logits, 1), whole(ids), ROUNDING)
+
+
+@torch.no_grad()
+def test_own_code_refuses_states_that_lag():
+    """It knows nothing of what is pending behind them."""
+    model = accelerated(capture=False)
+    reading = Reading(model, talk(11))
+    reading.all(9)
+    for number, kind in lagging_layers(model).items():
+        reading.cache.layers[number] = lagging(reading.cache.layers[number], kind)
+    reading.all(1)
+    model.model.layers[0].temporal_block.rg_lru.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="a state that lags behind is written in place alone"):
+        reading.on(1)
 
 
 def test_gradients_through_several_calls():

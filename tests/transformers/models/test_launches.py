@@ -142,6 +142,7 @@ VERIFIED = {
     "kimi_linear": {"linear, dense": 12, "full, sparse": 17, "outside": 3},
     "granitemoehybrid": {"linear": 13, "full": 12, "outside": 4},
     "lfm2_moe": {"conv": 9, "full": 13, "outside": 3},
+    "recurrent_gemma": {"linear": 11, "sliding": 10, "outside": 7},
 }
 
 
@@ -160,8 +161,9 @@ def test_launches_of_a_layer_for_guesses(simulated, architecture):
     assert counts[0] == counts[1] == counts[2] > 0 and len(captures_of(model).programs) == 1
 
 
-# Models whose states lag: by the delta rule, a decay for each channel, Mamba-2, and a convolution alone.
-LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "lfm2_moe")
+# Models whose states lag: by the delta rule, a decay for each channel, Mamba-2, a convolution alone, and a
+# recurrence of channels.
+LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "lfm2_moe", "recurrent_gemma")
 
 
 @pytest.mark.slow("a model of tiny layers is captured four times")

@@ -95,6 +95,7 @@ struct RgLruParams {
   TokenStrides decay_gate;
   TokenStrides branch;
   TokenStrides state;  // of rows and, as a head, of channels
+  TokenStrides held;   // of the states behind tokens that are pending
   uint64_t positions_batch;
   uint64_t positions_token;
   uint32_t tokens;
@@ -106,4 +107,6 @@ struct RgLruParams {
   uint32_t has_decay_bias;
   uint32_t decay_bias_dtype;
   uint32_t has_branch;
+  uint32_t pending;  // tokens that a row has room for; 0 without any
+  uint32_t keep;
 };

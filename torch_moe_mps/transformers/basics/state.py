@@ -9,6 +9,7 @@ STATE = "_moe_mps"  # where a module's __dict__ has it
 # Attributes of the subclasses that rewriting makes: the class before.
 CLASS_MARK = "_moe_mps_original_class"
 OWN_FORWARD = "_moe_mps_own_forward"  # (that class, the forward that it had when it was rewritten)
+OUR_FORWARD = "_moe_mps_our_forward"  # the one that runs in its place
 RUNS_OWN = "_moe_mps_runs_own"  # the attribute of a forward that `with_own` sets
 
 

@@ -95,7 +95,9 @@ def can_lag(layer: Any) -> bool:
         return False
     states = states_of(layer)
     return bool(states) and all(
-        state.dim() == 3 if kind == _POSITIONS else state.dim() == 4 and state.dtype == torch.float32
+        state.dim() == 3
+        if kind == _POSITIONS
+        else state.dim() == 2 or (state.dim(), state.dtype) == (4, torch.float32)
         for (kind, _), state in states.items()
     )
 
@@ -113,7 +115,7 @@ def lagging(layer: Any, kind: Kind) -> Lagging:
 
 
 def _pending_shape(state: Tensor, kind: Kind) -> tuple[int, ...]:
-    if state.dim() == 3:
+    if state.dim() < 4:
         return (*state.shape[:2], MAX_PENDING)
     rows, heads, key_width, value_width = kind.of_operator(state).shape
     return rows, heads, MAX_PENDING, pending_width(key_width, value_width, kind.is_wide)
@@ -138,8 +140,12 @@ def settled(layer: Lagging, count: int) -> Any:
     if count > 0:
         counts = torch.tensor([[count]], dtype=torch.int32)
         for name, state in states_of(layer).items():
+            pending = layer.pending[name]
+            if state.dim() == 2:
+                state.copy_(pending[..., count - 1])
+                continue
             take_in = _take_in_positions if state.dim() == 3 else _take_in_tokens
-            take_in(layer.kind, state, {"pending_": layer.pending[name], "counts": counts.to(state.device)})
+            take_in(layer.kind, state, {"pending_": pending, "counts": counts.to(state.device)})
     made = object.__new__(layer.settled_class)
     values = LayerState(layer).values()
     del values["pending"]

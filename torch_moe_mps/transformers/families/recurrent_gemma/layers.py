@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...basics.pending import pending_of
 from ...basics.report import Done
 from ...basics.state import original_class, with_own
+from ...caches.lagging import Lagging
 from ...modules.experts import is_observed
 from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, scan
 from ...modules.rules.trial import Tried, agrees, linear_cache, twin_of
@@ -70,7 +72,7 @@ def own_block(
         conv, recurrent = F.pad(block.conv1d_state, (1, 0)), unit.recurrent_states
     finally:
         block.conv1d_state = unit.recurrent_states = None
-    if held is None:
+    if held is None or isinstance(layer, Lagging):  # the latter refuses it
         cache.update_conv_state(conv, number, conv_kernel_size=conv.shape[-1])
         cache.update_recurrent_state(recurrent, number)
     # New tensors: a backward may still need the states before.
@@ -82,12 +84,12 @@ def own_block(
 def recurrent_block(
     block: Any,
     input_states: Tensor,
-    position_ids: Tensor,
-    attention_mask: Any,
+    position_ids: Tensor | None,
+    attention_mask: Any = None,
     use_cache: bool = True,
     cache: Any = None,
 ) -> tuple[Tensor, None]:
-    """The forward of a rewritten block."""
+    """The forward of a rewritten block. Without positions no token begins anew."""
     unit, number = block.rg_lru, block.layer_idx
     cache = cache if use_cache and _has_place(cache, number) else None
     if (use_cache and cache is None) or is_observed(block.conv_1d, unit):
@@ -109,10 +111,11 @@ def recurrent_block(
             *gates,
             state,
             unit.recurrent_param,
-            positions=position_ids.expand(mixed.shape[:2]),
+            positions=None if position_ids is None else position_ids.expand(mixed.shape[:2]),
             input_bias=unit.input_gate_bias.view(-1),
             decay_bias=unit.recurrent_gate_bias.view(-1),
             branch=branch,
+            **pending_of(state, mixed.shape[1]),
         ),
     )
     return block.linear_out(out), None
