@@ -8,7 +8,7 @@ from transformers import LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from torch_moe_mps.pipeline.loop import CannotBeCut, find_loop
-from torch_moe_mps.pipeline.stages import Stage
+from torch_moe_mps.pipeline.stages import Elsewhere, Stage
 
 
 class Layer(nn.Module):
@@ -254,6 +254,23 @@ def test_layers_that_are_not_as_in_the_model():
 )
 def test_values_of_embeddings_beside_hidden_states(run, layer, uses_embeddings):
     assert find_loop(changed(run, layer)).uses_embeddings == uses_embeddings
+
+
+class Windowed(Layer):
+    attention_type, window = "full_attention", 4
+
+
+class Sliding(Windowed):
+    attention_type = "sliding_attention"  # which the model reads of a layer, wherever it is
+
+
+def test_stand_ins_have_the_values_of_their_layer_and_its_class():
+    model = changed(plain, Sliding)
+    loop, layer = find_loop(model), model.model.layers[1]
+    layer.window = 8
+    here = Elsewhere(layer, 1, loop)
+    assert (here.attention_type, here.window, here.index) == ("sliding_attention", 8, 1)
+    assert here.forward.__func__ is Elsewhere.forward
 
 
 @pytest.mark.parametrize(

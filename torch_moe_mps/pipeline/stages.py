@@ -25,7 +25,9 @@ class Elsewhere(nn.Module):
 
     def __init__(self, module: nn.Module, index: int, loop: Loop):
         super().__init__()
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, str | int | float | bool | None)}
+        classes = [cls for cls in reversed(type(module).__mro__) if cls not in nn.Module.__mro__]
+        values = {name: value for holder in (*classes, module) for name, value in vars(holder).items()}
+        plain = {k: v for k, v in values.items() if isinstance(v, str | int | float | bool | None)}
         vars(self).update({k: v for k, v in plain.items() if not k.startswith("_")})
         self.index, self.results = index, loop.results
         self.convolves = index in loop.convolving
