@@ -7,7 +7,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..transformers.key_order import reason_against_rows, reason_for_order
 from ..transformers.lagging import lagging_layers
 from ..transformers.upstream.calls import cache_argument
 from ..transformers.upstream.generation import GenerationMixin, GenerationMode
+from .between import Between
 from .choosing import Chooser, Chosen, choose
 from .disk import Restoring
 from .generating import Generating, can_be_kept, images_of
@@ -39,7 +40,7 @@ from .one_by_one import generate_alone
 from .prompt_reader import AT_ONCE, PromptReader
 from .prompts import Kept, Prompts
 from .ranges import check_job
-from .stand_in import turning
+from .stand_in import turned, turning
 
 logger = logging.getLogger(__name__)
 _LEAST_PIECE = 64  # tokens of a prompt that are read between two steps
@@ -72,6 +73,10 @@ class _Answer:
     def ids(self) -> Tensor:
         """The tokens [1, T] that are in the cache before the next step."""
         return torch.cat((self.prompt, self.prompt.new_tensor([self.tokens[:-1]])), 1)
+
+
+class _Left(Exception):
+    """The answer has ended whose prompt is being read."""
 
 
 class Batch:
@@ -138,6 +143,7 @@ class Batch:
         self._bytes = self._beside = 0.0  # taken by a token of a row, at most, and by what guesses for it
         self._row_bytes = 0  # taken by a row, at most, so that guesses can be taken back from its states
         self._step_seconds, self._token_seconds = 0.0, 0.0
+        self._stepped = 0.0  # when the last step ended
         self._turning = turning(model)
         self._needs_order: bool | None = None  # attention goes by where keys lie; None: not tried yet
 
@@ -171,17 +177,28 @@ class Batch:
 
     def _advance(self) -> None:
         """A step. Raises: torch.AcceleratorError."""
-        try:
+        with self._ending():
             self._end_cancelled()
             self._read()
-            started = time.perf_counter()
-            if self.answers:
-                self._step()
-            for answer in [*self.alone]:
-                with self._island(answer.job):
-                    self._step_alone(answer)
-            if self.answers or self.alone:
-                self._step_seconds = time.perf_counter() - started
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Generates a token of each answer."""
+        started = time.perf_counter()
+        if self.answers:
+            self._step()
+        for answer in [*self.alone]:
+            with self._island(answer.job):
+                self._step_alone(answer)
+        self._stepped = time.perf_counter()
+        if self.answers or self.alone:
+            self._step_seconds = self._stepped - started
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Block with a step, which ends answers by what it raises. Raises: torch.AcceleratorError."""
+        try:
+            yield
         except torch.AcceleratorError:
             raise
         except Exception as error:  # all that is computed may be wrong
@@ -388,6 +405,10 @@ class Batch:
         return reads_whole(self.model)
 
     @functools.cached_property
+    def _between(self) -> Between:
+        return Between(self.model)
+
+    @functools.cached_property
     def _answering(self) -> Generating:
         return Generating(self.model, self.prompts)
 
@@ -466,15 +487,37 @@ class Batch:
         """Reads a piece of a prompt. Returns: the logits [1, V] behind its end."""
         reader, started = answer.reader, time.perf_counter()
         start = len(reader.kept.ids)
-        out = reader.read(self._called, self._piece())
+        others, has_images = functools.partial(self._go_on_beside, answer), reader.has_new_images
+        try:
+            with self._between.calling(others) if has_images else nullcontext():
+                out = reader.read(self._called, self._piece())
+        except _Left:
+            return None
         is_read, tokens = reader.pieces == 0, len(reader.kept.ids)
         self._computed([answer], [start], out, [tokens - start])
         if self.answers or self.alone or is_read:
             synchronize(self.model.device)
-            self._token_seconds = (time.perf_counter() - started) / (tokens - start)
+            if not has_images:  # their encoder takes a time of its own
+                self._token_seconds = (time.perf_counter() - started) / (tokens - start)
         if not answer.tokens:
             answer.job.tell(tokens, answer.prompt.shape[1])
         return out.logits[:, -1] if is_read else None
+
+    def _go_on_beside(self, answer: _Answer) -> None:
+        """Generates a token of the others while the images of a prompt are encoded, if it is time for one.
+
+        Raises: _Left where the prompt's answer has ended meanwhile.
+        """
+        if not (self.answers or self.alone):
+            return
+        synchronize(self.model.device)
+        if time.perf_counter() - self._stepped < _STEPS * self._step_seconds:
+            return
+        with self._ending(), turned(self._turning, {}):
+            self._end_cancelled()
+            self._go_on()
+        if answer not in self._readings:
+            raise _Left
 
     def _called(self, cache: Any, **inputs: Any) -> Any:
         if self.guesses is not None and (states := self.guesses.states):
