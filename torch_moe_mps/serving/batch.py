@@ -30,7 +30,7 @@ from ..transformers.upstream.generation import GenerationMixin, GenerationMode
 from .between import Between
 from .choosing import Chooser, Chosen, choose
 from .disk import Restoring
-from .generating import Generating, can_be_kept, images_of
+from .generating import Generating, images_of, is_one_prompt, keeps_prompts
 from .guesses.guessing import Guessing
 from .guesses.source import Row
 from .guesses.verify import verified
@@ -284,7 +284,7 @@ class Batch:
                 self._has_passed = passes
             self._turn = max(self._turn, job.turn or 0)
             with self._island(job):
-                reason = reason_for_generate(self.model, job.config)
+                reason = self._reason_for_generate(job)
                 if reason is None:
                     self._readings.append(self._begin(job))
                 else:
@@ -337,7 +337,7 @@ class Batch:
                 continue
             try:
                 check_job(self.model, job)
-                if self._generated and reason_for_generate(self.model, job.config) is not None:
+                if self._generated and self._reason_for_generate(job) is not None:
                     continue
                 length = prompt_length(job.inputs)
             except Exception as error:
@@ -405,6 +405,18 @@ class Batch:
         return reads_whole(self.model)
 
     @functools.cached_property
+    def _keeps_prompts(self) -> bool:
+        return not self.reads_whole and keeps_prompts(self.model)
+
+    @functools.cached_property
+    def _only_by_generate(self) -> str | None:
+        return reason_for_own_generate(self.model)
+
+    def _reason_for_generate(self, job: Job) -> str | None:
+        """Why `generate` has to generate a job, for a person; None where it does not."""
+        return reason_of_settings(job.config) or self._only_by_generate
+
+    @functools.cached_property
     def _between(self) -> Between:
         return Between(self.model)
 
@@ -457,7 +469,7 @@ class Batch:
     def _begin(self, job: Job) -> _Answer:
         inputs = job.inputs
         ids = inputs["input_ids"]
-        is_kept = not self.reads_whole and can_be_kept(self.model, inputs)
+        is_kept = self._keeps_prompts and is_one_prompt(self.model, inputs)
         reader = PromptReader(
             self.model,
             ids,
@@ -465,6 +477,7 @@ class Batch:
             images=job.images or images_of(self.model, inputs),
             beside={name: value for name, value in inputs.items() if name != "input_ids"},
             modules=self._turning,
+            reads_whole=self.reads_whole,
         )
         cached = len(reader.kept.ids)
         job.cached_tokens, job.disk_tokens = cached, min(job.disk_tokens, cached)
@@ -477,7 +490,10 @@ class Batch:
 
     def _begun_again(self, answer: _Answer) -> _Answer:
         """An answer whose tokens so far are read as a prompt."""
-        answer.reader = PromptReader(self.model, answer.ids, answer.reader.prompts, modules=self._turning)
+        prompts, whole = answer.reader.prompts, self.reads_whole
+        answer.reader = PromptReader(
+            self.model, answer.ids, prompts, modules=self._turning, reads_whole=whole
+        )
         if answer.row is not None:
             self._guesses_left(answer)
             answer.row = Row(answer.row.tokens, answer.row.prompt, answer.row.likely)
@@ -835,13 +851,18 @@ class Batch:
             logger.warning("torch_moe_mps: a prompt is not kept: %s", line)
 
 
-def reason_for_generate(model: PreTrainedModel, config: GenerationConfig) -> str | None:
+def reason_of_settings(config: GenerationConfig) -> str | None:
     """Why `generate` has to generate an answer with these settings, for a person; None where it does not."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return f"{mode.value.replace('_', ' ')} is generate()'s"
     if config.cache_implementation not in (None, "dynamic") or config.use_cache is False:
         return "generation_config asks for another cache"
+    return None
+
+
+def reason_for_own_generate(model: PreTrainedModel) -> str | None:
+    """Why `generate` has to generate all answers of a model, for a person; None where it does not."""
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{kind} is an encoder with a decoder"
