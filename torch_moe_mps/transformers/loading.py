@@ -24,7 +24,7 @@ from .checkpoints.quantizer import Quantizer
 from .checkpoints.source import NO_MODEL, Source
 from .compiling import compile_kernels
 from .modules.experts import NAME
-from .mtp import check_exceptions
+from .mtp import check_exceptions, note_folder
 from .self_check import allowed, working_kv_bits
 
 
@@ -85,7 +85,7 @@ def from_pretrained(
     require_kv_bits("from_pretrained", kv_bits)
     _require_one_process(kwargs)
     source = Source(name, kwargs, model_class)
-    _check_guessing(recipe, str(name), source)
+    _check_guessing(recipe, source)
     if source.gguf is not None:
         kwargs["gguf_file"] = source.gguf
         if kwargs.get("dtype") == "auto":
@@ -107,6 +107,7 @@ def from_pretrained(
         with one_by_one(recipe is not None or source.by_others), packing(), reading:
             model, info = _read(source, kwargs)
         _check_complete(sorted(info["missing_keys"]))
+        note_folder(model, source.folder)
         if not isinstance(getattr(model, "hf_quantizer", None), Quantizer):
             done = accelerate(model.eval(), importance=importance, **({} if recipe is None else asked))
             if recipe is not None:
@@ -119,9 +120,10 @@ def from_pretrained(
     return (model, info) if with_info else model
 
 
-def _check_guessing(recipe: Recipe | None, name: str, source: Source) -> None:
+def _check_guessing(recipe: Recipe | None, source: Source) -> None:
     if recipe is not None and recipe.of_guessing():
-        check_exceptions(name, source.skeleton(), recipe)
+        source.check_files()  # downloads them
+        check_exceptions(source.folder, source.skeleton(), recipe)
 
 
 def _require_one_process(kwargs: dict[str, Any]) -> None:

@@ -47,6 +47,7 @@ _UNCOUNTED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _OF_QWEN, _NUMBERED = re.compile(r"^mtp\."), re.compile(r"^mtp\.layers\.(\d+)\.")
 _CHECK = Check("load")
 _FP8, _BITS_OF_FP8 = "fp8", 8
+_FOLDER = "_moe_mps_folder"  # where a model's __dict__ has that of a name on the Hub
 MTP = OF_GUESSING.rstrip(".")  # the entry of a checkpoint's quantisation with the formats of these layers
 
 
@@ -128,6 +129,19 @@ def _about(source: str, model: Any) -> Source:
         got = f"those of {'MLX' if 'mlx' in about.stored else method}"
         raise ValueError(f"moe_mps::guesses: layers that guess must be {expected} in {source}, got {got}")
     return about
+
+
+def note_folder(model: Any, folder: str) -> None:
+    """Lets a model know the folder of its revision: transformers keeps no more than a name on the Hub."""
+    if folder != model.config.name_or_path and Path(folder).is_dir():
+        vars(model)[_FOLDER] = folder
+
+
+def checkpoint_of(model: Any) -> str:
+    """The folder of a model's checkpoint, or its name on the Hub, where only transformers loaded it."""
+    noted: str | None = vars(model).get(_FOLDER)
+    name: str = model.config.name_or_path
+    return name if noted is None or not Path(noted).is_dir() else noted
 
 
 def named(layers: Any) -> nn.Module:
@@ -292,7 +306,7 @@ def check_exceptions(source: str, model: Any, recipe: Recipe | None) -> None:
 
 def read_mtp(model: Any) -> Any:
     """transformers' module of these layers of a loaded model, on the CPU, quantised as its last layer."""
-    source = model.config.name_or_path
+    source = checkpoint_of(model)
     return _Section(_counted(model, source), source, recipe_of_last_layer(model)).read()
 
 
@@ -366,7 +380,7 @@ def bytes_of_mtp(layers: Any, model: Any, targets: Iterable[Target], recipe: Rec
 
 def has_mtp(model: Any, source: str | None = None) -> bool:
     """Whether a checkpoint has such layers, by default the model's, and transformers knows their names."""
-    return bool(_found(model.config.name_or_path if source is None else source, model).sizes)
+    return bool(_found(checkpoint_of(model) if source is None else source, model).sizes)
 
 
 def require_mtp(model: Any) -> None:
@@ -443,4 +457,4 @@ def _counted(model: Any, source: str) -> Any:
 
 def config_of_mtp(model: Any) -> Any:
     """The config of the layers of a model that guess."""
-    return _counted(model, model.config.name_or_path).config.get_mtp_config()
+    return _counted(model, checkpoint_of(model)).config.get_mtp_config()

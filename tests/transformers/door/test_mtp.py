@@ -124,21 +124,31 @@ def test_only_accelerated_models_read_them_once(checkpoint, monkeypatch):
     assert type(restored) is MTPCandidateGenerator
 
 
-def test_they_are_found_by_a_name_on_the_hub(checkpoint, tmp_path, monkeypatch):
-    """In its cache; patterns for them, too."""
+@pytest.mark.parametrize("revision", ["main", "other"])
+def test_they_are_found_by_a_name_on_the_hub(revision, checkpoint, tmp_path, monkeypatch):
+    """In its cache, in the revision that is asked for, and by copies; patterns for them, too."""
     _, folder = checkpoint
     repository = tmp_path / "models--org--name"
     (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("a" * 40)
-    shutil.copytree(folder, repository / "snapshots" / ("a" * 40))
+    for name, commit in (("main", "a" * 40), ("other", "b" * 40)):
+        (repository / "refs" / name).write_text(commit)
+        shutil.copytree(folder, repository / "snapshots" / commit)
+        if name != revision:
+            with changed(repository / "snapshots" / commit / "model.safetensors") as tensors:
+                for key in [key for key in tensors if key.startswith("model.layers.2.")]:
+                    del tensors[key]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    how = {"bits": 4, "group_size": 32, "overrides": {"mtp.0.eh_proj": 8}}
-    model = torch_moe_mps.from_pretrained("org/name", **how)
-    assert tokens_of(model, use_mtp=True) == tokens_of(model)
-    assert str(mtp_layers(model).layers[0].eh_proj.format) == "affine8_32"
+    how = {"bits": 4, "group_size": 32, "revision": revision}
+    model = torch_moe_mps.from_pretrained("org/name", **how, overrides={"mtp.0.eh_proj": 8})
+    for each in (model, pickle.loads(pickle.dumps(model))):
+        assert tokens_of(each, use_mtp=True) == tokens_of(each)
+        assert str(mtp_layers(each).layers[0].eh_proj.format) == "affine8_32"
     with pytest.raises(ValueError, match=r"the pattern 'mtp\.0\.x_proj' fits no weight"):
-        torch_moe_mps.from_pretrained("org/name", bits=4, group_size=32, keep=["mtp.0.x_proj"])
+        torch_moe_mps.from_pretrained("org/name", **how, keep=["mtp.0.x_proj"])
+    dense = torch_moe_mps.from_pretrained("org/name", revision=revision)
+    torch_moe_mps.accelerate(dense, bits=4, group_size=32, keep=["mtp.0.eh_proj"])
+    assert mtp_layers(dense).layers[0].eh_proj.weight.dim() == 2
 
 
 def test_convert_quantises_them(checkpoint, tmp_path, capsys):

@@ -83,6 +83,7 @@ class Source:
 
     Attributes:
         path, gguf: the folder or name, and the GGUF file in it or None.
+        folder: the folder itself, or the one of its revision in the Hub's cache; the name of a GGUF file.
         config: with the overrides among the arguments.
         cls: the class of the model.
         others: the arguments without those overrides.
@@ -96,8 +97,9 @@ class Source:
     def __init__(self, name: str, arguments: Mapping[str, Any], model_class: Any = None):
         self.path, self.gguf = split_gguf(str(name))
         self.others = {key: value for key, value in arguments.items() if key != "config"}
+        self.folder = str(name)
         if self.gguf is None and not Path(self.path).is_dir():
-            _look_for(self.path, arguments)
+            self.folder = _looked_for(self.path, arguments)
         config = arguments.get("config")
         if isinstance(config, PreTrainedConfig):
             self.config = config
@@ -176,12 +178,15 @@ class Source:
             raise _wrong_config(f"complete for {self.cls.__name__}", error) from error
 
 
-def _look_for(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raises: ValueError for what is neither a folder nor the name of a model that can be had."""
+def _looked_for(name: str, arguments: Mapping[str, Any]) -> str:
+    """The folder of a name on the Hub, in its cache.
+
+    Raises: ValueError for what is neither a folder nor the name of a model that can be had.
+    """
     where = {key: arguments[key] for key in _WHERE if key != "subfolder" and arguments.get(key) is not None}
-    folder_in_the_cache(
-        name, (f"{arguments.get('subfolder') or '.'}/config.json".removeprefix("./"),), **where
-    )
+    inside = arguments.get("subfolder") or ""
+    folder = folder_in_the_cache(name, (str(Path(inside) / "config.json"),), **where)
+    return str(Path(folder) / inside)
 
 
 def class_for(config: PreTrainedConfig) -> Any:
