@@ -135,20 +135,24 @@ def test_recipes_name_them(checkpoint, tmp_path):
 
 
 def test_headers_are_read_once(checkpoint, tmp_path, monkeypatch):
-    """For a plan, which has the bytes of these layers and reads no tensor, and for what is written."""
+    """For a plan, which has the bytes of these layers and reads no tensor, and for what is written.
+
+    Layers are made once for each, with an exception of their own, too.
+    """
     folder, _ = checkpoint
-    read, opened = [], []
-    for name, calls in (("tensors_in", read), ("safe_open", opened)):
+    read, opened, made = [], [], []
+    for name, calls in (("tensors_in", read), ("safe_open", opened), ("_without_memory", made)):
         own = getattr(mtp, name)
         monkeypatch.setattr(mtp, name, lambda *a, own=own, to=calls, **k: to.append(a) or own(*a, **k))
     mtp._read_headers.cache_clear()
     plan, asked = tmp_path / "plan.json", ["convert", str(folder), str(tmp_path / "new"), *FOUR]
+    asked += ["--keep", "mtp.0.eh_proj"]
     assert main([*asked, "--dry-run", "--json", str(plan)]) == 0
-    assert len(read) == 1 and not opened
+    assert len(read) == len(made) == 1 and not opened
     size = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
     assert json.loads(plan.read_text())["before"] == pytest.approx(size, rel=1e-3)
     assert main(asked) == 0
-    assert len(read) == 1 and len(opened) == 1
+    assert len(read) == 1 and len(opened) == 1 and len(made) == 3
 
 
 def test_a_pattern_that_fits_none_of_them_is_one_line(checkpoint, tmp_path, capsys):

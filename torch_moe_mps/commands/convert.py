@@ -67,8 +67,6 @@ def run(options: argparse.Namespace) -> None:
     recipe: dict[str, Any] = {"recipe": arguments, "requantize": says_a_format(options)}
     sizes_of = sizes_in_mlx if options.to == "mlx" else None
     guesses = _guesses(source, model, options.to == "mlx")
-    if arguments is not None and _weights(source):
-        check_exceptions(source if guesses else "", model, requested_recipe(**arguments))
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe, sizes_of=sizes_of)
     if options.to == "mlx" and (others := GGUF.keys() & {weight.format for weight in plan.weights}):
         has_not = " and ".join(sorted(others))
@@ -76,6 +74,8 @@ def run(options: argparse.Namespace) -> None:
     if guesses:
         before, after = planned_mtp(source, model)
         plan = plan._replace(before=plan.before + before, after=plan.after + after)
+    elif arguments is not None and _weights(source):
+        check_exceptions("", model, requested_recipe(**arguments))
     if options.dry_run:
         print(plan.table())
     print(_sizes(plan))
