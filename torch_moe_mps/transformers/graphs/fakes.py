@@ -30,14 +30,14 @@ class _Like:
     """Likeness of a fake tensor, from which others are made without its mode.
 
     Attributes:
-        plain: a meta tensor like it, made for the second one.
+        plain: a meta tensor like it, which keeps what torch knows of its symbols: sizes that are given to a
+            new tensor are compared anew.
     """
 
-    plain: Tensor | None = None
-
     def __init__(self, fake: FakeTensor) -> None:
-        self.geometry = geometry(fake)
-        self.dtype, self.device = fake.dtype, fake.fake_device
+        self.device = fake.fake_device
+        with in_kernel_invocation_manager(fake.fake_mode):
+            self.plain = _ATEN.alias.default(fake)
 
     @classmethod
     def of(cls, value: Any) -> Any:
@@ -144,11 +144,6 @@ class FakeResults:
         """A new fake tensor like another one; both may share memory, which nobody asks of fake tensors."""
         if not isinstance(known, _Like):
             return known
-        if known.plain is None:
-            shape, stride, offset = known.geometry
-            with in_kernel_invocation_manager(self.mode), self.env.suppress_guards():
-                made = torch.empty_strided(shape, stride, dtype=known.dtype, device="meta")
-                known.plain = made.set_(made.untyped_storage(), offset, shape, stride)
         return FakeTensor(self.mode, known.plain, known.device)
 
 
