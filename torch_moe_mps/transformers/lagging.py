@@ -45,12 +45,11 @@ def lagging_layers(model: PreTrainedModel) -> dict[int, Kind]:
 def forgets_states(model: PreTrainedModel) -> bool:
     """Whether modules begin anew where several tokens follow those of a cache.
 
-    So does the own code of Mamba-1, and what a trial cannot run may. Of modules that run the same code, one
-    is tried.
+    So does the own code of Mamba-1. Of modules that run the same code, one is tried.
     """
     layers = _layers_with_states(model)
     readers = {type(module): (module, number) for module, number in _readers(model, layers)}
-    return not all(
+    return any(
         first_form(module, _pieces, cls, len(layers[number].conv_states))
         for cls, (module, number) in readers.items()
     )
@@ -115,20 +114,20 @@ def _twin_that_runs(module: nn.Module) -> Any:
 
 
 def _pieces(module: nn.Module, cls: type[nn.Module], states: int) -> Forms:
-    """Two pieces of a prompt, which hold where a twin of the module goes on behind the first one."""
-    return Forms((2,), lambda pieces: _goes_on(_twin_that_runs(module), states))
+    """Two pieces of a prompt, which hold where a twin of the module forgets the first one."""
+    return Forms((2,), lambda pieces: _forgets(_twin_that_runs(module), states))
 
 
-def _goes_on(twin: nn.Module, states: int) -> bool:
-    """Whether a prompt in two pieces gives the result that it has in one."""
+def _forgets(twin: nn.Module, states: int) -> bool:
+    """Whether a prompt in two pieces gives another result than in one."""
     found = []
-    x = torch.randn(1, _PROMPT + _GUESSES, _width_of(twin, states))
+    x = torch.randn(1, _PROMPT + _GUESSES, _width_of(twin))
     for pieces in ((_PROMPT + _GUESSES,), (_PROMPT, _GUESSES)):
         cache = linear_cache(states)
         results = [_result(twin, piece, cache) for piece in x.split(pieces, 1)]
         found.append([torch.cat(results, 1), *_copies(cache.layers[0])])
     whole, in_pieces = found
-    return agrees(in_pieces, whole, 1e-3)
+    return not agrees(in_pieces, whole, 1e-3)
 
 
 def _takes_back(twin: nn.Module, states: int, kind: Kind) -> bool:

@@ -3,6 +3,7 @@
 import itertools
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 import torch_moe_mps
 from torch_moe_mps.quantization import Format, quantize
+from torch_moe_mps.transformers.checkpoints import calibration
 from torch_moe_mps.transformers.checkpoints.quantize.blending import PRIOR
 from torch_moe_mps.transformers.checkpoints.quantize.decision import weights_of
 from torch_moe_mps.transformers.checkpoints.quantize.importance import Importance
@@ -123,6 +125,23 @@ def test_every_matrix_of_every_architecture_is_seen(architecture):
         if parameter not in target.importance and not isinstance(target.module, nn.Embedding)
     ]
     assert [name for name in unseen if not any(part in name for part in UNSEEN)] == []
+
+
+@pytest.mark.parametrize("letters, most", [(1, 300), (8, 258), (40, 300), (5000, 20), (3, 9000), (1, 0)])
+def test_a_part_of_a_text_is_read_that_has_its_first_tokens(letters, most, monkeypatch):
+    """Whatever the length of a token: here of a word, whose number of letters it is."""
+    read = []
+
+    def tokenizer(text, **options):
+        read.append(len(text))
+        return SimpleNamespace(input_ids=torch.tensor([[len(word) for word in text.split(" ")]]))
+
+    monkeypatch.setattr(calibration, "read_tokenizer", lambda *named: tokenizer)
+    words = [letters + number % 3 for number in range(20 * (most + 64))]
+    text = " ".join("a" * length for length in words)
+    ids = calibration.tokens_of_text(SimpleNamespace(path="", gguf=None, others={}), text, most)
+    assert ids.tolist() == words[:most]
+    assert read[-1] <= 8 * (letters + 2) * (most + 64)
 
 
 def test_an_expert_without_tokens_has_the_mean_of_its_layer():

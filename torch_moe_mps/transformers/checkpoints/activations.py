@@ -111,7 +111,7 @@ def _known(source: Source, quantises: bool, device: str) -> Activations | None:
 
 def _tokens(source: Source) -> Tensor:
     longest = getattr(source.config.get_text_config(), "max_position_embeddings", None) or TOKENS
-    return tokens_of_text(source, text_for(AUTO))[: min(TOKENS, longest // 2)]
+    return tokens_of_text(source, text_for(AUTO), min(TOKENS, longest // 2))
 
 
 @torch.no_grad()

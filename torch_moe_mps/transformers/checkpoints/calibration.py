@@ -24,6 +24,7 @@ AUTO = "auto"
 SAMPLE = Path(__file__).parents[2] / "commands/sample.txt"
 # Tokens that are read of a text; the rest is left out.
 TOKENS = 1 << 16
+_LETTERS, _EDGE = 8, 64  # letters read for a token at first; tokens that the end of what was read may change
 # A dense model runs as it is if it takes no more of the machine's memory.
 _SHARE = 0.4
 _CHECK = Check("importance")
@@ -82,7 +83,12 @@ def text_for(name: str) -> str:
         raise ValueError(f"moe_mps::importance: {file} must be {expected}, got {error.strerror}") from None
 
 
-def tokens_of_text(source: Source, text: str) -> Tensor:
-    """The first tokens of a text, in the model's own tokenizer."""
+def tokens_of_text(source: Source, text: str, most: int = TOKENS) -> Tensor:
+    """The first tokens of a text, in the model's own tokenizer, for which a part of it is read."""
     tokenizer = read_tokenizer(source.path, source.gguf, bool(source.others.get("trust_remote_code")))
-    return tokenizer(text, return_tensors="pt", verbose=False).input_ids[0][:TOKENS]
+    letters = _LETTERS * (most + _EDGE)
+    while True:
+        ids = tokenizer(text[:letters], return_tensors="pt", verbose=False).input_ids[0]
+        if len(ids) >= most + _EDGE or letters >= len(text):
+            return ids[:most]
+        letters *= _LETTERS
