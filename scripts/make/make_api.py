@@ -13,7 +13,8 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 HEAD = """<!-- scripts/make/make_api.py writes this file -->
 # The package in Python
 
-`torch-moe-mps --help` lists the commands, which do the same. [operators.md](operators.md) has the operators.
+Functions and classes for programs. [operators.md](operators.md) has the operators, and
+`torch-moe-mps --help` the commands, which call the same functions.
 """
 NAMES = re.compile(r"^(\w[\w, ]*):")
 SECTION = re.compile(r"^(Args|Returns|Raises|Attributes):", re.MULTILINE)

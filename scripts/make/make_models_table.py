@@ -45,10 +45,11 @@ from torch_moe_mps.transformers.checkpoints.layouts.mlx.names import DENSE
 
 HEADER = """# Models
 
-What `torch_moe_mps.accelerate` does for each architecture of transformers {version} whose experts follow its
-interface (`use_experts_implementation`), {classes} classes in {architectures} architectures, and for
-[dense models](#dense-models). `scripts/make/make_models_table.py` generates the tables from tiny models with
-random weights; tests check that they are current.
+`torch_moe_mps.accelerate` puts these operators into each architecture of transformers {version} whose experts
+follow its interface (`use_experts_implementation`), {classes} classes in {architectures} architectures,
+and into [dense models](#dense-models), which have a table of their own.
+`scripts/make/make_models_table.py` generates the tables from tiny models with random weights; tests check
+that they are current.
 
 - **Experts**: the operator, and the activation in it. "own activation" means `expert_mm`, the model's
   activation and norm, `expert_mm`, `moe_weighted_reduce`.
