@@ -121,7 +121,7 @@ def _pieces(module: nn.Module, cls: type[nn.Module], states: int) -> Forms:
 def _forgets(twin: nn.Module, states: int) -> bool:
     """Whether a prompt in two pieces gives another result than in one."""
     found = []
-    x = torch.randn(1, _PROMPT + _GUESSES, _width_of(twin))
+    x = torch.randn(1, _PROMPT + _GUESSES, _width_of(twin, states))
     for pieces in ((_PROMPT + _GUESSES,), (_PROMPT, _GUESSES)):
         cache = linear_cache(states)
         results = [_result(twin, piece, cache) for piece in x.split(pieces, 1)]
