@@ -110,6 +110,9 @@ FAULTS = {
     "tokens that are pending": Fault(
         "linear_attention_", "scaled = k_scale * written;\n  }", "scaled = written;\n  }", at_size=False
     ),
+    "tokens of a selective scan that are pending": Fault(
+        "selective_scan_", "rows[t * width + 2 * k", "rows[0 * width + 2 * k", at_size=False
+    ),
     "positions that are pending": Fault(
         "causal_conv1d_update_", "params.keep != 0 ? count :", "params.keep != 0 ? 0 :", at_size=False
     ),

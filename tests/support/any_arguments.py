@@ -781,9 +781,12 @@ def linear_attention_(d):
 
 
 def selective_scan_(d):
-    batch, channels, tokens, states = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 33, 0), d.one(16, 1, 5)
-    x = d.values(batch, tokens, channels)
-    return {"x": x, "B": d.values(batch, tokens, states, dtype=x.dtype)}
+    batch, channels, tokens, states = d.one(1, 2, 0), d.one(6, 1, 130, 0), d.one(1, 3, 33, 0), d.one(16, 1, 5)
+    x, groups = d.values(batch, tokens, channels), -(-channels // 128)
+    held = pending(d, tokens, (batch, groups), (256 + states,), torch.float32)
+    if held["pending_"] is not None:
+        held["pending_"].abs_()  # steps are not negative
+    return {"x": x, "B": d.values(batch, tokens, states, dtype=x.dtype), **held}
 
 
 def rg_lru_(d):

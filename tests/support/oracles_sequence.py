@@ -89,12 +89,30 @@ def convolution(x, state: np.ndarray, weight, bias, activation) -> tuple[np.ndar
 
 
 def selective_scan(a) -> tuple[np.ndarray, ...]:
-    """What selective_scan_ computes of its arguments: result, state, and the sums of the absolute terms."""
+    """What selective_scan_ computes of its arguments: result, state, the sums of the absolute terms, and the
+    pending tokens.
+    """
     x, step, b, c, state = map(exact, (a.x, a.step, a.B, a.C, a.state_))
     strength = np.logaddexp(0.0, step if a.dt_bias is None else step + exact(a.dt_bias))
     rate, magnitude = -np.exp(exact(a.A_log)), abs(state)
     skip = 0.0 if a.skip is None else exact(a.skip)
     result, result_magnitude = np.empty_like(x), np.empty_like(x)
+    pending = None if a.pending_ is None else exact(a.pending_).copy()
+    for row, count in enumerate([] if pending is None else a.counts[:, 0].tolist()):
+        for channel in range(x.shape[2]):
+            group, place = divmod(channel, 128)
+            for token in pending[row, group, :count]:
+                own = token[128 + place] * np.log(2.0)
+                new = own * token[place] * token[256:]
+                decay = np.exp(rate[channel] * own)
+                state[row, channel] = decay * state[row, channel] + new
+                magnitude[row, channel] = decay * magnitude[row, channel] + abs(new)
+    lasting, lasting_magnitude = state.copy(), magnitude.copy()
+    for row, t, channel in np.ndindex(x.shape) if a.keep else ():
+        group, place = divmod(channel, 128)
+        own = pending[row, group, t]
+        own[place], own[128 + place] = x[row, t, channel], strength[row, t, channel] / np.log(2.0)
+        own[256:] = b[row, t]
     for t in range(x.shape[1]):
         decay = np.exp(rate * strength[:, t, :, None])
         new = (strength[:, t] * x[:, t])[..., None] * b[:, t, None]
@@ -104,7 +122,9 @@ def selective_scan(a) -> tuple[np.ndarray, ...]:
     if a.gate is not None:
         factor = exact(a.gate) * sigmoid(exact(a.gate))
         result, result_magnitude = result * factor, result_magnitude * abs(factor)
-    return result, state, result_magnitude, magnitude
+    if a.keep:
+        state, magnitude = lasting, lasting_magnitude
+    return result, state, result_magnitude, magnitude, pending
 
 
 def rg_lru(a) -> tuple[np.ndarray, ...]:

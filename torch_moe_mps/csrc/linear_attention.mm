@@ -175,11 +175,13 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
 
 Tensor selective_scan_(const Tensor& x, const Tensor& step, const Tensor& b, const Tensor& c,
                        const Tensor& state, const Tensor& a_log_, const OptionalTensor& dt_bias_,
-                       const OptionalTensor& skip_, const OptionalTensor& gate) {
+                       const OptionalTensor& skip_, const OptionalTensor& gate,
+                       const OptionalTensor& pending_, const OptionalTensor& counts_, bool keep) {
   const Tensor output = at::empty(x.sizes(), x.options());
-  if (output.numel() == 0) return output;
+  if (output.numel() == 0 && (!pending_ || pending_->numel() == 0 || state.numel() == 0)) return output;
   const Tensor a_log = a_log_.contiguous();
   const OptionalTensor dt_bias = contiguous(dt_bias_), skip = contiguous(skip_);
+  const OptionalTensor pending = contiguous(pending_), counts = contiguous(counts_);
   SelectiveScanParams params{};
   params.x = token_strides(x);
   params.step = token_strides(step);
@@ -194,16 +196,25 @@ Tensor selective_scan_(const Tensor& x, const Tensor& step, const Tensor& b, con
   params.has_dt_bias = has(dt_bias, params.dt_bias_dtype);
   params.has_skip = has(skip, params.skip_dtype);
   params.has_gate = gate.has_value();
+  params.pending = pending ? pending->size(2) : 0;
+  params.keep = keep;
 
+  const bool has_tokens = output.numel() > 0;
+  const Tensor some = has_tokens ? output : *pending;  // in the place of what is empty
   Commands commands;
-  commands.add({"linear_attention", x.scalar_type()}, "selective_scan", output)
-      .bind_strided(x, step, b, c)
+  commands.add({"linear_attention", x.scalar_type()}, "selective_scan", some)
+      .bind_strided(has_tokens ? x : some, has_tokens ? step : some, has_tokens ? b : some,
+                    has_tokens ? c : some)
       .bind(a_log, dt_bias, skip)
-      .bind_strided(gate ? *gate : x, state)
-      .bind(output)
+      .bind_strided(!has_tokens ? some
+                    : gate      ? *gate
+                                : x,
+                    state)
+      .bind(some, pending, counts)
       .params(params)
       .threadgroups({ceil_div(params.channels, kSelectiveThreads), x.size(0)}, {kSelectiveThreads});
   commands.encode();
+  if (pending && !pending_->is_contiguous()) pending_->copy_(*pending);
   return output;
 }
 

@@ -504,6 +504,7 @@ struct ChannelStates {
       if (kWhole || n < left) state[n * params.state.head] = kept[channel][n];
     }
   }
+  void store(uint place, device float* state, constant SelectiveScanParams& params) const;
 
   // Step of a token for both channels; `octaves` is the own one's step, times log2(e), as exp2 takes an
   // instruction less than exp. Returns: the own one's C . state.
@@ -544,6 +545,19 @@ inline HalfOfChannel half_of(uint place, uint other, constant SelectiveScanParam
           (place ^ other) < params.channels ? int(params.states) - int(first) : 0};
 }
 
+inline void ChannelStates::store(uint place, device float* state,
+                                 constant SelectiveScanParams& params) const {
+  const uint same = anew(place, place % kSimdWidth);
+  UNROLL for (uint i = 0; i < 2; ++i) {
+    const HalfOfChannel of_lane = half_of(same, i, params);
+    if (of_lane.left >= int(kSelectiveStates) / 2) {
+      store<true>(i, state + of_lane.start, of_lane.left, params);
+    } else {
+      store<false>(i, state + of_lane.start, of_lane.left, params);
+    }
+  }
+}
+
 // softplus with logarithms and powers of 2: log2(1 + exp2(x)).
 inline float softplus_in_octaves(float x) {
   const float y = precise::exp2(-fabs(x)), u = 1.0f + y;
@@ -572,18 +586,67 @@ inline void scan_tokens(thread ChannelStates& states, ChannelTokens<T, kTokens> 
   }
 }
 
+// Inputs of a group's tokens that are pending, one behind the other: x of its channels, their octaves, and B.
+struct PendingScan {
+  device float* rows;
+  uint width;
+
+  PendingScan(device float* pending, ulong group, constant SelectiveScanParams& params) {
+    width = 2 * kSelectiveThreads + params.states;
+    rows = pending + group * params.pending * width;
+  }
+
+  // Takes the first tokens in. `staged` has room for them.
+  void take_in(thread ChannelStates& states, uint tokens,
+               threadgroup StagedToken (&staged)[2][kSelectiveTokens], uint thread_index,
+               constant SelectiveScanParams& params) const {
+    constexpr uint kHalf = kSelectiveStates / 2;
+    for (uint i = thread_index; i < tokens * kSelectiveStates; i += kSelectiveThreads) {
+      const uint t = i / kSelectiveStates, n = i % kSelectiveStates;
+      threadgroup float* target = reinterpret_cast<threadgroup float*>(&staged[n / kHalf][t]) + n % kHalf;
+      target[0] = n < params.states ? M_LN2_F * rows[t * width + 2 * kSelectiveThreads + n] : 0.0f;
+      target[kHalf] = 0.0f;  // of a result, which nothing reads
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint t = 0; t < tokens; ++t) {
+      device const float* own = rows + t * width + thread_index;
+      states.take(own[kSelectiveThreads], own[0], staged[thread_index % 2][t]);
+    }
+  }
+
+  // Keeps tokens of a channel, and a part of B.
+  template <typename T>
+  void keep(device const T* x, device const T* step, device const T* b, float shift, bool is_channel,
+            uint thread_index, constant SelectiveScanParams& params) const {
+    for (uint t = 0; t < params.tokens; ++t) {
+      device float* own = rows + t * width;
+      if (is_channel) {
+        const float octaves = fma(float(step[t * params.step.token]), M_LOG2E_F, shift);
+        own[thread_index] = float(x[t * params.x.token]);
+        own[kSelectiveThreads + thread_index] = softplus_in_octaves(octaves);
+      }
+      if (thread_index < params.states) {
+        own[2 * kSelectiveThreads + thread_index] =
+            float(b[t * params.b.token + thread_index * params.b.head]);
+      }
+    }
+  }
+};
+
 // Mamba-1. Two neighbouring lanes keep the states of two channels in registers for all tokens: a lane has
 // half of the states of both, so that it reads B and C of a token once for two channels, and computes the
-// step, the gate and the result of one. A threadgroup stages B and C of some tokens at a time. Grid:
-// (channels, batch).
+// step, the gate and the result of one. A threadgroup stages B and C of some tokens at a time. Tokens that
+// are pending it takes in first; each group of channels has their B for itself, and reads it before it keeps
+// that of this call in its place. Grid: (channels, batch).
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kSelectiveThreads)]] void selective_scan(
     device const T* x [[buffer(0)]], device const T* step [[buffer(1)]], device const T* b [[buffer(2)]],
     device const T* c [[buffer(3)]], device const uchar* a_log [[buffer(4)]],
     device const uchar* dt_bias [[buffer(5)]], device const uchar* skip [[buffer(6)]],
     device const T* gate [[buffer(7)]], device float* state [[buffer(8)]], device T* output [[buffer(9)]],
-    constant SelectiveScanParams& params [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]]) {
+    device float* pending [[buffer(10)]], device const int* counts [[buffer(11)]],
+    constant SelectiveScanParams& params [[buffer(12)]], uint2 group [[threadgroup_position_in_grid]],
+    uint2 groups [[threadgroups_per_grid]], uint thread_index [[thread_index_in_threadgroup]]) {
   constexpr uint kHalf = kSelectiveStates / 2, kUnroll = kSelectiveUnroll;
   threadgroup StagedToken staged[2][kSelectiveTokens];
   const uint place = group.x * kSelectiveThreads + thread_index, part = thread_index % 2;
@@ -608,6 +671,19 @@ template <typename T>
     } else {
       states.load<false>(i, a_log, log, state + of_lane.start, of_lane.left, params);
     }
+  }
+
+  const PendingScan held(pending, batch * groups.x + group.x, params);
+  const uint right = count_of(counts, params.pending, batch);
+  if (right != 0) {
+    held.take_in(states, right, staged, thread_index, params);
+    if (params.keep != 0) states.store(place, state, params);
+  }
+  if (params.keep != 0) {
+    threadgroup_barrier(mem_flags::mem_device);  // those that were pending have been read
+    held.keep(x + batch * params.x.batch + channel * params.x.head,
+              step + batch * params.step.batch + channel * params.step.head, b + batch * params.b.batch,
+              shift, is_channel, thread_index, params);
   }
 
   // Element that a thread stages: a state of B or of C, of tokens kStagedRows apart.
@@ -650,15 +726,7 @@ template <typename T>
       results += params.channels;
     }
   }
-  const uint same = anew(place, place % kSimdWidth);
-  UNROLL for (uint i = 0; i < 2; ++i) {
-    const HalfOfChannel of_lane = half_of(same, i, params);
-    if (of_lane.left >= int(kHalf)) {
-      states.store<true>(i, state + of_lane.start, of_lane.left, params);
-    } else {
-      states.store<false>(i, state + of_lane.start, of_lane.left, params);
-    }
-  }
+  if (params.keep == 0) states.store(place, state, params);
 }
 
 // Griffin's RG-LRU.

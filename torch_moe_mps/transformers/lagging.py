@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .basics.state import original_class
 from .caches.cache import grow_cache
-from .caches.lagging import KINDS, Kind, can_lag, lagging, settled, states_of
+from .caches.lagging import KINDS, AnyKind, can_lag, lagging, settled, states_of
 from .caches.prompt_cache import new_cache
 from .caches.state import LayerState, copy_of_layer
 from .install import is_rewritten, run_as, takes_cache
@@ -26,7 +26,7 @@ _RIGHT = (3, 1)  # guesses that hold, of two rows
 
 
 @on_the_cpu()
-def lagging_layers(model: PreTrainedModel) -> dict[int, Kind]:
+def lagging_layers(model: PreTrainedModel) -> dict[int, AnyKind]:
     """{number of a layer whose tokens can be taken back without a copy of its states: the kind of these}.
 
     None in a model that is compiled: its graphs do not see what is pending behind a state.
@@ -34,7 +34,7 @@ def lagging_layers(model: PreTrainedModel) -> dict[int, Kind]:
     layers = _layers_with_states(model)
     if not layers or any(map(_is_compiled, model.modules())):
         return {}
-    kinds: dict[int, set[Kind | None]] = {number: set() for number in layers}
+    kinds: dict[int, set[AnyKind | None]] = {number: set() for number in layers}
     for module, number in _readers(model, layers):
         kinds[number].add(_kind_of(module, len(layers[number].conv_states)))
     found = {number: next(iter(of_layer)) for number, of_layer in kinds.items() if len(of_layer) == 1}
@@ -45,11 +45,12 @@ def lagging_layers(model: PreTrainedModel) -> dict[int, Kind]:
 def forgets_states(model: PreTrainedModel) -> bool:
     """Whether modules begin anew where several tokens follow those of a cache.
 
-    So does the own code of Mamba-1. Of modules that run the same code, one is tried.
+    So does the own code of Mamba-1, and what a trial cannot run may. Of modules that run the same code, one
+    is tried.
     """
     layers = _layers_with_states(model)
     readers = {type(module): (module, number) for module, number in _readers(model, layers)}
-    return any(
+    return not all(
         first_form(module, _pieces, cls, len(layers[number].conv_states))
         for cls, (module, number) in readers.items()
     )
@@ -68,7 +69,7 @@ def _reads_keys_alone(module: nn.Module, layer: Any) -> bool:
     return isinstance(layer, CacheLayerMixin) and "update" in names and not STATE_METHODS & {*names}
 
 
-def _kind_of(module: nn.Module, states: int) -> Kind | None:
+def _kind_of(module: nn.Module, states: int) -> AnyKind | None:
     """The kind of states that a module takes back; None for one that does not.
 
     Args:
@@ -76,8 +77,8 @@ def _kind_of(module: nn.Module, states: int) -> Kind | None:
     """
     if not is_rewritten(module):
         return None
-    kind: Kind | None = first_form(module, _kinds, type(module), states)
-    return kind
+    kind: AnyKind | None = first_form(module, _kinds, type(module), states)
+    return None if kind is None else kind.of(module)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -114,12 +115,12 @@ def _twin_that_runs(module: nn.Module) -> Any:
 
 
 def _pieces(module: nn.Module, cls: type[nn.Module], states: int) -> Forms:
-    """Two pieces of a prompt, which hold where a twin of the module forgets the first one."""
-    return Forms((2,), lambda pieces: _forgets(_twin_that_runs(module), states))
+    """Two pieces of a prompt, which hold where a twin of the module goes on behind the first one."""
+    return Forms((2,), lambda pieces: _goes_on(_twin_that_runs(module), states))
 
 
-def _forgets(twin: nn.Module, states: int) -> bool:
-    """Whether a prompt in two pieces gives another result than in one."""
+def _goes_on(twin: nn.Module, states: int) -> bool:
+    """Whether a prompt in two pieces gives the result that it has in one."""
     found = []
     x = torch.randn(1, _PROMPT + _GUESSES, _width_of(twin, states))
     for pieces in ((_PROMPT + _GUESSES,), (_PROMPT, _GUESSES)):
@@ -127,10 +128,10 @@ def _forgets(twin: nn.Module, states: int) -> bool:
         results = [_result(twin, piece, cache) for piece in x.split(pieces, 1)]
         found.append([torch.cat(results, 1), *_copies(cache.layers[0])])
     whole, in_pieces = found
-    return not agrees(in_pieces, whole, 1e-3)
+    return agrees(in_pieces, whole, 1e-3)
 
 
-def _takes_back(twin: nn.Module, states: int, kind: Kind) -> bool:
+def _takes_back(twin: nn.Module, states: int, kind: AnyKind) -> bool:
     """Whether rows that have lost different numbers of tokens go on as if these had never been."""
     x = torch.randn(len(_RIGHT), _PROMPT + _GUESSES + 1, _width_of(twin, states))
     prompt, guesses, token = x.split((_PROMPT, _GUESSES, 1), 1)
@@ -138,11 +139,12 @@ def _takes_back(twin: nn.Module, states: int, kind: Kind) -> bool:
     _result(twin, prompt, cache)
     if not can_lag(cache.layers[0]):
         return False
+    kind = kind.of(twin)
     layer = lagging(cache.layers[0], kind)
     cache.layers[0] = layer
     of_guesses = _result(twin, guesses, cache)
     layer.set_counts(torch.tensor(_RIGHT, dtype=torch.int32)[:, None])
-    behind = [_copies(settled(_row_of(layer, row), right)) for row, right in enumerate(_RIGHT)]
+    behind = [_copies(settled(_row_of(layer, row), right, kind)) for row, right in enumerate(_RIGHT)]
     found = _result(twin, token, cache)
     for row, right in enumerate(_RIGHT):
         one = slice(row, row + 1)

@@ -141,6 +141,7 @@ VERIFIED = {
     "qwen3_next": {"linear": 20, "full": 16, "outside": 3},
     "kimi_linear": {"linear, dense": 12, "full, sparse": 17, "outside": 3},
     "granitemoehybrid": {"linear": 13, "full": 12, "outside": 4},
+    "jamba": {"linear, mamba": 13, "full, attention": 10, "outside": 3},
     "lfm2_moe": {"conv": 9, "full": 13, "outside": 3},
     "recurrent_gemma": {"linear": 11, "sliding": 10, "outside": 7},
 }
@@ -161,9 +162,9 @@ def test_launches_of_a_layer_for_guesses(simulated, architecture):
     assert counts[0] == counts[1] == counts[2] > 0 and len(captures_of(model).programs) == 1
 
 
-# Models whose states lag: by the delta rule, a decay for each channel, Mamba-2, a convolution alone, and a
-# recurrence of channels.
-LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "lfm2_moe", "recurrent_gemma")
+# Models whose states lag: by the delta rule, a decay for each channel, Mamba-2, Mamba-1, a convolution alone,
+# and a recurrence of channels.
+LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", "recurrent_gemma")
 
 
 @pytest.mark.slow("a model of tiny layers is captured four times")

@@ -86,6 +86,8 @@ struct SelectiveScanParams {
   uint32_t has_skip;
   uint32_t skip_dtype;
   uint32_t has_gate;
+  uint32_t pending;  // tokens that a row has room for; 0 without any
+  uint32_t keep;
 };
 
 // Strides are in elements, those of positions in words of 32 bits. A channel is a head of one element here.

@@ -7,17 +7,19 @@ anyway. A token alone is always right, and takes the states to where they are.
 
 import functools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...ops.linear_attention import MAX_PENDING, pending_width
+from ...ops.linear_attention import MAX_PENDING, pending_width, selective_pending_shape
 from ..basics.pending import set_before, set_pending
 from ..upstream.caches import LinearAttentionLayer
 from .state import LayerState, copy_of_layer
 
+ops = torch.ops.moe_mps
 _POSITIONS = "positions"  # the kind of the states of convolutions
 _COUNTS = "counts"  # the name of how many tokens are right, beside those of the states
 
@@ -35,12 +37,81 @@ class Kind(NamedTuple):
     is_wide: bool = False
     is_transposed: bool = False
 
-    def of_operator(self, state: Tensor) -> Tensor:
+    def of(self, module: Any) -> "Kind":
+        """This kind for the states of a module."""
+        return self
+
+    def fits(self, state: Tensor) -> bool:
+        return state.dim() == 4 and state.dtype == torch.float32
+
+    def pending_shape(self, state: Tensor) -> tuple[int, ...]:
+        rows, heads, key_width, value_width = self._of_operator(state).shape
+        return rows, heads, MAX_PENDING, pending_width(key_width, value_width, self.is_wide)
+
+    def take_in(self, state: Tensor, pending: Tensor, count: int) -> None:
+        """Takes so many of the tokens pending into the state of one row."""
+        state = self._of_operator(state)
+        _, heads, key_width, value_width = state.shape
+        none = state.new_empty((1, 0, heads))
+        keys, values = (state.new_empty((1, 0, heads, width)) for width in (key_width, value_width))
+        decay = keys if self.is_wide else none
+        ops.linear_attention_(
+            keys, keys, values, decay, state, 1.0, delta=self.delta, **_counted(pending, count)
+        )
+
+    def _of_operator(self, state: Tensor) -> Tensor:
         """[B, heads, keys, values], as the operator takes it."""
         return state.mT if self.is_transposed else state
 
 
-KINDS = (Kind(), Kind(is_wide=True), Kind(delta=False, is_transposed=True), Kind(delta=False))
+@dataclass(frozen=True, eq=False)
+class Selective:
+    """The same for Mamba-1, whose channels have states with a decay of their own for each.
+
+    Attributes:
+        rates: logarithms of these decays for a step of 1, as the module has them.
+    """
+
+    rates: Tensor | None = None
+
+    def of(self, module: Any) -> "Selective":
+        return Selective(module.A_log)
+
+    def fits(self, state: Tensor) -> bool:
+        return state.dim() == 3 and state.dtype == torch.float32
+
+    def pending_shape(self, state: Tensor) -> tuple[int, ...]:
+        rows, channels, states = state.shape
+        groups, width = selective_pending_shape(channels, states)
+        return rows, groups, MAX_PENDING, width
+
+    def take_in(self, state: Tensor, pending: Tensor, count: int) -> None:
+        _, channels, states = state.shape
+        x, b = (state.new_empty((1, 0, size)) for size in (channels, states))
+        ops.selective_scan_(x, x, b, b, state, self.rates, **_counted(pending, count))
+
+
+class OfChannels(NamedTuple):
+    """The same for RG-LRUs, whose channels have one state each: what is pending are the states themselves."""
+
+    def of(self, module: Any) -> "OfChannels":
+        return self
+
+    def fits(self, state: Tensor) -> bool:
+        return state.dim() == 2
+
+    def pending_shape(self, state: Tensor) -> tuple[int, ...]:
+        return (*state.shape, MAX_PENDING)
+
+    def take_in(self, state: Tensor, pending: Tensor, count: int) -> None:
+        state.copy_(pending[..., count - 1])
+
+
+AnyKind = Kind | Selective | OfChannels
+KINDS: tuple[AnyKind, ...] = (
+    *(Kind(), Kind(is_wide=True), Kind(delta=False, is_transposed=True), Kind(delta=False)),
+    *(Selective(), OfChannels()),
+)
 
 
 class Lagging(LinearAttentionLayer):
@@ -48,12 +119,10 @@ class Lagging(LinearAttentionLayer):
 
     Attributes:
         settled_class: the class of the layer where nothing is pending.
-        kind: of its recurrent state.
         pending: inputs of each state for the last tokens, and how many of these are right in each row.
     """
 
     settled_class: Any
-    kind: Kind
     pending: dict[Any, Tensor]
 
     def show_pending(self) -> None:
@@ -77,9 +146,9 @@ class Lagging(LinearAttentionLayer):
 
 
 @functools.cache
-def _lagging_class(plain: type, kind: Kind) -> type:
+def _lagging_class(plain: type) -> type:
     # transformers registers a class under its _layer_type for all models, so this one must have none.
-    own = {"_layer_type": None, "settled_class": plain, "kind": kind}
+    own = {"_layer_type": None, "settled_class": plain}
     return type(f"Lagging{plain.__name__}", (Lagging, plain), own)
 
 
@@ -95,33 +164,35 @@ def can_lag(layer: Any) -> bool:
         return False
     states = states_of(layer)
     return bool(states) and all(
-        state.dim() == 3
-        if kind == _POSITIONS
-        else state.dim() == 2 or (state.dim(), state.dtype) == (4, torch.float32)
+        state.dim() == 3 if kind == _POSITIONS else any(each.fits(state) for each in KINDS)
         for (kind, _), state in states.items()
     )
 
 
-def lagging(layer: Any, kind: Kind) -> Lagging:
-    """A layer like this one, whose states it shares, with nothing pending."""
+def lagging(layer: Any, kind: AnyKind) -> Lagging:
+    """A layer like this one, whose states it shares, with nothing pending.
+
+    Args:
+        kind: of its recurrent states.
+    """
     states = states_of(layer)
-    pending: dict[Any, Tensor] = {name: s.new_empty(_pending_shape(s, kind)) for name, s in states.items()}
+    pending: dict[Any, Tensor] = {
+        name: s.new_empty(_pending_shape(name, s, kind)) for name, s in states.items()
+    }
     state = next(iter(states.values()))
     pending[_COUNTS] = torch.zeros(len(state), 1, dtype=torch.int32, device=state.device)
     made = copy_of_layer(layer, pending=pending)
     cls: Any = type(layer)
-    made.__class__ = _lagging_class(cls, kind)
+    made.__class__ = _lagging_class(cls)
     return made
 
 
-def _pending_shape(state: Tensor, kind: Kind) -> tuple[int, ...]:
-    if state.dim() < 4:
-        return (*state.shape[:2], MAX_PENDING)
-    rows, heads, key_width, value_width = kind.of_operator(state).shape
-    return rows, heads, MAX_PENDING, pending_width(key_width, value_width, kind.is_wide)
+def _pending_shape(name: tuple[str, int], state: Tensor, kind: AnyKind) -> tuple[int, ...]:
+    is_of_positions = name[0] == _POSITIONS
+    return (*state.shape[:2], MAX_PENDING) if is_of_positions else kind.pending_shape(state)
 
 
-def bytes_beside(layer: Any, kinds: Iterable[Kind] = KINDS) -> int:
+def bytes_beside(layer: Any, kinds: Iterable[AnyKind] = KINDS) -> int:
     """The most bytes that guesses take beside the states of a layer: for what is pending, or for a copy.
 
     Args:
@@ -129,23 +200,26 @@ def bytes_beside(layer: Any, kinds: Iterable[Kind] = KINDS) -> int:
     """
     if not isinstance(layer, LinearAttentionLayer):
         return 0
-    states, kinds = states_of(layer).values(), [*kinds]
+    states, kinds = states_of(layer), [*kinds]
     if not kinds or not can_lag(layer):
-        return sum(state.nbytes for state in states)
-    return sum(max(prod(_pending_shape(s, kind)) for kind in kinds) * s.element_size() for s in states)
+        return sum(state.nbytes for state in states.values())
+    beside = 0
+    for name, state in states.items():
+        fitting = [kind for kind in kinds if name[0] == _POSITIONS or kind.fits(state)]
+        beside += max(prod(_pending_shape(name, state, kind)) for kind in fitting) * state.element_size()
+    return beside
 
 
-def settled(layer: Lagging, count: int) -> Any:
-    """A plain layer with the states of one row, which it writes, behind so many of the tokens pending."""
+def settled(layer: Lagging, count: int, kind: AnyKind) -> Any:
+    """A plain layer with the states of one row, which it writes, behind so many of the tokens pending.
+
+    Args:
+        kind: of its recurrent states.
+    """
     if count > 0:
-        counts = torch.tensor([[count]], dtype=torch.int32)
         for name, state in states_of(layer).items():
-            pending = layer.pending[name]
-            if state.dim() == 2:
-                state.copy_(pending[..., count - 1])
-                continue
-            take_in = _take_in_positions if state.dim() == 3 else _take_in_tokens
-            take_in(layer.kind, state, {"pending_": pending, "counts": counts.to(state.device)})
+            take_in = _take_in_positions if name[0] == _POSITIONS else kind.take_in
+            take_in(state, layer.pending[name], count)
     made = object.__new__(layer.settled_class)
     values = LayerState(layer).values()
     del values["pending"]
@@ -153,16 +227,12 @@ def settled(layer: Lagging, count: int) -> Any:
     return made
 
 
-def _take_in_tokens(kind: Kind, state: Tensor, pending: dict[str, Any]) -> None:
-    state = kind.of_operator(state)
-    _, heads, key_width, value_width = state.shape
-    none = state.new_empty((1, 0, heads))
-    keys, values = (state.new_empty((1, 0, heads, width)) for width in (key_width, value_width))
-    decay = keys if kind.is_wide else none
-    torch.ops.moe_mps.linear_attention_(keys, keys, values, decay, state, 1.0, delta=kind.delta, **pending)
+def _counted(pending: Tensor, count: int) -> dict[str, Tensor]:
+    """Arguments of an operator that takes so many tokens into the state of one row."""
+    return {"pending_": pending, "counts": torch.tensor([[count]], dtype=torch.int32).to(pending.device)}
 
 
-def _take_in_positions(kind: Kind, state: Tensor, pending: dict[str, Any]) -> None:
+def _take_in_positions(state: Tensor, pending: Tensor, count: int) -> None:
     channels = state.shape[1]
     none, weight = state.new_empty((1, 0, channels)), state.new_empty((channels, 1))
-    torch.ops.moe_mps.causal_conv1d_update_(none, state, weight, **pending)
+    ops.causal_conv1d_update_(none, state, weight, **_counted(pending, count))

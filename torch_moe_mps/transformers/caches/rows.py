@@ -24,7 +24,7 @@ from ..basics.key_range import NO_END, RANGE
 from ..upstream.caches import DummyLayer, LinearAttentionCacheLayerMixin
 from . import growing
 from .held import HeldEntries
-from .lagging import Kind, Lagging, can_lag, lagging, settled
+from .lagging import AnyKind, Lagging, can_lag, lagging, settled
 from .layers import Made
 from .quantized_states import QuantizedStates
 from .state import LayerState, Name, copy_of_cache, copy_of_layer, parts
@@ -63,7 +63,7 @@ class Rows:
 
     are_states = False
 
-    def __init__(self, model: PreTrainedModel, lagging: Mapping[int, Kind] = {}):
+    def __init__(self, model: PreTrainedModel, lagging: Mapping[int, AnyKind] = {}):
         """`lagging`: {number of a layer whose states may lag behind: of which kind they are}."""
         self.cache: DynamicCache | None = None
         self.lengths: list[int] = []
@@ -168,7 +168,10 @@ class Rows:
         if order != [*range(len(order))]:
             places = torch.tensor(order).argsort().to(self._device)
         layers = [_alone(layer, row, self.lengths[row], places) for layer in self.cache.layers]
-        layers = [settled(one, self._pending[row]) if isinstance(one, Lagging) else one for one in layers]
+        layers = [
+            settled(one, self._pending[row], self._may_lag[number]) if isinstance(one, Lagging) else one
+            for number, one in enumerate(layers)
+        ]
         return copy_of_cache(self.cache, layers)
 
     def arguments(self, tokens: int = 1) -> dict[str, Any]:

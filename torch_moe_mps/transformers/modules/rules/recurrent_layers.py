@@ -209,7 +209,9 @@ def selective_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> T
         layer.layer_idx,
         (*mixed.shape[::2], states),
         x,
-        lambda state: ops.selective_scan_(mixed, step, b, c, state, layer.A_log, **options),
+        lambda state: ops.selective_scan_(
+            mixed, step, b, c, state, layer.A_log, **options, **pending_of(state, x.shape[1])
+        ),
     )
     return layer.out_proj(out)
 
