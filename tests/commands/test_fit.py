@@ -59,7 +59,8 @@ def table(output: str, first: str) -> dict[str, list[str]]:
 def context(space: int, token: int) -> int:
     """The most tokens of so many bytes that fit, with room for a sixteenth more of them, or for 256."""
     tokens = space // token
-    return next(n for n in range(tokens, -1, -1) if n + max(256, n // 16) <= tokens)
+    most = (16 * tokens + 15) // 17  # with room for a sixteenth
+    return next(n for n in range(most, -1, -1) if n + max(256, n // 16) <= tokens)
 
 
 # Bytes of a layer for the 2,048 tokens of a prompt that are read at once: the inputs and outputs of q, k, v,
