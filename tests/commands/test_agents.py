@@ -1,7 +1,7 @@
 """Requests of agents and other clients, and their answers, of a model that says what a test tells it to.
 
-`agents/` has bodies of requests that Codex CLI 0.169.0 and Claude Code 2.1.197 sent to this server, with
-short texts in place of their own, and fewer tools and arguments.
+`agents/` has bodies of requests that Codex CLI 0.171.0 and Claude Code 2.1.197 sent to this server, two turns
+and a title of each, with short texts in place of their own, and fewer tools and arguments.
 """
 
 import importlib
@@ -20,6 +20,7 @@ from support import scripted
 from support.serving import said
 
 from torch_moe_mps.serving import app, conversation
+from torch_moe_mps.serving.messages import Messages
 from torch_moe_mps.serving.responses import Responses
 
 SKY = {"type": "object", "properties": {"of": {"type": "string"}}, "required": ["of"]}
@@ -74,7 +75,7 @@ def events_of(text: str) -> list[dict]:
 
 def test_codex(here):
     """A call of its shell, and in the second turn the model reads the call and its output."""
-    first, second = recorded("codex")
+    first, second, _ = recorded("codex")
     call = '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "echo hello"}}\n</tool_call>'
     here.says(call, "Done.", cached=9, disk=4)
     status, text = post(here, first["path"], first["body"])
@@ -105,7 +106,7 @@ def prompt_ids(here, number: int) -> list[int]:
 
 def test_claude_code(here):
     """It sends a system message behind the user's, which some templates refuse."""
-    first, second = recorded("claude_code")
+    first, second, _ = recorded("claude_code")
     call = '<tool_call>\n{"name": "Bash", "arguments": {"command": "echo hello"}}\n</tool_call>'
     here.says(THOUGHT + call, "Done.", cached=9, disk=4)
     status, text = post(here, f"{first['path']}?beta=true", first["body"])
@@ -130,6 +131,30 @@ def test_claude_code(here):
     assert "<tool_call>Bash command=echo hello;" in prompt and "<|im_start|>tool\nhello<|im_end|>" in prompt
     assert prompt.startswith("<|im_start|>tools") and "<|im_start|>system\na text\n\na text" not in prompt
     assert prompt.count("<|im_start|>user") == 2  # the system message behind is one of them
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [
+        ("codex", {"type": "string", "minLength": 1, "maxLength": 36}),
+        ("claude_code", {"type": "string"}),
+    ],
+)
+def test_titles(here, name, schema):
+    """A conversation's, which is asked for beside its first answer: a text in a schema, without tools."""
+    *_, title = recorded(name)
+    here.says('{"title": "Say hello"}')
+    status, text = post(here, title["path"], title["body"])
+    deltas = [
+        event.get("delta")
+        for event in events_of(text)
+        if event["type"].endswith(("text.delta", "block_delta"))
+    ]
+    said_there = "".join(delta if isinstance(delta, str) else delta["text"] for delta in deltas)
+    assert status == 200 and json.loads(said_there) == {"title": "Say hello"}
+    assert "tools" not in here.generator.prompts[0]
+    protocol = {"codex": Responses, "claude_code": Messages}[name]()
+    assert protocol.read(title["body"], here.served).form["properties"] == {"title": schema}
 
 
 def test_messages_of_anthropics_client(here, of_anthropic):
