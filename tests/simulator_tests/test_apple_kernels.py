@@ -507,8 +507,7 @@ def costs(group: str) -> str:
 
 def registers_of_formats(*starts: str) -> str:
     """Each quantised format that starts so: the registers of its kernels, in the order of the library, on the
-    M1 and M2 and from the M3 on. Norms with weights in float32 take up to 4 more than those of the inputs'
-    dtype, as the costs of some formats show."""
+    M1 and M2 and from the M3 on."""
     lines = []
     for name in libraries("quantized", "bf16"):
         if not name.startswith(tuple(f"quantized_{start}" for start in starts)):
@@ -517,8 +516,7 @@ def registers_of_formats(*starts: str) -> str:
             continue
         path, end = library(name), len(name) - len("quantized")
         left_out = "^(expert|matmul_rows|matmul)_|_rows$"
-        names = [kernel for kernel in kernels_of(path) if "_wide" not in kernel]
-        kernels = {re.sub(left_out, "", kernel[:-end]): kernel for kernel in names}
+        kernels = {re.sub(left_out, "", kernel[:-end]): kernel for kernel in kernels_of(path)}
         text = " ".join(f"{k} {on_both(whole, path)}" for k, whole in kernels.items())
         text = f"{name.removeprefix('quantized_').removesuffix('_bf16')}: {text}"
         lines.append(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
