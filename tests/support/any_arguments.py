@@ -719,11 +719,14 @@ def write_cache_quantized_(d):
 
 def causal_conv1d_update_(d):
     batch, channels, tokens, width = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 8, 0), d.one(4, 1, 2, 0)
-    dtype = d.dtype()
+    dtype, room = d.dtype(), d.one(0, 1, 3)
+    before = d.one(0, room)
     return {
         "x": d.values(batch, tokens, channels, dtype=dtype),
-        "conv_state_": d.values(batch, channels, max(0, width - 1) + d.one(0, 1, 3)),
-        "weight": d.values(channels, width),
+        "conv_state_": d.values(batch, channels, max(0, width - 1) + room),
+        "weight": d.one(d.values(channels, width), None),
+        "before": before,
+        "add_input": before == 0 and d.flag(),
         **pending(d, tokens, (batch, channels), (), dtype),
     }
 

@@ -1009,7 +1009,7 @@ def write_cache_quantized_(a):
 
 def causal_conv1d_update_(a):
     before = oracles_sequence.positions_taken_in(a)
-    rest = before, a.weight, a.bias, a.activation
+    rest = before, a.weight, a.bias, a.activation, a.before
     value, magnitude, kept = oracles_sequence.convolution(a.x.transpose(1, 2), *rest)
     pending = [] if a.pending_ is None else [Expected(exact(a.pending_))]
     if a.keep:

@@ -73,19 +73,20 @@ def positions_taken_in(a) -> np.ndarray:
     return state
 
 
-def convolution(x, state: np.ndarray, weight, bias, activation) -> tuple[np.ndarray, ...]:
+def convolution(x, state: np.ndarray, weight, bias, activation, before=0) -> tuple[np.ndarray, ...]:
     """Result, its magnitude and the state that is left: position by position."""
     every = np.concatenate((state, exact(x)), -1)
-    length, width, tokens = state.shape[-1], weight.shape[-1], x.shape[-1]
-    value, magnitude = np.zeros(x.shape), np.zeros(x.shape)
+    weight = np.ones((x.shape[1], 1)) if weight is None else exact(weight)
+    length, width, results = state.shape[-1] - before, weight.shape[-1], before + x.shape[-1]
+    value, magnitude = (np.zeros((*x.shape[:-1], results)) for _ in range(2))
     shift = np.zeros(x.shape[1]) if bias is None else exact(bias)
-    for t in range(tokens):
+    for t in range(results):
         window = every[..., length + t + 1 - width : length + t + 1]
-        value[..., t] = (window * exact(weight)).sum(-1) + shift
-        magnitude[..., t] = (abs(window) * abs(exact(weight))).sum(-1) + abs(shift)
+        value[..., t] = (window * weight).sum(-1) + shift
+        magnitude[..., t] = (abs(window) * abs(weight)).sum(-1) + abs(shift)
     if activation == "silu":
         value = value * sigmoid(value)
-    return value, magnitude, every[..., every.shape[-1] - length :]
+    return value, magnitude, every[..., every.shape[-1] - state.shape[-1] :]
 
 
 def selective_scan(a) -> tuple[np.ndarray, ...]:

@@ -32,11 +32,14 @@ def _check_keep(check, pending_, keep):
 # The convolution
 
 
-def _check_conv(check, conv_state_, weight, pending_, keep, **_):
-    taps, length = weight.shape[1], conv_state_.shape[2]
-    if length < taps - 1:
-        check.fail("conv_state_", f"of W - 1 = {taps - 1} positions or more", length)
+def _check_conv(check, x, conv_state_, weight, add_input, before, pending_, keep, **_):
+    least, length = (1 if weight is None else weight.shape[1]) - 1 + before, conv_state_.shape[2]
+    if before and add_input:
+        check.fail("before", "0 with add_input", before)
+    if length < least:
+        check.fail("conv_state_", f"of W - 1 + before = {least} positions or more", length)
     _check_keep(check, pending_, keep)
+    return x.new_empty(x.shape[0], x.shape[1] + before, x.shape[2])
 
 
 def _behind_pending(conv_state: Tensor, pending: Tensor, counts: Tensor) -> Tensor:
@@ -50,18 +53,19 @@ def _behind_pending(conv_state: Tensor, pending: Tensor, counts: Tensor) -> Tens
 
 @operator(
     f"x[B, T, C] weight[C, W] conv_state_[B, C, S] bias[C] pending_[B, C, N<={MAX_PENDING}]:x "
-    "counts[B, 1]:int32 -> x",
+    "counts[B, 1]:int32",
     _check_conv,
-    allowed={"activation": ACTIVATIONS},
+    allowed={"activation": ACTIVATIONS, "before": 0},
     dependences=(_PENDING,),
 )
 def causal_conv1d_update_(
     x: Tensor,
     conv_state_: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None = None,
     activation: str = "silu",
     add_input: bool = False,
+    before: int = 0,
     pending_: Tensor | None = None,
     counts: Tensor | None = None,
     keep: bool = False,
@@ -70,6 +74,7 @@ def causal_conv1d_update_(
 
         all = conv_state_ followed by the new positions
         result[t] = activation(sum_w weight[w] * all[S + t - W + 1 + w] + bias) + (x[t] with add_input)
+                    for t from -before on
         conv_state_ = the last S positions of all
 
     With `pending_`, the first `counts` positions that are kept there lie between the state and the new ones.
@@ -78,20 +83,22 @@ def causal_conv1d_update_(
 
     Args:
         x: [B, T, C], float32, float16 or bfloat16; any strides.
-        conv_state_: [B, C, S], any of the three dtypes, S at least W - 1; updated in place, whatever its
-            strides. It must not overlap itself (as an expanded tensor does) nor the other arguments.
-        weight: [C, W], any of the three dtypes: of the oldest position first.
+        conv_state_: [B, C, S], any of the three dtypes, S at least W - 1 + before; updated in place, whatever
+            its strides. It must not overlap itself (as an expanded tensor does) nor the other arguments.
+        weight: [C, W], any of the three dtypes: of the oldest position first. None: a 1 for each channel.
         bias: [C], any of the three dtypes, or None.
         activation: "silu" or "none".
         add_input: the new positions are added to the result, in float32.
+        before: how many positions in front of the new ones have a result, too; 0 with `add_input`.
         pending_: [B, C, N] in the dtype of `x`, N at most 8, or None; written in place as the state is.
         counts: [B, 1], int32: how many positions of each row in `pending_` are right; given with it.
         keep: the new positions, at most N, are pending.
 
-    Returns: [B, T, C] in the dtype of `x`.
+    Returns: [B, before + T, C] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
+    weight = x.new_ones(x.shape[2], 1) if weight is None else weight
     length, width, tokens = conv_state_.shape[2], weight.shape[1], x.shape[1]
     held = conv_state_.float()
     if pending_ is not None and counts is not None:
@@ -100,8 +107,9 @@ def causal_conv1d_update_(
     conv_state_.copy_(held if keep else every[..., every.shape[-1] - length :])
     if pending_ is not None and keep:
         pending_[..., :tokens] = x.mT
-    windows = every[..., length - width + 1 :].unfold(-1, width, 1) if width and tokens else None
-    out = x.mT.new_zeros(x.mT.shape, dtype=torch.float32)
+    results = tokens + before
+    windows = every[..., length - before - width + 1 :].unfold(-1, width, 1) if width and results else None
+    out = x.new_zeros((x.shape[0], x.shape[2], results), dtype=torch.float32)
     if windows is not None:
         out = (windows * weight.float().unsqueeze(1)).sum(-1)
     if bias is not None:
@@ -558,6 +566,7 @@ CHANGES: Changes = {
         {"conv_state_": s.values(2, 5, 6).transpose(1, 2), "add_input": True},
         *({"pending_": s.values(2, 6, MAX_PENDING), "keep": keep} | _counts(s) for keep in (False, True)),
         {"pending_": s.values(2, 6, MAX_PENDING)} | s.of("x[2, 0, 6]") | _counts(s),
+        {"weight": None, "bias": None, "activation": "none", "before": 2},
     ],
     "selective_scan_": lambda s: [
         s.of("gate[2, T, 6] skip[6]", dt_bias=None),

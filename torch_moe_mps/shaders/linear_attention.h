@@ -30,9 +30,9 @@ struct ConvPositions {
   }
 };
 
-// A thread takes some tokens of a channel. Only those of the first tokens read the state: they read it for
+// A thread takes some results of a channel. Only those of the first ones read the state: they read it for
 // all sums before they write the new one, in ascending order, so that a position is read before it is
-// overwritten. Grid: (channels, tokens, batch).
+// overwritten. Grid: (channels, results, batch).
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kConvThreads)]] void conv_channels(
     device const T* x [[buffer(0)]], device uchar* state [[buffer(1)]],
@@ -44,20 +44,22 @@ template <typename T>
   if (channel >= params.channels) return;
   const ulong x_start = group.z * params.x.batch + channel * params.x.head;
   const ulong state_start = (ulong(group.z) * params.channels + channel) * params.length;
-  const uint start = group.y * params.thread_tokens, end = min(start + params.thread_tokens, params.tokens);
+  const uint results = params.before + params.tokens;
+  const uint start = group.y * params.thread_results, end = min(start + params.thread_results, results);
   pending += (ulong(group.z) * params.channels + channel) * params.pending;
   const uint count = count_of(counts, params.pending, group.z);
   const ConvPositions<T> every = {state, state_start, pending, params.length + count, x, x_start};
-  for (uint token = start; token < end; ++token) {
+  for (uint result = start; result < end; ++result) {
     float sum = params.has_bias != 0 ? load_one(bias, params.bias_dtype, channel) : 0.0f;
-    const uint first = every.end + token + 1 - params.width;
+    const uint first = every.end + result + params.has_weight - params.before - params.width;
     for (uint i = 0; i < params.width; ++i) {
       const float factor = load_one(weight, params.weight_dtype, ulong(channel) * params.width + i);
       sum = fma(factor, every.value(first + i, params), sum);
     }
-    const ulong place = (ulong(group.z) * params.tokens + token) * params.channels + channel;
+    if (params.has_weight == 0) sum += every.value(first, params);
+    const ulong place = (ulong(group.z) * results + result) * params.channels + channel;
     if (params.silu != 0) sum = silu(sum);
-    if (params.add_input != 0) sum += float(x[x_start + token * params.x.token]);
+    if (params.add_input != 0) sum += float(x[x_start + result * params.x.token]);
     output[place] = T(sum);
   }
   if (start != 0) return;

@@ -187,4 +187,5 @@ def _result(twin: nn.Module, x: Tensor, cache: Any) -> Tensor:
     arguments = needed_arguments(own, cache) | cache_argument(own, cache)
     grow_cache(twin, (), arguments)
     result: Any = twin(x, **arguments)
-    return result[0] if isinstance(result, tuple) else result
+    parts = result if isinstance(result, tuple) else (result,)
+    return torch.cat([part.flatten(2) for part in parts if part is not None], -1)

@@ -36,6 +36,7 @@ FAMILIES = (
     "minimax_m3",
     "qwen4_exp",
     "recurrent_gemma",
+    "zaya",
 )
 
 

@@ -144,6 +144,7 @@ VERIFIED = {
     "jamba": {"linear, mamba": 13, "full, attention": 10, "outside": 3},
     "lfm2_moe": {"conv": 9, "full": 13, "outside": 3},
     "recurrent_gemma": {"linear": 11, "sliding": 10, "outside": 7},
+    "zaya": {"": 58, "outside": 7},
 }
 
 
@@ -163,8 +164,8 @@ def test_launches_of_a_layer_for_guesses(simulated, architecture):
 
 
 # Models whose states lag: by the delta rule, a decay for each channel, Mamba-2, Mamba-1, a convolution alone,
-# and a recurrence of channels.
-LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", "recurrent_gemma")
+# a recurrence of channels, and a convolution and values beside keys.
+LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", "recurrent_gemma", "zaya")
 
 
 @pytest.mark.slow("a model of tiny layers is captured four times")

@@ -83,6 +83,7 @@ MORE = [
         *("recurrent_block", "recurrent_gemma", "model.layers.0.temporal_block"),
         *(("act_fn", torch.nn.Tanh()), "rg_lru"),
     ),
+    Case("projected", "zaya", "model.layers.0.self_attn.qkv_proj", None, "conv_qk_depthwise"),
     Case("projection", "xlm_roberta", "roberta.encoder.layer.0.output", ("LayerNorm.eps", 0.5), "dropout"),
     Case("projection", "xlm_roberta", "roberta.encoder.layer.0.intermediate", None, "intermediate_act_fn"),
     Case("mlp", "deepseek_v4", "model.layers.0.mlp.shared_experts", ("limit", 0.01), "act_fn"),

@@ -92,7 +92,7 @@ class Selective:
 
 
 class OfChannels(NamedTuple):
-    """The same for RG-LRUs, whose channels have one state each: what is pending are the states themselves."""
+    """The same where channels have one number each, as RG-LRUs: what is pending are the states themselves."""
 
     def of(self, module: Any) -> "OfChannels":
         return self

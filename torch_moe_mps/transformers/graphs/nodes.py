@@ -44,7 +44,7 @@ def tensor_of(node: fx.Node) -> Tensor:
     return node.meta[VALUE]
 
 
-def put(before: fx.Node, operator: Any, value: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def put(before: fx.Node, operator: Any, value: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
     """A new call in front of a node, whose result is like `value`."""
     with before.graph.inserting_before(before):
         node = before.graph.call_function(operator, args, kwargs)
@@ -52,7 +52,7 @@ def put(before: fx.Node, operator: Any, value: Any, *args: Any, **kwargs: Any) -
     return node
 
 
-def changed(call: fx.Node, before: fx.Node, **new: Any) -> fx.Node:
+def changed(call: fx.Node, before: fx.Node, /, **new: Any) -> fx.Node:
     """A copy of a call with other arguments, in front of a node."""
     return put(before, call.target, call.meta[VALUE], **arguments(call) | new)
 

@@ -51,16 +51,25 @@ def convolution(layer: Any, x: Tensor, cache: Any) -> Tensor:
     return convolved(layer.conv1d, ACTIVATIONS[layer.activation], x, cache, layer.layer_idx)
 
 
-def convolved(conv: Any, activation: str, x: Tensor, cache: Any, number: int) -> Tensor:
-    """activation(conv(x)) of [B, T, C], and the state of the cache's layer of this number."""
+def convolved(
+    conv: Any, activation: str, x: Tensor, cache: Any, number: int, before: int | None = None
+) -> Tensor:
+    """activation(conv(x)) of [B, T, C], and the state of the cache's layer of this number.
+
+    Args:
+        before: for how many positions in front of x there are results, too; the state has no more than they
+            need. None: none, and the state has a position more.
+    """
     weight, bias = conv.weight.squeeze(1), conv.bias
     state = None if cache is None else cache.get_conv_state(number)
     if state is None:
-        state = x.new_zeros(x.shape[0], *weight.shape)
+        length = weight.shape[1] if before is None else weight.shape[1] - 1 + before
+        state = x.new_zeros(x.shape[0], x.shape[2], length)
         if cache is not None:
-            cache.update_conv_state(state, number, conv_kernel_size=weight.shape[1])
+            cache.update_conv_state(state, number, conv_kernel_size=length)
             state = cache.get_conv_state(number)
-    return ops.causal_conv1d_update_(x, state, weight, bias, activation, **pending_of(state, x.shape[1]))
+    options = {"before": before or 0} | pending_of(state, x.shape[1])
+    return ops.causal_conv1d_update_(x, state, weight, bias, activation, **options)
 
 
 def scan(
