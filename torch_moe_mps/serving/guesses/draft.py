@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...transformers.caches.prompt_cache import reads_whole
-from ...transformers.caches.rows import NotJoinable, Rows, forgetting
+from ...transformers.caches.rows import NotJoinable, Rows
 from ...transformers.upstream.calls import cache_argument
 from ..prompt_reader import PromptReader
 from ..prompts import Prompts
@@ -46,6 +46,8 @@ class Draft:
         draft: the small one, accelerated.
         memory: bytes for the prompts that the draft has computed.
 
+    Recurrent states are copied in front of a row's last token; the copy takes their place behind the guesses.
+
     Raises: ValueError for a draft of another vocabulary, and for one whose states cannot be cut.
     """
 
@@ -71,26 +73,37 @@ class Draft:
     def _of(self, row: Row) -> list[int]:
         cached, read = self._cached.get(row) or self._begin(row)
         same = next((n for n, (a, b) in enumerate(zip(read, row.tokens, strict=False)) if a != b), len(read))
-        same = min(same, len(row.tokens) - 1)
+        last = len(row.tokens) - 1
+        same = min(same, last)
         if same < len(read):
             cached.take_back([len(read) - same])
+        cached.make_room(len(row.tokens) - same + MOST)  # so that these can be taken back
+        if cached.are_states:
+            if same < last:
+                self._likeliest(cached, torch.tensor([row.tokens[same:last]]))
+            cached.hold()
+            same = last
         tokens, made = torch.tensor([row.tokens[same:]]), list[Tensor]()
-        cached.make_room(tokens.shape[1] + MOST)  # so that these can be taken back
         for _ in range(row.most):
-            tokens = tokens.to(self._draft.device)
-            out = self._called(
-                cached.cache, input_ids=tokens, logits_to_keep=1, **cached.arguments(tokens.shape[1])
-            )
-            cached.advance(tokens.shape[1])
-            tokens = out.logits[:, -1:].argmax(-1)
+            tokens = self._likeliest(cached, tokens)
             made.append(tokens)
         guesses: list[int] = torch.cat(made, 1)[0].tolist()
-        self._cached[row] = _Cached(cached, [*row.tokens, *guesses[:-1]])
+        if cached.are_states:
+            cached.take_back([row.most])
+        read = row.tokens[:last] if cached.are_states else [*row.tokens, *guesses[:-1]]
+        self._cached[row] = _Cached(cached, read)
         return guesses
 
+    def _likeliest(self, cached: Rows, tokens: Tensor) -> Tensor:
+        """The likeliest token [1, 1] behind these [1, T], which are in the cache then."""
+        ids = tokens.to(self._draft.device)
+        out = self._called(cached.cache, input_ids=ids, logits_to_keep=1, **cached.arguments(ids.shape[1]))
+        cached.advance(ids.shape[1])
+        return out.logits[:, -1:].argmax(-1)
+
     def _begin(self, row: Row) -> _Cached:
-        """Reads all tokens; the first guess takes the last one back, behind which it begins."""
-        ids, rows = torch.tensor([row.tokens]), Rows(self._draft)
+        """Reads all tokens but the last one, behind which the first guess begins."""
+        ids, rows = torch.tensor([row.tokens[:-1]]), Rows(self._draft)
         reader = PromptReader(self._draft, ids, self.prompts)
         while reader.pieces:
             reader.read(self._called)
@@ -100,8 +113,6 @@ class Draft:
             rows.join(kept.cache)
         except NotJoinable as error:
             raise ValueError(f"the draft cannot be cut: {error}") from None
-        if (reason := forgetting(kept.cache)) is not None:
-            raise ValueError(f"the draft cannot be cut: {reason}")
         return _Cached(rows, row.tokens[: len(kept.ids)])
 
     def _called(self, cache: Any, **inputs: Any) -> Any:
