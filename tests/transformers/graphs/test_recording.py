@@ -110,6 +110,28 @@ def test_numbers_of_other_types_are_other_calls():
         assert result.dtype == dtype
 
 
+def test_other_strides_are_other_calls():
+    for x in (ROWS, torch.randn(6, 4).mT, SLICED[0, :4]) * 2:
+        for call in (ops.neg.default, ops.detach.default):
+            (result,) = results_of(call, (x,), {})
+            assert described(result) == described(call(x))
+
+
+def test_a_known_result_with_symbols_is_like_the_first():
+    """Nothing is asked of its sizes, which would be a condition of the recording."""
+    recorder = Recorder()
+    count, begin = recorder.symbol(5, 2), recorder.symbol(3, 0)
+    x = recorder.input(X, (2, count, 6))
+    made, conditions = [], []
+    for _ in range(3):
+        with torch.no_grad():
+            made.append(recorder.run(lambda: x.transpose(1, 2).narrow(1, begin, 2)))
+        conditions.append(len(recorder.env.guards))
+    assert len({*map(id, made)}) == 3 and len({*conditions}) == 1
+    assert key_of(made[0]) == key_of(made[1]) == key_of(made[2])
+    assert key_of(made[1])[2:] == key_of(((2, 2, count), (6 * count, 1, 6), begin))
+
+
 @pytest.mark.parametrize("first", ["fixed", "symbol"])
 def test_symbols_stay_in_their_recording(first):
     """A size that differs from call to call has its value now in common with a fixed one, and no result."""

@@ -57,7 +57,7 @@ class FakeResults:
     """
 
     def __init__(self, env: ShapeEnv, alive: dict[int, Any]) -> None:
-        self.env, self._alive = env, alive
+        self._alive = alive
         self.mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # `of` has a cache, whose entries take a third of the time
         self._keys: dict[int, tuple[Any, ...]] = {}  # by id of a fake tensor
