@@ -1,6 +1,7 @@
 """The engine: jobs join, end and are cancelled while others go on."""
 
 import itertools
+import sys
 import threading
 
 import pytest
@@ -9,7 +10,8 @@ from support import tiny_models
 from support.jobs import Asked, ids_of, model_of, run
 from support.models import eager
 from support.sweep import covering
-from transformers import LogitsProcessor
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessor
 
 import torch_moe_mps
 from torch_moe_mps.serving import batch as batch_module
@@ -67,6 +69,33 @@ def test_a_complete_answer_and_a_cancelled_one_leave():
     assert gone.reasons == ["cancelled"] and len(gone.tokens) == 4
     assert never.reasons == ["cancelled"] and not never.tokens
     assert late.tokens == late.expected(model)
+
+
+def test_a_job_begins_without_a_walk_through_the_model(monkeypatch):
+    """The others wait: what holds for all jobs is asked once. transformers alone copies the settings."""
+    monkeypatch.delitem(sys.modules, "peft", raising=False)  # whose layers may be anywhere
+    model, own, walked, copied = model_of(), nn.Module.named_modules, [], []
+    batch = Batch(model, Prompts(MEMORY), 4)
+    run(batch, Asked(ids_of(1, 5), 2))
+
+    def named_modules(self, *given, **named):
+        for item in own(self, *given, **named):
+            walked.append(self is model)
+            yield item
+
+    class Settings(GenerationConfig):
+        def __deepcopy__(self, memo):
+            copied.append(1)
+            return GenerationConfig(**vars(self))
+
+    asked = Asked(ids_of(2, 6), 2)
+    asked.job.config = Settings(**vars(asked.config))
+    monkeypatch.setattr(nn.Module, "named_modules", named_modules)
+    batch.waiting.append(asked.job)
+    batch._read()
+    monkeypatch.undo()
+    # Who asks where the model is looks at its first parameter alone.
+    assert asked.tokens and sum(walked) < len([*model.modules()]) and copied == [1]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,9 +27,10 @@ from ..transformers.key_order import reason_against_rows, reason_for_order
 from ..transformers.lagging import lagging_layers
 from ..transformers.upstream.calls import cache_argument
 from ..transformers.upstream.generation import GenerationMixin, GenerationMode
+from .between import Between
 from .choosing import Chooser, Chosen, choose
 from .disk import Restoring
-from .generating import Generating, can_be_kept, images_of
+from .generating import Generating, images_of, is_one_prompt, keeps_prompts
 from .guesses.guessing import Guessing
 from .guesses.source import Row
 from .guesses.verify import verified
@@ -39,7 +40,7 @@ from .one_by_one import generate_alone
 from .prompt_reader import AT_ONCE, PromptReader
 from .prompts import Kept, Prompts
 from .ranges import check_job
-from .stand_in import turning
+from .stand_in import turned, turning
 
 logger = logging.getLogger(__name__)
 _LEAST_PIECE = 64  # tokens of a prompt that are read between two steps
@@ -72,6 +73,10 @@ class _Answer:
     def ids(self) -> Tensor:
         """The tokens [1, T] that are in the cache before the next step."""
         return torch.cat((self.prompt, self.prompt.new_tensor([self.tokens[:-1]])), 1)
+
+
+class _Left(Exception):
+    """The answer has ended whose prompt is being read."""
 
 
 class Batch:
@@ -138,6 +143,7 @@ class Batch:
         self._bytes = self._beside = 0.0  # taken by a token of a row, at most, and by what guesses for it
         self._row_bytes = 0  # taken by a row, at most, so that guesses can be taken back from its states
         self._step_seconds, self._token_seconds = 0.0, 0.0
+        self._stepped = 0.0  # when the last step ended
         self._turning = turning(model)
         self._needs_order: bool | None = None  # attention goes by where keys lie; None: not tried yet
 
@@ -171,17 +177,28 @@ class Batch:
 
     def _advance(self) -> None:
         """A step. Raises: torch.AcceleratorError."""
-        try:
+        with self._ending():
             self._end_cancelled()
             self._read()
-            started = time.perf_counter()
-            if self.answers:
-                self._step()
-            for answer in [*self.alone]:
-                with self._island(answer.job):
-                    self._step_alone(answer)
-            if self.answers or self.alone:
-                self._step_seconds = time.perf_counter() - started
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Generates a token of each answer."""
+        started = time.perf_counter()
+        if self.answers:
+            self._step()
+        for answer in [*self.alone]:
+            with self._island(answer.job):
+                self._step_alone(answer)
+        self._stepped = time.perf_counter()
+        if self.answers or self.alone:
+            self._step_seconds = self._stepped - started
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Block with a step, which ends answers by what it raises. Raises: torch.AcceleratorError."""
+        try:
+            yield
         except torch.AcceleratorError:
             raise
         except Exception as error:  # all that is computed may be wrong
@@ -267,7 +284,7 @@ class Batch:
                 self._has_passed = passes
             self._turn = max(self._turn, job.turn or 0)
             with self._island(job):
-                reason = reason_for_generate(self.model, job.config)
+                reason = self._reason_for_generate(job)
                 if reason is None:
                     self._readings.append(self._begin(job))
                 else:
@@ -320,7 +337,7 @@ class Batch:
                 continue
             try:
                 check_job(self.model, job)
-                if self._generated and reason_for_generate(self.model, job.config) is not None:
+                if self._generated and self._reason_for_generate(job) is not None:
                     continue
                 length = prompt_length(job.inputs)
             except Exception as error:
@@ -388,6 +405,22 @@ class Batch:
         return reads_whole(self.model)
 
     @functools.cached_property
+    def _keeps_prompts(self) -> bool:
+        return not self.reads_whole and keeps_prompts(self.model)
+
+    @functools.cached_property
+    def _only_by_generate(self) -> str | None:
+        return reason_for_own_generate(self.model)
+
+    def _reason_for_generate(self, job: Job) -> str | None:
+        """Why `generate` has to generate a job, for a person; None where it does not."""
+        return reason_of_settings(job.config) or self._only_by_generate
+
+    @functools.cached_property
+    def _between(self) -> Between:
+        return Between(self.model)
+
+    @functools.cached_property
     def _answering(self) -> Generating:
         return Generating(self.model, self.prompts)
 
@@ -436,7 +469,7 @@ class Batch:
     def _begin(self, job: Job) -> _Answer:
         inputs = job.inputs
         ids = inputs["input_ids"]
-        is_kept = not self.reads_whole and can_be_kept(self.model, inputs)
+        is_kept = self._keeps_prompts and is_one_prompt(self.model, inputs)
         reader = PromptReader(
             self.model,
             ids,
@@ -444,6 +477,7 @@ class Batch:
             images=job.images or images_of(self.model, inputs),
             beside={name: value for name, value in inputs.items() if name != "input_ids"},
             modules=self._turning,
+            reads_whole=self.reads_whole,
         )
         cached = len(reader.kept.ids)
         job.cached_tokens, job.disk_tokens = cached, min(job.disk_tokens, cached)
@@ -456,7 +490,10 @@ class Batch:
 
     def _begun_again(self, answer: _Answer) -> _Answer:
         """An answer whose tokens so far are read as a prompt."""
-        answer.reader = PromptReader(self.model, answer.ids, answer.reader.prompts, modules=self._turning)
+        prompts, whole = answer.reader.prompts, self.reads_whole
+        answer.reader = PromptReader(
+            self.model, answer.ids, prompts, modules=self._turning, reads_whole=whole
+        )
         if answer.row is not None:
             self._guesses_left(answer)
             answer.row = Row(answer.row.tokens, answer.row.prompt, answer.row.likely)
@@ -466,15 +503,37 @@ class Batch:
         """Reads a piece of a prompt. Returns: the logits [1, V] behind its end."""
         reader, started = answer.reader, time.perf_counter()
         start = len(reader.kept.ids)
-        out = reader.read(self._called, self._piece())
+        others, has_images = functools.partial(self._go_on_beside, answer), reader.has_new_images
+        try:
+            with self._between.calling(others) if has_images else nullcontext():
+                out = reader.read(self._called, self._piece())
+        except _Left:
+            return None
         is_read, tokens = reader.pieces == 0, len(reader.kept.ids)
         self._computed([answer], [start], out, [tokens - start])
         if self.answers or self.alone or is_read:
             synchronize(self.model.device)
-            self._token_seconds = (time.perf_counter() - started) / (tokens - start)
+            if not has_images:  # their encoder takes a time of its own
+                self._token_seconds = (time.perf_counter() - started) / (tokens - start)
         if not answer.tokens:
             answer.job.tell(tokens, answer.prompt.shape[1])
         return out.logits[:, -1] if is_read else None
+
+    def _go_on_beside(self, answer: _Answer) -> None:
+        """Generates a token of the others while the images of a prompt are encoded, if it is time for one.
+
+        Raises: _Left where the prompt's answer has ended meanwhile.
+        """
+        if not (self.answers or self.alone):
+            return
+        synchronize(self.model.device)
+        if time.perf_counter() - self._stepped < _STEPS * self._step_seconds:
+            return
+        with self._ending(), turned(self._turning, {}):
+            self._end_cancelled()
+            self._go_on()
+        if answer not in self._readings:
+            raise _Left
 
     def _called(self, cache: Any, **inputs: Any) -> Any:
         if self.guesses is not None and (states := self.guesses.states):
@@ -792,13 +851,18 @@ class Batch:
             logger.warning("torch_moe_mps: a prompt is not kept: %s", line)
 
 
-def reason_for_generate(model: PreTrainedModel, config: GenerationConfig) -> str | None:
+def reason_of_settings(config: GenerationConfig) -> str | None:
     """Why `generate` has to generate an answer with these settings, for a person; None where it does not."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return f"{mode.value.replace('_', ' ')} is generate()'s"
     if config.cache_implementation not in (None, "dynamic") or config.use_cache is False:
         return "generation_config asks for another cache"
+    return None
+
+
+def reason_for_own_generate(model: PreTrainedModel) -> str | None:
+    """Why `generate` has to generate all answers of a model, for a person; None where it does not."""
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{kind} is an encoder with a decoder"

@@ -1,6 +1,5 @@
 """The next token of each row of a batch: rows with equal settings are drawn together."""
 
-import copy
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -108,7 +107,7 @@ class Chooser:
 def _completed(model: Any, config: GenerationConfig, ids: Tensor) -> GenerationConfig:
     """Settings as `generate` completes them: `max_length` counts the prompt, whatever said how long it is."""
     is_default = config.max_length is None and model.generation_config.max_length is None
-    config, _ = model._prepare_generation_config(copy.deepcopy(config))
+    config, _ = model._prepare_generation_config(config)  # a copy
     config = model._prepare_generated_length(
         generation_config=config,
         has_default_max_length=is_default or config.max_new_tokens is not None,  # else it warns of two

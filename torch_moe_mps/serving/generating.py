@@ -1,5 +1,6 @@
 """generate() as chat, serve and generate call it: it keeps prompts, and ends when it is told to."""
 
+import functools
 import hashlib
 import re
 import sys
@@ -72,6 +73,10 @@ class Generating(Beside):
         if self.prompts is not None:
             self.prompts.write(self.model)
 
+    @functools.cached_property
+    def _keeps(self) -> bool:
+        return keeps_prompts(self.model)
+
     def _ends(self) -> bool:
         return self.has_ended or self._interrupted.is_set()
 
@@ -100,7 +105,7 @@ class Generating(Beside):
             given |= speculation.arguments
         modules = turning(self.model)
         with turned(modules, {}):
-            if self.prompts is None or not can_be_kept(self.model, given):
+            if self.prompts is None or not (self._keeps and is_one_prompt(self.model, given)):
                 tell(0, given["input_ids"].shape[1])
                 result = self._called(given)
             else:
@@ -177,7 +182,13 @@ def images_of(model: Any, given: dict[str, Any]) -> Images | None:
     return Images(digest.hexdigest(), *((where[0], where[-1] + 1) if where else (0, len(ids))))
 
 
-def can_be_kept(model: Any, given: dict[str, Any]) -> bool:
+def keeps_prompts(model: Any) -> bool:
+    """Whether a model's states are all in a cache that grows."""
+    has_cache = model._supports_default_dynamic_cache() and not model.config.is_encoder_decoder
+    return has_cache and hands_cache_on(model)
+
+
+def is_one_prompt(model: Any, given: dict[str, Any]) -> bool:
     """Whether a request is one sequence, without padding, in a cache that grows."""
     settings = vars(given.get("generation_config") or model.generation_config)
     settings = settings | {name: value for name, value in given.items() if name in settings}
@@ -189,9 +200,6 @@ def can_be_kept(model: Any, given: dict[str, Any]) -> bool:
         and all(_IMAGES.match(name) or name in _OF_TEXT for name in beside)
         and (images or not any(bool(value.any()) for value in beside.values()))
         and _keeps_one_cache(settings)
-        and model._supports_default_dynamic_cache()
-        and hands_cache_on(model)
-        and not model.config.is_encoder_decoder
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..transformers.caches.prompt_cache import kept_states, new_cache, reads_whole
+from ..transformers.caches.prompt_cache import kept_states, new_cache
 from ..transformers.upstream.caches import LinearAttentionCacheLayerMixin
 from ..transformers.upstream.calls import cache_among
 from .prompts import Images, Kept, Prompts
@@ -31,6 +31,7 @@ class PromptReader:
         beside: inputs of the model that images are given as. Without them, a prompt whose images are not
             kept is the caller's to read.
         modules: of `turning`.
+        reads_whole: whether the model must read a prompt in one call.
 
     Attributes:
         kept: the tokens and the cache so far.
@@ -46,6 +47,7 @@ class PromptReader:
         images: Images | None = None,
         beside: Mapping[str, Any] = MappingProxyType({}),
         modules: Mapping[str, Any] = MappingProxyType({}),
+        reads_whole: bool = False,
     ):
         self.prompts, self.images = prompts, images
         self._ids, self._device, self._beside, self._modules = ids, model.device, beside, modules
@@ -56,7 +58,7 @@ class PromptReader:
             self.kept = prompts.take(ids[0], cache, images)
         self._deltas = {} if self.kept.images is None else self.kept.images.moved
         self._end = ids.shape[1]
-        self._is_whole = cache is None or reads_whole(model) or self.has_new_images
+        self._is_whole = cache is None or reads_whole or self.has_new_images
         # Bamba's own code counts positions from the first token of a call.
         has_states = cache is not None and any(map(_has_states, cache.layers))
         self._tells_positions = has_states and not modules and any(map(_rotates, model.modules()))

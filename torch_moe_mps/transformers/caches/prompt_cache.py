@@ -242,6 +242,8 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 def _added_by(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
     """(name of a layer, adapter, layer) where PEFT's layers add to a model now."""
+    if "peft" not in sys.modules:  # each prompt asks
+        return
     for name, module in model.named_modules():
         if isinstance(getattr(module, "scaling", None), dict) and not module.disable_adapters:
             for adapter in dict.fromkeys((*module.merged_adapters, *module.active_adapters)):

@@ -1,0 +1,141 @@
+"""Images of a prompt that are encoded beside other answers, which go on meanwhile."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import transformers
+from support import tiny_models
+from support.jobs import Asked, run
+from torch.nn.modules import module as torch_module
+from transformers.models.clip.modeling_clip import CLIPEncoderLayer
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionBlock
+
+import torch_moe_mps
+from torch_moe_mps.serving import batch as batches
+from torch_moe_mps.serving.batch import Batch
+from torch_moe_mps.serving.prompts import Prompts
+
+
+def llava():
+    """A model, inputs with six images, and the class of its encoder's layers."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**sizes, num_hidden_layers=3, image_size=16, patch_size=8)
+    text = tiny_models.tiny_config("mixtral", head_dim=32, vocab_size=28)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=27)
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    ids = torch.tensor([[5, *[27] * 24, 6]])
+    return model, {"input_ids": ids, "pixel_values": torch.randn(6, 3, 16, 16)}, CLIPEncoderLayer
+
+
+def qwen():
+    """The same of a model that turns positions behind an image."""
+    cls = transformers.Qwen3VLMoeForConditionalGeneration
+    config = tiny_models.build_config(cls.config_class)
+    config.image_token_id, config.vision_start_token_id, config.vision_end_token_id = 10, 11, 12
+    vision = config.vision_config
+    vision.depth, vision.deepstack_visual_indexes = 2, [0]
+    torch.manual_seed(0)
+    model = cls(config).eval()
+    merge = vision.spatial_merge_size
+    grid = torch.tensor([[1, 2 * merge, 2 * merge]] * 2)
+    pixels = torch.randn(int(grid.prod(1).sum()), 3 * vision.temporal_patch_size * vision.patch_size**2)
+    ids = torch.tensor([[5, 11, *[10] * 4, 12, 6, 11, *[10] * 4, 12, 7]])
+    kinds = (ids == 10).long()
+    inputs = {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": kinds}
+    return model, inputs, Qwen3VLMoeVisionBlock
+
+
+class Beside:
+    """An answer that is generated while images are encoded: what happened, in order."""
+
+    def __init__(self, made, monkeypatch):
+        self.own, self.inputs, layer = made()
+        model = copy.deepcopy(self.own)
+        torch_moe_mps.accelerate(model)
+        monkeypatch.setattr(batches, "_STEPS", 0)
+        self.events, forward = [], layer.forward
+
+        def forward_noted(*given, **named):
+            self.events.append("layer")
+            return forward(*given, **named)
+
+        monkeypatch.setattr(layer, "forward", forward_noted)
+        self.does = lambda: False
+        self.victim = Asked(torch.tensor([[3, 4, 5]]), 50, self.taken)
+        self.batch = Batch(model, Prompts(1 << 30), 4)
+        self.batch.waiting.append(self.victim.job)
+        while len(self.victim.tokens) < 2:
+            self.batch.step()
+        del self.events[:]
+
+    def taken(self, token: int) -> bool:
+        self.events.append("token")
+        return self.does()
+
+    def seeing(self) -> Asked:
+        asked = Asked(self.inputs["input_ids"], 4)
+        asked.job.inputs = dict(self.inputs)
+        return asked
+
+    def expected(self, asked: Asked) -> list[int]:
+        """transformers' own answer."""
+        model, ids = copy.deepcopy(self.own), asked.job.inputs["input_ids"]
+        answer = model.generate(**asked.job.inputs, generation_config=asked.config)
+        return answer[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("made", [llava, qwen])
+def test_others_go_on_between_the_layers_of_an_encoder(made, monkeypatch):
+    """All images are encoded together: no two layers of the encoder come without a token between them."""
+    beside = Beside(made, monkeypatch)
+    seeing = beside.seeing()
+    run(beside.batch, seeing)
+    events = "".join(name[0] for name in beside.events)
+    assert events.count("l") > 1 and "ll" not in events
+    assert not torch_module._global_forward_pre_hooks
+    assert seeing.tokens == beside.expected(seeing)
+    assert beside.victim.tokens == beside.expected(beside.victim)
+
+
+def test_nobody_waits_for_images_alone(monkeypatch):
+    """Without another answer they are encoded at once."""
+    beside = Beside(llava, monkeypatch)
+    beside.does = lambda: True
+    beside.batch.step()
+    del beside.events[:]
+    seeing = beside.seeing()
+    run(beside.batch, seeing)
+    assert {*beside.events} == {"layer"} and seeing.tokens == beside.expected(seeing)
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "error"])
+def test_an_encoder_stops_where_its_answer_ends(monkeypatch, ends):
+    """Cancelled between two layers, or with all that a step ends; nothing of it is kept for the next."""
+    beside = Beside(llava, monkeypatch)
+    seeing, again = beside.seeing(), beside.seeing()
+    error = RuntimeError("of a step")
+
+    def does() -> bool:
+        if beside.events[-2:] == ["layer", "token"]:
+            if ends == "error":
+                monkeypatch.setattr(beside.batch, "_step", fails)
+            else:
+                seeing.job.cancel()
+        return False
+
+    def fails() -> None:
+        monkeypatch.undo()
+        raise error
+
+    beside.does = does
+    run(beside.batch, seeing)
+    layers = [*itertools.takewhile(lambda name: name == "layer", reversed(beside.events))]
+    assert beside.events.count("layer") == 1 and not layers
+    assert seeing.reasons == ["cancelled" if ends == "cancelled" else error] and not seeing.tokens
+    assert beside.victim.reasons == (["length"] if ends == "cancelled" else [error])
+    run(beside.batch, again)
+    assert again.tokens == beside.expected(again)
+    assert not torch_module._global_forward_pre_hooks
