@@ -28,7 +28,7 @@ def _convolved(
     batch, tokens, channels = rows.shape
     params = struct("ConvParams")(
         x=strides(rows), channels=channels, tokens=tokens, length=state.shape[-1], width=width,
-        thread_tokens=each, silu=activation is not None, state_dtype=dtype_code(state),
+        thread_results=each, silu=activation is not None, state_dtype=dtype_code(state), has_weight=True,
         weight_dtype=dtype_code(weight), has_bias=bias is not None, bias_dtype=dtype_code(bias),
     )  # fmt: skip
     tensors = [rows, held, weight, output if bias is None else bias.contiguous(), *[output] * 3]
