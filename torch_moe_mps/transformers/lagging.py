@@ -17,6 +17,7 @@ from .caches.lagging import KINDS, AnyKind, can_lag, lagging, settled, states_of
 from .caches.prompt_cache import new_cache
 from .caches.state import LayerState, copy_of_layer
 from .install import is_rewritten, run_as, takes_cache
+from .modules.rules.recurrent_layers import LinearCache
 from .modules.rules.trial import Forms, agrees, first_form, linear_cache, on_the_cpu, tried, twin_of
 from .upstream.caches import STATE_METHODS, CacheLayerMixin, LinearAttentionLayer
 from .upstream.calls import cache_argument, needed_arguments
@@ -124,9 +125,9 @@ def _goes_on(twin: nn.Module, states: int) -> bool:
     found = []
     x = torch.randn(1, _PROMPT + _GUESSES, _width_of(twin, states))
     for pieces in ((_PROMPT + _GUESSES,), (_PROMPT, _GUESSES)):
-        cache = linear_cache(states)
+        cache = LinearCache(states)
         results = [_result(twin, piece, cache) for piece in x.split(pieces, 1)]
-        found.append([torch.cat(results, 1), *_copies(cache.layers[0])])
+        found.append([torch.cat(results, 1), *(state.clone() for state in cache.states())])
     whole, in_pieces = found
     return agrees(in_pieces, whole, 1e-3)
 
@@ -166,7 +167,7 @@ def _width_of(twin: nn.Module, states: int) -> int:
     return next(
         width
         for width in filter(None, widths)
-        if tried(_result, twin, torch.zeros(1, 1, width), linear_cache(states)) is not None
+        if tried(_result, twin, torch.zeros(1, 1, width), LinearCache(states)) is not None
     )
 
 
@@ -183,9 +184,11 @@ def _copies(layer: Any) -> list[Tensor]:
 
 
 def _result(twin: nn.Module, x: Tensor, cache: Any) -> Tensor:
+    """All that a module returns for each token."""
     own = original_class(twin).forward
     arguments = needed_arguments(own, cache) | cache_argument(own, cache)
     grow_cache(twin, (), arguments)
     result: Any = twin(x, **arguments)
     parts = result if isinstance(result, tuple) else (result,)
-    return torch.cat([part.flatten(2) for part in parts if part is not None], -1)
+    held = getattr(cache, "linear", None)  # which some return, too
+    return torch.cat([part.flatten(2) for part in parts if part is not None and part is not held], -1)

@@ -58,12 +58,12 @@ def cache_argument(called: Any, cache: Any) -> dict[str, Any]:
 
 
 def needed_arguments(forward: Callable, cache: Any) -> dict[str, Any]:
-    """Arguments of a forward beside its input and its mask: the cache, and None for all that it needs."""
+    """Arguments of a forward beside its input: the cache, and None for all others that it needs."""
     name = cache_name(forward)
     _, _, *others = inspect.signature(forward).parameters.values()
     required = (item.name for item in others if item.default is item.empty and item.kind in _NAMED)
     of_cache = {} if name is None else {name: cache}
-    return {each: None for each in required if each != "attention_mask"} | of_cache
+    return dict.fromkeys(required) | of_cache
 
 
 def cache_among(values: Mapping[str, Any], default: Any = None) -> Any:

@@ -36,7 +36,8 @@ def _in_a_row(owner: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
 
 
 def masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    return x if mask is None else (x * mask[:, :, None]).to(x.dtype)
+    """[B, T, C] without the tokens that a mask hides, whose last T columns are for these."""
+    return x if mask is None else (x * mask[:, -x.shape[1] :, None]).to(x.dtype)
 
 
 def is_seen(layer: nn.Module) -> bool:
@@ -193,10 +194,11 @@ def own_selective_layer(
     if cache is None or cache.get_recurrent_state(layer.layer_idx) is None:
         return NotImplemented
     own, tokens = original_class(layer).forward, hidden_states.split(1, 1)
-    masks = [None] * len(tokens) if attention_mask is None else attention_mask.split(1, 1)
+    masks = [None] * len(tokens) if attention_mask is None else attention_mask[:, -len(tokens) :].split(1, 1)
     arguments = needed_arguments(own, cache)
     results = [
-        own(layer, token, **arguments, attention_mask=mask) for token, mask in zip(tokens, masks, strict=True)
+        own(layer, token, **arguments | {"attention_mask": mask})
+        for token, mask in zip(tokens, masks, strict=True)
     ]
     return torch.cat(results, 1)
 
@@ -238,12 +240,12 @@ def recurrent_layer(children: Sequence[str], forward: Callable, *operators: str)
     return Tried(may_be, forward, _matches_module, tuple(map(Done, operators)))
 
 
-class _Linear(DynamicCache):
-    """A cache of one layer, for models with linear attention of any kind."""
+class LinearCache(DynamicCache):
+    """A cache of one layer, with so many states of each kind, for linear attention of any model."""
 
-    def __init__(self) -> None:
+    def __init__(self, states: int = 1) -> None:
         super().__init__()
-        self.layers = [LinearAttentionLayer()]
+        self.layers = [LinearAttentionLayer(states)]
         self.linear: Tensor | None = None
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
@@ -267,7 +269,7 @@ def _matches_module(module: nn.Module, forward: Callable) -> bool:
     own = original_class(module).forward
     found = []
     for run in (in_place(own, getattr(forward, RUNS_OWN, own)), in_place(own, forward)):
-        copied, cache, results = copy.deepcopy(twin), _Linear(), []
+        copied, cache, results = copy.deepcopy(twin), LinearCache(), []
         pieces = (
             (x[:, :5], mask, None),
             (x[:, :5], mask, cache),
@@ -275,7 +277,8 @@ def _matches_module(module: nn.Module, forward: Callable) -> bool:
             (x[:, 6:], None, cache),
         )
         for piece, own_mask, states in pieces:
-            results.append(run(copied, piece, **needed_arguments(own, states), attention_mask=own_mask))
+            given = needed_arguments(own, states) | {"attention_mask": own_mask}
+            results.append(run(copied, piece, **given))
         outs = [result[0] if isinstance(result, tuple) else result for result in results]
         found.append([*outs, *cache.states()])
     theirs, ours = found
