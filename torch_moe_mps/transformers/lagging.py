@@ -190,5 +190,5 @@ def _result(twin: nn.Module, x: Tensor, cache: Any) -> Tensor:
     grow_cache(twin, (), arguments)
     result: Any = twin(x, **arguments)
     parts = result if isinstance(result, tuple) else (result,)
-    held = getattr(cache, "linear", None)  # which some return, too
+    held = getattr(cache, "linear", None)  # a state, returned by some
     return torch.cat([part.flatten(2) for part in parts if part is not None and part is not held], -1)

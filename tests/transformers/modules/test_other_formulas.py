@@ -69,6 +69,7 @@ def test_another_formula_keeps_its_own_code(architecture, name, old, new):
         report = torch_moe_mps.accelerate(each, **options)
         runs = {row.name for row in report.rows if CLASSES[name] in str(row.replaced_by)} & paths
         assert runs == (paths if each is model else set())
-        steps = (1, 1, 1, 1) if each is model else (1, 3)  # Mamba-1's own code forgets in front of several
+        forgets = architecture == "jamba" and each is model  # Mamba-1's own code, in front of several tokens
+        steps = (1, 1, 1, 1) if forgets else (1, 3)
         expected, _ = in_parts(torch_moe_mps.restore(copy.deepcopy(each)), IDS, *steps)
         assert_close(torch.cat(in_parts(each, IDS, 1, 3)[0], 1), torch.cat(expected, 1), 1e-5)
