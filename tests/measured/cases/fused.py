@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torch_moe_mps.ops.linear_attention import pending_width
+from torch_moe_mps.ops.linear_attention import pending_width, selective_pending_shape
 from torch_moe_mps.ops.quantized import MATRICES
 
 from .experts import LINEARS, SHAPE, SMALL_SHAPES, Case, Experts, Linear, ops
@@ -318,6 +318,63 @@ class SelectiveScan(OperatorCase, fields="group tokens channels dtype"):
     )
 
 
+class GuessedSelective(SelectiveScan):
+    """Behind 3 of 8 tokens that are pending; the tokens of the call are pending then."""
+
+    tensors = f"{SelectiveScan.tensors} pending_[1, groups, 8, inputs]:f32"
+    scales: ClassVar[dict] = GuessedDelta.scales
+    others = GuessedDelta.others
+    options: ClassVar[dict] = {"keep": True}
+
+    @property
+    def name(self):
+        return f"{super().name} guessed"
+
+    @property
+    def sizes(self):
+        groups, inputs = selective_pending_shape(self.channels, 16)
+        return vars(self) | {"groups": groups, "inputs": inputs}
+
+
+class GuessedLru(OperatorCase, fields="group tokens channels dtype"):
+    """RG-LRU behind 3 of 8 tokens that are pending; the tokens of the call are pending then."""
+
+    operator = "rg_lru_"
+    tensors = "x[1, tokens, channels] branch[1, tokens, channels] pending_[1, channels, 8]:f32"
+    others = GuessedDelta.others
+    options: ClassVar[dict] = {"keep": True}
+
+    @property
+    def name(self):
+        return f"{super().name} guessed"
+
+
+class GuessedConvolution(OperatorCase, fields="group tokens channels dtype"):
+    """Four taps behind 3 of 8 positions that are pending; those of the call are pending then."""
+
+    operator = "causal_conv1d_update_"
+    tensors = (
+        "x[1, tokens, channels] conv_state_[1, channels, 4] weight[channels, 4] pending_[1, channels, 8]"
+    )
+    others = GuessedDelta.others
+    options: ClassVar[dict] = {"keep": True}
+
+    @property
+    def name(self):
+        return f"{super().name} guessed"
+
+
+class Delayed(GuessedConvolution):
+    """The positions themselves, and one in front of them."""
+
+    tensors = "x[1, tokens, channels] conv_state_[1, channels, 4] pending_[1, channels, 8]"
+    options: ClassVar[dict] = {"weight": None, "activation": "none", "before": 1, "keep": True}
+
+    @property
+    def name(self):
+        return f"{super().name} delayed"
+
+
 class Pointwise(OperatorCase, fields="group tokens width dtype"):
     """A gate."""
 
@@ -550,6 +607,8 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [GuessedDelta("fused", t, 16, 32, 128, "bf16") for t in (2, 4)]
     cases += [GuessedChannels("fused", t, 32, 32, 128, "bf16") for t in (2, 4)]
     cases += [GuessedScan("fused", t, 8, 64, 128, 64, "bf16") for t in (2, 4)]
+    behind = (GuessedSelective, GuessedLru, GuessedConvolution, Delayed)
+    cases += [family("fused", t, 4096, "bf16") for family in behind for t in (1, 4)]
     return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8, 1024)]
 
 
@@ -591,4 +650,5 @@ def sanitizer_fused() -> list[Case]:
     for family in (Delta, GuessedDelta, GuessedChannels):
         cases += [family("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]
     cases += [GuessedScan("sanitize", t, 1, 2, states, 36, "bf16") for t in (1, 3) for states in (40, 100)]
-    return cases
+    behind = (GuessedSelective, GuessedLru, GuessedConvolution, Delayed)
+    return cases + [family("sanitize", t, 200, "bf16") for family in behind for t in (1, 3)]
