@@ -328,7 +328,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         ],
         "causal_conv1d_update_": [
             wrong("of W - 1 + before = 3 positions or more, got 2", conv_state_=zeros(2, 6, 2)),
-            wrong("of W - 1 + before = 6 positions or more, got 5", before=3),
+            wrong("of W - 1 + before = 6 positions or more, got 5", conv_state_=zeros(2, 6, 5), before=3),
             wrong("before must be 0 with add_input, got 1", add_input=True, before=1),
             wrong("keep must be False without pending_, got True", keep=True),
             wrong("pending_ must be of T = 3 tokens or more, got 2", pending_=zeros(2, 6, 2), **kept),

@@ -13,14 +13,12 @@ from . import families
 from .accelerate import PREPARED_BY, accelerate
 from .attention.implementations import LAYER_HOOKS, NEEDS_OUR_KERNEL
 from .attention.indexer import rewrite_indexer
-from .caches.layers import GROWING_CLASSES
-from .caches.prompt_cache import FORGETS
+from .caches.layers import FORGETS, GROWING_CLASSES
 from .capture.candidates import CANDIDATES
 from .checkpoints.quantize.in_place import LOADED
 from .families import Family
 from .graphs.passes import INTRODUCED, PASSES
 from .graphs.passes.routing import OPTIONS_OF
-from .lagging import forgets_states
 from .modules.rules import MODULE_RULES
 
 FAMILIES = (
@@ -53,10 +51,16 @@ def _candidates(*given: Any) -> Any:
     return Candidates(*given)
 
 
+def _forgets(model: Any) -> bool:
+    from .lagging import forgets_states  # waits for all of transformers, too
+
+    return forgets_states(model)
+
+
 MODULE_RULES.append(rewrite_indexer)
 CANDIDATES.append(_candidates)
 LOADED.append(accelerate)
-FORGETS.append(forgets_states)
+FORGETS.append(_forgets)
 for family in _declared():
     MODULE_RULES.extend(family.rules)
     PREPARED_BY.extend(filter(None, [family.prepare]))

@@ -19,6 +19,8 @@ from .quantized_states import can_be_quantized
 
 # Functions of a model's own class of layers: the class that grows in place, or None if that is another's.
 GROWING_CLASSES: list[Callable[[Any], Any]] = []
+# Trials of a model: whether its modules forget the states of a layer where several tokens follow.
+FORGETS: list[Callable[[Any], bool]] = []
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,15 +29,13 @@ from ..._text import first_line
 from ..basics.state import kv_bits_of
 from ..upstream.caches import LinearAttentionCacheLayerMixin
 from .cache import keeps_states
-from .layers import growing_class
+from .layers import FORGETS, growing_class
 from .state import LayerState, copy_of_cache, copy_of_layer
 from .stored import checksum, reader, stored
 
 _PACKAGE = __package__.partition(".")[0]
 _FORM = "torch_moe_mps prompt cache"
 _OF_THE_FILE = ("_name_or_path", "transformers_version", "quantization_config", "architectures")
-# Trials of a model: whether its modules forget a cache where several tokens follow it.
-FORGETS: list[Callable[[PreTrainedModel], bool]] = []
 _counted, _numbers = itertools.count(), WeakIdKeyDictionary()  # {tensor of an adapter: its number}
 _SAMPLES = 64  # octets of each tensor that tell models apart
 # {position: {index of a layer: its attributes}}: states that only fit a prefix of this length.

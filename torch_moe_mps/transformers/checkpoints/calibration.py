@@ -55,7 +55,7 @@ def importance_for(
         return result
     name = str(given)
     text = text_for(name)
-    ids = tokens_of_text(source, text)
+    ids = tokens_of_text(source, text, TOKENS)
     model = load(is_read_as_it_is(source))
     device = model.device
     result = collect_importance(model, ids, text=text, guessing=guessing(model))
@@ -83,7 +83,7 @@ def text_for(name: str) -> str:
         raise ValueError(f"moe_mps::importance: {file} must be {expected}, got {error.strerror}") from None
 
 
-def tokens_of_text(source: Source, text: str, most: int = TOKENS) -> Tensor:
+def tokens_of_text(source: Source, text: str, most: int) -> Tensor:
     """The first tokens of a text, in the model's own tokenizer, for which a part of it is read."""
     tokenizer = read_tokenizer(source.path, source.gguf, bool(source.others.get("trust_remote_code")))
     letters = _LETTERS * (most + _EDGE)
