@@ -18,7 +18,7 @@ from .caches.prompt_cache import new_cache
 from .caches.state import LayerState, copy_of_layer
 from .install import is_rewritten, run_as, takes_cache
 from .modules.rules.recurrent_layers import LinearCache
-from .modules.rules.trial import Forms, agrees, first_form, linear_cache, on_the_cpu, tried, twin_of
+from .modules.rules.trial import Forms, agrees, first_form, linear_cache, on_the_cpu, tried, twin_of, width_of
 from .upstream.caches import STATE_METHODS, CacheLayerMixin, LinearAttentionLayer
 from .upstream.calls import cache_argument, needed_arguments
 
@@ -162,13 +162,7 @@ def _takes_back(twin: nn.Module, states: int, kind: AnyKind) -> bool:
 
 
 def _width_of(twin: nn.Module, states: int) -> int:
-    """Elements of a token that a module takes: the first width of its layers with which it runs."""
-    widths = [getattr(part, name, 0) for name in ("in_features", "in_channels") for part in twin.modules()]
-    return next(
-        width
-        for width in filter(None, widths)
-        if tried(_result, twin, torch.zeros(1, 1, width), LinearCache(states)) is not None
-    )
+    return width_of(twin, lambda x: _result(twin, x, LinearCache(states)))
 
 
 def _row_of(layer: Any, row: int) -> Any:

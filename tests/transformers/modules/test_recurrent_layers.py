@@ -137,6 +137,15 @@ def test_own_code_of_mamba_1_goes_on_by_single_tokens_where_it_has_to_run(archit
     assert_close(logits_of(model), expected, 1e-4)
 
 
+def test_a_layer_is_recognised_whatever_layer_it_registers_first():
+    model = model_of("granitemoehybrid")
+    layer = layer_of(model)
+    assert layer.out_proj.in_features != layer.in_proj.in_features
+    layer._modules = {"out_proj": layer.out_proj} | layer._modules
+    report = torch_moe_mps.accelerate(model)
+    assert any(SCAN in str(row.replaced_by) for row in report.rows)
+
+
 def test_packed_sequences_are_refused_as_ever():
     model = model_of("kimi_linear")
     torch_moe_mps.accelerate(model)

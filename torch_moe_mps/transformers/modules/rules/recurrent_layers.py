@@ -19,7 +19,7 @@ from ...upstream.caches import DynamicCache, LinearAttentionLayer
 from ...upstream.calls import in_place, needed_arguments
 from ..experts import is_observed
 from .linear_attention import ACTIVATIONS
-from .trial import FewDirections, Tried, agrees, twin_of
+from .trial import Tried, agrees, twin_of, width_of
 
 ops = torch.ops.moe_mps
 SCAN, CONVOLUTION = "linear_attention_", "causal_conv1d_update_"
@@ -263,10 +263,9 @@ class LinearCache(DynamicCache):
 def _matches_module(module: nn.Module, forward: Callable) -> bool:
     """Whether a forward does what the module's own code does where it stands: results and states."""
     twin = twin_of(module, layer_idx=0)
-    linear = next(part for part in twin.modules() if isinstance(part, FewDirections))
-    x = torch.randn(1, 9, linear.in_features)
-    mask = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])
     own = original_class(module).forward
+    x = torch.randn(1, 9, width_of(twin, lambda x: own(twin, x, **needed_arguments(own, None))))
+    mask = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])
     found = []
     for run in (in_place(own, getattr(forward, RUNS_OWN, own)), in_place(own, forward)):
         copied, cache, results = copy.deepcopy(twin), LinearCache(), []

@@ -183,6 +183,17 @@ def bare_twin(module: nn.Module) -> Any:
     return twin.eval()
 
 
+def width_of(twin: nn.Module, run: Callable[[Tensor], Any]) -> int:
+    """Elements of a token that a module takes: the first width of its layers with which it runs.
+
+    Args:
+        run: calls it with [1, 1, width].
+    """
+    widths = [getattr(part, name, 0) for name in ("in_features", "in_channels") for part in twin.modules()]
+    runs = (width for width in widths if width and tried(run, torch.zeros(1, 1, width)) is not None)
+    return next(runs)
+
+
 class FewDirections(nn.Module):
     """A linear layer of the same sizes whose output depends on few directions of its input."""
 
