@@ -71,10 +71,13 @@ def test_a_complete_answer_and_a_cancelled_one_leave():
     assert late.tokens == late.expected(model)
 
 
-def test_a_job_begins_without_a_walk_through_the_model(monkeypatch):
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.slow("recurrent"))]
+)
+def test_a_job_begins_without_a_walk_through_the_model(architecture, monkeypatch):
     """The others wait: what holds for all jobs is asked once. transformers alone copies the settings."""
     monkeypatch.delitem(sys.modules, "peft", raising=False)  # whose layers may be anywhere
-    model, own, walked, copied = model_of(), nn.Module.named_modules, [], []
+    model, own, walked, copied = model_of(architecture), nn.Module.named_modules, [], []
     batch = Batch(model, Prompts(MEMORY), 4)
     run(batch, Asked(ids_of(1, 5), 2))
 

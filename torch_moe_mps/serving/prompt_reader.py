@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ AT_ONCE = 2048  # tokens of a prompt
 # so this many tokens are computed again. Every so many tokens states are kept for prompts that share a
 # document; of all, the first and the last are.
 _END, _EVERY, _FIRST, _LAST = 32, 4 * AT_ONCE, 2, 2
+_ROTATE: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # {model: whether it has rotary embeddings}
 
 
 class PromptReader:
@@ -61,7 +63,7 @@ class PromptReader:
         self._is_whole = cache is None or reads_whole or self.has_new_images
         # Bamba's own code counts positions from the first token of a call.
         has_states = cache is not None and any(map(_has_states, cache.layers))
-        self._tells_positions = has_states and not modules and any(map(_rotates, model.modules()))
+        self._tells_positions = has_states and not modules and _rotates(model)
         pauses = [] if self._is_whole else _pauses(self.kept, self._end)
         self._ends = [end for end in (*pauses, self._end) if end > len(self.kept.ids)]
 
@@ -121,8 +123,11 @@ def _has_states(layer: Any) -> bool:
     return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
-def _rotates(module: Any) -> bool:
-    return hasattr(module, "inv_freq")
+def _rotates(model: Any) -> bool:
+    """Whether a model has rotary embeddings: asked once, as all of its modules are for it."""
+    if model not in _ROTATE:
+        _ROTATE[model] = any(hasattr(module, "inv_freq") for module in model.modules())
+    return _ROTATE[model]
 
 
 def _pauses(kept: Kept, prompt: int) -> list[int]:
