@@ -247,19 +247,12 @@ class Delta(OperatorCase, fields="group tokens key_heads heads width dtype"):
         return rule | {"scale": self.width**-0.5, "norm_eps": EPS}
 
 
-class GuessedDelta(Delta):
+class Guessed:
     """Behind 3 of 8 tokens that are pending; the tokens of the call are pending then."""
-
-    tensors = f"{Delta.tensors} pending_[1, heads, 8, inputs]:f32"
-    scales: ClassVar[dict] = {"pending_": 0.1}
 
     @property
     def name(self):
         return f"{super().name} guessed"
-
-    @property
-    def sizes(self):
-        return vars(self) | {"inputs": pending_width(self.width, self.width, self.is_wide)}
 
     def others(self, values):
         return {"counts": values.integers(1, 1, dtype=torch.int32, low=3, high=4)}
@@ -269,8 +262,17 @@ class GuessedDelta(Delta):
         return super().options | {"keep": True}
 
 
-class GuessedScan(OperatorCase, fields="group tokens key_heads heads states width dtype"):
-    """Mamba-2 behind 3 of 8 tokens that are pending; the tokens of the call are pending then."""
+class GuessedDelta(Guessed, Delta):
+    tensors = f"{Delta.tensors} pending_[1, heads, 8, inputs]:f32"
+    scales: ClassVar[dict] = {"pending_": 0.1}
+
+    @property
+    def sizes(self):
+        return vars(self) | {"inputs": pending_width(self.width, self.width, self.is_wide)}
+
+
+class GuessedScan(Guessed, OperatorCase, fields="group tokens key_heads heads states width dtype"):
+    """Mamba-2."""
 
     operator = "linear_attention_"
     tensors = (
@@ -278,7 +280,6 @@ class GuessedScan(OperatorCase, fields="group tokens key_heads heads states widt
         " dt_bias[heads]:f32 skip[heads]:f32 pending_[1, heads, 8, inputs]:f32"
     )
     scales: ClassVar[dict] = GuessedDelta.scales
-    others = GuessedDelta.others
     options: ClassVar[dict] = {
         "g": None,
         "scale": 1.0,
@@ -290,7 +291,7 @@ class GuessedScan(OperatorCase, fields="group tokens key_heads heads states widt
 
     @property
     def name(self):
-        return f"{super().name} guessed, {self.states} states"
+        return f"{super().name}, {self.states} states"
 
     @property
     def sizes(self):
@@ -318,17 +319,9 @@ class SelectiveScan(OperatorCase, fields="group tokens channels dtype"):
     )
 
 
-class GuessedSelective(SelectiveScan):
-    """Behind 3 of 8 tokens that are pending; the tokens of the call are pending then."""
-
+class GuessedSelective(Guessed, SelectiveScan):
     tensors = f"{SelectiveScan.tensors} pending_[1, groups, 8, inputs]:f32"
     scales: ClassVar[dict] = GuessedDelta.scales
-    others = GuessedDelta.others
-    options: ClassVar[dict] = {"keep": True}
-
-    @property
-    def name(self):
-        return f"{super().name} guessed"
 
     @property
     def sizes(self):
@@ -336,43 +329,34 @@ class GuessedSelective(SelectiveScan):
         return vars(self) | {"groups": groups, "inputs": inputs}
 
 
-class GuessedLru(OperatorCase, fields="group tokens channels dtype"):
-    """RG-LRU behind 3 of 8 tokens that are pending; the tokens of the call are pending then."""
+class GuessedLru(Guessed, OperatorCase, fields="group tokens channels dtype"):
+    """RG-LRU."""
 
     operator = "rg_lru_"
     tensors = "x[1, tokens, channels] branch[1, tokens, channels] pending_[1, channels, 8]:f32"
-    others = GuessedDelta.others
-    options: ClassVar[dict] = {"keep": True}
-
-    @property
-    def name(self):
-        return f"{super().name} guessed"
 
 
-class GuessedConvolution(OperatorCase, fields="group tokens channels dtype"):
-    """Four taps behind 3 of 8 positions that are pending; those of the call are pending then."""
+class GuessedConvolution(Guessed, OperatorCase, fields="group tokens channels dtype"):
+    """Four taps."""
 
     operator = "causal_conv1d_update_"
     tensors = (
         "x[1, tokens, channels] conv_state_[1, channels, 4] weight[channels, 4] pending_[1, channels, 8]"
     )
-    others = GuessedDelta.others
-    options: ClassVar[dict] = {"keep": True}
-
-    @property
-    def name(self):
-        return f"{super().name} guessed"
 
 
 class Delayed(GuessedConvolution):
     """The positions themselves, and one in front of them."""
 
     tensors = "x[1, tokens, channels] conv_state_[1, channels, 4] pending_[1, channels, 8]"
-    options: ClassVar[dict] = {"weight": None, "activation": "none", "before": 1, "keep": True}
 
     @property
     def name(self):
         return f"{super().name} delayed"
+
+    @property
+    def options(self):
+        return super().options | {"weight": None, "activation": "none", "before": 1}
 
 
 class Pointwise(OperatorCase, fields="group tokens width dtype"):
