@@ -132,7 +132,7 @@ def _run(
     _set_class(module, _rewritten_class(cls, forward, is_own, yields))
 
 
-def takes_cache(module: nn.Module) -> bool:
+def runs_with_cache(module: nn.Module) -> bool:
     """Whether a module's forward has an argument for a cache, or the one that it runs in its place."""
     own = original_class(module).forward
     return any(cache_name(forward) for forward in (own, getattr(type(module), OUR_FORWARD, own)))

@@ -16,7 +16,7 @@ from .caches.cache import grow_cache
 from .caches.lagging import KINDS, AnyKind, can_lag, lagging, settled, states_of
 from .caches.prompt_cache import new_cache
 from .caches.state import LayerState, copy_of_layer
-from .install import is_rewritten, run_as, takes_cache
+from .install import is_rewritten, run_as, runs_with_cache
 from .modules.rules.recurrent_layers import LinearCache
 from .modules.rules.trial import Forms, agrees, first_form, linear_cache, on_the_cpu, tried, twin_of, width_of
 from .upstream.caches import STATE_METHODS, CacheLayerMixin, LinearAttentionLayer
@@ -92,7 +92,7 @@ def _readers(model: nn.Module, layers: dict[int, Any]) -> Iterator[tuple[nn.Modu
     """The innermost modules that read states of these layers of a cache, and the numbers of the layers."""
     if not layers:
         return
-    found = {module for module in model.modules() if hasattr(module, "layer_idx") and takes_cache(module)}
+    found = {module for module in model.modules() if hasattr(module, "layer_idx") and runs_with_cache(module)}
     for module in found:
         number: Any = module.layer_idx
         if any(inner in found for inner in module.modules() if inner is not module):
