@@ -2,8 +2,10 @@
 
 import base64
 import contextlib
+import functools
 import gc
 import http.client
+import io
 import json
 import os
 import threading
@@ -13,6 +15,7 @@ import urllib.request
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import xgrammar
@@ -20,7 +23,7 @@ from support import scripted
 from support.jobs import Asked, ids_of, model_of, run
 
 from torch_moe_mps._text import shown
-from torch_moe_mps.serving import app, json_text, media, served, structured
+from torch_moe_mps.serving import app, json_text, limited, media, served, structured
 from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.device import Died
 from torch_moe_mps.serving.json_text import read_json
@@ -90,9 +93,9 @@ def test_requests_that_take_long_to_read_delay_no_other(here, monkeypatch):
             assert goes_on.wait(60)
         return own_prepare(served, request, show)
 
-    def body_of(octets):
+    def body_of(octets, rest):
         parsed.append(threading.current_thread().name)
-        return own_body(octets)
+        return own_body(octets, rest)
 
     monkeypatch.setattr(Served, "prepare", prepare)
     monkeypatch.setattr(app, "body_of", body_of)
@@ -181,15 +184,83 @@ def test_short_work_waits_for_no_long_one():
     assert order == ["beside a long one", "beside one that became long", "short", "behind a short one"]
 
 
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_long_work_rests_while_answers_are_generated(is_busy, monkeypatch):
+    """Behind each half of a millisecond, in turns and their pauses; no other work does."""
+    now, rests = 0.0, list[float]()
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+        rests.append(now)
+
+    monkeypatch.setattr(limited, "time", SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
+    turns = Turns(lambda: is_busy)
+
+    def work(seconds):
+        nonlocal now
+        now += seconds
+        turns.rest()
+
+    work(1.0)
+    with turns.turn():
+        work(0.0004)
+        assert rests == []
+        work(0.0002)
+        with turns.turn(is_long=False), turns.pause():
+            work(0.0004)
+            work(0.0002)
+        work(0.0004)
+    work(1.0)
+    with turns.turn(is_long=False):
+        work(0.0006)
+    assert rests == ([pytest.approx(at) for at in (1.0026, 1.0052, 2.0082)] if is_busy else [])
+
+
+def test_what_takes_long_to_read_rests_in_all_its_parts(monkeypatch):
+    """A body of numbers, of one text, and of many; its Unicode, a file in base64, and a long answer."""
+    rests = 0
+
+    def rest():
+        nonlocal rests
+        rests += 1
+
+    def of(function) -> int:
+        nonlocal rests
+        rests = 0
+        function()
+        return rests
+
+    for inside in ([1] * 70_000, "a" * 400_000, [["b"]] * 20_000, [{"c": "d"}] * 20_000):
+        octets = json.dumps({"prompt": inside}).encode()
+        assert of(lambda octets=octets: app.body_of(octets, rest)) > 60
+    assert of(lambda: json_text.is_unicode(["a" * 400_000, "b"], rest)) > 6
+    assert of(lambda: app._in_json({"tokens": [5] * 1000}, rest)) > 1000
+    data = base64.b64encode(bytes(2_000_000)).decode()
+    assert of(lambda: media.decoded(data, "image", rest)) > 8
+    assert of(lambda: media.Media().opened(f"data:a/b;base64,{data}", "image", rest=rest)) > 8
+
+
+def test_a_body_is_read_with_rests(here, monkeypatch):
+    """On each path that has one: those of the server's own turns."""
+    rests = list[str]()
+    monkeypatch.setattr(here.served.turns, "rest", lambda: rests.append(path))
+    for path in (*ASKED, "/v1/messages/count_tokens", "/tokenize"):
+        body = ASKED.get(path, ASKED["/v1/messages"] | {"content": "a"})
+        before = len(rests)
+        ask(here, path, body | {"metadata": {"a": "a" * 70_000}})
+        assert len(rests) - before > 10, path
+
+
 def test_data_urls_are_read_in_a_turn_and_what_is_far_away_without_one(here, monkeypatch):
     turns, held = here.served.turns, []
 
-    def octets(media, url, field, seconds):
+    def opened(media, url, field, seconds, rest):
         held.append(turns._held)
-        return b"a"
+        return io.BytesIO(b"a")
 
-    monkeypatch.setattr(media.Media, "octets", octets)
-    monkeypatch.setattr(served, "picture", lambda octets, field: held.append(turns._held))
+    monkeypatch.setattr(media.Media, "opened", opened)
+    monkeypatch.setattr(served, "picture", lambda file, field: held.append(turns._held))
     here.served.processor.image_processor = None
     for is_long in (False, True):
         with turns.turn(is_long):
@@ -307,7 +378,7 @@ def test_base64_in_pieces(piece, monkeypatch):
         text = base64.b64encode(octets).decode()
         for line in (1, 3, 7):
             lines = "\n".join(text[at : at + line] for at in range(0, len(text), line))
-            assert media.decoded(f" {lines}\r\n", "image") == octets
+            assert media.decoded(f" {lines}\r\n", "image").read() == octets
         for wrong in (f"{text}A", f"{text[:4]}!{text[4:]}", f"AA=={text}" if text else "A"):
             with pytest.raises(Refused, match="must be in base64"):
                 media.decoded(wrong, "image")
@@ -320,7 +391,7 @@ def test_a_body_that_no_prompt_needs_is_not_read(here, monkeypatch, sees):
     if sees:
         here.served.processor.image_processor = None
     most, port, parsed, own = 32 * here.served.context, int(here.url.rpartition(":")[2]), [], app.body_of
-    monkeypatch.setattr(app, "body_of", lambda octets: parsed.append(len(octets)) or own(octets))
+    monkeypatch.setattr(app, "body_of", lambda octets, rest: parsed.append(len(octets)) or own(octets))
     for length in (most, most + 1, 20 * most):
         for parts in (b'{"prompt": "a"}'.ljust(length), iter([b'{"prompt": "a"}', b" " * (length - 15)])):
             with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
@@ -376,11 +447,11 @@ def test_data_urls_are_read_in_pieces_and_kept_nowhere(monkeypatch):
     monkeypatch.setattr(
         base64, "b64decode", lambda text, **more: lengths.append(len(text)) or own(text, **more)
     )
-    assert media.Media().octets(url, "image") == octets
+    assert media.Media().opened(url, "image").read() == octets
     assert lengths == [4]
     for wrong in ("data:;base64", "data:image/png,AAAA", "data:,;base64,AAAA"):
         with pytest.raises(Refused, match="must be a data: URL in base64"):
-            media.Media().octets(wrong, "image")
+            media.Media().opened(wrong, "image")
 
 
 def test_a_body_of_too_many_objects_is_refused(here, monkeypatch):
@@ -400,8 +471,8 @@ def test_a_body_is_gone_while_its_answer_is_generated(here, monkeypatch):
 
     bodies, alive, own_body, own_submit = [], {}, app.body_of, Served.submit
 
-    def body_of(octets):
-        body = Body(own_body(octets))
+    def body_of(octets, rest):
+        body = Body(own_body(octets, rest))
         bodies.append(weakref.ref(body))
         return body
 
@@ -421,6 +492,26 @@ def test_a_body_of_too_many_values_is_refused(here, monkeypatch):
     monkeypatch.setattr(app, "_MOST_VALUES", 50)
     status, answer = ask(here, "/v1/completions", {"prompt": [1] * 60})
     assert status == 413 and answer["error"]["message"] == "The body must have at most 50 values."
+
+
+def test_calls_are_on_one_thread_as_long_as_none_is_late():
+    """It ends with who calls; what a call raises, or holds, does not stay there."""
+
+    class Held:
+        """One that a weak reference takes."""
+
+    calls, held = Limited(), Held()
+    (first, _), (second, _) = (calls.call(threading.current_thread, 60) for _ in range(2))
+    assert first is second is not threading.current_thread() and first.daemon
+    with pytest.raises(KeyError):
+        calls.call(lambda: {}["a"], 60)
+    left = weakref.ref(held)
+    assert calls.call(functools.partial(isinstance, held, Held), 60)[0] is True
+    del held
+    assert left() is None
+    del calls
+    first.join(60)
+    assert not first.is_alive()
 
 
 def test_a_call_that_is_late_goes_on_by_itself():

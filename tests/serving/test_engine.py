@@ -213,6 +213,28 @@ class Clocked:
         return self.model(input_ids=input_ids, **given)
 
 
+def test_short_prompts_that_wait_are_read_in_the_time_of_one_piece(monkeypatch):
+    """Of 30 ms each, three in that of four steps of 25 ms; no long one is among them."""
+    model = model_of()
+    clock = Clocked(model)
+    monkeypatch.setattr(batch_module.time, "perf_counter", lambda: clock.seconds)
+    talks, batch = Asked(ids_of(1, 4), 40), Batch(clock, None, 8)
+    batch.waiting.append(talks.job)
+    batch.step()
+    batch._step_seconds = 0.025
+    short, long = [Asked(ids_of(n, 21), 9) for n in range(2, 7)], Asked(ids_of(9, 65), 9)
+    batch.waiting.extend(each.job for each in (*short, long))
+    begun = []
+    for _ in range(4):
+        batch.step()
+        batch._step_seconds = 0.025
+        begun.append(sum(bool(each.tokens) for each in (*short, long)))
+    assert begun == [3, 5, 6, 6]
+    run(batch)
+    for each in (talks, *short, long):
+        assert each.tokens == each.expected(model)
+
+
 @pytest.mark.sweep
 def test_the_longest_gap_between_tokens(monkeypatch):
     """While 8k tokens are read: one piece of at most four steps, and two steps."""

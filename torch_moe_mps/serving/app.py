@@ -148,9 +148,11 @@ class Server:
 
     def _read(self, octets: bytearray, protocol: Protocol, show: Show) -> tuple[Request, Answers]:
         """The request of a body, with its prompts read."""
-        body = body_of(octets)
+        body = body_of(octets, self.served.turns.rest)
         self._check_model(body)
+        self.served.turns.rest()
         request = protocol.read(body, self.served)
+        self.served.turns.rest()
         return request, self.served.prepare(request, show)
 
     async def _whole(self, protocol: Protocol, request: Request, coming: "_Coming") -> dict[str, Any]:
@@ -242,7 +244,9 @@ class Server:
 
     async def _count(self, protocol: Protocol, asked: Asked) -> Response:
         def count(octets: bytearray) -> int:
-            return self.served.count(protocol.read_prompt(body_of(octets), self.served))
+            return self.served.count(
+                protocol.read_prompt(body_of(octets, self.served.turns.rest), self.served)
+            )
 
         counted: dict[str, Any] = {"input_tokens": await self._on_reader(asked, count)}
         if isinstance(protocol, Responses):
@@ -251,12 +255,13 @@ class Server:
 
     async def _text(self, reads: Callable[..., Any], asked: Asked) -> Response:
         def text(octets: bytearray) -> bytes:
-            return _in_json(reads(body_of(octets), self.served))
+            rest = self.served.turns.rest
+            return _in_json(reads(body_of(octets, rest), self.served), rest)
 
         return Response(await self._on_reader(asked, text), media_type="application/json")
 
     def _read_texts(self, octets: bytearray, path: str) -> Texts:
-        body = body_of(octets)
+        body = body_of(octets, self.served.turns.rest)
         self._check_model(body)
         return Texts(path, body, self.served)
 
@@ -411,18 +416,29 @@ def _written(writer: Any, number: int, item: Item | None) -> str:
     return str(writer.ended(number) if item is None else writer.item(number, item))
 
 
-def _in_json(value: Any) -> bytes:
+def _in_json(value: Any, rest: Callable[[], None] = lambda: None) -> bytes:
     """The text of a value that may be long: other threads go on meanwhile, as it is not written in C."""
-    return "".join(json.JSONEncoder(ensure_ascii=False).iterencode(value)).encode()
+    parts = list[str]()
+    for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
+        parts.append(part)
+        rest()
+    return "".join(parts).encode()
 
 
-def body_of(octets: bytes | bytearray) -> dict[str, Any]:
-    """The object in JSON of a body; large ones take a while. Raises: Refused."""
-    pieces = [(at, at + _PIECE) for at in range(0, len(octets), _PIECE)]
-    if sum(octets.count(mark, *piece) for piece in pieces for mark in (b",", b"[", b"{")) > _MOST_VALUES:
+def body_of(octets: bytes | bytearray, rest: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """The object in JSON of a body; large ones take a while. Raises: Refused.
+
+    Args:
+        rest: called now and then.
+    """
+    pieces, values = [(at, at + _PIECE) for at in range(0, len(octets), _PIECE)], 0
+    for piece in pieces:
+        values += sum(octets.count(mark, *piece) for mark in (b",", b"[", b"{"))
+        rest()
+    if values > _MOST_VALUES:
         raise Refused(f"The body must have at most {_MOST_VALUES} values.", None, "too_large", 413)
     try:
-        body = read_json(octets.decode("utf-8-sig"))
+        body = read_json(octets.decode("utf-8-sig"), rest)
     except ValueError as error:
         line = f"The body must be an object in JSON: {first_line(error)}."
         raise Refused(line, None, "invalid_value") from None
@@ -432,7 +448,7 @@ def body_of(octets: bytes | bytearray) -> dict[str, Any]:
         )
     has_escapes = any(octets.find(b"\\u", at, end + 1) >= 0 for at, end in pieces)
     for name, value in body.items() if has_escapes else ():
-        if not is_unicode([name, value]):
+        if not is_unicode([name, value], rest):
             field = name.encode(errors="replace").decode()
             message = f"'{field}' must be text in Unicode, got half of a surrogate pair."
             raise Refused(message, field, "invalid_value") from None

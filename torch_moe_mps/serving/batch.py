@@ -275,10 +275,25 @@ class Batch:
     # Prompts
 
     def _read(self) -> None:
+        """Reads a piece of a prompt, and short ones that wait, in the time that one piece may take."""
+        before = begun = time.perf_counter()
+        has_begun = self._read_next()
+        while has_begun and not (self._readings or self._again):
+            now = time.perf_counter()
+            if now - begun + now - before > _STEPS * self._step_seconds:
+                break
+            before, has_begun = now, self._read_next(_LEAST_PIECE)
+
+    def _read_next(self, most: int | None = None) -> bool:
+        """Reads a piece of a prompt. Returns: whether one has begun.
+
+        Args:
+            most: tokens that a prompt may have, for the next in turn alone; None for any.
+        """
         if not self._readings and self._again:
             self._readings.append(self._begun_again(self._again.popleft()))
-        job, passes = self._next_job() or (None, False)
-        if job is not None and self._is_restored(job):
+        job, passes = self._next_job(most) or (None, False)
+        if has_begun := job is not None and self._is_restored(job):
             self.waiting.remove(job)
             if not self._readings:
                 self._has_passed = passes
@@ -290,7 +305,7 @@ class Batch:
                 else:
                     job.end(self._generate(job, reason))
         if not self._readings:
-            return
+            return has_begun
         answer, logits = self._readings[-1], None
         self._has_overtaken = answer is not self._readings[0]
         with self._island(answer.job):
@@ -303,6 +318,7 @@ class Batch:
             self._readings.remove(answer)
             if not answer.tokens:
                 self._take(answer, *choose([answer.chooser], logits).read())
+        return has_begun
 
     @contextmanager
     def _island(self, job: Job) -> Iterator[None]:
@@ -322,30 +338,30 @@ class Batch:
                 self._guesses_left(answer)
             job.end(error)
 
-    def _next_job(self) -> tuple[Job, bool] | None:
+    def _next_job(self, most: int | None = None) -> tuple[Job, bool] | None:
         """The next that may begin, if there is room for it, and whether a longer one waits: `generate`
         generates one at a time.
 
         While a prompt is read it is one that a single piece reads, between two pieces of the other. Such a
         one begins before a longer one that waits, too, once for each of these.
+
+        Args:
+            most: tokens of its prompt, which passes none that is longer; None for any.
         """
         if self.active >= self.most or len(self._readings) > 1 or (self._readings and self._has_overtaken):
             return None
-        most, later_may, long = self._piece(), self._later_may_begin, None
+        later_may, long = self._later_may_begin, None
+        short = self._piece() if most is None else most
         for job in self._in_turn():
             if job.place > 0 and not later_may:
                 continue
-            try:
-                check_job(self.model, job)
-                if self._generated and self._reason_for_generate(job) is not None:
-                    continue
-                length = prompt_length(job.inputs)
-            except Exception as error:
-                self.waiting.remove(job)
-                job.end(error)
+            if self._generated and self._reason_for_generate(job) is not None:
                 continue
-            if length <= most or (not self._readings and self._has_passed):
+            length = prompt_length(job.inputs)
+            if length <= short or (most is None and not self._readings and self._has_passed):
                 return (job, long is not None) if self._has_room(length) else None
+            if most is not None:
+                return None
             long = long or (job, length)
         if self._readings or long is None:
             return None
@@ -353,9 +369,17 @@ class Batch:
         return (job, False) if self._has_room(length) else None
 
     def _in_turn(self) -> list[Job]:
-        """Jobs that wait, as they begin: each request has one answer a turn, the oldest first."""
-        for job in self.waiting:
-            if job.turn is None:
+        """Jobs that wait, as they begin: each request has one answer a turn, the oldest first. Those that are
+        asked for with something wrong end.
+        """
+        for job in [job for job in self.waiting if job.turn is None]:
+            try:
+                check_job(self.model, job)
+                self._reason_for_generate(job)
+            except Exception as error:
+                self.waiting.remove(job)
+                job.end(error)
+            else:
                 job.turn = self._turn + job.place
         return sorted(self.waiting, key=lambda job: job.turn or 0)
 

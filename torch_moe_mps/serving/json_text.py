@@ -14,30 +14,39 @@ _PIECE = 1 << 12  # characters of a string
 _scan: Any = json.decoder.scanstring  # type: ignore[attr-defined, unused-ignore]
 
 
-def read_json(text: str) -> Any:
+def read_json(text: str, rest: Callable[[], None] = lambda: None) -> Any:
     """The value of a text in JSON, in which no recursion of Python's, jinja's or xgrammar's ends.
+
+    Args:
+        rest: called now and then while a long text is read.
 
     Raises: ValueError for a text that is none, nests deeper than that, or has too many objects and lists.
     """
     expected = f"it must nest at most {_MOST_DEEP} deep"
     try:
-        value = json.loads(text, cls=_Yielding if len(text) > LONG else None)
+        value = _Yielding(rest).decode(text) if len(text) > LONG else json.loads(text)
     except RecursionError:
         raise ValueError(expected) from None
-    if any(depth >= _MOST_DEEP for depth, _ in enumerate(_levels(value))):
-        raise ValueError(expected)
+    for depth, _ in enumerate(levels(value)):
+        if depth >= _MOST_DEEP:
+            raise ValueError(expected)
+        rest()
     return value
 
 
 class _Yielding(json.JSONDecoder):
-    """Reads a text in Python: in C, Python's lock would be held to the end."""
+    """Reads a text in Python: in C, Python's lock would be held to the end.
 
-    def __init__(self) -> None:
+    Args:
+        rest: called for each value, and each piece of a string.
+    """
+
+    def __init__(self, rest: Callable[[], None]) -> None:
         super().__init__()
-        self._containers = 0
-        self.parse_string = _string
-        self.parse_object = self._counted(_object)
-        self.parse_array = self._counted(json.decoder.JSONArray)  # type: ignore[attr-defined, unused-ignore]
+        self._containers, self._rest = 0, rest
+        self.parse_string = self._string
+        self.parse_object = self._counted(_object_of(self._string))
+        self.parse_array = self._counted(self._array)
         self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined, unused-ignore]
 
     def _counted(self, read: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,28 +58,35 @@ class _Yielding(json.JSONDecoder):
 
         return counted
 
+    def _array(self, begun: tuple[str, int], scan_once: Callable[[str, int], Any]) -> Any:
+        def scan(text: str, at: int) -> Any:
+            self._rest()
+            return scan_once(text, at)
 
-def _string(text: str, start: int, strict: bool = True) -> tuple[str, int]:
-    """The string that begins there, and where it ends. Raises: json.JSONDecodeError."""
-    parts, at = list[str](), start
-    while at + _PIECE < len(text):
-        end = _end_of_piece(text, at)
+        return json.decoder.JSONArray(begun, scan)  # type: ignore[attr-defined, unused-ignore]
+
+    def _string(self, text: str, start: int, strict: bool = True) -> tuple[str, int]:
+        """The string that begins there, and where it ends. Raises: json.JSONDecodeError."""
+        parts, at = list[str](), start
+        while at + _PIECE < len(text):
+            self._rest()
+            end = _end_of_piece(text, at)
+            try:
+                part, read = _scan(f'{text[at:end]}"', 0, strict)
+            except json.JSONDecodeError:  # with another place than it has in the text
+                break
+            if read <= end - at:  # the string ends inside
+                break
+            if "\ud800" <= part[-1] <= "\udbff" and text[end - 1] != part[-1]:
+                part, end = part[:-1], end - 6  # the other half of the pair may follow
+            parts.append(part)
+            at = end
         try:
-            part, read = _scan(f'{text[at:end]}"', 0, strict)
-        except json.JSONDecodeError:  # with another place than it has in the text
-            break
-        if read <= end - at:  # the string ends inside
-            break
-        if "\ud800" <= part[-1] <= "\udbff" and text[end - 1] != part[-1]:
-            part, end = part[:-1], end - 6  # the other half of the pair may follow
-        parts.append(part)
-        at = end
-    try:
-        last, end = _scan(text, at, strict)
-    except json.JSONDecodeError as error:
-        place = start - 1 if error.pos == at - 1 else error.pos
-        raise json.JSONDecodeError(error.msg, text, place) from None
-    return "".join((*parts, last)) if parts else last, end
+            last, end = _scan(text, at, strict)
+        except json.JSONDecodeError as error:
+            place = start - 1 if error.pos == at - 1 else error.pos
+            raise json.JSONDecodeError(error.msg, text, place) from None
+        return "".join((*parts, last)) if parts else last, end
 
 
 def _end_of_piece(text: str, at: int) -> int:
@@ -84,35 +100,39 @@ def _end_of_piece(text: str, at: int) -> int:
     return last if begins_one else end
 
 
-# The reader of an object of json's, with the names of its members read in pieces, too.
-_object = types.FunctionType(
-    json.decoder.JSONObject.__code__,  # type: ignore[attr-defined, unused-ignore]
-    vars(json.decoder) | {"scanstring": _string},
-    argdefs=json.decoder.JSONObject.__defaults__,  # type: ignore[attr-defined, unused-ignore]
-)
+def _object_of(string: Callable[..., tuple[str, int]]) -> Callable[..., Any]:
+    """The reader of an object of json's, with the names of its members read by that of strings, too."""
+    own: Any = json.decoder.JSONObject  # type: ignore[attr-defined, unused-ignore]
+    names = vars(json.decoder) | {"scanstring": string}
+    return types.FunctionType(own.__code__, names, argdefs=own.__defaults__)
 
 
-def is_unicode(value: Any) -> bool:
-    """Whether no text in a value in JSON, names included, has half of a surrogate pair."""
+def is_unicode(value: Any, rest: Callable[[], None] = lambda: None) -> bool:
+    """Whether no text in a value in JSON, names included, has half of a surrogate pair.
+
+    Args:
+        rest: called now and then.
+    """
     return all(
-        _encodes(text)
-        for level in _levels(value)
+        _encodes(text, rest)
+        for level in levels(value)
         for outer in level
         for text in (*_inside(outer), *(outer if isinstance(outer, dict) else ()))
         if isinstance(text, str)
     )
 
 
-def _encodes(text: str) -> bool:
+def _encodes(text: str, rest: Callable[[], None]) -> bool:
     try:
-        for at in range(0, len(text), LONG):
+        for at in range(0, max(1, len(text)), LONG):
+            rest()
             text[at : at + LONG].encode()
     except UnicodeEncodeError:
         return False
     return True
 
 
-def _levels(value: Any) -> Iterator[list[Any]]:
+def levels(value: Any) -> Iterator[list[Any]]:
     """A value in JSON, and then the objects and arrays inside, a level at a time."""
     level = [value]
     while level:

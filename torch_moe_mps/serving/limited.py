@@ -2,14 +2,16 @@
 
 import contextlib
 import os
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _MOST_LATE = 4  # calls that go on behind their limit
+_COMPUTES, _RESTS = 0.0005, 0.002  # seconds of long work, and of a rest behind them
 BESIDE = max(1, (os.cpu_count() or 1) // 4)  # threads of long work: answers have the other cores
 
 
@@ -18,10 +20,13 @@ class TooLong(Exception):
 
 
 class Limited:
-    """Calls on threads of their own. One that takes too long goes on there until it ends by itself."""
+    """Calls on threads beside, which are kept: a thread that begins waits for its turn on a busy core. A call
+    that takes too long goes on there until it ends by itself.
+    """
 
     def __init__(self) -> None:
-        self._late: list[threading.Thread] = []
+        self._idle, self._late = list[_Beside](), list[_Beside]()
+        weakref.finalize(self, _leave, self._idle)
 
     @property
     def is_busy(self) -> bool:
@@ -34,41 +39,84 @@ class Limited:
 
         Raises: TooLong, and what the function raises.
         """
-        done: Future[tuple[T, float]] = Future()
-
-        def run() -> None:
-            try:
-                begun = time.thread_time()
-                done.set_result((function(), time.thread_time() - begun))
-            except BaseException as error:
-                done.set_exception(error)
-
-        thread = threading.Thread(target=run, name="limited", daemon=True)
-        thread.start()
-        thread.join(seconds)
-        if not done.done():
+        try:
+            thread = self._idle.pop()
+        except IndexError:
+            thread = _Beside()
+        thread.calls.put(function)
+        try:
+            result, error, computed = thread.results.get(timeout=seconds)
+        except queue.Empty:
+            thread.calls.put(None)
             self._late.append(thread)
-            raise TooLong
-        return done.result()
+            raise TooLong from None
+        self._idle.append(thread)
+        try:
+            if error is not None:
+                raise error
+            return result, computed
+        finally:
+            del error  # its traceback has this frame
+
+
+class _Beside(threading.Thread):
+    """A thread that calls one function after the other, until None comes."""
+
+    def __init__(self) -> None:
+        super().__init__(name="limited", daemon=True)
+        self.calls, self.results = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+        self.start()
+
+    def run(self) -> None:
+        while (function := self.calls.get()) is not None:
+            begun, result, error = time.thread_time(), None, None
+            try:
+                result = function()
+            except BaseException as raised:
+                error = raised
+            self.results.put((result, error, time.thread_time() - begun))
+            del function, result, error
+
+
+def _leave(threads: list[_Beside]) -> None:
+    for thread in threads:
+        thread.calls.put(None)
 
 
 class Turns:
     """Turns of threads with work of a request: a few have one at a time, as each takes Python's lock from the
     answers. Short work has turns of its own, so that it waits for none that is long.
+
+    Args:
+        is_busy: whether answers are generated.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_busy: Callable[[], bool] = lambda: False) -> None:
         self._long, self._short = threading.Semaphore(BESIDE), threading.Semaphore(BESIDE)
-        self._own = threading.local()
+        self._own, self._is_busy = threading.local(), is_busy
+
+    def rest(self) -> None:
+        """Lets the answers go on if this thread has computed for a while, in a turn or a pause of one: theirs
+        waits for Python's lock several times a token, each time for all that compute.
+        """
+        if self._rested is not None and time.perf_counter() - self._rested > _COMPUTES:
+            if self._is_busy():
+                time.sleep(_RESTS)
+            self._own.rested = time.perf_counter()
 
     @contextlib.contextmanager
     def turn(self, is_long: bool = True) -> Iterator[None]:
         """Block with a turn of this thread, which waits for it unless it has one; a short one is given back
         for a long one.
         """
-        wanted = self._long if is_long else self._short
+        wanted, rested = self._long if is_long else self._short, self._rested
         with contextlib.nullcontext() if self._held in (wanted, self._long) else self._having(wanted):
-            yield
+            self._own.rested = time.perf_counter() if rested is None else rested
+            try:
+                yield
+            finally:
+                if rested is None:
+                    self._own.rested = None
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -95,3 +143,8 @@ class Turns:
     @property
     def _held(self) -> threading.Semaphore | None:
         return getattr(self._own, "held", None)
+
+    @property
+    def _rested(self) -> float | None:
+        """When this thread has rested; None outside of turns."""
+        return getattr(self._own, "rested", None)

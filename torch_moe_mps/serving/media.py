@@ -4,16 +4,18 @@ import base64
 import contextlib
 import io
 import ipaddress
+import itertools
 import socket
 import ssl
 import string
+import tempfile
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 import numpy as np
@@ -23,7 +25,7 @@ from .request import Refused, wrong
 
 MOST_BYTES = 32 << 20  # in one picture, one sound
 MOST_PIXELS = 1 << 26
-_PIECE = 1 << 18  # characters in base64 that are read at a time
+_PIECE = 1 << 18  # characters in base64, or octets of an answer, that are read at a time
 SECONDS = 20  # for all that one prompt lets the server fetch
 _TOO_LATE = f"all that a prompt names must be there in {SECONDS} s"
 _TRANSLATED = ipaddress.ip_network("64:ff9b::/96")  # addresses of IPv4 for networks without it
@@ -43,26 +45,29 @@ class Media:
     fetches: bool = False
     hosts: tuple[str, ...] = ()
 
-    def octets(self, url: str, field: str, seconds: float = SECONDS) -> bytes:
-        """Octets of what a URL names. Raises: Refused for one that may not be opened.
+    def opened(
+        self, url: str, field: str, seconds: float = SECONDS, rest: Callable[[], None] = lambda: None
+    ) -> BinaryIO:
+        """The file that a URL names. Raises: Refused for one that may not be opened.
 
         Args:
             seconds: in which it must be there.
+            rest: called now and then while it is fetched or decoded.
         """
         if url.startswith("data:"):  # urlsplit would copy it several times, and keep it
-            return _of_data(url, field)
+            return _of_data(url, field, rest)
         try:
             scheme = urlsplit(url).scheme if not url.startswith("/") else ""
         except ValueError as error:
             raise Refused(f"'{field}' must be a URL: {error}.", field, "invalid_value") from None
         if scheme in ("http", "https") and self.fetches:
-            return _fetched(url, field, self.hosts, seconds)
+            return _fetched(url, field, self.hosts, seconds, rest)
         if scheme in ("", "file") and self.folder is not None:
             return self._of_file(url, field)
         how = "--media-folder lets the server open files, --media-urls http: URLs"
         raise Refused(f"'{field}' must be a data: URL; {how}.", field)
 
-    def _of_file(self, url: str, field: str) -> bytes:
+    def _of_file(self, url: str, field: str) -> BinaryIO:
         assert self.folder is not None
         path = unquote(urlsplit(url).path) if url.startswith("file:") else url
         refused = Refused(f"'{field}' must be a file below the server's --media-folder.", field)
@@ -72,50 +77,59 @@ class Media:
                 raise refused
             if file.stat().st_size > MOST_BYTES:
                 raise _too_large(field)
-            return file.read_bytes()
+            return file.open("rb")
         except (OSError, ValueError):
             raise refused from None
 
 
-def picture(octets: bytes, field: str) -> Any:
+def picture(file: BinaryIO, field: str) -> Any:
     """The picture in a file. Raises: Refused for what is none."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        made = Image.open(io.BytesIO(octets))
+        made = Image.open(file)
         width, height = made.size
         if width * height > MOST_PIXELS:
             raise wrong(field, f"a picture of at most {MOST_PIXELS} pixels", f"{width} x {height}")
         made.load()
         return made if made.mode == "RGB" else made.convert("RGB")
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        raise Refused(f"'{field}' must be a picture, got {len(octets)} bytes that are none.", field) from None
+        octets = file.seek(0, io.SEEK_END)
+        raise Refused(f"'{field}' must be a picture, got {octets} bytes that are none.", field) from None
 
 
-def _of_data(url: str, field: str) -> bytes:
+def _of_data(url: str, field: str, rest: Callable[[], None]) -> BinaryIO:
     comma = url.find(",")
     if not url.endswith(";base64", 0, max(comma, 0)):
         raise Refused(f"'{field}' must be a data: URL in base64.", field, "invalid_value")
-    return decoded(url, field, comma + 1)
+    return decoded(url, field, rest, comma + 1)
 
 
-def decoded(data: str, field: str, first: int = 0) -> bytes:
-    """The octets of a text in base64.
+def decoded(data: str, field: str, rest: Callable[[], None] = lambda: None, first: int = 0) -> BinaryIO:
+    """A file of what a text in base64 says.
 
     Args:
+        rest: called for each piece.
         first: character of the text; a copy without those in front would hold other threads up.
 
     Raises: Refused.
     """
     if len(data) - first > MOST_BYTES * 4 // 3 + 4:
         raise _too_large(field)
-    made = io.BytesIO()
     try:
-        for piece in _pieces(data, first):
-            made.write(piece)
+        return _gathered(_pieces(data, first), rest)
     except ValueError:
         raise Refused(f"'{field}' must be in base64.", field, "invalid_value") from None
-    return made.getvalue()
+
+
+def _gathered(pieces: Iterable[bytes], rest: Callable[[], None]) -> BinaryIO:
+    """A file of these pieces: memory that grows by them would be copied, and hold other threads up."""
+    file = cast(BinaryIO, tempfile.SpooledTemporaryFile(4 * _PIECE))  # noqa: SIM115  (its reader closes it)
+    for piece in pieces:
+        file.write(piece)
+        rest()
+    file.seek(0)
+    return file
 
 
 def _pieces(data: str, first: int) -> Iterator[bytes]:
@@ -155,7 +169,9 @@ _CODES = _codes()
 _IS_BLANK = np.isin(np.arange(256), [*string.whitespace.encode()])
 
 
-def _fetched(url: str, field: str, hosts: Container[str], seconds: float) -> bytes:
+def _fetched(
+    url: str, field: str, hosts: Container[str], seconds: float, rest: Callable[[], None]
+) -> BinaryIO:
     """The body of a URL. Redirects, which may lead anywhere, are not followed.
 
     Args:
@@ -175,7 +191,7 @@ def _fetched(url: str, field: str, hosts: Container[str], seconds: float) -> byt
             timer = threading.Timer(ends - time.monotonic(), _shut, [connection])
             timer.start()
             try:
-                octets = _answered(connection, parts, ends)
+                made = _answered(connection, parts, ends, rest)
             except (OSError, HTTPException) as error:
                 raise TimeoutError(_TOO_LATE) if time.monotonic() >= ends else error from None
             finally:
@@ -183,9 +199,10 @@ def _fetched(url: str, field: str, hosts: Container[str], seconds: float) -> byt
     except (OSError, ValueError, HTTPException) as error:
         reason = first_line(error) or type(error).__name__
         raise Refused(f"'{field}' cannot be fetched: {reason}.", field, "invalid_value") from None
-    if len(octets) > MOST_BYTES:
+    if made.seek(0, io.SEEK_END) > MOST_BYTES:
         raise _too_large(field)
-    return octets
+    made.seek(0)
+    return made
 
 
 def _connected(host: str, port: int, is_named: bool, seconds: float) -> socket.socket:
@@ -223,7 +240,7 @@ def _is_public(address: str) -> bool:
     return place.is_global and not place.is_multicast
 
 
-def _answered(bare: socket.socket, parts: SplitResult, ends: float) -> bytes:
+def _answered(bare: socket.socket, parts: SplitResult, ends: float, rest: Callable[[], None]) -> BinaryIO:
     """The body of an answer, or its beginning where that is too large. Raises: OSError, HTTPException."""
     bare.settimeout(max(ends - time.monotonic(), 0.01))
     connection = HTTPConnection(parts.netloc.rpartition("@")[2])
@@ -236,10 +253,11 @@ def _answered(bare: socket.socket, parts: SplitResult, ends: float) -> bytes:
         if answer.status != 200:
             more = ", and redirects are not followed" if 300 <= answer.status < 400 else ""
             raise OSError(f"the status is {answer.status}{more}")
-        octets = answer.read(MOST_BYTES + 1)
+        pieces = itertools.islice(iter(lambda: answer.read(_PIECE), b""), MOST_BYTES // _PIECE + 1)
+        made = _gathered(pieces, rest)
     if time.monotonic() >= ends:  # else what was cut off would be taken for the whole
         raise TimeoutError(_TOO_LATE)
-    return octets
+    return made
 
 
 def _shut(connection: socket.socket) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from jinja2 import TemplateError
@@ -29,7 +29,7 @@ from .penalties import Penalties
 from .prompts import Images
 from .ranges import check_settings, unknown_token, unserved_settings, vocabulary_of
 from .request import Chat, Refused, Request, Tool, unsupported, wrong
-from .structured import Grammars
+from .structured import Grammars, check_size
 from .tools import Parser, family_of, grammar
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Served:
         self.encoder, self.generates = encoder, bool(model.can_generate())
         self.created = int(time.time())
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self.turns = Turns()
+        self.turns = Turns(lambda: generator.active > 0)
         self._grammars, self._lock, self._saying = Grammars(), threading.Lock(), threading.Lock()
         self._said: dict[str, None] = {}
         if self.generates and getattr(processor, "chat_template", None) is None:
@@ -209,8 +209,10 @@ class Served:
 
     def _prepared(self, prompt: Chat | str | list[int], request: Request) -> Prepared:
         read = self._tokens(prompt, request.prompt_field)
+        self.turns.rest()
         config = self._config(request, _length(read))
         self.check_tokens(read["input_ids"], request.prompt_field)
+        self.turns.rest()
         inputs = {name: _tensor(value) for name, value in read.items()}
         is_parsed = isinstance(prompt, Chat) and self.form is not None
         text = self.tokenizer.decode(inputs["input_ids"][0]) if is_parsed or request.forced else None
@@ -297,9 +299,10 @@ class Served:
         is_here = is_bare or url.startswith("data:")
         with self.turns.turn() if is_here else self.turns.pause():  # it may be far away
             seconds = ends - time.monotonic()
-            octets = decoded(url, field) if is_bare else self.media.octets(url, field, seconds)
-        with self.turns.turn():
-            return {"type": kind, kind: (picture if kind == "image" else _sound)(octets, field)}
+            rest = self.turns.rest
+            file = decoded(url, field, rest) if is_bare else self.media.opened(url, field, seconds, rest)
+        with self.turns.turn(), file:
+            return {"type": kind, kind: (picture if kind == "image" else _sound)(file, field)}
 
     # Settings
 
@@ -357,6 +360,9 @@ class Served:
             self._check_alone(field)
             if (prepared.config.num_beams or 1) > 1:
                 raise wrong("generation_config", f"of num_beams 1 with '{field}'", prepared.config.num_beams)
+            self.turns.rest()
+            check_size(form, field)
+            self.turns.rest()
             vocabulary = vocabulary_of(self.model)
             with self.turns.pause():  # it compiles on a thread of its own
                 made.append(self._grammars.mask(self.tokenizer, prepared.config, vocabulary, form, field))
@@ -521,12 +527,10 @@ def _tensor(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.tensor([value], dtype=torch.long)
 
 
-def _sound(octets: bytes, field: str) -> Any:
-    import io
-
+def _sound(file: BinaryIO, field: str) -> Any:
     import soundfile  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-    return soundfile.read(io.BytesIO(octets))[0]
+    return soundfile.read(file)[0]
 
 
 def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:

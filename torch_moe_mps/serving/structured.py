@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from .._text import first_line
+from .json_text import levels
 from .limited import BESIDE, Limited, TooLong
 from .request import Refused, wrong
 
@@ -117,8 +118,13 @@ class Masked(LogitsProcessor):
             matcher.fill_next_token_bitmask(self._bits)
 
 
-def _check_size(form: Any, kind: str, field: str) -> None:
-    """Raises: Refused for a form that takes xgrammar too long, or more stack than a thread has."""
+def check_size(form: Any, field: str) -> None:
+    """Raises: Refused for a form that takes xgrammar too long, or more stack than a thread has.
+
+    Args:
+        form, field: as of `Grammars.mask`.
+    """
+    kind = _kind_of(form)
     plain = form if isinstance(form, str | dict) else form.model_dump()
     text = plain if isinstance(plain, str) else json.dumps(plain)
     if len(text) > _MOST_CHARACTERS:
@@ -136,11 +142,13 @@ def _check_size(form: Any, kind: str, field: str) -> None:
             raise Refused(f"The {kind} of '{field}' must have {expected}.", field, "invalid_value")
 
 
+def _kind_of(form: Any) -> str:
+    return "grammar" if isinstance(form, str) else "schema"
+
+
 def _longest_list(form: Any) -> int:
-    if not isinstance(form, dict | list):
-        return 0
-    inner = form.values() if isinstance(form, dict) else form
-    return max((len(form) if isinstance(form, list) else 0, *map(_longest_list, inner)))
+    inside = [part for level in levels(form) for part in level] if isinstance(form, dict | list) else []
+    return max((len(part) for part in inside if isinstance(part, list)), default=0)
 
 
 class Grammars:
@@ -153,14 +161,13 @@ class Grammars:
     def mask(self, tokenizer: Any, config: Any, vocabulary: int, form: Any, field: str) -> Masked:
         """Args:
             form: a schema in JSON, the text of a grammar (EBNF, as llama.cpp writes it), or a structural tag
-                of xgrammar.
+                of xgrammar; of a size that was checked.
             field: of the request that asks for it.
 
         Raises: Refused for a schema that no grammar expresses, for a text that is no grammar, for those that
             no token begins, and for those that take too long.
         """
-        kind = "grammar" if isinstance(form, str) else "schema"
-        _check_size(form, kind, field)
+        kind = _kind_of(form)
         if self._limited.is_busy:
             message = f"'{field}' must wait: the server is busy with schemas and grammars that take long."
             raise Refused(message, field, "busy", 503)
