@@ -10,6 +10,7 @@ from support.sweep import covering
 from transformers import LogitsProcessor
 from transformers.generation import TopKLogitsWarper
 
+from torch_moe_mps.serving import batch as batch_module
 from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.engine import Engine
 from torch_moe_mps.serving.generating import Generating
@@ -227,8 +228,9 @@ def fails_once(batch: Batch, fits) -> None:
 
 
 @pytest.mark.parametrize(("architecture", "at"), covering(("qwen3_moe", "qwen3_next"), (2, 5)))
-def test_a_step_without_memory_ends_the_answer_with_the_fewest_tokens(architecture, at):
+def test_a_step_without_memory_ends_the_answer_with_the_fewest_tokens(architecture, at, monkeypatch):
     """The others are read again, and go on; half of the kept prompts are given up."""
+    monkeypatch.setattr(batch_module, "_STEPS", 0)  # one begins in a step, so that the last has the fewest
     model, prompts = model_of(architecture), Prompts(MEMORY)
     batch = Batch(model, prompts, 3)
     run(batch, Asked(ids_of(4, 40), 2), Asked(ids_of(5, 40), 2))
@@ -246,8 +248,9 @@ def test_a_step_without_memory_ends_the_answer_with_the_fewest_tokens(architectu
     assert late.tokens == late.expected(model)
 
 
-def test_a_step_without_memory_ends_answers_with_images():
+def test_a_step_without_memory_ends_answers_with_images(monkeypatch):
     """Tokens alone do not read their prompts again."""
+    monkeypatch.setattr(batch_module, "_STEPS", 0)
     good, seen, last = Asked(ids_of(1, 5), 9), Asked(ids_of(2, 6), 9), Asked(ids_of(3, 9), 9)
     batch = Batch(model_of(), None, 3)
     fails_once(batch, lambda ids: len(ids) == 3 and len(last.tokens) == 2)

@@ -282,17 +282,17 @@ class Batch:
             now = time.perf_counter()
             if now - begun + now - before > _STEPS * self._step_seconds:
                 break
-            before, has_begun = now, self._read_next(_LEAST_PIECE)
+            before, has_begun = now, self._read_next(is_short=True)
 
-    def _read_next(self, most: int | None = None) -> bool:
+    def _read_next(self, is_short: bool = False) -> bool:
         """Reads a piece of a prompt. Returns: whether one has begun.
 
         Args:
-            most: tokens that a prompt may have, for the next in turn alone; None for any.
+            is_short: whether it must be one of the shortest, next in turn.
         """
         if not self._readings and self._again:
             self._readings.append(self._begun_again(self._again.popleft()))
-        job, passes = self._next_job(most) or (None, False)
+        job, passes = self._next_job(is_short) or (None, False)
         if has_begun := job is not None and self._is_restored(job):
             self.waiting.remove(job)
             if not self._readings:
@@ -338,7 +338,7 @@ class Batch:
                 self._guesses_left(answer)
             job.end(error)
 
-    def _next_job(self, most: int | None = None) -> tuple[Job, bool] | None:
+    def _next_job(self, is_short: bool = False) -> tuple[Job, bool] | None:
         """The next that may begin, if there is room for it, and whether a longer one waits: `generate`
         generates one at a time.
 
@@ -346,22 +346,17 @@ class Batch:
         one begins before a longer one that waits, too, once for each of these.
 
         Args:
-            most: tokens of its prompt, which passes none that is longer; None for any.
+            is_short: whether it must be one of the shortest, which passes no other.
         """
         if self.active >= self.most or len(self._readings) > 1 or (self._readings and self._has_overtaken):
             return None
-        later_may, long = self._later_may_begin, None
-        short = self._piece() if most is None else most
-        for job in self._in_turn():
-            if job.place > 0 and not later_may:
-                continue
-            if self._generated and self._reason_for_generate(job) is not None:
-                continue
+        waiting, short, long = self._in_turn(), self._piece(), None
+        if is_short:
+            waiting = [job for job in waiting[:1] if prompt_length(job.inputs) <= _LEAST_PIECE]
+        for job in waiting:
             length = prompt_length(job.inputs)
-            if length <= short or (most is None and not self._readings and self._has_passed):
+            if length <= short or (not self._readings and self._has_passed):
                 return (job, long is not None) if self._has_room(length) else None
-            if most is not None:
-                return None
             long = long or (job, length)
         if self._readings or long is None:
             return None
@@ -369,8 +364,8 @@ class Batch:
         return (job, False) if self._has_room(length) else None
 
     def _in_turn(self) -> list[Job]:
-        """Jobs that wait, as they begin: each request has one answer a turn, the oldest first. Those that are
-        asked for with something wrong end.
+        """Jobs that may begin, in their order: each request has one answer a turn, the oldest first. Those
+        that are asked for with something wrong end.
         """
         for job in [job for job in self.waiting if job.turn is None]:
             try:
@@ -381,7 +376,12 @@ class Batch:
                 job.end(error)
             else:
                 job.turn = self._turn + job.place
-        return sorted(self.waiting, key=lambda job: job.turn or 0)
+        jobs: list[Job] = [*self.waiting]
+        if not self._later_may_begin:
+            jobs = [job for job in jobs if job.place == 0]
+        if self._generated:
+            jobs = [job for job in jobs if self._reason_for_generate(job) is None]
+        return sorted(jobs, key=lambda job: job.turn or 0)
 
     def _is_restored(self, job: Job) -> bool:
         """Whether memory has what a disk has of a job's prompt; a part of it is read where it has not."""
