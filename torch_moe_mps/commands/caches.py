@@ -62,16 +62,16 @@ def kv_cache(model: Any, bits: int = 16, more: int = 0) -> KVCache | None:
         bits: of keys and values, as in `accelerate`.
         more: further layers as the last one, which guess.
     """
-    few, many = 4, 8  # fewer than any sliding window
+    few = 4  # tokens: twice as many are fewer than any sliding window has
     try:
         text = model.get_decoder()  # around it, models for images look at values
-        before, after = _cached(text, few, bits), _cached(text, many, bits)
+        before, after = _cached(text, few, bits), _cached(text, 2 * few, bits)
     except Exception:  # code that reads values, or knows no meta device: any error may come of it
         return None
     before, after = ([*layers, *layers[-1:] * more] for layers in (before, after))
     states, rates, beside = 0, Counter[int | None](), 0
     for (window, first, of_guesses), (_, second, _) in zip(before, after, strict=True):
-        rate = (second - first) // (many - few)
+        rate = (second - first) // few
         states += first - rate * few
         rates[window] += rate
         beside += of_guesses
