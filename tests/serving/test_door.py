@@ -217,6 +217,28 @@ def test_long_work_rests_while_answers_are_generated(is_busy, monkeypatch):
     assert rests == ([pytest.approx(at) for at in (1.0026, 1.0052, 2.0082)] if is_busy else [])
 
 
+def test_threads_that_rest_go_on_one_after_the_other(monkeypatch):
+    now, rests = 0.0, list[float]()
+    monkeypatch.setattr(limited, "time", SimpleNamespace(perf_counter=lambda: now, sleep=rests.append))
+    turns, began = Turns(lambda: True), threading.Barrier(3)
+
+    def work() -> None:
+        with turns.turn(), turns.pause():
+            began.wait(60)
+            began.wait(60)
+            turns.rest()
+
+    turns._long = threading.Semaphore(2)
+    with ThreadPoolExecutor(2) as threads:
+        done = [threads.submit(work) for _ in range(2)]
+        began.wait(60)
+        now = 1.0
+        began.wait(60)
+        for each in done:
+            each.result(60)
+    assert sorted(rests) == [pytest.approx(0.002), pytest.approx(0.004)]
+
+
 def test_what_takes_long_to_read_rests_in_all_its_parts(monkeypatch):
     """A body of numbers, of one text, and of many; its Unicode, a file in base64, and a long answer."""
     rests = 0

@@ -94,14 +94,19 @@ class Turns:
     def __init__(self, is_busy: Callable[[], bool] = lambda: False) -> None:
         self._long, self._short = threading.Semaphore(BESIDE), threading.Semaphore(BESIDE)
         self._own, self._is_busy = threading.local(), is_busy
+        self._lock, self._last = threading.Lock(), 0.0  # when the last rest ends
 
     def rest(self) -> None:
         """Lets the answers go on if this thread has computed for a while, in a turn or a pause of one: theirs
-        waits for Python's lock several times a token, each time for all that compute.
+        waits for Python's lock several times a token, each time for all that compute. Threads that rest go on
+        one after the other.
         """
-        if self._rested is not None and time.perf_counter() - self._rested > _COMPUTES:
+        now = time.perf_counter()
+        if self._rested is not None and now - self._rested > _COMPUTES:
             if self._is_busy():
-                time.sleep(_RESTS)
+                with self._lock:
+                    self._last = ends = max(self._last, now) + _RESTS
+                time.sleep(ends - now)
             self._own.rested = time.perf_counter()
 
     @contextlib.contextmanager
