@@ -216,7 +216,6 @@ def test_processors_are_of_one_prompt():
 
 WITHOUT_ROWS = {
     "deepseek_v4": "DeepseekV4HCACache has no rows",
-    "minimax": "its cache is a MiniMaxCache",
     "glm5_next": "its index_kpool is",
     "unlimited_ocr": "has no rows",
 }

@@ -18,9 +18,10 @@ from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.basics.interface import is_experts
 from torch_moe_mps.transformers.caches.cache import STATES
 from torch_moe_mps.transformers.caches.lagging import lagging
+from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.capture.calls import captures_of
 from torch_moe_mps.transformers.lagging import lagging_layers
-from torch_moe_mps.transformers.upstream.calls import cache_among, cache_name
+from torch_moe_mps.transformers.upstream.calls import cache_name
 
 from . import tiny_models
 
@@ -129,12 +130,9 @@ def prompted(model: nn.Module, tokens: list[int], rows: int = 1) -> Any:
     if name_of_cache(model) == STATES:
         with torch.no_grad():
             return model(ids, use_cache=True).state
-    cache = DynamicCache(config=model.config)
+    cache = new_cache(model)
     with torch.no_grad():
-        try:
-            model(ids, **{name_of_cache(model): cache}, use_cache=True)
-        except ValueError:  # MiniMax takes only a cache of its own class
-            cache = cache_among(model(ids, use_cache=True))
+        model(ids, **{name_of_cache(model): cache}, use_cache=True)
     if not len(getattr(*layers_of(model))):  # nothing fills it, and calls that find it empty are not captured
         cache.layers += [] if cache.layers else [DynamicLayer()]
         layer = next((layer for layer in cache.layers if "keys" in vars(layer)), None)

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from .._text import first_line
+from ..transformers.caches.in_layers import is_in_layers
 from ..transformers.caches.parts import (
     Joined,
     Part,
@@ -121,7 +122,7 @@ class Disk:
 
     def note(self, ids: Tensor, cache: Any, states: dict[int, dict[int, dict[str, Any]]]) -> None:
         """Takes a prompt to be written, as it is now."""
-        if self._fault or type(cache) is not DynamicCache or not len(ids):
+        if self._fault or not is_in_layers(cache) or not len(ids):
             return
         copied = copy_of_cache(cache, [copy_of_layer(layer) for layer in cache.layers])
         ends = {position: state for position, state in states.items() if position < len(ids)}

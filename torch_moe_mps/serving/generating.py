@@ -16,7 +16,7 @@ from transformers import StoppingCriteria
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
 from ..transformers.caches.cache import hands_cache_on
-from ..transformers.caches.prompt_cache import reads_whole
+from ..transformers.caches.prompt_cache import reads_whole, takes_layers
 from ..transformers.upstream.calls import cache_argument
 from .prompt_reader import PromptReader
 from .prompts import Images, Prompts
@@ -184,7 +184,7 @@ def images_of(model: Any, given: dict[str, Any]) -> Images | None:
 
 def keeps_prompts(model: Any) -> bool:
     """Whether a model's states are all in a cache that grows."""
-    has_cache = model._supports_default_dynamic_cache() and not model.config.is_encoder_decoder
+    has_cache = takes_layers(model) and not model.config.is_encoder_decoder
     return has_cache and hands_cache_on(model)
 
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..transformers.caches.prompt_cache import kept_states, new_cache
+from ..transformers.caches.prompt_cache import kept_states, new_cache, takes_layers
 from ..transformers.upstream.caches import LinearAttentionCacheLayerMixin
 from ..transformers.upstream.calls import cache_among
 from .prompts import Images, Kept, Prompts
@@ -53,7 +53,7 @@ class PromptReader:
     ):
         self.prompts, self.images = prompts, images
         self._ids, self._device, self._beside, self._modules = ids, model.device, beside, modules
-        cache: Any = new_cache(model) if model._supports_default_dynamic_cache() else None
+        cache: Any = new_cache(model) if takes_layers(model) else None
         self.kept = Kept(ids[0, :0], cache)
         if prompts is not None:
             prompts.read(model)

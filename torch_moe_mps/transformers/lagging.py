@@ -17,8 +17,7 @@ from .caches.lagging import KINDS, AnyKind, can_lag, lagging, settled, states_of
 from .caches.prompt_cache import new_cache
 from .caches.state import LayerState, copy_of_layer
 from .install import is_rewritten, run_as, runs_with_cache
-from .modules.rules.recurrent_layers import LinearCache
-from .modules.rules.trial import Forms, agrees, first_form, linear_cache, on_the_cpu, tried, twin_of, width_of
+from .modules.rules.trial import Forms, LinearCache, agrees, first_form, on_the_cpu, tried, twin_of, width_of
 from .upstream.caches import STATE_METHODS, CacheLayerMixin, LinearAttentionLayer
 from .upstream.calls import cache_argument, needed_arguments
 
@@ -136,7 +135,7 @@ def _takes_back(twin: nn.Module, states: int, kind: AnyKind) -> bool:
     """Whether rows that have lost different numbers of tokens go on as if these had never been."""
     x = torch.randn(len(_RIGHT), _PROMPT + _GUESSES + 1, _width_of(twin, states))
     prompt, guesses, token = x.split((_PROMPT, _GUESSES, 1), 1)
-    cache = linear_cache(states)
+    cache = LinearCache(states)
     _result(twin, prompt, cache)
     if not can_lag(cache.layers[0]):
         return False
@@ -149,7 +148,7 @@ def _takes_back(twin: nn.Module, states: int, kind: AnyKind) -> bool:
     found = _result(twin, token, cache)
     for row, right in enumerate(_RIGHT):
         one = slice(row, row + 1)
-        alone = linear_cache(states)
+        alone = LinearCache(states)
         _result(twin, prompt[one], alone)
         expected = [_result(twin, guesses[one, n : n + 1], alone) for n in range(right)]
         before = _copies(alone.layers[0])
@@ -184,5 +183,6 @@ def _result(twin: nn.Module, x: Tensor, cache: Any) -> Tensor:
     grow_cache(twin, (), arguments)
     result: Any = twin(x, **arguments)
     parts = result if isinstance(result, tuple) else (result,)
-    held = getattr(cache, "linear", None)  # a state, returned by some
-    return torch.cat([part.flatten(2) for part in parts if part is not None and part is not held], -1)
+    held = cache.states()  # returned by some, too
+    of_tokens = [part for part in parts if part is not None and not any(part.equal(s) for s in held)]
+    return torch.cat([part.flatten(2) for part in of_tokens], -1)

@@ -13,6 +13,7 @@ from . import families
 from .accelerate import PREPARED_BY, accelerate
 from .attention.implementations import LAYER_HOOKS, NEEDS_OUR_KERNEL
 from .attention.indexer import rewrite_indexer
+from .caches.in_layers import OWN_CACHES
 from .caches.layers import FORGETS, GROWING_CLASSES
 from .capture.candidates import CANDIDATES
 from .checkpoints.quantize.in_place import LOADED
@@ -65,6 +66,7 @@ for family in _declared():
     MODULE_RULES.extend(family.rules)
     PREPARED_BY.extend(filter(None, [family.prepare]))
     GROWING_CLASSES.extend(filter(None, [family.growing_class]))
+    OWN_CACHES.extend(filter(None, [family.own_cache]))
     LAYER_HOOKS.extend(filter(None, [family.layer_hook]))
     NEEDS_OUR_KERNEL.extend(filter(None, [family.needs_our_kernel]))
     OPTIONS_OF.extend(filter(None, [family.options_of]))

@@ -14,7 +14,6 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     ContinuousBatchingConfig,
-    DynamicCache,
     Gemma2Config,
     GenerationConfig,
     GptOssConfig,
@@ -30,6 +29,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 import torch_moe_mps
 from torch_moe_mps.transformers.attention.attention import attention, attention_mask
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
+from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 from torch_moe_mps.transformers.families.glm5_next import indexer as kpool_indexer
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
@@ -416,7 +416,7 @@ def peak_of_a_prompt(model, *prompts: int, padded: bool = False) -> int:
     """Of several prompts, each after the ones before it; with a 2D mask if they are padded."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         without_values(model)
-        cache = DynamicCache(config=model.config.get_text_config())
+        cache = new_cache(model)
         with TorchsAttention(), MemoryOfMasks() as memory:
             for i, tokens in enumerate(prompts):
                 ids = torch.ones(1, tokens, dtype=torch.int64, device="mps")
@@ -462,8 +462,8 @@ def test_memory_of_a_prompt(simulated, name, monkeypatch):
     assert peak_of_a_prompt(model, 32768, padded=True) < 1.01 * long
 
 
-# MiniMax has a cache of its own; Inkling 2's own code makes the distances of all tokens from all keys.
-_NOT_TRIED = {"minimax", "inkling2", "inkling2_loop"}
+# Inkling 2's own code makes the distances of all tokens from all keys.
+_NOT_TRIED = {"inkling2", "inkling2_loop"}
 
 
 @pytest.mark.sweep

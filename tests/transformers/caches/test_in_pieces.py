@@ -70,10 +70,13 @@ def test_prompts_that_are_read_whole(architecture, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "sizes"), [("jamba", FORGETTING["jamba"]), ("bamba", {"attn_layer_indices": [1]})]
+    ("architecture", "sizes"),
+    [("jamba", FORGETTING["jamba"]), ("bamba", {"attn_layer_indices": [1]}), ("minimax", {})],
 )
 def test_prompts_in_pieces_behind_kept_ones(architecture, sizes, monkeypatch):
-    """Of Mamba-1, once accelerated, and of a model whose own code counts positions anew in each call."""
+    """Of Mamba-1, once accelerated, of a model whose own code counts positions anew in each call, and of one
+    that insists on a cache of its own.
+    """
     monkeypatch.setattr(prompt_reader, "AT_ONCE", 8)
     model = model_of(architecture, sizes)
     expected = [model.generate(**turns(length)) for length in (20, 30)]

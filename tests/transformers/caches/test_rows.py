@@ -27,7 +27,6 @@ OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_fil
 REFUSED = {
     "deepseek_v4": "a DeepseekV4HCACache has no rows",
     "unlimited_ocr": "a UnlimitedOcrDynamicReferenceSlidingWindowLayer has no rows",
-    "minimax": "its cache is a MiniMaxCache",
     "glm5_next": "its index_kpool is",
     "qwen4_exp": "its indexer_compress_ratio is",
     "minimax_m3_vl": "its index_block_size is",

@@ -32,6 +32,7 @@ LAGGING = {
     "lfm2": {0: None},
     "lfm2_moe": {0: None},
     "lfm3": {0: None},
+    "minimax": {1: Kind(delta=False)},
     "mamba": {0: SELECTIVE, 1: SELECTIVE},
     "mamba2": {0: MAMBA, 1: MAMBA},
     "nemotron_h": {0: MAMBA},

@@ -143,6 +143,7 @@ VERIFIED = {
     "granitemoehybrid": {"linear": 13, "full": 12, "outside": 4},
     "jamba": {"linear, mamba": 13, "full, attention": 10, "outside": 3},
     "lfm2_moe": {"conv": 9, "full": 13, "outside": 3},
+    "minimax": {"linear": 11, "full": 13, "outside": 3},
     "recurrent_gemma": {"linear": 11, "sliding": 10, "outside": 7},
     "zaya": {"": 58, "outside": 7},
 }
@@ -163,9 +164,10 @@ def test_launches_of_a_layer_for_guesses(simulated, architecture):
     assert counts[0] == counts[1] == counts[2] > 0 and len(captures_of(model).programs) == 1
 
 
-# Models whose states lag: by the delta rule, a decay for each channel, Mamba-2, Mamba-1, a convolution alone,
-# a recurrence of channels, and a convolution and values beside keys.
-LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", "recurrent_gemma", "zaya")
+# Models whose states lag: by the delta rule, a decay for each channel, Mamba-2, Mamba-1, a constant decay, a
+# convolution alone, a recurrence of channels, and a convolution and values beside keys.
+LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "jamba", "minimax", "lfm2_moe")
+LAGGING += ("recurrent_gemma", "zaya")
 
 
 @pytest.mark.slow("a model of tiny layers is captured four times")

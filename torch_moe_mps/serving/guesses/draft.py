@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...transformers.caches.prompt_cache import reads_whole
+from ...transformers.caches.prompt_cache import reads_whole, takes_layers
 from ...transformers.caches.rows import NotJoinable, Rows
 from ...transformers.upstream.calls import cache_argument
 from ..prompt_reader import PromptReader
@@ -54,7 +54,7 @@ class Draft:
     def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, memory: int):
         require_tokens(model, draft)
         kind = type(draft).__name__
-        if not draft._supports_default_dynamic_cache() or reads_whole(draft):
+        if not takes_layers(draft) or reads_whole(draft):
             raise ValueError(f"{_NAME}: a draft must have a cache that can be cut, got a {kind}")
         self._draft, self.prompts, self.modules = draft, Prompts(memory), [draft]
         self._cached: WeakKeyDictionary[Row, _Cached] = WeakKeyDictionary()

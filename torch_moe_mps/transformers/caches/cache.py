@@ -23,6 +23,7 @@ from ..basics.state import CLASS_MARK, NOTHING, STATE, state_of
 from ..upstream.caches import GROWING, CacheLayerMixin
 from ..upstream.calls import cache_among, cache_name, decoder_cache
 from .held import HeldEntries
+from .in_layers import is_in_layers
 from .lagging import Lagging
 from .layers import Made, growing_class
 from .quantized_states import QuantizedStates, can_be_quantized
@@ -76,7 +77,7 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if cache is None:
         return
     quantizes = module.__dict__.get(STATE, NOTHING).kv_bits == CACHE_BITS
-    is_plain = type(cache) in GROWING and not cache.offloading
+    is_plain = (type(cache) in GROWING or is_in_layers(cache)) and not cache.offloading
     if quantizes and (type(cache) is StaticCache or (is_plain and torch.compiler.is_compiling())):
         _refuse_8_bits(cache)
     if torch.compiler.is_compiling():

@@ -29,6 +29,7 @@ from ..._text import first_line
 from ..basics.state import kv_bits_of
 from ..upstream.caches import LinearAttentionCacheLayerMixin
 from .cache import keeps_states
+from .in_layers import InLayers, cache_for, is_in_layers
 from .layers import FORGETS, growing_class
 from .state import LayerState, copy_of_cache, copy_of_layer
 from .stored import checksum, reader, stored
@@ -47,8 +48,13 @@ class Unusable(ValueError):
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """The cache that `generate` would make."""
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
+    """The cache that `generate` would make, with all states in its layers."""
+    return cache_for(model.config.get_text_config(decoder=True))
+
+
+def takes_layers(model: PreTrainedModel) -> bool:
+    """Whether a model takes a cache whose states all lie in its layers."""
+    return model._supports_default_dynamic_cache() or isinstance(new_cache(model), InLayers)
 
 
 def reads_whole(model: PreTrainedModel) -> bool:
@@ -140,7 +146,7 @@ def save_prompt_cache(
         expected = "one that reads several tokens behind a cache rightly"
         raise ValueError(f"moe_mps::save_prompt_cache: model must be {expected}, got a {kind}")
     ids, path = ids.reshape(-1).cpu(), Path(file)
-    if type(cache) is not DynamicCache or cache.get_seq_length() != len(ids):
+    if not is_in_layers(cache) or cache.get_seq_length() != len(ids):
         got = f"a {type(cache).__name__} of {cache.get_seq_length()} tokens"
         raise ValueError(f"moe_mps::save_prompt_cache: cache must be a DynamicCache of {len(ids)}, got {got}")
     if path.exists() and not _is_ours(path):

@@ -24,6 +24,7 @@ from ..basics.key_range import NO_END, RANGE
 from ..upstream.caches import DummyLayer, LinearAttentionCacheLayerMixin
 from . import growing
 from .held import HeldEntries
+from .in_layers import is_in_layers
 from .lagging import AnyKind, Lagging, can_lag, lagging, settled
 from .layers import Made
 from .quantized_states import QuantizedStates
@@ -346,8 +347,8 @@ def make_room(layer: Any, rows: int, tokens: int) -> None:
 
 def _check(cache: Any) -> None:
     """Raises: NotJoinable for a cache that cannot be a row: the reason is for a person."""
-    if type(cache) is not DynamicCache or cache.offloading:
-        kind = "is offloaded" if type(cache) is DynamicCache else f"is a {type(cache).__name__}"
+    if not is_in_layers(cache) or cache.offloading:
+        kind = "is offloaded" if is_in_layers(cache) else f"is a {type(cache).__name__}"
         raise NotJoinable(f"its cache {kind}")
     for layer in cache.layers:
         kind = type(layer).__name__.removeprefix("Growing")

@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache, StaticCache
 
 from ..attention.causal_mask import CausalMask
 from ..caches.cache import STATES, QuantizedCache
+from ..caches.in_layers import is_in_layers
 from ..caches.state import attributes_of, copy_of_cache, copy_of_layer, dictionaries_of, parts
 from ..upstream.caches import GROWING
 
@@ -59,7 +60,7 @@ def is_known(cache: Any) -> bool:
     is_of_a_model = isinstance(cache, DynamicCache) and type(cache).__module__.startswith(
         "transformers.models."
     )
-    return type(cache) in _CACHES or is_of_a_model
+    return type(cache) in _CACHES or is_in_layers(cache) or is_of_a_model
 
 
 def lists_of(cache: Any) -> list[list[Any]]:

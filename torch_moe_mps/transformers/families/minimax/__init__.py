@@ -1,9 +1,21 @@
 """MiniMax-01: layers of lightning attention."""
 
+from typing import Any
+
 from ...modules.rules.recurrent_layers import SCAN, recurrent_layer
 from .. import Family
 from .layers import lightning_layer
 
 _CHILDREN = "qkv_proj", "output_gate", "norm", "out_proj"
 _OPERATORS = SCAN, "rms_norm_gated"
-FAMILY = Family(rules=(recurrent_layer(_CHILDREN, lightning_layer, *_OPERATORS),))
+
+
+def _own_cache(config: Any) -> Any:
+    if config.model_type != "minimax":
+        return None
+    from .cache import MiniMaxLayers  # its base is in the code of the model
+
+    return MiniMaxLayers
+
+
+FAMILY = Family(rules=(recurrent_layer(_CHILDREN, lightning_layer, *_OPERATORS),), own_cache=_own_cache)

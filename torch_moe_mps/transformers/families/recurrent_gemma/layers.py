@@ -19,7 +19,7 @@ from ...basics.state import original_class, with_own
 from ...caches.lagging import Lagging
 from ...modules.experts import is_observed
 from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, scan
-from ...modules.rules.trial import Tried, agrees, linear_cache, twin_of
+from ...modules.rules.trial import LinearCache, Tried, agrees, twin_of
 from ...upstream.caches import LinearAttentionCacheLayerMixin
 
 ops = torch.ops.moe_mps
@@ -133,7 +133,7 @@ def _is_same(module: nn.Module, forward: Callable) -> bool:
     x = torch.randn(2, 8, twin.linear_x.in_features)
     places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])
     pieces = [slice(0, 5), slice(5, 6), slice(6, 7), slice(7, 8)]
-    own, cache = copy.deepcopy(twin), linear_cache()
+    own, cache = copy.deepcopy(twin), LinearCache()
     theirs, ours = [], []
     for piece in pieces:
         arguments = x[:, piece], places[:, piece], None

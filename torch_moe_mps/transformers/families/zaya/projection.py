@@ -16,7 +16,7 @@ from ...basics.report import Done
 from ...basics.state import original_class
 from ...modules.experts import is_observed
 from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, masked
-from ...modules.rules.trial import Tried, agrees, linear_cache, twin_of
+from ...modules.rules.trial import LinearCache, Tried, agrees, twin_of
 from ...upstream.calls import cache_argument, in_place
 
 ops = torch.ops.moe_mps
@@ -67,7 +67,7 @@ def _is_same(module: nn.Module, forward: Callable) -> bool:
     mask[0, :2] = 0
     found = []
     for run in (own, in_place(own, forward)):
-        copied, cache = copy.deepcopy(twin), linear_cache()
+        copied, cache = copy.deepcopy(twin), LinearCache()
         pieces = (
             (x[:, :5], mask, None),
             (x[:, :5], mask, cache),

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from ...basics.pending import pending_of
 from ...basics.report import Done
 from ...basics.state import RUNS_OWN, original_class, with_own
-from ...upstream.caches import DynamicCache, LinearAttentionLayer
 from ...upstream.calls import in_place, needed_arguments
 from ..experts import is_observed
 from .linear_attention import ACTIVATIONS
-from .trial import Tried, agrees, twin_of, width_of
+from .trial import LinearCache, Tried, agrees, twin_of, width_of
 
 ops = torch.ops.moe_mps
 SCAN, CONVOLUTION = "linear_attention_", "causal_conv1d_update_"
@@ -238,26 +237,6 @@ def recurrent_layer(children: Sequence[str], forward: Callable, *operators: str)
         return has_children and not any(buffer.is_meta for buffer in module.buffers())
 
     return Tried(may_be, forward, _matches_module, tuple(map(Done, operators)))
-
-
-class LinearCache(DynamicCache):
-    """A cache of one layer, with so many states of each kind, for linear attention of any model."""
-
-    def __init__(self, states: int = 1) -> None:
-        super().__init__()
-        self.layers = [LinearAttentionLayer(states)]
-        self.linear: Tensor | None = None
-
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        return self.linear
-
-    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
-        self.linear = state
-
-    def states(self) -> list[Tensor]:
-        (layer,) = self.layers
-        result = [self.linear, *layer.conv_states.values(), *layer.recurrent_states.values()]
-        return [state for state in result if state is not None]
 
 
 def _matches_module(module: nn.Module, forward: Callable) -> bool:

@@ -14,7 +14,8 @@ from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import STATE, original_class
 from ...caches.held import HeldPools
-from ...upstream.caches import DynamicCache, LinearAttentionLayer
+from ...caches.in_layers import InLayers
+from ...upstream.caches import LinearAttentionLayer
 
 
 @contextlib.contextmanager
@@ -40,11 +41,17 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
         return None
 
 
-def linear_cache(states: int = 1) -> DynamicCache:
-    """A cache of one layer, of linear attention with so many states of each kind."""
-    cache = DynamicCache()
-    cache.layers = [LinearAttentionLayer(states)]
-    return cache
+class LinearCache(InLayers):
+    """A cache of one layer, with so many states of each kind, for linear attention of any model."""
+
+    def __init__(self, states: int = 1) -> None:
+        super().__init__()
+        self.layers = [LinearAttentionLayer(states)]
+
+    def states(self) -> list[Tensor]:
+        (layer,) = self.layers
+        result = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+        return [state for state in result if state is not None]
 
 
 _verdicts = Bounded(256)  # {what modules have in common: what a trial gave, in a tuple}
