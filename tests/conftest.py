@@ -52,6 +52,9 @@ def pytest_configure(config):
     # asked.
     if SIMULATED:
         install_error(config)
+    for gpus in (torch.cuda, torch.xpu, torch.mtia):
+        if not gpus.is_available():  # a seed for them would wait with a traceback, which takes a millisecond
+            gpus.manual_seed_all = lambda seed: None
 
 
 @pytest.hookimpl(wrapper=True)
