@@ -102,7 +102,13 @@ def test_a_job_begins_without_a_walk_through_the_model(architecture, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "architecture", ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.slow("recurrent"))]
+    "architecture",
+    [
+        "qwen3_moe",
+        pytest.param("qwen3_next", marks=pytest.mark.slow("recurrent")),
+        pytest.param("mamba2", marks=pytest.mark.slow("a cache that counts no tokens")),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("minimax", "mamba", "falcon_mamba")),
+    ],
 )
 def test_kept_prompts_go_on(architecture):
     """The second turn of a conversation computes what is new in it; so does who shares its begin."""

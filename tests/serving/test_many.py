@@ -233,20 +233,27 @@ def test_a_model_without_rows_answers_in_turn(architecture, caplog):
     assert WITHOUT_ROWS[architecture] in line
 
 
-@pytest.mark.parametrize("architecture", ["mamba2", "rwkv"])
-def test_a_model_without_a_cache_of_keys(architecture, caplog):
-    """One answer after the other, by the model's own `generate`, also where prompts are kept."""
-    own, model, many = tiny_models.tiny_model(architecture), model_of(architecture), prompts(3)
+def test_a_model_without_a_cache(caplog):
+    """One answer after the other, by the model's own `generate`."""
+    own, model, many = tiny_models.tiny_model("rwkv"), model_of("rwkv"), prompts(3)
     with caplog.at_level(logging.WARNING, "torch_moe_mps"):
         answers = torch_moe_mps.generate_batch(model, many, config(4), progress=False)
     for ids, answer in zip(many, answers, strict=True):
         assert torch.equal(answer, alone(own, ids, generation_config=config(4)))
     (line,) = [record.getMessage() for record in caplog.records if "one by one" in record.getMessage()]
-    assert "has no cache of keys and values" in line
-    whole = Generating(model, Prompts(1 << 20)).generate(
-        input_ids=many[1][None], generation_config=config(4), attention_mask=torch.ones_like(many[1][None])
+    assert "has states that are in no cache" in line
+
+
+@pytest.mark.parametrize("architecture", ["mamba2", "rwkv"])
+def test_generate_keeps_no_prompt_of_states_alone(architecture):
+    """Its own loop counts the tokens of a cache by keys, and takes whole prompts."""
+    own, model, ids = tiny_models.tiny_model(architecture), model_of(architecture), prompts(2)[1]
+    kept = Prompts(1 << 20)
+    whole = Generating(model, kept).generate(
+        input_ids=ids[None], generation_config=config(4), attention_mask=torch.ones_like(ids[None])
     )
-    assert torch.equal(whole[0, len(many[1]) :], alone(own, many[1], generation_config=config(4)))
+    assert torch.equal(whole[0, len(ids) :], alone(own, ids, generation_config=config(4)))
+    assert not kept.kept
 
 
 @pytest.mark.sweep

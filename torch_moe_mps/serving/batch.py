@@ -608,7 +608,7 @@ class Batch:
         try:
             if self._against_rows is not None:
                 raise NotJoinable(self._against_rows)
-            self._rows.join(kept.cache, answer.reader.moved)
+            self._rows.join(kept.cache, len(kept.ids), answer.reader.moved)
         except NotJoinable as error:
             self._say_alone(str(error))
             self.alone.append(answer)
@@ -891,6 +891,6 @@ def reason_for_own_generate(model: PreTrainedModel) -> str | None:
     if model.config.is_encoder_decoder:
         return f"{kind} is an encoder with a decoder"
     if not hands_cache_on(model):
-        return f"{kind} has no cache of keys and values"
+        return f"{kind} has states that are in no cache"
     own, known = inspect.unwrap(model.generate), inspect.unwrap(GenerationMixin.generate)
     return None if own is known else f"{kind} has a generate() of its own"

@@ -15,8 +15,8 @@ from transformers import StoppingCriteria
 
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
-from ..transformers.caches.cache import hands_cache_on
-from ..transformers.caches.prompt_cache import reads_whole, takes_layers
+from ..transformers.caches.cache import counts_tokens, hands_cache_on
+from ..transformers.caches.prompt_cache import new_cache, reads_whole, takes_layers
 from ..transformers.upstream.calls import cache_argument
 from .prompt_reader import PromptReader
 from .prompts import Images, Prompts
@@ -75,7 +75,7 @@ class Generating(Beside):
 
     @functools.cached_property
     def _keeps(self) -> bool:
-        return keeps_prompts(self.model)
+        return keeps_prompts(self.model) and counts_tokens(new_cache(self.model))
 
     def _ends(self) -> bool:
         return self.has_ended or self._interrupted.is_set()

@@ -146,6 +146,6 @@ def _is_marked(position: int, prompt: int) -> bool:
 def _mark(kept: Kept) -> None:
     """Keeps the states of what is computed so far, if they fit no longer prompt."""
     if states := kept_states(kept.cache):
-        kept.states[kept.cache.get_seq_length()] = states
+        kept.states[len(kept.ids)] = states
     for position in sorted(kept.states)[_FIRST:-_LAST]:
         del kept.states[position]

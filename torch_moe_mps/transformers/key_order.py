@@ -22,7 +22,7 @@ from .twin import TOLERANCE, apart
 from .upstream.calls import cache_argument
 
 _LENGTHS = (3 * WINDOW, 3 * WINDOW - 5)  # tokens of the conversations
-_GUESSES = 4  # tokens of a step of each, of which one row keeps all
+_GUESSES = 4  # tokens of each, of which one row keeps all
 _Reasons = dict[tuple[type, str], str | None]  # {class and config of a model: what was found}
 _reasons: _Reasons = {}
 _against_rows: _Reasons = {}
@@ -74,7 +74,7 @@ def _is_alike(model: PreTrainedModel, guesses: int) -> bool:
     """Whether rows of different lengths go on as they do alone, on a small model.
 
     Args:
-        guesses: tokens of a step of each before, by which the rows move on, each by its own number.
+        guesses: tokens of each before, by which the rows move on, each by its own number.
     """
     with apart():
         torch.default_generator.manual_seed(0)
@@ -89,7 +89,7 @@ def _goes_on(model: PreTrainedModel, guesses: int) -> bool:
         ids = torch.randint(2, VOCABULARY // 2, (1, length + guesses + 1), generator=generator)
         cache = new_cache(model)
         _called(model, cache, input_ids=ids[:, :length], use_cache=True)
-        rows.join(cache)
+        rows.join(cache, length)
         talks.append(ids)
     if rows.are_states and not guesses:
         return True  # states have the order of tokens, without positions
@@ -97,9 +97,11 @@ def _goes_on(model: PreTrainedModel, guesses: int) -> bool:
     if guesses:
         if rows.are_states:
             rows.hold()
+        rows.make_room(guesses)
         tokens = torch.cat([ids[:, n : n + guesses] for ids, n in zip(talks, _LENGTHS, strict=True)])
-        _called(model, rows.cache, input_ids=tokens, **rows.arguments(guesses))
-        rows.advance(guesses)
+        for token in tokens.split(1, 1):  # own code may forget its states in front of several
+            _called(model, rows.cache, input_ids=token, **rows.arguments())
+            rows.advance()
         rows.take_back([guesses - count for count in kept])
     ends = [n + count for n, count in zip(_LENGTHS, kept, strict=True)]
     token = torch.cat([ids[:, n : n + 1] for ids, n in zip(talks, ends, strict=True)])

@@ -30,7 +30,8 @@ from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}  # no logits of text
 ARCHITECTURES = sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - OTHERS)
-ARCHITECTURES += ["falcon_h1", "zamba2", "recurrent_gemma"]  # Mamba-2 beside attention, and channels
+# Mamba-2 beside attention, channels, and recurrent states alone.
+ARCHITECTURES += ["falcon_h1", "zamba2", "recurrent_gemma", "mamba", "falcon_mamba", "mamba2"]
 OFTEN = ("gpt_oss", "qwen3_next")  # windows and sinks; recurrent states
 
 
@@ -224,7 +225,7 @@ def test_an_answer_waits_until_there_is_room_for_what_is_pending(architecture):
     rows, cache = Rows(model, lagging_layers(model)), new_cache(model)
     with torch.no_grad():
         model(many[0][None], **cache_argument(model, cache))
-    rows.join(cache)
+    rows.join(cache, len(many[0]))
     layers = [vars(layer).get("pending", {}).values() for layer in rows.cache.layers]
     pending = sum(p.nbytes for p in itertools.chain(*layers) if p.is_floating_point())
     assert (pending > 0) == (architecture != "qwen3_moe")

@@ -151,6 +151,9 @@ def test_a_file_is_for_one_model(tmp_path):
             ValueError, match=f"cache must be a DynamicCache of 8, got a {type(wrong).__name__}"
         ):
             torch_moe_mps.save_prompt_cache(tmp_path / "y", model, IDS[:, :8], wrong)
+    uncounted = DynamicCache(config=tiny_models.tiny_config("mamba2"))
+    with pytest.raises(ValueError, match=r"cache must have keys, .* got recurrent states alone"):
+        torch_moe_mps.save_prompt_cache(tmp_path / "y", model, IDS[:, :8], uncounted)
 
 
 def _same(one, other) -> bool:

@@ -36,7 +36,8 @@ ARCHITECTURES = sorted(
 )
 # Where the norm of a head whose values nearly cancel amplifies any rounding, that of a lone row, too.
 AMPLIFY = ("qwen3_next",)
-ARCHITECTURES.append("recurrent_gemma")
+# Channels; and models of recurrent states alone, whose caches count no tokens.
+ARCHITECTURES += ["recurrent_gemma", "mamba", "falcon_mamba", "mamba2"]
 
 
 def own_model(architecture: str, **changed):
@@ -47,7 +48,7 @@ def own_model(architecture: str, **changed):
 
 def model_of(architecture: str, device: str = "cpu", **options):
     changed = {"sliding_window": 6} if architecture == "gpt_oss" else {}  # it moves on within a conversation
-    changed |= {"head_dim": 32} if options.get("kv_bits") == 8 else {}
+    changed |= {"head_dim": 32} if options.get("kv_bits") == 8 or architecture == "mamba2" else {}
     model = own_model(architecture, **changed).to(device)
     torch_moe_mps.accelerate(model, **options)
     model.set_attn_implementation(NAME)
@@ -107,7 +108,7 @@ class Batch:
         self.seen: dict[Talk, dict[int, torch.Tensor]] = {}
 
     def join(self, talk: Talk) -> None:
-        self.rows.join(talk.cache(self.model))
+        self.rows.join(talk.cache(self.model), talk.ids.shape[1])
         self.talks.append(talk)
 
     def leave(self, row: int) -> None:
@@ -306,7 +307,7 @@ def test_a_join_moves_one_row():
     with Moved() as moved:
         for layer, one in zip(batch.rows.cache.layers, cache.layers, strict=True):
             assert len(layer.keys) == 3 and len(one.keys) == 1
-        batch.rows.join(cache)
+        batch.rows.join(cache, 20)
     marks = 4 * (batch.rows._context + 64)  # which tokens are hidden, and the positions
     assert row <= moved.bytes <= 1.1 * row + marks
     with Moved() as moved:
@@ -418,12 +419,12 @@ def test_positions_behind_images():
     """Of each row, as far from its number of tokens as when it joined."""
     model = model_of("qwen3_moe")
     rows = Rows(model)
-    for number, moved in ((1, -3), (2, 0)):  # of 20 and of 9 tokens
-        rows.join(Talk(model, number, 1).cache(model), moved)
+    for number, tokens, moved in ((1, 20, -3), (2, 9, 0)):
+        rows.join(Talk(model, number, 1).cache(model), tokens, moved)
     assert rows.arguments()["position_ids"].tolist() == [[17], [9]]
     assert rows.arguments(2)["position_ids"].tolist() == [[17, 18], [9, 10]]
     rows.advance(2)
-    rows.join(Talk(model, 2, 1).cache(model), 4)
+    rows.join(Talk(model, 2, 1).cache(model), 9, 4)
     assert rows.arguments()["position_ids"].tolist() == [[19], [11], [13]]
     rows.leave(1)
     assert rows.arguments()["position_ids"].tolist() == [[19], [13]]
@@ -480,5 +481,5 @@ def test_caches_without_rows_say_so(architecture):
     rows, ids = Rows(model), torch.arange(1, 7)[None]
     cache = cache_among(model(ids, use_cache=True))
     with pytest.raises(NotJoinable, match=REFUSED[architecture]):
-        rows.join(cache)
+        rows.join(cache, 6)
     assert len(rows) == 0 and rows.cache is None

@@ -110,7 +110,7 @@ class Draft:
         kept = reader.kept
         self.prompts.put(kept)
         try:
-            rows.join(kept.cache)
+            rows.join(kept.cache, len(kept.ids))
         except NotJoinable as error:
             raise ValueError(f"the draft cannot be cut: {error}") from None
         return _Cached(rows, row.tokens[: len(kept.ids)])

@@ -199,16 +199,15 @@ def takes_states(model: nn.Module) -> bool:
 
 
 def hands_cache_on(model: PreTrainedModel) -> bool:
-    """Whether the states of a conversation are all in the cache of a call, which counts its tokens.
+    """Whether the states of a conversation are all in the cache of a call.
 
-    RWKV has a list of states, Mamba a cache without keys; modules of RecurrentGemma's own code have them.
+    RWKV has a list of states; modules of RecurrentGemma's own code have them.
     """
-    text = model.config.get_text_config(decoder=True)
-    return takes_cache(model) and not keeps_states(model) and counts_tokens(DynamicCache(config=text))
+    return takes_cache(model) and not keeps_states(model)
 
 
 def counts_tokens(cache: Any) -> bool:
-    """Whether a cache has keys, or takes them, by which it counts its tokens."""
+    """Whether a cache has keys, or takes them, by which it counts its tokens: those of Mamba have none."""
     layers = getattr(cache, "layers", ())
     return not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 

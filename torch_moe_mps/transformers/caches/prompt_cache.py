@@ -28,7 +28,7 @@ from ..._faults import synchronize
 from ..._text import first_line
 from ..basics.state import kv_bits_of
 from ..upstream.caches import LinearAttentionCacheLayerMixin
-from .cache import keeps_states
+from .cache import counts_tokens, keeps_states
 from .in_layers import InLayers, cache_for, is_in_layers
 from .layers import FORGETS, growing_class
 from .state import LayerState, copy_of_cache, copy_of_layer
@@ -138,14 +138,20 @@ def save_prompt_cache(
         ids: [1, T] or [T], the tokens of the prompt.
         cache: that the model returned, with T tokens; dense or with kv_bits=8.
 
-    Raises: ValueError for a cache of another length or class, for a file that is something else, and for a
-        model that reads prompts whole (`reads_whole`); OSError; torch.AcceleratorError as `synchronize`.
+    Raises: ValueError for a cache of another length or class, or without keys, for a file that is something
+        else, and for a model that reads prompts whole (`reads_whole`); OSError; torch.AcceleratorError as
+        `synchronize`.
     """
     if reads_whole(model):
         kind = model.config.get_text_config(decoder=True).model_type
         expected = "one that reads several tokens behind a cache rightly"
         raise ValueError(f"moe_mps::save_prompt_cache: model must be {expected}, got a {kind}")
     ids, path = ids.reshape(-1).cpu(), Path(file)
+    if not counts_tokens(cache):
+        expected = "keys, by which generate() counts its tokens"
+        raise ValueError(
+            f"moe_mps::save_prompt_cache: cache must have {expected}, got recurrent states alone"
+        )
     if not is_in_layers(cache) or cache.get_seq_length() != len(ids):
         got = f"a {type(cache).__name__} of {cache.get_seq_length()} tokens"
         raise ValueError(f"moe_mps::save_prompt_cache: cache must be a DynamicCache of {len(ids)}, got {got}")

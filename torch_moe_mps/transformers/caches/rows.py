@@ -79,7 +79,7 @@ class Rows:
         self._shown = self._range = self._positions = torch.empty(0, device=self._device)
         self._left = 0  # steps until a layer has no room for a token
         self._held: list[dict[Name, Tensor]] = []  # copies of states, by layer
-        self._may_lag, self._lags = lagging, False
+        self._may_lag, self._lags, self._has_keys = lagging, False, False
         # How many tokens of each row are pending where states lag, as it is and as the device was told.
         self._pending, self._told = list[int](), list[int]()
         self._counts = _column([])
@@ -101,11 +101,12 @@ class Rows:
         layers = [] if self.cache is None else self.cache.layers
         return sum(LayerState(layer).memory() for layer in layers)
 
-    def join(self, cache: DynamicCache, moved: int = 0) -> None:
+    def join(self, cache: DynamicCache, tokens: int, moved: int = 0) -> None:
         """Copies a conversation in, as the last row; its cache stays as it is.
 
         Args:
             cache: of the conversation alone, one row without padding.
+            tokens: that it has, which caches without keys do not count.
             moved: how far positions are from the number of tokens, where images take fewer or more.
 
         Raises: NotJoinable, or whatever ends it midway; the rows are as they were then.
@@ -118,15 +119,14 @@ class Rows:
         self.lengths, self._moved, self._order = [*self.lengths], [*self._moved], [*self._order]
         self._pending = [*self._pending]
         try:
-            self._join(cache, moved)
+            self._join(cache, tokens, moved)
         except BaseException:
             vars(self).update(before)
             for state, value in zip(held, values, strict=True):
                 state.replace(value)
             raise
 
-    def _join(self, cache: DynamicCache, moved: int) -> None:
-        length = cache.get_seq_length()
+    def _join(self, cache: DynamicCache, length: int, moved: int) -> None:
         if self.cache is None:
             layers = [_copied(layer, length) for layer in cache.layers]
             with_states = [number for number, layer in enumerate(layers) if _states(layer)]
@@ -183,7 +183,7 @@ class Rows:
             self._told = self._pending
         end = self.end + tokens
         mask = {}
-        if len(self) > 1:
+        if len(self) > 1 and self._has_keys:
             shown = self._shown[: len(self), :end]
             setattr(shown, RANGE, (self._range,))
             mask = {"attention_mask": shown}
@@ -266,7 +266,7 @@ class Rows:
         assert self.cache is not None
         self._left = min((_room(layer) for layer in self.cache.layers), default=1)
         lag = [layer for layer in self.cache.layers if isinstance(layer, Lagging)]
-        self._lags = bool(lag)
+        self._lags, self._has_keys = bool(lag), any(map(_memories, self.cache.layers))
         self.are_states = not lag and any(map(_states, self.cache.layers))
         if lag:
             self._counts = _column(self._pending).to(self._device)
