@@ -35,6 +35,7 @@ FAMILIES = (
     "minimax_m3",
     "qwen4_exp",
     "recurrent_gemma",
+    "zamba",
     "zaya",
 )
 

@@ -71,11 +71,16 @@ def test_prompts_that_are_read_whole(architecture, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("architecture", "sizes"),
-    [("jamba", FORGETTING["jamba"]), ("bamba", {"attn_layer_indices": [1]}), ("minimax", {})],
+    [
+        ("jamba", FORGETTING["jamba"]),
+        ("bamba", {"attn_layer_indices": [1]}),
+        ("minimax", {}),
+        ("zamba", FORGETTING["zamba"]),
+    ],
 )
 def test_prompts_in_pieces_behind_kept_ones(architecture, sizes, monkeypatch):
-    """Of Mamba-1, once accelerated, of a model whose own code counts positions anew in each call, and of one
-    that insists on a cache of its own.
+    """Of Mamba-1, in heads or not, once accelerated, of a model whose own code counts positions anew in each
+    call, and of one that insists on a cache of its own.
     """
     monkeypatch.setattr(prompt_reader, "AT_ONCE", 8)
     model = model_of(architecture, sizes)

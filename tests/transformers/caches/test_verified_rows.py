@@ -22,7 +22,7 @@ CAUSAL = {*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES, *tiny_
 # They give no logits of text, or their own code runs no conversation at these sizes, or in no plain cache.
 OTHERS = {
     "blt", "dbrx", "diffusion_gemma", "dory", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant",
-    "falcon_mamba", "mamba", "mamba2", "minimax", "muse_spark", "musicgen", "musicgen_melody",
+    "muse_spark", "musicgen", "musicgen_melody",
     "openai_privacy_filter", "qwen3_omni_moe", "qwen4_exp", "qwen4_exp_text", "xlm", "xlstm",
 }  # fmt: skip
 # Models whose conversations are no rows, or that read several tokens behind a cache wrongly: none is guessed.
@@ -31,7 +31,7 @@ NO_ROWS = {
     "data2vec-text", "deepseek_v4", "git", "glm5_next", "marian", "mbart",
     "minimax_m3_vl", "minimax_m3_vl_text", "mvp", "openai-gpt", "pegasus", "plbart", "prophetnet", "reformer",
     "roberta", "roberta-prelayernorm", "roformer", "rwkv", "trocr", "unlimited_ocr", "xlm-roberta",
-    "xlm-roberta-xl", "xlnet", "xmod", "zamba",
+    "xlm-roberta-xl", "xlnet", "xmod",
 }  # fmt: skip
 OWN_STEPS = {"nemotron_h", "zamba2"}  # a token alone has other time steps than in a prompt
 # Windows, latents, a model that takes no positions, and states that lag: Mamba-2 beside keys, convolutions.

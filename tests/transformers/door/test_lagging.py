@@ -41,6 +41,7 @@ LAGGING = {
     "qwen3_next": {0: RULE},
     "qwen4_exp": {0: RULE},
     "recurrent_gemma": {0: None, 1: None},
+    "zamba": dict.fromkeys(range(3), SELECTIVE),  # in heads, beside keys but for the first
     "zamba2": {0: MAMBA, 1: MAMBA},  # of which the second beside keys
     "zaya": {0: None, 1: None},  # beside keys
 }

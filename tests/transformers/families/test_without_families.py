@@ -25,6 +25,7 @@ FAMILIES = {
     "minimax_m3": ("minimax_m3_vl", "index_topk"),
     "qwen4_exp": ("qwen4_exp", "index_topk"),
     "recurrent_gemma": ("recurrent_gemma", "rg_lru_"),
+    "zamba": ("zamba", "selective_scan_"),
     "zaya": ("zaya", "causal_conv1d_update_"),
 }
 # Imports everything, and runs each architecture by its own code and accelerated: what its report has, and the

@@ -28,6 +28,7 @@ FORMS = {
     "jamba": ({}, (CONV, "selective_scan_")),
     "mamba": ({}, (CONV, "selective_scan_")),
     "falcon_mamba": ({}, (CONV, "selective_scan_")),
+    "zamba": ({}, (CONV, "selective_scan_")),
     "falcon_h1": ({"ssm_in_multiplier": 1.5, "ssm_multipliers": [0.5, 2.0, 0.7, 1.3, 1.1]}, (CONV, SCAN)),
     "falcon_h1, normed": ({"mamba_rms_norm": True, "ssm_in_multiplier": 1.5}, (CONV, SCAN)),
 }

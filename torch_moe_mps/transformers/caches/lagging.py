@@ -66,7 +66,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Selective:
-    """The same for Mamba-1, whose channels have states with a decay of their own for each.
+    """The same for Mamba-1, whose channels have states with a decay of their own for each, in heads or not.
 
     Attributes:
         rates: logarithms of these decays for a step of 1, as the module has them.
@@ -78,14 +78,20 @@ class Selective:
         return Selective(module.A_log)
 
     def fits(self, state: Tensor) -> bool:
-        return state.dim() == 3 and state.dtype == torch.float32
+        return state.dim() in (3, 4) and state.dtype == torch.float32
 
     def pending_shape(self, state: Tensor) -> tuple[int, ...]:
-        rows, channels, states = state.shape
+        rows, *heads, channels, states = state.shape
         groups, width = selective_pending_shape(channels, states)
-        return rows, groups, MAX_PENDING, width
+        return rows, prod(heads) * groups, MAX_PENDING, width
 
     def take_in(self, state: Tensor, pending: Tensor, count: int) -> None:
+        if state.dim() == 4:
+            assert self.rates is not None
+            parts = zip(self.rates, state.unbind(1), pending.chunk(state.shape[1], 1), strict=True)
+            for rates, own, its_pending in parts:
+                Selective(rates).take_in(own, its_pending, count)
+            return
         _, channels, states = state.shape
         x, b = (state.new_empty((1, 0, size)) for size in (channels, states))
         ops.selective_scan_(x, x, b, b, state, self.rates, **_counted(pending, count))
