@@ -8,6 +8,7 @@ import torch
 import transformers
 from support import tiny_models
 from support.jobs import Asked, run
+from support.sweep import in_sweep
 from torch.nn.modules import module as torch_module
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionBlock
@@ -51,9 +52,9 @@ def qwen():
 class Beside:
     """An answer that is generated while images are encoded: what happened, in order."""
 
-    def __init__(self, made, monkeypatch):
+    def __init__(self, made, monkeypatch, device="cpu"):
         self.own, self.inputs, layer = made()
-        model = copy.deepcopy(self.own)
+        model = copy.deepcopy(self.own).to(device)
         torch_moe_mps.accelerate(model)
         monkeypatch.setattr(batches, "_STEPS", 0)
         self.events, forward = [], layer.forward
@@ -87,10 +88,7 @@ class Beside:
         return answer[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("made", [llava, qwen])
-def test_others_go_on_between_the_layers_of_an_encoder(made, monkeypatch):
-    """All images are encoded together: no two layers of the encoder come without a token between them."""
-    beside = Beside(made, monkeypatch)
+def check_others_go_on(beside: Beside) -> None:
     seeing = beside.seeing()
     run(beside.batch, seeing)
     events = "".join(name[0] for name in beside.events)
@@ -98,6 +96,19 @@ def test_others_go_on_between_the_layers_of_an_encoder(made, monkeypatch):
     assert not torch_module._global_forward_pre_hooks
     assert seeing.tokens == beside.expected(seeing)
     assert beside.victim.tokens == beside.expected(beside.victim)
+
+
+@pytest.mark.parametrize("made", [llava, qwen])
+def test_others_go_on_between_the_layers_of_an_encoder(made, monkeypatch):
+    """All images are encoded together: no two layers of the encoder come without a token between them."""
+    check_others_go_on(Beside(made, monkeypatch))
+
+
+@pytest.mark.slow("a model in the simulator")
+@pytest.mark.parametrize("made", in_sweep([llava, qwen], [qwen]))
+def test_so_they_do_on_the_gpu(made, monkeypatch, simulated):
+    """Where the host reads a token behind the next one."""
+    check_others_go_on(Beside(made, monkeypatch, "mps"))
 
 
 def test_nobody_waits_for_images_alone(monkeypatch):
