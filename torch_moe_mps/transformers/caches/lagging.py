@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.linear_attention import MAX_PENDING, pending_width, selective_pending_shape
+from ...ops.linear_attention import MAX_PENDING, SCANNED_CHANNELS, pending_width, selective_pending_shape
 from ..basics.pending import set_before, set_pending
 from ..upstream.caches import LinearAttentionLayer
 from .state import LayerState, copy_of_layer
@@ -78,7 +78,9 @@ class Selective:
         return Selective(module.A_log)
 
     def fits(self, state: Tensor) -> bool:
-        return state.dim() in (3, 4) and state.dtype == torch.float32
+        """Whether it may be one. Heads, which are few, are wider than those of the others."""
+        is_in_heads = state.dim() == 4 and state.shape[2] > SCANNED_CHANNELS
+        return (state.dim() == 3 or is_in_heads) and state.dtype == torch.float32
 
     def pending_shape(self, state: Tensor) -> tuple[int, ...]:
         rows, *heads, channels, states = state.shape
@@ -211,7 +213,7 @@ def bytes_beside(layer: Any, kinds: Iterable[AnyKind] = KINDS) -> int:
         return sum(state.nbytes for state in states.values())
     beside = 0
     for name, state in states.items():
-        fitting = [kind for kind in kinds if name[0] == _POSITIONS or kind.fits(state)]
+        fitting = [kind for kind in kinds if name[0] == _POSITIONS or kind.fits(state)] or kinds
         beside += max(prod(_pending_shape(name, state, kind)) for kind in fitting) * state.element_size()
     return beside
 
