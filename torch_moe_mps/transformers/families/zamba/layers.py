@@ -1,4 +1,4 @@
-"""Mamba-1 in heads, whose steps, B and C come of projections of their own."""
+"""Mamba-1 in heads, whose steps, B and C come from projections of their own."""
 
 from typing import Any
 
