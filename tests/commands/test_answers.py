@@ -77,7 +77,7 @@ def png() -> bytes:
 
 def opened(owner: Media, url: str, **how: Any) -> Any:
     """The picture of a URL."""
-    return media.picture(owner.octets(url, "image", **how), "image")
+    return media.picture(owner.opened(url, "image", **how), "image")
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_over_mlx(tmp_path):
 
 
 def test_over_gguf(tmp_path, monkeypatch):
-    """With attention in float64 no gradient is further off than 5e-6; with torch's in float32 that of a
+    """With attention in float64 no gradient is further off than 8e-6; with torch's in float32 that of a
     query is, in the dense model, too."""
     kinds = ("q4_k", "q6_k", "q5_k")
     path = write_file(tmp_path / "model.gguf", "qwen3moe", kinds, up="q5_k")  # gate and up are two matrices
@@ -162,7 +162,7 @@ def test_over_gguf(tmp_path, monkeypatch):
     assert_same_gradients(packed, dense, ids)
     right = gradients(copy.deepcopy(dense).double(), ids)
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", wide_attention)
-    assert max(errors_of(packed, right, ids).values()) <= 5e-6
+    assert max(errors_of(packed, right, ids).values()) <= 8e-6
 
 
 def test_saved_as_peft_saves_and_back(tmp_path):
