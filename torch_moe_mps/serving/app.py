@@ -146,9 +146,8 @@ class Server:
         finally:
             self.requests[protocol.path, status] += 1
 
-    def _read(self, octets: bytearray, protocol: Protocol, show: Show) -> tuple[Request, Answers]:
+    def _read(self, body: dict[str, Any], protocol: Protocol, show: Show) -> tuple[Request, Answers]:
         """The request of a body, with its prompts read."""
-        body = body_of(octets, self.served.turns.rest)
         self._check_model(body)
         self.served.turns.rest()
         request = protocol.read(body, self.served)
@@ -210,13 +209,13 @@ class Server:
             raise _no_memory()
 
     async def _on_reader(self, asked: Asked, function: Callable[..., T], *arguments: Any) -> T:
-        """Result of a function of a request's body, on a thread of its own. Raises: Refused."""
+        """Result of a function of a request's body as an object, on a thread of its own. Raises: Refused."""
         octets = await self._octets(asked)
 
         def read() -> T:
             turns = self.served.turns
             with turns.turn(len(octets) > LONG) if len(octets) > _AT_ONCE else contextlib.nullcontext():
-                return function(octets, *arguments)
+                return function(body_of(octets, turns.rest), *arguments)
 
         return await asyncio.get_running_loop().run_in_executor(self._reader, read)
 
@@ -243,10 +242,8 @@ class Server:
         return octets
 
     async def _count(self, protocol: Protocol, asked: Asked) -> Response:
-        def count(octets: bytearray) -> int:
-            return self.served.count(
-                protocol.read_prompt(body_of(octets, self.served.turns.rest), self.served)
-            )
+        def count(body: dict[str, Any]) -> int:
+            return self.served.count(protocol.read_prompt(body, self.served))
 
         counted: dict[str, Any] = {"input_tokens": await self._on_reader(asked, count)}
         if isinstance(protocol, Responses):
@@ -254,14 +251,12 @@ class Server:
         return JSONResponse(counted)
 
     async def _text(self, reads: Callable[..., Any], asked: Asked) -> Response:
-        def text(octets: bytearray) -> bytes:
-            rest = self.served.turns.rest
-            return _in_json(reads(body_of(octets, rest), self.served), rest)
+        def text(body: dict[str, Any]) -> bytes:
+            return _in_json(reads(body, self.served), self.served.turns.rest)
 
         return Response(await self._on_reader(asked, text), media_type="application/json")
 
-    def _read_texts(self, octets: bytearray, path: str) -> Texts:
-        body = body_of(octets, self.served.turns.rest)
+    def _read_texts(self, body: dict[str, Any], path: str) -> Texts:
         self._check_model(body)
         return Texts(path, body, self.served)
 

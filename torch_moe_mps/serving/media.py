@@ -124,12 +124,14 @@ def decoded(data: str, field: str, rest: Callable[[], None] = lambda: None, firs
 
 def _gathered(pieces: Iterable[bytes], rest: Callable[[], None]) -> BinaryIO:
     """A file of these pieces: memory that grows by them would be copied, and hold other threads up."""
-    file = cast(BinaryIO, tempfile.SpooledTemporaryFile(4 * _PIECE))  # noqa: SIM115  (its reader closes it)
-    for piece in pieces:
-        file.write(piece)
-        rest()
-    file.seek(0)
-    return file
+    with contextlib.ExitStack() as opened:
+        file = opened.enter_context(tempfile.SpooledTemporaryFile(4 * _PIECE))
+        for piece in pieces:
+            file.write(piece)
+            rest()
+        file.seek(0)
+        opened.pop_all()  # its reader closes it
+    return cast(BinaryIO, file)
 
 
 def _pieces(data: str, first: int) -> Iterator[bytes]:
@@ -200,6 +202,7 @@ def _fetched(
         reason = first_line(error) or type(error).__name__
         raise Refused(f"'{field}' cannot be fetched: {reason}.", field, "invalid_value") from None
     if made.seek(0, io.SEEK_END) > MOST_BYTES:
+        made.close()
         raise _too_large(field)
     made.seek(0)
     return made
