@@ -214,7 +214,9 @@ def test_long_work_rests_while_answers_are_generated(is_busy, monkeypatch):
     work(1.0)
     with turns.turn(is_long=False):
         work(0.0006)
-    assert rests == ([pytest.approx(at) for at in (1.0026, 1.0052, 2.0082)] if is_busy else [])
+    with turns.pause():
+        work(0.0006)
+    assert rests == ([pytest.approx(at) for at in (1.0026, 1.0052, 2.0082, 2.0108)] if is_busy else [])
 
 
 def test_threads_that_rest_go_on_one_after_the_other(monkeypatch):
@@ -275,20 +277,22 @@ def test_a_body_is_read_with_rests(here, monkeypatch):
 
 
 def test_data_urls_are_read_in_a_turn_and_what_is_far_away_without_one(here, monkeypatch):
+    """And both with rests, whether or not the thread had a turn."""
     turns, held = here.served.turns, []
 
     def opened(media, url, field, seconds, rest):
+        assert rest == turns.rest and turns._rested is not None
         held.append(turns._held)
         return io.BytesIO(b"a")
 
     monkeypatch.setattr(media.Media, "opened", opened)
     monkeypatch.setattr(served, "picture", lambda file, field: held.append(turns._held))
     here.served.processor.image_processor = None
-    for is_long in (False, True):
-        with turns.turn(is_long):
+    for outside in (contextlib.nullcontext, turns.turn, lambda: turns.turn(is_long=False)):
+        with outside():
             for url in ("data:image/png;base64,AAAA", "https://example.com/a.png"):
                 here.served._opened({"type": "image", "url": url, "field": "image", "as": "image"}, 0.0)
-    assert held == [turns._long, turns._long, None, turns._long] * 2
+    assert held == [turns._long, turns._long, None, turns._long] * 3
 
 
 def beats_beside(function: Callable[[], object]) -> int:

@@ -114,20 +114,28 @@ class Turns:
         """Block with a turn of this thread, which waits for it unless it has one; a short one is given back
         for a long one.
         """
-        wanted, rested = self._long if is_long else self._short, self._rested
-        with contextlib.nullcontext() if self._held in (wanted, self._long) else self._having(wanted):
-            self._own.rested = time.perf_counter() if rested is None else rested
-            try:
-                yield
-            finally:
-                if rested is None:
-                    self._own.rested = None
+        wanted = self._long if is_long else self._short
+        has_one = self._held in (wanted, self._long)
+        with contextlib.nullcontext() if has_one else self._having(wanted), self._resting():
+            yield
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Block that waits for something else, in which another thread has this one's turn."""
-        with self._having(None):
+        with self._having(None), self._resting():
             yield
+
+    @contextlib.contextmanager
+    def _resting(self) -> Iterator[None]:
+        """Block in which this thread rests where it has computed for a while."""
+        before = self._rested
+        if before is None:
+            self._own.rested = time.perf_counter()
+        try:
+            yield
+        finally:
+            if before is None:
+                self._own.rested = None
 
     @contextlib.contextmanager
     def _having(self, wanted: threading.Semaphore | None) -> Iterator[None]:
