@@ -225,6 +225,7 @@ def test_several_are_switched_and_disabled():
     assert len({tuple(each.flatten().tolist()) for each in packed}) == 3
 
 
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")  # xdist would import PEFT to show it
 @pytest.mark.parametrize("options", [{"r": 257}, {"lora_bias": True}])
 def test_what_the_operator_does_not_compute(options):
     """A rank above its bound, and a bias behind the second factor, are PEFT's own sums."""
@@ -273,7 +274,7 @@ class Losses(transformers.TrainerCallback):
 
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["whole", "reentrant", "checkpointed"])
 def test_trainer(tmp_path, reentrant):
-    """20 steps of transformers' Trainer follow those of the dense model."""
+    """Steps of transformers' Trainer follow those of the dense model."""
     rows = torch.randint(1, 90, (8, 6), generator=torch.Generator().manual_seed(0)).tolist()
     data = [{"input_ids": row, "labels": row} for row in rows]
     checkpointing = {"gradient_checkpointing": reentrant is not None}
@@ -283,14 +284,14 @@ def test_trainer(tmp_path, reentrant):
     for model in both():
         losses = Losses()
         arguments = transformers.TrainingArguments(
-            output_dir=tmp_path, max_steps=20, per_device_train_batch_size=4, learning_rate=2e-3,
+            output_dir=tmp_path, max_steps=8, per_device_train_batch_size=4, learning_rate=5e-3,
             report_to=[], logging_steps=1, save_strategy="no", use_cpu=True, disable_tqdm=True,
             **checkpointing,
         )  # fmt: skip
         transformers.Trainer(adapted(model), arguments, train_dataset=data, callbacks=[losses]).train()
         curves.append(losses.losses)
     packed, dense = curves
-    assert len(dense) == 20 and dense[-1] < dense[0] - 0.3
+    assert len(dense) == 8 and dense[-1] < dense[0] - 0.3
     assert max(abs(a - b) for a, b in zip(packed, dense, strict=True)) <= 1e-4
 
 

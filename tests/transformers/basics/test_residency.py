@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from support import tiny_models
+from support.sweep import in_sweep
 from transformers import DynamicCache
 
 import torch_moe_mps
@@ -36,15 +37,19 @@ def resident(simulated, model) -> set[bool]:
     return {simulated.is_resident(t) for t in (*model.parameters(), *model.buffers()) if t.numel()}
 
 
-@pytest.fixture(params=[0, 1 << 40], ids=["alone", "in a heap"])
+HEAPS = {"alone": 0, "in a heap": 1 << 40}  # bytes
+
+
+@pytest.fixture
 def sets(request, simulated):
     """What is there besides the test's own."""
     gc.collect()
-    with simulated.heaps(request.param):
+    with simulated.heaps(HEAPS[request.param]):
         yield simulated.residency_sets()
     gc.collect()
 
 
+@pytest.mark.parametrize("sets", in_sweep(HEAPS, ["in a heap"]), indirect=True)
 def test_all_weights_are_resident_until_the_model_is_gone(simulated, sets):
     model = tiny_models.tiny_model("qwen3_moe").to("mps")
     buffers = simulated.live_buffers()
@@ -66,6 +71,7 @@ def test_all_weights_are_resident_until_the_model_is_gone(simulated, sets):
     assert simulated.residency_sets() == sets and simulated.live_buffers() < buffers
 
 
+@pytest.mark.parametrize("sets", in_sweep(HEAPS, ["alone"]), indirect=True)
 def test_weights_that_move_follow(simulated, sets, monkeypatch):
     """Quantised, joined, loaded anew, and moved to the CPU and back."""
     monkeypatch.setenv("MOE_MPS_CAPTURE", "1")
