@@ -13,6 +13,7 @@ import torch_moe_mps
 from torch_moe_mps._install import install_command
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parse, parser
+from torch_moe_mps.commands.settings import read_settings
 from torch_moe_mps.ops._formats import MODES
 
 COMMANDS = sorted(next(a.choices for a in parser()._actions if a.dest == "command"))
@@ -50,6 +51,22 @@ def test_no_command_is_a_question_for_help(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert shown == capsys.readouterr().out and "torch-moe-mps COMMAND --help" in shown
+
+
+def test_settings_keep_the_kinds_of_their_values_up_to_both_ends():
+    texts = ("temperature=0", "top_p=1", "typical_p=1", "top_k=0", "min_p=0.5", "do_sample=True")
+    texts += ("eos_token_id=[1, 2]", "max_time=none", "stop_strings=[a", "pad_token_id=3")
+    assert read_settings(texts) == {
+        "temperature": 0, "top_p": 1, "typical_p": 1, "top_k": 0, "min_p": 0.5, "do_sample": True,
+        "eos_token_id": [1, 2], "max_time": None, "stop_strings": "[a", "pad_token_id": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "typical_p"])
+def test_numbers_that_no_sampling_has_are_refused(name):
+    for value in (-0.1, *(() if name in ("temperature", "top_k") else (1.01,))):
+        with pytest.raises(ValueError, match=f"--set {name} must be from 0 to .*, got {value}"):
+            read_settings([f"{name}={value}"])
 
 
 # {command line, where {here} is a folder: what it says}

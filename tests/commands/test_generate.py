@@ -2,12 +2,14 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from support.sweep import in_sweep
 from tokenizers import decoders
 
 import torch_moe_mps
-from torch_moe_mps.commands import main
+from torch_moe_mps.commands import generate, main
 from torch_moe_mps.serving import prompts as kept_prompts
 
 TEMPLATE = "{% for message in messages %}{{ message.role[0] }}{{ message.content }}{% endfor %}"
@@ -85,6 +87,23 @@ def test_several_prompts(architecture, tmp_path, capsys):
     assert [line["text"].replace(" ", "").replace("?", "") for line in lines] == [
         text.replace("?", "") for text in texts
     ]
+
+
+def test_guesses_are_for_one_prompt_after_the_other(checkpoint, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("abcabcabc\nhello\n")
+    arguments = ["--prompts", tmp_path / "prompts.txt", "--max-tokens", 12, "--batch", 2, "--raw"]
+    assert run(checkpoint, *arguments, "--guesses", "lookup") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["text"] for line in lines] == [expected(checkpoint, p) for p in ("abcabcabc", "hello")]
+
+
+def test_the_speed_is_that_of_tokens_behind_the_first(checkpoint, capsys, monkeypatch):
+    """Times are those of a start, a first token and an end, a second from each other."""
+    seconds = itertools.count()
+    monkeypatch.setattr(generate, "time", types.SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    assert run(checkpoint, "--raw", "-p", "hello", "--max-tokens", 12) == 0
+    said = "5 tokens of prompt in 1.0 s, 12 generated, then 11.0 tokens/s"
+    assert said in capsys.readouterr().err
 
 
 @pytest.fixture
