@@ -10,6 +10,7 @@ import torch
 from support import tiny_models
 from support.checkpoints import add_tokenizer
 from support.launches import Launches
+from transformers import LlamaConfig
 from transformers.generation import utils as generation
 
 from torch_moe_mps.commands import bench, main
@@ -180,6 +181,21 @@ def test_contexts_are_those_that_the_model_reads(checkpoint, capsys, refused):
         ),
     ):
         assert refused("bench", checkpoint, *sizes, *arguments, progress=True) == message
+
+
+@pytest.mark.parametrize("longest", ["prompt", "max_tokens", "turn"])
+def test_a_context_ends_where_the_model_does(longest):
+    config = LlamaConfig(max_position_embeddings=4100)
+    options = argparse.Namespace(prompt=1, max_tokens=1, turn=1, depth=None)
+    vars(options)[longest] = 4
+    assert bench._depths(options, config) == [0, 4096]
+    options.depth = [4096, 5]
+    assert bench._depths(options, config) == [4096, 5]
+    vars(options)[longest] = 5
+    with pytest.raises(ValueError, match=r"--depth must be at most 4095: .* got 4096"):
+        bench._depths(options, config)
+    options.depth = None
+    assert bench._depths(options, config) == [0]
 
 
 def test_depths_that_are_no_numbers(checkpoint, capsys):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 
 import pytest
 
@@ -86,6 +87,21 @@ def test_a_chat_is_written(talk, tmp_path):
         said = json.loads(path.read_text())["chat_history"]
         assert said == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     assert "/proc/nowhere/a.json cannot be written: No such file or directory" in shown
+
+
+def test_ctrl_c_while_a_message_is_read(here, talk, monkeypatch):
+    """The answer to it ends before it begins, and the chat goes on."""
+    own, pressed = here.served.prepare, []
+
+    def prepare(*given):
+        if not pressed:
+            pressed.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return own(*given)
+
+    monkeypatch.setattr(here.served, "prepare", prepare)
+    shown = talk(lines=["hi", "so?"], says=["hello", "end"])
+    assert "hello" not in shown and "end" in shown
 
 
 def test_what_cannot_be_read_is_forgotten(here, talk):

@@ -258,6 +258,15 @@ def test_a_hopeless_model_has_an_infinite_perplexity(checkpoint, tmp_path, monke
     assert " inf ± " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("rest", [0.0, 0.0123])
+def test_the_probability_of_tokens_that_count_as_one_is_said(rest, checkpoint, tmp_path, monkeypatch, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(SAMPLE.read_text()[:40])
+    monkeypatch.setattr(perplexity, "measure", lambda *arguments: Means(rest=rest))
+    assert run("perplexity", checkpoint, "--against", checkpoint, "--text", text, "--device", "cpu") == 0
+    assert ("with 1.230 % of the probability" in capsys.readouterr().out) is (rest > 0)
+
+
 def test_models_are_compared_one_after_the_other(checkpoint, tmp_path, monkeypatch):
     """The first is gone when the second is loaded."""
     text = tmp_path / "text.txt"

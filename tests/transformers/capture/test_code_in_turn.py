@@ -25,6 +25,8 @@ from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argumen
 transformers.logging.set_verbosity_error()
 # One for each kind of layers that caches have, and each of our own implementations of attention.
 TELLING = ("deepseek_v4", "gpt_oss", "minimax_m3_vl", "qwen3_next", "qwen4_exp")
+# Their own code forgets its states in front of several tokens, so that it is right for one alone.
+FORGET = ("jamba",)
 IDS = torch.randint(3, 90, (2, 64), generator=torch.Generator().manual_seed(11))
 
 
@@ -127,6 +129,8 @@ def run(architecture: str, steps: list[Step]) -> Iterator:
     takes = inspect.signature(own.forward).parameters
     begin, cache, right_cache = 0, None, None
     for number, (tokens, way, moved) in enumerate(steps):
+        if number and architecture in FORGET:
+            tokens = 1
         ids = IDS[:, begin : begin + tokens]
         moved = moved if "position_ids" in takes else 0
         with torch.no_grad():
@@ -134,7 +138,7 @@ def run(architecture: str, steps: list[Step]) -> Iterator:
         with no_grad(own) if way == OWN else way(model):
             out = call(own if way == OWN else model, ids, cache, begin, moved)
         try:
-            assert_close(out[0].detach(), right[0], 1e-5)
+            assert_close(out[0].detach(), right[0], 2e-5)
         except AssertionError as error:
             raise AssertionError(f"call {number}, {steps[number]}: {error}") from None
         cache, right_cache = map(cache_among, (out, right))
