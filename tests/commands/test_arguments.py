@@ -166,8 +166,27 @@ WRONG = {
     "generate": ("--batch 0", "--max-tokens 0", "--max-tokens 1.5"),
     "perplexity": ("--window 1", "--tokens 1"),
     "report": ("--minutes 0", "--minutes=-1"),
-    "serve": ("--port 70000", "--port=-1", "--parallel 0", "--prompt-memory=-1", "--prompt-disk=-1"),
+    "serve": (
+        *("--port 70000", "--port=-1", "--parallel 0", "--prompt-memory=-1", "--prompt-disk=-1"),
+        *(
+            f"--allow-origin {text}"
+            for text in ("app.example", "https://*.example", "https://a.example/page")
+        ),
+        *(f"--allow-origin {text}" for text in ("https://", "://a.example", "https://me@a.example")),
+    ),
 }
+
+
+@pytest.mark.parametrize(
+    ("text", "origin"),
+    [
+        ("https://App.example:8080/", "https://app.example:8080"),
+        ("http://[::1]:3000", "http://[::1]:3000"),
+        ("null", "null"),
+    ],
+)
+def test_origins_are_as_browsers_send_them(text, origin):
+    assert parse(["serve", "model", "--allow-origin", text]).allow_origin == [origin]
 
 
 @pytest.mark.parametrize(("command", "wrong"), [(c, w) for c in WRONG for w in WRONG[c]])
