@@ -186,11 +186,13 @@ MIXING = (
     "recurrent_gemma",
     "llama",
 )
+# RecurrentGemma's recurrent blocks do not name their cache, so that their argument for padding stays.
+EDITED = [case for case in covering(MIXING, EDITS) if case.values != ("recurrent_gemma", "removed")]
 
 
 @torch.no_grad()
 @pytest.mark.slow("a model of an edited file each")
-@pytest.mark.parametrize(("architecture", "edit"), covering(MIXING, EDITS))
+@pytest.mark.parametrize(("architecture", "edit"), EDITED)
 def test_an_edited_file_computes_what_it_says(tmp_path, architecture, edit):
     own = eager(edited_model(architecture, edit, tmp_path))
     model = copy.deepcopy(own)
