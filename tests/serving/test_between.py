@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import transformers
 from support import tiny_models
 from support.jobs import Asked, run
 from support.sweep import in_sweep
+from support.threads import in_threads
 from torch.nn.modules import module as torch_module
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionBlock
@@ -16,6 +18,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVis
 import torch_moe_mps
 from torch_moe_mps.serving import batch as batches
 from torch_moe_mps.serving.batch import Batch
+from torch_moe_mps.serving.between import Between
 from torch_moe_mps.serving.prompts import Prompts
 
 
@@ -150,3 +153,18 @@ def test_an_encoder_stops_where_its_answer_ends(monkeypatch, ends):
     run(beside.batch, again)
     assert again.tokens == beside.expected(again)
     assert not torch_module._global_forward_pre_hooks
+
+
+@torch.no_grad()
+def test_what_other_threads_encode_is_theirs():
+    model, inputs, _ = llava()
+    calls = []
+
+    def encode() -> None:
+        model.model.vision_tower(inputs["pixel_values"])
+
+    with Between(model).calling(lambda: calls.append(threading.current_thread())):
+        in_threads(encode)
+        assert not calls
+        encode()
+    assert calls and {*calls} == {threading.current_thread()}

@@ -11,7 +11,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import torch_moe_mps
 from torch_moe_mps.serving import prompt_reader, prompts
 from torch_moe_mps.serving.generating import Generating
+from torch_moe_mps.serving.prompt_reader import PromptReader
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 IDS = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(0))
 PIECES = 7, 1, 5  # behind a first one
@@ -96,3 +98,34 @@ def test_prompts_in_pieces_behind_kept_ones(architecture, sizes, monkeypatch):
     assert all(map(torch.equal, found, expected))
     steps = [1] * 4
     assert read == [8, 8, 1, 3, *steps, 7, 3, 3, *steps]
+
+
+def read_all(reader: PromptReader, model) -> list[int]:
+    """Tokens of each call of a model that reads a prompt."""
+    sizes = []
+
+    def call(cache, *, input_ids, **given):
+        sizes.append(input_ids.shape[1])
+        return model(input_ids=input_ids, **given, **cache_argument(model, cache))
+
+    while reader.pieces:
+        reader.read(call)
+    return sizes
+
+
+@pytest.mark.parametrize(("whole", "sizes"), [(False, [8, 8, 8, 6]), (True, [30])])
+def test_a_reader_takes_one_piece_where_it_must(whole, sizes, monkeypatch):
+    monkeypatch.setattr(prompt_reader, "AT_ONCE", 8)
+    model = tiny_model("qwen3_moe")
+    reader = PromptReader(model, IDS, None, reads_whole=whole)
+    assert reader.pieces == len(sizes) and read_all(reader, model) == sizes
+
+
+def test_states_are_kept_of_the_first_and_the_last_places(monkeypatch):
+    """Two of each, of all places at which they may be."""
+    for name in ("AT_ONCE", "_EVERY"):
+        monkeypatch.setattr(prompt_reader, name, 4)
+    model = tiny_model("lfm2_moe")
+    reader = PromptReader(model, IDS, prompts.Prompts(1 << 30))
+    read_all(reader, model)
+    assert [*reader.kept.states] == [4, 8, 24, 28]
