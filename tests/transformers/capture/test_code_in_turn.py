@@ -27,6 +27,7 @@ transformers.logging.set_verbosity_error()
 TELLING = ("deepseek_v4", "gpt_oss", "minimax_m3_vl", "qwen3_next", "qwen4_exp")
 # Their own code forgets its states in front of several tokens, so that it is right for one alone.
 FORGET = ("jamba",)
+ROUNDINGS = {"lara_mini": 2e-5}  # the relative error of most is less
 IDS = torch.randint(3, 90, (2, 64), generator=torch.Generator().manual_seed(11))
 
 
@@ -138,7 +139,7 @@ def run(architecture: str, steps: list[Step]) -> Iterator:
         with no_grad(own) if way == OWN else way(model):
             out = call(own if way == OWN else model, ids, cache, begin, moved)
         try:
-            assert_close(out[0].detach(), right[0], 2e-5)
+            assert_close(out[0].detach(), right[0], ROUNDINGS.get(architecture, 1e-5))
         except AssertionError as error:
             raise AssertionError(f"call {number}, {steps[number]}: {error}") from None
         cache, right_cache = map(cache_among, (out, right))
