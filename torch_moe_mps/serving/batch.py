@@ -834,7 +834,7 @@ class Batch:
         """Ends an answer. Its cache is kept, unless by an error, behind which more may be in it."""
         kept = answer.reader.kept
         is_kept = answer.reader.prompts is not None and not isinstance(reason, Exception)
-        # A token that the host reads late is in the cache, if another one was computed behind it.
+        # The last token is in the cache only if a later step ran.
         computed, cache = answer.tokens[:-1], kept.cache
         if answer in self.alone:
             self.alone.remove(answer)

@@ -220,8 +220,8 @@ def _keeps_one_cache(settings: Mapping[str, Any]) -> bool:
 class _Steps(StoppingCriteria):
     """Between the steps of `generate`: shows their tokens, and ends it.
 
-    A streamer that raises, as that of a request does whose client has gone, ends it, too: `generate` returns
-    then, with a cache that is whole. An error of the GPU leaves `generate`: the cache is not.
+    A streamer that raises, because the client has gone, stops generation, too: `generate` returns then, with
+    a cache that is whole. An error of the GPU leaves `generate`: the cache is not.
     """
 
     def __init__(self, is_ended: Callable[[], bool], streamer: Any, device: torch.device):

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..transformers.basics.scoped import Seeded
+from ..transformers.upstream.generation import as_text
 from .device import OnDevice, Work
 from .generating import Generating
 from .job import Job, Reason, prompt_length
@@ -124,13 +125,11 @@ def generate_alone(
         job.tell(read, of)
 
     inputs: dict[str, Any] = {name: value.to(model.device) for name, value in job.inputs.items()}
-    more: dict[str, Any] = {"generation_config": config}
+    more: dict[str, Any] = {"generation_config": config, **as_text(model)}
     if job.processors:
         more["logits_processor"] = job.processors
     if config.stop_strings:
         more["tokenizer"] = job.tokenizer
-    if hasattr(model, "has_talker"):  # it would speak, too
-        more["generation_mode"] = "text"
     with Seeded(model.device, job.own_seed) as numbers:
 
         def ends_there() -> bool:

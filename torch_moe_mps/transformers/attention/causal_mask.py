@@ -195,7 +195,7 @@ def _range_of(mask: Tensor, first: int, keys: int, device: Any, config: Any) -> 
 
 
 def follow_mask(before: Any, longer: Any, owner: Any) -> None:
-    """Notes the range of a mask that shows the tokens of the one before and new ones, which it shows all.
+    """Copies the range of keys to the next step's mask; new tokens are visible.
 
     So the CPU waits once for a mask on the GPU, not for each token of `generate`.
 

@@ -74,7 +74,7 @@ class Visible(NamedTuple):
 
     @property
     def is_order(self) -> bool:
-        """Whether a token's place says what it sees, which nothing behind the token is."""
+        """Whether visibility is causal and depends on the position alone."""
         return self.mask is self.indices is self.choice is None and self.lookahead == 0
 
 

@@ -49,7 +49,7 @@ def class_before(module: nn.Module) -> type[nn.Module]:
 
 
 def _recipe(cls: type[nn.Module]) -> Any:
-    """A class as a pickle names it: one that was made by what makes it, from the recipe of the one before."""
+    """A class as a pickle names it; generated ones as (factory, recipe of the base)."""
     made = vars(cls).get(_MADE)
     return cls if made is None else (made[0], _recipe(made[1]))
 

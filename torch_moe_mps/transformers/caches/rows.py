@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ..basics.key_range import NO_END, RANGE
-from ..upstream.caches import DummyLayer, LinearAttentionCacheLayerMixin
+from ..upstream.caches import DummyLayer, LinearAttentionCacheLayerMixin, chosen_together
 from . import growing
 from .held import HeldEntries
 from .in_layers import is_in_layers
@@ -32,8 +32,6 @@ from .state import LayerState, Name, copy_of_cache, copy_of_layer, parts
 
 # The attribute of a memory, or of a state, that names the tensor with spare rows of which it is the first.
 BASE = "_moe_mps_base"
-# Names of configs for the tokens that an indexer chooses together: it counts them from the first of all rows.
-_TOGETHER = ("index_kpool", "indexer_compress_ratio", "index_block_size")
 _LEAST_CONTEXT = 4096  # tokens for which masks have room, where a model does not say how many it takes
 
 
@@ -71,7 +69,7 @@ class Rows:
         self._device, self._moved = model.device, list[int]()
         self._order: list[deque[int]] = []  # tokens of each row, as they lie in layers of any order
         config = model.config.get_text_config(decoder=True)
-        together = {name: getattr(config, name, None) or 1 for name in _TOGETHER}
+        together = chosen_together(config)
         self._refused = next(
             (f"its {name} is {count}" for name, count in together.items() if count > 1), None
         )
@@ -514,7 +512,7 @@ def _alone(layer: Any, row: int, length: int, places: Tensor | None) -> Any:
 
 
 def _copied(layer: Any, tokens: int) -> Any:
-    """A layer that shares its tokens with another one, which neither writes, and no states."""
+    """A copy that shares the memory of tokens, read-only; states are cloned."""
     copied = copy_of_layer(layer)
     LayerState(copied).put({name: state.clone() for name, state in _states(layer).items()})
     _count(copied, tokens)

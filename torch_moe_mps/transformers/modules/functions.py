@@ -26,7 +26,7 @@ Rule = Callable[[types.FunctionType], InPlace | None]
 
 
 def with_operators(forward: Callable, rule: Rule) -> tuple[Callable, list[Done]]:
-    """The forward with what `rule` gives in the place of the functions that it calls, and what they are.
+    """(forward whose functions are replaced by those that `rule` gives, rows of a report for them).
 
     A decorated forward is looked through: its wrappers are copied around the new one.
     """

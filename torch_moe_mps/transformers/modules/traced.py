@@ -32,7 +32,7 @@ from .linears import LazyWeight, QuantizedLinear
 Found = TypeVar("Found")
 Sizes = tuple[int, ...]
 Path = tuple[str, ...]  # to an attribute: the names that lead there from the module
-PATH = "path"  # in the meta of a node: that of the tensor which it stands for, joined by dots
+PATH = "path"  # key of node.meta: the dotted name of the parameter that a node stands for
 
 _MISSING = "<no attribute>"
 _TWIN = "_moe_mps_twin"
@@ -371,7 +371,7 @@ def _outside(module: nn.Module) -> tuple:
 
 
 def _is_alike(module: nn.Module, seen: dict[Path, Any]) -> bool:
-    """Whether a module has what was seen in another one, which is noted as when it was read."""
+    """Whether a module has the recorded attributes of another one; they become guards of this one, too."""
     owners: dict[Path, Any] = {(): module}
     values: dict[Path, Any] = {}
     for path, described in seen.items():

@@ -1,4 +1,6 @@
-"""Classes of layers of caches."""
+"""Classes of layers of caches, and facts about the models that use them."""
+
+from typing import Any
 
 from transformers import cache_utils
 from transformers.cache_utils import (
@@ -21,6 +23,9 @@ STATE_METHODS = frozenset(
     ("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state")
 )
 
+# Names of configs for the tokens that an indexer selects together: it counts them from the first of all rows.
+_TOGETHER = ("index_kpool", "indexer_compress_ratio", "index_block_size")
+
 __all__ = [
     "GROWING",
     "STATE_METHODS",
@@ -33,4 +38,10 @@ __all__ = [
     "DynamicSlidingWindowLayer",
     "LinearAttentionCacheLayerMixin",
     "LinearAttentionLayer",
+    "chosen_together",
 ]
+
+
+def chosen_together(config: Any) -> dict[str, int]:
+    """{name in a config: tokens that an indexer selects together, counted from the first of all rows}"""
+    return {name: getattr(config, name, None) or 1 for name in _TOGETHER}

@@ -1,9 +1,8 @@
 """Passes over a recorded graph before it becomes a program: they join patterns of operators into one.
 
 A pass is a function of the graph that finds a pattern and puts calls in its place. What it replaces is left
-without readers, and dropped. A pass may not change the order in which memory is read and written: it puts
-what it makes where the last call of its pattern was, and asks `is_unchanged` of all that is read later than
-before.
+without readers, and dropped. A pass may not change the order in which memory is read and written: it
+inserts at the pattern's last call, and inputs must be unchanged until there (`is_unchanged`).
 """
 
 from collections.abc import Callable

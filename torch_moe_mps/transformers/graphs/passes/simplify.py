@@ -181,7 +181,7 @@ def _has_effects(node: fx.Node) -> bool:
 
 
 def _is_never_read(memory: fx.Node) -> bool:
-    """Whether a call made it, and only calls that return the same memory, as those that write, take it."""
+    """Whether a memory is made here, and used only by calls that work in place."""
     made = memory.op == "call_function"
     return made and all(memory_of(user) is memory for user in _showing(memory))
 

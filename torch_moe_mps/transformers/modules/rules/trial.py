@@ -287,7 +287,7 @@ def untied(q: Tensor, k: Tensor) -> Tensor:
 
 
 class HeldKeys(HeldPools):
-    """A cache of one layer, which it is itself, that holds an indexer's keys and has no room for more."""
+    """A cache of one layer that is its own layer: it holds an indexer's keys and has no room for more."""
 
     def __init__(self, keys: Tensor, layer_idx: int = 0):
         self.keys, self.layers = keys, {layer_idx: self}
