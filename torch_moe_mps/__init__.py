@@ -29,7 +29,7 @@ _LAZY = {
     "read_importance": ".transformers.checkpoints.quantize.importance",
     "restore": ".transformers",
     "from_pretrained": ".transformers.loading",
-    "generate_batch": ".serving.many",
+    "generate_batch": ".serving.generate_batch",
     "load_prompt_cache": ".transformers.caches.prompt_cache",
     "quantize_experts": ".transformers",
     "save_prompt_cache": ".transformers.caches.prompt_cache",
@@ -39,7 +39,7 @@ _LAZY = {
 if TYPE_CHECKING:
     from . import ops
     from ._faults import synchronize
-    from .serving.many import generate_batch
+    from .serving.generate_batch import generate_batch
     from .transformers.accelerate import accelerate, restore
     from .transformers.caches.prompt_cache import load_prompt_cache, save_prompt_cache
     from .transformers.checkpoints.quantize.importance import Importance, collect_importance, read_importance

@@ -53,7 +53,7 @@ def serves(budget: float, arguments: list[str]) -> None:
 
     from torch_moe_mps.commands import main
     from torch_moe_mps.macs import machine_memory
-    from torch_moe_mps.serving import memory
+    from torch_moe_mps.serving.engine.engine import memory
 
     memory._OF_THE_MACHINE = budget * 1e9 / machine_memory()
 
@@ -193,10 +193,10 @@ class Alone:
     def __init__(self, folder: Path):
         from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-        from torch_moe_mps.serving.media import Media
-        from torch_moe_mps.serving.messages import Messages
-        from torch_moe_mps.serving.responses import Responses
-        from torch_moe_mps.serving.served import Served
+        from torch_moe_mps.serving.http.protocols.messages import Messages
+        from torch_moe_mps.serving.http.protocols.responses import Responses
+        from torch_moe_mps.serving.http.served import Served
+        from torch_moe_mps.serving.media.loading import Media
         from torch_moe_mps.transformers.upstream.calls import cache_argument
 
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

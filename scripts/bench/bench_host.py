@@ -5,7 +5,7 @@ A model of tiny layers runs in the simulator with a device that computes nothing
 accelerated, in turns. Times are the processor's, so that a busy machine counts little. What MPS takes to
 encode an operator of aten is missing, which favours the model's own code. The accelerated step is captured
 after two of its kind; --no-capture leaves that out. --generate measures a token of a greedy `generate`.
---guesses measures a step of a batch that verifies three guesses, beside one of a token.
+--speculative measures a step of a batch that verifies three drafts, beside one of a token.
 --tuned compares with the accelerated step where all that can be tuned is.
 --modules measures, in place of a step, a call of each kind of module that runs something else, on a token.
 --profile prints where the accelerated step spends its time, by layer of code.
@@ -95,10 +95,10 @@ class Step:
 
 
 class Batched:
-    """Steps of a batch, with guesses for each or without: what many take beyond a few, for each."""
+    """Steps of a batch, with drafts for each or without: what many take beyond a few, for each."""
 
-    def __init__(self, model, guesses=None):
-        self.model, self.guesses = model, guesses
+    def __init__(self, model, speculative=None):
+        self.model, self.speculative = model, speculative
 
     def __call__(self, few: int = 16, many: int = 80) -> float:
         (some, before), (all_of_them, steps) = self.seconds(few), self.seconds(many)
@@ -106,18 +106,18 @@ class Batched:
 
     def seconds(self, tokens: int) -> tuple[float, int]:
         """Seconds of an answer of so many tokens, and its steps."""
-        from support.guesses import Answered, settings
+        from support.speculative import Answered, settings
 
         started = time.process_time()
         ids, options = [torch.ones(4, dtype=torch.int64)], [settings(tokens)]
-        found = Answered(self.model, ids, options, self.guesses, width=3)
+        found = Answered(self.model, ids, options, self.speculative, width=3)
         return time.process_time() - started, found.steps
 
 
 class Same:
-    """Guesses that the token before comes again."""
+    """Drafts that the token before comes again."""
 
-    def guess(self, rows):
+    def draft(self, rows):
         return [row.tokens[-1:] * row.most for row in rows]
 
     def accepted(self, rows, counts) -> None:
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--bits", type=int, default=4, help="0: dense weights")
     parser.add_argument("--generate", action="store_true")
-    parser.add_argument("--guesses", action="store_true")
+    parser.add_argument("--speculative", action="store_true")
     parser.add_argument("--no-capture", action="store_true")
     parser.add_argument("--tuned", action="store_true")
     parser.add_argument("--profile", action="store_true")
@@ -227,8 +227,8 @@ def main() -> None:
             return bench_modules(*(each.to("mps") for _, each in pairs), options.steps)
         steps: dict[str, Step | Generation | Tuned | Batched]
         steps = {name: measure(each.to("mps")) for name, each in pairs}
-        if options.guesses:
-            steps = {"a token": Batched(accelerated), "three guesses": Batched(accelerated, Same())}
+        if options.speculative:
+            steps = {"a token": Batched(accelerated), "three drafts": Batched(accelerated, Same())}
         if options.tuned:
             steps = {"accelerated": steps["accelerated"], "tuned": Tuned(Step(accelerated))}
         times = {
@@ -241,10 +241,10 @@ def main() -> None:
             best, median = 1000 * min(seconds), 1000 * statistics.median(seconds)
             print(f"{name:12} {best:7.2f} ms best, {median:7.2f} ms median of {options.steps} steps")
         one, other = ("tuned", "accelerated") if options.tuned else ("accelerated", "own code")
-        if options.guesses:
-            one, other = "three guesses", "a token"
+        if options.speculative:
+            one, other = "three drafts", "a token"
         ratio = statistics.median(times[one]) / statistics.median(times[other])
-        what = "a token of generate" if options.generate else "a step" if options.guesses else "a token"
+        what = "a token of generate" if options.generate else "a step" if options.speculative else "a token"
         print(f"{one} / {other}: {ratio:.3f} of {what} ({options.layers} layers of {options.model})")
         from torch_moe_mps.transformers.capture.calls import captures_of
 

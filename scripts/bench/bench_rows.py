@@ -24,13 +24,15 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 import torch_moe_mps
 
 if TYPE_CHECKING:
-    from torch_moe_mps.serving.batch import Batch
+    from torch_moe_mps.serving.engine.batch import Batch
 
 
 def answers(model, count: int) -> "Batch":
     """A batch of answers that do not end, behind their prompts."""
-    from torch_moe_mps.serving.batch import Batch  # they ask torch for MPS, which the simulator comes before
-    from torch_moe_mps.serving.job import Job
+    from torch_moe_mps.serving.engine.batch import (
+        Batch,  # they ask torch for MPS, which the simulator comes before
+    )
+    from torch_moe_mps.serving.engine.job import Job
 
     batch = Batch(model, None, count)
     config = GenerationConfig(max_new_tokens=10**6, eos_token_id=None, pad_token_id=0)

@@ -24,11 +24,11 @@ def printable(tmp_path_factory):
 
 @pytest.fixture(
     scope="module",
-    params=[(), pytest.param(("--guesses", "none"), marks=pytest.mark.sweep)],
-    ids=["as it comes", "without guesses"],
+    params=[(), pytest.param(("--speculative", "none"), marks=pytest.mark.sweep)],
+    ids=["as it comes", "without drafts"],
 )
 def client(request, printable):
-    """Of a server as it comes, and of one that guesses no tokens; a process has one server at a time."""
+    """Of a server as it comes, and of one that drafts no tokens; a process has one server at a time."""
     from support import serving
 
     with serving.client_of(printable, *serving.QUANTISED, *request.param) as client:

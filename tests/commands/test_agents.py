@@ -19,9 +19,10 @@ import pytest
 from support import scripted
 from support.serving import said
 
-from torch_moe_mps.serving import app, conversation
-from torch_moe_mps.serving.messages import Messages
-from torch_moe_mps.serving.responses import Responses
+from torch_moe_mps.serving.http import app
+from torch_moe_mps.serving.http.protocols import conversation
+from torch_moe_mps.serving.http.protocols.messages import Messages
+from torch_moe_mps.serving.http.protocols.responses import Responses
 
 SKY = {"type": "object", "properties": {"of": {"type": "string"}}, "required": ["of"]}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"of": "sky"}}\n</tool_call>'
@@ -351,7 +352,7 @@ def test_items_of_agents_are_read_or_left_out(here, caplog):
         {"type": "compaction", "encrypted_content": "x"},
         {"type": "additional_tools", "tools": []},
     ]
-    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.served"):
+    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.served"):
         for _ in range(2):
             assert (
                 post(here, "/v1/responses", {"input": items, "tools": [{"type": "image_generation"}]})[0]
@@ -387,7 +388,7 @@ def test_unknown_fields_are_one_line(here, caplog):
         "/v1/responses": {"input": "a"},
         "/v1/messages": {"messages": said("a"), "max_tokens": 9},
     }
-    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.served"):
+    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.served"):
         for path, body in [*asked.items()] * 2:
             more = {"max_tool_calls": 3} if path in ("/v1/chat/completions", "/v1/responses") else {}
             assert post(here, path, body | more | {"new_field": 1})[0] == 200
@@ -636,7 +637,7 @@ def test_pages_of_other_origins_are_refused_where_a_browser_sends_nothing_else(h
     )
     for origin in foreign:
         caplog.clear()
-        with caplog.at_level(logging.INFO, "torch_moe_mps.serving.app"):
+        with caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.app"):
             status, told = status_of(here.url, origin=origin, **json_type)
         assert status == 403 and told["error"]["code"] == "origin_not_allowed", origin
         (line,) = [record.getMessage() for record in caplog.records]
@@ -693,7 +694,7 @@ def test_effort_switches_thinking_off(here, of_openai):
 
 def test_lines_of_the_log(here, of_openai, caplog):
     here.says("hello", cached=4)
-    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.app"):
+    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.app"):
         raw = of_openai.chat.completions.with_raw_response.create(model="m", messages=said("a"))
         deadline = time.monotonic() + 10
         while len(caplog.records) < 2 and time.monotonic() < deadline:
@@ -710,7 +711,7 @@ def test_what_would_be_stored_is_a_line(here, caplog):
     """However often a client asks; a request for nothing is none."""
     here.says("ok")
     here.served._said.clear()
-    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.served"):
+    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.served"):
         for asked in (
             {"store": True},
             {"store": True, "metadata": {"a": "b"}},
@@ -738,7 +739,7 @@ def test_the_line_of_a_client_that_leaves(here, caplog, tokens):
     generator.submit = submit
     body = json.dumps({"messages": said("a"), "stream": True}).encode()
     request = urllib.request.Request(f"{here.url}/v1/chat/completions", body)
-    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.app"):
+    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.app"):
         with urllib.request.urlopen(request) as answer:
             answer.readline()
             time.sleep(0.3)
@@ -757,7 +758,7 @@ def test_the_line_of_a_client_that_leaves(here, caplog, tokens):
 def test_the_memory_of_lines_is_bounded(here, caplog):
     """However many fields clients make up, and however long their names are."""
     here.says("ok")
-    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.served"):
+    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.served"):
         body = {"messages": said("a"), **{f"f{number}": 1 for number in range(3000)}, "x" * 5000: 1}
         assert post(here, "/v1/chat/completions", body)[0] == 200
     lines = [record.getMessage() for record in caplog.records if record.name.endswith(".served")]

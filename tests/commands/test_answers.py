@@ -15,11 +15,11 @@ from support.images import as_url, picture
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from torch_moe_mps.commands.serve import sockets_of
-from torch_moe_mps.serving import media
-from torch_moe_mps.serving.answer import Cut, Decoder
-from torch_moe_mps.serving.media import Media
-from torch_moe_mps.serving.penalties import Penalties
-from torch_moe_mps.serving.request import Refused
+from torch_moe_mps.serving.engine.penalties import Penalties
+from torch_moe_mps.serving.http.answer import Cut, Decoder
+from torch_moe_mps.serving.http.request import Refused
+from torch_moe_mps.serving.media.loading import Media
+from torch_moe_mps.serving.media import loading as media
 
 
 @pytest.fixture(scope="module")

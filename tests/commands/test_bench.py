@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.generation import utils as generation
 
 from torch_moe_mps.commands import bench, main
-from torch_moe_mps.serving.guesses.width import Width
+from torch_moe_mps.serving.speculative.width import Width
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 SIZES = ["--prompt", 6, "--max-tokens", 3, "--turn", 2, "--depth", "0,20", "--repeats", 2, "--device", "cpu"]
@@ -127,28 +127,28 @@ def test_an_interruption_keeps_what_was_measured(checkpoint, tmp_path, capsys, m
     assert [row["test"] for row in json.loads((tmp_path / "speed.json").read_text())["rows"]] == TESTS[:3]
 
 
-@pytest.mark.slow("answers with guesses and without, of two contexts")
+@pytest.mark.slow("answers with drafts and without, of two contexts")
 @pytest.mark.parametrize("way", ["draft", pytest.param("lookup", marks=pytest.mark.sweep)])
-def test_guessed_tokens_have_rows(way, checkpoint, tmp_path, capsys, monkeypatch):
-    """The model as its own draft accepts all guesses: 8 tokens behind the first, 4 in each step."""
-    monkeypatch.setattr("torch_moe_mps.serving.guesses.asked.Width", lambda width: Width(3))
+def test_draft_tokens_have_rows(way, checkpoint, tmp_path, capsys, monkeypatch):
+    """The model as its own draft accepts all drafts: 8 tokens behind the first, 4 in each step."""
+    monkeypatch.setattr("torch_moe_mps.serving.speculative.asked.Width", lambda width: Width(3))
     with tiny_models.groups_of_32():
         tiny_models.tiny_model("qwen3_moe", head_dim=32, vocab_size=128).save_pretrained(checkpoint)
     add_tokenizer(checkpoint)
-    arguments = ["--guesses", checkpoint if way == "draft" else "lookup"]
+    arguments = ["--speculative", checkpoint if way == "draft" else "lookup"]
     file = tmp_path / "speed.json"
     assert run(checkpoint, *SIZES, *arguments, "--max-tokens", 9, "--json", file) == 0
     output = capsys.readouterr().out
     assert list(rows(output)) == [
-        "pp6", "tg9", "tg9 sampled", "tg9 guessed",
-        "pp6 @ d20", "tg9 @ d20", "tg9 sampled @ d20", "tg9 guessed @ d20", "ttft2 @ d20",
+        "pp6", "tg9", "tg9 sampled", "tg9 drafted",
+        "pp6 @ d20", "tg9 @ d20", "tg9 sampled @ d20", "tg9 drafted @ d20", "ttft2 @ d20",
     ]  # fmt: skip
-    assert " guessed tokens accepted" in output
-    found = [row for row in json.loads(file.read_text())["rows"] if "guessed" in row["test"]]
+    assert " draft tokens accepted" in output
+    found = [row for row in json.loads(file.read_text())["rows"] if "drafted" in row["test"]]
     assert len(found) == 2 and all(row["by_none"] > 0 and row["a_step"] >= 1 for row in found)
     if way == "draft":
         assert [(row["accepted"], row["a_step"], row["width"]) for row in found] == [(1.0, 4.0, 3.0)] * 2
-        assert output.count("of the speed without guesses, 4.00 tokens and 3.00 guesses a step") == 2
+        assert output.count("of the speed without drafts, 4.00 tokens and 3.00 drafts a step") == 2
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_recipes_with_a_name_lose_less_than_more_bits_everywhere(measured):
 
 @pytest.mark.sweep
 def test_a_small_training_goes_on_where_it_was(smollm2, tmp_path):
-    """In two pieces as in one, bit for bit; and it learns: far below the loss of a guess."""
+    """In two pieces as in one, bit for bit; and it learns: far below the loss of a draft."""
     tokenizer = train_moe.tokenizer_in(tmp_path / "one" / "tokenizer")
     ids = np.array(tokenizer(SAMPLE.read_text()).input_ids, dtype=np.uint16)
     for folder in ("one", "two"):

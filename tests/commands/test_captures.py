@@ -69,7 +69,7 @@ def test_chat(checkpoint, captured, monkeypatch):
     lines = iter([*QUESTIONS, "!exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     flags = ["--set", f"max_new_tokens={TOKENS}", "--set", "do_sample=False", "--device", "cpu"]
-    assert main(["chat", str(checkpoint), *flags, "--guesses", "none"]) == 0
+    assert main(["chat", str(checkpoint), *flags, "--speculative", "none"]) == 0
     assert_once(captured)
 
 

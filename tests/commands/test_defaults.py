@@ -12,7 +12,7 @@ from tokenizers import processors
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
-from torch_moe_mps.serving.defaults import choice
+from torch_moe_mps.serving.engine.defaults import choice
 
 QUESTION = "Why is the sky blue?"
 CONTEXT = 96

@@ -153,7 +153,7 @@ def test_rerank_by_yes_and_no(tmp_path):
     tokenizer_of([*characters, "yes", "no"], unk_token="_", pad_token="_").save_pretrained(folder)
     words = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.Qwen3ForCausalLM.from_pretrained(folder)
-    from torch_moe_mps.serving.encoder import Encoder
+    from torch_moe_mps.serving.engine.encoder import Encoder
 
     expected = []
     for ids in Encoder(model, words, None, is_judge=True).pairs("sky", TEXTS):

@@ -22,7 +22,7 @@ import torch_moe_mps
 from torch_moe_mps import macs
 from torch_moe_mps.commands import fit, main
 from torch_moe_mps.commands.caches import kv_cache
-from torch_moe_mps.serving.prompts import prompt_bytes
+from torch_moe_mps.serving.prefix_cache.memory import prompt_bytes
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.caches.rows import Rows
 from torch_moe_mps.transformers.caches.state import parts
@@ -396,7 +396,7 @@ LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "lfm2_moe", "zamba2"
 
 
 @pytest.mark.parametrize("architecture", in_sweep(LAGGING, ("kimi_linear", "lfm2_moe")))
-def test_the_memory_beside_states_has_room_for_guesses(architecture):
+def test_the_memory_beside_states_has_room_for_drafts(architecture):
     """For what is pending in a row of a model, of whose kind of states fit does not know."""
     config = tiny_models.tiny_config(architecture)
     with torch.device("meta"):
@@ -489,16 +489,16 @@ def test_what_does_not_fit_is_one_line(mac, qwen3, tmp_path, refused):
         ([qwen3, "--group-size", "16"], "group_size must be 32 or 64 or 128"),
         ([tmp_path / "nothing"], "is neither a folder nor the name of a model on the Hub"),
         ([tmp_path / "vit"], "model_type must be of a model that generates text"),
-        ([qwen3, "--guesses", "mtp"], "--guesses mtp is for layers that guess, got "),
-        ([qwen3, "--guesses", "mtp", "--macs", "2x64"], "must be lookup or none with --macs, got mtp"),
-        ([qwen3, "--guesses", small], "a draft must have the model's 151936 tokens, got 97 others"),
+        ([qwen3, "--speculative", "mtp"], "--speculative mtp is for MTP layers, got "),
+        ([qwen3, "--speculative", "mtp", "--macs", "2x64"], "must be lookup or none with --macs, got mtp"),
+        ([qwen3, "--speculative", small], "a draft must have the model's 151936 tokens, got 97 others"),
         ([qwen3, "--recipe", recipe], "the pattern 'mtp.*' fits no weight that can be quantised"),
     ):
         assert message in refused("fit", *arguments)
 
 
 @pytest.mark.slow("converts a model")
-def test_layers_that_guess_are_counted(tmp_path, capsys):
+def test_mtp_layers_are_counted(tmp_path, capsys):
     """As `convert` writes them, with their caches; without the weights, as the config says."""
     folder, file = tmp_path / "model", tmp_path / "fit.json"
     recipe = tmp_path / "recipe.json"
@@ -515,14 +515,14 @@ def test_layers_that_guess_are_counted(tmp_path, capsys):
             capsys.readouterr()
             asked = ["fit", str(folder), "--group-size", "32", "--recipe", str(recipe), "--json", str(file)]
             assert main(asked) == 0
-            assert "load layers of the checkpoint for guesses, of " in capsys.readouterr().out
+            assert "load layers of the checkpoint for drafts, of " in capsys.readouterr().out
             found = json.loads(file.read_text())
             sizes = {size["name"]: size for size in found["sizes"]}
-            assert sizes["4 bit"]["guesses"] == pytest.approx(own, rel=0.01)
+            assert sizes["4 bit"]["speculative"] == pytest.approx(own, rel=0.01)
             more = 2 * (256 * 512) * 4 // 8  # of two matrices
-            assert sizes["recipe"]["guesses"] - sizes["4 bit"]["guesses"] == more
+            assert sizes["recipe"]["speculative"] - sizes["4 bit"]["speculative"] == more
             space = found["macs"][0]["gpu"] - found["prompt"]["bytes"]
-            space -= sizes["4 bit"]["bytes"] + sizes["4 bit"]["guesses"]
+            space -= sizes["4 bit"]["bytes"] + sizes["4 bit"]["speculative"]
             fits = found["macs"][0]["contexts"]["4 bit"]
             assert fits == pytest.approx(context(space, 2 * found["kv_cache"]["bytes_a_token"]), rel=1e-6)
 
@@ -536,7 +536,7 @@ def figures(file, *arguments) -> tuple[dict, dict, int]:
 
 
 @pytest.mark.slow("loads two assistants")
-def test_what_guesses_is_counted(tmp_path, capsys):
+def test_what_drafts_is_counted(tmp_path, capsys):
     """A draft as it is stored, an assistant as the model's last layer; look-up takes nothing."""
     file, how = tmp_path / "fit.json", ("--group-size", 32)
     sizes = {"hidden_size": 64, "max_position_embeddings": 10**9}
@@ -547,44 +547,44 @@ def test_what_guesses_is_counted(tmp_path, capsys):
         each.save_pretrained(tmp_path / name)
     config = model.config
     layer = 2 * config.num_key_value_heads * config.head_dim * 4  # of the cache, for a token
-    plain, contexts, space = figures(file, tmp_path / "model", *how, "--guesses", "none")
+    plain, contexts, space = figures(file, tmp_path / "model", *how, "--speculative", "none")
     for name, size in plain.items():
         assert contexts[name] == pytest.approx(context(space - size["bytes"], 2 * layer), rel=1e-6)
-    looked = figures(file, tmp_path / "model", *how, "--guesses", "lookup")
+    looked = figures(file, tmp_path / "model", *how, "--speculative", "lookup")
     assert looked == (plain, contexts, space) == figures(file, tmp_path / "model", *how)
 
     own = sum(t.nbytes for t in load_file(tmp_path / "{draft}" / "model.safetensors").values())
-    found, contexts, _ = figures(file, tmp_path / "model", *how, "--guesses", tmp_path / "{draft}")
-    assert f"load {tmp_path / '{draft}'} for guesses, of " in capsys.readouterr().out
+    found, contexts, _ = figures(file, tmp_path / "model", *how, "--speculative", tmp_path / "{draft}")
+    assert f"load {tmp_path / '{draft}'} for drafts, of " in capsys.readouterr().out
     for name, size in found.items():
-        assert size.pop("guesses") == own and size == plain[name]
+        assert size.pop("speculative") == own and size == plain[name]
         assert contexts[name] == pytest.approx(context(space - size["bytes"] - own, 3 * layer), rel=1e-6)
 
     assistant_of(model).save_pretrained(tmp_path / "block")
-    found, contexts, _ = figures(file, tmp_path / "model", *how, "--guesses", tmp_path / "block")
+    found, contexts, _ = figures(file, tmp_path / "model", *how, "--speculative", tmp_path / "block")
     block = 2 * 16 * 4  # one head, and a layer of all tokens; that of a window of 8 is small
     for name, bits in (("16 bit", {}), ("4 bit", {"bits": 4, "group_size": 32})):
         loaded = torch_moe_mps.from_pretrained(tmp_path / "block", **bits)
         own = sum(t.nbytes for t in loaded.state_dict().values())
-        assert found[name]["guesses"] == own
+        assert found[name]["speculative"] == own
         rest = space - found[name]["bytes"] - own
         assert contexts[name] == pytest.approx(context(rest, 2 * layer + block), rel=1e-5)
 
 
-def test_without_guesses_nothing_is_taken_back(tmp_path):
-    """From states; look-up's guesses are."""
+def test_without_drafts_nothing_is_taken_back(tmp_path):
+    """From states; look-up's drafts are."""
     tiny_models.tiny_config("lfm2_moe").save_pretrained(tmp_path)
     model = fit.Source(str(tmp_path), {}).skeleton()
     cache = kv_cache(model)
     beside = {
-        wanted: fit._guesses(Namespace(guesses=wanted, macs=None), model, str(tmp_path), [], cache)
+        wanted: fit._drafts(Namespace(speculative=wanted, macs=None), model, str(tmp_path), [], cache)
         for wanted in ("none", "lookup")
     }
     assert beside["none"].cache.beside == 0 < beside["lookup"].cache.beside
     assert beside["none"].cache.rates == beside["lookup"].cache.rates
 
 
-def test_layers_that_guess_have_a_cache_as_the_last_layer():
+def test_mtp_layers_have_a_cache_as_the_last_layer():
     """A model with two layers more has the same."""
 
     def of(layers: int, more: int):

@@ -23,7 +23,7 @@ from tokenizers import decoders
 
 import torch_moe_mps
 from torch_moe_mps.commands import generate, main
-from torch_moe_mps.serving import prompts as kept_prompts
+from torch_moe_mps.serving.prefix_cache import memory as kept_prompts
 
 TEMPLATE = "{% for message in messages %}{{ message.role[0] }}{{ message.content }}{% endfor %}"
 
@@ -89,10 +89,10 @@ def test_several_prompts(architecture, tmp_path, capsys):
     ]
 
 
-def test_guesses_are_for_one_prompt_after_the_other(checkpoint, tmp_path, capsys):
+def test_drafts_are_for_one_prompt_after_the_other(checkpoint, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("abcabcabc\nhello\n")
     arguments = ["--prompts", tmp_path / "prompts.txt", "--max-tokens", 12, "--batch", 2, "--raw"]
-    assert run(checkpoint, *arguments, "--guesses", "lookup") == 0
+    assert run(checkpoint, *arguments, "--speculative", "lookup") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["text"] for line in lines] == [expected(checkpoint, p) for p in ("abcabcabc", "hello")]
 
@@ -114,11 +114,11 @@ def draft(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("way", in_sweep(("draft", "itself", "lookup"), ("draft",)))
 def test_speculation_gives_the_same_text(way, checkpoint, draft, tmp_path, capsys):
-    """Greedily; the model as its own draft guesses all tokens. With a prompt that is kept, too."""
+    """Greedily; the model as its own draft drafts all tokens. With a prompt that is kept, too."""
     arguments = {
-        "draft": ["--guesses", draft],
-        "itself": ["--guesses", checkpoint],
-        "lookup": ["--guesses", "lookup"],
+        "draft": ["--speculative", draft],
+        "itself": ["--speculative", checkpoint],
+        "lookup": ["--speculative", "lookup"],
     }[way]
     text = expected(checkpoint, "abcabcabc", 40)
     for _ in range(2):
@@ -126,9 +126,9 @@ def test_speculation_gives_the_same_text(way, checkpoint, draft, tmp_path, capsy
         assert run(checkpoint, "--raw", "-p", "abcabcabc", "--max-tokens", 40, *arguments, *kept) == 0
         out, err = capsys.readouterr()
         assert out == text + "\n"
-        accepted, guessed = (int(err.splitlines()[-1].split()[i]) for i in (0, 2))
-        assert 0 <= accepted <= guessed and guessed > 0
-        assert way != "itself" or guessed - accepted <= 1  # the last guess is one too many
+        accepted, drafted = (int(err.splitlines()[-1].split()[i]) for i in (0, 2))
+        assert 0 <= accepted <= drafted and drafted > 0
+        assert way != "itself" or drafted - accepted <= 1  # the last draft is one too many
 
 
 def test_a_prompt_is_computed_once(checkpoint, tmp_path, capsys, monkeypatch):
@@ -290,9 +290,9 @@ def test_what_a_chat_template_refuses_is_one_line(checkpoint, tmp_path, refused)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_next", "minimax"])
-def test_states_that_cannot_be_cut_take_no_guesses(architecture, tmp_path, refused):
+def test_states_that_cannot_be_cut_take_no_drafts(architecture, tmp_path, refused):
     write(tmp_path, architecture)
-    error = refused("generate", tmp_path, "-p", "a", "--guesses", "lookup", progress=True)
+    error = refused("generate", tmp_path, "-p", "a", "--speculative", "lookup", progress=True)
     assert "is for a model whose cache can be cut, got the recurrent states of" in error
 
 

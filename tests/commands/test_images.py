@@ -12,8 +12,8 @@ from support.serving import client_of
 from transformers import DynamicCache
 
 from torch_moe_mps.commands import main
-from torch_moe_mps.serving.generating import Generating, images_of
-from torch_moe_mps.serving.prompts import Images, Kept, Prompts
+from torch_moe_mps.serving.engine.generating import Generating, images_of
+from torch_moe_mps.serving.prefix_cache.memory import Images, Kept, Prompts
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from support import serving
 from support.serving import said
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from torch_moe_mps.serving.logprobs import text_of
+from torch_moe_mps.serving.http.logprobs import text_of
 
 MOST = "'top_logprobs' must be an integer from 0 to 20"
 SKY = {"type": "json_schema", "json_schema": {"name": "sky", "schema": {"enum": ["blue", "grey"]}}}
@@ -168,7 +168,7 @@ def test_tokens_that_are_parts_of_characters():
 
 
 def test_what_cannot_be_is_a_number(printable):
-    from torch_moe_mps.serving.logprobs import Logprobs
+    from torch_moe_mps.serving.http.logprobs import Logprobs
 
     kept = Logprobs(transformers.AutoTokenizer.from_pretrained(printable), 2)
     scores = torch.tensor([[0.0, -math.inf, -math.inf]])

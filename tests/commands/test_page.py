@@ -19,7 +19,7 @@ import pytest
 from support import scripted, serving
 from support.serving import said
 
-from torch_moe_mps.serving import app
+from torch_moe_mps.serving.http import app
 
 ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

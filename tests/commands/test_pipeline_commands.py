@@ -55,7 +55,7 @@ def test_commands(checkpoint, capsys):
 
 
 def test_prompts_are_kept_in_every_process(checkpoint):
-    """And tokens guessed: the answers are those of one process, which keeps and guesses nothing."""
+    """And tokens drafted: the answers are those of one process, which keeps and drafts nothing."""
     first, second = launch("conversations", checkpoint)
     model = load(parser().parse_args(["serve", checkpoint]), checkpoint, "cpu")
     for turn, answer in enumerate(first["answers"][:-1]):  # the last is sampled
@@ -64,14 +64,15 @@ def test_prompts_are_kept_in_every_process(checkpoint):
         assert answer == model.generate(ids, **given).tolist()
     assert first["computed"] == second["computed"]
     assert first["computed"][:4] == [16, 16, 13, 1]
-    assert max(first["computed"][3:]) < 16  # what two prompts share is computed once: 7 tokens and 8 guesses
+    assert max(first["computed"][3:]) < 16  # what two prompts share is computed once: 7 tokens and 8 drafts
     assert first["kept"] == second["kept"][-1:]  # the first process decides, before the next request
 
 
 def test_a_draft_in_a_pipeline_is_refused(checkpoint, refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    error = refused("serve", checkpoint, "--guesses", checkpoint, "--device", "cpu")
+    error = refused("serve", checkpoint, "--speculative", checkpoint, "--device", "cpu")
     assert (
-        "--guesses MODEL is for one process, as the processes of a pipeline would guess differently" in error
+        "--speculative MODEL is for one process, as the processes of a pipeline would draft differently"
+        in error
     )

@@ -31,11 +31,11 @@ from torch_moe_mps.commands import early, main, serve
 from torch_moe_mps.commands import serving as serving_of_commands
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.sources import load
-from torch_moe_mps.serving import disk
-from torch_moe_mps.serving.generating import Generating
-from torch_moe_mps.serving.guesses.width import Width
-from torch_moe_mps.serving.prompts import Prompts
-from torch_moe_mps.serving.speculation import Speculation
+from torch_moe_mps.serving.engine.generating import Generating
+from torch_moe_mps.serving.engine.speculation import Speculation
+from torch_moe_mps.serving.prefix_cache import disk
+from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.speculative.width import Width
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.upstream.calls import cache_among
 
@@ -216,7 +216,7 @@ def test_the_memory_of_kept_prompts_is_bounded(checkpoint, computed):
 @pytest.mark.parametrize("way", ["interrupt", "end"])
 def test_a_long_prompt_ends_with_its_piece(way, checkpoint, monkeypatch, computed):
     """What was computed of it is kept."""
-    monkeypatch.setattr("torch_moe_mps.serving.prompt_reader.AT_ONCE", 16)
+    monkeypatch.setattr("torch_moe_mps.serving.engine.prefill.AT_ONCE", 16)
     generating = Generating(load(options("chat", checkpoint), str(checkpoint), "cpu"), Prompts(1 << 30))
     ids = torch.arange(100)[None] % 26
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3}
@@ -264,9 +264,9 @@ def test_conversations_side_by_side(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["draft", "lookup"])
-def test_guessed_tokens_change_nothing(way, checkpoint):
+def test_draft_tokens_change_nothing(way, checkpoint):
     """Streamed and not; the second request begins in what was kept."""
-    arguments = ["--guesses", checkpoint if way == "draft" else "lookup"]
+    arguments = ["--speculative", checkpoint if way == "draft" else "lookup"]
     with client_of(checkpoint, *arguments) as client:
         asked = {"model": str(checkpoint), "messages": said("abcabcabc"), "temperature": 0, "max_tokens": 30}
         text = expected_text(checkpoint, "abcabcabc", 30)
@@ -278,10 +278,10 @@ def test_guessed_tokens_change_nothing(way, checkpoint):
 
 
 @pytest.mark.slow("three answers of a server")
-def test_a_prediction_is_guessed_and_counted(checkpoint, monkeypatch):
+def test_a_prediction_is_drafted_and_counted(checkpoint, monkeypatch):
     """In the usage, and in what is measured; the answer is the same whatever is predicted."""
-    monkeypatch.setattr("torch_moe_mps.serving.guesses.asked.Width", lambda width: Width(4))
-    with client_of(checkpoint, "--guesses", "lookup") as client:
+    monkeypatch.setattr("torch_moe_mps.serving.speculative.asked.Width", lambda width: Width(4))
+    with client_of(checkpoint, "--speculative", "lookup") as client:
         asked = {"model": "m", "messages": said("thequick"), "temperature": 0, "max_tokens": 12}
         text = expected_text(checkpoint, "thequick", 12)
         shares = []
@@ -300,21 +300,21 @@ def test_a_prediction_is_guessed_and_counted(checkpoint, monkeypatch):
         assert sum(getattr(shares[-1], name) for name in names) > 0
         with urllib.request.urlopen(f"{str(client.base_url).removesuffix('/v1/')}/metrics") as shown:
             counted = sum(share.accepted_prediction_tokens for share in shares)
-            assert f"moe_mps_accepted_guesses_total {counted}\n" in shown.read().decode()
+            assert f"moe_mps_accepted_draft_tokens_total {counted}\n" in shown.read().decode()
         for wrong in ("a text", {"type": "content"}, {"type": "content", "content": [{"type": "image"}]}):
             with pytest.raises(openai.BadRequestError, match="'prediction' must be an object of type"):
                 client.chat.completions.create(**asked, extra_body={"prediction": wrong})
 
 
 @pytest.mark.slow("four answers of three servers")
-def test_a_checkpoints_own_layers_guess(tmp_path, monkeypatch, capsys):
+def test_a_checkpoints_own_layers_draft(tmp_path, monkeypatch, capsys):
     """By default, of a model in 4 bits, too; a server starts without them where they cannot be read."""
-    monkeypatch.setattr("torch_moe_mps.serving.guesses.asked.Width", lambda width: Width(2))
+    monkeypatch.setattr("torch_moe_mps.serving.speculative.asked.Width", lambda width: Width(2))
     asked = {"model": "m", "messages": said("thequick"), "temperature": 0, "max_tokens": 12}
     with with_mtp("deepseek_v3", tmp_path, vocab_size=27):
         letters().save_pretrained(tmp_path)
         four_bits = (tmp_path, "--bits", 4, "--group-size", 32)
-        with client_of(*four_bits, "--guesses", "none") as client:
+        with client_of(*four_bits, "--speculative", "none") as client:
             plain = client.chat.completions.create(**asked)
         with client_of(*four_bits) as client:
             for _ in range(2):  # the second goes on from what is kept
@@ -323,11 +323,11 @@ def test_a_checkpoints_own_layers_guess(tmp_path, monkeypatch, capsys):
                 counts = answer.usage.completion_tokens_details
                 assert counts.accepted_prediction_tokens + counts.rejected_prediction_tokens > 6
         capsys.readouterr()
-        monkeypatch.setattr("torch_moe_mps.serving.guesses.asked.Mtp", lambda *given: 1 / 0)
+        monkeypatch.setattr("torch_moe_mps.serving.speculative.asked.Mtp", lambda *given: 1 / 0)
         with client_of(*four_bits) as client:
             answer = client.chat.completions.create(**asked)
             assert answer.choices[0].message.content == plain.choices[0].message.content
-        line = "the checkpoint's layers that guess are not used: division by zero"
+        line = "the checkpoint's MTP layers are not used: division by zero"
         assert capsys.readouterr().err.count(line) == 1
 
 
@@ -530,9 +530,9 @@ def test_loading_is_said(checkpoint, capsys):
     [
         ([], 1, 8, ""),
         (["--parallel", "3"], 1, 3, ""),
-        (["--guesses", "small"], 1, 8, ""),
+        (["--speculative", "small"], 1, 8, ""),
         ([], 2, 1, "a pipeline of processes: conversations are answered one after the other\n"),
-        (["--parallel", "1", "--guesses", "lookup"], 1, 1, ""),
+        (["--parallel", "1", "--speculative", "lookup"], 1, 1, ""),
         (["--parallel", "2"], 2, "--parallel must be 1 with a pipeline of processes, got 2", ""),
     ],
 )
@@ -558,7 +558,7 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
         with pytest.raises(SystemExit, match="2"):
             main(["serve", str(checkpoint), option, "8"])
         error = capsys.readouterr().err
-        assert f"{option} has gone: --guesses " in error and error.count("\n") == 1
+        assert f"{option} has gone: --speculative " in error and error.count("\n") == 1
     assert "--media-folder must be a folder" in refused("serve", checkpoint, "--media-folder", "nowhere")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -615,7 +615,7 @@ def test_tools_that_the_template_does_not_show_are_said(checkpoint, tmp_path, ca
         used = []
         for more, said_now in (({}, 0), ({"tools": tools}, 1), ({"tools": tools}, 1)):
             caplog.clear()
-            with caplog.at_level(logging.INFO, "torch_moe_mps.serving.served"):
+            with caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.served"):
                 answer = client.chat.completions.create(model="m", messages=said("a"), max_tokens=1, **more)
             lines = [record.getMessage() for record in caplog.records]
             assert lines == ["tools are left out, 3 of them: prompts of this model show none"] * said_now
@@ -632,7 +632,10 @@ def test_tools_that_the_template_does_not_show_are_said(checkpoint, tmp_path, ca
     (shown / "chat_template.jinja").write_text(
         "{{ tools[0].function.name if tools }}{{ messages[0].content }}"
     )
-    with serving.client_of(shown) as client, caplog.at_level(logging.INFO, "torch_moe_mps.serving.served"):
+    with (
+        serving.client_of(shown) as client,
+        caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.served"),
+    ):
         caplog.clear()
         answer = client.chat.completions.create(model="m", messages=said("a"), max_tokens=1, tools=tools)
         assert answer.usage.prompt_tokens == 5 and caplog.records == []

@@ -10,8 +10,8 @@ from support import serving
 from support.serving import said
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_moe_mps.serving import structured
-from torch_moe_mps.serving.limited import Limited
+from torch_moe_mps.serving.http import structured
+from torch_moe_mps.serving.http.limited import Limited
 
 SCHEMA = {
     "type": "object",

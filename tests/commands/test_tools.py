@@ -12,9 +12,9 @@ from support.sweep import in_sweep
 from transformers.cli.serving import utils
 from transformers.utils.chat_parsing import parse_response
 
-from torch_moe_mps.serving import forms, tools
-from torch_moe_mps.serving.answer import Answer, Decoder
-from torch_moe_mps.serving.request import Forced, Refused, Tool
+from torch_moe_mps.serving.http.answer import Answer, Decoder
+from torch_moe_mps.serving.http.protocols import forms, tools
+from torch_moe_mps.serving.http.request import Forced, Refused, Tool
 from torch_moe_mps.transformers.families.gpt_oss import answers
 
 SKY = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}, "required": ["sky"]}

@@ -16,10 +16,10 @@ from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionBlock
 
 import torch_moe_mps
-from torch_moe_mps.serving import batch as batches
-from torch_moe_mps.serving.batch import Batch
-from torch_moe_mps.serving.between import Between
-from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.serving.engine import batch as batches
+from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.between import Between
+from torch_moe_mps.serving.prefix_cache.memory import Prompts
 
 
 def llava():

@@ -12,13 +12,13 @@ from support.models import eager
 from transformers import GenerationConfig
 
 import torch_moe_mps
-from torch_moe_mps.serving import disk as disk_module
-from torch_moe_mps.serving.batch import Batch
-from torch_moe_mps.serving.disk import Disk
-from torch_moe_mps.serving.engine import Engine
-from torch_moe_mps.serving.generating import Generating
-from torch_moe_mps.serving.job import Job
-from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.engine import Engine
+from torch_moe_mps.serving.engine.generating import Generating
+from torch_moe_mps.serving.engine.job import Job
+from torch_moe_mps.serving.prefix_cache import disk as disk_module
+from torch_moe_mps.serving.prefix_cache.disk import Disk
+from torch_moe_mps.serving.prefix_cache.memory import Prompts
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
 MEMORY = 1 << 30

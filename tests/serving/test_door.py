@@ -23,14 +23,15 @@ from support import scripted
 from support.jobs import Asked, ids_of, model_of, run
 
 from torch_moe_mps._text import shown
-from torch_moe_mps.serving import app, json_text, limited, media, served, structured
-from torch_moe_mps.serving.batch import Batch
-from torch_moe_mps.serving.device import Died
-from torch_moe_mps.serving.json_text import read_json
-from torch_moe_mps.serving.limited import Limited, TooLong, Turns
-from torch_moe_mps.serving.request import Refused
-from torch_moe_mps.serving.served import Served
-from torch_moe_mps.serving.structured import Masked
+from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.device import Died
+from torch_moe_mps.serving.http import app, json_text, limited, served, structured
+from torch_moe_mps.serving.http.json_text import read_json
+from torch_moe_mps.serving.http.limited import Limited, TooLong, Turns
+from torch_moe_mps.serving.http.request import Refused
+from torch_moe_mps.serving.http.served import Served
+from torch_moe_mps.serving.http.structured import Masked
+from torch_moe_mps.serving.media import loading as media
 from torch_moe_mps.transformers.upstream.chat import variables_of
 
 ASKED = {
@@ -452,8 +453,8 @@ def test_what_is_too_long_is_refused_before_it_is_read_whole(here, monkeypatch):
         assert shown(value) == (repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}...")
     status, answer = ask(here, "/v1/completions", {"prompt": [10**9] * 5000})
     assert status == 400 and "maximum context length is 4096 tokens" in answer["error"]["message"]
-    monkeypatch.setattr("torch_moe_mps.serving.served._MOST_CHARACTERS", 50)
-    monkeypatch.setattr("torch_moe_mps.serving.served._MOST_MESSAGES", 3)
+    monkeypatch.setattr("torch_moe_mps.serving.http.served._MOST_CHARACTERS", 50)
+    monkeypatch.setattr("torch_moe_mps.serving.http.served._MOST_MESSAGES", 3)
     for path in ASKED | {"/tokenize": None}:
         body = {"content": "a" * 51} if path == "/tokenize" else ASKED[path]
         status, answer = ask(here, path, json.loads(json.dumps(body).replace("a~", "a" * 51)))

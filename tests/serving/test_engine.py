@@ -14,11 +14,11 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessor
 
 import torch_moe_mps
-from torch_moe_mps.serving import batch as batch_module
-from torch_moe_mps.serving.batch import Batch
-from torch_moe_mps.serving.engine import Engine
-from torch_moe_mps.serving.guesses.asked import guessing_of
-from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.serving.engine import batch as batch_module
+from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.engine import Engine
+from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers import key_order
 from torch_moe_mps.transformers.caches import growing
 from torch_moe_mps.transformers.caches.rows import capacity
@@ -169,17 +169,17 @@ def test_a_prompt_that_is_read_lies_beside_the_rows():
 def test_the_cache_of_a_draft_is_planned():
     """Two answers that fit alone do not where a draft of the model's sizes has as much for each."""
     model, most = model_of("llama"), {}
-    for guesses in (None, model):
+    for speculative in (None, model):
         prompts = Prompts(0)
-        batch = Batch(model, prompts, 8, MEMORY, guesses=guessing_of(model, guesses, prompts, "a", 3))
+        batch = Batch(model, prompts, 8, MEMORY, speculative=drafting_of(model, speculative, prompts, "a", 3))
         run(batch, Asked(ids_of(1, 60), 12))
         batch.memory = int(1.2 * batch._bytes * (capacity(2, 72) + 72))
         jobs = [Asked(ids_of(n, 60), 12) for n in range(2, 5)]
-        most[guesses] = 0
+        most[speculative] = 0
         batch.waiting.extend(each.job for each in jobs)
         while batch.has_work:
             batch.step()
-            most[guesses] = max(most[guesses], len(batch.answers))
+            most[speculative] = max(most[speculative], len(batch.answers))
         for each in jobs:
             assert each.tokens == each.expected(model)
     assert [*most.values()] == [2, 1]
@@ -397,12 +397,12 @@ def test_half_of_the_rows_are_left_by_many_answers_to_several_requests():
 
 
 def test_what_is_tried_for_two_answers_is_tried_before_the_first(monkeypatch):
-    """On the thread that makes the engine, and only where two have guesses."""
+    """On the thread that makes the engine, and only where two have drafts."""
     model, threads = model_of(), []
     monkeypatch.setattr(key_order, "_reasons", {})
     monkeypatch.setattr(key_order, "_tried", lambda model: threads.append(threading.current_thread().name))
-    for guesses, most, tried in ((None, 4, 0), ("lookup", 1, 0), ("lookup", 4, 1)):
-        engine = Engine(model, None, most, guesses=guessing_of(model, guesses, None, "a"))
+    for speculative, most, tried in ((None, 4, 0), ("lookup", 1, 0), ("lookup", 4, 1)):
+        engine = Engine(model, None, most, speculative=drafting_of(model, speculative, None, "a"))
         jobs = [Asked(ids_of(n, 5), 9) for n in range(3)]
         for each in jobs:
             engine.submit(each.job)

@@ -10,9 +10,9 @@ from support.jobs import Asked, ids_of, model_of
 from support.sweep import in_sweep
 from transformers import LogitsProcessor
 
-from torch_moe_mps.serving.batch import Batch
-from torch_moe_mps.serving.engine import Engine
-from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.engine import Engine
+from torch_moe_mps.serving.prefix_cache.memory import Prompts
 
 OFTEN = ("gpt_oss", "qwen3_next")  # windows with sinks beside caches that grow; recurrent states
 # Answers of images or of no text, and models that generate by a code of their own.

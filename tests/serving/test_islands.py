@@ -10,12 +10,12 @@ from support.sweep import covering
 from transformers import LogitsProcessor
 from transformers.generation import TopKLogitsWarper
 
-from torch_moe_mps.serving import batch as batch_module
-from torch_moe_mps.serving.batch import Batch
-from torch_moe_mps.serving.engine import Engine
-from torch_moe_mps.serving.generating import Generating
-from torch_moe_mps.serving.one_by_one import OneByOne
-from torch_moe_mps.serving.prompts import Images, Prompts
+from torch_moe_mps.serving.engine import batch as batch_module
+from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.engine import Engine
+from torch_moe_mps.serving.engine.generating import Generating
+from torch_moe_mps.serving.engine.one_by_one import OneByOne
+from torch_moe_mps.serving.prefix_cache.memory import Images, Prompts
 from torch_moe_mps.transformers.caches import growing, rows
 
 MEMORY = 1 << 30

@@ -5,8 +5,8 @@ import torch
 from support.jobs import Asked, ids_of, model_of, run
 from support.sweep import in_sweep
 
-from torch_moe_mps.serving.batch import Batch
-from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.prefix_cache.memory import Prompts
 
 # Rows, and caches whose answers are generated alone.
 ALONE = ["glm5_next", "qwen4_exp", "minimax_m3_vl"]

@@ -17,13 +17,13 @@ import torch_moe_mps
 from torch_moe_mps.commands import serving
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.bench import Bench
-from torch_moe_mps.serving.defaults import choice
-from torch_moe_mps.serving.engine import Engine
-from torch_moe_mps.serving.generating import Generating
-from torch_moe_mps.serving.job import Job
-from torch_moe_mps.serving.prompts import Prompts
-from torch_moe_mps.serving.request import Chat, Request
-from torch_moe_mps.serving.speculation import Speculation
+from torch_moe_mps.serving.engine.defaults import choice
+from torch_moe_mps.serving.engine.engine import Engine
+from torch_moe_mps.serving.engine.generating import Generating
+from torch_moe_mps.serving.engine.job import Job
+from torch_moe_mps.serving.engine.speculation import Speculation
+from torch_moe_mps.serving.http.request import Chat, Request
+from torch_moe_mps.serving.prefix_cache.memory import Prompts
 from torch_moe_mps.training.examples import Example
 from torch_moe_mps.training.memory import Ranks
 from torch_moe_mps.training.steps import Plan, Training, with_new_adapter

@@ -16,15 +16,15 @@ from transformers import DynamicCache, GenerationConfig
 
 import torch_moe_mps
 from torch_moe_mps.macs import machine_memory
-from torch_moe_mps.serving import disk as disk_module
-from torch_moe_mps.serving import prompts as prompts_module
-from torch_moe_mps.serving.disk import Disk
-from torch_moe_mps.serving.engine import Engine
-from torch_moe_mps.serving.generating import Generating
-from torch_moe_mps.serving.job import Job
-from torch_moe_mps.serving.memory import Level, Memory
-from torch_moe_mps.serving.one_by_one import OneByOne
-from torch_moe_mps.serving.prompts import Kept, Prompts, prompt_bytes
+from torch_moe_mps.serving.engine.engine import Engine
+from torch_moe_mps.serving.engine.generating import Generating
+from torch_moe_mps.serving.engine.job import Job
+from torch_moe_mps.serving.engine.memory import Level, Memory
+from torch_moe_mps.serving.engine.one_by_one import OneByOne
+from torch_moe_mps.serving.prefix_cache import disk as disk_module
+from torch_moe_mps.serving.prefix_cache import memory as prompts_module
+from torch_moe_mps.serving.prefix_cache.disk import Disk
+from torch_moe_mps.serving.prefix_cache.memory import Kept, Prompts, prompt_bytes
 
 IDS = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(0))
 
@@ -41,7 +41,7 @@ class Pressure:
 
 @pytest.fixture(autouse=True)
 def asks_at_once(monkeypatch):
-    monkeypatch.setattr("torch_moe_mps.serving.memory._EVERY", 0.0)
+    monkeypatch.setattr("torch_moe_mps.serving.engine.memory._EVERY", 0.0)
     monkeypatch.setattr(disk_module, "BLOCK", 16)
     monkeypatch.setattr(prompts_module, "_BETWEEN_LOOKS", 0.01)
 
@@ -236,7 +236,7 @@ def test_a_context_is_no_longer_than_memory(monkeypatch, tmp_path, capsys):
     token = model.config.num_hidden_layers * 2 * model.config.num_key_value_heads * 32 * 4  # bytes
     memory = Memory(model)
     room = memory.weights + memory.step + (256 + 150) * token  # a cache has room for more
-    monkeypatch.setattr("torch_moe_mps.serving.memory._OF_THE_MACHINE", room / machine_memory())
+    monkeypatch.setattr("torch_moe_mps.serving.engine.memory._OF_THE_MACHINE", room / machine_memory())
     with serving.client_of(checkpoint, *serving.QUANTISED) as client:
         (entry,) = client.models.list().data
         most = entry.context_length

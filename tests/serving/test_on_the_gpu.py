@@ -5,17 +5,17 @@ import copy
 import pytest
 import torch
 from support import tiny_models
-from support.guesses import Partly
 from support.models import eager
+from support.speculative import Partly
 from support.sweep import in_sweep
 from support.waits import Waits
 from transformers import GenerationConfig
 
 import torch_moe_mps
-from torch_moe_mps.serving.batch import Batch
-from torch_moe_mps.serving.guesses.asked import guessing_of
-from torch_moe_mps.serving.job import Job
-from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.job import Job
+from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
@@ -122,7 +122,7 @@ def test_no_token_of_several_waits(simulated):
 @pytest.mark.parametrize(
     "architecture", in_sweep([*PROMPTS, *OF_OTHER_STATES], ["qwen3_moe", "granitemoehybrid"])
 )
-def test_guesses_are_verified_by_few_programs(architecture, simulated):
+def test_drafts_are_verified_by_few_programs(architecture, simulated):
     """Tokens are the model's own, of two conversations that go on by their own numbers of them.
 
     Steps of any number of tokens are one program for one row, one for two, and one from where their first
@@ -133,10 +133,10 @@ def test_guesses_are_verified_by_few_programs(architecture, simulated):
     answers = [expected(plain, job) for job in jobs]
     source = Partly([job.inputs["input_ids"][0] for job in jobs], answers, 0.8)
     prompts = Prompts(1 << 30)
-    batch = Batch(model, prompts, 2, guesses=guessing_of(model, source, prompts, "a", 3))
+    batch = Batch(model, prompts, 2, speculative=drafting_of(model, source, prompts, "a", 3))
     batch.waiting.extend(jobs)
     while batch.has_work:
         batch.step()
     assert [job.tokens for job in jobs] == answers
-    assert batch.guesses.accepted > 8 and batch.guesses.rejected > 2
+    assert batch.speculative.accepted > 8 and batch.speculative.rejected > 2
     assert 1 <= len(captures_of(model).programs) <= 3, str(captures_of(model))

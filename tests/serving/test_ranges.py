@@ -5,7 +5,7 @@ import math
 import pytest
 from transformers import GenerationConfig
 
-from torch_moe_mps.serving.ranges import check_seed, check_settings
+from torch_moe_mps.serving.engine.ranges import check_seed, check_settings
 
 OWN = GenerationConfig(eos_token_id=[700, 5])
 WRONG = [

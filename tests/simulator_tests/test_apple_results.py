@@ -338,8 +338,8 @@ def test_an_adapter_of_a_token_reads_the_columns_of_its_experts(simulated):
         assert measured.counts.distinct_bytes == pytest.approx(expected, rel=0.05)
 
 
-def test_guessed_tokens_by_hand():
-    """Three guesses with the token before them; experts by draws of four tokens that choose 8 of 128."""
+def test_draft_tokens_by_hand():
+    """Three drafts with the token before them; experts by draws of four tokens that choose 8 of 128."""
     gpu, (token, dense, _) = apple.GPUS["M4 Max"], of_tokens.TOKENS
     generator = torch.Generator().manual_seed(0)
     drawn = torch.rand(2000, 4, 128, generator=generator).topk(8).indices.flatten(1)
@@ -348,10 +348,10 @@ def test_guessed_tokens_by_hand():
     assert few.experts == pytest.approx(token.experts * chosen / 8, rel=0.01)
     assert few.nbytes - few.experts == pytest.approx(token.nbytes - token.experts)
     assert (few.launches, dense.verifying(4).nbytes) == (485, dense.nbytes)
-    repeats = of_tokens.GUESSED[0]  # three steps without guesses, and five of four tokens
+    repeats = of_tokens.DRAFTED[0]  # three steps without drafts, and five of four tokens
     one, four = 1e3 * token.bytes_ms(gpu) + 293 * 3, 1e3 * few.bytes_ms(gpu) + 485 * 3
     assert repeats.gain(token, gpu, 3) == pytest.approx(21 * one / (3 * one + 5 * four))
-    likely, states = of_tokens.GUESSED[-1], of_tokens.OF_STATES
+    likely, states = of_tokens.DRAFTED[-1], of_tokens.OF_STATES
     rate = 546e9 * 0.86
     one = 329 * 3e-6 + (1.97e9 + 0.151e9) / rate
     four = 881 * 3e-6 + (1.97e9 + 0.151e9 + 0.85e9 * (512 * (1 - (502 / 512) ** 4) / 10 - 1)) / rate

@@ -7,8 +7,8 @@ import torch
 from transformers import GenerationConfig
 
 import torch_moe_mps
-from torch_moe_mps.serving.batch import Batch
-from torch_moe_mps.serving.job import Job
+from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.job import Job
 
 from . import tiny_models
 from .models import eager

@@ -22,7 +22,7 @@ IMPORTED = (
     "torch_moe_mps.commands.convert",
     "torch_moe_mps.commands.perplexity",
     "torch_moe_mps.commands.serve",
-    "torch_moe_mps.serving.app",
+    "torch_moe_mps.serving.http.app",
     "torch_moe_mps.transformers",
     "support.pipeline",
     "support.recipes",

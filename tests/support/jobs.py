@@ -9,8 +9,8 @@ from transformers import GenerationConfig
 import torch_moe_mps
 from support import tiny_models
 from support.models import eager
-from torch_moe_mps.serving.batch import Batch
-from torch_moe_mps.serving.job import Job
+from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.job import Job
 
 
 @functools.cache

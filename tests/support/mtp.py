@@ -1,4 +1,4 @@
-"""Checkpoints with layers that guess further tokens, named as their makers name them."""
+"""Checkpoints with MTP layers further tokens, named as their makers name them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ _NAMES_OF_QWEN = {
 
 @contextmanager
 def with_mtp(architecture: str, folder: Path, layers: int = 1, **more) -> Iterator[type]:
-    """Writes a model of two layers, of these sizes, and layers that guess behind them.
+    """Writes a model of two layers, of these sizes, and MTP layers behind them.
 
     Yields: the class of the model; within the block transformers knows where these layers are, as it does in
     the models that their makers published.
@@ -68,17 +68,17 @@ def _of_qwen(name: str) -> str:
 
 
 @torch.no_grad()
-def guessed(model, layers, tokens: list[int], count: int) -> list[int]:
-    """What layers of transformers guess behind some tokens, each from its first place on, without a cache.
+def drafted(model, layers, tokens: list[int], count: int) -> list[int]:
+    """What layers of transformers draft behind some tokens, each from its first place on, without a cache.
 
-    Behind their own guesses, the last one goes on from its states.
+    Behind their own drafts, the last one goes on from its states.
     """
     ids = torch.tensor([tokens])
     states = model(ids[:, :-1], use_cache=False, output_hidden_states=True).hidden_states[-1]
     inputs, found = states, []
     for number in range(count):
         layer = min(number, len(layers.layers) - 1)
-        # Behind the last layer: each place that it has read, and its own guesses.
+        # Behind the last layer: each place that it has read, and its own drafts.
         inputs = torch.cat((inputs, states[:, -1:]), 1) if number > layer else states
         taken = torch.tensor([[*tokens, *found][layer + 1 :]])
         places = torch.arange(layer + 1, layer + 1 + taken.shape[1])[None]

@@ -281,16 +281,16 @@ def commands(lines: list[list[str]], said: list[str]) -> list[str]:
 
 
 def conversations(folder: str) -> dict[str, Any]:
-    """Two that begin alike, by turns, as `serve --guesses lookup` answers them, with memory for one prompt.
+    """Two with a common prefix, in turn, as `serve --speculative lookup` answers, and memory for one prompt.
 
     Returns: the answers that the first process gives; what each call computes; what is kept in the end.
     """
     from torch_moe_mps.commands import serving
     from torch_moe_mps.commands.arguments import parser
-    from torch_moe_mps.serving import prompt_reader
+    from torch_moe_mps.serving.engine import prefill as prompt_reader
 
     prompt_reader.AT_ONCE = 16
-    given = ["serve", folder, "--device", "cpu", "--guesses", "lookup", "--prompt-memory", "0"]
+    given = ["serve", folder, "--device", "cpu", "--speculative", "lookup", "--prompt-memory", "0"]
     model = serving._stage(parser().parse_args(given), folder, "cpu")
     counts: list[int] = []
     model.get_decoder().register_forward_pre_hook(

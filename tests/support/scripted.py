@@ -15,10 +15,10 @@ import uvicorn
 from tokenizers import decoders
 
 from support.checkpoints import tokenizer_of
-from torch_moe_mps.serving.app import Access, Server
-from torch_moe_mps.serving.job import Job
-from torch_moe_mps.serving.media import Media
-from torch_moe_mps.serving.served import Served
+from torch_moe_mps.serving.engine.job import Job
+from torch_moe_mps.serving.http.app import Access, Server
+from torch_moe_mps.serving.http.served import Served
+from torch_moe_mps.serving.media.loading import Media
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 # ChatML's messages; a system message elsewhere than in front is refused, as by Qwen 3.5's template.
@@ -61,7 +61,7 @@ class Scripted:
         self.wait: Callable[[Job], None] = lambda job: None
         self.jobs: list[Job] = []
         self.prompts: list[str] = []
-        self.guessed_tokens = 0, 0
+        self.draft_tokens = 0, 0
         self.active = self.waiting = self.read_tokens = self.cached_tokens = 0
 
     def submit(self, job: Job) -> None:

@@ -23,7 +23,7 @@ from torch_moe_mps.commands import serving as commands
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.early import check_options
 from torch_moe_mps.commands.serve import media_of, server_of, sockets_of
-from torch_moe_mps.serving import structured
+from torch_moe_mps.serving.http import structured
 
 QUANTISED = ["--bits", 4, "--group-size", 32]  # as `quantised`
 

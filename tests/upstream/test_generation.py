@@ -91,7 +91,7 @@ def test_the_likeliest_token_is_an_argmax(model, monkeypatch):
     assert seen.count({"dim": -1}) >= 3
 
 
-def test_guesses_come_from_one_generator(model, monkeypatch):
+def test_drafts_come_from_one_generator(model, monkeypatch):
     calls = noted(monkeypatch, "_get_candidate_generator")
     model.generate(IDS, do_sample=False, prompt_lookup_num_tokens=2, **HOW)
     ((args, kwargs),) = calls

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..serving.guesses import LOOKUP, MTP
+from ..serving.speculative import LOOKUP, MTP
 
 RECIPES = ("small", "fast", "best")
-NO_GUESSES = "none"
+NO_DRAFTS = "none"
 MIXED = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 _MODES = ("affine", "mxfp4", "mxfp8", "nvfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -266,9 +266,9 @@ _SHARED: dict[str, dict[str, Any]] = {
         "metavar": "GB",
         "help": "how large that folder may be; 0 keeps none (16, or a quarter of what the disk has free)",
     },
-    "--guesses": {
-        "metavar": f"{LOOKUP}|{MTP}|{NO_GUESSES}|MODEL",
-        "help": "tokens that are guessed: from repetitions in the text, by layers of the checkpoint, "
+    "--speculative": {
+        "metavar": f"{LOOKUP}|{MTP}|{NO_DRAFTS}|MODEL",
+        "help": "tokens that are drafted: from repetitions in the text, by layers of the checkpoint, "
         "none, or those of a small model or an assistant ({})",
     },
     "--draft": {"action": _Gone, "help": argparse.SUPPRESS},
@@ -278,11 +278,11 @@ _FROM_THE_HUB = ("--revision", "--trust-remote-code")
 _HOW_TO_RUN = ("--bits", "--group-size", "--kv-bits", "--device", "--dtype", *_FROM_THE_HUB)
 _MODEL_TO_RUN = ("model", *_HOW_TO_RUN, "--shares")
 _KEPT = ("--prompt-memory", "--prompt-folder", "--prompt-disk")
-_GUESSES = ("--guesses", "--draft", "--prompt-lookup")
+_DRAFTS = ("--speculative", "--draft", "--prompt-lookup")
 _GONE = {
     "--continuous-batching": "--parallel N answers N conversations together",
-    "--draft": "--guesses MODEL has a small model guess tokens",
-    "--prompt-lookup": "--guesses lookup guesses tokens from repetitions",
+    "--draft": "--speculative MODEL has a small model draft tokens",
+    "--prompt-lookup": "--speculative lookup drafts tokens from repetitions",
 }
 
 
@@ -456,7 +456,7 @@ def _fit(command: argparse.ArgumentParser) -> None:
       torch-moe-mps fit qwen3-4bit --context 32768 --kv-bits 8
       torch-moe-mps fit deepseek-ai/DeepSeek-V3 --macs 512+256  # each has some of the layers
       torch-moe-mps fit Qwen/Qwen3-30B-A3B --recipe mixed_4_6 --json sizes.json
-      torch-moe-mps fit Qwen/Qwen3-32B --guesses Qwen/Qwen3-0.6B  # a small model beside it
+      torch-moe-mps fit Qwen/Qwen3-32B --speculative Qwen/Qwen3-0.6B  # a small model beside it
     """
     add = command.add_argument
     add(
@@ -476,7 +476,7 @@ def _fit(command: argparse.ArgumentParser) -> None:
     )
     add("--group-size", type=_GROUP_SIZE, help="weights that share a scale: 32, 64 or 128 (64)")
     _add(command, "--kv-bits")
-    _add(command, "--guesses", of="those of chat and serve: lookup, and mtp where the checkpoint has it")
+    _add(command, "--speculative", of="those of chat and serve: lookup, and mtp where the checkpoint has it")
     dense = "of weights that stay dense, and of the KV cache in 16 bits (as in the checkpoint)"
     _add(command, "--dtype", help=dense)
     _add(command, *_FROM_THE_HUB, of="NAME")
@@ -496,7 +496,7 @@ def _bench(command: argparse.ArgumentParser) -> None:
     add("--turn", type=_integer(1), default=64, metavar="N", help="tokens of a second turn (64)")
     add("--depth", type=_numbers, metavar="N,N", help="contexts (0,4096,16384, as far as the model reads)")
     add("--repeats", type=_integer(1), default=5, help="of each test, behind one that warms up (5)")
-    _add(command, *_GUESSES, of=NO_GUESSES)
+    _add(command, *_DRAFTS, of=NO_DRAFTS)
     _add(command, "--json")
     add(
         "--bandwidth",
@@ -517,7 +517,7 @@ def _chat(command: argparse.ArgumentParser) -> None:
       torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --max-tokens 1000 --set temperature=0.6
       torch-moe-mps chat qwen3-4bit --kv-bits 8                           # long chats in half of the memory
       torch-moe-mps chat qwen3-4bit --system-prompt "$(cat manual.txt)" --prompt-cache manual.safetensors
-      torch-moe-mps chat qwen3-32b-4bit --guesses qwen3-0.6b              # which are verified together
+      torch-moe-mps chat qwen3-32b-4bit --speculative qwen3-0.6b              # which are verified together
     """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN, "--adapter", "--max-tokens", "--set", "--system-prompt")
@@ -525,7 +525,7 @@ def _chat(command: argparse.ArgumentParser) -> None:
     kept = "keep the computed chat there, for the next one that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
     _add(command, "--prompt-memory")
-    _add(command, *_GUESSES, of="lookup, and mtp where the checkpoint has it")
+    _add(command, *_DRAFTS, of="lookup, and mtp where the checkpoint has it")
     command.set_defaults(parallel=1)
 
 
@@ -538,7 +538,7 @@ def _generate(command: argparse.ArgumentParser) -> None:
     examples:
       torch-moe-mps generate qwen3-4bit -p "Why is the sky blue?"
       torch-moe-mps generate qwen3-4bit --system-prompt "Summarise:" < report.txt > summary.txt
-      torch-moe-mps generate qwen3-4bit --raw -p "def quicksort(" --set temperature=0.2 --guesses lookup
+      torch-moe-mps generate qwen3-4bit --raw -p "def quicksort(" --set temperature=0.2 --speculative lookup
       torch-moe-mps generate qwen3-4bit --prompts questions.txt --batch 16 > answers.jsonl
       torch-moe-mps generate qwen3-vl-4bit --image cat.png -p "What is this?"
     """
@@ -556,7 +556,7 @@ def _generate(command: argparse.ArgumentParser) -> None:
     kept = "keep the computed prompt there, for the next call that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
     _add(command, "--adapter", *_HOW_TO_RUN)
-    _add(command, *_GUESSES, of=NO_GUESSES)
+    _add(command, *_DRAFTS, of=NO_DRAFTS)
     command.set_defaults(shares=None)  # it is for one process
 
 
@@ -570,13 +570,13 @@ def _serve(command: argparse.ArgumentParser) -> None:
 
     examples:
       torch-moe-mps serve qwen3-4bit --prompt-folder prompts --prompt-disk 50
-      torch-moe-mps serve qwen3-4bit --guesses qwen3-0.6b                 # a small model guesses tokens
+      torch-moe-mps serve qwen3-4bit --speculative qwen3-0.6b                 # a small model drafts tokens
       torch-moe-mps serve Qwen/Qwen3-30B-A3B --bits 4 --port 8080
       torch-moe-mps serve qwen3-4bit --host 0.0.0.0 --api-key "$(cat key)"
     """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN, "--adapter", *_KEPT)
-    _add(command, *_GUESSES, of="lookup, and mtp where the checkpoint has it")
+    _add(command, *_DRAFTS, of="lookup, and mtp where the checkpoint has it")
     together = "conversations answered together, at most (8 where memory takes them); 1 as generate() does"
     add("--parallel", type=_integer(1), metavar="N", help=together)
     add("--host", default="localhost", help="address to listen on (localhost)")

@@ -26,25 +26,25 @@ from .._faults import synchronize
 from ..macs import this_mac
 from ..pipeline.torchrun import is_first_process, processes, sum_of_processes
 from ..selfcheck import tensor_units
-from ..serving.batch import Batch
-from ..serving.defaults import settings_of_draw
-from ..serving.generating import Generating
-from ..serving.guesses.guessing import Guessing
-from ..serving.job import Job
-from ..serving.prompts import Prompts
-from ..serving.speculation import Speculation
-from ..serving.stand_in import call_generate
+from ..serving.engine.batch import Batch
+from ..serving.engine.defaults import settings_of_draw
+from ..serving.engine.generating import Generating
+from ..serving.engine.job import Job
+from ..serving.engine.speculation import Speculation
+from ..serving.engine.stand_in import call_generate
+from ..serving.prefix_cache.memory import Prompts
+from ..serving.speculative.drafting import Drafting
 from ..transformers.basics.scoped import Seeded
 from ..transformers.capture.calls import tokens_of
 from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
 from ..transformers.upstream.calls import cache_among, cache_argument
-from .arguments import NO_GUESSES
+from .arguments import NO_DRAFTS
 from .caches import KVCache, kv_cache
-from .guesses import guesses_of, speculation_of
 from .perplexity import text_ids
 from .results import write_json
 from .sources import check_generates, context_of, folder_of, load, loading_options, skeleton_of, usable_device
+from .speculative import drafts_of, speculation_of
 
 _CHUNK = 2048  # tokens of a context that are read at once
 _DEPTHS = (0, 4096, 16384)
@@ -60,9 +60,9 @@ class Timing:
         depth: tokens of context before the test.
         share: the rate of a generation over the bound that the memory's bandwidth sets, if that is known.
         memory: bytes that the device's driver has given to this process afterwards; on a CPU the peak.
-        accepted: the share of guessed tokens that were accepted, with --guesses.
-        by_none, a_step, width: the rate by that of the same answer without guesses, tokens behind the first
-            by steps, and the mean number of guesses of a step, where the engine verifies them.
+        accepted: the share of draft tokens that were accepted, with --speculative.
+        by_none, a_step, width: the rate by that of the same answer without drafts, tokens behind the first
+            by steps, and the mean number of drafts of a step, where the engine verifies them.
         launches, host: for one generated token, how many of this package's kernels and of torch's operators
             run (an operator launches one kernel or more) module by module, and the seconds until the host has
             issued them, as one call where tokens are captured; the GPU may finish later.
@@ -115,13 +115,13 @@ def run(options: argparse.Namespace) -> None:
     if bandwidth is not None:
         cache = kv_cache(skeleton_of(options, source)[1], options.kv_bits)
     bench = Bench(model, options, None if bandwidth is None else bandwidth * 1e9, cache)
-    if options.guesses not in (None, NO_GUESSES):
+    if options.speculative not in (None, NO_DRAFTS):
         if processes() > 1:
             bench.speculation = speculation_of(options, model, source, device)
         else:
-            bench.guesses = guesses_of(options, model, source, device, bench.prompts)
-    # Random tokens repeat nothing, and nobody guesses what follows them.
-    if bench.speculation is not None or bench.guesses is not None:
+            bench.speculative = drafts_of(options, model, source, device, bench.prompts)
+    # Random tokens repeat nothing, and nobody drafts what follows them.
+    if bench.speculation is not None or bench.speculative is not None:
         bench.use_text(text_ids(source, None, options.trust_remote_code)[0])
     size = f"{sum_of_processes(model, total_bytes(model)) / 1e9:.2f} GB"
     if processes() > 1:
@@ -138,12 +138,12 @@ def run(options: argparse.Namespace) -> None:
         bench.captured = tokens_of(model)()
         if bench.captured:
             print(f"\n{bench.captured}")
-        for guesses in filter(None, (bench.speculation, bench.guesses)):
-            print(f"\n{guesses}")
+        for speculative in filter(None, (bench.speculation, bench.speculative)):
+            print(f"\n{speculative}")
         for row in rows:
             if row.by_none is not None:
-                of_step = f"{row.a_step:.2f} tokens and {row.width:.2f} guesses a step"
-                print(f"{row.test}: {row.by_none:.2f} of the speed without guesses, {of_step}")
+                of_step = f"{row.a_step:.2f} tokens and {row.width:.2f} drafts a step"
+                print(f"{row.test}: {row.by_none:.2f} of the speed without drafts, {of_step}")
     finally:  # an interruption keeps what was measured
         if options.json and is_first_process():
             _write(options.json, rows, bench, model=options.model, size=size, device=chip)
@@ -198,7 +198,7 @@ class Bench:
         self.model, self.options, self.bandwidth, self.cache = model, options, bandwidth, cache
         self.device = torch.device(model.device)
         self.speculation: Speculation | None = None
-        self.guesses: Guessing | None = None
+        self.speculative: Drafting | None = None
         self.prompts = Prompts(1 << 62)  # all contexts: each is read once
         self.captured: str | None = None  # how the tokens ran
         self.weights = sum_of_processes(model, bytes_a_token(model))
@@ -228,19 +228,19 @@ class Bench:
                 row = self._generated(" sampled", cache, depth, **settings_of_draw(self.model))
             yield row
             if self.speculation is not None:
-                yield self._guessing(self.speculation, cache, depth, name)
-            if self.guesses is not None:
-                yield self._verifying(self.guesses, depth, name)
+                yield self._drafting(self.speculation, cache, depth, name)
+            if self.speculative is not None:
+                yield self._verifying(self.speculative, depth, name)
             if depth:
                 turn = self.ids[:, depth : depth + options.turn]
                 times = [1e3 * s for s in self._repeated(cache, partial(self._read, turn))]
                 yield self._row(f"ttft{options.turn}{name}", times, "ms", depth)
 
-    def _guessing(self, speculation: Speculation, cache: Any, depth: int, name: str) -> Timing:
+    def _drafting(self, speculation: Speculation, cache: Any, depth: int, name: str) -> Timing:
         """Greedy generation behind a context of text, and a prompt to look things up in."""
         generating, tokens = Generating(self.model, speculation=speculation), self.options.max_tokens
         ids = self.ids[:, : depth + self.options.prompt]
-        before = speculation.guessed, speculation.accepted
+        before = speculation.drafted, speculation.accepted
 
         def generate(cache: Any) -> None:
             generating.generate(
@@ -256,21 +256,21 @@ class Bench:
 
         prompt = statistics.mean(self._repeated(cache, partial(self._read, ids[:, depth:])))
         seconds = [time - prompt for time in self._repeated(cache, generate)]
-        row = self._rate(f"tg{tokens} guessed{name}", tokens, [max(s, 1e-9) for s in seconds], depth)
-        guessed, accepted = speculation.guessed - before[0], speculation.accepted - before[1]
-        row.accepted = accepted / guessed if guessed else None
+        row = self._rate(f"tg{tokens} drafted{name}", tokens, [max(s, 1e-9) for s in seconds], depth)
+        drafted, accepted = speculation.drafted - before[0], speculation.accepted - before[1]
+        row.accepted = accepted / drafted if drafted else None
         return row
 
-    def _verifying(self, guesses: Guessing, depth: int, name: str) -> Timing:
-        """Greedy answers of the engine, without guesses and with as many as pay, in turn."""
+    def _verifying(self, speculative: Drafting, depth: int, name: str) -> Timing:
+        """Greedy answers of the engine, without drafts and with as many as pay, in turn."""
         ids, tokens = self.ids[:, : depth + self.options.prompt].cpu(), self.options.max_tokens
         plain, found = list[_Answered](), list[_Answered]()
-        accepted, rejected = guesses.accepted, guesses.rejected
+        accepted, rejected = speculative.accepted, speculative.rejected
         for _ in range(self.options.repeats + 1):  # the first ones warm up
             plain.append(_Answered(self.model, self.prompts, None, ids, tokens))
-            found.append(_Answered(self.model, self.prompts, guesses, ids, tokens))
-        row = self._rate(f"tg{tokens} guessed{name}", tokens, [each.seconds for each in found[1:]], depth)
-        accepted, rejected = guesses.accepted - accepted, guesses.rejected - rejected
+            found.append(_Answered(self.model, self.prompts, speculative, ids, tokens))
+        row = self._rate(f"tg{tokens} drafted{name}", tokens, [each.seconds for each in found[1:]], depth)
+        accepted, rejected = speculative.accepted - accepted, speculative.rejected - rejected
         steps = sum(each.steps for each in found)
         row.accepted = accepted / (accepted + rejected) if accepted + rejected else None
         row.by_none = sum(each.seconds for each in plain[1:]) / sum(each.seconds for each in found[1:])
@@ -369,7 +369,7 @@ class _Answered:
         steps: that gave its tokens behind the first, which the prompt's last piece gives.
     """
 
-    def __init__(self, model: Any, prompts: Prompts, guesses: Guessing | None, ids: Tensor, tokens: int):
+    def __init__(self, model: Any, prompts: Prompts, speculative: Drafting | None, ids: Tensor, tokens: int):
         times: list[float] = []
         reasons: list[Any] = []
 
@@ -378,7 +378,7 @@ class _Answered:
             return False
 
         config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
-        batch = Batch(model, prompts, 1, guesses=guesses)
+        batch = Batch(model, prompts, 1, speculative=speculative)
         batch.waiting.append(Job({"input_ids": ids}, config, take, reasons.append))
         self.steps = 0
         while batch.has_work:

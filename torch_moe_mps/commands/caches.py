@@ -20,7 +20,7 @@ class KVCache:
     Args:
         states: bytes that do not depend on the context.
         rates: {window: bytes for each token} of its layers; the window, in tokens, is None for all tokens.
-        beside: bytes, at most, by which guesses are taken back from states.
+        beside: bytes, at most, by which drafts are taken back from states.
     """
 
     def __init__(self, states: int, rates: dict[int | None, int], beside: int = 0):
@@ -41,7 +41,7 @@ class KVCache:
         return self.states + sum(seen[window] * rate for window, rate in self.rates.items())
 
     def memory(self, context: int) -> int:
-        """The most bytes that an accelerated model allocates, with room for more tokens and for guesses."""
+        """The most bytes that an accelerated model allocates, with room for more tokens and for drafts."""
         rooms = {
             window: room_behind(context) if window is None else room_behind_window(window)
             for window in self.rates
@@ -60,7 +60,7 @@ def kv_cache(model: Any, bits: int = 16, more: int = 0) -> KVCache | None:
     Args:
         model: of transformers, on the meta device, and not accelerated.
         bits: of keys and values, as in `accelerate`.
-        more: further layers as the last one, which guess.
+        more: further layers as the last one, which draft.
     """
     few = 4  # tokens: twice as many are fewer than any sliding window has
     try:
@@ -70,11 +70,11 @@ def kv_cache(model: Any, bits: int = 16, more: int = 0) -> KVCache | None:
         return None
     before, after = ([*layers, *layers[-1:] * more] for layers in (before, after))
     states, rates, beside = 0, Counter[int | None](), 0
-    for (window, first, of_guesses), (_, second, _) in zip(before, after, strict=True):
+    for (window, first, of_drafts), (_, second, _) in zip(before, after, strict=True):
         rate = (second - first) // few
         states += first - rate * few
         rates[window] += rate
-        beside += of_guesses
+        beside += of_drafts
     return KVCache(states, dict(rates), beside)
 
 
@@ -88,7 +88,7 @@ def block_cache(config: Any, dtype: torch.dtype) -> KVCache:
 
 
 def _cached(model: Any, tokens: int, bits: int) -> list[tuple[int | None, int, int]]:
-    """(sliding window or None, bytes, bytes for guesses beside its states) of each layer of the cache."""
+    """(sliding window or None, bytes, bytes for drafts beside its states) of each layer of the cache."""
     ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
     output = call_on_shapes(model, input_ids=ids)
     layers = cache_among(output).layers

@@ -16,10 +16,10 @@ from typing import Any
 
 from .._text import first_line
 from ..pipeline.torchrun import is_first_process
-from ..serving.answer import Item, Piece
-from ..serving.defaults import choice
-from ..serving.request import Chat, Refused, Request
-from ..serving.served import Answers, Served
+from ..serving.engine.defaults import choice
+from ..serving.http.answer import Item, Piece
+from ..serving.http.request import Chat, Refused, Request
+from ..serving.http.served import Answers, Served
 from .interrupts import at_ctrl_c
 from .serving import follow, served_by
 from .settings import read_settings, settings_of

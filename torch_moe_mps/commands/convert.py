@@ -66,12 +66,12 @@ def run(options: argparse.Namespace) -> None:
     arguments = None if packed else arguments_of(options, model)
     recipe: dict[str, Any] = {"recipe": arguments, "requantize": says_a_format(options)}
     sizes_of = sizes_in_mlx if options.to == "mlx" else None
-    guesses = _guesses(source, model, options.to == "mlx")
+    speculative = _drafts(source, model, options.to == "mlx")
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe, sizes_of=sizes_of)
     if options.to == "mlx" and (others := GGUF.keys() & {weight.format for weight in plan.weights}):
         has_not = " and ".join(sorted(others))
         raise ValueError(f"--to mlx needs --bits, and a --mode of MLX's, which does not have {has_not}")
-    if guesses:
+    if speculative:
         before, after = planned_mtp(source, model)
         plan = plan._replace(before=plan.before + before, after=plan.after + after)
     elif arguments is not None and _weights(source):
@@ -82,19 +82,19 @@ def run(options: argparse.Namespace) -> None:
     errors: list[list[Any]] = []
     if not options.dry_run:
         _check_space(destination, plan.after)
-        importance = _importance(options, source, recipe["recipe"], guesses)
-        errors = _convert(source, copied, options, recipe, importance, tokenizer, guesses)
+        importance = _importance(options, source, recipe["recipe"], speculative)
+        errors = _convert(source, copied, options, recipe, importance, tokenizer, speculative)
         print(f"wrote {destination}, {_size_of_files(destination)}")
     write_json(options.json, plan.as_json(errors))
 
 
-def _guesses(source: str, model: Any, to_mlx: bool) -> bool:
-    """Whether the layers of a checkpoint that guess are converted, too; says why not, where it has some."""
+def _drafts(source: str, model: Any, to_mlx: bool) -> bool:
+    """Whether the layers of a checkpoint that draft are converted, too; says why not, where it has some."""
     if not _weights(source) or not has_mtp(model, source):
         return False
     reason = left_out_mtp(source, model, to_mlx)
     if reason is not None:
-        print(f"torch-moe-mps: layers that guess are left out: {reason}", file=sys.stderr)
+        print(f"torch-moe-mps: MTP layers are left out: {reason}", file=sys.stderr)
     return reason is None
 
 
@@ -112,9 +112,9 @@ def _write_adapter(options: argparse.Namespace, source: str, folder: Path) -> No
 
 
 def _importance(
-    options: argparse.Namespace, source: str, recipe: dict[str, Any] | None, guesses: bool
+    options: argparse.Namespace, source: str, recipe: dict[str, Any] | None, speculative: bool
 ) -> Importance | None:
-    """Importance that --importance asks for; a text runs through the model now, and layers that guess."""
+    """Importance that --importance asks for; a text runs through the model now, and MTP layers."""
     if options.importance is None:
         return None
     device = usable_device(None)
@@ -124,8 +124,8 @@ def _importance(
         return from_pretrained(source, **loaded, **({} if dense else recipe or {}))
 
     about = Source(source, loading_options(options))
-    guessing: Any = MtpCounted if guesses else (lambda model: None)
-    importance = importance_for("convert", options.importance, about, load, guessing)
+    drafting: Any = MtpCounted if speculative else (lambda model: None)
+    importance = importance_for("convert", options.importance, about, load, drafting)
     if options.save_importance is not None:
         with written_whole(options.save_importance):
             importance.save(options.save_importance)
@@ -213,9 +213,9 @@ def _convert(
     recipe: dict[str, Any],
     importance: Importance | None,
     tokenizer: Any,
-    guesses: bool,
+    speculative: bool,
 ) -> list[list[Any]]:
-    """Writes the checkpoint, with layers that guess or without.
+    """Writes the checkpoint, with MTP layers or without.
 
     Returns: the rows of the report.
     """
@@ -232,14 +232,14 @@ def _convert(
         how = loading_options(options) | {"dtype": _dtype(source, options, recipe)}
         with Parts(source, **recipe, importance=importance, **how) as parts:
             packed: dict[str, str] = {}
-            beside = converted_mtp(source, parts.model, packed, importance) if guesses else ()
+            beside = converted_mtp(source, parts.model, packed, importance) if speculative else ()
             if options.to == "mlx":
                 config = _config(source, parts.model)
                 save_mlx(parts.model, shards, config, parts.into(shards), beside)
             else:
                 runs_in = Source(source, loading_options(options)).skeleton().dtype
                 save_parts(parts.model, shards, parts.into(shards), beside, runs_in=runs_in)
-            if guesses:
+            if speculative:
                 _note_mtp(folder / "config.json", packed)
             _save_generation_config(parts.model, folder, source)
             report = parts.report or QuantizationReport()
@@ -258,7 +258,7 @@ def _convert(
 
 
 def _note_mtp(file: Path, packed: dict[str, str]) -> None:
-    """Adds the formats of layers that guess to the quantisation of a config, where it has one."""
+    """Adds the formats of MTP layers to the quantisation of a config, where it has one."""
     config = json.loads(file.read_text())
     for name in {"quantization", "quantization_config"} & config.keys():
         config[name][MTP] = packed

@@ -9,17 +9,10 @@ from pathlib import Path
 
 from .._install import install_command
 from ..pipeline.torchrun import processes
-from ..serving.guesses import LOOKUP
-from .arguments import MIXED, NO_GUESSES, RECIPES
+from ..serving.speculative import LOOKUP
+from .arguments import MIXED, NO_DRAFTS, RECIPES
 from .launch import check_agent
-from .places import (
-    adapter_config,
-    look_for_files,
-    look_for_models,
-    place_of_adapter,
-    prompts_of,
-    utf8_text,
-)
+from .places import adapter_config, look_for_files, look_for_models, place_of_adapter, prompts_of, utf8_text
 from .results import check_writable
 
 
@@ -50,7 +43,7 @@ def _chat(options: argparse.Namespace) -> None:
     _check_settings(options)
     _check_kept(options)
     _check_adapter(options)
-    _check_guesses(options)
+    _check_drafts(options)
     check_writable("--prompt-cache", options.prompt_cache)
 
 
@@ -60,7 +53,7 @@ def _generate(options: argparse.Namespace) -> None:
     _check_prompt(options)
     look_for_files(options)
     _check_adapter(options)
-    _check_guesses(options)
+    _check_drafts(options)
     check_writable("--prompt-cache", options.prompt_cache)
 
 
@@ -70,7 +63,7 @@ def _serve(options: argparse.Namespace) -> None:
     for package in ("starlette", "uvicorn"):
         _check_package(package, "serve", "serve")
     _check_adapter(options)
-    _check_guesses(options)
+    _check_drafts(options)
     if (options.parallel or 1) > 1 and (reason := alone(options)) is not None:
         raise ValueError(f"--parallel must be 1 with {reason}, got {options.parallel}")
     if options.prompt_folder is not None and Path(options.prompt_folder).is_file():
@@ -85,7 +78,7 @@ def _launch(options: argparse.Namespace) -> None:
 
 def _bench(options: argparse.Namespace) -> None:
     check_writable("--json", options.json)
-    _check_guesses(options)
+    _check_drafts(options)
 
 
 def _fit(options: argparse.Namespace) -> None:
@@ -216,11 +209,11 @@ def _check_adapter(options: argparse.Namespace) -> None:
     place_of_adapter(options.adapter, weights=False)
 
 
-def _check_guesses(options: argparse.Namespace) -> None:
-    if processes() > 1 and options.guesses not in (None, NO_GUESSES, LOOKUP):
+def _check_drafts(options: argparse.Namespace) -> None:
+    if processes() > 1 and options.speculative not in (None, NO_DRAFTS, LOOKUP):
         raise ValueError(
-            "--guesses MODEL is for one process, as the processes of a pipeline would guess differently; "
-            f"--guesses {LOOKUP} guesses there"
+            "--speculative MODEL is for one process, as the processes of a pipeline would draft differently; "
+            f"--speculative {LOOKUP} drafts there"
         )
 
 

@@ -18,11 +18,11 @@ from ..ops.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
-from ..serving.guesses import LOOKUP, MTP
-from ..serving.guesses.dflash import is_dflash, require_assistant
-from ..serving.guesses.draft import require_tokens
-from ..serving.prompt_reader import AT_ONCE
-from ..serving.prompts import LONGEST, prompt_bytes
+from ..serving.engine.prefill import AT_ONCE
+from ..serving.prefix_cache.memory import LONGEST, prompt_bytes
+from ..serving.speculative import LOOKUP, MTP
+from ..serving.speculative.dflash import is_dflash, require_assistant
+from ..serving.speculative.draft import require_tokens
 from ..transformers.basics.interface import experts_of
 from ..transformers.basics.report import aligned, unit_of
 from ..transformers.checkpoints.layouts.files import checkpoint_files
@@ -41,12 +41,12 @@ from ..transformers.checkpoints.quantize.target import Target
 from ..transformers.checkpoints.quantizer import layout_of
 from ..transformers.checkpoints.source import Source
 from ..transformers.mtp import bytes_of_mtp, empty_mtp, last_layer
-from .arguments import NO_GUESSES
+from .arguments import NO_DRAFTS
 from .caches import KVCache, kv_cache
-from .guesses import cache_beside
 from .recipes import NAMED, arguments_of_recipe
 from .results import write_json
 from .sources import context_of, folder_of, skeleton_of
+from .speculative import cache_beside
 
 BITS = (8, 6, 5, 4, 3, 2)
 _DENSE, _STORED = "16 bit", "as it is"
@@ -58,7 +58,7 @@ class Size:
     """A model in one format: its name, bytes of all weights, bytes of weights that a token reads.
 
     `quantized` has the bytes of each weight that is quantised, `targets` what they are of, by `recipe`, and
-    `guesses` the bytes of layers that guess beside it.
+    `drafts` the bytes of MTP layers beside it.
     """
 
     name: str
@@ -67,18 +67,18 @@ class Size:
     quantized: Mapping[torch.Tensor, int]
     targets: Sequence[Target] = ()
     recipe: Recipe = field(default_factory=lambda: Recipe(None))
-    guesses: int = 0
+    speculative: int = 0
 
     def of(self, module: nn.Module) -> int:
         return total_bytes(module, self.quantized)
 
 
-class Guesses(NamedTuple):
-    """Memory of what guesses beside a model.
+class Drafts(NamedTuple):
+    """Memory of what drafts beside a model.
 
     Attributes:
         what: name of what chat and serve load; "" where it takes no memory of its own.
-        cache: of the model and of what guesses; None where it is unknown.
+        cache: of the model and of what drafts; None where it is unknown.
     """
 
     what: str
@@ -98,11 +98,11 @@ def run(options: argparse.Namespace) -> None:
         sizes.insert(0, of_recipe(model, options.recipe, options.group_size))
     sizes += [of_recipe(model, name, options.group_size) for name in names]
     cache = kv_cache(model, options.kv_bits)
-    guesses = _guesses(options, model, folder, sizes, cache)
+    speculative = _drafts(options, model, folder, sizes, cache)
     if options.macs is not None:
         text, data = spread(model, sizes, options.macs, cache)
     else:
-        text, data = report(model, sizes, options.context, mac, options.kv_bits, cache, guesses)
+        text, data = report(model, sizes, options.context, mac, options.kv_bits, cache, speculative)
     print(text)
     write_json(options.json, {"model": options.model, "kv_bits": options.kv_bits, **data})
 
@@ -114,7 +114,7 @@ def report(
     mac: Mac | None,
     kv_bits: int,
     cache: KVCache | None,
-    guesses: Guesses,
+    speculative: Drafts,
 ) -> tuple[str, dict[str, Any]]:
     """The tables, for all Macs or for one, and the numbers in them."""
     prompt, total = prompt_bytes(model, AT_ONCE), sum(p.numel() for p in model.parameters())
@@ -125,16 +125,18 @@ def report(
     size, unit = unit_of(total)
     cells = [[s.name, f"{s.weights / size:.1f}", f"{s.token / size:.2f}"] for s in sizes]
     lines += ["", *aligned([["weights", unit, f"{unit} read for a token"], *cells], 1)]
-    if guesses.what:
-        own = ", ".join(f"{s.guesses / size:.2f} ({s.name})" for s in sizes)
-        lines += ["", f"chat and serve load {guesses.what} for guesses, of {own} {unit};"]
-        lines += [f"contexts below have room for that and its cache. --guesses {LOOKUP} takes no memory."]
+    if speculative.what:
+        own = ", ".join(f"{s.speculative / size:.2f} ({s.name})" for s in sizes)
+        lines += ["", f"chat and serve load {speculative.what} for drafts, of {own} {unit};"]
+        lines += [f"contexts below have room for that and its cache. --speculative {LOOKUP} takes no memory."]
     longest, names = context_of(model.config), [size.name for size in sizes]
     limits = [(f"{gib} GB", wired_limit(gib)) for gib in MEMORIES]
     if mac is not None:
         limits = [(f"this Mac, {mac.memory // GIB} GB", mac.limit)]
     contexts = {
-        name: [_context(guesses.cache, limit - prompt - s.weights - s.guesses, longest) for s in sizes]
+        name: [
+            _context(speculative.cache, limit - prompt - s.weights - s.speculative, longest) for s in sizes
+        ]
         for name, limit in limits
     }
     cells = [[name, f"{limit / 1e9:.1f}", *map(_in_words, contexts[name])] for name, limit in limits]
@@ -146,7 +148,7 @@ def report(
         "prompt": {"tokens": AT_ONCE, "bytes": prompt},
         "sizes": [
             {"name": s.name, "bytes": s.weights, "bytes_a_token": s.token}
-            | ({"guesses": s.guesses} if guesses.what else {})
+            | ({"speculative": s.speculative} if speculative.what else {})
             for s in sizes
         ],
         "macs": [
@@ -176,39 +178,39 @@ def _of_bounds(
     return lines, {"bounds": {name: dict(zip(names, values, strict=True)) for name, values in bounds.items()}}
 
 
-def _guesses(
+def _drafts(
     options: argparse.Namespace, model: Any, folder: str, sizes: Sequence[Size], cache: KVCache | None
-) -> Guesses:
-    """Plan of what guesses beside a model; the sizes get its bytes.
+) -> Drafts:
+    """Plan of what drafts beside a model; the sizes get its bytes.
 
     Raises: ValueError, OSError for layers that the checkpoint does not have, or that a recipe has exceptions
         for, for the draft or assistant of another model, and for what several Macs do not load.
     """
-    wanted, layers = options.guesses, empty_mtp(model, folder)
-    if layers is None and (own := [pattern for size in sizes for pattern in size.recipe.of_guessing()]):
+    wanted, layers = options.speculative, empty_mtp(model, folder)
+    if layers is None and (own := [pattern for size in sizes for pattern in size.recipe.of_mtp()]):
         raise ValueError(no_such_weight(own[0]))
     if options.macs is not None:
-        if wanted not in (None, NO_GUESSES, LOOKUP):
-            raise ValueError(f"--guesses must be {LOOKUP} or {NO_GUESSES} with --macs, got {wanted}")
-        return Guesses("", None)
+        if wanted not in (None, NO_DRAFTS, LOOKUP):
+            raise ValueError(f"--speculative must be {LOOKUP} or {NO_DRAFTS} with --macs, got {wanted}")
+        return Drafts("", None)
     if wanted == MTP and layers is None:
-        raise ValueError(f"--guesses {MTP} is for layers that guess, got {options.model} without them")
+        raise ValueError(f"--speculative {MTP} is for MTP layers, got {options.model} without them")
     if wanted in (None, MTP) and layers is not None:
         for size in sizes:
-            size.guesses = bytes_of_mtp(layers, model, size.targets, size.recipe)
-        return Guesses("layers of the checkpoint", kv_cache(model, options.kv_bits, len(layers.layers)))
+            size.speculative = bytes_of_mtp(layers, model, size.targets, size.recipe)
+        return Drafts("layers of the checkpoint", kv_cache(model, options.kv_bits, len(layers.layers)))
     if wanted in (None, LOOKUP):
-        return Guesses("", cache)
-    if wanted == NO_GUESSES:
-        return Guesses("", cache and KVCache(cache.states, cache.rates))
+        return Drafts("", cache)
+    if wanted == NO_DRAFTS:
+        return Drafts("", cache and KVCache(cache.states, cache.rates))
     beside = _count_draft(options, model, sizes)
     both = None if cache is None or beside is None else cache + beside
-    return Guesses(options.guesses, both)
+    return Drafts(options.speculative, both)
 
 
 def _count_draft(options: argparse.Namespace, model: Any, sizes: Sequence[Size]) -> KVCache | None:
-    """Gives the sizes the bytes of the model or assistant of --guesses, as loaded. Returns: its cache."""
-    name = options.guesses
+    """Gives the sizes the bytes of the model or assistant of --speculative, as loaded. Returns: its cache."""
+    name = options.speculative
     folder = folder_of(name, weights=False)
     source, draft = skeleton_of(options, folder)
     is_assistant = is_dflash(source.config)
@@ -221,11 +223,13 @@ def _count_draft(options: argparse.Namespace, model: Any, sizes: Sequence[Size])
     for size in sizes:
         format = last_layer(model, size.targets).linears if is_assistant else None
         if stored is not None:
-            size.guesses = stored.weights
+            size.speculative = stored.weights
         elif format is not None:
-            size.guesses = _size(name, draft, _targets(draft, requested_recipe(**format.to_dict()))).weights
+            size.speculative = _size(
+                name, draft, _targets(draft, requested_recipe(**format.to_dict()))
+            ).weights
         else:
-            size.guesses = total_bytes(draft)
+            size.speculative = total_bytes(draft)
     return cache_beside(source.config, draft, model.dtype, options.kv_bits)
 
 
@@ -235,13 +239,13 @@ def _of_cache(cache: KVCache | None, kv_bits: int) -> list[str]:
     per_thousand = f"{cache.token * 1000 / 1e9:.3f} GB for each 1,000 tokens of context"
     lines = [f"KV cache{' in 8 bits' if kv_bits == CACHE_BITS else ''}: {per_thousand}"]
     if rest := _rest_of(cache):
-        of_guesses = f", and {cache.beside / 1e9:.3f} GB where guesses are taken back" if cache.beside else ""
-        lines.append(f"beside it, sliding windows and states take at most {rest / 1e9:.3f} GB{of_guesses}")
+        of_drafts = f", and {cache.beside / 1e9:.3f} GB where drafts are taken back" if cache.beside else ""
+        lines.append(f"beside it, sliding windows and states take at most {rest / 1e9:.3f} GB{of_drafts}")
     return lines
 
 
 def _bytes_of(cache: KVCache) -> dict[str, int]:
-    return {"bytes_a_token": cache.token, "rest": _rest_of(cache), "guesses": cache.beside}
+    return {"bytes_a_token": cache.token, "rest": _rest_of(cache), "speculative": cache.beside}
 
 
 def _rest_of(cache: KVCache) -> int:

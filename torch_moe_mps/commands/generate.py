@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from ..macs import machine_memory
-from ..serving.defaults import choice, settings_of_answer
-from ..serving.generating import Generating
-from ..serving.prompts import Prompts
+from ..serving.engine.defaults import choice, settings_of_answer
+from ..serving.engine.generating import Generating
+from ..serving.prefix_cache.memory import Prompts
 from ..transformers.caches.cache import pools_padding
-from .arguments import NO_GUESSES
-from .guesses import speculation_of
+from .arguments import NO_DRAFTS
 from .interrupts import at_ctrl_c
 from .settings import settings_of
 from .sources import check_generates, context_of, folder_of, load, tokenizer_of, usable_device, with_adapter
+from .speculative import speculation_of
 
 
 def run(options: argparse.Namespace) -> None:
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
     check_generates(options, folder)
     reader = _processor(options, folder) if options.image else tokenizer_of(folder, options.trust_remote_code)
     words = {"tokenizer": getattr(reader, "tokenizer", reader)}  # for stop_strings
-    is_assisted = options.guesses not in (None, NO_GUESSES)  # and takes one sequence
+    is_assisted = options.speculative not in (None, NO_DRAFTS)  # and takes one sequence
     size = 1 if is_assisted else options.batch
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     inputs = [_inputs(options, reader, some) for some in batches]

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..pipeline.torchrun import is_first_process
-from ..serving.media import Media
+from ..serving.media.loading import Media
 from .launch import KEY
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def server_of(served: Any, options: argparse.Namespace) -> "uvicorn.Server":
     """The server, which ends all answers when it is told to end."""
     import uvicorn
 
-    from ..serving.app import Access, Server
+    from ..serving.http.app import Access, Server
 
     class Ending(uvicorn.Server):
         def handle_exit(self, number: int, frame: FrameType | None) -> None:

@@ -12,19 +12,18 @@ from typing import Any
 from ..macs import machine_memory
 from ..pipeline.torchrun import is_first_process, processes
 from ..selfcheck.machine import cache_folder
-from ..serving.disk import Disk
-from ..serving.encoder import Encoder, encoder_of
-from ..serving.engine import Engine
-from ..serving.generating import Generating
-from ..serving.job import Generator
-from ..serving.media import Media
-from ..serving.memory import MOST_ROWS, Memory
-from ..serving.one_by_one import OneByOne
-from ..serving.prompts import Prompts
-from ..serving.served import Served
+from ..serving.engine.encoder import Encoder, encoder_of
+from ..serving.engine.engine import Engine
+from ..serving.engine.generating import Generating
+from ..serving.engine.job import Generator
+from ..serving.engine.memory import MOST_ROWS, Memory
+from ..serving.engine.one_by_one import OneByOne
+from ..serving.http.served import Served
+from ..serving.media.loading import Media
+from ..serving.prefix_cache.disk import Disk
+from ..serving.prefix_cache.memory import Prompts
 from .caches import kv_cache
 from .early import alone
-from .guesses import draft_cache, guesses_of, speculation_of
 from .interrupts import at_ctrl_c
 from .sources import (
     check_generates,
@@ -38,6 +37,7 @@ from .sources import (
     usable_device,
     with_adapter,
 )
+from .speculative import draft_cache, drafts_of, speculation_of
 
 _DISK = 16.0  # GB of kept prompts, where nobody says how many
 
@@ -73,11 +73,11 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
 def _context_in(generator: Generator, most: int, options: argparse.Namespace, folder: str, model: Any) -> int:
     """How many tokens of a conversation fit beside the weights, at most `most`; a line says where it is less.
 
-    Layers of the checkpoint that guess have a cache as the model's last layer; a draft has its own. Where not
+    Layers of the checkpoint that draft have a cache as the model's last layer; a draft has its own. Where not
     even one token fits, the model answers all the same, as well as the system can.
     """
     assert generator.memory is not None
-    room, more = generator.memory.free, getattr(generator, "layers_that_guess", 0)
+    room, more = generator.memory.free, getattr(generator, "mtp_layers", 0)
     cache = kv_cache(skeleton_of(options, folder)[1].to(model.dtype), options.kv_bits, more)
     if cache is not None and (of_draft := draft_cache(options, model.dtype)) is not None:
         cache += of_draft
@@ -107,9 +107,9 @@ def _generator(options: argparse.Namespace, most: int, model: Any, folder: str, 
     if not model.can_generate():
         return OneByOne(None)
     prompts = prompts_of(options)
-    guesses = guesses_of(options, model, folder, device, prompts)
-    memory = Memory(model, beside=guesses.modules if guesses else ())
-    return Engine(model, prompts, most, memory, guesses)
+    speculative = drafts_of(options, model, folder, device, prompts)
+    memory = Memory(model, beside=speculative.modules if speculative else ())
+    return Engine(model, prompts, most, memory, speculative)
 
 
 def _closed(generator: Generator) -> None:

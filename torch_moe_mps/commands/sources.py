@@ -13,8 +13,8 @@ from torch import nn
 from .._text import first_line, split_gguf
 from ..macs import refusal
 from ..pipeline import torchrun
-from ..serving.encoder import NO_TEXT
-from ..serving.prompts import LONGEST
+from ..serving.engine.encoder import NO_TEXT
+from ..serving.prefix_cache.memory import LONGEST
 from ..transformers.checkpoints.activations import load_in_best
 from ..transformers.checkpoints.layouts.files import check_files
 from ..transformers.checkpoints.layouts.gguf.file import check_file

@@ -279,8 +279,8 @@ def _require_known(recipe: Collection[str]) -> None:
 
 
 def _require_layers_of(model: nn.Module, wanted: Recipe | None) -> None:
-    """Raises: ValueError for exceptions for layers that guess of a model whose checkpoint has none."""
-    if wanted is None or not (own := wanted.of_guessing()):
+    """Raises: ValueError for exceptions for MTP layers of a model whose checkpoint has none."""
+    if wanted is None or not (own := wanted.of_mtp()):
         return
     found: Any = next((module for module in model.modules() if hasattr(module, "get_decoder")), None)
     if found is None:

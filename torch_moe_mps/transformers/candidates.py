@@ -4,11 +4,11 @@ from typing import Any
 
 from .mtp import config_of_mtp
 from .mtp_steps import mtp_layers
-from .upstream.guesses import MtpCache, MTPCandidateGenerator
+from .upstream.speculative import MtpCache, MTPCandidateGenerator
 
 
 class Candidates(MTPCandidateGenerator):
-    """Candidates of the layers that a model's checkpoint has for guesses.
+    """Candidates of the layers that a model's checkpoint has for drafts.
 
     All attributes are those of transformers' class, which would read the layers for each call, dense.
     """

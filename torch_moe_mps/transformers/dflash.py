@@ -10,7 +10,7 @@ from .upstream.calls import cache_argument
 
 
 class DFlashStep(PreTrainedModel):
-    """An assistant with the embedding of the model that it guesses for.
+    """An assistant with the embedding of the model that it drafts for.
 
     Args:
         model: that verifies the blocks.

@@ -22,7 +22,7 @@ from .twin import TOLERANCE, apart
 from .upstream.calls import cache_argument
 
 _LENGTHS = (3 * WINDOW, 3 * WINDOW - 5)  # tokens of the conversations
-_GUESSES = 4  # tokens of each, of which one row keeps all
+_DRAFTS = 4  # tokens of each, of which one row keeps all
 _Reasons = dict[tuple[type, str], str | None]  # {class and config of a model: what was found}
 _reasons: _Reasons = {}
 _against_rows: _Reasons = {}
@@ -57,7 +57,7 @@ def _known(
 def _tried(model: PreTrainedModel) -> str | None:
     name = class_before(model).__name__
     try:
-        return None if _is_alike(model, _GUESSES) else f"attention of {name} goes by the places of keys"
+        return None if _is_alike(model, _DRAFTS) else f"attention of {name} goes by the places of keys"
     except Exception as error:  # the model's own, for what it does not take
         return f"a small {name} cannot be tried ({first_line(error)})"
 
@@ -70,39 +70,37 @@ def _tried_rows(model: PreTrainedModel) -> str | None:
     return None if is_alike else f"{class_before(model).__name__} does not take the positions of rows"
 
 
-def _is_alike(model: PreTrainedModel, guesses: int) -> bool:
+def _is_alike(model: PreTrainedModel, drafts: int) -> bool:
     """Whether rows of different lengths go on as they do alone, on a small model.
 
     Args:
-        guesses: tokens of each before, by which the rows move on, each by its own number.
+        drafts: tokens of each before, by which the rows move on, each by its own number.
     """
     with apart():
         torch.default_generator.manual_seed(0)
-        return _goes_on(
-            small_model(model, lambda small: _logits_of(small, torch.arange(2, 8)[None])), guesses
-        )
+        return _goes_on(small_model(model, lambda small: _logits_of(small, torch.arange(2, 8)[None])), drafts)
 
 
-def _goes_on(model: PreTrainedModel, guesses: int) -> bool:
+def _goes_on(model: PreTrainedModel, drafts: int) -> bool:
     generator, rows, talks = torch.Generator().manual_seed(0), Rows(model), list[Tensor]()
     for length in _LENGTHS:
-        ids = torch.randint(2, VOCABULARY // 2, (1, length + guesses + 1), generator=generator)
+        ids = torch.randint(2, VOCABULARY // 2, (1, length + drafts + 1), generator=generator)
         cache = new_cache(model)
         _called(model, cache, input_ids=ids[:, :length], use_cache=True)
         rows.join(cache, length)
         talks.append(ids)
-    if rows.are_states and not guesses:
+    if rows.are_states and not drafts:
         return True  # states have the order of tokens, without positions
-    kept, alike = [guesses, 0 if rows.are_states else min(1, guesses)], True
-    if guesses:
+    kept, alike = [drafts, 0 if rows.are_states else min(1, drafts)], True
+    if drafts:
         if rows.are_states:
             rows.hold()
-        rows.make_room(guesses)
-        tokens = torch.cat([ids[:, n : n + guesses] for ids, n in zip(talks, _LENGTHS, strict=True)])
+        rows.make_room(drafts)
+        tokens = torch.cat([ids[:, n : n + drafts] for ids, n in zip(talks, _LENGTHS, strict=True)])
         for token in tokens.split(1, 1):  # own code may forget its states in front of several
             _called(model, rows.cache, input_ids=token, **rows.arguments())
             rows.advance()
-        rows.take_back([guesses - count for count in kept])
+        rows.take_back([drafts - count for count in kept])
     ends = [n + count for n, count in zip(_LENGTHS, kept, strict=True)]
     token = torch.cat([ids[:, n : n + 1] for ids, n in zip(talks, ends, strict=True)])
     found = _called(model, rows.cache, input_ids=token, **rows.arguments())

@@ -21,8 +21,8 @@ from .modules.rules.trial import Forms, LinearCache, agrees, first_form, on_the_
 from .upstream.caches import STATE_METHODS, CacheLayerMixin, LinearAttentionLayer
 from .upstream.calls import cache_argument, needed_arguments
 
-_PROMPT, _GUESSES = 5, 4  # tokens
-_RIGHT = (3, 1)  # guesses that hold, of two rows
+_PROMPT, _DRAFTS = 5, 4  # tokens
+_RIGHT = (3, 1)  # accepted draft tokens, of two rows
 
 
 @on_the_cpu()
@@ -122,8 +122,8 @@ def _pieces(module: nn.Module, cls: type[nn.Module], states: int) -> Forms:
 def _goes_on(twin: nn.Module, states: int) -> bool:
     """Whether a prompt in two pieces gives the result that it has in one."""
     found = []
-    x = torch.randn(1, _PROMPT + _GUESSES, _width_of(twin, states))
-    for pieces in ((_PROMPT + _GUESSES,), (_PROMPT, _GUESSES)):
+    x = torch.randn(1, _PROMPT + _DRAFTS, _width_of(twin, states))
+    for pieces in ((_PROMPT + _DRAFTS,), (_PROMPT, _DRAFTS)):
         cache = LinearCache(states)
         results = [_result(twin, piece, cache) for piece in x.split(pieces, 1)]
         found.append([torch.cat(results, 1), *(state.clone() for state in cache.states())])
@@ -133,8 +133,8 @@ def _goes_on(twin: nn.Module, states: int) -> bool:
 
 def _takes_back(twin: nn.Module, states: int, kind: AnyKind) -> bool:
     """Whether rows that have lost different numbers of tokens go on as if these had never been."""
-    x = torch.randn(len(_RIGHT), _PROMPT + _GUESSES + 1, _width_of(twin, states))
-    prompt, guesses, token = x.split((_PROMPT, _GUESSES, 1), 1)
+    x = torch.randn(len(_RIGHT), _PROMPT + _DRAFTS + 1, _width_of(twin, states))
+    prompt, drafts, token = x.split((_PROMPT, _DRAFTS, 1), 1)
     cache = LinearCache(states)
     _result(twin, prompt, cache)
     if not can_lag(cache.layers[0]):
@@ -142,7 +142,7 @@ def _takes_back(twin: nn.Module, states: int, kind: AnyKind) -> bool:
     kind = kind.of(twin)
     layer = lagging(cache.layers[0], kind)
     cache.layers[0] = layer
-    of_guesses = _result(twin, guesses, cache)
+    of_drafts = _result(twin, drafts, cache)
     layer.set_counts(torch.tensor(_RIGHT, dtype=torch.int32)[:, None])
     behind = [_copies(settled(_row_of(layer, row), right, kind)) for row, right in enumerate(_RIGHT)]
     found = _result(twin, token, cache)
@@ -150,10 +150,10 @@ def _takes_back(twin: nn.Module, states: int, kind: AnyKind) -> bool:
         one = slice(row, row + 1)
         alone = LinearCache(states)
         _result(twin, prompt[one], alone)
-        expected = [_result(twin, guesses[one, n : n + 1], alone) for n in range(right)]
+        expected = [_result(twin, drafts[one, n : n + 1], alone) for n in range(right)]
         before = _copies(alone.layers[0])
         expected.append(_result(twin, token[one], alone))
-        own = torch.cat((of_guesses[one, :right], found[one]), 1)
+        own = torch.cat((of_drafts[one, :right], found[one]), 1)
         theirs = [torch.cat(expected, 1), *before, *_copies(alone.layers[0])]
         if not agrees([own, *behind[row], *_copies(_row_of(layer, row))], theirs, 1e-4):
             return False

@@ -85,7 +85,7 @@ def from_pretrained(
     require_kv_bits("from_pretrained", kv_bits)
     _require_one_process(kwargs)
     source = Source(name, kwargs, model_class)
-    _check_guessing(recipe, source)
+    _check_drafting(recipe, source)
     if source.gguf is not None:
         kwargs["gguf_file"] = source.gguf
         if kwargs.get("dtype") == "auto":
@@ -120,8 +120,8 @@ def from_pretrained(
     return (model, info) if with_info else model
 
 
-def _check_guessing(recipe: Recipe | None, source: Source) -> None:
-    if recipe is not None and recipe.of_guessing():
+def _check_drafting(recipe: Recipe | None, source: Source) -> None:
+    if recipe is not None and recipe.of_mtp():
         source.check_files()  # downloads them
         check_exceptions(source.folder, source.skeleton(), recipe)
 

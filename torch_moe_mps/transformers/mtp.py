@@ -1,4 +1,4 @@
-"""Layers behind a model that guess further tokens (multi-token prediction), in its checkpoint.
+"""Layers behind a model that draft further tokens (multi-token prediction), in its checkpoint.
 
 Each is of the class of the model's layers, and quantised as the last one of these; by names that begin with
 mtp.0 and so on, recipes make exceptions.
@@ -31,7 +31,7 @@ from .checkpoints.layouts.others.schemes import METHODS
 from .checkpoints.layouts.own.config import QuantizationConfig, is_mlx, is_ours
 from .checkpoints.quantize.decision import exceptions_of, weights_of
 from .checkpoints.quantize.importance import Importance
-from .checkpoints.quantize.recipe import OF_GUESSING, Recipe, fits, no_such_weight, requested_recipe
+from .checkpoints.quantize.recipe import OF_MTP, Recipe, fits, no_such_weight, requested_recipe
 from .checkpoints.quantize.sizes import quantized_sizes, total_bytes
 from .checkpoints.quantize.target import Target, paths_of, quantizable
 from .checkpoints.quantizer import Quantizer, quantizer_of
@@ -48,7 +48,7 @@ _OF_QWEN, _NUMBERED = re.compile(r"^mtp\."), re.compile(r"^mtp\.layers\.(\d+)\."
 _CHECK = Check("load")
 _FP8, _BITS_OF_FP8 = "fp8", 8
 _FOLDER = "_moe_mps_folder"  # where a model's __dict__ has that of a name on the Hub
-MTP = OF_GUESSING.rstrip(".")  # the entry of a checkpoint's quantisation with the formats of these layers
+MTP = OF_MTP.rstrip(".")  # the entry of a checkpoint's quantisation with the formats of these layers
 
 
 class _Section:
@@ -96,7 +96,7 @@ class _Section:
         if self._quantizer is not None:
             self._quantizer.place(self._layers)  # says what is missing, too
         elif missing:
-            _CHECK.fail(f"{min(missing)} of the layers that guess", "in the checkpoint", "no such tensor")
+            _CHECK.fail(f"{min(missing)} of the MTP layers", "in the checkpoint", "no such tensor")
         self._layers.requires_grad_(False)
         # Tensors that no checkpoint has are without elements: they stand for a dtype.
         self._layers._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t)
@@ -127,7 +127,7 @@ def _about(source: str, model: Any) -> Source:
     if about.stored and not is_ours(about.stored) and method not in METHODS:
         expected = f"dense, or quantised by {', '.join(METHODS)} or this package"
         got = f"those of {'MLX' if 'mlx' in about.stored else method}"
-        raise ValueError(f"moe_mps::guesses: layers that guess must be {expected} in {source}, got {got}")
+        raise ValueError(f"moe_mps::speculative: MTP layers must be {expected} in {source}, got {got}")
     return about
 
 
@@ -152,9 +152,9 @@ def named(layers: Any) -> nn.Module:
 def _own(importance: Importance) -> Importance | None:
     """The importance of these layers, by their names in transformers' module; None where it has none."""
     means = {
-        f"layers.{name.removeprefix(OF_GUESSING)}": mean
+        f"layers.{name.removeprefix(OF_MTP)}": mean
         for name, mean in importance.means.items()
-        if name.startswith(OF_GUESSING)
+        if name.startswith(OF_MTP)
     }
     return replace(importance, means=means) if means else None
 
@@ -165,18 +165,18 @@ def _exceptions(layers: Any, recipe: Recipe) -> dict[str, Format | None]:
     Raises: ValueError for one for these layers alone that fits none of their weights.
     """
     paths = paths_of(quantizable(named(layers)))
-    for pattern in recipe.of_guessing():
+    for pattern in recipe.of_mtp():
         if not any(fits(pattern, path) for path in paths):
             raise ValueError(no_such_weight(pattern))
     found = {path: [format for p, format in recipe.overrides.items() if fits(p, path)] for path in paths}
-    return {f"layers.{path.removeprefix(OF_GUESSING)}": own[-1] for path, own in found.items() if own}
+    return {f"layers.{path.removeprefix(OF_MTP)}": own[-1] for path, own in found.items() if own}
 
 
 def _arguments(recipe: Recipe, stored: Mapping[str, Any], layers: Any) -> dict[str, Any] | None:
     """A recipe as arguments of `accelerate`; None for none, and where FP8 has as few bits."""
     exceptions, method = _exceptions(layers, recipe), stored.get("quant_method")
-    if stored and method != _FP8 and (own := recipe.of_guessing()):
-        expected, got = "for layers that guess and are dense or in FP8", "those that are quantised"
+    if stored and method != _FP8 and (own := recipe.of_mtp()):
+        expected, got = "for MTP layers and are dense or in FP8", "those that are quantised"
         raise ValueError(f"moe_mps::quantize: the pattern {own[0]!r} must be {expected}, got {got}")
     usual = recipe.experts or recipe.linears or next(filter(None, exceptions.values()), None)
     if usual is None or is_ours(stored):
@@ -203,7 +203,7 @@ def _packed_in(source: str) -> dict[str, str]:
 
 def _without_memory(model: Any) -> Any:
     """transformers' module of these layers on the meta device, in the model's dtype, and nothing of it."""
-    from .upstream.guesses import MtpModel
+    from .upstream.speculative import MtpModel
 
     with torch.device("meta"):
         result = MtpModel(model, model.config.get_text_config().num_mtp_layers).eval()
@@ -230,7 +230,7 @@ def _of_converted(model: Any) -> list[Any]:
 
 def _prefix(model: Any, layer: int) -> str:
     """Prefix of names of a quantised layer's tensors: transformers takes them for such a layer's."""
-    from .upstream.guesses import MtpModel
+    from .upstream.speculative import MtpModel
 
     names = MtpModel.get_mtp_weights_regex(model)
     number = model.config.get_text_config().num_hidden_layers + layer
@@ -297,7 +297,7 @@ def planned_mtp(source: str, model: Any) -> tuple[int, int]:
 
 def check_exceptions(source: str, model: Any, recipe: Recipe | None) -> None:
     """Raises: ValueError for a recipe with an exception for these layers alone where it has no effect."""
-    if recipe is None or not (own := recipe.of_guessing()):
+    if recipe is None or not (own := recipe.of_mtp()):
         return
     if not _found(source, model).sizes:
         raise ValueError(no_such_weight(own[0]))
@@ -330,7 +330,7 @@ def _refused_by_mlx(model: Any) -> str | None:
     for name in (_prefix(model, number) for number in range(config.num_mtp_layers)):
         if not ignored or not name.startswith(ignored.format(config.num_hidden_layers)):
             got = f"a {config.model_type}, of which it refuses {name}*"
-            return f"moe_mps::guesses: their tensors must be some that mlx-lm ignores, got {got}"
+            return f"moe_mps::speculative: their tensors must be some that mlx-lm ignores, got {got}"
     return None
 
 
@@ -339,7 +339,7 @@ def empty_mtp(model: Any, source: str) -> Any:
 
     Where its weights are not here, its config says how many there are.
     """
-    from .upstream.guesses import MtpModel
+    from .upstream.speculative import MtpModel
 
     config = model.config.get_text_config()
     is_here = Path(source).is_file() or any(Path(source).glob("*.safetensors"))
@@ -386,9 +386,9 @@ def has_mtp(model: Any, source: str | None = None) -> bool:
 def require_mtp(model: Any) -> None:
     """Raises: ValueError for a model whose checkpoint has no such layers."""
     if not has_mtp(model):
-        expected = "a model whose checkpoint has layers that guess"
+        expected = "a model whose checkpoint has MTP layers"
         got = f"a {model.config.model_type} without them"
-        raise ValueError(f"moe_mps::guesses: mtp must be for {expected}, got {got}")
+        raise ValueError(f"moe_mps::speculative: mtp must be for {expected}, got {got}")
 
 
 class _Found(NamedTuple):
@@ -409,8 +409,8 @@ class _Found(NamedTuple):
 
 
 def _found(source: str, model: Any) -> _Found:
-    """The tensors that a checkpoint has of the layers that guess for a model."""
-    from .upstream.guesses import MtpModel
+    """The tensors that a checkpoint has of the MTP layers for a model."""
+    from .upstream.speculative import MtpModel
 
     config = model.config.get_text_config()
     known = getattr(config, "num_mtp_layers", 0) or config.model_type in _UNCOUNTED
@@ -456,5 +456,5 @@ def _counted(model: Any, source: str) -> Any:
 
 
 def config_of_mtp(model: Any) -> Any:
-    """The config of the layers of a model that guess."""
+    """The config of the layers of a model that draft."""
     return _counted(model, checkpoint_of(model)).config.get_mtp_config()

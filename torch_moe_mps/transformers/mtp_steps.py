@@ -1,4 +1,4 @@
-"""Layers that guess, as they run: read once for a model, and quantised and accelerated as its own ones."""
+"""MTP layers, as they run: read once for a model, and quantised and accelerated as its own ones."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .accelerate import accelerate
 from .basics.state import STATE, kv_bits_of, state_of
 from .caches.cache import grow_cache
 from .capture.calls import capture_calls, captures_of, wanted_capture
-from .capture.candidates import GUESSING
+from .capture.candidates import DRAFTING
 from .mtp import config_of_mtp, named, read_mtp, require_mtp
 
 
@@ -61,23 +61,23 @@ class MtpCounted:
 
 
 def mtp_layers(model: Any) -> Any:
-    """transformers' module of the layers of a model that guess, with its embedding and head.
+    """transformers' module of the layers of a model that draft, with its embedding and head.
 
     Raises: ValueError for a model that has none.
     """
-    if model not in GUESSING:
+    if model not in DRAFTING:
         require_mtp(model)
         read = read_mtp(model)
         if any(STATE in vars(module) for module in model.modules()):
             accelerate(read.layers)
-        GUESSING[model] = read
-    result = GUESSING[model]
+        DRAFTING[model] = read
+    result = DRAFTING[model]
     result.tie_with_main_model(model)
     return result.to(model.device)
 
 
 def mtp_steps(model: Any) -> list[MtpStep]:
-    """The layers of a model that guess, one by one. Raises: ValueError for a model that has none."""
+    """The layers of a model that draft, one by one. Raises: ValueError for a model that has none."""
     layers = mtp_layers(model)
     steps = [MtpStep(layers, number).eval() for number in range(len(layers.layers))]
     for step in steps:

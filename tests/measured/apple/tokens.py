@@ -1,4 +1,4 @@
-"""What a token of a whole model takes on a GPU, and what guesses give that are verified together.
+"""What a token of a whole model takes on a GPU, and what drafts give that are verified together.
 
 Both are sums: reading weights, and starting launches.
 """
@@ -51,7 +51,7 @@ TOKENS = (
     Token("Llama 3.1 8B", 4.22e9, 0, 32 * 5 + 5, 32 * 8 + 5),
 )
 # Linear attention in 36 of 48 layers; bytes of weights are those that `fit` prints for the recipe fast. Each
-# step reads and writes the states, 32 heads of 128 x 128 in float32, and copies none behind guesses.
+# step reads and writes the states, 32 heads of 128 x 128 in float32, and copies none behind drafts.
 OF_STATES = Token(
     "Qwen3-Next-80B-A3B",
     1.97e9 + 2 * 36 * 32 * 128 * 128 * 4,
@@ -64,45 +64,45 @@ OF_STATES = Token(
 
 
 @dataclass(frozen=True)
-class Guessed:
-    """An answer of SmolLM2 with guesses by look-up, as `scripts/bench/bench_guesses.py` counts it.
+class Drafted:
+    """An answer of SmolLM2 with drafts by look-up, as `scripts/bench/bench_speculative.py` counts it.
 
     Attributes:
         tokens: behind the first.
         steps: that gave them.
-        guesses: verified so many in each step that has some.
+        drafts: verified so many in each step that has some.
     """
 
     text: str
     tokens: int
     steps: int
-    guesses: int
+    drafts: int
     width: int = 3
 
     def gain(self, token: Token, gpu: Gpu, start_us: float) -> float:
-        """Tokens a second by those without guesses."""
+        """Tokens a second by those without drafts."""
         one, few = (each.ms(gpu, start_us, 1.0) for each in (token, token.verifying(1 + self.width)))
-        verified = self.guesses / self.width
+        verified = self.drafts / self.width
         return self.tokens * one / ((self.steps - verified) * one + verified * few)
 
 
 @dataclass(frozen=True)
 class Likely:
-    """Guesses in each step, of which each holds with a probability where those in front of it do."""
+    """Drafts in each step, of which each holds with a probability where those in front of it do."""
 
     text: str
     probability: float
     width: int = 3
 
     def gain(self, token: Token, gpu: Gpu, start_us: float) -> float:
-        """Tokens a second by those without guesses."""
+        """Tokens a second by those without drafts."""
         one, few = (each.ms(gpu, start_us, 1.0) for each in (token, token.verifying(1 + self.width)))
         return sum(self.probability**n for n in range(1 + self.width)) * one / few
 
 
-GUESSED = (
-    Guessed("a text to repeat", 22 - 1, 8, 15),
-    Guessed("code to change", 39 - 1, 14, 27),
+DRAFTED = (
+    Drafted("a text to repeat", 22 - 1, 8, 15),
+    Drafted("code to change", 39 - 1, 14, 27),
     Likely("each holds with 0.85", 0.85),
 )
 
@@ -152,12 +152,12 @@ def table(gpus: list[Gpu], start_us: tuple[float, float] = START_US) -> Iterator
             reading = f"{token.bytes_ms(gpu):.1f} | {token.launches} | {least:.1f}"
             yield f"| {token.model} | {gpu.name} | {reading} | {expected} |"
     yield ""
-    yield f"| predicted | chip | without guesses, tokens/s | {' | '.join(each.text for each in GUESSED)} |"
-    yield f"| --- | --- | ---: |{' ---: |' * len(GUESSED)}"
+    yield f"| predicted | chip | without drafts, tokens/s | {' | '.join(each.text for each in DRAFTED)} |"
+    yield f"| --- | --- | ---: |{' ---: |' * len(DRAFTED)}"
     for token in (*TOKENS, OF_STATES):
         for gpu in gpus:
             plain = 1e3 / token.ms(gpu, start_us[0], 1.0)
-            gains = [each.gain(token, gpu, start_us[0]) for each in GUESSED]
+            gains = [each.gain(token, gpu, start_us[0]) for each in DRAFTED]
             cells = " | ".join(f"{plain * gain:.0f} ({gain:.2f})" for gain in gains)
             yield f"| {token.model} | {gpu.name} | {plain:.0f} | {cells} |"
     yield ""

@@ -247,12 +247,12 @@ class Delta(OperatorCase, fields="group tokens key_heads heads width dtype"):
         return rule | {"scale": self.width**-0.5, "norm_eps": EPS}
 
 
-class Guessed:
+class Drafted:
     """Behind 3 of 8 tokens that are pending; the tokens of the call are pending then."""
 
     @property
     def name(self):
-        return f"{super().name} guessed"
+        return f"{super().name} drafted"
 
     def others(self, values):
         return {"counts": values.integers(1, 1, dtype=torch.int32, low=3, high=4)}
@@ -262,7 +262,7 @@ class Guessed:
         return super().options | {"keep": True}
 
 
-class GuessedDelta(Guessed, Delta):
+class DraftedDelta(Drafted, Delta):
     tensors = f"{Delta.tensors} pending_[1, heads, 8, inputs]:f32"
     scales: ClassVar[dict] = {"pending_": 0.1}
 
@@ -271,7 +271,7 @@ class GuessedDelta(Guessed, Delta):
         return vars(self) | {"inputs": pending_width(self.width, self.width, self.is_wide)}
 
 
-class GuessedScan(Guessed, OperatorCase, fields="group tokens key_heads heads states width dtype"):
+class DraftedScan(Drafted, OperatorCase, fields="group tokens key_heads heads states width dtype"):
     """Mamba-2."""
 
     operator = "linear_attention_"
@@ -279,7 +279,7 @@ class GuessedScan(Guessed, OperatorCase, fields="group tokens key_heads heads st
         "q[1, tokens, key_heads, states] v[1, tokens, heads, width] beta[1, tokens, heads] A_log[heads]:f32"
         " dt_bias[heads]:f32 skip[heads]:f32 pending_[1, heads, 8, inputs]:f32"
     )
-    scales: ClassVar[dict] = GuessedDelta.scales
+    scales: ClassVar[dict] = DraftedDelta.scales
     options: ClassVar[dict] = {
         "g": None,
         "scale": 1.0,
@@ -298,10 +298,10 @@ class GuessedScan(Guessed, OperatorCase, fields="group tokens key_heads heads st
         return vars(self) | {"inputs": pending_width(self.states, self.width)}
 
 
-class GuessedChannels(GuessedDelta):
+class DraftedChannels(DraftedDelta):
     """The same with a decay for each channel of the keys: Kimi's."""
 
-    tensors = GuessedDelta.tensors.replace("g[1, tokens, heads]", "g[1, tokens, heads, width]")
+    tensors = DraftedDelta.tensors.replace("g[1, tokens, heads]", "g[1, tokens, heads, width]")
     is_wide: ClassVar[bool] = True
 
     @property
@@ -319,9 +319,9 @@ class SelectiveScan(OperatorCase, fields="group tokens channels dtype"):
     )
 
 
-class GuessedSelective(Guessed, SelectiveScan):
+class DraftedSelective(Drafted, SelectiveScan):
     tensors = f"{SelectiveScan.tensors} pending_[1, groups, 8, inputs]:f32"
-    scales: ClassVar[dict] = GuessedDelta.scales
+    scales: ClassVar[dict] = DraftedDelta.scales
 
     @property
     def sizes(self):
@@ -329,14 +329,14 @@ class GuessedSelective(Guessed, SelectiveScan):
         return vars(self) | {"groups": groups, "inputs": inputs}
 
 
-class GuessedLru(Guessed, OperatorCase, fields="group tokens channels dtype"):
+class DraftedLru(Drafted, OperatorCase, fields="group tokens channels dtype"):
     """RG-LRU."""
 
     operator = "rg_lru_"
     tensors = "x[1, tokens, channels] branch[1, tokens, channels] pending_[1, channels, 8]:f32"
 
 
-class GuessedConvolution(Guessed, OperatorCase, fields="group tokens channels dtype"):
+class DraftedConvolution(Drafted, OperatorCase, fields="group tokens channels dtype"):
     """Four taps."""
 
     operator = "causal_conv1d_update_"
@@ -345,7 +345,7 @@ class GuessedConvolution(Guessed, OperatorCase, fields="group tokens channels dt
     )
 
 
-class Delayed(GuessedConvolution):
+class Delayed(DraftedConvolution):
     """The positions themselves, and one in front of them."""
 
     tensors = "x[1, tokens, channels] conv_state_[1, channels, 4] pending_[1, channels, 8]"
@@ -588,10 +588,10 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [Pointwise("fused", t, 4096, "bf16") for t in (1, 8)]
     cases += [Quantise("fused", 4096, 4096, to, "bf16") for to in ("affine4_64", "affine8_64", "nvfp4")]
     cases += [Tailed("fused", 1, 64, 512, 8192, selected, "bf16") for selected in (0, 512)]
-    cases += [GuessedDelta("fused", t, 16, 32, 128, "bf16") for t in (2, 4)]
-    cases += [GuessedChannels("fused", t, 32, 32, 128, "bf16") for t in (2, 4)]
-    cases += [GuessedScan("fused", t, 8, 64, 128, 64, "bf16") for t in (2, 4)]
-    behind = (GuessedSelective, GuessedLru, GuessedConvolution, Delayed)
+    cases += [DraftedDelta("fused", t, 16, 32, 128, "bf16") for t in (2, 4)]
+    cases += [DraftedChannels("fused", t, 32, 32, 128, "bf16") for t in (2, 4)]
+    cases += [DraftedScan("fused", t, 8, 64, 128, 64, "bf16") for t in (2, 4)]
+    behind = (DraftedSelective, DraftedLru, DraftedConvolution, Delayed)
     cases += [family("fused", t, 4096, "bf16") for family in behind for t in (1, 4)]
     return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8, 1024)]
 
@@ -631,8 +631,8 @@ def sanitizer_fused() -> list[Case]:
     cases += [Pointwise("sanitize", t, width, "f16") for t in (1, 3) for width in (5, 130)]
     cases += [Quantise("sanitize", 7, 384, to, "f16") for to in ("affine3_128", "mxfp4", "mxfp8", "nvfp4")]
     cases += [Tailed("sanitize", t, 9, 64, 40, selected, "f16") for t in (1, 3) for selected in (0, 5)]
-    for family in (Delta, GuessedDelta, GuessedChannels):
+    for family in (Delta, DraftedDelta, DraftedChannels):
         cases += [family("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]
-    cases += [GuessedScan("sanitize", t, 1, 2, states, 36, "bf16") for t in (1, 3) for states in (40, 100)]
-    behind = (GuessedSelective, GuessedLru, GuessedConvolution, Delayed)
+    cases += [DraftedScan("sanitize", t, 1, 2, states, 36, "bf16") for t in (1, 3) for states in (40, 100)]
+    behind = (DraftedSelective, DraftedLru, DraftedConvolution, Delayed)
     return cases + [family("sanitize", t, 200, "bf16") for family in behind for t in (1, 3)]

@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import torch_moe_mps
-from torch_moe_mps.serving import prompt_reader, prompts
-from torch_moe_mps.serving.generating import Generating
-from torch_moe_mps.serving.prompt_reader import PromptReader
+from torch_moe_mps.serving.engine import prefill as prompt_reader
+from torch_moe_mps.serving.engine.generating import Generating
+from torch_moe_mps.serving.engine.prefill import PromptReader
+from torch_moe_mps.serving.prefix_cache import memory as prompts
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 

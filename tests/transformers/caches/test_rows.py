@@ -129,8 +129,8 @@ class Batch:
 
     def verify(self, tokens: int, right: list[int]) -> None:
         """Computes so many tokens of each talk, of which so many are right: the others are taken back."""
-        guesses = [talk.tokens(count) for talk, count in zip(self.talks, right, strict=True)]
-        ids = torch.tensor([own + [7] * (tokens - len(own)) for own in guesses]).to(self.model.device)
+        speculative = [talk.tokens(count) for talk, count in zip(self.talks, right, strict=True)]
+        ids = torch.tensor([own + [7] * (tokens - len(own)) for own in speculative]).to(self.model.device)
         others = self.rows.arguments(tokens)
         if self.rows.are_states:
             self.rows.hold()

@@ -1,4 +1,4 @@
-"""Steps that verify guesses: each row has the logits of its tokens that transformers' own code gives them."""
+"""Steps that verify drafts: each row has the logits of its tokens that transformers' own code gives them."""
 
 import copy
 
@@ -25,7 +25,7 @@ OTHERS = {
     "muse_spark", "musicgen", "musicgen_melody",
     "openai_privacy_filter", "qwen3_omni_moe", "qwen4_exp", "qwen4_exp_text", "xlm", "xlstm",
 }  # fmt: skip
-# Models whose conversations are no rows, or that read several tokens behind a cache wrongly: none is guessed.
+# Models whose conversations are no rows, or that read several tokens behind a cache wrongly: none is drafted.
 NO_ROWS = {
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert", "cpmant",
     "data2vec-text", "deepseek_v4", "git", "glm5_next", "marian", "mbart",
@@ -61,7 +61,7 @@ def logits_of(own, ids: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def joined(model, talks: list[torch.Tensor]) -> Rows | str:
-    """Rows of the first tokens of conversations; or why there are none, or none with guesses."""
+    """Rows of the first tokens of conversations; or why there are none, or none with drafts."""
     if reads_whole(model):
         return "it reads prompts whole"
     if (reason := reason_against_rows(model)) is not None:

@@ -265,15 +265,15 @@ def test_other_architectures_are_one_line(tmp_path, refused):
     assert not (tmp_path / "mlx").exists()
 
 
-# Whether mlx-lm ignores the tensors of layers that guess, or refuses them.
-GUESSING = [("glm4_moe", True), ("mellum", False), ("qwen3_5_moe", True)]
-GUESSING += [("qwen3_5", True), ("qwen3_next", False), ("deepseek_v3", False)]
+# Whether mlx-lm ignores the tensors of MTP layers, or refuses them.
+DRAFTING = [("glm4_moe", True), ("mellum", False), ("qwen3_5_moe", True)]
+DRAFTING += [("qwen3_5", True), ("qwen3_next", False), ("deepseek_v3", False)]
 
 
 @pytest.mark.slow("converts twice, and mlx-lm loads it")
-@pytest.mark.parametrize(("architecture", "is_kept"), rows_in_sweep(GUESSING, GUESSING[:3]))
-def test_layers_that_guess_are_written_where_mlx_lm_ignores_them(architecture, is_kept, tmp_path, capsys):
-    """mlx-lm's strict load takes the file, with the model's logits; guesses are those of our own layout."""
+@pytest.mark.parametrize(("architecture", "is_kept"), rows_in_sweep(DRAFTING, DRAFTING[:3]))
+def test_mtp_layers_are_written_where_mlx_lm_ignores_them(architecture, is_kept, tmp_path, capsys):
+    """mlx-lm's strict load takes the file, with the model's logits; drafts are those of our own layout."""
     dense = tmp_path / "dense"
     with tiny_models.sizes(**mlx_models.SIZES), with_mtp(architecture, dense):
         with changed(dense / "config.json") as config:
@@ -285,7 +285,7 @@ def test_layers_that_guess_are_written_where_mlx_lm_ignores_them(architecture, i
         said = capsys.readouterr().err
         loaded = mlx_models.load(tmp_path)
         assert_mlx_computes_the_same(loaded, mlx_models.read(tmp_path / "mlx"))
-        assert ("layers that guess are left out: " in said) != is_kept == has_mtp(loaded)
+        assert ("MTP layers are left out: " in said) != is_kept == has_mtp(loaded)
         if not is_kept:
             return
         size = sum(tensor.nbytes for tensor in load_file(tmp_path / "mlx" / "model.safetensors").values())

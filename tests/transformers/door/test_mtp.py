@@ -1,4 +1,4 @@
-"""`generate(use_mtp=True)` of transformers: layers that guess are quantised as the others, and kept."""
+"""`generate(use_mtp=True)` of transformers: MTP layers are quantised as the others, and kept."""
 
 import copy
 import json
@@ -47,7 +47,7 @@ def tokens_of(model, **settings) -> list[int]:
     return model.generate(ids, attention_mask=torch.ones_like(ids), **SETTINGS, **settings)[0, 8:].tolist()
 
 
-def guessed(layers: MtpModel) -> torch.Tensor:
+def drafted(layers: MtpModel) -> torch.Tensor:
     """Logits of the token behind the next one, for a prompt whose states are given."""
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(1, 8, layers.config.hidden_size, generator=generator)
@@ -56,7 +56,7 @@ def guessed(layers: MtpModel) -> torch.Tensor:
 
 
 def test_tokens_are_those_of_the_model(checkpoint, monkeypatch):
-    """And guesses those of the values that the quantised layers stand for; they are read once."""
+    """And drafts those of the values that the quantised layers stand for; they are read once."""
     cls, folder = checkpoint
     model = torch_moe_mps.from_pretrained(folder, bits=4, group_size=32)
     expected = tokens_of(model)
@@ -71,11 +71,11 @@ def test_tokens_are_those_of_the_model(checkpoint, monkeypatch):
     twin = MtpModel.from_pretrained(tiny_models.dense_twin(dense, model)).eval()
     assert tokens_of(dense) == tokens_of(dense, use_mtp=True)  # those without us
     tiny_models.dense_twin(twin.layers, ours.layers)
-    torch.testing.assert_close(guessed(ours), guessed(twin), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(drafted(ours), drafted(twin), atol=1e-3, rtol=1e-3)
 
 
 def generators_of(model, monkeypatch, **settings) -> list:
-    """Generators of candidates that a call makes; tokens are those without guesses."""
+    """Generators of candidates that a call makes; tokens are those without drafts."""
     expected, found = tokens_of(model), []
     own = type(model)._get_candidate_generator
 
@@ -230,7 +230,7 @@ def test_layers_that_libraries_have_quantised(name, architecture, tmp_path):
         assert formats_of(step.layers.layers) == {WRITERS[name][1]}
         pairs = [*weights(step.layers.layers, twin.layers)]
         assert len(pairs) > 6 and all(torch.equal(*pair) for pair in pairs)
-        torch.testing.assert_close(guessed(step.layers), guessed(twin), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(drafted(step.layers), drafted(twin), atol=1e-4, rtol=1e-4)
         assert main(["convert", str(tmp_path / "packed"), str(tmp_path / "ours"), "--group-size", "32"]) == 0
         (again,) = mtp_steps(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours"))
         kept = {WRITERS[name][1]} if WRITERS[name][0]().config["quant_method"] != "fp8" else {"affine4_32"}

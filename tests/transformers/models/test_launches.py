@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 import torch
 from support import tiny_models
-from support.guesses import Answered, prompts, settings
 from support.launches import (
     captured_by_type,
     captured_call,
@@ -16,10 +15,11 @@ from support.launches import (
     operators_of_token,
 )
 from support.mtp import with_mtp
+from support.speculative import Answered, prompts, settings
 from support.sweep import in_sweep, rows_in_sweep
 
 import torch_moe_mps
-from torch_moe_mps.serving.guesses.mtp import Mtp
+from torch_moe_mps.serving.speculative.mtp import Mtp
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 from torch_moe_mps.transformers.lagging import lagging_layers
 
@@ -132,7 +132,7 @@ def test_launches_of_a_layer_for_eight_rows(simulated, architecture):
 
 
 # Launches of each type of layer for two to four tokens of one conversation, of which all but the first are
-# guesses: experts and attention, windows, latents, recurrent states. Those of a token are in MOST.
+# drafts: experts and attention, windows, latents, recurrent states. Those of a token are in MOST.
 VERIFIED = {
     "llama": {"": 8, "outside": 3},
     "qwen3_moe": {"": 10, "outside": 3},
@@ -151,7 +151,7 @@ VERIFIED = {
 
 @pytest.mark.slow("two models of tiny layers are captured")
 @pytest.mark.parametrize("architecture", in_sweep(VERIFIED, ("gpt_oss", "deepseek_v3")))
-def test_launches_of_a_layer_for_guesses(simulated, architecture):
+def test_launches_of_a_layer_for_drafts(simulated, architecture):
     """One program has steps of all these widths, and launches as much for each."""
     model, counts = accelerated(architecture), []
     check_types(captured_by_type(simulated, model, tokens=(2, 3, 4)), VERIFIED[architecture])
@@ -183,13 +183,13 @@ def test_states_that_lag_launch_nothing_more(simulated, architecture):
     check_types(several, VERIFIED[architecture])
 
 
-STATES = {"of the last layer": -1, "of two layers": (1, 2)}  # numbers of states that guesses rest on
+STATES = {"of the last layer": -1, "of two layers": (1, 2)}  # numbers of states that drafts rest on
 
 
 @pytest.mark.slow("a model of tiny layers is captured four times")
 @pytest.mark.parametrize("architecture", in_sweep(VERIFIED, ("qwen3_next",)))
 @pytest.mark.parametrize("tokens", [(1,), (2, 3, 4)], ids=["one", "several"])
-def test_states_for_guesses_launch_next_to_nothing(simulated, architecture, tokens):
+def test_states_for_drafts_launch_next_to_nothing(simulated, architecture, tokens):
     """At most the sums and norms that a product has taken in where nobody asks for what is between."""
     model = accelerated(architecture)
     plain = captured_token(simulated, model, tokens=tokens).total()
@@ -198,13 +198,13 @@ def test_states_for_guesses_launch_next_to_nothing(simulated, architecture, toke
         assert found.total() <= plain + 2, (name, found)
 
 
-# Launches of one token of a layer of the checkpoint that guesses, with embedding and head.
-GUESSING = {"deepseek_v3": 19, "mellum": 15}
+# Launches of one token of a layer of the checkpoint that drafts, with embedding and head.
+DRAFTING = {"deepseek_v3": 19, "mellum": 15}
 
 
-@pytest.mark.slow("models of tiny layers and their layers that guess are captured, and answer")
-@pytest.mark.parametrize("architecture", in_sweep(GUESSING, ("deepseek_v3",)))
-def test_launches_of_a_guess(simulated, monkeypatch, tmp_path, architecture):
+@pytest.mark.slow("models of tiny layers and their MTP layers are captured, and answer")
+@pytest.mark.parametrize("architecture", in_sweep(DRAFTING, ("deepseek_v3",)))
+def test_launches_of_a_draft(simulated, monkeypatch, tmp_path, architecture):
     """Programs, too: one of the model's steps of several tokens, and of its layer one of a token, and one
     where keys have moved on.
     """
@@ -224,7 +224,7 @@ def test_launches_of_a_guess(simulated, monkeypatch, tmp_path, architecture):
         (step,) = source._steps
         Answered(model, prompts(1), [settings(24)], source, width=3)
     others = operators_of_token(step).keys() - {*dir(torch.ops.moe_mps)}
-    assert counts.count(min(counts)) > 10 and min(counts) + len(others) <= GUESSING[architecture]
+    assert counts.count(min(counts)) > 10 and min(counts) + len(others) <= DRAFTING[architecture]
     assert len(captures_of(model).programs) == 1 and len(captures_of(step).programs) <= 2
 
 

@@ -84,7 +84,7 @@ def test_packed_weights_give_the_tokens_of_dequantised_ones(parts, packed, expec
 
 
 @pytest.mark.sweep
-def test_guesses_leave_the_tokens_as_they_are(parts, packed, expected):
+def test_drafts_leave_the_tokens_as_they_are(parts, packed, expected):
     _, _, ids = parts
     assert torch.equal(generated(packed, ids, prompt_lookup_num_tokens=3), expected)
 
@@ -164,7 +164,7 @@ def run(*arguments) -> int:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    "options", [[], ["--guesses", "lookup"], ["--kv-bits", 8], ["--prompt-cache", "prompt.safetensors"]]
+    "options", [[], ["--speculative", "lookup"], ["--kv-bits", 8], ["--prompt-cache", "prompt.safetensors"]]
 )
 def test_the_command_answers_as_transformers_does(parts, expected, options, tmp_path, monkeypatch, capsys):
     """Twice: the second time with the prompt that is kept."""

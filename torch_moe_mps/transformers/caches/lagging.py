@@ -201,7 +201,7 @@ def _pending_shape(name: tuple[str, int], state: Tensor, kind: AnyKind) -> tuple
 
 
 def bytes_beside(layer: Any, kinds: Iterable[AnyKind] = KINDS) -> int:
-    """The most bytes that guesses take beside the states of a layer: for what is pending, or for a copy.
+    """The most bytes that drafts take beside the states of a layer: for what is pending, or for a copy.
 
     Args:
         kinds: that the layer may be of, where its states lag.

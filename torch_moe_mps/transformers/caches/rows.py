@@ -212,7 +212,7 @@ class Rows:
         """Copies states that hold all tokens, so that all tokens behind these can be taken back together.
 
         A copy reads and writes a state once, a small part of what a step reads; to compute the tokens again
-        that are right in front of a wrong guess takes more.
+        that are right in front of a wrong draft takes more.
         """
         assert self.cache is not None
         self._held = [
@@ -354,7 +354,7 @@ def _check(cache: Any) -> None:
         if not is_known or isinstance(layer, HeldEntries):
             raise NotJoinable(f"a {kind} has no rows that could come and go")
         if getattr(layer, "record_past", False):
-            raise NotJoinable("its cache holds guessed tokens")
+            raise NotJoinable("its cache holds draft tokens")
         for name, tensor in LayerState(layer).tensors().items():
             memory = getattr(tensor, growing.MEMORY, None)
             if memory is None and tensor.dim() > 0 and tensor.shape[0] != 1 and tensor.numel() > 0:

@@ -43,7 +43,7 @@ from ..modules.sampling import OPERATOR, current, sampling
 from ..upstream.calls import cache_among
 from ..upstream.utilities import ModelOutput
 from .arguments import MASK, padding_of, whole
-from .candidates import CANDIDATES, GUESSING, are_by_layers
+from .candidates import CANDIDATES, DRAFTING, are_by_layers
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint, note_change
 from .match import Match, Taken
@@ -436,7 +436,7 @@ def capture_calls(model: nn.Module, wanted: bool | None, most: int = MOST_TOKENS
     note_change()
     for module in _models(model):
         module.__dict__.pop(CAPTURES, None)
-        GUESSING.pop(module, None)
+        DRAFTING.pop(module, None)
         if wanted is not False and host_library() is not None:
             module.__dict__[CAPTURES] = Captures(bool(wanted), bool(wanted), most)
         if not hasattr(type(module), _MARK):
@@ -449,7 +449,7 @@ def restore_calls(model: nn.Module) -> None:
     note_change()
     for module in model.modules():
         module.__dict__.pop(CAPTURES, None)
-        GUESSING.pop(module, None)
+        DRAFTING.pop(module, None)
         restore_class(module, _MARK)
 
 
@@ -497,7 +497,7 @@ def _models(model: nn.Module) -> Iterator[nn.Module]:
 @functools.cache
 def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a model's class that captures calls, and whose `generate` gives no tokens out that the
-    GPU failed at, and reads layers that guess once; everything else stays."""
+    GPU failed at, and reads MTP layers once; everything else stays."""
     own: Callable[..., Any] = original.forward
     parameters = inspect.signature(own).parameters.values()
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]

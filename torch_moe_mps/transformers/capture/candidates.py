@@ -1,4 +1,4 @@
-"""Tokens that `generate(use_mtp=True)` of a model guesses by layers of its checkpoint."""
+"""Tokens that `generate(use_mtp=True)` of a model drafts by layers of its checkpoint."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,8 +6,8 @@ from weakref import WeakKeyDictionary
 
 # Makes a generator of candidates from a model, a generation config and processors of logits.
 CANDIDATES: list[Callable[[Any, Any, Any], Any]] = []
-# {model: what was read of its layers that guess}; they are as the model was accelerated.
-GUESSING: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+# {model: what was read of its MTP layers}; they are as the model was accelerated.
+DRAFTING: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def are_by_layers(config: Any) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...macs import machine_memory
 from ...ops._checks import Check
 from .quantize.importance import (
-    Guessing,
+    Drafting,
     Importance,
     collect_importance,
     given_importance,
@@ -35,7 +35,7 @@ def importance_for(
     given: Importance | str | os.PathLike,
     source: Source,
     load: Callable[[bool], Any],
-    guessing: Callable[[Any], Guessing | None] = lambda model: None,
+    drafting: Callable[[Any], Drafting | None] = lambda model: None,
 ) -> Importance:
     """Importance that an argument asks for: itself, a file of it, a text, or "auto" for the built-in text.
 
@@ -44,7 +44,7 @@ def importance_for(
         source: of the model.
         load: loads it on the device where it shall run: dense, as the checkpoint has it, for True; quantised,
             as is asked for, for False.
-        guessing: the layers of a loaded model that guess, which are counted, too.
+        drafting: the layers of a loaded model that draft, which are counted, too.
 
     Raises: what `read_importance` and `collect_importance` do, and ValueError for a text that is no UTF-8.
     """
@@ -58,7 +58,7 @@ def importance_for(
     ids = tokens_of_text(source, text, TOKENS)
     model = load(is_read_as_it_is(source))
     device = model.device
-    result = collect_importance(model, ids, text=text, guessing=guessing(model))
+    result = collect_importance(model, ids, text=text, drafting=drafting(model))
     del model
     free(device)
     return result

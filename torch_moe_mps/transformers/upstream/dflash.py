@@ -1,4 +1,4 @@
-"""Assistants that guess a block of tokens."""
+"""Assistants that draft a block of tokens."""
 
 from types import SimpleNamespace
 from typing import Any

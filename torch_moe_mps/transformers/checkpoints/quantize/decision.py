@@ -61,7 +61,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
 
 
 def note_exceptions(model: nn.Module, recipe: Recipe) -> None:
-    """Lets a model know the exceptions of its recipe, for layers that guess, which are read later."""
+    """Lets a model know the exceptions of its recipe, for MTP layers, which are read later."""
     for module in model.modules():
         vars(module).pop(_EXCEPTIONS, None)
         if recipe.overrides and hasattr(module, "base_model_prefix"):  # a model of transformers

@@ -182,8 +182,8 @@ def _read(path: Path) -> Importance:
 # Collecting
 
 
-class Guessing(Protocol):
-    """Layers behind a model that guess tokens from its states.
+class Drafting(Protocol):
+    """Layers behind a model that draft tokens from its states.
 
     Attributes:
         named: a module that has them under the names that recipes and importance give them.
@@ -197,7 +197,7 @@ class Guessing(Protocol):
 
 @torch.no_grad()
 def collect_importance(
-    model: nn.Module, ids: Tensor, *, text: str = "", guessing: Guessing | None = None, progress: bool = True
+    model: nn.Module, ids: Tensor, *, text: str = "", drafting: Drafting | None = None, progress: bool = True
 ) -> Importance:
     """Run tokens through a language model, and count what its weights are multiplied with.
 
@@ -205,7 +205,7 @@ def collect_importance(
         model: of transformers, dense or quantised, accelerated or not, in evaluation mode.
         ids: [T] tokens of a text, at least 512; they run in windows of 512.
         text: what they are of, whose hash the file will have; the default is that of the ids.
-        guessing: layers behind the model that guess, which are counted, too.
+        drafting: layers behind the model that draft, which are counted, too.
         progress: show a bar where tqdm is installed.
 
     Returns: the means, for `accelerate`, `from_pretrained` and `Importance.save`. Experts that few tokens
@@ -223,16 +223,16 @@ def collect_importance(
     device = next(model.parameters()).device
     counts: dict[str, _Sums] = {}
     with ExitStack() as hooks:
-        for target in (*_multiplied(model), *(() if guessing is None else _multiplied(guessing.named))):
+        for target in (*_multiplied(model), *(() if drafting is None else _multiplied(drafting.named))):
             hook = _hook(target, counts)
             hooks.callback(target.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for window in with_progress(ids.split(WINDOW), "Calibrating", "window", progress):
             read = window[None].to(device)
-            if guessing is None:
+            if drafting is None:
                 called(input_ids=read, use_cache=False)
             else:
                 out = called(input_ids=read, use_cache=False, output_hidden_states=True)
-                guessing.read(read, out.hidden_states[-1])
+                drafting.read(read, out.hidden_states[-1])
     means = _blended(counts)
     for name, mean in means.items():
         check_importance(_CHECK, f"what {name} multiplies", mean)

@@ -18,7 +18,7 @@ AUTO = "auto"
 # they make half of the loss of a trained Mixture of Experts in 4 bits, in 4 % of its weights
 # (docs/quality_moe.md).
 AUTO_BITS, SHARE = 6, 0.1
-OF_GUESSING = "mtp."  # begins names of weights of layers that guess, which are no part of a model
+OF_MTP = "mtp."  # begins names of weights of MTP layers, which are no part of a model
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class Recipe:
             changed["linears"] = self.small_linears
         return replace(self, **changed)
 
-    def of_guessing(self) -> list[str]:
-        """The patterns of the exceptions that are for layers that guess alone."""
-        return [pattern for pattern in self.overrides if pattern.startswith(OF_GUESSING)]
+    def of_mtp(self) -> list[str]:
+        """The patterns of the exceptions that are for MTP layers alone."""
+        return [pattern for pattern in self.overrides if pattern.startswith(OF_MTP)]
 
     def check_patterns(self, names: Collection[str]) -> None:
         """Raises: ValueError for a pattern that fits none of the names, which are the model's."""
         for pattern in self.overrides:
-            if not pattern.startswith(OF_GUESSING) and not any(fits(pattern, name) for name in names):
+            if not pattern.startswith(OF_MTP) and not any(fits(pattern, name) for name in names):
                 raise ValueError(no_such_weight(pattern))
 
 
@@ -100,7 +100,7 @@ def requested_recipe(
         keep: names of weights that stay dense, with * and ?, or their ends: "lm_head", "*.v_proj".
         overrides: {name or pattern: bits, {bits, group_size, mode}, or False for dense}; the last that fits
             decides. "layers.0.*experts.down_proj" means one of the matrices of experts; names that begin with
-            "mtp.0." and so on are of layers that guess tokens.
+            "mtp.0." and so on are of MTP layers tokens.
 
     Routers always stay dense.
 

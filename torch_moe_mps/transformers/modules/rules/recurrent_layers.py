@@ -150,7 +150,7 @@ def mamba_scan(layer: Any, projected: Tensor, cache: Any, mask: Tensor | None) -
     inner, tokens = heads * width, projected.shape[:2]
     gate, mixed, step = projected.split_with_sizes([inner, inner + 2 * groups * states, heads], -1)
     before = None if cache is None else cache.get_conv_state(layer.layer_idx)
-    # Tokens whose states lag may be guesses, each of which is a step.
+    # Tokens whose states lag may be drafts, each of which is a step.
     is_step = before is not None and (tokens[1] == 1 or bool(pending_of(before, tokens[1])))
     mixed = masked(convolution(layer, mixed, cache), mask)
     v, k, q = mixed.split_with_sizes([inner, groups * states, groups * states], -1)

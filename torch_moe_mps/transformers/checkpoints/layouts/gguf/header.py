@@ -73,7 +73,7 @@ def check_sizes(metadata: dict[str, Any], names: Iterable[str]) -> None:
     """Checks the sizes and counts of the architecture in a file with tensors of these names.
 
     Raises: ValueError for one that is no number, or is negative, and for attention without a number of heads,
-        which transformers would guess: queries, keys and values in one matrix do not tell it.
+        which transformers would draft: queries, keys and values in one matrix do not tell it.
     """
     heads = f"{metadata['general.architecture']}.attention.head_count"
     if any(".attn_q" in name for name in names):

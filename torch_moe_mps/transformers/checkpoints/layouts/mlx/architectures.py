@@ -20,7 +20,7 @@ class Architecture(NamedTuple):
         renamed_linear: the same, only in layers of linear attention.
         halves: whether kv_b_proj is split into embed_q and unembed_out.
         one_more: whether transformers adds 1 to the weights of norms; mlx-lm stores the sum.
-        ignored: prefix of tensors that mlx-lm ignores, which layers that guess may have; {} is the number of
+        ignored: prefix of tensors that mlx-lm ignores, which MTP layers may have; {} is the number of
             layers, and "" no prefix.
         drops_bias: whether mlx-lm drops the correction of the router's scores.
         part_of: the multimodal type as whose language part mlx-lm loads this text-only type.

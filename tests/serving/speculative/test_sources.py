@@ -1,0 +1,131 @@
+"""Several sources of drafts: each has an acceptance of its own, its own states, and fails alone."""
+
+import functools
+import logging
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import eager
+from support.speculative import Answered, prompts, settings
+
+import torch_moe_mps
+from torch_moe_mps.serving.speculative.drafter import Row
+from torch_moe_mps.serving.speculative.drafting import Drafting
+from torch_moe_mps.serving.speculative.width import Width
+
+
+@functools.cache
+def model_of():
+    model = eager(tiny_models.tiny_model("qwen3_moe"))
+    torch_moe_mps.accelerate(model)
+    return model
+
+
+class Fixed:
+    """Drafts the same tokens for each row, or those of an answer that is known.
+
+    Attributes:
+        asked: how many rows it was asked for.
+        taken: the place and the states of each call that was computed.
+    """
+
+    def __init__(self, tokens=None, answer=None, states=(), is_cheap=False):
+        self.tokens, self.answer, self.states, self.is_cheap = tokens, answer, states, is_cheap
+        self.asked, self.taken = 0, []
+
+    def draft(self, rows):
+        self.asked += len(rows)
+        return [self.tokens or self.answer[len(row.tokens) - row.prompt :] for row in rows]
+
+    def accepted(self, rows, counts):
+        pass
+
+    def computed(self, row, first, states):
+        self.taken.append((first, states))
+
+
+def timed(wrong: Fixed, right: Fixed, steps: int) -> list[list[int]]:
+    """The drafts of a row in steps of which each token more costs a fifth; those of `right` hold."""
+    drafting, row, made = Drafting(model_of(), [wrong, right], Width()), Row([1, 2, 3], 3), []
+    drafting.width.begin(row)
+    for _ in range(steps):
+        (own,) = drafting.draft([row], [0], [7]) or [[]]
+        held = len(own) if own[:1] == right.tokens[:1] else 0
+        if own:
+            drafting.verified([row], [held], [own])
+        drafting.width.took([row], 1 + len(own), 1 + 0.2 * len(own), [1 + held])
+        made.append(own)
+    return made
+
+
+def test_a_source_that_fails_does_not_drag_the_next_one():
+    """The first is asked only as often as its own acceptance says, and the second in all other steps."""
+    made = timed(Fixed([9] * 7), Fixed([4] * 7), 200)
+    wrong, right = ([own for own in made if own[:1] == [token]] for token in (9, 4))
+    assert 0 < len(wrong) < 20 and len(right) > 160
+    assert sum(map(len, right)) / len(right) > 4  # as wide as its own acceptance allows
+
+
+def test_a_row_has_the_drafts_of_the_first_source_that_has_some():
+    """And acceptances of rows and sources are counted apart."""
+
+    class Some(Fixed):
+        def draft(self, rows):
+            self.asked += len(rows)
+            return [[7, 7, 7] if row.tokens[-1] == 1 else [] for row in rows]
+
+    first, second = Some(), Fixed([8, 8])
+    drafting, rows = Drafting(model_of(), [first, second], Width(3)), [Row([n], 1) for n in (1, 2)]
+    assert drafting.draft(rows, [0, 0], [7, 7]) == [[7, 7, 7], [8, 8]]
+    assert (first.asked, second.asked) == (2, 1) and [row.source for row in rows] == [0, 1]
+    drafting.verified(rows, [2, 0], [[7, 7], [8, 8]])
+    counts = [[(row.held[n].hits, row.held[n].tries) for n in (0, 1)] for row in rows]
+    assert counts == [[(2.0, 2.0), (0.0, 0.0)], [(0.0, 0.0), (0.0, 1.0)]]
+
+
+def test_cheap_sources_alone_are_asked_before_a_token_is_known():
+    """Of others, it is enough that they would pay."""
+    cheap, other = Fixed([5], is_cheap=True), Fixed([6] * 7)
+    drafting = Drafting(model_of(), [cheap, other], Width(2))
+    assert drafting.may_pay([Row([1], 1)], [0], [7]) and (cheap.asked, other.asked) == (0, 0)
+    alone = Drafting(model_of(), [cheap], Width(2))
+    assert alone.may_pay([Row([1], 1)], [0], [7]) and cheap.asked == 1
+    assert not Drafting(model_of(), [], Width(2)).may_pay([Row([1], 1)], [0], [7])
+
+
+@torch.no_grad()
+def test_each_source_gets_the_states_it_wants():
+    """Side by side in the order of its own; the answer is the one without drafts."""
+    model, many = model_of(), prompts(1)
+    (answer,) = Answered(model, many, [settings(8)]).answers
+    wanted = [(-1,), (), (2, 0)]
+    sources = [Fixed(answer=answer, states=states) for states in wanted]
+    assert Answered(model, many, [settings(8)], sources, width=2).answers == [answer]
+    ids = torch.tensor([[*many[0].tolist(), *answer]])
+    hidden = model(ids, use_cache=False, output_hidden_states=True).hidden_states
+    for source, states in zip(sources, wanted, strict=True):
+        assert bool(source.taken) == bool(states)
+        for first, taken in source.taken:
+            expected = torch.cat([hidden[state] for state in states], -1)
+            torch.testing.assert_close(
+                taken, expected[:, first : first + taken.shape[1]], atol=1e-5, rtol=1e-5
+            )
+    assert sum(taken.shape[1] for _, taken in sources[0].taken) >= len(many[0])
+
+
+def test_a_source_that_raises_ends_alone(caplog):
+    """A line of the log names it; once all have ended, no tokens are drafted."""
+    model, many = model_of(), prompts(1)
+    (answer,) = Answered(model, many, [settings(8)]).answers
+    bad = Fixed([10**6])
+    with caplog.at_level(logging.WARNING, "torch_moe_mps"):
+        found = Answered(model, many, [settings(8)], [bad, Fixed(answer=answer)], width=2)
+    (line,) = [record.getMessage() for record in caplog.records if "drafts no tokens" in record.getMessage()]
+    assert line.startswith("torch_moe_mps: Fixed drafts no tokens any more: ValueError: drafts must be")
+    assert found.answers == [answer] and found.batch.speculative.accepted >= 4 and bad.asked == 1
+
+
+def test_a_list_has_names_and_objects():
+    with pytest.raises(ValueError, match="or a list of these, got 'looked'"):
+        Answered(model_of(), prompts(1), [settings(2)], ["lookup", "looked"])

@@ -1,0 +1,115 @@
+"""--speculative: tokens are drafted and verified together."""
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+
+from .._text import first_line
+from ..serving.engine.ranges import vocabulary_of
+from ..serving.engine.speculation import Speculation
+from ..serving.prefix_cache.memory import Prompts
+from ..serving.speculative import LOOKUP, MTP
+from ..serving.speculative.asked import drafting_of
+from ..serving.speculative.dflash import is_dflash, require_assistant
+from ..serving.speculative.draft import require_tokens
+from ..serving.speculative.drafting import Drafting
+from ..transformers.checkpoints.source import Source
+from ..transformers.mtp import has_mtp, recipe_of_last_layer, require_mtp
+from .arguments import NO_DRAFTS
+from .caches import KVCache, block_cache, kv_cache
+from .sources import folder_of, loading_options, skeleton_of, tokenizer_of
+
+_OF_GENERATE = 8  # tokens that `generate` looks up
+
+
+def drafts_of(
+    options: argparse.Namespace, model: Any, folder: str, device: str, prompts: Prompts
+) -> Drafting | None:
+    """The drafts of an engine; None for none.
+
+    Raises: ValueError for a draft with other tokens, and for a checkpoint without MTP layers.
+    """
+    if options.speculative is None:
+        return _by_default(model, prompts)
+    if options.speculative == NO_DRAFTS:
+        return None
+    if options.speculative in (LOOKUP, MTP):
+        return drafting_of(model, options.speculative, prompts, "--speculative")
+    draft, draft_folder = _draft(options, model, device)
+    if not is_dflash(draft.config):
+        require_tokens(model, draft, alike=not _differ(options, model, folder, draft, draft_folder))
+    return drafting_of(model, draft, prompts, "--speculative")
+
+
+def _by_default(model: Any, prompts: Prompts) -> Drafting | None:
+    """Look-up, and the MTP layers of a checkpoint that has some; a line says why they are not used."""
+    try:
+        if has_mtp(model):
+            return drafting_of(model, [LOOKUP, MTP], prompts, "--speculative")
+    except Exception as error:  # a default must not end a server
+        line = first_line(error) or type(error).__name__
+        print(f"torch-moe-mps: the checkpoint's MTP layers are not used: {line}", file=sys.stderr)
+    return drafting_of(model, LOOKUP, prompts, "--speculative")
+
+
+def speculation_of(options: argparse.Namespace, model: Any, folder: str, device: str) -> Speculation | None:
+    """The drafts of `generate`; None for none.
+
+    Raises: ValueError for a model whose states cannot be cut back to the tokens that were accepted, and for a
+        checkpoint without MTP layers.
+    """
+    if options.speculative in (None, NO_DRAFTS):
+        return None
+    if model._is_stateful or not model._supports_default_dynamic_cache():
+        expected = "a model whose cache can be cut"
+        raise ValueError(f"--speculative is for {expected}, got the recurrent states of {folder}")
+    if options.speculative == LOOKUP:
+        return Speculation({"prompt_lookup_num_tokens": _OF_GENERATE})
+    if options.speculative == MTP:
+        require_mtp(model)
+        return Speculation({"use_mtp": True})
+    draft, draft_folder = _draft(options, model, device)
+    arguments: dict[str, Any] = {"assistant_model": draft}
+    if is_dflash(draft.config):
+        arguments["speculation_type"] = "dflash"
+    elif _differ(options, model, folder, draft, draft_folder):
+        own, other = (tokenizer_of(name, options.trust_remote_code) for name in (folder, draft_folder))
+        arguments |= {"tokenizer": own, "assistant_tokenizer": other}
+    return Speculation(arguments)
+
+
+def draft_cache(options: argparse.Namespace, dtype: torch.dtype) -> KVCache | None:
+    """Bytes of the cache of the model or assistant of --speculative; None where none is known."""
+    if options.speculative in (None, NO_DRAFTS, LOOKUP, MTP):
+        return None
+    source, model = skeleton_of(options, folder_of(options.speculative, weights=False))
+    return cache_beside(source.config, model, dtype, options.kv_bits)
+
+
+def cache_beside(config: Any, draft: Any, dtype: torch.dtype, kv_bits: int) -> KVCache | None:
+    """Bytes of the cache of a draft or an assistant with this config; None where none is known."""
+    return block_cache(config, dtype) if is_dflash(config) else kv_cache(draft.to(dtype), kv_bits)
+
+
+def _draft(options: argparse.Namespace, model: Any, device: str) -> tuple[Any, str]:
+    """The model or assistant of --speculative, and its folder. A dense assistant is quantised as the model's
+    last layer, and computes with the model's states in their dtype.
+    """
+    from ..transformers.loading import from_pretrained
+
+    folder, how = folder_of(options.speculative), loading_options(options)
+    about = Source(folder, how)
+    if is_dflash(about.config):
+        require_assistant(model, about.config)
+        format = None if about.stored else recipe_of_last_layer(model).linears
+        how |= {"dtype": model.dtype, **({} if format is None else format.to_dict())}
+    return from_pretrained(folder, device_map=device, **how), folder
+
+
+def _differ(options: argparse.Namespace, model: Any, folder: str, draft: Any, draft_folder: str) -> bool:
+    """Whether a model and its draft have other tokens, or another number of them."""
+    own, other = (tokenizer_of(name, options.trust_remote_code) for name in (folder, draft_folder))
+    sizes = {vocabulary_of(part) for part in (model, draft)}
+    return own.get_vocab() != other.get_vocab() or len(sizes) > 1

@@ -1,0 +1,1 @@
+"""Continuous batching: jobs become sequences that one thread generates together."""

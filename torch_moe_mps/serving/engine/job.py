@@ -1,0 +1,183 @@
+"""Jobs: the server's side of whatever generates. A `Generator` takes them from any thread."""
+
+import functools
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor
+
+from ..._text import first_line
+from ..prefix_cache.disk import Disk
+
+if TYPE_CHECKING:
+    from ..prefix_cache.memory import Images
+    from .memory import Memory
+
+logger = logging.getLogger(__name__)
+Reason = Literal["stop", "length", "cancelled"]
+T = TypeVar("T")
+
+
+def _no_progress(read: int, of: int) -> None:
+    """Takes no notice of a prompt's progress."""
+
+
+@contextmanager
+def as_errors() -> Iterator[None]:
+    """Block with somebody's own function, in which SystemExit is an error as any other: it ends no thread."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"moe_mps: a function of an answer raised {error!r}") from error
+
+
+@dataclass(eq=False)
+class Job:
+    """One answer to generate. Its functions are called on the thread of the device, and may not wait.
+
+    Args:
+        inputs: of the model's `generate`, as its processor makes them, on the CPU: `input_ids` [1, T], and
+            what images or sound have become.
+        config: `max_new_tokens`, the tokens that end an answer, and how tokens are chosen; no stop strings,
+            which `on_token` looks for, but with beams, each of which ends by them.
+        on_token: takes the tokens of the answer one by one, the token that ends it included. Returns:
+            whether the answer is complete; no token follows then. What it raises ends the job, as what
+            `on_progress` and the processors raise.
+        on_end: called once, behind the last token, with the reason: "stop" for a token that ends answers and
+            for a complete answer, "length" where its length or its time is over, "cancelled", or the error.
+            What it raises is logged.
+        on_progress: takes how many tokens of the prompt are read, kept ones included, and how many it has.
+        seed: of the drawn tokens; None is one from the system's entropy.
+        processors: of this job's logits, such as the mask of a grammar. Their `input_ids` are the prompt with
+            the answer so far, [1, T]. Those with `is_first` get the logits before the settings of `config`
+            change them.
+        likely: tokens that the answer probably has, in their order; they are drafted first.
+        place: among the answers to one request; later ones let other requests go first.
+        request: that it answers, known by identity.
+        images: in the inputs, from `images_of`; None lets the thread of the device hash them.
+
+    Attributes:
+        turn: in which it begins, once it waits with others.
+        cached_tokens: of the prompt, kept and not computed again; known before the first token.
+        disk_tokens: of these, read from a disk.
+        accepted_tokens, rejected_tokens: that were drafted and verified so far.
+    """
+
+    inputs: dict[str, Tensor]
+    config: GenerationConfig
+    on_token: Callable[[int], bool]
+    on_end: Callable[[Reason | Exception], None]
+    on_progress: Callable[[int, int], None] = _no_progress
+    seed: int | None = None
+    processors: list[LogitsProcessor] = field(default_factory=list)
+    tokenizer: Any = None
+    likely: list[int] = field(default_factory=list)
+    place: int = 0
+    request: object = None
+    images: "Images | None" = None
+    turn: int | None = None
+    cached_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
+    disk_tokens: int = 0
+    _cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    @functools.cached_property
+    def own_seed(self) -> int:
+        """Seed of the drawn tokens, whoever draws them: nobody else's numbers are used or changed."""
+        return secrets.randbits(63) if self.seed is None else self.seed
+
+    def cancel(self) -> None:
+        """Ends the job before its next step, or before the next piece of its prompt; from any thread."""
+        self._cancelled.set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def tell(self, read: int, of: int) -> None:
+        """Hands the progress of its prompt out."""
+        with as_errors():
+            self.on_progress(read, of)
+
+    def take(self, token: int) -> bool:
+        """Hands a token out. Returns: whether the answer is complete."""
+        with as_errors():
+            return bool(self.on_token(token))
+
+    def end(self, reason: Reason | Exception) -> None:
+        """Tells why it has ended."""
+        try:
+            with as_errors():
+                self.on_end(reason)
+        except Exception as error:
+            kind = type(error).__name__
+            logger.error("moe_mps: on_end of an answer raised %s: %s", kind, first_line(error))
+
+
+class Generator(Protocol):
+    """Generates jobs on one thread, the only one that uses the device: torch's mps does not bear two.
+
+    Attributes:
+        most: jobs that are generated together, at most.
+        active: jobs that are generated now, those whose prompt is being read included.
+        waiting: jobs that were submitted and have not begun.
+        read_tokens: of all prompts so far that were computed.
+        cached_tokens: of all prompts so far that were kept and not computed again.
+        draft_tokens: so far, accepted and rejected.
+        death: why it generates nothing any more: its thread has ended by an error; None while it lives.
+        memory: the budget of the model; None is none.
+    """
+
+    most: int
+    memory: "Memory | None"
+
+    @property
+    def death(self) -> Exception | None: ...
+
+    @property
+    def active(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def read_tokens(self) -> int: ...
+
+    @property
+    def cached_tokens(self) -> int: ...
+
+    @property
+    def draft_tokens(self) -> tuple[int, int]: ...
+
+    def submit(self, job: Job) -> None:
+        """Takes a job and returns at once. A job that comes behind `close` ends as cancelled, and behind the
+        death by that.
+        """
+
+    def run(self, function: Callable[[], T]) -> "Future[T]":
+        """Calls a function on the thread of the device, between two steps."""
+
+    def prompts_held(self) -> tuple[int, int]:
+        """How many prompts are kept, and their bytes."""
+
+    @property
+    def disk(self) -> "Disk | None":
+        """Where prompts are kept beside memory."""
+
+    def close(self) -> None:
+        """Ends all jobs within a step as cancelled, writes the files of kept prompts, and ends the thread."""
+
+
+def prompt_length(inputs: dict[str, Any]) -> int:
+    """How many tokens a job's prompt has."""
+    return int(inputs["input_ids"].shape[-1])

@@ -1,0 +1,117 @@
+"""The memory that a served model may take: one budget, and how short of memory the system is.
+
+The budget is what the GPU recommends for one process, less the weights and the largest step. Answers and kept
+prompts share the rest: prompts are given up for answers, and an answer waits until there is room.
+"""
+
+import ctypes
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...macs import machine_memory
+from ..prefix_cache.memory import prompt_bytes
+from .prefill import AT_ONCE
+
+# Answers at once: before the M5, matmuls of 16 rows take nearly twice as long as those of 8, and on all GPUs
+# experts do, of which each has a few of the rows.
+MOST_ROWS = 8
+_OF_THE_MACHINE = 0.75  # the share of its memory that a model with all that it computes may take on a CPU
+_NO_MEMORY = re.compile(
+    "out of memory|allocate memory|not enough memory|insufficient memory|invalid buffer size", re.I
+)
+_EVERY = 1.0  # seconds between two questions to the system
+RETRY_AFTER = 10  # seconds after which a client may ask a system again that was short of memory
+
+
+class Level(IntEnum):
+    """How short of memory the system is, as macOS tells its programs."""
+
+    NORMAL = 0
+    WARN = 1
+    CRITICAL = 2
+
+
+def _pressure_of_macos() -> Level:
+    """The level that a dispatch source of memory pressure would be told."""
+    value, size = ctypes.c_int(0), ctypes.c_size_t(4)
+    name = b"kern.memorystatus_vm_pressure_level"
+    ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
+    return {2: Level.WARN, 4: Level.CRITICAL}.get(value.value, Level.NORMAL)
+
+
+class Memory:
+    """The budget of one model.
+
+    Args:
+        model: loaded; what its device has in use counts as its weights.
+        pressure: asks the system; None where it tells nothing.
+        beside: modules that compute beside it, on its device.
+
+    Attributes:
+        total, weights, step: bytes that the process may take, of the weights, and of the largest step.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pressure: Callable[[], Level] | None = _pressure_of_macos if sys.platform == "darwin" else None,
+        beside: Sequence[nn.Module] = (),
+    ):
+        if model.device.type == "mps":
+            self.total = torch.mps.recommended_max_memory()
+            self.weights = torch.mps.driver_allocated_memory()
+        else:
+            self.total = int(_OF_THE_MACHINE * machine_memory())
+            parts = (
+                part for module in (model, *beside) for part in (*module.parameters(), *module.buffers())
+            )
+            self.weights = sum(tensor.nbytes for tensor in {id(part): part for part in parts}.values())
+        try:
+            self.step = prompt_bytes(model, AT_ONCE)
+        except (AttributeError, ValueError):  # an encoder, or a model without layers
+            self.step = 0
+        self._pressure, self._asked, self._level = pressure, -_EVERY, Level.NORMAL
+
+    @property
+    def free(self) -> int:
+        """Bytes that answers and kept prompts may take."""
+        return max(0, self.total - self.weights - self.step)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the system tells when it is short of memory."""
+        return self._pressure is not None
+
+    @property
+    def level(self) -> Level:
+        """How short of memory the system is; it is asked once a second."""
+        now = time.monotonic()
+        if self._pressure is not None and now >= self._asked + _EVERY:
+            self._asked, self._level = now, self._pressure()
+        return self._level
+
+
+def is_short(memory: Memory | None) -> bool:
+    return memory is not None and memory.level > Level.NORMAL
+
+
+def is_watched(memory: Memory | None) -> bool:
+    return memory is not None and memory.is_watched
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocation has failed, as torch's on any device do.
+
+    A fault of the GPU is none, whatever it says: what was computed before is lost with it.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    is_fault = isinstance(error, torch.AcceleratorError)
+    return isinstance(error, RuntimeError) and not is_fault and bool(_NO_MEMORY.search(str(error)))

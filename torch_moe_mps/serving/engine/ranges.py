@@ -1,0 +1,170 @@
+"""Ranges of the settings of an answer, for jobs and protocols alike: none lets in what another refuses."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ..._text import shown
+from .job import Job
+
+Check = tuple[Callable[[Any], bool], str]  # whether a value can be so, and what it must be
+LARGEST = 1e6  # number that any dtype of logits bears as a factor or a divisor, with all that follows from it
+MOST = (1 << 63) - 1  # the largest that an operator can count
+
+
+def number(low: float, high: float = LARGEST, open_at_low: bool = False) -> Check:
+    """Check of a number in a range; NaN and infinity lie in none."""
+
+    def fits(value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and low <= value <= high and not (open_at_low and value == low)
+
+    between = "above {:g} and at most {:g}" if open_at_low else "from {:g} to {:g}"
+    return fits, f"a number {between.format(low, high)}"
+
+
+def integer(low: int, high: int = MOST) -> Check:
+    """Check of an integer in a range."""
+    return lambda value: type(value) is int and low <= value <= high, f"an integer from {low} to {high}"
+
+
+_PLACEHOLDER = re.compile("(image|video|audio)_token_(id|index)")  # names in a config
+SEED = integer(-MOST - 1)  # for a torch.Generator
+_FLAG: Check = (lambda value: isinstance(value, bool)), "true or false"
+# {setting of a GenerationConfig: its range, where it is not None}.
+SETTINGS: dict[str, Check] = {
+    "do_sample": _FLAG,
+    "encoder_no_repeat_ngram_size": integer(0),
+    "encoder_repetition_penalty": number(0, open_at_low=True),
+    "guidance_scale": number(-LARGEST),
+    "length_penalty": number(-LARGEST),
+    "max_length": integer(1),
+    "max_new_tokens": integer(1),
+    "max_time": number(0, open_at_low=True),
+    "min_length": integer(0),
+    "min_new_tokens": integer(0),
+    "no_repeat_ngram_size": integer(0),
+    "num_beam_groups": integer(1, 1024),
+    "num_beams": integer(1, 1024),
+    "num_return_sequences": integer(1, 1024),
+    "remove_invalid_values": _FLAG,
+    "renormalize_logits": _FLAG,
+    "repetition_penalty": number(0, open_at_low=True),
+    "use_cache": _FLAG,
+}
+# {the same of how tokens are drawn}: where none is drawn, transformers reads none of these.
+DRAWS: dict[str, Check] = {
+    "epsilon_cutoff": number(0, 1),
+    "eta_cutoff": number(0, 1),
+    "min_p": number(0, 1),
+    "temperature": number(0, open_at_low=True),
+    "top_h": number(0, 1, open_at_low=True),
+    "top_k": integer(0),
+    "top_p": number(0, 1),
+    "typical_p": number(0, 1, open_at_low=True),
+}
+
+
+_ALONE = {"encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "guidance_scale", "num_beam_groups"}
+_NO_MATTER = {"_from_model_config", "stop_strings", "transformers_version"}
+
+
+def token(vocabulary: int) -> Check:
+    """Check of a token that a model knows."""
+    fits, _ = integer(0, vocabulary - 1)
+    return fits, f"of tokens from 0 to {vocabulary - 1}"
+
+
+def tokens(vocabulary: int) -> dict[str, Check]:
+    """Checks of the settings that are tokens: {setting: its range, where it is not None}."""
+    fits, expected = token(vocabulary)
+
+    def all_fit(value: Any) -> bool:
+        return isinstance(value, (list, tuple)) and all(map(fits, value))
+
+    def are_words(value: Any) -> bool:
+        return (
+            isinstance(value, (list, tuple)) and bool(value) and all(word and all_fit(word) for word in value)
+        )
+
+    one = fits, expected
+    some = (lambda value: fits(value) or all_fit(value)), expected
+    listed = all_fit, f"a list {expected}"
+    return {
+        "bad_words_ids": (are_words, f"a list of lists {expected}, none of them empty"),
+        "begin_suppress_tokens": listed,
+        "bos_token_id": one,
+        "eos_token_id": some,
+        "forced_bos_token_id": one,
+        "forced_eos_token_id": some,
+        "pad_token_id": one,
+        "suppress_tokens": listed,
+    }
+
+
+def vocabulary_of(model: Any) -> int:
+    """How many tokens a model knows."""
+    return int(model.config.get_text_config().vocab_size)
+
+
+def placeholders_of(model: Any) -> set[int]:
+    """Tokens that stand for images or sound, which need not be of the vocabulary."""
+    config = vars(model.config)
+    return {value for name, value in config.items() if _PLACEHOLDER.fullmatch(name) and type(value) is int}
+
+
+def unknown_token(model: Any, ids: Tensor | Sequence[int]) -> int | None:
+    """The first token of a prompt that a model does not know: a GPU would read whatever lies there."""
+    most = vocabulary_of(model)
+    if isinstance(ids, Tensor):
+        ids = ids[(ids < 0) | (ids >= most)].tolist()
+    beyond = [token for token in ids if not 0 <= token < most]
+    known = placeholders_of(model) if beyond else ()
+    return next((token for token in beyond if token not in known), None)
+
+
+def check_settings(config: GenerationConfig, own: GenerationConfig, vocabulary: int) -> None:
+    """Checks settings before an answer begins.
+
+    Args:
+        own: the model's own settings, whose tokens are as they are.
+        vocabulary: how many tokens the model knows.
+
+    Raises: ValueError for the first that is out of its range.
+    """
+    for name, check in (SETTINGS | DRAWS if config.do_sample else SETTINGS).items():
+        _check(name, check, getattr(config, name, None))
+    for name, check in tokens(vocabulary).items():
+        if (value := getattr(config, name, None)) != getattr(own, name, None):
+            _check(name, check, value)
+
+
+def unserved_settings(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Names of settings that a client cannot have: other caches, and ways to search and draft."""
+    served = {*SETTINGS, *DRAWS, *tokens(1)} - _ALONE
+    for name, value in settings.items():
+        if value is not None and value is not False and name not in served and name not in _NO_MATTER:
+            yield name
+
+
+def check_job(model: Any, job: Job) -> None:
+    """Checks what a job of a model is asked with. Raises: ValueError."""
+    if (token := unknown_token(model, job.inputs["input_ids"])) is not None:
+        most = vocabulary_of(model) - 1
+        raise ValueError(f"torch_moe_mps: prompts must be of tokens from 0 to {most}, got {token}")
+    check_settings(job.config, model.generation_config, vocabulary_of(model))
+    check_seed(job.seed)
+
+
+def check_seed(seed: Any) -> None:
+    """Raises: ValueError for a seed that no generator takes."""
+    _check("seed", SEED, seed)
+
+
+def _check(name: str, check: Check, value: Any) -> None:
+    fits, expected = check
+    if value is not None and not fits(value):
+        raise ValueError(f"torch_moe_mps: {name} must be {expected}, got {shown(value)}")

@@ -1,0 +1,239 @@
+"""The next token of each row of a batch: rows with equal settings are drawn together."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList
+
+from ...transformers.basics.overflow import is_missing, no_distribution
+from ...transformers.modules.sampling import Sampling
+from .job import Job, as_errors
+from .stand_in import in_order
+
+
+class Chooser:
+    """How the tokens of one job are chosen.
+
+    Args:
+        model: whose generation config completes the job's.
+
+    Attributes:
+        model: the same.
+        sampling: the processors of its logits.
+        generator: of the drawn tokens.
+        repeats: whether it draws the same numbers each time, as with a seed.
+        ends: the tokens that end the answer.
+        most: how many tokens the answer may have.
+
+    Raises: ValueError for a prompt as long as `max_length`, which counts it.
+    """
+
+    def __init__(self, model: Any, job: Job):
+        ids = job.inputs["input_ids"]
+        config = _completed(model, job.config, ids)
+        model._prepare_special_tokens(config, device=model.device)
+        processors = model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=ids.shape[1],
+            encoder_input_ids=ids.to(model.device),
+            logits_processor=LogitsProcessorList(job.processors),
+            device=model.device,
+            model_kwargs={},
+        )
+        self.sampling = Sampling(in_order(processors), config)
+        device = model.device
+        self.generator = torch.Generator(device).manual_seed(job.own_seed)
+        self.repeats = job.seed is not None
+        end = config.eos_token_id
+        self.ends = {*end} if isinstance(end, (list, tuple)) else {end}
+        self.most = config.max_length - ids.shape[1]
+        self._until = None if config.max_time is None else time.monotonic() + config.max_time
+        self._states: list[Tensor] | None = None  # the generator's, before draws that may be undone
+        # Its prompt and its answer for processors, [1, T], on the device: a copy, which they may change.
+        self.ids = ids.to(device, copy=True) if self.sampling.others else None
+        self.model = model
+
+    @property
+    def is_late(self) -> bool:
+        """Whether `max_time` is over, from when the prompt began to be read."""
+        return self._until is not None and time.monotonic() > self._until
+
+    def processed(self, logits: Tensor) -> Tensor | None:
+        """The logits [1, V] behind the processors that are not of the draw; None where there are none.
+
+        Raises: ValueError where these are no logits.
+        """
+        if not self.sampling.others:
+            return None
+        with as_errors():
+            scores = self.sampling.others(self.ids, logits.float())
+        got, expected = _place_of(scores), _place_of(logits)
+        if got != expected:
+            raise ValueError(f"torch_moe_mps: processors of logits must return {expected}, got {got}")
+        return scores.float()
+
+    def draw(self, numbers: Tensor) -> None:
+        """Writes the numbers of the next draw."""
+        if self._states is not None and self.repeats:
+            self._states.append(self.generator.get_state())
+        numbers.exponential_(generator=self.generator)
+
+    def begin_draws(self) -> None:
+        """Draws of tokens begin, of which those behind a wrong draft will be undone."""
+        self._states = []
+
+    def end_draws(self, count: int) -> None:
+        """Undoes all draws behind the first ones: they will be drawn again."""
+        states, self._states = self._states, None
+        if states and count < len(states):
+            self.generator.set_state(states[count])
+
+    def take(self, token: Tensor) -> None:
+        """Notes a token [1] of the answer, on the device, for the processors."""
+        if self.ids is not None:
+            self.ids = torch.cat((self.ids, token[None].to(self.ids.dtype)), 1)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Rows of one kind are chosen together."""
+        if not self.sampling.draws:
+            return (False,)
+        return True, self.sampling.arguments(), self.sampling.end
+
+
+def _completed(model: Any, config: GenerationConfig, ids: Tensor) -> GenerationConfig:
+    """Settings as `generate` completes them: `max_length` counts the prompt, whatever said how long it is."""
+    is_default = config.max_length is None and model.generation_config.max_length is None
+    config, _ = model._prepare_generation_config(config)  # a copy
+    config = model._prepare_generated_length(
+        generation_config=config,
+        has_default_max_length=is_default or config.max_new_tokens is not None,  # else it warns of two
+        has_default_min_length=True,
+        model_input_name="input_ids",
+        input_ids_length=ids.shape[1],
+        inputs_tensor=ids,
+    )
+    model._validate_generated_length(config, ids.shape[1], is_default)
+    return config
+
+
+class Chosen:
+    """The next token of each row, on the device; the host may compute more before it reads them.
+
+    Args:
+        tokens: [B].
+        invalid: [B], not 0 where the logits had no distribution.
+        errors: {row: what its processors raised}.
+        model: whose logits they were.
+
+    Attributes:
+        rows: which of the rows that were chosen for are left, in the order of their answers.
+    """
+
+    def __init__(self, tokens: Tensor, invalid: Tensor, errors: dict[int, Exception], model: Any):
+        self._model = model
+        self.rows = [*range(len(tokens))]
+        self._tokens, self._errors = tokens, errors
+        self._copies = [_begun_copy(item) for item in (tokens, invalid)]
+        self._copied = None
+        if tokens.device.type != "cpu":
+            self._copied = torch.Event(device=tokens.device, blocking=True)
+            self._copied.record()
+
+    def inputs(self) -> Tensor:
+        """The tokens [B, 1] of the rows that are left."""
+        is_whole = self.rows == [*range(len(self._tokens))]
+        return (self._tokens if is_whole else self._tokens[self.rows])[:, None]
+
+    def leave(self, row: int) -> None:
+        """Gives a row up, whose number the last one takes."""
+        self.rows[row] = self.rows[-1]
+        self.rows.pop()
+
+    def read(self) -> list[int | Exception]:
+        """The token of each row that is left, or what it has in its place; waits until it is known."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens, wrong = (copy.tolist() for copy in self._copies)
+        read: dict[int, int | Exception] = dict(enumerate(tokens))
+        read |= {row: no_distribution(self._model) for row, is_wrong in enumerate(wrong) if is_wrong}
+        read |= self._errors
+        return [read[row] for row in self.rows]
+
+
+def _place_of(value: Any) -> str:
+    """Shape and device of a tensor; the type of anything else."""
+    return f"{[*value.shape]} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _begun_copy(tensor: Tensor) -> Tensor:
+    """A copy for the host, which is there behind the next event."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor, non_blocking=True)
+
+
+def choose(choosers: Sequence[Chooser], logits: Tensor) -> Chosen:
+    """The next token of each row, from logits [B, V] of the model."""
+    kinds: dict[Any, list[int]] = {}
+    rows, errors = dict[int, Tensor | None](), dict[int, Exception]()
+    for row, chooser in enumerate(choosers):
+        try:
+            rows[row] = chooser.processed(logits[row : row + 1])
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # a processor has raised: it is this row's
+            errors[row], rows[row] = error, logits[row : row + 1].float()
+        kinds.setdefault((rows[row] is None, chooser.kind), []).append(row)
+    made = []
+    for (is_plain, _), of_kind in kinds.items():
+        if not is_plain:
+            scores = torch.cat([rows[row] for row in of_kind])  # type: ignore[misc]  # none is None
+        elif len(of_kind) == len(choosers):
+            scores = logits
+        else:
+            scores = logits[of_kind]
+        try:
+            made.append(_of_kind([choosers[row] for row in of_kind], scores))
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # their settings, which are the same, are wrong
+            errors |= {row: error for row in of_kind if row not in errors}
+            none = torch.zeros(len(of_kind), dtype=torch.int64, device=logits.device)
+            made.append((none, none))
+    tokens, invalid = made[0]
+    if len(made) > 1:
+        order = [row for of_kind in kinds.values() for row in of_kind]
+        back = torch.tensor(order).argsort().to(logits.device)
+        tokens, invalid = (torch.cat(each)[back] for each in zip(*made, strict=True))
+    for row, chooser in enumerate(choosers):
+        chooser.take(tokens[row : row + 1])
+    return Chosen(tokens, invalid, errors, choosers[0].model)
+
+
+def _of_kind(choosers: list[Chooser], scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens [R] of rows with equal settings, and whether each had no distribution."""
+    sampling = choosers[0].sampling
+    if not sampling.draws:
+        scores = sampling.known(None, scores.float()) if sampling.known else scores
+        likeliest = scores.max(-1)
+        return likeliest.indices, is_missing(likeliest.values)
+
+    def fill(draws: Tensor) -> None:
+        if any(chooser.repeats for chooser in choosers):
+            for row, chooser in zip(draws, choosers, strict=True):
+                chooser.draw(row)
+        else:  # in one launch
+            choosers[0].draw(draws)
+
+    invalid = torch.zeros(len(scores), dtype=torch.int32, device=scores.device)
+    tokens = sampling.draw(scores, fill, invalid)
+    if tokens is not None:
+        return tokens, invalid
+    shares = sampling.known(None, scores.float()).softmax(-1)
+    draws = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
+    fill(draws)
+    return (shares / draws).argmax(-1), shares.isnan().any(-1).int()

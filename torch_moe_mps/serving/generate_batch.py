@@ -1,0 +1,202 @@
+"""Answers to a list of prompts, generated together."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+
+from .engine.batch import Batch
+from .engine.job import Job, Reason, as_errors
+from .engine.memory import MOST_ROWS, Memory
+from .engine.ranges import check_job
+from .prefix_cache.memory import Prompts
+from .speculative.asked import drafting_of
+
+_NAME = "moe_mps::generate_batch"
+_SHARE_OF_PROMPTS = 4  # the part of free memory that keeps prompts, so that others may begin with them
+
+
+def generate_batch(
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor | str],
+    generation_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
+    *,
+    tokenizer: Any = None,
+    seed: int | Sequence[int | None] | None = None,
+    logits_processor: Sequence[Sequence[LogitsProcessor]] | None = None,
+    streamer: Sequence[Any] | None = None,
+    speculative: Any = None,
+    draft_width: int | None = None,
+    progress: bool = True,
+) -> list[Tensor]:
+    """Answer any number of prompts, several at once: no short answer waits for a long one.
+
+    A prompt joins the others as soon as there is room for it, and leaves when its answer is complete. Each
+    answer is the one that `model.generate` gives alone, up to rounding: kernels for several rows add in
+    another order. Prompts that begin alike are computed once.
+
+    Args:
+        model: accelerated; its `generate` is not called. One whose cache has no rows that come and go
+            (DeepSeek-V4) generates them in turn, and a line of the log says why.
+        prompts: N of them, tokens [T] of integers or [1, T], or texts, for which there must be a tokenizer.
+        generation_config: one for all or N: lengths, times, the tokens that end an answer, `stop_strings` and
+            how tokens are chosen; None is the model's own. An answer has at most 20 tokens where neither says
+            a length, as by `generate`. Beams are searched for one prompt at a time, while the others go on.
+            There is one answer for each prompt: no `num_return_sequences`.
+        tokenizer: of texts and stop strings.
+        seed: of drawn tokens, one for each prompt, or one number, to which prompt n adds n. The numbers drawn
+            for an answer do not depend on what is generated beside it, and torch's own stay as they are;
+            without a seed they follow one from the system's entropy.
+        logits_processor: N lists of processors of the logits of one prompt each.
+        streamer: N objects with `put`, which gets the tokens of the answer one by one, and `end`; or None.
+        speculative: the drafter of tokens that are verified together, so that one call gives several:
+            "lookup" takes them from repetitions in the conversations, "mtp" from layers that the checkpoint
+            has for it, a small model of the same vocabulary generates them, a DFlash assistant makes a block
+            of them, an object with `draft(rows)` and `accepted(rows, counts)` knows them
+            (`serving/speculative/drafter.py`); of a list, the first that has some. As many are drafted as
+            the times of steps show to pay, each source by what of its own held. Answers are
+            those without drafts, drawn ones with a seed, too, up to rounding: kernels for several tokens
+            add in another order. Of models whose conversations take turns, or that read a prompt in one
+            call, none are drafted, and a line of the log says so.
+        draft_width: tokens that are drafted for a row, from 1 to 7; None leaves it to the times.
+        progress: show a bar of the answers, where tqdm is installed.
+
+    Returns: N tensors of the new tokens [M], on the CPU, in the order of the prompts; with the token that
+        ended the answer.
+
+    Raises: ValueError for arguments that do not fit, for a prompt as long as `max_length`, which counts it,
+        and for a model in a pipeline; what a prompt's processor or streamer raises, and
+        torch.AcceleratorError where the GPU fails.
+    """
+    many = len(prompts)
+    if isinstance(prompts, (str, Tensor)):
+        raise ValueError(f"{_NAME}: prompts must be a list, got a {type(prompts).__name__}")
+    configs = _each("generation_config", generation_config, many, GenerationConfig)
+    seeds = _each("seed", seed, many, int)
+    if isinstance(seed, int):
+        seeds = [seed + number for number in range(many)]
+    processors = _each("logits_processor", logits_processor, many, type(None))
+    streamers = _each("streamer", streamer, many, type(None))
+    kept = Prompts(Memory(model).free // _SHARE_OF_PROMPTS)
+    drafting = drafting_of(model, speculative, kept, _NAME, draft_width)
+    memory = Memory(model, beside=drafting.modules if drafting else ()).free
+    batch = Batch(model, kept, MOST_ROWS, memory, speculative=drafting)
+    answers: list[_Answer] = []
+    with tqdm(total=many, desc="Generating", unit="answer", disable=not progress) as bar:
+        for number, prompt in enumerate(prompts):
+            config = _config(model, configs[number])
+            ids = _ids(prompt, number, tokenizer)
+            before = [] if model.config.is_encoder_decoder else ids[0].tolist()
+            answer = _Answer(before, config, tokenizer, streamers[number], bar.update)
+            if (config.num_beams or 1) == 1:
+                config.stop_strings = None  # the answer looks for them
+            own = [*(processors[number] or ())]
+            job = Job(
+                {"input_ids": ids},
+                config,
+                answer.take,
+                answer.end,
+                seed=seeds[number],
+                processors=own,
+                tokenizer=tokenizer,
+            )
+            check_job(model, job)
+            batch.waiting.append(job)
+            answers.append(answer)
+        while batch.has_work:
+            batch.step()
+            error = next((answer.error for answer in answers if answer.error is not None), None)
+            if error is not None:
+                batch.end_all()
+                raise error
+    return [torch.tensor(answer.tokens, dtype=torch.int64) for answer in answers]
+
+
+class _Answer:
+    """Answer to one prompt, as it grows.
+
+    Args:
+        before: the tokens in front of it, in which a stop string may begin.
+    """
+
+    def __init__(
+        self,
+        before: list[int],
+        config: GenerationConfig,
+        tokenizer: Any,
+        streamer: Any,
+        count: Callable[[], object],
+    ):
+        stop = config.stop_strings or []
+        if stop and tokenizer is None:
+            raise ValueError(f"{_NAME}: tokenizer must be there for stop_strings, got None")
+        self.tokens: list[int] = []
+        self.error: Exception | None = None
+        self._tokenizer, self._streamer, self._count = tokenizer, streamer, count
+        self._stops = [stop] if isinstance(stop, str) else [*stop]
+        # A token has an octet at least, so that a stop string lies in so many tokens.
+        self._longest = max((len(item.encode()) for item in self._stops), default=0)
+        self._last = before[-self._longest - 1 :]
+
+    def take(self, token: int) -> bool:
+        self.tokens.append(token)
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([token]))
+        return bool(self._stops) and self._has_ended(token)
+
+    def _has_ended(self, token: int) -> bool:
+        """Whether a stop string ends in this token, wherever it began."""
+        tokens = [*self._last, token]
+        before, after = self._tokenizer.decode(self._last), self._tokenizer.decode(tokens)
+        self._last = tokens[-self._longest - 1 :]
+        pairs = enumerate(zip(before, after, strict=False))
+        known = next((place for place, (old, new) in pairs if old != new), len(before))
+        return any((start := after.rfind(stop)) >= 0 and start + len(stop) > known for stop in self._stops)
+
+    def end(self, reason: Reason | Exception) -> None:
+        if isinstance(reason, Exception):
+            self.error = reason
+        elif self._streamer is not None:
+            try:
+                with as_errors():
+                    self._streamer.end()
+            except Exception as error:
+                self.error = error
+        self._count()
+
+
+def _config(model: PreTrainedModel, config: GenerationConfig | None) -> GenerationConfig:
+    """A copy of the settings, or of the model's. Raises: ValueError."""
+    config = copy.deepcopy(config or model.generation_config)
+    if (count := config.num_return_sequences or 1) > 1:
+        raise ValueError(f"{_NAME}: generation_config must have num_return_sequences 1, got {count}")
+    return config
+
+
+def _ids(prompt: Any, number: int, tokenizer: Any) -> Tensor:
+    """The tokens [1, T] of a prompt, on the CPU."""
+    ids = prompt
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError(f"{_NAME}: tokenizer must be there for texts, got None for prompts[{number}]")
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    is_fitting = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
+    if not is_fitting or ids.numel() == 0 or ids.numel() != ids.shape[-1]:
+        got = f"{ids.dtype} {[*ids.shape]}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        expected = "a text or tokens [T] of int64, one at least"
+        raise ValueError(f"{_NAME}: prompts[{number}] must be {expected}, got {got}")
+    return ids.reshape(1, -1).long().cpu()
+
+
+def _each(name: str, value: Any, many: int, kind: type) -> list[Any]:
+    """One value for each prompt, of one for all, which is of a kind or None, or of as many."""
+    if value is None or isinstance(value, kind):
+        return [value] * many
+    if not isinstance(value, (list, tuple)) or len(value) != many:
+        got = f"{len(value)}" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
+        raise ValueError(f"{_NAME}: {name} must be a list of {many}, one for each prompt, got {got}")
+    return [*value]

@@ -1,3 +1,0 @@
-"""Tokens that are guessed, and verified together by one call of the model; sources that have a name."""
-
-LOOKUP, MTP = "lookup", "mtp"

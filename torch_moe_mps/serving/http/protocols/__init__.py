@@ -1,0 +1,1 @@
+"""One module a protocol: its request fields, its answers and its events."""

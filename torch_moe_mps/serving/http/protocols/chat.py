@@ -1,0 +1,249 @@
+"""OpenAI's chats: `/v1/chat/completions`."""
+
+import time
+from typing import Any
+
+from ...engine.ranges import integer
+from ..answer import Answer, Item, Piece
+from ..request import (
+    HINTS,
+    MOST_ANSWERS,
+    OBJECT,
+    SHARED,
+    TEXT,
+    YES_OR_NO,
+    Chat,
+    Fields,
+    Refused,
+    Request,
+    Tool,
+    common,
+    wrong,
+)
+from ..served import Answers, Served
+from ..structured import check_extra, schema_of
+from . import conversation
+from .protocol import Protocol, Writer, event, input_of, new_id, openai_error
+from .tools import Call
+
+MOST_LOGPROBS = 20
+
+
+def _predicted(prediction: Any) -> str | None:
+    """The text of a `prediction`; None where it is none."""
+    if not isinstance(prediction, dict) or prediction.get("type") != "content":
+        return None
+    content = prediction.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        return None
+    texts = [part.get("text") for part in parts if part.get("type") == "text"]
+    return "".join(texts) if len(texts) == len(parts) and all(isinstance(t, str) for t in texts) else None
+
+
+_FIELDS = Fields(
+    SHARED
+    | {
+        "add_generation_prompt": YES_OR_NO,
+        "chat_template_kwargs": OBJECT,
+        "continue_final_message": YES_OR_NO,
+        "grammar": TEXT,
+        "json_schema": OBJECT,
+        "logprobs": YES_OR_NO,
+        "max_completion_tokens": integer(1),
+        "max_tokens": integer(1),
+        "n": integer(1, MOST_ANSWERS),
+        "prediction": (
+            lambda value: _predicted(value) is not None,
+            'an object of type "content" with a text, or a list of texts',
+        ),
+        "stream_options": OBJECT,
+        "top_logprobs": integer(0, MOST_LOGPROBS),
+    },
+    needed="messages",
+    others=HINTS | {"reasoning_effort", "response_format", "tool_choice", "tools", "web_search_options"},
+    nothing={
+        "audio": [],
+        "function_call": ["auto", "none"],
+        "functions": [[]],
+        "modalities": [["text"]],
+        "truncation": ["disabled"],
+    },
+)
+
+
+class ChatCompletions(Protocol):
+    path, counts = "/v1/chat/completions", "input_tokens"
+
+    def read(self, body: dict[str, Any], served: Served) -> Request:
+        _FIELDS.check(body, self.path, served.say_once)
+        if body.get("web_search_options") is not None:
+            served.say_once("web_search_options are left out: this server searches nothing")
+        messages = conversation.messages(body["messages"], "messages", served.say_once)
+        own = conversation.tools(body.get("tools"), "tools", served.say_once)
+        tools, forced = conversation.chosen(body, own)
+        form_field, form = _form(body)
+        if forced is not None and form_field != "response_format":
+            raise Refused(f"'{form_field}' must not be there where a tool must be called.", form_field)
+        variables = conversation.effort(body.get("reasoning_effort"))
+        variables |= body.get("chat_template_kwargs") or {}
+        goes_on = conversation.goes_on(messages, "messages", body)
+        return Request(
+            prompts=[Chat(messages, tools, variables, goes_on)],
+            prompt_field="messages",
+            most=body.get("max_completion_tokens") or body.get("max_tokens"),
+            form=None if forced else form,  # OpenAI's clients ask for both
+            forced=forced,
+            form_field="tool_choice" if forced else form_field,
+            logprobs=logprobs_of(body, bool(body.get("logprobs")), "'logprobs' true"),
+            count=body.get("n") or 1,
+            likely=_predicted(body.get("prediction")) or "",
+            **common(body),
+        )
+
+    def whole(self, request: Request, answers: Answers, served: Served) -> dict[str, Any]:
+        choices = [
+            {
+                "index": number,
+                "message": _message(answer, request.tools),
+                "logprobs": _logprobs(answer.entries),
+                "finish_reason": finish_reason(answer),
+            }
+            for number, answer in enumerate(answers.answers)
+        ]
+        return envelope("chatcmpl-", "chat.completion", served) | {
+            "choices": choices,
+            "usage": usage(answers),
+        }
+
+    def writer(self, request: Request, answers: Answers, served: Served) -> Writer:
+        return _Chunks(request, answers, served)
+
+
+class Chunks(Writer):
+    """Objects of one kind, with the usage in a last one, or in each, if the request wants it."""
+
+    prefix: str
+    kind: str
+
+    def __init__(self, *parts: Any):
+        super().__init__(*parts)
+        self.envelope = envelope(self.prefix, self.kind, self.served)
+        self._options = self.request.later.get("stream_options") or {}
+
+    def choice(self, choice: dict[str, Any]) -> str:
+        """A part of an answer."""
+        is_counted = self._options.get("include_usage") and self._options.get("continuous_usage_stats")
+        counted = {"usage": usage(self.answers)} if is_counted else {}
+        return event(self.envelope | {"choices": [choice]} | counted)
+
+    def end(self) -> str:
+        last = ""
+        if self._options.get("include_usage"):
+            last = event(self.envelope | {"choices": [], "usage": usage(self.answers)})
+        return f"{last}data: [DONE]\n\n"
+
+    def failed(self, refused: Refused) -> str:
+        return event(openai_error(refused))
+
+
+class _Chunks(Chunks):
+    prefix, kind = "chatcmpl-", "chat.completion.chunk"
+
+    def __init__(self, *parts: Any):
+        super().__init__(*parts)
+        self._calls = [0] * len(self.answers.answers)
+
+    def begin(self) -> str:
+        first = {"role": "assistant", "content": ""}
+        return "".join(self._chunk(number, first) for number in range(len(self.answers.answers)))
+
+    def item(self, number: int, item: Item) -> str:
+        if isinstance(item, Piece):
+            name = "content" if item.kind == "text" else "reasoning_content"
+            return self._chunk(number, {name: item.text}, logprobs=_logprobs(item.entries or None))
+        call = {"index": self._calls[number]} | _call(item, self.request.tools)
+        self._calls[number] += 1
+        return self._chunk(number, {"tool_calls": [call]})
+
+    def ended(self, number: int) -> str:
+        answer = self.answers.answers[number]
+        return "" if answer.is_cut else self._chunk(number, {}, finish_reason(answer))
+
+    def _chunk(
+        self, number: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
+    ) -> str:
+        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self.choice(choice)
+
+
+def _form(body: dict[str, Any]) -> tuple[str, dict[str, Any] | str | None]:
+    """The field that says what the answer must be like, and its schema or grammar.
+
+    `json_schema` and `grammar` are llama.cpp's. Raises: Refused for two of them.
+    """
+    asked = {name: body[name] for name in ("json_schema", "grammar") if body.get(name) is not None}
+    schema = schema_of(body.get("response_format"), "response_format")
+    forms: dict[str, Any] = asked if schema is None else asked | {"response_format": schema}
+    for name in asked:
+        check_extra(name, asked[name])
+        if len(forms) > 1:
+            raise wrong(name, f"the only one of {', '.join(forms)}", asked[name])
+    return next(iter(forms.items()), ("response_format", None))
+
+
+def logprobs_of(body: dict[str, Any], asked: bool, needed: str) -> int | None:
+    """How many alternatives each token of an answer shall have. Raises: Refused if nothing asks."""
+    count = body.get("top_logprobs")
+    if count and not asked:
+        raise wrong("top_logprobs", f"with {needed}", count)
+    return count or 0 if asked else None
+
+
+def finish_reason(answer: Answer) -> str:
+    if answer.calls:
+        return "tool_calls"
+    return "length" if answer.reason == "length" else "stop"
+
+
+def usage(answers: Answers) -> dict[str, Any]:
+    return {
+        "prompt_tokens": answers.prompt_tokens,
+        "completion_tokens": answers.tokens,
+        "total_tokens": answers.prompt_tokens + answers.tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": answers.cached_tokens,
+            "disk_tokens": answers.disk_tokens,
+        },
+        "completion_tokens_details": {"reasoning_tokens": answers.reasoning_tokens} | answers.drafts_form,
+    }
+
+
+def envelope(prefix: str, kind: str, served: Served) -> dict[str, Any]:
+    """The fields of an answer, or of each chunk of one, that all have."""
+    return {"id": new_id(prefix), "object": kind, "created": int(time.time()), "model": served.name}
+
+
+def _message(answer: Answer, tools: dict[str, Tool]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [_call(call, tools) for call in answer.calls]
+    return message
+
+
+def _call(call: Call, tools: dict[str, Tool]) -> dict[str, Any]:
+    tool = tools.get(call.name)
+    if tool is not None and tool.kind == "custom":
+        own = {"name": tool.own_name, "input": input_of(call)}
+        return {"id": new_id("call_"), "type": "custom", "custom": own}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": new_id("call_"), "type": "function", "function": function}
+
+
+def _logprobs(entries: list[Any] | None) -> dict[str, Any] | None:
+    if entries is None:
+        return None
+    return {"content": [entry.chat_form() for entry in entries], "refusal": None}

@@ -1,0 +1,94 @@
+"""OpenAI's completions of texts: `/v1/completions`."""
+
+from typing import Any
+
+from ...engine.ranges import integer
+from ..answer import Answer, Item, Piece
+from ..logprobs import completion_form
+from ..request import HINTS, MOST_ANSWERS, OBJECT, SHARED, Fields, Request, common, wrong
+from ..served import Answers, Served
+from ..structured import schema_of
+from .chat import Chunks, envelope, usage
+from .protocol import Protocol, Writer
+
+_MOST_LOGPROBS, _MOST_PROMPTS = 5, 64
+_FIELDS = Fields(
+    SHARED
+    | {
+        "logprobs": integer(0, _MOST_LOGPROBS),
+        "max_tokens": integer(1),
+        "n": integer(1, MOST_ANSWERS),
+        "stream_options": OBJECT,
+    },
+    needed="prompt",
+    others=HINTS | {"response_format"},
+    nothing={"best_of": [1], "echo": [False], "suffix": [""]},
+)
+
+
+class Completions(Protocol):
+    path = "/v1/completions"
+
+    def read(self, body: dict[str, Any], served: Served) -> Request:
+        _FIELDS.check(body, self.path, served.say_once)
+        return Request(
+            prompts=[*_prompts(body["prompt"])],
+            prompt_field="prompt",
+            most=body.get("max_tokens"),
+            form=schema_of(body.get("response_format"), "response_format"),
+            form_field="response_format",
+            logprobs=body.get("logprobs"),
+            count=body.get("n") or 1,
+            **common(body),
+        )
+
+    def whole(self, request: Request, answers: Answers, served: Served) -> dict[str, Any]:
+        choices = [
+            _choice(number, answer.text, answer.entries, _reason(answer))
+            for number, answer in enumerate(answers.answers)
+        ]
+        return envelope("cmpl-", "text_completion", served) | {"choices": choices, "usage": usage(answers)}
+
+    def writer(self, request: Request, answers: Answers, served: Served) -> Writer:
+        return _Chunks(request, answers, served)
+
+
+class _Chunks(Chunks):
+    prefix, kind = "cmpl-", "text_completion"
+
+    def begin(self) -> str:
+        return ""
+
+    def item(self, number: int, item: Item) -> str:
+        if not isinstance(item, Piece):
+            return ""
+        return self.choice(_choice(number, item.text, item.entries or None, None))
+
+    def ended(self, number: int) -> str:
+        answer = self.answers.answers[number]
+        if answer.is_cut:
+            return ""
+        return self.choice(_choice(number, "", None, _reason(answer)))
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """A text, tokens, or a list of these. Raises: Refused."""
+    if isinstance(value, str) or _are_tokens(value):
+        return [value]
+    is_list = isinstance(value, list) and 0 < len(value) <= _MOST_PROMPTS
+    if is_list and all(isinstance(prompt, str) or _are_tokens(prompt) for prompt in value):
+        return [*value]
+    raise wrong("prompt", f"a text, a list of tokens, or a list of at most {_MOST_PROMPTS} of these", value)
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _reason(answer: Answer) -> str:
+    return "length" if answer.reason == "length" else "stop"
+
+
+def _choice(number: int, text: str, entries: list[Any] | None, reason: str | None) -> dict[str, Any]:
+    logprobs = None if entries is None else completion_form(entries)
+    return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -1,0 +1,281 @@
+"""Messages of OpenAI's protocols as chat templates read them, and tools."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ..json_text import read_json
+from ..request import Forced, Refused, Tool, wrong
+from ..structured import check_extra
+
+Part = dict[str, Any]
+Say = Callable[[str], None]
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_TEXTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
+# {type of a part: what it is for a processor}
+_MEDIA = {
+    "image_url": "image", "input_image": "image", "video_url": "video", "audio_url": "audio",
+    "input_audio": "audio",
+}  # fmt: skip
+_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
+_ORDER = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def text_part(text: str) -> Part:
+    return {"type": "text", "text": text}
+
+
+def content(value: Any, where: str) -> list[Part]:
+    """The parts of a content. Raises: Refused for what is none."""
+    if isinstance(value, str):
+        return [text_part(value)] if value else []
+    if not isinstance(value, list):
+        raise wrong(where, "a text or a list of parts", value)
+    return [_part(part, f"{where}[{number}]") for number, part in enumerate(value)]
+
+
+def _part(part: Any, where: str) -> Part:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise wrong(where, "an object with a type", part)
+    kind: str = part["type"]
+    if kind in _TEXTS:
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise wrong(f"{where}.text", "a text", text)
+        return text_part(text)
+    if kind not in _MEDIA:
+        raise Refused(f"This model does not read '{kind}'.", where)
+    field = "image_url" if kind == "input_image" else kind
+    value = part.get(field)
+    url = value.get("data" if kind == "input_audio" else "url") if isinstance(value, dict) else value
+    if not isinstance(url, str):
+        raise wrong(f"{where}.{field}", "an object with a url", value)
+    return {"type": _MEDIA[kind], "url": url, "field": f"{where}.{field}", "as": kind}
+
+
+def messages(values: Any, field: str, say: Say) -> list[dict[str, Any]]:
+    """The messages of a chat. Raises: Refused."""
+    if not isinstance(values, list) or not values:
+        raise wrong(field, "a list of at least one message", values)
+    return joined([message(value, f"{field}[{number}]", say) for number, value in enumerate(values)])
+
+
+def message(value: Any, where: str, say: Say) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong(where, "an object with role and content", value)
+    role = value.get("role")
+    if role not in _ROLES:
+        raise wrong(f"{where}.role", f"one of {', '.join(_ROLES)}", role)
+    calls, text = value.get("tool_calls"), value.get("content")
+    made: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role)}
+    is_silent = text is None and role == "assistant"
+    made["content"] = [] if is_silent else content(text, f"{where}.content")
+    for name in ("name", "tool_call_id"):
+        if isinstance(value.get(name), str):
+            made[name] = value[name]
+    for name in ("reasoning_content", "reasoning"):
+        if role == "assistant" and isinstance(value.get(name), str) and value[name]:
+            made["reasoning_content"] = value[name]
+    if calls:
+        made["tool_calls"] = _calls(calls, f"{where}.tool_calls", say)
+    elif calls is not None and calls != []:
+        raise wrong(f"{where}.tool_calls", "a list of calls", calls)
+    return made
+
+
+def _calls(values: Any, where: str, say: Say) -> list[dict[str, Any]]:
+    if not isinstance(values, list):
+        raise wrong(where, "a list of calls", values)
+    made = []
+    for number, value in enumerate(values):
+        custom = value.get("custom") if isinstance(value, dict) else None
+        function = (value.get("function") or value) if isinstance(value, dict) else None
+        if isinstance(custom, dict) and isinstance(custom.get("name"), str):
+            made.append(call(value.get("id"), custom["name"], {"input": str(custom.get("input", ""))}))
+        elif isinstance(function, dict) and isinstance(function.get("name"), str):
+            made.append(call(value.get("id"), function["name"], arguments(function.get("arguments"), say)))
+        else:
+            raise wrong(f"{where}[{number}]", "a function with a name and arguments", value)
+    return made
+
+
+def call(name: Any, function: str, arguments: Any) -> dict[str, Any]:
+    """A call in the form that chat templates read."""
+    made = {"type": "function", "function": {"name": function, "arguments": arguments}}
+    return {"id": name, **made} if isinstance(name, str) else made
+
+
+def arguments(value: Any, say: Say) -> Any:
+    """The arguments of a call as an object; what is no object in JSON stays a text."""
+    if isinstance(value, dict):
+        return value
+    try:
+        read = read_json(value) if value else {}
+    except (TypeError, ValueError):
+        read = None
+    if isinstance(read, dict):
+        return read
+    say("arguments of an earlier call are no object in JSON: the model reads them as a text")
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def joined(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with the system's first ones as one, and calls behind a text of the assistant beside it."""
+    made: list[dict[str, Any]] = []
+    for value in values:
+        last = made[-1] if made else None
+        if last is not None and last["role"] == value["role"] == "system" and len(made) == 1:
+            last["content"] = [
+                *last["content"],
+                *([text_part("")] if value["content"] else []),
+                *value["content"],
+            ]
+        else:
+            made.append(value)
+    return made
+
+
+def tool(value: Any, where: str, say: Say) -> list[Tool]:
+    """The functions that a tool is for a model: none for one that a server of OpenAI would run itself."""
+    if not isinstance(value, dict):
+        raise wrong(where, "an object with a type", value)
+    kind = value.get("type", "function")
+    if kind == "function":
+        return [_function(value.get("function", value), where)]
+    if kind == "custom":
+        return [_custom(value.get("custom", value), where)]
+    if kind == "namespace":
+        space = value.get("name")
+        if not isinstance(space, str) or not isinstance(value.get("tools"), list):
+            raise wrong(where, "a namespace with a name and a list of tools", value)
+        inner = [t for n, v in enumerate(value["tools"]) for t in tool(v, f"{where}.tools[{n}]", say)]
+        return [
+            Tool(in_namespace(space, t.name), t.description, t.schema, t.kind, t.own_name, space)
+            for t in inner
+        ]
+    if not isinstance(kind, str):
+        raise wrong(f"{where}.type", "a text", kind)
+    say(f"tools of the type {kind!r} are left out: this server runs none")
+    return []
+
+
+def in_namespace(space: str | None, name: str) -> str:
+    """How a model sees a function of a namespace."""
+    if space is None:
+        return name
+    return f"{space}{name}" if space.endswith("__") else f"{space}__{name}"
+
+
+def _function(value: Any, where: str) -> Tool:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        raise wrong(where, "a function with a name", value)
+    schema = value.get("parameters")
+    if schema is not None and not isinstance(schema, dict):
+        raise wrong(f"{where}.parameters", "a schema in JSON", schema)
+    return Tool(
+        value["name"], str(value.get("description") or ""), schema or _NOTHING, own_name=value["name"]
+    )
+
+
+def _custom(value: Any, where: str) -> Tool:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        raise wrong(where, "a tool with a name", value)
+    description, form = str(value.get("description") or ""), value.get("format")
+    definition = form.get("definition") or form.get("grammar") if isinstance(form, dict) else None
+    if isinstance(definition, dict):
+        definition = definition.get("definition")
+    if isinstance(definition, str):
+        description += f"\nThe input follows this grammar:\n{definition}"
+    return Tool(value["name"], description, _INPUT, "custom", value["name"])
+
+
+def tools(values: Any, field: str, say: Say) -> list[Tool]:
+    if values is None:
+        return []
+    if not isinstance(values, list):
+        raise wrong(field, "a list of functions with names", values)
+    try:
+        return [
+            made for number, value in enumerate(values) for made in tool(value, f"{field}[{number}]", say)
+        ]
+    except Refused as refused:
+        refused.field = field  # the whole of it, as OpenAI's server has it
+        raise
+
+
+def chosen(body: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Forced | None]:
+    """The tools that a model may call, and those that it must.
+
+    Raises: Refused for a choice that is none.
+    """
+    choice, parallel = body.get("tool_choice"), body.get("parallel_tool_calls") is not False
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        tools = allowed.get("tools") if isinstance(allowed, dict) else None
+        if not isinstance(tools, list):
+            raise wrong("tool_choice.allowed_tools", "an object with a mode and a list of tools", allowed)
+        names = [_name_of(value) for value in tools if isinstance(value, dict)]
+        own, choice = [t for t in own if t.own_name in names or t.name in names], allowed.get("mode")
+    if choice is None or choice == "auto":
+        return own, None
+    if choice == "none":
+        return [], None
+    if choice == "required":
+        if not own:
+            raise wrong("tools", "a list of at least one tool with 'tool_choice' required", [])
+        check_extra("tool_choice", choice)
+        return own, Forced(own, None, parallel)
+    if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom", "tool"):
+        raise wrong("tool_choice", "none, auto, required or a function by its name", choice)
+    name = _name_of(choice)
+    named = [t for t in own if name in (t.own_name, t.name)]
+    if not named:
+        known = ", ".join(t.own_name for t in own) or "(none)"
+        raise wrong("tool_choice", f"one of the tools {known}", name)
+    check_extra("tool_choice", name)
+    return own, Forced(own, named[0].name, parallel)
+
+
+def _name_of(value: dict[str, Any]) -> Any:
+    kind = value.get("type")
+    inner = value.get(kind, value) if isinstance(kind, str) else value
+    return inner.get("name") if isinstance(inner, dict) else None
+
+
+def effort(value: Any) -> dict[str, Any]:
+    """Variables of chat templates for how much a model shall think."""
+    if value is None:
+        return {}
+    if value not in _ORDER:
+        raise wrong("reasoning_effort", f"one of {', '.join(_ORDER)}", value)
+    if value == "none":
+        return {"enable_thinking": False}
+    level = {"minimal": "low", "xhigh": "high", "max": "high"}.get(value, value)
+    return {"reasoning_effort": level}
+
+
+def goes_on(values: list[dict[str, Any]], field: str, body: dict[str, Any] | None = None) -> bool:
+    """Whether the last message is the beginning of the answer.
+
+    Args:
+        body: may say so, with vLLM's names `continue_final_message` and `add_generation_prompt`.
+
+    Raises: Refused for two of them, and where the body says what cannot be.
+    """
+    last = [value for value in values[-2:] if value["role"] == "assistant" and "tool_calls" not in value]
+    if len(last) == 2:
+        raise wrong(field, "with at most one message of the assistant at the end", "two")
+    is_begun = bool(last) and values[-1] is last[-1] and bool(last[-1]["content"])
+    wanted, prompted = (
+        (body or {}).get(name) for name in ("continue_final_message", "add_generation_prompt")
+    )
+    if wanted is None:
+        wanted = is_begun and prompted is not True
+    if wanted and prompted:
+        raise wrong("add_generation_prompt", "false with 'continue_final_message' true", prompted)
+    if wanted and not is_begun:
+        raise wrong("continue_final_message", "false unless the last message is the assistant's", wanted)
+    if not wanted and prompted is False:
+        raise wrong("add_generation_prompt", "true unless the last message is gone on with", prompted)
+    return bool(wanted)

@@ -1,0 +1,152 @@
+"""OpenAI's `/v1/embeddings`, and `/v1/rerank` as the servers of Jina and Cohere have it, or as
+text-embeddings-inference has it: `texts` in place of `documents`, and a bare list as the answer.
+"""
+
+import base64
+from typing import Any
+
+from torch import Tensor
+
+from ...engine.encoder import Encoder
+from ...engine.ranges import integer
+from ..request import TEXT, YES_OR_NO, Fields, Refused, wrong
+from ..served import Served
+
+EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
+_MOST_TEXTS = 2048
+_FIELDS = {
+    EMBEDDINGS: Fields(
+        {"dimensions": integer(1), "model": TEXT, "user": TEXT}, "input", frozenset({"encoding_format"})
+    ),
+    RERANK: Fields(
+        {
+            "model": TEXT,
+            "query": TEXT,
+            "return_documents": YES_OR_NO,
+            "return_text": YES_OR_NO,
+            "top_n": integer(1),
+        },
+        "query",
+        frozenset({"documents", "texts"}),
+    ),
+}
+
+
+class Texts:
+    """The texts of a request, as tokens, and what its answer is.
+
+    Args:
+        path: EMBEDDINGS or RERANK.
+
+    Raises: Refused.
+    """
+
+    def __init__(self, path: str, body: dict[str, Any], served: Served):
+        self.path, self.body, self.served = path, body, served
+        _FIELDS[path].check(body, path, served.say_once)
+        self.encoder = _encoder(path, served)
+        self.documents: list[str] = []
+        self._is_list = path == RERANK and body.get("texts") is not None
+        field = "input"
+        if path == RERANK:
+            field = "texts" if body.get("texts") is not None else "documents"
+            self.documents = _documents(body.get(field), field)
+            with served.tokenizing():
+                self.ids = self.encoder.pairs(body["query"], self.documents)
+        else:
+            if body.get("encoding_format") not in (None, "float", "base64"):
+                raise wrong("encoding_format", "float or base64", body["encoding_format"])
+            self.ids = [self._tokens(value) for value in _inputs(body.get("input"))]
+        for ids in self.ids:
+            served.check_tokens(ids, field)
+            if not 0 < len(ids) <= served.context:
+                message = f"A text must have from 1 to {served.context} tokens, got {len(ids)}."
+                raise Refused(message, field, "context_length_exceeded")
+
+    def _tokens(self, value: str | list[int]) -> list[int]:
+        if not isinstance(value, str):
+            return value
+        with self.served.tokenizing():
+            return [*self.encoder.tokenizer(value)["input_ids"]]
+
+    def compute(self) -> Tensor:
+        """On the thread of the device."""
+        return self.encoder.scores(self.ids) if self.path == RERANK else self.encoder.vectors(self.ids)
+
+    def answer(self, result: Tensor) -> dict[str, Any] | list[dict[str, Any]]:
+        if self._is_list:
+            return [self._scored(number, result) for number in self._order(result)]
+        count = sum(map(len, self.ids))
+        whole: dict[str, Any] = {"object": "list", "model": self.served.name}
+        whole["usage"] = {"prompt_tokens": count, "total_tokens": count}
+        return whole | (self._ranked(result) if self.path == RERANK else self._embedded(result))
+
+    def _embedded(self, vectors: Tensor) -> dict[str, Any]:
+        if (size := self.body.get("dimensions")) is not None:
+            if size > vectors.shape[1]:
+                raise wrong("dimensions", f"at most {vectors.shape[1]}", size)
+            vectors = vectors[:, :size]
+            vectors = vectors / vectors.norm(dim=1, keepdim=True)
+        is_text = self.body.get("encoding_format") == "base64"
+        data = [
+            {"object": "embedding", "index": number, "embedding": _base64(row) if is_text else row.tolist()}
+            for number, row in enumerate(vectors)
+        ]
+        return {"data": data}
+
+    def _ranked(self, scores: Tensor) -> dict[str, Any]:
+        results: list[dict[str, Any]] = [
+            {"index": number, "relevance_score": scores[number].item()} for number in self._order(scores)
+        ]
+        if self.body.get("return_documents"):
+            for result in results:
+                result["document"] = {"text": self.documents[result["index"]]}
+        return {"results": results}
+
+    def _scored(self, number: int, scores: Tensor) -> dict[str, Any]:
+        text = {"text": self.documents[number]} if self.body.get("return_text") else {}
+        return {"index": number, "score": scores[number].item(), **text}
+
+    def _order(self, scores: Tensor) -> list[int]:
+        best: list[int] = scores.argsort(descending=True, stable=True).tolist()
+        return best[: self.body.get("top_n")]
+
+
+def _encoder(path: str, served: Served) -> Encoder:
+    encoder = served.encoder
+    if path == RERANK and (encoder is None or not encoder.makes_scores):
+        raise Refused(
+            "This model ranks no documents: /v1/rerank is for models such as BGE's rerankers.", "model"
+        )
+    if encoder is None or (path == EMBEDDINGS and encoder.pooling is None):
+        raise Refused(
+            "This model makes no embeddings: /v1/embeddings is for models that are made for them.", "model"
+        )
+    return encoder
+
+
+def _inputs(value: Any) -> list[str | list[int]]:
+    """A text, tokens, or a list of these. Raises: Refused."""
+    if isinstance(value, str) or _are_tokens(value):
+        return [value]
+    is_list = isinstance(value, list) and 0 < len(value) <= _MOST_TEXTS
+    if is_list and all(isinstance(text, str) or _are_tokens(text) for text in value):
+        return [*value]
+    raise wrong("input", f"a text, a list of tokens, or a list of at most {_MOST_TEXTS} of these", value)
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _documents(value: Any, field: str) -> list[str]:
+    listed = [d.get("text") if isinstance(d, dict) else d for d in value] if isinstance(value, list) else []
+    texts = [text for text in listed if isinstance(text, str)]
+    if not 0 < len(texts) <= _MOST_TEXTS or len(texts) < len(listed):
+        raise wrong(field, f"a list of at most {_MOST_TEXTS} texts", value)
+    return texts
+
+
+def _base64(vector: Tensor) -> str:
+    """The octets of float32, as OpenAI's clients read them."""
+    return base64.b64encode(vector.contiguous().numpy().astype("<f4").tobytes()).decode()

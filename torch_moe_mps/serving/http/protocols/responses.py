@@ -1,0 +1,352 @@
+"""OpenAI's responses: `/v1/responses`, which agents such as Codex ask."""
+
+import time
+from typing import Any
+
+from ...engine.ranges import integer
+from ..answer import Answer, Item, Piece
+from ..request import (
+    HINTS,
+    OBJECT,
+    SHARED,
+    TEXT,
+    Chat,
+    Fields,
+    Refused,
+    Request,
+    Tool,
+    common,
+    instance,
+    wrong,
+)
+from ..served import Answers, Served
+from ..structured import schema_of
+from . import conversation
+from .chat import MOST_LOGPROBS, logprobs_of
+from .protocol import Protocol, Text, Writer, blocks, event, input_of, new_id
+from .tools import Call
+
+_INCLUDED = "message.output_text.logprobs"
+_FIELDS = Fields(
+    SHARED
+    | {
+        "chat_template_kwargs": OBJECT,
+        "include": instance(list, "a list of texts"),
+        "instructions": TEXT,
+        "max_output_tokens": integer(1),
+        "reasoning": OBJECT,
+        "text": OBJECT,
+        "top_logprobs": integer(0, MOST_LOGPROBS),
+    },
+    needed="input",
+    others=HINTS | {"response_format", "tool_choice", "tools"},
+    nothing={
+        "background": [False],
+        "conversation": [],
+        "previous_response_id": [],
+        "prompt": [],
+        "truncation": ["disabled"],
+    },
+)
+
+# Fields of a request that its response says again.
+_SAID_AGAIN = (
+    "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature",
+    "text", "tool_choice", "tools", "top_p",
+)  # fmt: skip
+
+
+class Responses(Protocol):
+    path, counts = "/v1/responses", "input_tokens"
+
+    def read(self, body: dict[str, Any], served: Served) -> Request:
+        _FIELDS.check(body, self.path, served.say_once)
+        messages = _items(body["input"], served)
+        if body.get("instructions"):
+            own = {"role": "system", "content": [conversation.text_part(body["instructions"])]}
+            messages = [own, *messages]
+        messages = conversation.joined(messages)
+        included = body.get("include") or []
+        for name in included:
+            if name != _INCLUDED:
+                served.say_once(f"'include' of {name} is left out: this server has none")
+        field = "response_format" if body.get("response_format") is not None else "text.format"
+        asked = body.get("response_format") or (body.get("text") or {}).get("format")
+        schema = schema_of(asked, field)
+        tools, forced = conversation.chosen(
+            body, conversation.tools(body.get("tools"), "tools", served.say_once)
+        )
+        variables = conversation.effort((body.get("reasoning") or {}).get("effort"))
+        variables |= body.get("chat_template_kwargs") or {}
+        return Request(
+            prompts=[Chat(messages, tools, variables, conversation.goes_on(messages, "input"))],
+            prompt_field="input",
+            most=body.get("max_output_tokens"),
+            form=None if forced else schema,
+            forced=forced,
+            form_field="tool_choice" if forced else field,
+            logprobs=logprobs_of(body, _INCLUDED in included, f"'include' of {_INCLUDED}"),
+            **common(body, _SAID_AGAIN),
+        )
+
+    def whole(self, request: Request, answers: Answers, served: Served) -> dict[str, Any]:
+        answer = answers.answers[0]
+        items = [_item(block, request.tools, answer.entries is not None) for block in blocks(answer)]
+        return _response(new_id("resp_"), request, served) | _ending(answers, items)
+
+    def writer(self, request: Request, answers: Answers, served: Served) -> Writer:
+        return _Events(request, answers, served)
+
+
+class _Events(Writer):
+    def __init__(self, *parts: Any):
+        super().__init__(*parts)
+        self._response = _response(new_id("resp_"), self.request, self.served)
+        self._number = 0
+        self._items: list[dict[str, Any]] = []
+        self._open: Text | None = None  # a message, or reasoning
+        self._id = ""
+
+    def begin(self) -> str:
+        started = {"response": self._response}
+        return self._event("response.created", started) + self._event("response.in_progress", started)
+
+    def item(self, number: int, item: Item) -> str:
+        if isinstance(item, Call):
+            return self._close() + self._called(item)
+        if self._open is not None and (self._open.kind == item.kind or not item.text):
+            self._open.pieces.append(item)
+            return self._delta(item)
+        return self._close() + self._opened(item) + self._delta(item)
+
+    def end(self) -> str:
+        last = self._close()
+        ending = self._response | _ending(self.answers, self._items)
+        return last + self._event(f"response.{ending['status']}", {"response": ending})
+
+    def failed(self, refused: Refused) -> str:
+        error = {"code": refused.code or "server_error", "message": refused.message}
+        failed = self._response | {"status": "failed", "error": error}
+        return self._event("response.failed", {"response": failed})
+
+    def _event(self, kind: str, data: dict[str, Any]) -> str:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number - 1} | data, kind)
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"item_id": self._id, "output_index": len(self._items)}
+
+    def _opened(self, piece: Piece) -> str:
+        self._open = Text(piece.kind, [piece])
+        empty = _item(Text(piece.kind, []), {}, False)
+        self._id = empty["id"]
+        begun = self._event(
+            "response.output_item.added",
+            {"output_index": len(self._items), "item": empty | {"status": "in_progress", "content": []}},
+        )
+        part = {"content_index": 0, "part": empty["content"][0]}
+        return begun + self._event("response.content_part.added", self._where | part)
+
+    def _delta(self, piece: Piece) -> str:
+        data = self._where | {"content_index": 0, "delta": piece.text}
+        if piece.kind == "reasoning":
+            return self._event("response.reasoning_text.delta", data)
+        entries = [entry.response_form() for entry in piece.entries]
+        return self._event("response.output_text.delta", data | {"logprobs": entries})
+
+    def _close(self) -> str:
+        if self._open is None:
+            return ""
+        has_logprobs = self.answers.answers[0].entries is not None
+        item = _item(self._open, {}, has_logprobs) | {"id": self._id}
+        (part,) = item["content"]
+        data = self._where | {"content_index": 0}
+        if self._open.kind == "reasoning":
+            done = self._event("response.reasoning_text.done", data | {"text": part["text"]})
+        else:
+            texts = {"text": part["text"], "logprobs": part["logprobs"] or []}
+            done = self._event("response.output_text.done", data | texts)
+        done += self._event("response.content_part.done", data | {"part": part})
+        self._open = None
+        return done + self._ended(item)
+
+    def _called(self, call: Call) -> str:
+        item = _item(call, self.request.tools, False)
+        self._id = item["id"]
+        is_custom = item["type"] == "custom_tool_call"
+        field, kind = (
+            ("input", "custom_tool_call_input") if is_custom else ("arguments", "function_call_arguments")
+        )
+        empty = item | {field: "", "status": "in_progress"}
+        shown = self._event("response.output_item.added", {"output_index": len(self._items), "item": empty})
+        shown += self._event(f"response.{kind}.delta", self._where | {"delta": item[field]})
+        own = {field: item[field]} if is_custom else {field: item[field], "name": item["name"]}
+        return shown + self._event(f"response.{kind}.done", self._where | own) + self._ended(item)
+
+    def _ended(self, item: dict[str, Any]) -> str:
+        done = self._event("response.output_item.done", {"output_index": len(self._items), "item": item})
+        self._items.append(item)
+        return done
+
+
+def _items(values: Any, served: Served) -> list[dict[str, Any]]:
+    """The messages of an input: a text, parts of a message, or items. Raises: Refused."""
+    if isinstance(values, str):
+        return [{"role": "user", "content": conversation.content(values, "input")}]
+    if not isinstance(values, list) or not values or not all(isinstance(item, dict) for item in values):
+        raise wrong("input", "a text or a list of at least one item", values)
+    if "role" not in values[0] and values[0].get("type") in ("input_text", "input_image"):
+        return [{"role": "user", "content": conversation.content(values, "input")}]
+    made: list[dict[str, Any]] = []
+    thought: str | None = None  # belongs to the message or the calls behind it
+    for number, item in enumerate(values):
+        where, kind = f"input[{number}]", item.get("type")
+        if kind == "reasoning":
+            parts = conversation.content(item.get("content") or [], f"{where}.content")
+            thought = "".join(part.get("text", "") for part in parts) or None
+            continue
+        message = _message(item, where, served)
+        if message is None:
+            continue
+        if message["role"] == "assistant" and thought is not None:
+            message["reasoning_content"] = thought
+        thought = None
+        _append(made, message, is_call=kind != "message" and "role" not in item)
+    if not made:
+        raise wrong("input", "a text or a list with at least one message", values)
+    return made
+
+
+def _append(made: list[dict[str, Any]], message: dict[str, Any], is_call: bool) -> None:
+    """Adds a message; a call goes into the message of the assistant in front of it."""
+    last = made[-1] if made else None
+    if is_call and last is not None and last["role"] == message["role"] == "assistant":
+        last.setdefault("tool_calls", []).extend(message["tool_calls"])
+        last |= {name: message[name] for name in ("reasoning_content",) if name in message}
+    else:
+        made.append(message)
+
+
+def _message(item: dict[str, Any], where: str, served: Served) -> dict[str, Any] | None:
+    """The message of an item; None for one that is left out. Raises: Refused."""
+    kind = item.get("type")
+    if "role" in item:
+        return conversation.message(item, where, served.say_once)
+    match kind:
+        case "function_call":
+            arguments = conversation.arguments(item.get("arguments"), served.say_once)
+            return _calling(item, _in_namespace(item, where), arguments, where)
+        case "custom_tool_call":
+            arguments = {"input": str(item.get("input", ""))}
+            return _calling(item, _in_namespace(item, where), arguments, where)
+        case "local_shell_call":
+            action = item.get("action")
+            return _calling(item, "local_shell", action if isinstance(action, dict) else {}, where)
+        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+            output = conversation.content(item.get("output"), f"{where}.output")
+            return {"role": "tool", "tool_call_id": _call_id(item, where), "content": output}
+    if not isinstance(kind, str):
+        raise wrong(f"{where}.type", "a text", kind)
+    served.say_once(f"items of the type {kind!r} are left out: this server knows none")
+    return None
+
+
+def _text(item: dict[str, Any], name: str, where: str) -> str:
+    if not isinstance(item.get(name), str):
+        raise wrong(f"{where}.{name}", "a text", item.get(name))
+    return str(item[name])
+
+
+def _in_namespace(item: dict[str, Any], where: str) -> str:
+    """How the model sees the function that an item calls."""
+    space = None if item.get("namespace") is None else _text(item, "namespace", where)
+    return conversation.in_namespace(space, _text(item, "name", where))
+
+
+def _call_id(item: dict[str, Any], where: str) -> str:
+    name = item.get("call_id") or item.get("id")
+    if not isinstance(name, str):
+        raise wrong(f"{where}.call_id", "a text", item.get("call_id"))
+    return name
+
+
+def _calling(item: dict[str, Any], name: str, arguments: Any, where: str) -> dict[str, Any]:
+    call = conversation.call(_call_id(item, where), name, arguments)
+    return {"role": "assistant", "content": [], "tool_calls": [call]}
+
+
+def _item(block: Text | Call, tools: dict[str, Tool], has_logprobs: bool) -> dict[str, Any]:
+    """An item of an output."""
+    if isinstance(block, Call):
+        tool = tools.get(block.name)
+        named: dict[str, Any] = {"name": block.name if tool is None else tool.own_name}
+        if tool is not None and tool.namespace is not None:
+            named["namespace"] = tool.namespace
+        if tool is not None and tool.kind == "custom":
+            own = {"type": "custom_tool_call", "id": new_id("ctc_"), "input": input_of(block)}
+        else:
+            own = {"type": "function_call", "id": new_id("fc_"), "arguments": block.arguments}
+        return {**own, "call_id": new_id("call_"), "status": "completed", **named}
+    if block.kind == "reasoning":
+        part: dict[str, Any] = {"type": "reasoning_text", "text": block.text}
+        kind = {"type": "reasoning", "id": new_id("rs_"), "summary": []}
+        return {**kind, "status": "completed", "content": [part]}
+    entries = [entry.response_form() for piece in block.pieces for entry in piece.entries]
+    logprobs = entries if has_logprobs else None
+    part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
+    message = {"type": "message", "id": new_id("msg_"), "role": "assistant", "status": "completed"}
+    return {**message, "content": [part]}
+
+
+def _response(name: str, request: Request, served: Served) -> dict[str, Any]:
+    """A response that has begun."""
+    body = request.later
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": body.get("metadata") or {},
+        "model": served.name,
+        "output": [],
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": (body.get("reasoning") or {}).get("effort"), "summary": None},
+        "store": False,
+        "temperature": body.get("temperature"),
+        "text": body.get("text") or {"format": {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_p": body.get("top_p"),
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+def _ending(answers: Answers, items: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fields that a response gets at its end."""
+    answer: Answer = answers.answers[0]
+    is_cut = answer.reason == "length"
+    if is_cut and items and not answer.calls:
+        items[-1]["status"] = "incomplete"
+    return {
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": items,
+        "usage": {
+            "input_tokens": answers.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": answers.cached_tokens,
+                "disk_tokens": answers.disk_tokens,
+            },
+            "output_tokens": answers.tokens,
+            "output_tokens_details": {"reasoning_tokens": answers.reasoning_tokens} | answers.drafts_form,
+            "total_tokens": answers.prompt_tokens + answers.tokens,
+        },
+    }

@@ -1,0 +1,217 @@
+"""Answers in JSON, and calls of tools: a mask of the tokens that may come next.
+
+It is xgrammar's, an optional extra, and is made on the host, of the token before it, so each token of such
+an answer waits for the one before; the model's own step is captured as always, and the mask goes to the
+device in bits.
+"""
+
+import importlib.util
+import json
+import re
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from ..._text import first_line
+from .json_text import levels
+from .limited import BESIDE, Limited, TooLong
+from .request import Refused, wrong
+
+_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time and line of C++ in front of xgrammar's errors
+
+_MOST_CHARACTERS = 1 << 18  # in a schema or a grammar
+_MOST_CHOICES = 4096  # in one list, or in a grammar: their time grows by the square
+_MOST_PARENTHESES = 100  # inside of each other: xgrammar reads patterns by recursion
+_COMPILES, _MASKS = 10.0, 2.0  # seconds at most, for a grammar with its first mask, and for any later mask
+# Seconds that the masks of an answer may compute, in all: the others wait for each of them.
+_SPENT, _SPENT_BY_TOKEN = 0.5, 0.005
+_KEPT_BYTES = 256 << 20  # in compiled grammars: clients make up any number of them
+_ANY_OBJECT = {"type": "object"}
+_KINDS = "text, json_object or json_schema"
+
+
+def schema_of(asked: Any, field: str) -> dict[str, Any] | None:
+    """The schema in JSON of a format of answers; None for any text.
+
+    Args:
+        asked: what a request has in `field`: `response_format` of chats, `format` in the `text` of responses.
+
+    Raises: Refused for what is no format, and where xgrammar is missing.
+    """
+    if asked is None:
+        return None
+    if not isinstance(asked, dict) or asked.get("type") not in ("text", "json_object", "json_schema"):
+        raise wrong(field, f"an object whose type is {_KINDS}", asked)
+    if asked["type"] == "text":
+        return None
+    check_extra(field, asked["type"])
+    inner = asked.get("json_schema", asked)
+    if asked["type"] == "json_object" and (not isinstance(inner, dict) or inner.get("schema") is None):
+        return _ANY_OBJECT
+    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+        raise wrong(f"{field}.json_schema", "an object with a name and a schema", inner)
+    return dict(inner["schema"])
+
+
+def check_extra(field: str, got: object) -> None:
+    """Raises: Refused where xgrammar is missing."""
+    if importlib.util.find_spec("xgrammar") is None:
+        expected = f"'{field}' needs `pip install 'xgrammar>=0.2'` where the server runs"
+        raise Refused(f"{expected}, got {got!r}.", field)
+
+
+class Masked(LogitsProcessor):
+    """Leaves the tokens of one sequence by which a grammar goes on; of one `generate`.
+
+    Args:
+        grammar: compiled by xgrammar for the tokenizer.
+        vocabulary: the number of the model's logits.
+        too_long: the error of masks that take too long.
+    """
+
+    def __init__(self, grammar: Any, vocabulary: int, limited: Limited, too_long: Exception):
+        import xgrammar
+
+        self._limited, self._too_long, self._spent = limited, too_long, 0.0
+        self._matcher = xgrammar.GrammarMatcher(grammar)
+        self._bits = xgrammar.allocate_token_bitmask(1, vocabulary)
+        self._matcher.fill_next_token_bitmask(self._bits)  # for the first token
+        self._shifts = torch.arange(32, dtype=torch.int32)
+        self._length: int | None = None
+        self._tokens = 0  # in the answer
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token begins an answer."""
+        return not self._bits.any()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        before, self._length = self._length, input_ids.shape[1]
+        if before is not None and not self._matcher.is_terminated():
+            self._advance(input_ids[0, before:].tolist())
+        if self._matcher.is_terminated():  # tokens behind the last one are dropped
+            return scores
+        words, self._shifts = self._bits.to(scores.device), self._shifts.to(scores.device)
+        allowed = (words.unsqueeze(-1) >> self._shifts & 1).flatten(1)[:, : scores.shape[1]]
+        return scores.masked_fill(allowed == 0, -torch.inf)
+
+    def _advance(self, tokens: list[int]) -> None:
+        """Makes the mask behind some more tokens."""
+        self._tokens += len(tokens)
+        try:
+            _, seconds = self._limited.call(lambda: self._accept(tokens), _MASKS)
+        except TooLong:
+            raise self._too_long from None
+        self._spent += seconds
+        if self._spent > _SPENT + _SPENT_BY_TOKEN * self._tokens:
+            raise self._too_long
+
+    def _accept(self, tokens: list[int]) -> None:
+        matcher = self._matcher
+        for token in tokens:
+            if not matcher.accept_token(token):
+                raise RuntimeError(f"moe_mps: token {token} does not go on in the answer's schema")
+        if not matcher.is_terminated():
+            matcher.fill_next_token_bitmask(self._bits)
+
+
+def check_size(form: Any, field: str) -> None:
+    """Raises: Refused for a form that takes xgrammar too long, or more stack than a thread has.
+
+    Args:
+        form, field: as of `Grammars.mask`.
+    """
+    kind = _kind_of(form)
+    plain = form if isinstance(form, str | dict) else form.model_dump()
+    text = plain if isinstance(plain, str) else json.dumps(plain)
+    if len(text) > _MOST_CHARACTERS:
+        expected = f"of at most {_MOST_CHARACTERS} characters"
+        raise Refused(f"The {kind} of '{field}' must be {expected}, got {len(text)}.", field, "invalid_value")
+    most = max(_longest_list(plain), text.count("|"))
+    if most > _MOST_CHOICES:
+        expected = f"have at most {_MOST_CHOICES} choices in one place"
+        raise Refused(f"The {kind} of '{field}' must {expected}, got {most}.", field, "invalid_value")
+    depth = 0
+    for mark in re.findall("[()]", text):
+        depth = depth + 1 if mark == "(" else max(depth - 1, 0)
+        if depth > _MOST_PARENTHESES:
+            expected = f"at most {_MOST_PARENTHESES} parentheses inside of each other, got more"
+            raise Refused(f"The {kind} of '{field}' must have {expected}.", field, "invalid_value")
+
+
+def _kind_of(form: Any) -> str:
+    return "grammar" if isinstance(form, str) else "schema"
+
+
+def _longest_list(form: Any) -> int:
+    inside = [part for level in levels(form) for part in level] if isinstance(form, dict | list) else []
+    return max((len(part) for part in inside if isinstance(part, list)), default=0)
+
+
+class Grammars:
+    """Compiles grammars for a tokenizer; xgrammar keeps those that come again. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._compilers: dict[tuple[int, int], Any] = {}  # {(tokenizer, vocabulary): compiler}
+        self._limited, self._lock = Limited(), threading.Lock()
+
+    def mask(self, tokenizer: Any, config: Any, vocabulary: int, form: Any, field: str) -> Masked:
+        """Args:
+            form: a schema in JSON, the text of a grammar (EBNF, as llama.cpp writes it), or a structural tag
+                of xgrammar; of a size that was checked.
+            field: of the request that asks for it.
+
+        Raises: Refused for a schema that no grammar expresses, for a text that is no grammar, for those that
+            no token begins, and for those that take too long.
+        """
+        kind = _kind_of(form)
+        if self._limited.is_busy:
+            message = f"'{field}' must wait: the server is busy with schemas and grammars that take long."
+            raise Refused(message, field, "busy", 503)
+        compiler = self._compiler(tokenizer, config, vocabulary)
+        message = (
+            f"The {kind} of '{field}' must be one that is quickly compiled and followed, got one that is not."
+        )
+        too_long = Refused(message, field, "invalid_value")
+
+        def made() -> Masked:
+            return Masked(_compiled(compiler, form), vocabulary, self._limited, too_long)
+
+        try:
+            masked, _ = self._limited.call(made, _COMPILES)
+        except TooLong:
+            raise too_long from None
+        except RuntimeError as error:
+            reason = _PLACE.sub("", first_line(error))
+            message = f"The {kind} of '{field}' must be one that xgrammar compiles, got: {reason}"
+            raise Refused(message, field, "invalid_value") from None
+        if masked.is_empty:
+            message = f"The {kind} of '{field}' must have an answer that a token begins, got one without any."
+            raise Refused(message, field, "invalid_value")
+        return masked
+
+    def _compiler(self, tokenizer: Any, config: Any, vocabulary: int) -> Any:
+        import xgrammar
+
+        key = id(tokenizer), vocabulary
+        with self._lock:
+            if key not in self._compilers:
+                ends = config.eos_token_id
+                ends = ends if isinstance(ends, list) else [ends]
+                words = xgrammar.TokenizerInfo.from_huggingface(
+                    tokenizer, vocab_size=vocabulary, stop_token_ids=[end for end in ends if end is not None]
+                )
+                self._compilers[key] = xgrammar.GrammarCompiler(
+                    words, max_threads=BESIDE, cache_limit_bytes=_KEPT_BYTES
+                )
+        return self._compilers[key]
+
+
+def _compiled(compiler: Any, form: Any) -> Any:
+    if isinstance(form, dict):
+        # One blank behind a comma or a colon: a model that may write any blanks may never end.
+        return compiler.compile_json_schema(json.dumps(form), any_whitespace=False)
+    return compiler.compile_grammar(form) if isinstance(form, str) else compiler.compile_structural_tag(form)

@@ -1,0 +1,1 @@
+"""Images and sound of requests: limits, fetching, decoding."""

@@ -1,0 +1,1 @@
+"""Cached prefixes in memory and on disk."""

@@ -1,0 +1,57 @@
+"""The drafts that somebody asks for: by a name, or with a source of their own."""
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..prefix_cache.memory import Prompts
+from . import LOOKUP, MTP
+from .dflash import DFlash, is_dflash
+from .draft import Draft
+from .drafter import Source
+from .drafting import Drafting
+from .mtp import Mtp
+from .prompt_lookup import Lookup
+from .width import MOST, Width
+
+
+def drafting_of(
+    model: PreTrainedModel, speculative: Any, prompts: Prompts | None, name: str, width: int | None = None
+) -> Drafting | None:
+    """The drafts that somebody asks for.
+
+    Args:
+        speculative: None, "lookup", "mtp", a draft model or assistant, a `Source`, or a list of these.
+        prompts: of the model, that are kept.
+        name: of who asks, for errors.
+        width: how many tokens are drafted; None leaves it to the times of steps.
+
+    Raises: ValueError.
+    """
+    if width is not None and not (type(width) is int and 1 <= width <= MOST):
+        raise ValueError(f"{name}: width must be from 1 to {MOST}, got {width}")
+    if speculative is None:
+        return None
+    wanted = speculative if isinstance(speculative, list) else [speculative]
+    return Drafting(model, [_source_of(model, each, prompts, name) for each in wanted], Width(width))
+
+
+def _source_of(model: PreTrainedModel, speculative: Any, prompts: Prompts | None, name: str) -> Source:
+    memory = 0 if prompts is None else prompts.memory
+    if isinstance(speculative, str) and speculative == LOOKUP:
+        return Lookup(prompts)
+    if isinstance(speculative, str) and speculative == MTP:
+        return Mtp(model, memory)
+    if isinstance(speculative, PreTrainedModel) and is_dflash(speculative.config):
+        return DFlash(model, speculative)
+    if isinstance(speculative, PreTrainedModel):
+        return Draft(model, speculative, memory)
+    if hasattr(speculative, "draft") and hasattr(speculative, "accepted"):
+        source: Source = speculative
+        return source
+    got = repr(speculative) if isinstance(speculative, str) else f"a {type(speculative).__name__}"
+    expected = (
+        f"None, {LOOKUP!r}, {MTP!r}, a draft model or assistant, an object with draft() and accepted(), "
+        "or a list of these"
+    )
+    raise ValueError(f"{name}: drafts must be {expected}, got {got}")

@@ -1,0 +1,126 @@
+"""Drafts of an assistant that makes a block of tokens in one call, from states of some of a model's layers.
+
+transformers calls it DFlash. The assistant keeps keys and values of the model's states alone: those of a
+block are taken back behind its call.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...transformers.attention.attention import MOST_TOKENS
+from ...transformers.caches.cache import grow_cache
+from ...transformers.caches.rows import make_room, take_back
+from ...transformers.caches.state import LayerState
+from ...transformers.dflash import DFlashStep
+from .drafter import Row
+
+_WAITING = 512  # states of a row that wait until some tokens are drafted; more are read at once
+
+
+def is_dflash(config: Any) -> bool:
+    """Whether a model's config is one of such an assistant."""
+    return all(hasattr(config, name) for name in ("block_size", "mask_token_id", "target_layer_ids"))
+
+
+def require_assistant(model: PreTrainedModel, config: Any) -> None:
+    """Raises: ValueError for the config of an assistant of another model."""
+    own = model.config.get_text_config(decoder=True)
+    deepest, layers = max(config.target_layer_ids) + 1, own.num_hidden_layers
+    if config.hidden_size != own.hidden_size or deepest > layers or config.mask_token_id >= own.vocab_size:
+        expected = f"of a model of {layers} layers, {own.hidden_size} wide, and {own.vocab_size} tokens"
+        got = f"{deepest} layers, {config.hidden_size}, and mask token {config.mask_token_id}"
+        raise ValueError(f"moe_mps::speculative: an assistant must be {expected}, got {got}")
+
+
+@dataclass(eq=False)
+class _Read:
+    """A row, as far as the assistant has read it.
+
+    Attributes:
+        cache: of the assistant.
+        first: the place of the first state that waits.
+        waiting: states [1, T, H] that it has not read, in pieces.
+    """
+
+    cache: Any
+    first: int
+    waiting: list[Tensor] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.first + sum(states.shape[1] for states in self.waiting)
+
+
+class DFlash:
+    """A `Source` of an assistant's blocks.
+
+    Args:
+        model: that verifies the drafts.
+        assistant: for states of its width.
+
+    Raises: ValueError for the assistant of another model.
+    """
+
+    def __init__(self, model: PreTrainedModel, assistant: PreTrainedModel):
+        require_assistant(model, assistant.config)
+        self.states = tuple(layer + 1 for layer in assistant.config.target_layer_ids)
+        self._model, self._config, self.modules = model, assistant.config, [assistant]
+        self._step = DFlashStep(model, assistant).eval()
+        self._read: WeakKeyDictionary[Row, _Read] = WeakKeyDictionary()
+
+    @torch.no_grad()
+    def computed(self, row: Row, first: int, states: Tensor) -> None:
+        """Takes the model's states [1, T, H] of a row's tokens from place `first` on."""
+        from ...transformers.upstream.dflash import DFlashCache  # 5.24 has it
+
+        read = self._read.get(row)
+        if read is None:
+            read = self._read[row] = _Read(DFlashCache(config=self._config), first)
+            grow_cache(self.modules[0], (), {"cache": read.cache})
+        read.waiting.append(states)
+        if read.end - read.first > _WAITING:
+            self._block(read, row.tokens[read.end : read.end + 1] or row.tokens[-1:])
+
+    @torch.no_grad()
+    def draft(self, rows: Sequence[Row]) -> list[list[int]]:
+        return [self._of(row) if row.most else [] for row in rows]
+
+    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Needs no count: it reads states of tokens that are right."""
+
+    def held(self, row: Row) -> int:
+        read = self._read.get(row)
+        if read is None:
+            return 0
+        waiting = sum(states.nbytes for states in read.waiting)
+        return waiting + sum(LayerState(layer).memory() for layer in read.cache.layers)
+
+    def _of(self, row: Row) -> list[int]:
+        read = self._read.get(row)
+        if read is None or not read.waiting:
+            return []
+        known = row.tokens[read.end :]
+        made = self._block(read, known)
+        head = self._model.get_output_embeddings()
+        found: list[int] = head(made[:, len(known) : len(known) + row.most]).argmax(-1)[0].tolist()
+        return found
+
+    def _block(self, read: _Read, known: list[int]) -> Tensor:
+        """States [1, block, H] behind the model's, which it reads: of tokens that are known, and drafts."""
+        block, states = self._config.block_size, torch.cat(read.waiting, 1)
+        ids = torch.tensor([[*known, *[self._config.mask_token_id] * block][:block]]).to(states.device)
+        places = torch.arange(read.first, read.end + block, device=states.device)[None]
+        call = self._step if states.shape[1] <= MOST_TOKENS else self._step.block  # prompts do not repeat
+        for layer in read.cache.layers:
+            make_room(layer, 1, states.shape[1] + block)  # so that the block can be taken back
+        made: Tensor = call(input_ids=ids, states=states, position_ids=places, cache=read.cache)
+        for layer in read.cache.layers:
+            take_back(layer, block, layer.get_seq_length() - block)
+        read.first, read.waiting = read.end, []
+        return made

@@ -1,0 +1,119 @@
+"""Drafts of a small model that has the vocabulary of the model which verifies them."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...transformers.caches.prompt_cache import reads_whole, takes_layers
+from ...transformers.caches.rows import NotJoinable, Rows
+from ...transformers.upstream.calls import cache_argument
+from ..engine.prefill import PromptReader
+from ..engine.ranges import vocabulary_of
+from ..prefix_cache.memory import Prompts
+from .drafter import Row
+from .width import MOST
+
+_NAME = "moe_mps::speculative"
+
+
+def require_tokens(model: Any, draft: Any, alike: bool = True) -> None:
+    """Raises: ValueError for a draft whose tokens are not those of the model that verifies its drafts.
+
+    Args:
+        alike: whether their tokenizers have the same texts for them.
+    """
+    expected, got = vocabulary_of(model), vocabulary_of(draft)
+    if expected != got or not alike:
+        raise ValueError(f"{_NAME}: a draft must have the model's {expected} tokens, got {got} others")
+
+
+class _Cached(NamedTuple):
+    """A row's cache in the draft, and the tokens that are in it."""
+
+    rows: Rows
+    tokens: list[int]
+
+
+class Draft:
+    """A `Source` that generates the likeliest tokens of a model, from a cache of its own for each row.
+
+    Args:
+        model: that verifies the drafts.
+        draft: the small one, accelerated.
+        memory: bytes for the prompts that the draft has computed.
+
+    Recurrent states are copied in front of a row's last token; the copy takes their place behind the drafts.
+
+    Raises: ValueError for a draft of another vocabulary, and for one whose states cannot be cut.
+    """
+
+    def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, memory: int):
+        require_tokens(model, draft)
+        kind = type(draft).__name__
+        if not takes_layers(draft) or reads_whole(draft):
+            raise ValueError(f"{_NAME}: a draft must have a cache that can be cut, got a {kind}")
+        self._draft, self.prompts, self.modules = draft, Prompts(memory), [draft]
+        self._cached: WeakKeyDictionary[Row, _Cached] = WeakKeyDictionary()
+
+    @torch.no_grad()
+    def draft(self, rows: Sequence[Row]) -> list[list[int]]:
+        return [self._of(row) if row.most else [] for row in rows]
+
+    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Needs no count: tokens that were drafted wrong are taken back with the next draft."""
+
+    def held(self, row: Row) -> int:
+        cached = self._cached.get(row)
+        return 0 if cached is None else cached.rows.memory()
+
+    def _of(self, row: Row) -> list[int]:
+        cached, read = self._cached.get(row) or self._begin(row)
+        same = next((n for n, (a, b) in enumerate(zip(read, row.tokens, strict=False)) if a != b), len(read))
+        last = len(row.tokens) - 1
+        same = min(same, last)
+        if same < len(read):
+            cached.take_back([len(read) - same])
+        cached.make_room(len(row.tokens) - same + MOST)  # so that these can be taken back
+        if cached.are_states:
+            if same < last:
+                self._likeliest(cached, torch.tensor([row.tokens[same:last]]))
+            cached.hold()
+            same = last
+        tokens, made = torch.tensor([row.tokens[same:]]), list[Tensor]()
+        for _ in range(row.most):
+            tokens = self._likeliest(cached, tokens)
+            made.append(tokens)
+        drafts: list[int] = torch.cat(made, 1)[0].tolist()
+        if cached.are_states:
+            cached.take_back([row.most])
+        read = row.tokens[:last] if cached.are_states else [*row.tokens, *drafts[:-1]]
+        self._cached[row] = _Cached(cached, read)
+        return drafts
+
+    def _likeliest(self, cached: Rows, tokens: Tensor) -> Tensor:
+        """The likeliest token [1, 1] behind these [1, T], which are in the cache then."""
+        ids = tokens.to(self._draft.device)
+        out = self._called(cached.cache, input_ids=ids, logits_to_keep=1, **cached.arguments(ids.shape[1]))
+        cached.advance(ids.shape[1])
+        return out.logits[:, -1:].argmax(-1)
+
+    def _begin(self, row: Row) -> _Cached:
+        """Reads all tokens but the last one, behind which the first draft begins."""
+        ids, rows = torch.tensor([row.tokens[:-1]]), Rows(self._draft)
+        reader = PromptReader(self._draft, ids, self.prompts)
+        while reader.pieces:
+            reader.read(self._called)
+        kept = reader.kept
+        self.prompts.put(kept)
+        try:
+            rows.join(kept.cache, len(kept.ids))
+        except NotJoinable as error:
+            raise ValueError(f"the draft cannot be cut: {error}") from None
+        return _Cached(rows, row.tokens[: len(kept.ids)])
+
+    def _called(self, cache: Any, **inputs: Any) -> Any:
+        return self._draft(**inputs, **cache_argument(self._draft, cache))

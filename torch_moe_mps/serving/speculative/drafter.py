@@ -1,0 +1,71 @@
+"""The protocol of what drafts tokens, and the conversations that it drafts for."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass
+class Held:
+    """Running counts of drafts that were verified.
+
+    Attributes:
+        hits, tries: the model's own tokens among them, and all.
+    """
+
+    hits: float = 0.0
+    tries: float = 0.0
+
+
+@dataclass(eq=False)
+class Row:
+    """A conversation whose next tokens are drafted.
+
+    Attributes:
+        tokens: of its prompt, and of its answer so far.
+        prompt: how many of them are the prompt's.
+        likely: tokens that the answer probably has, in their order, such as the text that it changes.
+        most: how many tokens may be drafted now.
+        source: the number of the source that is asked, or whose drafts these are.
+        held: the counts of each source, by its number.
+        budget: time that drafts may lose before they have to gain, in tokens.
+    """
+
+    tokens: list[int]
+    prompt: int
+    likely: list[int] = field(default_factory=list)
+    most: int = 0
+    source: int = 0
+    held: defaultdict[int, Held] = field(default_factory=lambda: defaultdict(Held))
+    budget: float = 0.0
+
+
+class Source(Protocol):
+    """Drafts tokens. The model's answer is the same whatever they are.
+
+    One with an attribute `is_cheap` that is true is asked in each step, before the last token is known, too:
+    to draft costs it next to nothing. Any other is asked where drafts pay.
+
+    One with an attribute `states`, numbers of the model's hidden states (-1: those behind its last layer),
+    has a method `computed(row, first, states)`, which gets them side by side, [1, T, H], of a row's tokens
+    from place `first` on, each once and in their order. One with `left(row)` is told that the row's answer
+    has ended, unless all end by a fault.
+
+    What a source takes of the memory, it says by `modules`, which it computes with beside the model, by
+    `prompts`, which it keeps, by `held(row)`: bytes of a row, and by `layers`: how many of its layers are of
+    the model's kind.
+    """
+
+    def draft(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
+        """Tokens that may follow those of each row, at most `row.most`; none where nothing is known."""
+
+    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Takes how many of the last drafts of each row held; their tokens, and the one behind them, are
+        among the row's now.
+        """
+
+
+def told(source: Source | None, name: str) -> Any:
+    """A method of a source; one that does nothing where it has none."""
+    return getattr(source, name, lambda *_: None)

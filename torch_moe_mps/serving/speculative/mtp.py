@@ -1,0 +1,183 @@
+"""Drafts of a model's own layers for it (multi-token prediction), from the states of its last layer.
+
+Layer k reads, at place p, the state at p of the model, or of the layer before, and token p + k + 1; it gives
+the likeliest token behind that one. Behind the last layer's draft, this one goes on from its own states.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...transformers.caches.rows import forgetting, make_room, take_back
+from ...transformers.caches.state import LayerState
+from ...transformers.mtp_steps import mtp_steps, new_mtp_cache
+from ..prefix_cache.memory import Kept, Prompts
+from .drafter import Row
+
+_WAITING = 64  # states of a row that wait until some tokens are drafted; more are read at once
+_SMALL_GAP = 8  # states that are missing between a kept prompt and the first new one, and stand as zeros
+
+
+@dataclass(eq=False)
+class _Read:
+    """A row, as far as the layers have read it.
+
+    Attributes:
+        cache: of all layers.
+        is_whole: it begins with the row's first token.
+        next: the first place that each layer has not read.
+        states: [1, T, H] that each layer reads from there on, in pieces.
+        computed: places of which the model has computed states.
+    """
+
+    cache: Any
+    is_whole: bool
+    next: list[int]
+    states: list[list[Tensor]]
+    computed: int
+
+
+class Mtp:
+    """A `Source` of the layers that a model's checkpoint has for drafts.
+
+    Args:
+        model: that verifies the drafts, accelerated.
+        memory: bytes for all prompts that the model keeps.
+
+    Raises: ValueError for a model without such layers.
+    """
+
+    states = (-1,)
+
+    def __init__(self, model: PreTrainedModel, memory: int):
+        self._model, self._steps = model, mtp_steps(model)
+        self._layers = range(len(self._steps))
+        self.modules, self.layers = [self._steps[0].layers.layers], len(self._steps)
+        own = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.prompts = Prompts(memory * len(self._layers) // own)
+        self._read: WeakKeyDictionary[Row, _Read] = WeakKeyDictionary()
+
+    @torch.no_grad()
+    def computed(self, row: Row, first: int, states: Tensor) -> None:
+        """Takes the model's states [1, T, H] of a row's tokens from place `first` on."""
+        read = self._read.get(row)
+        if read is None:
+            read = self._read[row] = self._begin(row, first, states)
+        read.states[0].append(states)
+        read.computed = first + states.shape[1]
+        if read.computed - read.next[0] > _WAITING:
+            self._read_known(row, read, read.computed - 1)
+
+    @torch.no_grad()
+    def draft(self, rows: Sequence[Row]) -> list[list[int]]:
+        return [self._of(row) if row.most else [] for row in rows]
+
+    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Needs no count: what was read of wrong drafts is taken back at once."""
+
+    def held(self, row: Row) -> int:
+        read = self._read.get(row)
+        if read is None:
+            return 0
+        waiting = sum(states.nbytes for own in read.states for states in own)
+        return waiting + sum(LayerState(layer).memory() for layer in read.cache.layers)
+
+    @torch.no_grad()
+    def left(self, row: Row) -> None:
+        """Keeps what was read of a row whose answer has ended."""
+        read = self._read.pop(row, None)
+        if read is None or not read.is_whole:
+            return
+        self._read_known(row, read, read.computed)
+        tokens = min(read.next)
+        if tokens > 0:
+            for layer, count in zip(read.cache.layers, read.next, strict=True):
+                take_back(layer, count - tokens, tokens)
+            self.prompts.put(Kept(torch.tensor(row.tokens[:tokens]), read.cache))
+
+    def _begin(self, row: Row, first: int, states: Tensor) -> _Read:
+        kept = self.prompts.take(torch.tensor(row.tokens[: first + 1]), new_mtp_cache(self._model))
+        start, waiting = len(kept.ids), list[Tensor]()
+        if first - start > _SMALL_GAP:
+            kept, start = Kept(kept.ids[:0], new_mtp_cache(self._model)), first
+        elif first > start:
+            waiting = [states.new_zeros((1, first - start, states.shape[2]))]
+        is_whole = start == len(kept.ids)
+        others: list[list[Tensor]] = [[] for _ in self._layers[1:]]
+        return _Read(kept.cache, is_whole, [start for _ in self._layers], [waiting, *others], first)
+
+    def _read_known(self, row: Row, read: _Read, end: int) -> None:
+        """Lets all layers read places in front of `end` whose tokens are known."""
+        for layer in self._layers:
+            first = read.next[layer]
+            count = min(end, len(row.tokens) - 1 - layer) - first
+            if count <= 0:
+                return
+            states = torch.cat(read.states[layer], 1)
+            tokens = torch.tensor([row.tokens[first + layer + 1 :][:count]]).to(states.device)
+            _, made = self._called(read, layer, first, states[:, :count], tokens)
+            if (reason := forgetting(read.cache)) is not None:
+                raise ValueError(f"the MTP layers cannot be cut: {reason}")
+            read.next[layer], read.states[layer] = first + count, [states[:, count:]]
+            if layer + 1 < len(self._layers):
+                read.states[layer + 1].append(made)
+
+    def _of(self, row: Row) -> list[int]:
+        """Reads the rest, and goes on from draft to draft; what rests on these is taken back."""
+        read = self._read.get(row)
+        if read is None or read.next[0] >= read.computed:
+            return []
+        known, end, last = len(row.tokens), read.computed, self._layers[-1]
+        drafts, rest, right = list[Tensor](), list[Tensor](), end
+        reached = [*read.next]
+        for number in range(known - 1 - end + row.most):
+            layer = min(number, last)
+            first, states = reached[layer], rest
+            if number <= last:
+                first, states = read.next[layer], [*read.states[layer], *rest]
+            inputs = torch.cat(states, 1)
+            count = inputs.shape[1]
+            logits, made = self._called(
+                read, layer, first, inputs, self._tokens(row, drafts, first + layer + 1, count)
+            )
+            if number + end + 1 >= known:
+                drafts.append(logits[:, -1].argmax(-1, keepdim=True))
+            reached[layer] = first + count
+            if number <= last:
+                before, right = right - first, max(first, min(end, known - 1 - layer))
+                read.next[layer], read.states[layer] = right, [inputs[:, right - first : before]]
+                if layer < last:
+                    read.states[layer + 1].append(made[:, : right - first])
+                    rest = [made[:, right - first :]]
+            if number >= last:
+                rest = [made[:, -1:]]
+        for layer, place in enumerate(reached):
+            held = read.cache.layers[layer]
+            if place > read.next[layer]:
+                wrong = place - read.next[layer]
+                take_back(held, wrong, held.get_seq_length() - wrong)
+        found: list[int] = torch.cat(drafts, 1)[0].tolist()
+        return found
+
+    def _tokens(self, row: Row, drafts: list[Tensor], first: int, count: int) -> Tensor:
+        """Tokens [1, count] of a row and drafts behind them, on the device."""
+        known = torch.tensor([row.tokens[first : first + count]], dtype=torch.int64).to(self._model.device)
+        begin = max(0, first - len(row.tokens))
+        return torch.cat([known, *drafts[begin : begin + count - known.shape[1]]], 1)
+
+    def _called(
+        self, read: _Read, layer: int, first: int, states: Tensor, tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        count = states.shape[1]
+        make_room(read.cache.layers[layer], 1, count)  # so that these can be taken back
+        place = first + layer + 1
+        positions = torch.arange(place, place + count, device=states.device)[None]
+        result: tuple[Tensor, Tensor] = self._steps[layer](
+            input_ids=tokens, states=states, position_ids=positions, cache=read.cache
+        )
+        return result

@@ -1,0 +1,125 @@
+"""Drafts from repetitions: what followed the last tokens before, in the conversation or in a kept prompt.
+
+Agents repeat files, and answers repeat questions; no model computes these drafts.
+"""
+
+from array import array
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ..prefix_cache.memory import Kept, Prompts
+from .drafter import Row
+
+_GRAM = 3  # tokens that must repeat
+_BITS = 21  # for a token in the number that stands for a gram
+_CANDIDATES = 8  # places, the last first, of which the one with the longest repetition is taken
+_LONGEST = 32  # tokens of a repetition that are compared
+_KEPT = 4  # prompts that are looked into, the last ones
+
+
+class Index:
+    """Places of a text behind each of its grams.
+
+    Attributes:
+        tokens: the text, which its owner extends.
+    """
+
+    def __init__(self, tokens: list[int]):
+        self.tokens = tokens
+        self._last: dict[int, int] = {}  # {gram: the last place behind it}
+        self._before = array("i")  # for each place the one before it with the same gram, or 0
+        self._read = 0
+
+    def read(self) -> None:
+        """Takes the tokens in that have been added. The last gram has no place: nothing follows it yet."""
+        end, tokens, last = len(self.tokens), self.tokens, self._last
+        begin = max(self._read, _GRAM)
+        self._before.extend([0] * (end - len(self._before)))
+        for place, gram in enumerate(_grams(tokens[begin - _GRAM : end - 1]), begin):
+            self._before[place] = last.get(gram, 0)
+            last[gram] = place
+        self._read = max(end, self._read)
+
+    def follows(self, tokens: list[int]) -> tuple[int, int]:
+        """The place behind the longest repetition of the end of some tokens, and the repetition's length;
+        0 tokens long if there is none.
+        """
+        if len(tokens) < _GRAM:
+            return 0, 0
+        (gram,) = _grams(tokens[-_GRAM:])
+        place, best, longest = self._last.get(gram, 0), 0, 0
+        for _ in range(_CANDIDATES):
+            if place == 0:
+                break
+            if (length := self._repeats(tokens, place)) > longest:
+                best, longest = place, length
+            place = self._before[place]
+        return best, longest
+
+    def _repeats(self, tokens: list[int], place: int) -> int:
+        most = min(_LONGEST, place, len(tokens))
+        count = _GRAM
+        while count < most and self.tokens[place - count - 1] == tokens[-count - 1]:
+            count += 1
+        return count
+
+
+def _grams(tokens: list[int]) -> list[int]:
+    """Numbers that stand for each three tokens that follow each other."""
+    if len(tokens) < _GRAM:
+        return []
+    ids = np.array(tokens, dtype=np.int64)
+    grams: list[int] = (((ids[:-2] << _BITS) + ids[1:-1] << _BITS) + ids[2:]).tolist()
+    return grams
+
+
+class Lookup:
+    """A `Source` of repetitions.
+
+    Args:
+        prompts: that are kept, in which it looks, too; None for the conversation alone.
+    """
+
+    is_cheap = True
+
+    def __init__(self, prompts: Prompts | None = None):
+        self._prompts = prompts
+        self._own: WeakKeyDictionary[Row, list[Index]] = WeakKeyDictionary()
+        self._kept: dict[Kept, Index] = {}
+
+    def draft(self, rows: Sequence[Row]) -> list[list[int]]:
+        kept = self._of_kept()
+        return [self._of(row, kept) for row in rows]
+
+    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Needs no count: the tokens are read with the next draft."""
+
+    def _of(self, row: Row, kept: list[Index]) -> list[int]:
+        done = len(row.tokens) - row.prompt
+        if row.likely[:done] == row.tokens[row.prompt :] and done < len(row.likely):
+            return row.likely[done : done + row.most]
+        own = self._own.get(row)
+        if own is None:
+            own = self._own[row] = [Index(row.tokens), *([Index(row.likely)] if row.likely else [])]
+        for index in own:
+            index.read()
+        best, place, longest = own[0], 0, 0
+        for index in (*own, *kept):
+            found, length = index.follows(row.tokens)
+            if length > longest:
+                best, place, longest = index, found, length
+        return best.tokens[place : place + row.most] if longest else []
+
+    def _of_kept(self) -> list[Index]:
+        kept = [] if self._prompts is None else self._prompts.kept[-_KEPT:]
+        if [*self._kept] != kept:
+            self._kept = {one: self._kept.get(one) or _read(one) for one in kept}
+        return [*self._kept.values()]
+
+
+def _read(kept: Kept) -> Index:
+    index = Index(kept.ids.tolist())
+    index.read()
+    return index

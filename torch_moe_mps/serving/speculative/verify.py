@@ -1,0 +1,74 @@
+"""Verification of drafts: the tokens that the model chooses, as long as they are those that were drafted.
+
+A draft holds if it is the token that would have been chosen without it: the likeliest, or the one that is
+drawn. So each token has the model's distribution, whatever was drafted: a draft g holds with the probability
+p(g), and otherwise the token is one of the others, as rejection sampling has it. The number of a draw belongs
+to the place of its token: with a seed, an answer is the same with drafts and without.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..engine.sampling import Chooser, choose
+
+Choice = int | Exception
+
+
+def verified(
+    choosers: Sequence[Chooser], logits: Tensor, known: Sequence[int], drafts: Sequence[Sequence[int]]
+) -> list[list[Choice]]:
+    """The accepted draft tokens of each row and the token behind them, or an error at the end.
+
+    Rows without processors of their own are chosen together, in one launch where their settings are equal;
+    the tokens of others one by one, as each of their processors reads the token before.
+
+    Args:
+        logits: [B, T, V], of tokens that are known and drafts behind them.
+        known: how many tokens of each row are not drafts; a row that knows more than T gets no token.
+    """
+    made: list[list[Choice]] = [[] for _ in choosers]
+    rows = [row for row, count in enumerate(known) if count <= logits.shape[1]]
+    plain = [row for row in rows if not choosers[row].sampling.others]
+    places = [(row, known[row] - 1 + n) for row in plain for n in range(len(drafts[row]) + 1)]
+    if places:
+        for row in plain:
+            choosers[row].begin_draws()
+        chosen = choose([choosers[row] for row, _ in places], _at(logits, places)).read()
+        for (row, _), token in zip(places, chosen, strict=True):
+            made[row].append(token)
+        for row in plain:
+            made[row] = _held(made[row], drafts[row])
+            choosers[row].end_draws(len(made[row]))
+    for row in rows:
+        if choosers[row].sampling.others:
+            made[row] = _one_by_one(choosers[row], logits[row, known[row] - 1 :], drafts[row])
+    return made
+
+
+def _at(logits: Tensor, places: list[tuple[int, int]]) -> Tensor:
+    """Logits [N, V] of these rows and tokens."""
+    tokens = logits.shape[1]
+    numbers = [row * tokens + token for row, token in places]
+    flat, first = logits.flatten(0, 1), numbers[0]
+    if numbers == [*range(first, first + len(numbers))]:
+        return flat[first : first + len(numbers)]
+    return flat[torch.tensor(numbers).to(logits.device)]
+
+
+def _held(tokens: Sequence[Choice], drafts: Sequence[int]) -> list[Choice]:
+    """Tokens up to the first that is no draft."""
+    count = next((n for n, draft in enumerate(drafts) if tokens[n] != draft), len(drafts))
+    return [*tokens[: count + 1]]
+
+
+def _one_by_one(chooser: Chooser, logits: Tensor, drafts: Sequence[int]) -> list[Choice]:
+    """Tokens from logits [T, V], each chosen when the one before it is known."""
+    made: list[Choice] = []
+    for n in range(len(drafts) + 1):
+        (token,) = choose([chooser], logits[n : n + 1]).read()
+        made.append(token)
+        if n == len(drafts) or token != drafts[n] or token in chooser.ends:
+            break
+    return made
