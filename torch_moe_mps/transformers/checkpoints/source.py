@@ -79,7 +79,7 @@ class Source:
     Args:
         name: a folder, a name on the Hub, or a GGUF file.
         arguments: of the from_pretrained of the class.
-        model_class: of transformers; the default is that of the config, see `class_for`.
+        model_class: of transformers; by default the config's, see `class_for`.
 
     Attributes:
         path, gguf: the folder or name, and the GGUF file in it or None.
@@ -127,8 +127,8 @@ class Source:
 
         Args:
             asked: the arguments of a recipe.
-            requantize: whether it holds for what is quantised, too.
-            importance: an Importance, for what is quantised.
+            requantize: True applies it to quantised weights, too.
+            importance: an Importance, for quantisation.
 
         """
         if self.gguf is not None:
@@ -181,7 +181,7 @@ class Source:
 def _looked_for(name: str, arguments: Mapping[str, Any]) -> str:
     """The folder of a name on the Hub, in its cache.
 
-    Raises: ValueError for what is neither a folder nor the name of a model that can be had.
+    Raises: ValueError for a string that is neither a folder nor the name of an available model.
     """
     where = {key: arguments[key] for key in _WHERE if key != "subfolder" and arguments.get(key) is not None}
     inside = arguments.get("subfolder") or ""

@@ -89,13 +89,13 @@ def tensors_in(files: Iterable[str]) -> Iterator[tuple[str, str, str, tuple[int,
 class Shards:
     """New safetensors files of a folder, and their index.
 
-    Tensors wait for their file in temporary files of the folder: what is written takes no memory. A file of
-    JSON says what is complete, so that another process goes on with the folder if this one is killed.
+    Tensors wait for their file in temporary files of the folder, so that output takes no memory. A JSON file
+    lists the complete files, so that another process resumes if this one is killed.
 
     Args:
         format: "pt" or "mlx".
-        key: what is written, into a folder that nobody else writes to: files of this key are gone on with,
-            all else is removed. Without one the folder must be empty.
+        key: identifies the output. Files of this key in the folder are resumed, all others are removed;
+            nobody else may write there. Without one the folder must be empty.
 
     Attributes:
         done: {part: what `end` was told of it} of the parts whose tensors are in complete files.

@@ -1,4 +1,4 @@
-"""The one decision what is quantised, and to what: in place, while a checkpoint is read, for its plan."""
+"""Which weights are quantised, and to which format: one decision for in place, loading and planning."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Importance: of each input of each matrix, the mean square of what it is multiplied with.
+"""Importance matrix: the mean square of each input of each weight matrix.
 
 For inputs without correlation, a change of weights by d changes an output by the mean square
 
@@ -79,8 +79,8 @@ class Importance:
 
         Returns: what a report says of it.
 
-        Raises: ValueError for the importance of another model: for a shape that does not fit, or for means
-            none of which is of these targets; and for targets of 1 bit.
+        Raises: ValueError for the importance of another model (a shape that does not fit, or no mean for any
+            of these targets), and for targets of 1 bit.
         """
         means = dict(self.means)
         for name, other in tied_layers(model).items():
@@ -204,7 +204,7 @@ def collect_importance(
     Args:
         model: of transformers, dense or quantised, accelerated or not, in evaluation mode.
         ids: [T] tokens of a text, at least 512; they run in windows of 512.
-        text: what they are of, whose hash the file will have; the default is that of the ids.
+        text: their text, whose hash the file stores; by default the hash of the ids.
         drafting: layers behind the model that draft, which are counted, too.
         progress: show a bar where tqdm is installed.
 
@@ -310,7 +310,7 @@ def _count_of(experts: Experts) -> int:
 
 
 def _blended(found: Mapping[str, _Sums]) -> dict[str, Tensor]:
-    """Means; experts that are modules of their own are blended as those of a stack are."""
+    """Means; experts that are modules of their own are blended like stacked ones."""
     alike: dict[tuple[str, str, int], list[str]] = defaultdict(list)
     for name, own in found.items():
         if isinstance(own.sums, Tensor):

@@ -114,7 +114,7 @@ def quantize_targets(
 
 
 def _reason(target: Target) -> str | None:
-    """Why a target is left as it is."""
+    """Why a target stays dense."""
     if target.kind != "experts":
         return None
     if is_quantized(target.module):

@@ -46,7 +46,7 @@ class Reasons:
     def _is_small(self, name: str, module: nn.Module) -> bool:
         """Whether a layer has few outputs, and no larger layer beside it that may have the same input.
 
-        With such a one it runs in one launch. A layer with as many outputs as inputs may be what it reads.
+        With such a one it runs in one dispatch. A layer with as many outputs as inputs may be its input.
         """
         if not isinstance(module, nn.Linear) or module.out_features >= SMALLEST:
             return False
@@ -96,7 +96,7 @@ def groups_of(module: nn.Module) -> int | None:
 
 
 def _is_plain_linear(module: Any) -> bool:
-    """Whether the forward is nn.Linear's, or that of groups of inputs."""
+    """True if the forward is nn.Linear's, or a grouped linear's."""
     cls = original_class(module)
     if cls is nn.Linear:
         return True

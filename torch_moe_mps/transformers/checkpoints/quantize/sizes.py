@@ -41,7 +41,7 @@ def bytes_a_token(model: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyTy
 
 
 def _language_model(model: Any) -> list[nn.Module]:
-    """Decoder and output head of a model of transformers; any other module as it is."""
+    """Decoder and output head of a transformers model; any other module itself."""
     if not hasattr(model, "get_decoder"):
         return [model]
     parts = (model.get_decoder(), model.get_output_embeddings())

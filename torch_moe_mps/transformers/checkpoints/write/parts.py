@@ -1,8 +1,8 @@
 """Reads checkpoints of any kind one part at a time: a layer, an embedding, or all the rest.
 
 The model is on the meta device. The weights of a part exist only within `loaded`: as in the checkpoint, or
-quantised by a recipe. They are read by the converters of transformers and by Quantizer, as they are in
-`from_pretrained`, which keeps all parts.
+quantised by a recipe. The converters of transformers and Quantizer read them, like `from_pretrained`, which
+keeps all parts.
 """
 
 from collections import defaultdict
@@ -53,8 +53,8 @@ class Parts:
         model_class: of transformers; the default is the class that `from_pretrained` uses.
         recipe: arguments of `accelerate`, by which the weights of the checkpoint are quantised. Without a
             recipe the checkpoint must be dense, or in FP8, which is dequantised.
-        requantize: False leaves what is quantised as it is.
-        importance: for what is quantised, as in `accelerate`.
+        requantize: False leaves quantised weights unchanged.
+        importance: for quantisation, as in `accelerate`.
         dtype, trust_remote_code: as for `from_pretrained`.
 
     Attributes:
@@ -222,7 +222,7 @@ class Parts:
             self._quantizer.place(self.model, lambda name: self.part_of(f"{name}.weight") == part)
 
     def _tie(self, missing: set[str]) -> set[str]:
-        """Gives tied layers the tensors that the checkpoint has for one of them; returns what is missing."""
+        """Gives tied layers the tensors that the checkpoint has for one of them; returns missing names."""
         missing = {*missing}
         for name, other in tied_pairs(self._tied):
             module, source = self.model.get_submodule(name), self.model.get_submodule(other)

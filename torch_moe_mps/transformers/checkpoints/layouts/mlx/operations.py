@@ -20,7 +20,7 @@ def mlx_words(tensor: Tensor) -> Tensor:
 
 
 def as_words() -> Operation:
-    """Takes words, scales and biases as they are: MLX's are ours, but for uint32."""
+    """Takes packed codes, scales and biases unchanged: MLX's are ours, but for uint32."""
     return each(words, mlx_words)
 
 
