@@ -8,11 +8,11 @@
 
 All are laid out as mlx.core.quantize does: groups of consecutive values along the input dimension; the codes
 of a row one after the other in 32-bit words, the first in the lowest bits, so that codes of 3, 5 and 6 bits
-cross the ends of words. The numbers of mxfp4 and mxfp8 are those of OCP microscaling.
+cross the ends of words. mxfp4 and mxfp8 are OCP microscaling formats.
 
 The modes q2_k to q6_k and iq4_xs are formats of GGUF. These have ggml's values in the same layout: codes q in
 words, and what their blocks hold beside them taken apart into two tensors. d and m are float16, whose bits
-int16 tensors hold: what casts a model to a dtype leaves them as they are. s and n are unsigned integers of a
+int16 tensors hold: casting a model to another dtype leaves them unchanged. s and n are unsigned integers of a
 few bits.
 
     name              bits     group  value                              scales                    biases
@@ -250,7 +250,7 @@ class Format:
         shape: tuple[int, ...],
         meaning: str,
     ) -> None:
-        """`shape` is that of the dense weights; `meaning` names its dimensions, such as "E, N, H"."""
+        """`shape`: of the dense weights; `meaning` names its dimensions, such as "E, N, H"."""
         check.none(f"for format {self.name}", not self.has_biases, **{f"{prefix}biases": biases})
         *rows, columns = shape
         counts = self.scales_of(columns)

@@ -19,7 +19,7 @@
     q3_k                        3.4375            14.9 %
     q2_k                        2.625             26.6 %
 
-(Scales and biases in 16 bit; rounding to bfloat16 alone is 0.14 %. The error of nvfp4 is that of weights near
+(Scales and biases in 16 bit; rounding to bfloat16 alone is 0.14 %. The error of nvfp4 holds for weights near
 1: its scales have no bits below 2^-9, and groups whose largest magnitude is below 0.006 become zero.)
 All but the last six, which are ggml's and searched (superblocks.py), are written bit for bit as
 mlx.core.quantize does on a CPU, unless importance is given (ops/quantize.py).
@@ -163,7 +163,7 @@ def check_weighed(check: Check, format: Format, weight: str = "weight") -> None:
 
 
 def _device_for(stack: Tensor, format: Format, importance: Tensor | None) -> torch.device:
-    """Where weights are encoded: a search takes a GPU that can do it, also for what is on the CPU.
+    """Where weights are encoded: a search takes a GPU that can do it, also for weights on the CPU.
 
     MLX's rule has MLX's bits on a CPU alone, because GPUs divide differently; mps has no float8.
     """
@@ -231,7 +231,7 @@ def dequantize(
     Args:
         packed, scales, biases: as quantize returns them; int32 is accepted for uint32.
         bits, group_size, mode: see Format.
-        dtype: of the result; None means that of `scales` in mode affine, and bfloat16 in the others.
+        dtype: of the result; None means the dtype of `scales` in mode affine, and bfloat16 in the others.
 
     Raises: ValueError for a shape, dtype or format that does not fit.
     """

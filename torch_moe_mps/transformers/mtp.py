@@ -57,9 +57,9 @@ class _Section:
     Args:
         model: whose layers they are; it may be without weights. Its config says how many there are.
         source: the checkpoint.
-        recipe: for what is dense, or in FP8 and gets fewer bits; what is quantised otherwise stays so. Its
-            exceptions are those of the model.
-        importance: for what is quantised.
+        recipe: for dense weights, and FP8 weights that get fewer bits; other quantised weights stay so. Its
+            exceptions are the model's.
+        importance: for quantisation.
 
     Raises: ValueError for a checkpoint whose quantisation is not read here, for tensors that do not fit, and
         for an exception for these layers alone that fits none of their weights, or none that is dense.
@@ -110,7 +110,7 @@ class _Section:
 
 
 def _about(source: str, model: Any) -> Source:
-    """The checkpoint, whose quantisation is that of these layers, too.
+    """The checkpoint, whose quantisation applies to these layers, too.
 
     Raises: ValueError for one that is not read here.
     """
@@ -216,7 +216,7 @@ def _without_memory(model: Any) -> Any:
 def _of_makers(layers: Any, model: Any) -> list[Any]:
     """transformers' conversions of tensors as the makers of a model name them.
 
-    Without those of the model's own format: the layers are as they came.
+    Without entries in the model's own format: the layers are unchanged.
     """
     mapping: list[Any] = layers.get_weight_conversions(seen_with(model, _weight_conversions=None))
     return mapping

@@ -2,7 +2,7 @@
 
 PEFT keeps the factors of a stack of E experts as two matrices, with which its files are written: A [r E, in],
 row e r + i is row i of expert e, and B [out, r E], column i E + e is column i of expert e. In memory B lies
-column after column, so that a token reads those of its experts alone; files have rows.
+column after column, so that a token reads only its experts' columns; files have rows.
 """
 
 import warnings
@@ -172,7 +172,7 @@ class ParamWrapper(layer.ParamWrapper):
 
 
 def check_stored(adapter: str, model: Any) -> None:
-    """Refuses an adapter of another model, of which PEFT would leave out what has no place.
+    """Refuses an adapter of another model, whose unmatched tensors PEFT would drop.
 
     Args:
         adapter: a folder, or a name on the Hub.

@@ -1,6 +1,6 @@
-"""Where PEFT lacks an interface: four of its functions, wrapped. docs/upstream.md says what it should have.
+"""Four functions of PEFT, wrapped where it lacks an interface. docs/upstream.md proposes the interface.
 
-The functions are those of the version in `_versions.PEFT`; any other version of PEFT stays as it is, and
+The functions belong to the version in `_versions.PEFT`; any other version of PEFT is not touched, and
 refuses quantised layers itself.
 """
 

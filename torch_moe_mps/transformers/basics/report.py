@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 class QuantizedProjection(NamedTuple):
     """One quantised parameter; `error` is mean |dense - quantised| / mean |dense|.
 
-    `stored` is the format that it had before; the error then comes on top of that of `stored`.
+    `stored` is the format that it had before; the error then adds to the error of `stored`.
     """
 
     projection: str
@@ -38,7 +38,7 @@ class QuantizationReport:
         skipped: {name of a module that stays dense: reason}.
         bytes_before, bytes_after: bytes of weights that decoding one token reads.
         importance: by what errors were weighed; None for MLX's rule.
-        measured: {what was measured of a checkpoint as it is: figures}, by `torch-moe-mps perplexity`.
+        measured: {measurement of a checkpoint: figures}, by `torch-moe-mps perplexity`.
         activations: the dtype of activations beside the weights, and why; None where the caller said it.
     """
 
@@ -234,7 +234,7 @@ class Report:
 
 
 def with_progress(items: Sequence[Item], what: str, unit: str, wanted: bool = True) -> Iterable[Item]:
-    """The items, with a bar where tqdm is installed, as it is with transformers."""
+    """The items, with a progress bar where tqdm is installed (transformers requires it)."""
     if not wanted or not items:
         return items
     try:

@@ -1,10 +1,9 @@
 """Matrices as other libraries store them, read as formats of ours.
 
 Integers stand for (q - zero) * scale, which is q * scale + bias with bias = -zero * scale: exact where zero
-is a power of two, which it is without zero points, else rounded once to the dtype of the scales. The packed
-codes of compressed-tensors, and of GPTQ once transposed, are ours bit for bit. Floating-point codes keep their
-bits where the scales of a format hold what multiplies them; where they do not, the values are quantised
-again.
+is a power of two, as without zero points, else rounded once to the scales' dtype. The packed codes of
+compressed-tensors, and of GPTQ once transposed, are ours bit for bit. Floating-point codes keep their bits
+where a format's scales can hold their multipliers; elsewhere the values are requantised.
 """
 
 import functools
