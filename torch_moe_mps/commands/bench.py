@@ -98,7 +98,7 @@ HEAD = """\
 
 
 def run(options: argparse.Namespace) -> None:
-    """Raises: ValueError, OSError, RuntimeError with one line that says what is wrong.
+    """Raises: ValueError, OSError, RuntimeError with a one-line message.
 
     KeyboardInterrupt ends it after what was measured is written.
     """

@@ -34,7 +34,7 @@ _HELP = """\
 
 
 def run(options: argparse.Namespace) -> None:
-    """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
+    """Raises: ValueError, OSError, ImportError with a one-line message."""
     if not is_first_process():
         return follow(options)
     with contextlib.suppress(ImportError):

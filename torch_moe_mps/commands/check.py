@@ -1,6 +1,6 @@
 """`torch-moe-mps check`: every kernel compiled on this Mac, every operator compared with the CPU.
 
-The report is written behind each phase: a process that is ended or aborted leaves what it knew.
+The report is written after each phase, so that a process that is killed leaves its results.
 """
 
 import argparse

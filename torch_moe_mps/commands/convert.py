@@ -49,7 +49,7 @@ _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.js
 
 
 def run(options: argparse.Namespace) -> None:
-    """Raises: ValueError, OSError, RuntimeError, SafetensorError with one line that says what is wrong."""
+    """Raises: ValueError, OSError, RuntimeError, SafetensorError with a one-line message."""
     destination = Path(options.destination)
     gguf, packed = options.source.endswith(".gguf"), packs(options)
     local = Path(options.source).is_dir() or gguf
@@ -99,7 +99,7 @@ def _drafts(source: str, model: Any, to_mlx: bool) -> bool:
 
 
 def _write_adapter(options: argparse.Namespace, source: str, folder: Path) -> None:
-    """Stores --adapter in a folder, in PEFT's layout or in that of mlx-lm."""
+    """Stores --adapter in a folder, in PEFT's layout or in mlx-lm's."""
     if options.to == "mlx":
         from ..transformers.adapters.mlx import write_mlx_adapter
 
@@ -268,7 +268,7 @@ def _note_mtp(file: Path, packed: dict[str, str]) -> None:
 def _dtype(source: str, options: argparse.Namespace, recipe: dict[str, Any]) -> str:
     """Dtype of scales, and of what stays dense: float16, where bfloat16 would lose as much as 8 bits do.
 
-    mlx-lm computes in the dtype of the scales, in which activations may overflow.
+    mlx-lm computes in the dtype of the scales, where activations may overflow.
     """
     about = Source(source, loading_options(options))
     quantises = recipe["recipe"] is not None or about.gguf is not None or bool(about.stored)

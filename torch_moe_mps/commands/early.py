@@ -1,4 +1,4 @@
-"""Checks of options before torch is imported, which takes seconds: what is wrong is said at once."""
+"""Checks of options before torch is imported, which takes seconds: errors come at once."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ from .results import check_writable
 def check_options(options: argparse.Namespace) -> None:
     """Checks the options of a command; `generate` has its prompts as options.texts then.
 
-    Raises: ValueError, OSError, ImportError with one line that says what is wrong.
+    Raises: ValueError, OSError, ImportError with a one-line message.
     """
     if getattr(options, "shares", None) is not None and processes() == 1:
         raise ValueError("--shares is for the processes that torchrun starts, got one process")
@@ -123,7 +123,7 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 def says_a_format(options: argparse.Namespace) -> bool:
-    """Whether `convert` is asked for a format, so that it holds for what is quantised in SRC, too."""
+    """True if `convert` is asked for a format, which then applies to quantised weights of SRC, too."""
     usual = options.bits is None and options.recipe is None and options.mode == "affine"
     return not (usual and (options.linear_bits, options.embedding_bits) == ("auto", "auto"))
 

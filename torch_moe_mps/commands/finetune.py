@@ -1,4 +1,4 @@
-"""`finetune MODEL DATA.jsonl`: train a LoRA adapter on a model whose weights stay as they are.
+"""`finetune MODEL DATA.jsonl`: train a LoRA adapter on a model with frozen weights.
 
 The folder it writes has the adapter in PEFT's layout, a card, the curve of the loss, and `checkpoints`.
 """
@@ -35,7 +35,7 @@ _MOST_HELD_OUT = 100  # examples, unless --held-out says how many
 
 
 def run(options: argparse.Namespace) -> None:
-    """Raises: ValueError, OSError, RuntimeError with one line that says what is wrong."""
+    """Raises: ValueError, OSError, RuntimeError with a one-line message."""
     from ..training import memory, steps
 
     output, about = Path(options.output), begun(options)
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _task(options: argparse.Namespace, tokenizer: Any, longest: int) -> "Task | None":
-    """The task of DPO or GRPO; None for answers that are learnt as they are."""
+    """The task of DPO or GRPO; None for SFT."""
     if options.method == "sft":
         return None
     from ..training.preferences import Task, reward_of, rows_for
@@ -178,7 +178,7 @@ def _counted(device: str) -> str:
 
 
 def _memory_taken(device: str) -> int:
-    """Bytes of the GPU's memory now, which torch keeps once it has them; of a CPU those of the process."""
+    """Bytes of GPU memory that torch holds now; on a CPU, bytes of the process."""
     if device == "mps":
         return torch.mps.driver_allocated_memory()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -24,7 +24,7 @@ from .speculative import speculation_of
 
 
 def run(options: argparse.Namespace) -> None:
-    """Raises: ValueError, OSError, RuntimeError with one line that says what is wrong."""
+    """Raises: ValueError, OSError, RuntimeError with a one-line message."""
     asked = choice(settings_of(options))
     prompts = options.texts
     device = usable_device(options.device)

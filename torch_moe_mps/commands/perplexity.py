@@ -29,7 +29,7 @@ LIKELIEST = 1024
 
 
 def run(options: argparse.Namespace) -> None:
-    """Raises: ValueError, OSError with one line that says what is wrong."""
+    """Raises: ValueError, OSError with a one-line message."""
     device = usable_device(options.device)
     sources = [folder_of(model, options.revision) for model in options.model]
     other = folder_of(options.against) if options.against else None
@@ -215,7 +215,7 @@ def text_ids(source: str, text: str | None, trust_remote_code: bool = False) -> 
 
 
 def windows(ids: Tensor, first: Tensor, window: int) -> list[Tensor]:
-    """Pieces of a text in which each token but the first of the text is predicted once.
+    """Chunks of a text that predict each token once, but the first of the text.
 
     A piece begins with `first`, or if that is empty with the last token of the piece before it.
     """

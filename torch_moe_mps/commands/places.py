@@ -136,7 +136,7 @@ def place_of_adapter(name: str, weights: bool) -> str:
     Args:
         weights: download them, too, from the Hub.
 
-    Raises: ValueError for what is neither a folder nor a name on the Hub, and for one without an adapter.
+    Raises: ValueError for a string that is neither a folder nor a name on the Hub, or without an adapter.
     """
     files = (ADAPTER_CONFIG, "adapter_model.*") if weights else (ADAPTER_CONFIG,)
     folder = name if Path(name).is_dir() else folder_in_the_cache(name, files, what="an adapter")

@@ -24,7 +24,7 @@ _INTERVAL = 0.00005  # seconds for which a thread keeps Python's lock, a hundred
 
 
 def run(options: argparse.Namespace) -> None:
-    """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
+    """Raises: ValueError, OSError, ImportError with a one-line message."""
     if not is_first_process():
         from .serving import follow
 

@@ -46,7 +46,7 @@ _DISK = 16.0  # GB of kept prompts, where nobody says how many
 def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterator[Served]:
     """The model, which answers inside the block; its kept prompts are written behind it.
 
-    Raises: ValueError, OSError, ImportError with one line that says what is wrong.
+    Raises: ValueError, OSError, ImportError with a one-line message.
     """
     most, device = rows_of(options), usable_device(options.device)
     folder = folder_of(options.model, options.revision)

@@ -27,8 +27,8 @@ def folder_of(source: str, revision: str | None = None, weights: bool = True) ->
 
     For FILE.gguf and NAME:FILE.gguf the path of the file.
 
-    Raises: ValueError, OSError for what is neither a folder nor a name on the Hub, for a folder whose weights
-        are not complete, and for a damaged GGUF file.
+    Raises: ValueError, OSError for a string that is neither a folder nor a name on the Hub, for a folder with
+        incomplete weights, and for a damaged GGUF file.
     """
     folder = place_of(source, revision, weights)
     if Path(folder).is_file():
@@ -146,7 +146,7 @@ def _is_quiet(options: argparse.Namespace) -> bool:
 def with_adapter(options: argparse.Namespace, model: Any) -> Any:
     """The model with the layers of --adapter in it; itself without one.
 
-    Raises: ValueError, OSError with one line that says what is wrong.
+    Raises: ValueError, OSError with a one-line message.
     """
     if options.adapter is None:
         return model

@@ -1,4 +1,4 @@
-"""Adapters by TRL: DPO from answers of which one is better, GRPO from a function that says how good one is.
+"""Adapters by TRL: DPO from pairs of a better and a worse answer, GRPO from a reward function.
 
 What they compare with is the model with its adapter off: there is no second one.
 """
@@ -43,7 +43,7 @@ def reward_of(file: str) -> Reward:
 
 @dataclass(frozen=True)
 class Task:
-    """A file of examples, and what is learnt from it.
+    """A file of examples, and the training task.
 
     Args:
         rows: as `rows_for` reads them.

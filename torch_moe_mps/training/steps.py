@@ -33,7 +33,7 @@ class Plan:
 
     Attributes:
         batch: examples of a step.
-        steps: None for those of `epochs`.
+        steps: None takes the steps of `epochs`.
         save_every: steps after which a checkpoint is written.
     """
 
