@@ -18,8 +18,8 @@ from torch_moe_mps.commands.serve import sockets_of
 from torch_moe_mps.serving.engine.penalties import Penalties
 from torch_moe_mps.serving.http.answer import Cut, Decoder
 from torch_moe_mps.serving.http.request import Refused
-from torch_moe_mps.serving.media.loading import Media
 from torch_moe_mps.serving.media import loading as media
+from torch_moe_mps.serving.media.loading import Media
 
 
 @pytest.fixture(scope="module")

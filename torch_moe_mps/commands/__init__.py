@@ -27,6 +27,8 @@ _SPINS = ("GOMP_SPINCOUNT", "1000")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns: the exit code."""
+    if sys.stdout is None:  # closed, as by >&-
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     options, said = parse(sys.argv[1:] if arguments is None else arguments), None
     if options.command is None:
         parser().print_help()
