@@ -122,7 +122,7 @@ def test_a_chat_goes_on_behind_what_cannot_be_read(talk, monkeypatch, tmp_path):
 
 def test_a_closed_stdout_is_no_traceback(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
-    assert main([]) == 0
+    assert main(["generate", "/nowhere", "-p", "hi"]) == 1
 
 
 def test_ctrl_c_while_a_message_is_read(here, talk, monkeypatch):

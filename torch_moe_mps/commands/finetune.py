@@ -212,9 +212,9 @@ def _save(
     losses = [(int(row["step"]), row["loss"]) for row in about["curve"]]
     held_out = (about["before"], about["after"]) if "after" in about else None
     (output / _CURVE).write_text(
-        loss_curve(f"{options.model} on {Path(options.data).name}", losses, held_out)
+        loss_curve(f"{options.model} on {Path(options.data).name}", losses, held_out), encoding="utf-8"
     )
     card = adapter_card(output.name, options, about, len(tokens), sum(tokens))
-    (output / CARD).write_text(card)
+    (output / CARD).write_text(card, encoding="utf-8")
     _write(output, about)
     print(f"wrote {output}. To ask it:\n{use_of_adapter(str(output), options.model, options)}")
