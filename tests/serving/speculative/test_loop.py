@@ -251,8 +251,8 @@ def test_a_source_that_fails_ends_no_answer(draft, caplog):
     source.draft = draft
     with caplog.at_level(logging.WARNING, "torch_moe_mps"):
         found = Answered(model_of(), prompts(1), [settings(4)], source, width=2)
-    (line,) = [record.getMessage() for record in caplog.records if "drafted" in record.getMessage()]
-    assert "no tokens are drafted any more: " in line and "\n" not in line
+    (line,) = [record.getMessage() for record in caplog.records if "drafts no" in record.getMessage()]
+    assert "Partly drafts no tokens for a sequence: " in line and "\n" not in line
     assert found.answers == Answered(model_of(), prompts(1), [settings(4)]).answers
 
 

@@ -83,6 +83,7 @@ class DFlash:
         if read is None:
             read = self._read[row] = _Read(DFlashCache(config=self._config), first)
             grow_cache(self.modules[0], (), {"cache": read.cache})
+            read.cache.activate_past_recording()  # a block is taken back, and windows show what was before
         read.waiting.append(states)
         if read.end - read.first > _WAITING:
             self._block(read, row.tokens[read.end : read.end + 1] or row.tokens[-1:])
