@@ -18,7 +18,7 @@ from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.transformers.caches.parts import Joined
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
@@ -51,9 +51,9 @@ class Asked:
         return model.generate(self.ids, generation_config=self.config)[0, self.ids.shape[1] :].tolist()
 
 
-def answer(model, disk: Disk | None, *asked: Asked) -> Prompts:
+def answer(model, disk: Disk | None, *asked: Asked) -> PrefixCache:
     """Answers by a new server, which ends."""
-    prompts = Prompts(MEMORY, disk=disk)
+    prompts = PrefixCache(MEMORY, disk=disk)
     batch = Batch(model, prompts, 4)
     batch.waiting.extend(each.job for each in asked)
     while batch.has_work:
@@ -97,7 +97,7 @@ def test_a_turn_behind_a_restart(architecture, how, tmp_path):
     eight = [isinstance(layer.keys, QuantizedStates) for layer in kept.cache.layers if hasattr(layer, "keys")]
     assert "kv_bits" not in how or eight == [True, True]
     third, alone = turn(second, 3), Disk(tmp_path, MEMORY)
-    generating = Generating(model, Prompts(MEMORY, disk=alone))
+    generating = Generating(model, PrefixCache(MEMORY, disk=alone))
     given = {"attention_mask": torch.ones_like(third), "max_new_tokens": 3, "do_sample": False}
     expected = model.generate(third, pad_token_id=0, **given)
     assert torch.equal(generating.generate(input_ids=third, pad_token_id=0, **given), expected)
@@ -234,7 +234,7 @@ def test_an_end_in_the_middle_of_a_write(tmp_path, monkeypatch):
         return own(self, target)
 
     monkeypatch.setattr(disk_module.Path, "replace", replace)
-    batch = Batch(model, prompts := Prompts(MEMORY, disk=disk), 1)
+    batch = Batch(model, prompts := PrefixCache(MEMORY, disk=disk), 1)
     batch.waiting.append(first.job)
     while batch.has_work or len(written) < 4:
         batch.step()
@@ -257,7 +257,7 @@ def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
         own(self, *given)
 
     monkeypatch.setattr(Disk, "_write_part", slow)
-    engine = Engine(model, Prompts(MEMORY, disk=Disk(tmp_path, MEMORY)), 4)
+    engine = Engine(model, PrefixCache(MEMORY, disk=Disk(tmp_path, MEMORY)), 4)
     asked = [Asked(LONG[:, n:], 20) for n in range(4)]
     for each in asked:
         engine.submit(each.job)
@@ -283,7 +283,7 @@ def test_what_waits_for_a_slow_disk_is_within_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(Disk, "_write_part", slow)
     octets = octets_of(answer(model, None, Asked(LONG)).kept[0])
     disk = Disk(tmp_path, MEMORY)
-    prompts = Prompts(int(2.5 * octets), disk=disk)
+    prompts = PrefixCache(int(2.5 * octets), disk=disk)
     batch, asked = Batch(model, prompts, 1), [Asked(LONG.roll(n)) for n in range(9)]
     for each in asked:
         batch.waiting.append(each.job)

@@ -1,4 +1,4 @@
-"""Kept prompts in a folder: written while the server runs, read back where memory has less of them.
+"""Cached prefixes in a folder: written while the server runs, read back where memory has less of them.
 
 A prompt is written as blocks of tokens, whose names follow from all tokens up to their end and from what
 computed them: what prompts begin with in common is there once. States that fit one prefix alone, and tokens
@@ -406,7 +406,7 @@ class Restoring:
 
 
 def _header(name: str, end: int) -> str:
-    """What a file says of itself: its key (model, adapters, dtype), prompt, kind, and its last position."""
+    """Identity of a file: its key (model, adapters, dtype), prompt, kind, and its last position."""
     return f"{name} {end}"
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...transformers.attention.attention import MOST_TOKENS
+from ...transformers.caches.batched import make_room, take_back
 from ...transformers.caches.cache import grow_cache
-from ...transformers.caches.rows import make_room, take_back
 from ...transformers.caches.state import LayerState
 from ...transformers.dflash import DFlashStep
 from .drafter import Row

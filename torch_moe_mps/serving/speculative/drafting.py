@@ -112,7 +112,7 @@ class Drafting:
             for row, known, most in zip(rows, ahead, room, strict=True):
                 row.most = max(0, min(most, width - known))
             if not self._draft(number, left, found) and len(left) > 1:
-                for row in left:  # which of them it fails for
+                for row in left:  # one of them fails
                     self._draft(number, [row], found)
         self.seconds = time.perf_counter() - started
         every = [known + len(found[row]) for row, known in zip(rows, ahead, strict=True)]

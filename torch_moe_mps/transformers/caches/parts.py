@@ -116,7 +116,7 @@ class Joined:
             return new.clone() if held is None else torch.cat((held, new), dim)
         left = (self._most - end) * new.shape[dim] // max(1, end - self.tokens)
         (joined,) = growing.extended(
-            (new.new_empty(0) if held is None else held,), (new,), left + growing.room_behind(self._most)
+            (new.new_empty(0) if held is None else held,), (new,), left + growing.free_slots_for(self._most)
         )
         return joined
 
