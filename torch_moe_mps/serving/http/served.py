@@ -166,7 +166,7 @@ class Served:
         tokenizer.split_special_tokens = True
         return tokenizer
 
-    # Prompts
+    # PrefixCache
 
     def prepare(self, request: Request, show: Show) -> "Answers":
         """Reads the prompts of a request, and makes a job of each answer; long prompts take a while.
@@ -449,7 +449,7 @@ class Answers:
 
     @property
     def disk_tokens(self) -> int:
-        """Kept tokens that were read from a disk."""
+        """Cached tokens that were read from a disk."""
         return sum({id(job.inputs): job.disk_tokens for job in reversed(self.jobs)}.values())
 
     @property
