@@ -15,7 +15,7 @@ from .decision import note_exceptions, weights_of
 from .importance import Importance
 from .recipe import Recipe
 from .sizes import bytes_a_token
-from .target import Target
+from .target import Target, size_of
 from .tied import sharing, tie_quantized
 from .weights import check_target, quantize_target, release_cache
 
@@ -65,7 +65,7 @@ def quantize_model(
         quantize_experts raises.
     """
     weights = weights_of(model, recipe)
-    report = QuantizationReport(skipped=weights.dense | _packed(model))
+    report = QuantizationReport(skipped=weights.dense | _packed(model), sizes=weights.sizes)
     if importance is not None:
         report.importance = importance.give(model, weights.targets)
     quantize_targets("quantize", model, weights.targets, report, progress)
@@ -87,7 +87,7 @@ def quantize_targets(
     for name, target in targets.items():
         reason = _reason(target)
         if reason is not None:
-            report.skipped[name] = reason
+            report.skipped[name], report.sizes[name] = reason, size_of(target)
         else:
             check_target(function, target)
             dense[name] = target

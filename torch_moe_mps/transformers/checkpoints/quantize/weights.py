@@ -90,7 +90,7 @@ def store_empty(target: Target) -> None:
         weight = getattr(target.module, parameter)
         delattr(target.module, parameter)
         if target.has_order:
-            order = torch.empty(weight.shape[1], dtype=torch.int32, device=weight.device)
+            order = torch.empty(target.rows_first(weight).shape[-1], dtype=torch.int32, device=weight.device)
             target.module.register_parameter("order", nn.Parameter(order, requires_grad=False))
         dense: Any = torch.empty_like(weight, device="meta")
         dense._is_hf_initialized = True
