@@ -30,6 +30,8 @@ _SPINS = ("GOMP_SPINCOUNT", "1000")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns: the exit code."""
+    if sys.stdout is None:  # closed, as by >&-
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     options, said = parse(sys.argv[1:] if arguments is None else arguments), None
     atexit.register(gc.freeze)  # or Python looks for garbage among all modules as it ends, which takes seconds
     if options.command is None:
