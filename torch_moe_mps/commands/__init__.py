@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # closed, as by >&-
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     options, said = parse(sys.argv[1:] if arguments is None else arguments), None
-    atexit.register(gc.freeze)  # or Python looks for garbage among all modules as it ends, which takes seconds
+    atexit.register(gc.freeze)  # Python would search all modules for garbage as it ends, for seconds
     if options.command is None:
         parser().print_help()
         return 0

@@ -130,7 +130,7 @@ class _Conversation:
             print(f"<{self.served.name}>:", flush=True)
             try:
                 made.append(self.served.prepare(request, lambda number, item: shown.put(item)))
-            except Exception as error:  # of what was typed, or of the model's chat template
+            except Exception as error:  # from the typed text, or from the chat template
                 print(f"{error.message if isinstance(error, Refused) else first_line(error)}\n")
                 if not goes_on:
                     self.messages.pop()

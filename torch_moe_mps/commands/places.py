@@ -158,7 +158,7 @@ def adapter_config(folder: str) -> dict[str, Any]:
     if (kind := config.get("peft_type")) != "LORA":
         raise ValueError(f"--adapter must be a LoRA adapter of PEFT, got one of {kind}")
     for key, lowest in (("r", 1), ("lora_alpha", 0)):
-        number = config.get(key, 8)  # as PEFT has it
+        number = config.get(key, 8)  # in the layout of PEFT
         if isinstance(number, bool) or not isinstance(number, int | float) or number < lowest:
             raise ValueError(f'--adapter: {file} must have "{key}" of at least {lowest}, got {shown(number)}')
     return config

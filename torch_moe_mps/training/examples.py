@@ -19,7 +19,7 @@ _IGNORED = -100  # a label that counts in no loss
 _FORMS = (("messages",), ("prompt", "completion"), ("text",))  # the keys of a line
 _ONE_OF_THEM = 'must have "messages", "prompt" and "completion", or "text"'
 _PREFERENCES = {"dpo": ("prompt", "chosen", "rejected"), "grpo": ("prompt",)}  # the keys of a line
-_ARGUMENTS = ("prompts", "completions")  # that TRL itself gives a reward, beside the columns
+_ARGUMENTS = ("prompts", "completions")  # arguments that TRL itself gives a reward, beside the columns
 
 
 @dataclass
