@@ -86,7 +86,7 @@ EARLY = {
     "convert {here} {here}/new --save-importance {here}/x": "--save-importance needs --importance",
     "convert {here} {here}/new --adapter {here}": "--adapter must be a folder with an adapter_config.json",
     "convert {here}/a.gguf {here}/new --importance auto": "--importance of a GGUF file needs --bits",
-    "finetune {here} {here}/none.jsonl": "DATA must be a file, got {here}/none.jsonl",
+    "finetune {here} {here}/none.jsonl": "DATA must be a file: {here}/none.jsonl does not exist",
     "finetune {here} {here}/data --output {here}": "exists; --resume goes on with a training",
     "finetune {here} {here}/data --resume --output {here}": "--resume needs a training in {here}, got none",
     "fit {here} --json {here}/no/file": "--json must be a file that can be written",
@@ -200,11 +200,11 @@ def test_a_wrong_value_is_one_line(command, wrong, capsys):
 
 def test_files_that_are_none(tmp_path, capsys):
     for arguments in (["perplexity", ".", "--text"], ["generate", ".", "--prompts"], ["finetune", "."]):
-        for name, got in ((str(tmp_path / "none"), ""), (str(tmp_path), "the folder ")):
+        for name, wrong in ((str(tmp_path / "none"), "does not exist"), (str(tmp_path), "is a folder")):
             assert main([*arguments, name]) == 1
             option = arguments[2] if len(arguments) > 2 else "DATA"
             assert capsys.readouterr().err == (
-                f"torch-moe-mps: error: {option} must be a file, got {got}{name}\n"
+                f"torch-moe-mps: error: {option} must be a file: {name} {wrong}\n"
             )
 
 

@@ -150,7 +150,7 @@ def test_what_is_wrong_is_one_line(file, tmp_path, capsys):
         (("convert", bare, tmp_path / "a"), "bare.gguf has no tokenizer that transformers reads"),
         (("generate", bare, "-p", "a"), "bare.gguf has no tokenizer that transformers reads"),
         (("fit", cut), "cut.gguf is damaged or not in GGUF (blk."),
-        (("fit", tmp_path / "none.gguf"), "none.gguf must be a file, got none"),
+        (("fit", tmp_path / "none.gguf"), "none.gguf does not exist"),
         (("fit", file, "--revision", "v2"), "--revision needs a name on the Hub"),
     ):
         assert run(*arguments) == 1, arguments

@@ -130,7 +130,7 @@ def read_importance(file: str | Path, model: nn.Module) -> Importance:
 
     path = Path(file)
     if not path.is_file():
-        raise ValueError(f"moe_mps::importance: {path} must be a file, got none")
+        raise ValueError(f"moe_mps::importance: the file {path} does not exist")
     importance = Importance(*read_imatrix(path, model)) if is_imatrix(path) else _read(path)
     for name, mean in importance.means.items():
         check_importance(_CHECK, f"{name} in {path.name}", mean)
