@@ -9,6 +9,7 @@ from .dependents import PACKAGE, REPOSITORY, name_of
 FLOORS = (
     "_versions",
     "_text",
+    "_choices",
     "_install",
     "_hub",
     "_svg",
