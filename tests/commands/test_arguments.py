@@ -184,7 +184,7 @@ def test_the_formats_of_the_help_are_those_that_are_taken(command):
     for option, allowed in (("bits", BITS), ("group_size", GROUP_SIZES)):
         found = next((a for a in actions if a.dest == option), None)
         if found is None:
-            assert option == "bits" and command in ("fit", "perplexity")
+            assert command in ("fit", "perplexity")
             continue
         assert f"{one_of(allowed['affine'])} (" in found.help
         for value in range(1, 257):

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import sys
 import time
@@ -20,6 +19,7 @@ from support.processes import interrupted
 import torch_moe_mps
 from torch_moe_mps.commands import card as cards
 from torch_moe_mps.commands import convert, main
+from torch_moe_mps.commands.results import locked
 from torch_moe_mps.quantization import Format, QuantizedWeight, dequantize, quantize
 from torch_moe_mps.transformers.basics.report import now_and_then
 from torch_moe_mps.transformers.checkpoints.layouts import files
@@ -258,11 +258,9 @@ def test_another_command_begins_anew(dense, tmp_path, capsys, monkeypatch):
 def test_two_processes_do_not_write_one_folder(dense, tmp_path, refused):
     folder = tmp_path / ".new.unfinished"
     folder.mkdir()
-    held = os.open(folder, os.O_RDONLY)
-    convert.fcntl.flock(held, convert.fcntl.LOCK_EX)
-    error = refused("convert", dense, tmp_path / "new", "--group-size", 32)
-    assert "new is being written by another process" in error
-    os.close(held)
+    with locked(folder, "another"):
+        error = refused("convert", dense, tmp_path / "new", "--group-size", 32)
+        assert "new is being written by another process" in error
     assert folder.exists()
 
 

@@ -698,7 +698,7 @@ def _finetune(command: argparse.ArgumentParser) -> None:
     add("--save-every", type=_integer(1), default=100, metavar="N", help="steps between checkpoints (100)")
     add(
         "--seed",
-        type=_integer(-(1 << 63), (1 << 63) - 1),
+        type=_integer(0, (1 << 32) - 1),
         default=0,
         help="of the order of lines and the first weights (0)",
     )

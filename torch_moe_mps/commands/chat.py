@@ -21,6 +21,7 @@ from ..serving.http.answer import Item, Piece
 from ..serving.http.request import Chat, Refused, Request
 from ..serving.http.served import Answers, Served
 from .interrupts import at_ctrl_c
+from .results import write_new
 from .serving import follow, served_by
 from .settings import read_settings, settings_of
 
@@ -80,6 +81,9 @@ class _Conversation:
         with at_ctrl_c():
             try:
                 return input(f"<{getpass.getuser()}>:\n")
+            except UnicodeDecodeError as error:
+                print(f"messages must be in UTF-8: {error}\n")
+                return ""
             except (EOFError, KeyboardInterrupt):
                 print()
                 return None
@@ -95,14 +99,18 @@ class _Conversation:
 
     def _save(self, name: str) -> None:
         at = time.strftime("%Y-%m-%d_%H-%M-%S")
-        file = Path(name or Path(self.folder, Path(self.served.name).name, f"chat_{at}.json"))
         said = [{"role": m["role"], "content": m["content"][0]["text"]} for m in self.messages]
+        text = json.dumps({"settings": self.settings, "chat_history": said}, indent=2)
         try:
+            named = Path(name or Path(self.folder, Path(self.served.name).name, f"chat_{at}.json"))
+            file = named.expanduser()
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"settings": self.settings, "chat_history": said}, indent=2))
+            write_new(file, text)
             print(f"written to {file}\n")
-        except OSError as error:
-            print(f"{file} cannot be written: {error.strerror}\n")
+        except FileExistsError:
+            print(f"{file} exists: !save writes a new file\n")
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL; a home that is unknown
+            print(f"{name or named} cannot be written: {getattr(error, 'strerror', None) or error}\n")
 
     def _answer(self) -> None:
         """Shows the answer to the messages, and adds it to them."""
@@ -122,8 +130,8 @@ class _Conversation:
             print(f"<{self.served.name}>:", flush=True)
             try:
                 made.append(self.served.prepare(request, lambda number, item: shown.put(item)))
-            except Refused as refused:
-                print(f"{refused.message}\n")
+            except Exception as error:  # from the typed text, or from the chat template
+                print(f"{error.message if isinstance(error, Refused) else first_line(error)}\n")
                 if not goes_on:
                     self.messages.pop()
                 return

@@ -2,7 +2,6 @@
 
 import argparse
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -41,10 +40,10 @@ from ..transformers.upstream.utilities import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import packs, says_a_format
 from .recipes import arguments_of
-from .results import write_json, written_whole
+from .results import locked, write_json, written_whole
 from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
 
-_HELD = 0.75  # of the memory, which a model's weights may take
+_HELD = 0.75  # part of the memory that a model's weights may take
 _ADAPTER = "adapter"  # the folder in DST
 _CHIPS = ("M1", "M4 Pro", "M5 Max (40 cores)")  # chips whose speed is predicted
 # Files that are written anew, not copied.
@@ -184,15 +183,15 @@ def _unfinished(destination: Path) -> Path:
 def _written_beside(destination: Path) -> Iterator[Path]:
     """A folder that becomes the destination in the end; a process that was killed may have begun it."""
     folder = _unfinished(destination)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ValueError(f"{destination} is being written by another process") from None
-    try:
+    with locked(folder, destination), _finished(folder, destination):
         yield folder
+
+
+@contextmanager
+def _finished(folder: Path, destination: Path) -> Iterator[None]:
+    """Gives a folder its name in the end; what an error leaves is removed."""
+    try:
+        yield
         folder.chmod(0o755)
         _rename(folder, destination)
     except Exception:
@@ -205,8 +204,6 @@ def _written_beside(destination: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
             print(f"nothing of {destination} is complete: the same command begins anew", file=sys.stderr)
         raise
-    finally:
-        os.close(lock)
 
 
 def _convert(

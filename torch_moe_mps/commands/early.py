@@ -14,7 +14,7 @@ from ..serving.speculative import LOOKUP
 from .arguments import MIXED, NO_DRAFTS, RECIPES
 from .launch import check_agent
 from .places import adapter_config, look_for_files, look_for_models, place_of_adapter, prompts_of, utf8_text
-from .results import check_writable
+from .results import check_folder, check_writable
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -116,8 +116,7 @@ def _convert(options: argparse.Namespace) -> None:
     if options.recipe is not None and (options.bits is not None or options.mode != "affine"):
         raise ValueError("--recipe already sets the bits; leave out --bits and --mode")
     if options.adapter is not None:
-        if (kind := adapter_config(options.adapter).get("peft_type")) != "LORA":
-            raise ValueError(f"--adapter must be a LoRA adapter of PEFT, got one of {kind}")
+        adapter_config(options.adapter)
         _check_package("peft", "--adapter", "adapters")
     if packs(options):
         for option, value in (("--group-size", options.group_size), ("--importance", options.importance)):
@@ -141,13 +140,14 @@ def packs(options: argparse.Namespace) -> bool:
 
 
 def _finetune(options: argparse.Namespace) -> None:
-    from ..training.examples import rows_of
+    from ..training.examples import read_preferences, rows_of
     from ..training.record import begun
 
     _check_one_process(options)
     _check_package("peft", "finetune", "finetune")
     look_for_files(options)
     begun(options)
+    check_folder("--output", options.output)
     if options.method == "sft":
         for _ in rows_of(options.data):
             pass
@@ -158,6 +158,7 @@ def _finetune(options: argparse.Namespace) -> None:
         raise ValueError("--held-out is for --method sft, whose loss it measures")
     if (options.method == "grpo") != (options.reward is not None):
         raise ValueError("--reward FILE.py is what --method grpo needs, and no other")
+    read_preferences(options.data, options.method)
     if options.method == "grpo" and options.batch % options.generations:
         got = f"{options.batch} and {options.generations}"
         raise ValueError(f"--batch must be a multiple of --generations with --method grpo, got {got}")

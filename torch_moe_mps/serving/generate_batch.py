@@ -13,7 +13,7 @@ from .engine.batch import Batch
 from .engine.job import Job, Reason, as_errors
 from .engine.memory import MOST_ROWS, Memory
 from .engine.ranges import check_job
-from .prefix_cache.memory import Prompts
+from .prefix_cache.memory import PrefixCache
 from .speculative.asked import drafting_of
 
 _NAME = "moe_mps::generate_batch"
@@ -81,7 +81,7 @@ def generate_batch(
         seeds = [seed + number for number in range(many)]
     processors = _each("logits_processor", logits_processor, many, type(None))
     streamers = _each("streamer", streamer, many, type(None))
-    kept = Prompts(Memory(model).free // _SHARE_OF_PROMPTS)
+    kept = PrefixCache(Memory(model).free // _SHARE_OF_PROMPTS)
     drafting = drafting_of(model, speculative, kept, _NAME, draft_width)
     memory = Memory(model, beside=drafting.modules if drafting else ()).free
     batch = Batch(model, kept, MOST_ROWS, memory, speculative=drafting)

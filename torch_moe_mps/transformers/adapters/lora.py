@@ -192,7 +192,7 @@ class ParamWrapper(layer.ParamWrapper):
 
 
 def check_stored(adapter: str, model: Any) -> None:
-    """Refuses an adapter of another model, whose unmatched tensors PEFT would drop.
+    """Refuses an adapter of another model, whose unmatched tensors PEFT would drop, and one with NaN.
 
     Args:
         adapter: a folder, or a name on the Hub.
@@ -200,14 +200,18 @@ def check_stored(adapter: str, model: Any) -> None:
 
     Raises: ValueError that names a tensor.
     """
+    tensors = load_peft_weights(adapter, device="cpu")
     stored, own = (
-        {name: tuple(tensor.shape) for name, tensor in tensors.items() if "lora_" in name}
-        for tensors in (load_peft_weights(adapter, device="cpu"), get_peft_model_state_dict(model))
+        {name: tuple(tensor.shape) for name, tensor in found.items() if "lora_" in name}
+        for found in (tensors, get_peft_model_state_dict(model))
     )
     for name in sorted(stored.keys() | own.keys()):
         if stored.get(name) != own.get(name):
             expected = f"{name} {own[name]}" if name in own else f"without {name}"
             refuse("an adapter of this model", expected, stored.get(name, "none"))
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            refuse(f"{name} of an adapter", "of finite numbers", "NaN or infinity")
 
 
 def _refuse_merging(base: nn.Module) -> NoReturn:
