@@ -19,7 +19,7 @@ import torch_moe_mps
 from torch_moe_mps.commands import card as cards
 from torch_moe_mps.commands import convert, main
 from torch_moe_mps.commands.results import locked
-from torch_moe_mps.quantization import dequantize, quantize
+from torch_moe_mps.quantization import Format, QuantizedWeight, dequantize, quantize
 from torch_moe_mps.transformers.checkpoints.layouts import files
 from torch_moe_mps.transformers.checkpoints.write.parts import Parts
 
@@ -81,14 +81,16 @@ def test_fewer_bits_are_quantised_again(layout, eight_bits, tmp_path, capsys):
     before, after = tensors_in(eight_bits), tensors_in(tmp_path / "new")
     name = "model.layers.1.mlp.experts.down_proj"
     stored = [before[f"{name}_{part}"] for part in ("packed", "scales", "biases")]
-    words, scales, biases, _ = *quantize(dequantize(*stored, 8, 32), 3, 64), None
-    assert torch.equal(after[f"{name}_packed"], words.view(torch.int32))
-    assert torch.equal(after[f"{name}_scales"], scales) and torch.equal(after[f"{name}_biases"], biases)
+    dense = dequantize(QuantizedWeight(*stored, Format(8, 32)))
+    again = quantize(dense, 3, 64)
+    assert torch.equal(after[f"{name}_packed"], again.packed.view(torch.int32))
+    assert torch.equal(after[f"{name}_scales"], again.scales)
+    assert torch.equal(after[f"{name}_biases"], again.biases)
     config = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
     assert {*config["modules"].values()} == {"affine3_64"}  # what was dense, too
     found = {w["name"]: w for w in json.loads((tmp_path / "x.json").read_text())["weights"]}
-    dense = dequantize(*stored, 8, 32).float()
-    change = (dequantize(words, scales, biases, 3, 64).float() - dense).abs().sum() / dense.abs().sum()
+    dense = dense.float()
+    change = (dequantize(again).float() - dense).abs().sum() / dense.abs().sum()
     assert found[name]["error"] == pytest.approx(float(change), rel=1e-3)
     assert (found[name]["stored"], found[name]["format"]) == ("affine8_32", "affine3_64")
     assert found[name]["after"] == sum(t.nbytes for key, t in after.items() if key.startswith(name))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 import torch_moe_mps
 from torch_moe_mps.commands import main, sources
 from torch_moe_mps.commands.arguments import parser
-from torch_moe_mps.quantization import dequantize, quantize
+from torch_moe_mps.quantization import Format, QuantizedWeight, dequantize, quantize
 
 KINDS = ("q4_0", "q8_0", "q5_0")
 
@@ -72,7 +72,8 @@ def test_convert_in_other_bits(file, layout, tmp_path):
     weight = dense.model.layers[1].mlp.experts.down_proj.detach()
     experts = model.model.layers[1].mlp.experts
     parts = experts.down_proj_packed, experts.down_proj_scales, experts.down_proj_biases
-    assert torch.equal(dequantize(*parts, 4, 32), dequantize(*quantize(weight, 4, 32), 4, 32))
+    packed = QuantizedWeight(*parts, Format(4, 32))
+    assert torch.equal(dequantize(packed), dequantize(quantize(weight, 4, 32)))
     assert (tmp_path / "new" / "tokenizer.json").exists()
     ids = torch.arange(5)[None]
     torch_moe_mps.accelerate(dense, bits=4, group_size=32)

@@ -10,6 +10,7 @@ FLOORS = (
     "_versions",
     "_text",
     "_progress",
+    "_choices",
     "_install",
     "_hub",
     "_svg",
