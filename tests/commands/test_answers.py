@@ -19,6 +19,7 @@ from torch_moe_mps.serving.engine.penalties import Penalties
 from torch_moe_mps.serving.http.answer import Cut, Decoder
 from torch_moe_mps.serving.http.request import Refused
 from torch_moe_mps.serving.media import loading as media
+from torch_moe_mps.serving.media.decoding import File, Limits, decoded
 from torch_moe_mps.serving.media.loading import Media
 
 
@@ -77,7 +78,8 @@ def png() -> bytes:
 
 def opened(owner: Media, url: str, **how: Any) -> Any:
     """The picture of a URL."""
-    return media.picture(owner.opened(url, "image", **how), "image")
+    file = File("image", "image", owner.opened(url, "image", **how))
+    return decoded([file], Limits())[0]
 
 
 @pytest.mark.parametrize(
@@ -219,9 +221,6 @@ def test_what_is_no_picture_is_one_line(monkeypatch):
         with pytest.raises(Refused) as raised:
             opened(Media(), url)
         assert str(raised.value) == line
-    monkeypatch.setattr(media, "MOST_PIXELS", 4)
-    with pytest.raises(Refused, match="a picture of at most 4 pixels"):
-        opened(Media(), as_url(picture(0)))
     monkeypatch.setattr(media, "MOST_BYTES", 8)
     with pytest.raises(Refused) as raised:
         opened(Media(), as_url(picture(0)))

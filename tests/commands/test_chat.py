@@ -70,7 +70,8 @@ def test_settings(here, talk):
         "!set nothing=1",
         "!set top_k=many",
         "!status",
-        "!what",
+        "!what now",
+        "!help",
     ]
     shown = talk("--set", "temperature=0.5", lines=lines, says=["hello"])
     config = here.generator.jobs[0].config
@@ -78,6 +79,7 @@ def test_settings(here, talk):
     assert "--set must name arguments of generate(), got nothing" in shown
     assert "--set top_k must be a number" in shown
     assert "'max_new_tokens': 4" in shown and shown.count("!clear") == 1  # of the help
+    assert "!what is not a command: !help lists them" in shown
 
 
 def test_a_chat_is_written(talk, tmp_path):

@@ -282,6 +282,15 @@ def test_a_key_lets_in(checkpoint):
             assert get(client, path)[0] == status, path
 
 
+@pytest.mark.parametrize("key", ["schlüssel", "a\nb"])
+def test_a_key_that_no_header_carries_is_refused_at_the_start(key, checkpoint, refused, monkeypatch):
+    """By its option and by its variable, before the model is loaded."""
+    line = f"must have only printable ASCII characters, got {key!a}"
+    assert refused("serve", checkpoint, "--api-key", key) == f"--api-key {line}"
+    monkeypatch.setenv("MOE_MPS_API_KEY", key)
+    assert refused("serve", checkpoint) == f"MOE_MPS_API_KEY {line}"
+
+
 def test_the_host_header_names_this_machine(client):
     """A page of the web whose name means this machine is refused."""
     port = client.base_url.port

@@ -10,8 +10,6 @@ import json
 import os
 import threading
 import time
-import urllib.error
-import urllib.request
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,7 @@ import pytest
 import xgrammar
 from support import scripted
 from support.jobs import Asked, ids_of, model_of, run
+from support.scripted import ask
 
 from torch_moe_mps._text import shown
 from torch_moe_mps.serving.engine.batch import Batch
@@ -46,16 +45,6 @@ ASKED = {
 def here() -> Iterator[scripted.Here]:
     with scripted.server() as server:
         yield server
-
-
-def ask(here: scripted.Here, path: str, body: object = None) -> tuple[int, dict]:
-    data = None if body is None else json.dumps(body).encode()
-    asked = urllib.request.Request(here.url + path, data, {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(asked, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
 
 
 def test_a_token_beyond_the_vocabulary_is_refused_by_every_path(here):
@@ -262,7 +251,7 @@ def test_what_takes_long_to_read_rests_in_all_its_parts(monkeypatch):
     assert of(lambda: json_text.is_unicode(["a" * 400_000, "b"], rest)) > 6
     assert of(lambda: app._in_json({"tokens": [5] * 1000}, rest)) > 1000
     data = base64.b64encode(bytes(2_000_000)).decode()
-    assert of(lambda: media.decoded(data, "image", rest)) > 8
+    assert of(lambda: media.of_base64(data, "image", rest)) > 8
     assert of(lambda: media.Media().opened(f"data:a/b;base64,{data}", "image", rest=rest)) > 8
 
 
@@ -287,12 +276,13 @@ def test_data_urls_are_read_in_a_turn_and_what_is_far_away_without_one(here, mon
         return io.BytesIO(b"a")
 
     monkeypatch.setattr(media.Media, "opened", opened)
-    monkeypatch.setattr(served, "picture", lambda file, field: held.append(turns._held))
+    monkeypatch.setattr(served, "decoded", lambda files, limits: held.append(turns._held) or [None])
     here.served.processor.image_processor = None
     for outside in (contextlib.nullcontext, turns.turn, lambda: turns.turn(is_long=False)):
         with outside():
             for url in ("data:image/png;base64,AAAA", "https://example.com/a.png"):
-                here.served._opened({"type": "image", "url": url, "field": "image", "as": "image"}, 0.0)
+                part = {"type": "image", "url": url, "field": "image", "as": "image"}
+                here.served._with_media([{"content": [part]}])
     assert held == [turns._long, turns._long, None, turns._long] * 3
 
 
@@ -405,10 +395,10 @@ def test_base64_in_pieces(piece, monkeypatch):
         text = base64.b64encode(octets).decode()
         for line in (1, 3, 7):
             lines = "\n".join(text[at : at + line] for at in range(0, len(text), line))
-            assert media.decoded(f" {lines}\r\n", "image").read() == octets
+            assert media.of_base64(f" {lines}\r\n", "image").read() == octets
         for wrong in (f"{text}A", f"{text[:4]}!{text[4:]}", f"AA=={text}" if text else "A"):
             with pytest.raises(Refused, match="must be in base64"):
-                media.decoded(wrong, "image")
+                media.of_base64(wrong, "image")
 
 
 @pytest.mark.parametrize("sees", [False, True])

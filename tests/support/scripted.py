@@ -1,10 +1,13 @@
 """A server whose model says what a test tells it to: what clients send and get, at no cost of a model."""
 
 import contextlib
+import json
 import socket
 import threading
 import time
 import types
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -103,6 +106,17 @@ def tokenizer() -> Any:
     made.add_special_tokens({"additional_special_tokens": [*MARKS]})
     made.backend_tokenizer.decoder = decoders.Fuse()
     return made
+
+
+def ask(here: "Here", path: str, body: object = None) -> tuple[int, dict]:
+    """Status and body of the answer to a POST, or to a GET without a body."""
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(here.url + path, data, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
 
 
 class Here:

@@ -70,8 +70,12 @@ class _Conversation:
                     print(f"{self.served.name}: {self.settings}\n")
                 case "!continue" if self.messages and self.messages[-1]["role"] == "assistant":
                     self._answer()
-                case _ if command.startswith("!"):
+                case "!help":
                     print(f"{_HELP}\n")
+                case "!continue":
+                    print("!continue goes on with an answer: there is none yet\n")
+                case _ if command.startswith("!"):
+                    print(f"{command} is not a command: !help lists them\n")
                 case _:
                     self.messages.append(_message("user", line))
                     self._answer()
@@ -130,7 +134,7 @@ class _Conversation:
             print(f"<{self.served.name}>:", flush=True)
             try:
                 made.append(self.served.prepare(request, lambda number, item: shown.put(item)))
-            except Exception as error:  # of what was typed, or of the model's chat template
+            except Exception as error:  # from the typed text, or from the chat template
                 print(f"{error.message if isinstance(error, Refused) else first_line(error)}\n")
                 if not goes_on:
                     self.messages.pop()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from .._choices import BITS, GROUP_SIZES, one_of
 from .._install import install_command
 from ..pipeline.torchrun import processes
 from ..serving.speculative import LOOKUP
@@ -106,6 +107,12 @@ def _convert(options: argparse.Namespace) -> None:
         raise ValueError(f"--importance must be auto or a file, got {options.importance}")
     if options.importance is not None and options.bits == 1:
         raise ValueError("--importance must be of formats with 2 bits and more, got --bits 1")
+    for option, value, allowed in (
+        ("--bits", options.bits, BITS[options.mode]),
+        ("--group-size", options.group_size, GROUP_SIZES[options.mode]),
+    ):
+        if value not in (None, *allowed):
+            raise ValueError(f"{option} must be {one_of(allowed)} with --mode {options.mode}, got {value}")
     if options.recipe is not None and (options.bits is not None or options.mode != "affine"):
         raise ValueError("--recipe already sets the bits; leave out --bits and --mode")
     if options.adapter is not None:

@@ -29,12 +29,13 @@ def run(options: argparse.Namespace) -> None:
         from .serving import follow
 
         return follow(options)
+    key = key_of(options)
     sockets = sockets_of(options.host, options.port)  # one in use is said before torch is imported
     try:
         from .serving import served_by
 
         with _log(options.log_level), served_by(options, media_of(options)) as served:
-            server = server_of(served, options)
+            server = server_of(served, options, key)
             port = sockets[0].getsockname()[1]
             print(f"{served.name} answers at http://{_in_url(options.host)}:{port}/v1", file=sys.stderr)
             with _short_pauses():
@@ -69,7 +70,16 @@ def media_of(options: argparse.Namespace) -> Media:
     return Media(options.media_folder and Path(options.media_folder), options.media_urls, hosts)
 
 
-def server_of(served: Any, options: argparse.Namespace) -> "uvicorn.Server":
+def key_of(options: argparse.Namespace) -> str | None:
+    """The key that requests need. Raises: ValueError for one that clients cannot send in a header."""
+    key = options.api_key or os.environ.get(KEY) or None
+    if key is not None and not (key.isascii() and key.isprintable()):
+        name = "--api-key" if options.api_key else KEY
+        raise ValueError(f"{name} must have only printable ASCII characters, got {key!a}")
+    return key
+
+
+def server_of(served: Any, options: argparse.Namespace, key: str | None) -> "uvicorn.Server":
     """The server, which ends all answers when it is told to end."""
     import uvicorn
 
@@ -83,7 +93,6 @@ def server_of(served: Any, options: argparse.Namespace) -> "uvicorn.Server":
 
     if served.generates and not served.shows_tools:
         print(f"prompts of {served.name} show no tools: those of requests are left out", file=sys.stderr)
-    key = options.api_key or os.environ.get(KEY) or None
     origins = ("*",) if options.enable_cors else tuple(options.allow_origin)
     access = Access(tuple(options.allow_host), key, options.only_model, origins)
     level = "warning" if options.log_level == "info" else options.log_level  # its lines are not of requests

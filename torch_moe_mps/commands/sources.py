@@ -48,7 +48,7 @@ def small_files(folder: str) -> list[Path]:
     result = sorted({path for pattern in SMALL_FILES for path in Path(folder).glob(pattern)})
     for path in result:
         if not path.is_file():
-            raise ValueError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'a broken link'}")
+            raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'a broken link'}, not a file")
         if not os.access(path, os.R_OK):
             raise ValueError(f"{path} must be readable, got no permission")
     return [path.relative_to(folder) for path in result]

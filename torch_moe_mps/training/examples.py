@@ -19,7 +19,7 @@ _IGNORED = -100  # a label that counts in no loss
 _FORMS = (("messages",), ("prompt", "completion"), ("text",))  # the keys of a line
 _ONE_OF_THEM = 'must have "messages", "prompt" and "completion", or "text"'
 _PREFERENCES = {"dpo": ("prompt", "chosen", "rejected"), "grpo": ("prompt",)}  # the keys of a line
-_ARGUMENTS = ("prompts", "completions")  # that TRL itself gives a reward, beside the columns
+_ARGUMENTS = ("prompts", "completions")  # arguments that TRL itself gives a reward, beside the columns
 
 
 @dataclass
@@ -79,9 +79,11 @@ def rows_of(file: str, is_any: bool = False) -> Iterator[tuple[int, dict[str, An
         except UnicodeDecodeError as error:
             _refuse(file, number, "must be in UTF-8", error.reason)
         except json.JSONDecodeError as error:
-            _refuse(file, number, "must be a JSON object", f"{error.msg} at column {error.colno}")
+            raise ValueError(
+                f"{file}:{number}: not valid JSON: {error.msg} at column {error.colno}"
+            ) from None
         except (ValueError, RecursionError) as error:  # numbers of too many digits, too many brackets
-            _refuse(file, number, "must be a JSON object", first_line(error))
+            raise ValueError(f"{file}:{number}: not valid JSON: {first_line(error)}") from None
         if not isinstance(row, dict):
             _refuse(file, number, "must be a JSON object", f"a {type(row).__name__}")
         if not is_any and row.keys() & {*chain(*_FORMS)} not in map(set, _FORMS):

@@ -56,7 +56,7 @@ def reward_of(file: str) -> Reward:
 
 
 def _run(file: str, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """What user code returns. Raises: ValueError for any error of it, sys.exit included."""
+    """The result of user code. Raises: ValueError for any error of it, sys.exit included."""
     try:
         return function(*given, **named)
     except (Exception, SystemExit) as error:
@@ -66,7 +66,7 @@ def _run(file: str, function: Callable[..., Any], *given: Any, **named: Any) -> 
 
 @dataclass(frozen=True)
 class Task:
-    """What DPO or GRPO trains on.
+    """The training data of DPO or GRPO.
 
     Attributes:
         data: a Dataset of the rows that are trained on.
@@ -140,7 +140,7 @@ def _dataset(file: str, rows: dict[int, dict[str, Any]]) -> Any:
     datasets: Any = importlib.import_module("datasets")  # types differ where it is installed
     try:
         return datasets.Dataset.from_list([*rows.values()])
-    except (TypeError, ValueError, OverflowError) as error:  # what Arrow does not hold
+    except (TypeError, ValueError, OverflowError) as error:  # Arrow does not hold it
         expected = "one type under each key, and numbers of at most 64 bits"
         raise ValueError(f"{file} must have {expected}, got {first_line(error)}") from None
 

@@ -25,7 +25,7 @@ from .examples import Example
 from .memory import Ranks
 
 _SHOWN = 100  # lines of progress, at most
-_MANIFEST = "manifest.json"  # of a checkpoint: the checksum of each file
+_MANIFEST = "manifest.json"  # names the checksum of each file of a checkpoint
 
 
 @dataclass

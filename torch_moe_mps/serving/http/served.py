@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
@@ -22,7 +22,8 @@ from ..engine.generating import images_of
 from ..engine.job import Generator, Job, Reason, prompt_length
 from ..engine.penalties import Penalties
 from ..engine.ranges import check_settings, unknown_token, unserved_settings, vocabulary_of
-from ..media.loading import SECONDS, Media, decoded, picture
+from ..media.decoding import File, Limits, decoded, limits_of
+from ..media.loading import SECONDS, Media, of_base64
 from ..prefix_cache.memory import Images
 from .answer import Answer, Decoder, Item
 from .limited import Turns
@@ -166,7 +167,7 @@ class Served:
         tokenizer.split_special_tokens = True
         return tokenizer
 
-    # Prompts
+    # PrefixCache
 
     def prepare(self, request: Request, show: Show) -> "Answers":
         """Reads the prompts of a request, and makes a job of each answer; long prompts take a while.
@@ -282,14 +283,23 @@ class Served:
     def _with_media(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages with pictures in place of their URLs. Raises: Refused for what the model does not read."""
         ends = time.monotonic() + SECONDS
+        parts = [part for message in messages for part in message["content"] if part["type"] != "text"]
+        files = [self._opened(part, ends) for part in parts]
+        if not files:
+            return messages
+        with self.turns.turn():
+            made = iter(decoded(files, self._limits))
         return [
-            message | {"content": [self._opened(part, ends) for part in message["content"]]}
+            message | {"content": [_with_medium(part, made) for part in message["content"]]}
             for message in messages
         ]
 
-    def _opened(self, part: dict[str, Any], ends: float) -> dict[str, Any]:
-        if part["type"] == "text":
-            return part
+    @functools.cached_property
+    def _limits(self) -> Limits:
+        memory = self.generator.memory
+        return limits_of(self.processor, None if memory is None else memory.free)
+
+    def _opened(self, part: dict[str, Any], ends: float) -> File:
         if not hasattr(self.processor, _READERS[part["type"]]):
             raise Refused(f"This model does not read '{part['as']}'.", part["field"])
         kind, url, field = part["type"], part["url"], part["field"]
@@ -300,9 +310,8 @@ class Served:
         with self.turns.turn() if is_here else self.turns.pause():  # it may be far away
             seconds = ends - time.monotonic()
             rest = self.turns.rest
-            file = decoded(url, field, rest) if is_bare else self.media.opened(url, field, seconds, rest)
-        with self.turns.turn(), file:
-            return {"type": kind, kind: (picture if kind == "image" else _sound)(file, field)}
+            file = of_base64(url, field, rest) if is_bare else self.media.opened(url, field, seconds, rest)
+        return File(kind, field, file)
 
     # Settings
 
@@ -449,7 +458,7 @@ class Answers:
 
     @property
     def disk_tokens(self) -> int:
-        """Kept tokens that were read from a disk."""
+        """Cached tokens that were read from a disk."""
         return sum({id(job.inputs): job.disk_tokens for job in reversed(self.jobs)}.values())
 
     @property
@@ -527,10 +536,10 @@ def _tensor(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.tensor([value], dtype=torch.long)
 
 
-def _sound(file: BinaryIO, field: str) -> Any:
-    import soundfile  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-    return soundfile.read(file)[0]
+def _with_medium(part: dict[str, Any], made: Iterator[Any]) -> dict[str, Any]:
+    """A part of a message, with the next picture or sound where it names one."""
+    kind = part["type"]
+    return part if kind == "text" else {"type": kind, kind: next(made)}
 
 
 def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:

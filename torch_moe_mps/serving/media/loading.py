@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import io
-import ipaddress
 import itertools
 import socket
 import ssl
@@ -21,14 +20,13 @@ from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 import numpy as np
 
 from ..._text import first_line
-from ..http.request import Refused, wrong
+from ..http.request import Refused
+from .addresses import is_public
 
 MOST_BYTES = 32 << 20  # in one picture, one sound
-MOST_PIXELS = 1 << 26
 _PIECE = 1 << 18  # characters in base64, or octets of an answer, that are read at a time
 SECONDS = 20  # for all that one prompt lets the server fetch
 _TOO_LATE = f"all that a prompt names must be there in {SECONDS} s"
-_TRANSLATED = ipaddress.ip_network("64:ff9b::/96")  # addresses of IPv4 for networks without it
 
 
 @dataclass(frozen=True)
@@ -82,30 +80,14 @@ class Media:
             raise refused from None
 
 
-def picture(file: BinaryIO, field: str) -> Any:
-    """The picture in a file. Raises: Refused for what is none."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        made = Image.open(file)
-        width, height = made.size
-        if width * height > MOST_PIXELS:
-            raise wrong(field, f"a picture of at most {MOST_PIXELS} pixels", f"{width} x {height}")
-        made.load()
-        return made if made.mode == "RGB" else made.convert("RGB")
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        octets = file.seek(0, io.SEEK_END)
-        raise Refused(f"'{field}' must be a picture, got {octets} bytes that are none.", field) from None
-
-
 def _of_data(url: str, field: str, rest: Callable[[], None]) -> BinaryIO:
     comma = url.find(",")
     if not url.endswith(";base64", 0, max(comma, 0)):
         raise Refused(f"'{field}' must be a data: URL in base64.", field, "invalid_value")
-    return decoded(url, field, rest, comma + 1)
+    return of_base64(url, field, rest, comma + 1)
 
 
-def decoded(data: str, field: str, rest: Callable[[], None] = lambda: None, first: int = 0) -> BinaryIO:
+def of_base64(data: str, field: str, rest: Callable[[], None] = lambda: None, first: int = 0) -> BinaryIO:
     """A file of what a text in base64 says.
 
     Args:
@@ -215,7 +197,7 @@ def _connected(host: str, port: int, is_named: bool, seconds: float) -> socket.s
     """
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for *_, address in addresses:
-        if not is_named and not _is_public(str(address[0])):
+        if not is_named and not is_public(str(address[0])):
             raise OSError(f"{host} is of this machine or its network; --media-host {host} allows it")
     error: OSError | None = None
     for *_, address in addresses:
@@ -230,17 +212,6 @@ def _secured(bare: socket.socket, host: str) -> ssl.SSLSocket:
     """A connection by TLS, which has not begun."""
     secure = ssl.create_default_context()
     return secure.wrap_socket(bare, server_hostname=host, do_handshake_on_connect=False)
-
-
-def _is_public(address: str) -> bool:
-    place = ipaddress.ip_address(address)
-    if isinstance(place, ipaddress.IPv6Address):
-        inner = place.ipv4_mapped or place.sixtofour
-        if place in _TRANSLATED:
-            inner = ipaddress.IPv4Address(int(place) & 0xFFFFFFFF)
-        if inner is not None:
-            place = inner
-    return place.is_global and not place.is_multicast
 
 
 def _answered(bare: socket.socket, parts: SplitResult, ends: float, rest: Callable[[], None]) -> BinaryIO:
