@@ -18,8 +18,10 @@ from .._text import first_line
 from ..pipeline.torchrun import is_first_process
 from ..serving.engine.defaults import choice
 from ..serving.http.answer import Item, Piece
+from ..serving.http.answers import Answers
+from ..serving.http.preparing import prepare
 from ..serving.http.request import Chat, Refused, Request
-from ..serving.http.served import Answers, Served
+from ..serving.http.served import Served
 from .interrupts import at_ctrl_c
 from .serving import follow, served_by
 from .settings import read_settings, settings_of
@@ -121,7 +123,7 @@ class _Conversation:
         with at_ctrl_c(stop):
             print(f"<{self.served.name}>:", flush=True)
             try:
-                made.append(self.served.prepare(request, lambda number, item: shown.put(item)))
+                made.append(prepare(self.served, request, lambda number, item: shown.put(item)))
             except Refused as refused:
                 print(f"{refused.message}\n")
                 if not goes_on:
@@ -129,7 +131,7 @@ class _Conversation:
                 return
             if is_stopped.is_set():
                 made[0].cancel()
-            self.served.submit(made[0])
+            made[0].submit(self.served.generator)
             _show(shown)
         self._ended(made[0], goes_on)
 
@@ -138,7 +140,7 @@ class _Conversation:
         if isinstance(answer.reason, Exception):
             print(f"\n{first_line(answer.reason) or type(answer.reason).__name__}\n")
             return
-        count, seconds = len(answer.tokens), answer.ended - answer.first
+        count, seconds = len(answer.tokens), answer.times.ended - answer.times.first
         speed = f", {(count - 1) / seconds:.1f} tokens/s" if count > 1 and seconds > 0 else ""
         cut = "; !continue goes on" if answer.reason == "length" else ""
         print(f"\n({count} tokens{speed}{cut})\n")
