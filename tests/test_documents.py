@@ -11,10 +11,13 @@ from support import tiny_models
 from support.checkpoints import tokenizer_of
 from support.processes import REPOSITORY
 from tokenizers import decoders
+from torch.nn.functional import silu
 
 import torch_moe_mps
+from torch_moe_mps._choices import BITS, GROUP_SIZES, one_of
 from torch_moe_mps._versions import FAILS, MACOS, MACOS_OF_TORCH, TENSOR_UNITS, TORCH, dotted
 from torch_moe_mps.commands.arguments import parser
+from torch_moe_mps.quantization import dequantize
 from torch_moe_mps.transformers.basics.interface import formats_of
 
 DOCUMENTS = [
@@ -68,6 +71,25 @@ def test_the_recipe_of_the_page_of_weights():
     assert [model.lm_head.format.bits, layer.self_attn.q_proj.format.bits] == [6, 8]
     assert [format.bits for format in formats_of(layer.mlp.experts).values()] == [4, 5]
     assert type(layer.self_attn.v_proj) is torch.nn.Linear
+
+
+def test_the_example_of_operators():
+    """It runs, experts are as torch computes them, and the formats beside it are those that there are."""
+    text = (REPOSITORY / "docs" / "operators.md").read_text()
+    (source,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        exec(compile(source, "operators.md", "exec"), found := {})
+        x, inner = found["x"].cpu(), found["inner"]
+        gate_up, down = (dequantize(found[name]).cpu() for name in ("gate_up", "down"))
+        chosen = torch.topk(found["logits"].cpu(), 2)
+        for token, (ids, logits) in enumerate(zip(chosen.indices, chosen.values, strict=True)):
+            halves = [(gate_up[i] @ x[token]).split(inner) for i in ids]
+            parts = [down[i] @ (silu(gate) * up) for i, (gate, up) in zip(ids, halves, strict=True)]
+            right = sum(weight * part for weight, part in zip(logits.softmax(0), parts, strict=True))
+            torch.testing.assert_close(found["out"][token].cpu(), right, rtol=1e-4, atol=1e-4)
+    said = " ".join(text.split())
+    assert f"there are {one_of(BITS['affine'])} bits and groups of {one_of(GROUP_SIZES['affine'])};" in said
 
 
 def test_the_launches_in_the_readme():

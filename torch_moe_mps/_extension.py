@@ -85,7 +85,7 @@ def activate(library: Path) -> None:
 
 @contextmanager
 def setting(name: str, inside: Any, after: Any) -> Iterator[None]:
-    """A setting of the host, by the name of its function: what it is in the block, and behind it."""
+    """Sets a host setting, by the name of its function, inside the block and after it."""
     change = getattr(torch.ops.moe_mps, name)
     change(inside)
     try:

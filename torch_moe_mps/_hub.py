@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def named_on_the_hub(name: str, what: str = "a model") -> Iterator[None]:
-    """Raises: ValueError for what is no name there."""
+    """Raises: ValueError for a string that cannot be a name there."""
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
@@ -26,7 +26,7 @@ def folder_in_the_cache(
         what: has the name, in the words of an error.
         where: revision and other arguments of snapshot_download.
 
-    Raises: ValueError for what is no name on the Hub, or is not in the cache where the Hub cannot be reached.
+    Raises: ValueError for an invalid name, and for one not in the cache where the Hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

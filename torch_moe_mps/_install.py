@@ -1,4 +1,4 @@
-"""Commands that install what is missing, as this package was installed: of a checkout, a wheel, or PyPI."""
+"""Commands that install missing packages the way this package was installed: checkout, wheel or PyPI."""
 
 import importlib.metadata
 import json
@@ -16,7 +16,7 @@ _FROM_SOURCES = "--no-build-isolation"
 
 
 def pip_install(*words: str) -> str:
-    """A command for a shell, by the pip of this Python, also where that of the shell is another one."""
+    """A shell command that calls the pip of this Python, whatever `pip` is in the shell."""
     own = Path(sys.executable).parent
     found = shutil.which("pip")
     if found is not None and Path(found).parent == own:

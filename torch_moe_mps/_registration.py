@@ -1,7 +1,7 @@
 """Registrations of this package with torch and transformers; torch_moe_mps_autoload says when.
 
-Nothing here is called while a module of this package is half made (the rule is torch_moe_mps_autoload's), so
-each function may import what it needs.
+Nothing here is called while a module of this package is half imported (the rule is torch_moe_mps_autoload's),
+so each function may import any other.
 
 Torch gets the operators; waiting for its import keeps `torch-moe-mps --help` fast. In transformers, the
 implementation "moe_mps" goes with the experts interface, and with the attention interface for layers with

@@ -19,7 +19,7 @@ _SHOWN = 80  # characters of a value in an error
 
 
 def shown(value: object) -> str:
-    """A value in an error, cut where it is long; what is cut costs no time."""
+    """A value in an error, cut where it is long; the cut part is not formatted."""
     text = repr(_beginning(value))
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 

@@ -34,7 +34,7 @@ from torch_moe_mps.commands.sources import load
 from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.speculation import Speculation
 from torch_moe_mps.serving.prefix_cache import disk
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.width import Width
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.upstream.calls import cache_among
@@ -217,7 +217,7 @@ def test_the_memory_of_kept_prompts_is_bounded(checkpoint, computed):
 def test_a_long_prompt_ends_with_its_piece(way, checkpoint, monkeypatch, computed):
     """What was computed of it is kept."""
     monkeypatch.setattr("torch_moe_mps.serving.engine.prefill.AT_ONCE", 16)
-    generating = Generating(load(options("chat", checkpoint), str(checkpoint), "cpu"), Prompts(1 << 30))
+    generating = Generating(load(options("chat", checkpoint), str(checkpoint), "cpu"), PrefixCache(1 << 30))
     ids = torch.arange(100)[None] % 26
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3}
     hook = generating.model.register_forward_hook(
@@ -341,7 +341,7 @@ def test_the_draft_keeps_its_prompts(checkpoint):
     draft.model.register_forward_pre_hook(
         lambda module, args, kwargs: counts.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    generating = Generating(model, Prompts(1 << 30), Speculation({"assistant_model": draft}))
+    generating = Generating(model, PrefixCache(1 << 30), Speculation({"assistant_model": draft}))
     ids = torch.arange(60)[None] % 26
     for first in (60, 9, 9):
         given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}

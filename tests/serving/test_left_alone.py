@@ -24,7 +24,7 @@ from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.speculation import Speculation
 from torch_moe_mps.serving.http.preparing import prepare
 from torch_moe_mps.serving.http.request import Chat, Request
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.training.examples import Example
 from torch_moe_mps.training.memory import Ranks
 from torch_moe_mps.training.steps import Plan, Training, with_new_adapter
@@ -75,7 +75,7 @@ def by_batch(model):
 
 
 def by_engine(model):
-    engine, ended = Engine(model, Prompts(1 << 20), 2), []
+    engine, ended = Engine(model, PrefixCache(1 << 20), 2), []
     engine.submit(Job({"input_ids": IDS}, GenerationConfig(**SETTINGS), lambda token: False, ended.append))
     while not ended:
         engine.run(lambda: None).result()
@@ -83,7 +83,7 @@ def by_engine(model):
 
 
 def by_chat(model):
-    generating = Generating(model, Prompts(1 << 20), Speculation({"prompt_lookup_num_tokens": 2}))
+    generating = Generating(model, PrefixCache(1 << 20), Speculation({"prompt_lookup_num_tokens": 2}))
     for _ in range(2):
         generating.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), **SETTINGS)
 

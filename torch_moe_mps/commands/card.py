@@ -89,8 +89,8 @@ def adapter_card(
 
     Args:
         options: of the command that trained it.
-        about: what it kept: the curve, and the loss of held-out lines before and after.
-        examples, tokens: that it was trained on.
+        about: its records: the curve, and the loss of held-out lines before and after.
+        examples, tokens: of its training data.
     """
     is_here = Path(options.model).exists()
     model = Path(options.model).name if is_here else options.model  # no folder of this machine is named

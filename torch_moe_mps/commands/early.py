@@ -1,4 +1,4 @@
-"""Checks of options before torch is imported, which takes seconds: what is wrong is said at once."""
+"""Checks of options before torch is imported, which takes seconds: errors come at once."""
 
 import argparse
 import os
@@ -7,19 +7,20 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from .._choices import BITS, GROUP_SIZES, one_of
 from .._install import install_command
 from ..pipeline.torchrun import processes
 from ..serving.speculative import LOOKUP
 from .arguments import MIXED, NO_DRAFTS, RECIPES
 from .launch import check_agent
 from .places import adapter_config, look_for_files, look_for_models, place_of_adapter, prompts_of, utf8_text
-from .results import check_writable
+from .results import check_folder, check_writable
 
 
 def check_options(options: argparse.Namespace) -> None:
     """Checks the options of a command; `generate` has its prompts as options.texts then.
 
-    Raises: ValueError, OSError, ImportError with one line that says what is wrong.
+    Raises: ValueError, OSError, ImportError with a one-line message.
     """
     if getattr(options, "shares", None) is not None and processes() == 1:
         raise ValueError("--shares is for the processes that torchrun starts, got one process")
@@ -110,11 +111,16 @@ def _convert(options: argparse.Namespace) -> None:
         raise ValueError(f"--importance must be auto or a file, got {options.importance}")
     if options.importance is not None and options.bits == 1:
         raise ValueError("--importance must be of formats with 2 bits and more, got --bits 1")
+    for option, value, allowed in (
+        ("--bits", options.bits, BITS[options.mode]),
+        ("--group-size", options.group_size, GROUP_SIZES[options.mode]),
+    ):
+        if value not in (None, *allowed):
+            raise ValueError(f"{option} must be {one_of(allowed)} with --mode {options.mode}, got {value}")
     if options.recipe is not None and (options.bits is not None or options.mode != "affine"):
         raise ValueError("--recipe already sets the bits; leave out --bits and --mode")
     if options.adapter is not None:
-        if (kind := adapter_config(options.adapter).get("peft_type")) != "LORA":
-            raise ValueError(f"--adapter must be a LoRA adapter of PEFT, got one of {kind}")
+        adapter_config(options.adapter)
         _check_package("peft", "--adapter", "adapters")
     if packs(options):
         for option, value in (("--group-size", options.group_size), ("--importance", options.importance)):
@@ -127,7 +133,7 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 def says_a_format(options: argparse.Namespace) -> bool:
-    """Whether `convert` is asked for a format, so that it holds for what is quantised in SRC, too."""
+    """True if `convert` is asked for a format, which then applies to quantised weights of SRC, too."""
     usual = options.bits is None and options.recipe is None and options.mode == "affine"
     return not (usual and (options.linear_bits, options.embedding_bits) == ("auto", "auto"))
 
@@ -138,13 +144,14 @@ def packs(options: argparse.Namespace) -> bool:
 
 
 def _finetune(options: argparse.Namespace) -> None:
-    from ..training.examples import rows_of
+    from ..training.examples import read_preferences, rows_of
     from ..training.record import begun
 
     _check_one_process(options)
     _check_package("peft", "finetune", "finetune")
     look_for_files(options)
     begun(options)
+    check_folder("--output", options.output)
     if options.method == "sft":
         for _ in rows_of(options.data):
             pass
@@ -155,6 +162,7 @@ def _finetune(options: argparse.Namespace) -> None:
         raise ValueError("--held-out is for --method sft, whose loss it measures")
     if (options.method == "grpo") != (options.reward is not None):
         raise ValueError("--reward FILE.py is what --method grpo needs, and no other")
+    read_preferences(options.data, options.method)
     if options.method == "grpo" and options.batch % options.generations:
         got = f"{options.batch} and {options.generations}"
         raise ValueError(f"--batch must be a multiple of --generations with --method grpo, got {got}")

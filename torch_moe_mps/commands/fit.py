@@ -86,7 +86,7 @@ class Drafts(NamedTuple):
 
 
 def run(options: argparse.Namespace) -> None:
-    """Raises: ValueError, OSError with one line that says what is wrong."""
+    """Raises: ValueError, OSError with a one-line message."""
     mac = this_mac() if options.mac else None
     folder = folder_of(options.model, options.revision, weights=False)
     source, model = skeleton_of(options, folder)

@@ -106,7 +106,7 @@ def check_agent(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> int:
     """Returns: the exit code of the agent.
 
-    Raises: ValueError, OSError with one line that says what is wrong.
+    Raises: ValueError, OSError with a one-line message.
     """
     key = os.environ.get(KEY) or None
     program = shutil.which(options.agent)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .. import __version__
 from .._faults import synchronize
+from .._progress import with_progress
 from ..ops.attention import CACHE_BITS
 from ..pipeline.torchrun import is_first_process
-from ..transformers.basics.report import aligned, with_progress
+from ..transformers.basics.report import aligned
 from ..transformers.basics.wide_logits import wide_logits
 from ..transformers.checkpoints.calibration import SAMPLE
 from ..transformers.checkpoints.quantize.weights import free
@@ -29,7 +30,7 @@ LIKELIEST = 1024
 
 
 def run(options: argparse.Namespace) -> None:
-    """Raises: ValueError, OSError with one line that says what is wrong."""
+    """Raises: ValueError, OSError with a one-line message."""
     device = usable_device(options.device)
     sources = [folder_of(model, options.revision) for model in options.model]
     other = folder_of(options.against) if options.against else None
@@ -215,7 +216,7 @@ def text_ids(source: str, text: str | None, trust_remote_code: bool = False) -> 
 
 
 def windows(ids: Tensor, first: Tensor, window: int) -> list[Tensor]:
-    """Pieces of a text in which each token but the first of the text is predicted once.
+    """Chunks of a text that predict each token once, but the first of the text.
 
     A piece begins with `first`, or if that is empty with the last token of the piece before it.
     """

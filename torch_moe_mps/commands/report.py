@@ -109,7 +109,7 @@ def phases(model: str | None) -> Iterator[Phase]:
 
 
 def executed(phase: Phase, seconds: float, file: zipfile.ZipFile) -> dict[str, Any]:
-    """Runs a phase and writes what it printed and its results. Returns: {outcome, code, seconds}."""
+    """Runs a phase and writes its output and results. Returns: {outcome, code, seconds}."""
     started = time.monotonic()
     stem = re.sub(r"\W+", "_", phase.name)
     with tempfile.TemporaryDirectory() as folder:

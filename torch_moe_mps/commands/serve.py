@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
+    """Raises: ValueError, OSError, ImportError with a one-line message."""
     if not is_first_process():
         from .serving import follow
 

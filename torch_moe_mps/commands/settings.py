@@ -30,8 +30,8 @@ def read_settings(texts: Sequence[str]) -> dict[str, Any]:
 
     A value is true, false, None, a number, a list of numbers, or else a text.
 
-    Raises: ValueError for what is no argument of generate(), for text where generate() takes numbers, and for
-        numbers that no sampling has.
+    Raises: ValueError for unknown arguments of generate(), for text where generate() takes numbers, and for
+        numbers out of range.
     """
     from transformers import GenerationConfig
 

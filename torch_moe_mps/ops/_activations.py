@@ -67,7 +67,7 @@ class Activation(NamedTuple):
         return (gate * torch.sigmoid(alpha * gate)).mul_(up + 1)
 
     def gradient(self, rows: Tensor, dy: Tensor) -> Tensor:
-        """The gradient of what apply() is called with, in float32. A clamp passes on what it keeps."""
+        """Gradient of the inputs of apply(), in float32. A clamp passes gradients inside its limits."""
         rows, dy = rows.float(), dy.float()
         if not self.gated:
             return dy * self._slope(rows)

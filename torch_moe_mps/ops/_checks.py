@@ -117,13 +117,13 @@ class Check:
                 self.fail(argument, f"given {why}, and only then", value)
 
     def written(self, argument: str, tensor: Tensor) -> None:
-        """Checks that what is written in place is not expanded; empty tensors may be."""
+        """Checks that outputs written in place are not expanded; empty tensors may be."""
         expanded = any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         if expanded and tensor.numel() > 0:
             self.fail(argument, "free of expanded (stride-0) dimensions", f"strides {tensor.stride()}")
 
     def apart(self, argument: str, written: Tensor, **read: Tensor) -> None:
-        """Checks that what is written in place shares no memory with what is read. Real tensors only."""
+        """Checks that outputs written in place share no memory with inputs. Real tensors only."""
         for other, tensor in read.items():
             if tensor is written or (_is_dense(tensor) and _is_dense(written) and _overlap(written, tensor)):
                 self.fail(argument, f"free of overlap with {other}", "a view of the same memory")

@@ -3,9 +3,9 @@
     x[T, H] ids[T, K<=64]:id bias[E, N] gate[T]|[T, 1] residual[..., H]:x -> [T, K, N]:x
 
 A name in brackets is a size: the first tensor that has it says how much it is, and all others have to agree;
-`_` is any size, `T*K` a product, `...` any dimensions in front. `|` stands between shapes, of which one has
-to fit. Behind the colon is the dtype: a word of DTYPES, that of another argument, or "any"; without one it is
-one of the three of activations. After the arrow are the results, by shape and dtype, or the argument that
+`_` is any size, `T*K` a product, `...` any dimensions in front. `|` stands between alternative
+shapes. Behind the colon is the dtype: a word of DTYPES, another argument's name, or "any"; without one it is
+one of the three activation dtypes. After the arrow are the results, by shape and dtype, or the argument that
 they are like. A size of a result may also be an argument that is an integer.
 """
 
@@ -48,7 +48,7 @@ class Shape:
         return rank >= len(self.names) if self.leads else rank == len(self.names)
 
     def numbers(self, sizes: dict[str, Any], shape: Sequence[int]) -> tuple[int, ...]:
-        """The names' sizes; those that nobody knows yet are those of `shape`, and known from now on."""
+        """The names' sizes; unknown ones are taken from `shape` and known from now on."""
         split = len(shape) - len(self.names)
         leading = sizes.setdefault("...", tuple(shape[:split])) if self.leads else ()
         return (*leading, *map(lambda name, size: _size(name, sizes, size), self.names, shape[split:]))
@@ -164,7 +164,7 @@ class Declared:
         """The arguments `given`, and of those `wanted` the others that are declared.
 
         `make` gets an argument, a shape, the first that it may have, and a dtype, None for any of the three
-        of activations. Sizes that no argument has are those of `sizes`.
+        of activations. Sizes that no argument has come from `sizes`.
         """
         made, known = dict(given), sizes | self.sizes_of(given)
         for argument, shapes, kind in self.tensors:

@@ -1,10 +1,9 @@
 """Quantised weights decoded to float32, which the references on a CPU keep.
 
-A matrix takes several times as long to decode as to multiply with the row of a token. What is decoded goes
-with the memory of its codes, scales or biases, whichever goes first. It is decoded again once the weight has
+A matrix takes several times as long to decode as to multiply with the row of a token. Decoded values are
+freed with their codes, scales or biases, whichever is freed first. They are decoded again once the weight has
 changed in place: by torch's count of versions, or by sums over tensors without versions, those of inference
-mode; and, as no write through `.data` is counted, by a sample of each tensor, whose size is the same whatever
-that of the tensor.
+mode; and, as no write through `.data` is counted, by a sample of each tensor, whose size is fixed.
 """
 
 import contextlib
@@ -268,7 +267,7 @@ def _drop(place: tuple) -> None:
 
 
 def memory() -> int:
-    """The bytes that decoded weights may take: MOE_MPS_CPU_MEMORY, in GB, or a quarter of what is free.
+    """Bytes that decoded weights may take: MOE_MPS_CPU_MEMORY, in GB, or a quarter of free memory.
 
     That is what was free when nothing was kept.
 

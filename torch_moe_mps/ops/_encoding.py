@@ -18,7 +18,7 @@ E4M3_LARGEST = 448.0
 def encode(groups: Tensor, dtype: torch.dtype, format: Format) -> tuple[Tensor, Tensor, Tensor | None]:
     """float32 [..., group_size] -> codes uint8 [..., group_size], scales and biases [...].
 
-    `dtype` is that of the weight: it decides how the largest magnitude of a group is rounded.
+    `dtype` is the weight's dtype: it decides how the largest magnitude of a group is rounded.
     """
     if format.has_biases:
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)

@@ -3,7 +3,7 @@
     def mlp(x: Tensor, gate_up: Weight, *, norm: InputNorm, shared: Weight | None = None) -> Tensor
 
 has the arguments x, gate_up_packed, gate_up_scales, gate_up_biases, norm_weight, norm_eps, norm_offset, ...
-Fields keep their names; those of a `prefixed` class follow the parameter's name. A default is the field's. A
+Fields keep their names; fields of a `prefixed` class follow the parameter's name. Defaults are the fields'. A
 group that may be None has arguments that are None by default, and is None where all are.
 """
 
@@ -28,7 +28,7 @@ def prefixed(group: Made) -> Made:
 class Group(NamedTuple):
     """Attributes:
     make: its `_make`, from values in the order of the fields.
-    values: those of its fields, two at least, from all arguments by name.
+    values: gives its fields' values, at least two, from all arguments by name.
     may_be_none: the function gets None where all arguments are.
     """
 
@@ -71,7 +71,7 @@ class Grouped:
         return arguments
 
     def gathered(self, given: dict[str, Any]) -> dict[str, Any]:
-        """All arguments by name, those of groups in them."""
+        """All arguments by name, with the arguments of groups."""
         if not self.groups:
             return given
         made = {name: given[name] for name in self.alone if name in given}

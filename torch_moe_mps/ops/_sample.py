@@ -20,10 +20,10 @@ def whole_groups(width: int) -> int:
 
 
 class Sample:
-    """Sizes, of which no two are equal, and random tensors.
+    """Sizes, no two equal, and random tensors.
 
     Attributes:
-        T, H, E, K, I: tokens, hidden units, experts, those of a token, and rows of an expert.
+        T, H, E, K, I: tokens, hidden units, experts, experts of a token, and rows of an expert.
         D, V: elements of a head of queries and keys, and of values.
         format: of quantised weights, whose columns are a multiple of its groups.
     """

@@ -39,7 +39,7 @@ def packet(name: str) -> Callable:
 
 
 def sample_arguments(name: str, device: str, dtype: torch.dtype, **sizes: Any) -> dict[str, Any]:
-    """Valid arguments of an operator: those of CALLS, and the required tensors that it declares. `sizes` are
+    """Valid arguments of an operator: from CALLS, and the required tensors that it declares. `sizes` are
     the other arguments of Sample."""
     sample, overload = Sample(device, dtype, **sizes), cast(Any, packet(name)).default
     required = [argument.name for argument in overload._schema.arguments if not argument.has_default_value()]

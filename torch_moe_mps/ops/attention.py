@@ -92,7 +92,7 @@ def _check_indices(check: Check, indices: Tensor | None, block: int, **others: o
 def _check_quantized(
     check: Check, names: tuple[str, str, str], packed: Tensor, scales: Tensor | None, biases: Tensor | None
 ) -> int:
-    """The elements of a quantised head. `names` are those of the three tensors."""
+    """The elements of a quantised head. `names` name the three tensors."""
     check.dtype(names[0], packed, PACKED_DTYPES)
     columns = packed.shape[3] * 32 // CACHE_BITS
     for name, tensor in zip(names[1:], (scales, biases), strict=True):
@@ -303,15 +303,15 @@ def attention(
         k_tail, v_tail: [B, Hk, N, D] and [B, Hk, N, Dv] in the dtype of `q`, strides free: further keys and
             values, each of which stands for `tail_rate` neighbouring tokens, as DeepSeek-V4 compresses them.
             A token sees a key of the tail if it comes after all of these tokens or is the last of them, and
-            of `k` what it sees without a tail. `indices`, if there are some, select keys of the tail and
-            leave `k` as it is. Not beside a mask, a `key_range`, or keys of 8 bits.
+            the same keys of `k` as without a tail. `indices`, if there are some, select keys of the tail
+            and not of `k`. Not beside a mask, a `key_range`, or keys of 8 bits.
         tail_rate: at least 1.
-        position: the number of tokens before the new ones, of which token t sees the first
+        position: the number of tokens before the new ones. New token t sees the first
             (position + t + 1) // tail_rate keys of the tail, however many of them `k` still holds.
-        relative: [B, T, Hq, E] in the dtype of `q`: what is added to the score of the key that lies so many
-            keys before a token's own, 0 for its own; E keys and more before it nothing is. None beside mask,
+        relative: [B, T, Hq, E] in the dtype of `q`: element e is added to the score of the key e positions
+            before the token's own. Keys E and more positions before it get nothing. None beside mask,
             indices, lookahead and a tail.
-        dtype: of the result: float32, or that of `q` (also None).
+        dtype: of the result: float32, or the dtype of `q` (also None).
 
     Returns: [B, T, Hq, Dv] in `dtype`. A token that sees no key gets zeros.
 
@@ -393,10 +393,10 @@ def rope_attention_(
     softmax: Softmax,
     gate: Gate,
 ) -> Tensor:
-    """`rope_cache_`, and `attention` of what it returns to the caches that it has written.
+    """`rope_cache_`, then `attention` of its queries to the caches that it has written.
 
-    For one token behind up to 4,096 keys, on Metal, both are one dispatch (and a merge, where the keys are
-    many) if a block has all queries of a key head, up to 16, and what is read can be read as vectors.
+    For one token behind up to 4,096 keys, on Metal, both are one dispatch (and a merge, for many keys) if a
+    block has all queries of a key head, up to 16, and the inputs can be read as vectors.
 
     Args:
         q, k, v, keys_, values_, cos, sin, q_weight, k_weight, eps, weight_offset, pairs, rotary_dim,

@@ -179,7 +179,7 @@ class ExpertSum(NamedTuple):
     gate_is_logit: bool = False
 
     def check(self, check: Check) -> None:
-        """Checks beyond the declaration of the tensors, `ADDED`. Sizes T and H are those of the sum."""
+        """Checks beyond the declaration of the tensors, `ADDED`. T and H are the sizes of the sum."""
         if self.gate_is_logit and self.shared_gate is None:
             check.fail("gate_is_logit", "False without shared_gate", True)
         if self.shared_gate is not None and self.shared_out is None:
@@ -214,7 +214,7 @@ def moe_weighted_reduce_backward(dy: Tensor, weights: Tensor, expert_out: Tensor
         dy: [T, H], the dtype of `expert_out`: the gradient of the output.
         weights, expert_out: as for moe_weighted_reduce.
 
-    Returns: that of the weights, [T, K] in float32, and that of `expert_out` in its shape and dtype.
+    Returns: the gradient of the weights, [T, K] in float32, and of `expert_out`, in its shape and dtype.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """

@@ -81,7 +81,7 @@ def _product(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
 
 
 def add_bias(rows: Tensor, groups: Groups, ids: Tensor, bias: Tensor | None) -> Tensor:
-    """rows + the bias of their experts, in float32; `rows` as they are without a bias."""
+    """rows + the bias of their experts, in float32; `rows` itself without a bias."""
     return rows if bias is None else rows + bias[ids.reshape(-1)[groups.pairs]].float()
 
 

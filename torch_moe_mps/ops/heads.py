@@ -107,7 +107,7 @@ def heads_quantized(
         scales, biases: of the rows [Hq, R, C], as expert_qmm's of [E, N, H].
         format: its name, as for expert_qmm; so is the multiple that C must be.
         transposed, tail: as for heads_mm.
-        dtype: of the result: float32, float16 or bfloat16; that of `x` (also None) with `transposed`.
+        dtype: of the result: float32, float16 or bfloat16; the dtype of `x` (also None) with `transposed`.
 
     Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in `dtype`; dequantised and accumulated in float32.
 

@@ -238,7 +238,7 @@ def mlp_quantized(
     Args:
         x: [..., H], float32, float16 or bfloat16.
         gate_up_packed: [2I, H * bits / 32] ([I, ...] when not gated), uint32 or the same bits as int32: the
-            rows of the gate, then those of the up projection.
+            rows of the gate, then of the up projection.
         gate_up_scales, gate_up_biases: of the rows [2I, H], as expert_qmm's of [E, N, H].
         down_packed: [H, I * bits / 32].
         down_scales, down_biases: of the rows [H, I].

@@ -279,7 +279,7 @@ def linear_attention_(
         scale: factor of the result, 1 / sqrt(Dk) in most models.
         beta: [B, T, Hv], any of the three dtypes; None: 1.
         delta: write what the state lacks of the value, not the value.
-        l2norm_eps: each head x of q and k becomes x * rsqrt(sum(x^2) + l2norm_eps); None leaves it as it is.
+        l2norm_eps: each head x of q and k becomes x * rsqrt(sum(x^2) + l2norm_eps); None does not normalise.
         decay: see above.
         A_log: [Hv], any of the three dtypes; None for "log".
         dt_bias: [Hv], [Hv, Dk] with such a g, any of the three dtypes, or None.

@@ -119,8 +119,8 @@ def expert_lora(
         x: [T, H] or [T, K, H] in the dtype of `added`: their input.
         a: [r E, H], float32, float16 or bfloat16, with r <= 256; row e r + i is row i of a_e.
         b: [N, r E] in the dtype of `a`; column i E + e is column i of b_e. Where columns lie one after
-            another, strides (1, N), a pair reads only those of its expert.
-        ids: [T, K] with K <= 64, int32 or int64. Of an id outside [0, E) the output is that of `added`.
+            another, strides (1, N), a pair reads only its expert's columns.
+        ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) gives `added` alone.
         experts: E, between 1 and 1024.
         pair_order, offsets: what moe_bucket makes of `ids`, so that pairs of an expert read its factors
             together; None for few pairs.

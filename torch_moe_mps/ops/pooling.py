@@ -55,14 +55,14 @@ def pool_window_(
     cos, sin = scaling * cos and sin of w * rate * inv_freq
 
     With W = 2 D windows overlap: the sum goes over the tokens of window w - 1, if there is one, with the
-    first D columns of `kv`, `gate` and `position_bias`, and over those of window w with the last D.
+    first D columns of `kv`, `gate` and `position_bias`, and over window w's tokens with the last D.
     Arithmetic is in float32, rounded once. However tokens are split into calls, entries have the same bits.
 
     Args:
         kv, gate: [B, T, W], float32, float16 or bfloat16: of the new tokens; any strides.
         position_bias: [rate, W], any of the three dtypes.
         state_: [B, rate * W / D, 2, W] in the dtype of `kv`: kv and gate of token p at p % (rate * W / D);
-            what is needed of them later is updated in place. Before the first token it may hold anything.
+            the values needed later are updated in place. Before the first token it may hold anything.
         entries_: [B, N, D] in the dtype of `kv`, D even and up to 512: entry w at w. The new ones are
             written in place, whatever the strides.
         position: the number of tokens before the new ones.

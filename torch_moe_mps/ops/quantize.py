@@ -45,7 +45,7 @@ def quantize_by_importance(
 
         sum k (w - decoded)^2
 
-    which is the mean square of what it adds to an output, of inputs without correlation; k counts as a
+    the mean square error that it adds to an output, for uncorrelated inputs; k counts as a
     1,000th of the group's mean at least, so that weights that multiply nothing stay near, too: none is
     further off than the largest magnitude of its group. Of several scales (and biases) the best is taken;
     codes are chosen again behind the rounding to the stored dtype. MLX's own are among them, so the error is

@@ -124,7 +124,7 @@ MATRICES = tuple(f"{matrix}_{part}" for matrix in ("gate_up", "down") for part i
 
 
 def _check_shared_expert(check, arguments):
-    """The matrices of the shared expert, which are like those of one of the others."""
+    """The matrices of the shared expert, shaped like one routed expert's."""
     for name in ("gate_up", "down"):
         tensors = arguments[f"shared_{name}"] or (None,) * 3
         for part, shared, own in zip(TENSORS, tensors, arguments[name], strict=True):
@@ -193,14 +193,14 @@ def moe_experts_quantized(
         x, activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual, gate_is_logit,
             norm_weight, norm_eps, norm_offset: as for moe_experts.
         ids, weights: as for moe_experts; None with logits.
-        logits: [T, E], float32, float16 or bfloat16, of which moe_router makes ids and weights. On Metal the
-            first product of one token chooses among up to 512 experts itself, in place of a dispatch.
+        logits: [T, E], float32, float16 or bfloat16; moe_router makes ids and weights of them. On Metal the
+            first product of one token selects among up to 512 experts itself, which saves a dispatch.
         top_k, scoring, num_groups, top_groups, group_score, masked_score, bias_on_logits, norm_topk_prob,
             scaling_factor, per_expert_scale: as for moe_router; by default without logits.
         router_bias, router_norm_eps, router_norm_min: bias, norm_eps and norm_min of moe_router.
         shared_gate_up_packed, shared_gate_up_scales, shared_gate_up_biases, shared_down_packed,
-            shared_down_scales, shared_down_biases: of an expert that each token has beside those that it
-            chooses, like one of the others, [2I, H * bits / 32] and so on; shared_out is what it makes of
+            shared_down_scales, shared_down_biases: of an expert that each token has beside its routed ones,
+            shaped like one of them, [2I, H * bits / 32] and so on; shared_out is its output for
             norm(x). Only with logits, beside no shared_out and no bias of the layer. On Metal it is part of
             both products where the first one chooses.
 

@@ -220,7 +220,7 @@ def rope_cache_(
         keys_, values_: [B, Hk, S, Dk] and [B, Hv, S, Dv] in the dtype of `k`: what a cache has once it has
             these tokens, whose T places at the end are updated in place. Where the elements of a head are
             contiguous they are written where they lie, else copied there. They must overlap neither
-            themselves nor each other nor what is read.
+            themselves nor each other nor the inputs.
         norm_v: the values are normed, with `eps`.
         v_weight: [Dv], any of the three dtypes: of that norm.
         k_bias: [Dk] in the dtype of `k_weight`, or None. Beside it there is no v, q_weight nor weight_offset.

@@ -41,10 +41,10 @@ def sample_(
     s = logits / temperature in float32; top_k keeps scores that are not below the k-th largest, so ties stay;
     of these, top_p keeps the fewest of the most probable tokens that have the share top_p of the probability,
     and of equally probable ones the last; min_p keeps those whose probability is at least min_p of the most
-    probable one's. The order and the sets are those of transformers' TemperatureLogitsWarper,
+    probable one's. The order and the sets equal transformers' TemperatureLogitsWarper,
     TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper, up to the rounding of sums.
 
-    token = argmax_v exp(s[v] - max s) / draws[v] over what is kept, the first of equal ones. With draws of
+    token = argmax_v exp(s[v] - max s) / draws[v] over the kept tokens, the first of equal ones. With draws of
     the exponential distribution, a token has the probability that the softmax over the kept scores gives it.
     It is how `torch.multinomial` draws one token: `torch.empty(R, V).exponential_()` of the same generator
     gives its token.

@@ -5,7 +5,7 @@
     loop      finds how a model runs its layers: whether it can be cut, and what has to be handed on
     stages    stand-ins for what other processes have, while the model is loaded and when it is called
     shares    how many layers each process has
-    peers     the processes: messages, time limits, and what is said when one of them fails
+    peers     the processes: messages, time limits, and the errors of one that fails
     running   calls of the model: equal inputs in all processes, results and tokens for all
     torchrun  what commands ask of the processes that torchrun starts
 

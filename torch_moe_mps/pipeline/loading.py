@@ -54,7 +54,7 @@ def from_pretrained(
         loading_timeout, decoding_timeout: how many seconds a process waits until the others have loaded, and
             until the layers of another have run on 512 tokens.
 
-    Returns: what `torch_moe_mps.from_pretrained` returns, whose calls are those of all processes.
+    Returns: the model of `torch_moe_mps.from_pretrained`; each call runs in all processes.
 
     Raises: ValueError for what `torch_moe_mps.from_pretrained` refuses, for a model that cannot be cut, and
         for sizes and shares that do not fit. PeerError if another process fails or differs.

@@ -38,8 +38,8 @@ class Loop:
     Attributes:
         base: the name of the module that embeds ids and runs the layers.
         layers: the name of the list of layers.
-        results: the length of the tuple that a layer returns, of which the first are the hidden states; None
-            where it returns these alone.
+        results: the length of the tuple that a layer returns, hidden states first; None where it returns
+            these alone.
         uses_embeddings: whether anything but the first layer reads the embedded ids, or may do so.
         convolving: the numbers of the layers that keep states of convolutions in the cache.
     """
@@ -99,11 +99,11 @@ def _layers_of(model: Any) -> tuple[str, str]:
 
 
 class _Calls(TorchDispatchMode):
-    """Calls of a model, in which each tensor is followed back to layers and to the embedding.
+    """Calls of a model that follow each tensor back to layers and to the embedding.
 
     Attributes:
         layer: the number of the layer that runs, or that failed; else None.
-        results, uses_embeddings: those of the loop.
+        results, uses_embeddings: of the loop.
     """
 
     def __init__(self, model: Any, layers: nn.ModuleList):

@@ -1,6 +1,6 @@
 """The processes that a model is spread over: messages, time limits, and errors when one fails.
 
-Messages go through a process group of gloo on the CPU. The head of a message says what it is, gives the
+Messages go through a process group of gloo on the CPU. The head of a message gives its kind, the
 shapes of its tensors, and the size of the next message between the two processes, so that a token is one
 message on each link.
 """
@@ -100,7 +100,7 @@ class Peers:
         """Begins to send a message; waits only for the end of the one before it.
 
         Args:
-            kind, call: what it is, and what the model was called with.
+            kind, call: of the message, and the arguments of the model's call.
             values: tensors; None takes the place of one that does not exist.
         """
         self._check()

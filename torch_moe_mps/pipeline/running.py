@@ -236,7 +236,7 @@ class Running:
     # generate
 
     def generate(self, *args: Any, by: Any = None, **kwargs: Any) -> Any:
-        """The model's `generate`, or that of its stand-in `by`; a failure is told to the other processes."""
+        """Result of the model's `generate`, or its stand-in's; failures are sent to the other processes."""
         if self._leads:
             return self._lead(*args, **kwargs)
         config = kwargs.get("generation_config") or self.model.generation_config
@@ -395,7 +395,7 @@ class _Patient:
 
 
 class _DecidedByTheLast(StoppingCriteriaList):
-    """Criteria that the last process evaluates for all; it sends what it chose with them."""
+    """Stopping criteria that the last process evaluates for all; it sends the tokens that it sampled."""
 
     def __init__(self, criteria: Any, running: Running):
         super().__init__(criteria)

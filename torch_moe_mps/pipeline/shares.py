@@ -50,13 +50,13 @@ def shares_that_fit(
     """How Macs of unequal memory share a model, which may be on the meta device.
 
     Args:
-        layers: those of the model.
+        layers: the model's.
         size_of: gives the bytes of a module.
         weights: bytes of the whole model.
         limits: bytes that each Mac may use.
 
-    Returns: the layers of each, the bytes of weights of each, and the room for caches of all layers where
-        those of one Mac fill it first.
+    Returns: the layers of each, the bytes of weights of each, and the free memory for caches of all layers
+        when the first Mac is full.
 
     Raises: ValueError for a model that has too few layers.
     """

@@ -19,7 +19,7 @@
     q3_k                        3.4375            14.9 %
     q2_k                        2.625             26.6 %
 
-(Scales and biases in 16 bit; rounding to bfloat16 alone is 0.14 %. The error of nvfp4 is that of weights near
+(Scales and biases in 16 bit; rounding to bfloat16 alone is 0.14 %. The error of nvfp4 holds for weights near
 1: its scales have no bits below 2^-9, and groups whose largest magnitude is below 0.006 become zero.)
 All but the last six, which are ggml's and searched (superblocks.py), are written bit for bit as
 mlx.core.quantize does on a CPU, unless importance is given (ops/quantize.py).
@@ -163,7 +163,7 @@ def check_weighed(check: Check, format: Format, weight: str = "weight") -> None:
 
 
 def _device_for(stack: Tensor, format: Format, importance: Tensor | None) -> torch.device:
-    """Where weights are encoded: a search takes a GPU that can do it, also for what is on the CPU.
+    """Where weights are encoded: a search takes a GPU that can do it, also for weights on the CPU.
 
     MLX's rule has MLX's bits on a CPU alone, because GPUs divide differently; mps has no float8.
     """
@@ -217,26 +217,23 @@ def quantize_stack(
 
 
 @torch.no_grad()
-def dequantize(
-    packed: Tensor,
-    scales: Tensor,
-    biases: Tensor | None,
-    bits: int | None = None,
-    group_size: int | None = None,
-    mode: str = "affine",
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
     """The dense weights [..., R, C], rounded as mlx.core.dequantize rounds them.
 
     Args:
-        packed, scales, biases: as quantize returns them; int32 is accepted for uint32.
-        bits, group_size, mode: see Format.
-        dtype: of the result; None means that of `scales` in mode affine, and bfloat16 in the others.
+        weight: as `quantize` returns it. Tensors from elsewhere become one by
+            QuantizedWeight(packed, scales, biases, Format.named("affine4_64")); int32 is accepted for uint32.
+        dtype: of the result; None means the dtype of `scales` in mode affine, and bfloat16 in the others.
 
-    Raises: ValueError for a shape, dtype or format that does not fit.
+    Raises: ValueError for a shape or dtype that does not fit, TypeError for what is no QuantizedWeight.
     """
-    format = Format(bits, group_size, mode)
     check = Check("dequantize")
+    if not isinstance(weight, QuantizedWeight):
+        got = type(weight).__name__
+        raise TypeError(
+            f"moe_mps::dequantize: weight must be a QuantizedWeight, as quantize returns it, got {got}"
+        )
+    packed, scales, biases, format = weight.packed, weight.scales, weight.biases, weight.format
     check.dtype("packed", packed, PACKED_DTYPES)
     format.check_columns(check, "C, the input dimension of packed,", format.columns(packed.shape[-1]))
     shape = (*packed.shape[:-1], format.columns(packed.shape[-1]))

@@ -1,7 +1,7 @@
 """ggml's blocks, as GGUF files hold them, taken apart into the tensors of the formats of the same name.
 
-A block is the bytes of 32, 64 or 256 neighbouring values of a row: codes, and what their scales are made of.
-The values are those of the blocks, in float32; the tensors take as many bytes.
+A block holds 32, 64 or 256 neighbouring values of a row: their codes, and the parts of their scales.
+Decoded values equal the blocks' in float32; the tensors take as many bytes as the blocks.
 """
 
 from collections.abc import Callable, Iterator

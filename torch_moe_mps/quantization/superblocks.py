@@ -13,8 +13,8 @@ error of a superblock is sum k (w - decoded)^2 for the importance k. The search 
 3. Twice: for every group the best of the integers next to its own; then d and m by least squares for all
    codes of the superblock.
 
-A group of which a weight is further off than its largest magnitude is searched again, its weights alike.
-What is compared are the numbers that are stored, with the nearest codes. Where d would be below the least
+A group with a weight whose error exceeds its largest magnitude is searched again with equal weights.
+Stored numbers are compared, with the nearest codes. Where d would be below the least
 float16, 6e-8, weights become zero.
 """
 
@@ -244,7 +244,7 @@ def _divided(values: Tensor, by: Tensor, least: int, most: int) -> Tensor:
 
 
 def _inverse(values: Tensor) -> Tensor:
-    """0 for what is so small that its inverse is not finite."""
+    """0 for numbers so small that their inverse is not finite."""
     return torch.where(values.abs() < SMALLEST, 0.0, 1 / values)
 
 

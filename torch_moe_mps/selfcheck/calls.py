@@ -76,7 +76,7 @@ class Subject(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call, its arguments on the CPU. `format` is that of its weights, if it has one."""
+    """A call, its arguments on the CPU. `format`: of its weights, if it has any."""
 
     operator: str
     dtype: torch.dtype
@@ -140,7 +140,7 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
 
 
 def _dtype_of(name: str, arguments: Mapping[str, Any]) -> torch.dtype:
-    """Dtype in which the kernels of a call compute."""
+    """Dtype that the kernels of a call compute in."""
     typed = arguments[TYPED_BY.get(name) or names_of(name)[0]]
     dtype: torch.dtype = torch.float32 if name in ON_IDS else getattr(typed, "dtype", typed)
     for scales in names_of(name) if "format" in names_of(name) else ():

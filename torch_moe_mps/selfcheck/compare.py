@@ -68,7 +68,7 @@ class Finding:
 
 
 def compare(call: Call, end: float = math.inf) -> Finding | None:
-    """Returns: what is wrong with a call. Raises: OutOfTime after `end`, by the clock time.monotonic."""
+    """The fault of a call, or None. Raises: OutOfTime after `end`, by the clock time.monotonic."""
     finding = _compare(call, end)
     if finding is not None:
         finding.format = call.format

@@ -14,7 +14,7 @@ FIRST = 8  # wrong elements that are listed
 def errors(actual: Tensor, expected: Tensor) -> Tensor:
     """The difference of each element, relative to the largest value; of integers 0 or infinite.
 
-    What is infinite counts as the largest number of the dtype, beside which a rounding may go either way.
+    Infinities count as the largest number of the dtype, beside which a rounding may go either way.
     """
     if not actual.dtype.is_floating_point:
         return torch.where(actual == expected, 0.0, math.inf)

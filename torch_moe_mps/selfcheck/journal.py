@@ -47,7 +47,7 @@ def noted(step: str) -> Iterator[None]:
 
 
 def stopped() -> list[str]:
-    """Steps in which other processes ended without a word; each is told once."""
+    """Steps during which other processes crashed; each is reported once."""
     if fcntl is None:
         return []
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home directory

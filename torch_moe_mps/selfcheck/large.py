@@ -44,7 +44,7 @@ MODELS = (
 
 
 def calls(dtype: torch.dtype, format: Format, smaller: int = 1) -> Iterator[tuple[str, Call]]:
-    """(what it is, call); with `smaller` of so many times fewer rows, tokens and keys."""
+    """(description, call); `smaller` divides the rows, tokens and keys."""
     for model in MODELS:
         for what, operator, arguments in _of(model, Sample("cpu", dtype, format, seed=4), smaller):
             has_format = "format" in arguments
@@ -85,7 +85,7 @@ def _of(model: Model, s: Sample, smaller: int) -> Iterator[tuple[str, str, dict[
 
 
 def _attended(model: Model, s: Sample, before: int, tokens: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """The last tokens of a prompt, `before` of which were in the cache."""
+    """The last tokens of a prompt, `before` already in the cache."""
     cache = f"[1, {model.key_heads}, {before + tokens}, {model.width}]"
     heads = s.of(f"q[1, {model.heads}, {tokens}, {model.width}] k{cache} v{cache}")
     heads["sinks"] = s.values(model.heads) if model.has_sinks else None

@@ -46,7 +46,7 @@ def machine() -> dict[str, str]:
 
 @functools.cache
 def _code(host: Path | None) -> str:
-    """Identifies the shaders, the host's library and what is compared: a checkout changes without a new
+    """Identifies the shaders, the host's library and the comparisons: a checkout changes without a new
     version."""
     files = [path for path in SHADERS.rglob("*") if path.suffix in (".metal", ".h", ".txt", ".metallib")]
     files += [*(PACKAGE / "ops").glob("*.py"), *Path(__file__).parent.glob("*.py")]

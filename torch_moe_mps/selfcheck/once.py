@@ -68,10 +68,9 @@ def time_allowed() -> float:
 def first_failures(
     checks: Iterable[CallsToCheck], seconds: float | None = None
 ) -> tuple[dict[str, Finding], set[str]]:
-    """Makes those of the checks that have not passed on this machine, for `seconds` or SECONDS.
+    """Makes the checks that have not passed on this machine, for `seconds` or SECONDS.
 
-    What passes is remembered, call by call. Returns: {subject: what is wrong with it}, and the subjects for
-    which there was no time.
+    Passed calls are remembered. Returns: {subject: its fault}, and the subjects that ran out of time.
     """
     passed, waiting = passed_before(), late_before()
     before = set(passed), set(waiting)
@@ -96,7 +95,7 @@ def first_failures(
 
 
 def first_fault(check: CallsToCheck, end: float = math.inf, passed: set[str] | None = None) -> Finding | None:
-    """The fault of the first call that fails. Adds what passes to `passed`, and skips what is there.
+    """The fault of the first call that fails. Adds passed calls to `passed`, and skips those in it.
 
     Raises: OutOfTime where the clock time.monotonic is past `end`.
     """
@@ -122,9 +121,9 @@ def first_fault(check: CallsToCheck, end: float = math.inf, passed: set[str] | N
 
 
 def watch(wanted: bool, seconds: float = SECONDS) -> None:
-    """Whether each first call on the GPU, of any model in this process, waits until what it runs is compared.
+    """True if each first call on the GPU, of any model in this process, waits for its comparison.
 
-    `seconds` are those for all such comparisons; then a warning names what is not compared.
+    `seconds`: for all such comparisons; then a warning names the operators not compared.
     """
     global _seconds_left
     _seconds_left = seconds

@@ -56,7 +56,7 @@ class Sizes(NamedTuple):
 def probe(
     sizes: Sizes, libraries: Iterable[str], told: Callable[[str], object] = lambda name: None
 ) -> dict[str, Any]:
-    """{part: what it finds}, with `machine`. A part that fails has its error in its place.
+    """{part: its results}, with `machine`. A part that fails has its error in its place.
 
     `libraries` are those whose compiling is timed. `told` is called behind each part with its name.
     """
@@ -79,7 +79,7 @@ def _found(part: Callable[[], Any], name: str) -> Any:
 
 
 def compiling(libraries: Iterable[str]) -> dict[str, float]:
-    """Seconds, one after the other. macOS remembers what it has compiled before."""
+    """Seconds, one after the other. macOS caches compiled kernels."""
     compiled = torch.ops.moe_mps._pipelines
     return {name: _digits(_seconds(partial(compiled, name, []))) for name in libraries}
 
@@ -120,7 +120,7 @@ def nan_rules(sizes: Sizes) -> dict[str, Any]:
 
 
 def subnormals(sizes: Sizes) -> dict[str, bool]:
-    """Whether those of single and of half precision stay, as operands and as results."""
+    """Whether subnormals of single and half precision survive, as operands and as results."""
     x = torch.tensor([TINY, 2 * TINY, 2.0**-20, 2.0**-14]).to("mps")
     scales = torch.tensor([2.0, 0.5, 1024.0, 0.5]).to("mps")
     single, half = torch.empty(4, device="mps"), torch.empty(4, dtype=torch.float16, device="mps")
@@ -278,7 +278,7 @@ def live_numbers(sizes: Sizes) -> dict[str, dict[str, float]]:
 
 
 def banks(sizes: Sizes) -> dict[str, float]:
-    """Time of reads of threadgroup memory by the floats between neighbouring lanes, over that of 1."""
+    """{stride in floats between neighbouring lanes: read time of threadgroup memory, relative to stride 1}"""
     out, seconds = torch.empty(sizes.groups * THREADS, device="mps"), {}
     for stride in STRIDES:
         of_lanes = torch.tensor([stride], dtype=torch.int32).to("mps")

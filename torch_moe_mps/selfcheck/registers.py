@@ -1,6 +1,6 @@
 """Registers of kernels on the GPUs of M1 to M5, as Apple's own compiler allocates them.
 
-Xcode's `metal-tt` runs the back end for any generation, on a Mac without such a GPU, too. What it writes is a
+Xcode's `metal-tt` runs the back end for any generation, on a Mac without such a GPU, too. It writes a
 Mach-O file whose section __GPU_METADATA is a FlatBuffer: field 0 of its root is a table, whose field 0 is the
 number of registers of a thread, and field 14 the bytes that a thread spills to memory. Apple documents
 neither: both were read off such files by independent studies. A file without them is an error here, never 0.
@@ -57,7 +57,7 @@ class Use(NamedTuple):
 def use_of(binary: bytes) -> Use:
     """The registers and spills of the one kernel in a file of metal-tt's.
 
-    Raises: ValueError for another file, naming what it has.
+    Raises: ValueError for another file, naming its contents.
     """
     sections = dict(_sections(binary))
     if SECTION not in sections:

@@ -1,7 +1,7 @@
 """Decision which matmuls run on the tensor units of the M5 and later GPUs.
 
-By default those of accelerated models, each dtype and weight format once its results on this machine agree
-with the CPU. `MOE_MPS_TENSOR_UNITS=0` switches them off; `=1` uses them everywhere, unchecked, even on GPUs
+By default for accelerated models, each dtype and weight format once its results on this machine agree with
+the CPU. `MOE_MPS_TENSOR_UNITS=0` switches them off; `=1` uses them everywhere, unchecked, even on GPUs
 that compute such products without units, and slower.
 """
 
@@ -35,8 +35,8 @@ class Use:
     Attributes:
         libraries: those that are used.
         reason: why none is used, unless a fault is the reason.
-        faults: {library: what is wrong with it}.
-        late: those for which there was no time.
+        faults: {library: its fault}.
+        late: libraries that ran out of time.
     """
 
     libraries: list[str] = field(default_factory=list)
@@ -137,7 +137,7 @@ def check_of(library: str) -> CallsToCheck:
 
 def calls(library: str) -> Iterator[Call]:
     """Calls whose matmuls a library computes, which is allowed while the iterator is open. Plans are then
-    those of a GPU that they fill.
+    made for a full GPU.
 
     The inputs take several steps. The last token has no experts and is NaN, which must not reach the others.
     """

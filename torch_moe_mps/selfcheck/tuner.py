@@ -1,4 +1,4 @@
-"""Times plans that give the same bits, and keeps for this GPU what is clearly faster than what is planned.
+"""Times plans that give the same bits, and keeps for this GPU the clearly faster ones.
 
 A plan says how many simdgroups a threadgroup has. Where other numbers give the same bits
 (`simdgroups_of` of csrc/matmul_plan.h has them), the first call of a matmul for few tokens times all of them
@@ -124,7 +124,7 @@ def tune(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def choose(numbers: Sequence[int], timed: Callable[[Sequence[int]], Mapping[int, float]]) -> Tuned:
-    """The number to use, of which the first is planned. `timed` gives the seconds of each, in this order.
+    """The number to use; the first is the planned one. `timed` gives the seconds of each, in this order.
 
     Another one is used where it takes FASTER of the planned time, in each of two halves in all rounds but
     one: a clock that errs at random says so once in 99,000 times, and one wrong time changes nothing.

@@ -4,8 +4,8 @@
     torch_moe_mps.accelerate(model, bits=4)     the same with quantised experts
     torch_moe_mps.restore(model)                the model as it was
 
-Modules are recognised by their attributes and formulas, never by the name of a model; what is not recognised
-stays as it is. In training, under autocast, and when gradients are needed, the model's own code runs.
+Modules are recognised by their attributes and formulas, never by the name of a model; other modules run
+unmodified. In training, under autocast, and when gradients are needed, the whole model does.
 """
 
 from .. import ops as _operators  # noqa: F401  # registers them: patterns name operators while they are imported

@@ -64,13 +64,13 @@ def accelerate(
             leaves them dense.
         group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; only mode "affine"
             needs bits.
-        importance: with bits, the errors of what is multiplied with more count more: what
-            `collect_importance` returns, or a file of it, or one of llama.cpp's llama-imatrix. It costs no
+        importance: with bits, an importance matrix that weighs quantisation errors: the result of
+            `collect_importance`, a file of it, or one of llama.cpp's llama-imatrix. It costs no
             bytes and no time of the model. None quantises by MLX's rule.
-        recipe: linear_bits, embedding_bits, keep and overrides, which say what is quantised differently or
-            not at all: see `requested_recipe`.
+        recipe: linear_bits, embedding_bits, keep and overrides, for weights that are quantised differently
+            or not at all: see `requested_recipe`.
         kv_bits: 8 lets the model's caches hold keys and values in 8 bits, in about half of the memory;
-            static caches and compiled calls raise an error then. 16 undoes it, None leaves it as it is. Where
+            static caches and compiled calls raise an error then. 16 undoes it, None changes nothing. Where
             writing or reading 8 bits fails the comparison with the CPU, a warning says that they stay in 16.
         check: False leaves out the comparison with the CPU, as MOE_MPS_CHECK=0 in the environment does.
         capture: None lets a token of a model on mps be one call where all code that it runs is a library's.
@@ -82,7 +82,7 @@ def accelerate(
     A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
     From macOS 15 on its weights stay resident until the model is gone or restored.
     The first time on a machine, each operator that the model uses is compared with the CPU. Where one fails,
-    what it would replace keeps the model's own code, and a warning says so. Behind a transformers that this
+    the modules that it would replace run unmodified, and a warning names it. Behind a transformers that this
     release was not tested with, a small model of the same class is compared with its own code likewise.
 
     Returns: a report that prints as a table: what replaced each module, or why it was left alone.
@@ -218,10 +218,10 @@ def _replace_calls(model: nn.Module, report: Report, kv_bits: int | None, captur
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo `accelerate`: the model's own code runs again. Quantised experts stay as they are.
+    """Undo `accelerate`: the model runs unmodified again. Quantised experts stay quantised.
 
-    What belongs to the process stays until it ends, and changes nothing for models that are not accelerated:
-    what is registered with transformers (implementations, readers of our checkpoints and of GGUF files,
+    State of the process stays until it ends, and changes nothing for models that are not accelerated:
+    registrations with transformers (implementations, readers of our checkpoints and of GGUF files,
     `save_pretrained`, which describes quantised weights, and `num_parameters`, which counts them); functions
     around its attention `sdpa`, around the mask of that, around ours for biases of relative positions, and
     around methods of attention classes that expand latents or mask chosen keys; names that begin with
@@ -229,7 +229,7 @@ def restore(model: nn.Module) -> nn.Module:
 
     Returns: the model.
 
-    Raises: TypeError for what is not a module.
+    Raises: TypeError for an object that is not a module.
     """
     _require_module("restore", model)
     end_residency(model)

@@ -56,12 +56,12 @@ def from_pretrained(
     becomes 8 bits, or is dequantised and then quantised as asked.
 
     Args:
-        name: folder, name on the Hub, or a GGUF file: FILE.gguf, or NAME:FILE.gguf on the Hub. What is packed
-            in such a file stays so, unless bits are given: then each matrix is quantised again as it is read,
+        name: folder, name on the Hub, or a GGUF file: FILE.gguf, or NAME:FILE.gguf on the Hub. Weights packed
+            in such a file stay so, unless bits are given: then each matrix is requantised while it is read,
             with the added error in the report; dtype="auto" is bfloat16.
         model_class: a class of transformers; the default is the one that the config names, or else
             AutoModelForCausalLM or AutoModelForImageTextToText.
-        importance: with bits, the errors of what is multiplied with more count more: an Importance, a file of
+        importance: with bits, an importance matrix that weighs quantisation errors: an Importance, a file of
             it, as in `accelerate`, or a text, which runs through the model first; "auto" is a built-in one. A
             model that would fill 0.4 of the memory runs quantised for that, and is quantised again.
         kv_bits: 8 for keys and values of the cache in 8 bits, as in `accelerate`.
@@ -69,7 +69,7 @@ def from_pretrained(
         part: makes what loads a part of the model in this process, of the checkpoint and the arguments that
             all processes must have alike; `torch_moe_mps.pipeline.from_pretrained` gives it.
         kwargs: bits, group_size, mode, linear_bits, embedding_bits, keep and overrides, as in `accelerate`;
-            what is stored in more bits is quantised again. All others go to the from_pretrained of the class.
+            weights stored with more bits are requantised. All others go to the from_pretrained of the class.
 
     Returns: what the class's from_pretrained returns: the model, in evaluation mode and accelerated; with
         output_loading_info, a tuple of that and the information. `model.hf_quantizer.report` says what was

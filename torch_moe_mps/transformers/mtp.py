@@ -57,9 +57,9 @@ class _Section:
     Args:
         model: whose layers they are; it may be without weights. Its config says how many there are.
         source: the checkpoint.
-        recipe: for what is dense, or in FP8 and gets fewer bits; what is quantised otherwise stays so. Its
-            exceptions are those of the model.
-        importance: for what is quantised.
+        recipe: for dense weights, and FP8 weights that get fewer bits; other quantised weights stay so. Its
+            exceptions are the model's.
+        importance: for quantisation.
 
     Raises: ValueError for a checkpoint whose quantisation is not read here, for tensors that do not fit, and
         for an exception for these layers alone that fits none of their weights, or none that is dense.
@@ -110,7 +110,7 @@ class _Section:
 
 
 def _about(source: str, model: Any) -> Source:
-    """The checkpoint, whose quantisation is that of these layers, too.
+    """The checkpoint, whose quantisation applies to these layers, too.
 
     Raises: ValueError for one that is not read here.
     """
@@ -176,7 +176,7 @@ def _arguments(recipe: Recipe, stored: Mapping[str, Any], layers: Any) -> dict[s
     """A recipe as arguments of `accelerate`; None for none, and where FP8 has as few bits."""
     exceptions, method = _exceptions(layers, recipe), stored.get("quant_method")
     if stored and method != _FP8 and (own := recipe.of_mtp()):
-        expected, got = "for MTP layers and are dense or in FP8", "those that are quantised"
+        expected, got = "for MTP layers that are dense or in FP8", "quantised ones"
         raise ValueError(f"moe_mps::quantize: the pattern {own[0]!r} must be {expected}, got {got}")
     usual = recipe.experts or recipe.linears or next(filter(None, exceptions.values()), None)
     if usual is None or is_ours(stored):
@@ -216,7 +216,7 @@ def _without_memory(model: Any) -> Any:
 def _of_makers(layers: Any, model: Any) -> list[Any]:
     """transformers' conversions of tensors as the makers of a model name them.
 
-    Without those of the model's own format: the layers are as they came.
+    Without entries in the model's own format: the layers are unchanged.
     """
     mapping: list[Any] = layers.get_weight_conversions(seen_with(model, _weight_conversions=None))
     return mapping

@@ -49,7 +49,7 @@ class Answers:
 
     @property
     def disk_tokens(self) -> int:
-        """Kept tokens that were read from a disk."""
+        """Cached tokens that were read from a disk."""
         return sum({id(job.inputs): job.disk_tokens for job in reversed(self.jobs)}.values())
 
     @property

@@ -1,6 +1,6 @@
 """TRL's trainers over quantised heads: a function of TRL that multiplies by the rows of a weight gets them.
 
-TRL computes losses in chunks of its own. docs/upstream.md says what it could ask a head for instead.
+TRL computes losses in chunks of its own. docs/upstream.md proposes an interface.
 """
 
 from typing import Any

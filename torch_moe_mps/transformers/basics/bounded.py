@@ -1,4 +1,4 @@
-"""Bounds for what is remembered for the whole process."""
+"""Bounded caches that live as long as the process."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ class Experts(nn.Module):
     """The attributes of a module with the experts interface, for type checkers; it has no instances.
 
     `quantization` and `down_quantization`, the formats of the two matrices, exist once they are quantised. If
-    gate and up projections have two formats, `up_quantization` is that of the up projections, which are
+    gate and up projections have two formats, `up_quantization` is the format of the up projections, which are
     parameters of their own then.
     """
 
@@ -63,7 +63,7 @@ def formats_of(experts: Experts) -> dict[str, Format]:
 def codes_of(module: nn.Module) -> dict[str, Tensor]:
     """{name: tensor} of the codes of quantised weights that a module itself has.
 
-    They are buffers: the dtype of a parameter is taken for that of the model.
+    They are buffers: transformers takes a parameter's dtype for the model's.
     """
     return {
         name: buffer

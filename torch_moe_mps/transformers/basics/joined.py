@@ -1,4 +1,4 @@
-"""Rows of several weights, laid one behind the other in memory, of which the weights become views.
+"""Rows of several weights in one buffer; the weights become views of it.
 
 No weight is there twice. Rules join the layers of an MLP when a model is accelerated; a captured token asks
 for the layers that read one input. Whoever saves, moves or writes a parameter has a view.

@@ -14,7 +14,7 @@ _PENDING, _BEFORE = "_moe_mps_pending", "_moe_mps_before"
 
 
 def set_pending(state: Tensor, inputs: Tensor, counts: Tensor) -> None:
-    """Notes what is pending behind a state."""
+    """Notes the uncommitted tokens behind a state."""
     setattr(state, _PENDING, (inputs, counts))
 
 

@@ -23,7 +23,7 @@ _current: ContextVar[dict | None] = ContextVar("moe_mps_reads", default=None)
 
 
 class Read(NamedTuple):
-    """An attribute of a module or of an object that it has, by its path, and what it was.
+    """An attribute of a module, or of an object that it has: its path and its value when read.
 
     `kept_in`: which dictionary of the module has it, "" for its `__dict__`; None for a path, a property or an
     attribute of the class.

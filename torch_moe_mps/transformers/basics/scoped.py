@@ -22,12 +22,12 @@ def having(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
 
 
 class Seeded:
-    """Block in which random numbers follow a seed: torch's own on the CPU, and those of a device.
+    """Block with seeded random numbers, of torch on the CPU and of a device.
 
     Behind it they go on as if it had not been.
 
     Args:
-        seed: None leaves them as they are.
+        seed: None does not seed.
     """
 
     def __init__(self, device: torch.device, seed: int | None):
@@ -49,7 +49,7 @@ class Seeded:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """Inside this block within the other, random numbers are those of outside of both."""
+        """Restores the caller's RNG inside the block."""
         self._swap()
         try:
             yield

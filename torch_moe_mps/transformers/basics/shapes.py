@@ -10,7 +10,7 @@ from ..upstream.utilities import logging
 
 @torch.no_grad()
 def call_on_shapes(model: Any, **inputs: Any) -> Any:
-    """Call a model of transformers on the meta device; errors are those of its code.
+    """Call a model of transformers on the meta device; its code's errors are raised.
 
     Which experts or tokens are chosen changes no shape. The advice to install kernels for other machines,
     which transformers gives for hybrids, is not shown.

@@ -33,7 +33,7 @@ class State:
         cache_fault: why the caches that this decoder is called with do not grow in place, if they do not.
         kv_bits: 8 lets the caches that this decoder is called with hold keys and values in 8 bits.
         previous: {attribute of a config: the config, and its value before `accelerate`}.
-        joined: the matrix of several linear layers of which this one is the first.
+        joined: the matrix of several linear layers, this one the first.
     """
 
     def __init__(self) -> None:

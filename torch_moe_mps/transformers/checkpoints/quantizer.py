@@ -86,7 +86,7 @@ class Quantizer(Lifecycle, HfQuantizer):
     """Loads quantised weights, or quantises the weights of a dense checkpoint one by one, and accelerates.
 
     Attributes:
-        wanted: what is left to quantise.
+        wanted: the weights still to quantise.
         device: where the model is moved once it is quantised; None if it is there.
         section: of the files that the model is; None is all of them.
     """
@@ -114,10 +114,10 @@ class Quantizer(Lifecycle, HfQuantizer):
         return device_map
 
     def read_header(self, gguf_file: str) -> None:
-        """transformers asks quantizers of GGUF files; what is stored there is read with the weights."""
+        """transformers asks quantizers of GGUF files; their tensors are read with the weights."""
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """None is that of a GGUF file, which then is transformers' default."""
+        """None for a GGUF file's, which then is transformers' default."""
         return torch.get_default_dtype() if dtype is None else dtype
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Dense]:
@@ -142,7 +142,7 @@ class Quantizer(Lifecycle, HfQuantizer):
         leave_out(model, self.layout.absent)
         report = QuantizationReport()
         if self.streams or config.wanted is not None:  # a report of the checkpoint's weights is wanted
-            dense, report.skipped = weights_of(model, recipe := config.recipe())
+            dense, report.skipped, report.sizes = weights_of(model, recipe := config.recipe())
             note_exceptions(model, recipe)
             self.wanted, self.report = Wanted(dense), report
             if config.importance is not None:
@@ -159,7 +159,7 @@ class Quantizer(Lifecycle, HfQuantizer):
             self.report.bytes_before = bytes_a_token(model)
 
     def forget_absent(self, model: nn.Module) -> None:
-        """The model was cut: what it no longer has is neither read nor quantised."""
+        """The model was cut: weights that it no longer has are neither read nor quantised."""
         self.wanted.dense = present(model, self.wanted.dense)
         self.layout.forget_absent(model)
         if self.streams:

@@ -26,7 +26,7 @@ from ...quantization import Format
 from ..modules.experts import NAME
 from ..upstream.quantizers import AutoHfQuantizer
 from ..upstream.utilities import cached_file
-from .layouts.files import checkpoint_files
+from .layouts.files import check_index, checkpoint_files
 from .layouts.mlx.reading import written_by_mlx
 from .layouts.others.schemes import METHODS, modelopt_beside
 from .layouts.own.config import FROM_GGUF, is_mlx, is_ours
@@ -42,6 +42,11 @@ _FOR_BOTH = (
 # Files of a tokenizer, of all kinds that transformers reads.
 _TOKENIZERS = (
     "tokenizer*", "tokenization*", "vocab*", "merges*", "tekken*", "*.model", "*.tiktoken", "*.spm", "*.bpe"
+)  # fmt: skip
+# Names that transformers' configs have for the experts of a layer, and for those that a token is routed to.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = (
+    "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"
 )  # fmt: skip
 _WHERE = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 # Errors of models' code for a config in which a value is missing, or is one that it cannot compute with.
@@ -79,7 +84,7 @@ class Source:
     Args:
         name: a folder, a name on the Hub, or a GGUF file.
         arguments: of the from_pretrained of the class.
-        model_class: of transformers; the default is that of the config, see `class_for`.
+        model_class: of transformers; by default the config's, see `class_for`.
 
     Attributes:
         path, gguf: the folder or name, and the GGUF file in it or None.
@@ -89,7 +94,8 @@ class Source:
         others: the arguments without those overrides.
         stored: the quantisation of the checkpoint; {} is dense.
 
-    Raises: ValueError for a type of model that is not known, and a config that transformers does not read.
+    Raises: ValueError for a type of model that is not known, a config that transformers does not read or that
+        routes tokens to more experts than a layer has, and an index with files outside of the folder.
     """
 
     config: Any
@@ -117,6 +123,9 @@ class Source:
                 raise _wrong_config("one that transformers reads", error) from error
             kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
             self.others = {key: value for key, value in self.others.items() if key in kept}
+        _check_routing(self.config.get_text_config())
+        if self.gguf is None:
+            check_index(Path(self.folder) / (self.others.get("subfolder") or ""))
         self.cls = model_class or class_for(self.config)
         self.stored = {} if self.gguf is not None else _stored(name, self.config, arguments)
 
@@ -127,8 +136,8 @@ class Source:
 
         Args:
             asked: the arguments of a recipe.
-            requantize: whether it holds for what is quantised, too.
-            importance: an Importance, for what is quantised.
+            requantize: True applies it to quantised weights, too.
+            importance: an Importance, for quantisation.
 
         """
         if self.gguf is not None:
@@ -181,12 +190,23 @@ class Source:
 def _looked_for(name: str, arguments: Mapping[str, Any]) -> str:
     """The folder of a name on the Hub, in its cache.
 
-    Raises: ValueError for what is neither a folder nor the name of a model that can be had.
+    Raises: ValueError for a string that is neither a folder nor the name of an available model.
     """
     where = {key: arguments[key] for key in _WHERE if key != "subfolder" and arguments.get(key) is not None}
     inside = arguments.get("subfolder") or ""
     folder = folder_in_the_cache(name, (str(Path(inside) / "config.json"),), **where)
     return str(Path(folder) / inside)
+
+
+def _check_routing(config: PreTrainedConfig) -> None:
+    """Raises: ValueError for more experts a token than a layer has, which torch says in the first forward."""
+    experts = [vars(config).get(name) for name in _EXPERTS]
+    most = max((number for number in experts if isinstance(number, int)), default=0)
+    for name in _CHOSEN:
+        number = vars(config).get(name)
+        if most > 1 and isinstance(number, int) and number > most:  # a model with one has no router
+            expected = f"at most {most}, the experts of a layer"
+            raise ValueError(f"moe_mps::from_pretrained: {name} must be {expected}, got {number}")
 
 
 def class_for(config: PreTrainedConfig) -> Any:

@@ -77,12 +77,12 @@ def decoder_cache(cache: Any) -> Any:
 
 
 class _Forms(NamedTuple):
-    """Parameters of a forward of this package beside those of the code whose place it takes.
+    """Parameters of a forward of this package beside the parameters of the code that it replaces.
 
     Attributes:
         order: names of the code's positional arguments.
         known: {name of an argument of the code: its name in ours}; a name alone in `*args` and `**named`.
-        defaults: {name of an argument of the code: what it is where a call leaves it out}.
+        defaults: {name of an argument of the code: its value where a call omits it}.
         needed: names of arguments that ours cannot do without.
         is_open: ours takes what comes in the order and by the names of the code.
         hands_cache_on: the code names no cache, and ours takes the one among its options.

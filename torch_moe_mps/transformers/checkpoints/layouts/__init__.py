@@ -1,1 +1,1 @@
-"""Layouts that checkpoints have: our own, MLX's, GGUF files, and those of other libraries."""
+"""Checkpoint layouts: our own, MLX's, GGUF, and other libraries'."""

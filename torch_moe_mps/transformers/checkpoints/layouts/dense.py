@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
 
 
 class DenseLayout(Layout):
-    """Hands what is read to a stream.
+    """Hands each loaded tensor to a stream.
 
     Args:
         source: the quantisation that is dequantised: FP8, or FROM_GGUF; None for a dense checkpoint.

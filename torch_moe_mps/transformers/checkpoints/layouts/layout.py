@@ -40,7 +40,7 @@ class Layout:
     Attributes:
         targets: {name: target} of what stays quantised, and was not taken yet.
         absent: names of parts of the model that the checkpoint lacks.
-        stream: quantises what is read dense, where that is wanted.
+        stream: quantises dense tensors while they are read, where that is wanted.
         has_other_names: whether its tensors have names that the model is not saved under.
     """
 
@@ -63,8 +63,8 @@ class Layout:
         """Begins to read, once the targets have quantised weights without values.
 
         Args:
-            wanted: what is dense in the checkpoint, and is to be quantised.
-            report: of what is asked for; None if nothing is.
+            wanted: dense weights of the checkpoint to quantise.
+            report: for the weights that are asked for; None if none are.
 
         Returns: the report, with what the layout has to say.
         """
@@ -75,7 +75,7 @@ class Layout:
         return others
 
     def forget_absent(self, model: nn.Module) -> None:
-        """The model was cut: what it no longer has is not read."""
+        """The model was cut: weights that it no longer has are not read."""
         self.targets = present(model, self.targets)
 
     def finish(self, loaded: Callable[[str], bool]) -> None:

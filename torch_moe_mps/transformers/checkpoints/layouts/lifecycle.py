@@ -18,8 +18,8 @@ class Lifecycle:
     """Base of the quantizers of transformers that read layouts.
 
     Attributes:
-        layout: what is left to read of the checkpoint.
-        report: what is quantised or packed while loading; None for nothing.
+        layout: the part of the checkpoint still to read.
+        report: the weights quantised or packed while loading; None for none.
     """
 
     layout: Layout

@@ -20,7 +20,7 @@ def only(tensor: Tensor | list[Tensor]) -> Tensor:
 class Operation(ConversionOps):
     """A function of a converter's tensors in the order of their names; without a reverse, it only reads.
 
-    The results get the names of the converter's targets if there are as many, else those of the tensors:
+    The results get the names of the converter's targets if there are as many, else the tensors' names:
     another operation joins them, or has split them.
     """
 

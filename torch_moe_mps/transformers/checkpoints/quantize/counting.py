@@ -42,7 +42,7 @@ def count_packed(cls: Any) -> None:
 
 
 def counting_packed(own: Callable) -> Callable:
-    """PEFT's count of (trainable, all) parameters of a model, with what is packed."""
+    """PEFT's count of (trainable, all) parameters of a model, packed weights included."""
 
     @functools.wraps(own)
     def count(model: nn.Module) -> tuple[int, int]:

@@ -31,11 +31,11 @@ _CHECK = Check("quantize")
 
 
 class Stream:
-    """Quantises the weights of a model on the meta device as they are read.
+    """Quantises the weights of a model on the meta device while they are read.
 
     Args:
-        targets: what is wanted in a format.
-        report: what was done is added to it.
+        targets: the weights to quantise, with their formats.
+        report: gets the quantised weights.
 
     Attributes:
         wanted: {full name of a parameter: (target, name in the target)}.

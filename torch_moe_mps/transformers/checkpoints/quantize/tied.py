@@ -71,7 +71,7 @@ def tied_pairs(tied: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def add_tied(tied: Mapping[str, str], every: Mapping[str, Target], targets: dict[str, Target]) -> None:
-    """Adds to `targets` those of `every` whose weight a checkpoint has under the other name of a pair."""
+    """Adds to `targets` the targets of `every` whose weight is stored under the other name of a tied pair."""
     for name, other in tied_pairs(tied):
         if other in targets and name in every and name not in targets:
             every[name].formats = dict(targets[other].formats)

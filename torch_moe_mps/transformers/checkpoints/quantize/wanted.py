@@ -21,8 +21,8 @@ class Wanted:
     """Weights that are to be quantised and were not yet.
 
     Attributes:
-        dense: {name: target} of what the checkpoint has dense.
-        again: {name: (formats, dtype of the scales)} of what it has in more bits.
+        dense: {name: target} of the checkpoint's dense weights.
+        again: {name: (formats, dtype of the scales)} of its weights with more bits.
     """
 
     def __init__(self, dense: dict[str, Target] | None = None):
@@ -32,7 +32,7 @@ class Wanted:
     def compare(
         self, stored: Mapping[str, Target], report: QuantizationReport | None, may_again: bool
     ) -> None:
-        """Takes what is stored out of `dense`, and into `again` where it would shrink and `may_again`.
+        """Moves stored weights from `dense` to `again` where they would shrink and `may_again`.
 
         Raises: ValueError if nothing is left although another format was asked for.
         """
@@ -41,7 +41,7 @@ class Wanted:
         most = "experts" if "experts" in kinds else "linears"  # a recipe may give the others more
         for name in [name for name in stored if name in self.dense]:
             target, wanted = stored[name], self.dense.pop(name)
-            weights = {p: getattr(wanted.module, p) for p in wanted.formats}
+            weights = {p: wanted.rows_first(getattr(wanted.module, p)) for p in wanted.formats}
             smaller = {  # a larger format would not bring back what is lost
                 p: format
                 for p, format in wanted.formats.items()
@@ -70,7 +70,7 @@ class Wanted:
         loaded: Callable[[str], bool],
         report: QuantizationReport | None,
     ) -> None:
-        """Quantises what is wanted of the modules whose names are `loaded`, of which some were `stored`."""
+        """Quantises the wanted weights of the `loaded` modules, some of which were `stored`."""
         dense = {name: self.dense.pop(name) for name in filter(loaded, [*self.dense])}
         if report is not None:
             self._quantize_again(stored, report)
@@ -78,7 +78,7 @@ class Wanted:
             quantize_targets("quantize", model, left, report, progress=False)
 
     def _quantize_again(self, stored: Mapping[str, Target], report: QuantizationReport) -> None:
-        """Quantises what is stored in too many bits, tied layers once."""
+        """Requantises weights stored with too many bits, tied layers once."""
         again = [name for name in stored if name in self.again]
         words = {name: id(stored[name].module._buffers.get("packed", name)) for name in again}
         sources = {words[name]: name for name in reversed(again)}

@@ -1,8 +1,8 @@
 """Reads checkpoints of any kind one part at a time: a layer, an embedding, or all the rest.
 
 The model is on the meta device. The weights of a part exist only within `loaded`: as in the checkpoint, or
-quantised by a recipe. They are read by the converters of transformers and by Quantizer, as they are in
-`from_pretrained`, which keeps all parts.
+quantised by a recipe. The converters of transformers and Quantizer read them, like `from_pretrained`, which
+keeps all parts.
 """
 
 from collections import defaultdict
@@ -16,9 +16,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...._progress import with_progress
 from ....ops._checks import Check
 from ...basics.interface import codes_of, weights_in
-from ...basics.report import QuantizationReport, now_and_then
+from ...basics.report import QuantizationReport
 from ...upstream.loading import (
     LoadStateDictConfig,
     WeightConverter,
@@ -53,8 +54,8 @@ class Parts:
         model_class: of transformers; the default is the class that `from_pretrained` uses.
         recipe: arguments of `accelerate`, by which the weights of the checkpoint are quantised. Without a
             recipe the checkpoint must be dense, or in FP8, which is dequantised.
-        requantize: False leaves what is quantised as it is.
-        importance: for what is quantised, as in `accelerate`.
+        requantize: False leaves quantised weights unchanged.
+        importance: for quantisation, as in `accelerate`.
         dtype, trust_remote_code: as for `from_pretrained`.
 
     Attributes:
@@ -142,7 +143,7 @@ class Parts:
             for part in done:
                 self.report.add_rows(shards.done[part])
         left = [part for part in parts if part not in done]
-        for part in now_and_then(left, "Converting", "part", len(parts) - len(left)):
+        for part in with_progress(left, "Converting", "part", len(parts) - len(left)):
             with self.loaded(part) if part != REST else nullcontext():
                 yield self._tensors(part)
             rows = [] if self.report is None else self.report.rows()
@@ -222,7 +223,7 @@ class Parts:
             self._quantizer.place(self.model, lambda name: self.part_of(f"{name}.weight") == part)
 
     def _tie(self, missing: set[str]) -> set[str]:
-        """Gives tied layers the tensors that the checkpoint has for one of them; returns what is missing."""
+        """Gives tied layers the tensors that the checkpoint has for one of them; returns missing names."""
         missing = {*missing}
         for name, other in tied_pairs(self._tied):
             module, source = self.model.get_submodule(name), self.model.get_submodule(other)

@@ -31,7 +31,7 @@ class Weight(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """Bytes of a checkpoint and of what it becomes, all of it and what a token reads."""
+    """Bytes of a checkpoint before and after conversion: in all, and read by a token."""
 
     weights: list[Weight]
     before: int
@@ -101,7 +101,7 @@ def _weights(
     tied: Collection[str],
     sizes: Mapping[Tensor, int] = MappingProxyType({}),
 ) -> dict[str, tuple[str, int]]:
-    """{name of a dense parameter: what it is stored as, bytes}"""
+    """{name of a dense parameter: (format it is stored in, bytes)}"""
     parts: dict[str, str] = {}
     for name in formats:
         owner, _, parameter = name.rpartition(".")

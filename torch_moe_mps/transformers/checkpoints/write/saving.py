@@ -50,7 +50,7 @@ def _outermost(module: nn.Module, cls: type[nn.Module]) -> Iterator[Any]:
 
 
 def describe_when_saving(cls: Any) -> None:
-    """Patches `PreTrainedModel.save_pretrained`: config.json describes the weights as they are then."""
+    """Patches `PreTrainedModel.save_pretrained`: config.json describes the weights at that time."""
     save = cls.save_pretrained
 
     @functools.wraps(save)
@@ -119,8 +119,8 @@ def save_parts(
     """Writes what `save_pretrained` of transformers would, for a model whose tensors come some at a time.
 
     Args:
-        beside: what is written as it is.
-        runs_in: the dtype that config.json names, where it is not that of the tensors.
+        beside: tensors that are written unchanged.
+        runs_in: the dtype that config.json names, where it differs from the tensors' dtype.
     """
     for tensors in parts:
         for name, tensor in revert_weight_conversion(model, dict(tensors)).items():

@@ -1,7 +1,7 @@
 """Checks that the tensors of a GGUF file are those that its metadata declares, in their shapes and types.
 
-transformers leaves what is missing as random values, drops what it has no place for, and lets halves of
-joined matrices broadcast.
+transformers leaves missing weights random, drops unknown tensors, and lets halves of joined matrices
+broadcast.
 """
 
 import math
@@ -70,7 +70,7 @@ def _block(name: str) -> int | None:
 
 
 def _needed(model: "PreTrainedModel") -> Iterator[str]:
-    """The names of what a file must have: all but a head that may be new, and what is tied or made."""
+    """Names of the tensors that a file must have: all but a new head, tied weights and computed ones."""
     optional = may_lack(model)
     tied = {*(getattr(model, "all_tied_weights_keys", None) or ())}
     base = set(model.base_model.modules()) | {model.get_output_embeddings()}

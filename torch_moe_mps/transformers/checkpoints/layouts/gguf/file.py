@@ -1,8 +1,8 @@
 """The tensors of a GGUF file, and where transformers puts their rows in a model.
 
 transformers renames a file's tensors, moves their rows and joins them by code for each architecture. To learn
-what it does with blocks, that code runs on numbers in place of values, two for each row: where every row of
-the result is a row of the file, its blocks are taken as they are.
+where it puts blocks, that code runs on row numbers in place of values, two for each row: where every row of
+the result is a row of the file, its blocks are copied unchanged.
 """
 
 import copy
@@ -92,7 +92,7 @@ def known_types() -> dict[int, tuple[str, int, int]]:
 
 
 def read_file(path: str) -> tuple[str, list[GgufTensor]]:
-    """The architecture and the tensors of a file, none of which is read yet.
+    """The architecture and the tensors of a file, not read yet.
 
     Raises: ValueError, in one line, for a file that is no GGUF, is cut off or damaged.
     """
@@ -127,7 +127,7 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
 
 
 def check_file(path: str) -> None:
-    """Raises what `read_file` does, and ValueError for an architecture of which transformers has no class.
+    """Raises the errors of `read_file`, and ValueError for an architecture that transformers lacks.
 
     Without the package `gguf`, which knows the types, nothing is checked.
     """
@@ -156,7 +156,7 @@ class _AroundLayers:
 
 
 class _Processed:
-    """transformers' code for an architecture: that of its first loader."""
+    """transformers' loader for an architecture, the first that it registers."""
 
     def __init__(self, architecture: str, model: "PreTrainedModel"):
         from transformers import modeling_gguf_pytorch_utils as first
@@ -242,7 +242,7 @@ class _Converted:
         return converter.convert(name)[name]
 
     def name_of(self, parameter: str) -> str:
-        """The parameter: transformers has no names in files of what is not there."""
+        """The parameter's name. transformers has no file name for a tensor that is absent."""
         return parameter
 
     def inputs(self, name: str) -> Tensor | None:
@@ -264,8 +264,8 @@ class GgufRows:
     """A parameter whose rows are rows of the file: `order` numbers those of `tensors` one after the other.
 
     Attributes:
-        inputs: which elements of its input the weight takes; None for all as they are. Where blocks can
-            move, the weight's columns have moved instead.
+        inputs: indices of the input elements that the weight takes; None for all, in order. Where blocks
+            can move, the weight's columns have moved instead.
     """
 
     def __init__(self, target: Target, tensors: list[GgufTensor], order: Tensor, inputs: Tensor | None):
@@ -397,7 +397,7 @@ class File:
         }
 
     def _order(self, target: Target, parameter: str) -> Tensor | None:
-        """The numbers of the file's rows that are those of a parameter; None if it has others."""
+        """Indices of the file's rows that make up a parameter; None if it has other rows, too."""
         name = f"{target.name}.{parameter}"
         tensors, weight = self.parts.get(name, []), target.rows_first(getattr(target.module, parameter))
         if not tensors or tensors[0].shape[-1] != weight.shape[-1]:

@@ -108,7 +108,7 @@ def check_offsets(tensors: list[tuple[str, int, int]], alignment: int, size: int
 
 
 def reading_once(load: Callable) -> Callable:
-    """transformers' first loader, which reads of a header what a config is made of; with tensors as it is."""
+    """transformers' first loader, which reads the fields of a config from a header."""
 
     @functools.wraps(load)
     def load_once(gguf_checkpoint_path: str, return_tensors: bool = False, *others: Any, **named: Any) -> Any:

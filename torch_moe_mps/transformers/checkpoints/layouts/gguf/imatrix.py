@@ -4,7 +4,7 @@
     .dat   int32 entries; of each: int32 length, name, int32 calls, int32 values, float32 of each value: mean
            times calls; behind them int32 chunks, int32 length, the name of the text
 
-NAME is that of the weight in the GGUF file of the model.
+NAME is the weight's name in the model's GGUF file.
 """
 
 import math

@@ -34,7 +34,7 @@ def packing() -> AbstractContextManager[bool]:
 class GgufQuantizer(Lifecycle, GgufHfQuantizer):
     """Loads the blocks of a GGUF file as packed weights, and accelerates the model.
 
-    `report.skipped` says what is not packed, and why.
+    `report.skipped` lists the weights that are not packed, with reasons.
     """
 
     layout: GgufLayout
@@ -45,7 +45,7 @@ class GgufQuantizer(Lifecycle, GgufHfQuantizer):
         return not (self._is_theirs or self.quantization_config.dequantize)
 
     def read_header(self, gguf_file: str) -> None:
-        """transformers' second loader, and with it kernels from the Hub, is for what is not packed here."""
+        """transformers' second loader, with kernels from the Hub, loads the weights not packed here."""
         self._is_theirs = not _asked.get() and (
             not torch.backends.mps.is_available() or _transformers_packs(gguf_file)
         )

@@ -38,7 +38,7 @@ class Dense:
 
 
 def dense_state(file: str, model: Any, wanted: Mapping[str, tuple[Target, str]]) -> dict[str, Dense]:
-    """{parameter of a model on the meta device: what it is in a GGUF file, dequantised when it is read}"""
+    """{parameter of a model on the meta device: its GGUF tensor, dequantised when it is read}"""
     whole = _checked(file, model)
     return {name: Dense(whole, name, wanted.get(name)) for name in whole.parts}
 
@@ -55,7 +55,7 @@ class GgufLayout(Layout):
     """The blocks that can stay packed.
 
     Attributes:
-        report: what is packed; `skipped` says what is not, and why.
+        report: the packed weights; `skipped` lists the others, with reasons.
 
     Raises: ValueError for a file that has not what its metadata declares, or that cannot be read.
     """
@@ -105,7 +105,7 @@ class GgufLayout(Layout):
         target.formats.clear()
 
     def state(self) -> dict[str, Any]:
-        """{name in the model, once the targets have quantised weights: what is read for it}"""
+        """{name in the model, once the targets have quantised weights: the tensor read for it}"""
         state: dict[str, Any] = {
             name: Dense(self.file, name) for name in self.file.parts if name not in self._sources
         }

@@ -1,6 +1,6 @@
 """Names that mlx-lm has for the parameters of a model.
 
-Its names are those of an architecture's original checkpoints, as transformers writes them. Only the experts
+It uses the names of an architecture's original checkpoints, as transformers writes them. Only the experts
 have names of mlx-lm, with one tensor for each of gate, up and down.
 """
 
@@ -52,7 +52,7 @@ def check_architecture(config: Any) -> None:
 
 
 def type_of(config: Any) -> str:
-    """The model type of the language model, from the class: an instance may have that of its checkpoint."""
+    """The model type of the language model, from the class: an instance may name its checkpoint's."""
     return type(config.get_text_config()).model_type
 
 

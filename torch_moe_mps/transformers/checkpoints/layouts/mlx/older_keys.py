@@ -10,9 +10,9 @@ _REPLACED = ("architectures", "layer_types", "q_lora_rank")
 
 
 def with_older_keys(config: Config) -> Config:
-    """A config with these keys, too; those that it has stay as they are.
+    """A config with these keys added; existing keys are unchanged.
 
-    Raises: ValueError for an architecture of which transformers 5 does not write all that mlx-lm reads.
+    Raises: ValueError for an architecture whose keys for mlx-lm transformers 5 does not write in full.
     """
     if isinstance(config.get("text_config"), Mapping):
         text = with_older_keys(config["text_config"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .....quantization import Format, dequantize
+from .....quantization import Format, QuantizedWeight, dequantize
 from ....upstream.loading import ConversionOps
 from ...quantize.weights import words
 from ..operations import Operation, each, only
@@ -20,7 +20,7 @@ def mlx_words(tensor: Tensor) -> Tensor:
 
 
 def as_words() -> Operation:
-    """Takes words, scales and biases as they are: MLX's are ours, but for uint32."""
+    """Takes packed codes, scales and biases unchanged: MLX's are ours, but for uint32."""
     return each(words, mlx_words)
 
 
@@ -62,7 +62,7 @@ def _matrices(formats: Sequence[Format | None], rest: Iterator[Tensor]) -> Itera
         else:
             packed, scales = next(rest), next(rest)
             biases = next(rest) if format.has_biases else None
-            yield dequantize(packed, scales, biases, **format.to_dict())
+            yield dequantize(QuantizedWeight(packed, scales, biases, format))
 
 
 def halves(formats: Sequence[Format | None], heads: int, nope: int, format: Format | None) -> Operation:

@@ -1,6 +1,6 @@
 """Reads checkpoints that MLX wrote; packed words and scales have the same layout as ours.
 
-What is quantised follows from the names in the files, and how from the config.
+The names in the files tell which weights are quantised, and the config tells how.
 """
 
 import copy

@@ -54,12 +54,12 @@ class NamedConverter(WeightConverter):
 
 
 class Rows:
-    """The rows of a model, whose modules are quantised as they are in the checkpoint.
+    """The rows of a model whose modules are quantised as in the checkpoint.
 
     Args:
         names: of the model.
         halved: whether MLX has a kv_b_proj in two halves, by the name of its weight.
-        stored: {parameter: formats} of what is dense here and quantised in MLX.
+        stored: {parameter: formats} of the weights that are dense here and quantised in MLX.
     """
 
     def __init__(

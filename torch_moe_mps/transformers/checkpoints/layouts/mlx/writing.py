@@ -34,7 +34,7 @@ def save_mlx(
         folder: an empty one, or its files.
         config: the original config.json, because mlx-lm reads keys that transformers 5 no longer writes.
         parts: the tensors of the model, some at a time; by default those that it has.
-        ignored: what is written as it is, and mlx-lm ignores.
+        ignored: tensors that are written unchanged and that mlx-lm ignores.
 
     Raises: ValueError for an architecture whose layout in MLX is not known, and for a folder with files.
     """
@@ -71,7 +71,7 @@ def save_mlx(
 
 
 def sizes_in_mlx(model: PreTrainedModel) -> dict[Tensor, int]:
-    """{tensor of a model: its bytes in MLX's layout}, 0 for what is not written; weights may be on meta.
+    """{tensor of a model: its bytes in MLX's layout}, 0 if it is not written; weights may be on meta.
 
     What several tensors become together is the first one's.
     """

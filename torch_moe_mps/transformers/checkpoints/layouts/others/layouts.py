@@ -1,10 +1,9 @@
 """Matrices as other libraries store them, read as formats of ours.
 
 Integers stand for (q - zero) * scale, which is q * scale + bias with bias = -zero * scale: exact where zero
-is a power of two, as it is without zero points, else rounded once to the dtype of the scales. The words of
-compressed-tensors, and those of GPTQ once transposed, are ours bit for bit. Floating-point codes keep their
-bits where the scales of a format hold what multiplies them; where they do not, the values are quantised
-again.
+is a power of two, as without zero points, else rounded once to the scales' dtype. The packed codes of
+compressed-tensors, and of GPTQ once transposed, are ours bit for bit. Floating-point codes keep their bits
+where a format's scales can hold their multipliers; elsewhere the values are requantised.
 """
 
 import functools
@@ -184,7 +183,7 @@ class Stored:
         return Matrix(tuple(map(self.name, parts)), made, format, order)
 
     def _affine(self) -> Format:
-        """Integers in groups that lie in those of the scales."""
+        """Integers in groups, each within one group of the scales."""
         size = min(self.scheme.block[1] or self.columns, self.columns)
         fits = [group for group in _GROUPS if size % group == 0 and self.columns % group == 0]
         if not fits:
@@ -260,7 +259,7 @@ class Stored:
         return None if torch.equal(order, columns) else order.int()
 
     def _awq(self) -> Matrix:
-        """AutoAWQ's gemm: words of rows, eight of which lie in an order of their own."""
+        """AutoAWQ's gemm: packed rows, eight values a word in AutoAWQ's order."""
         format = self._affine()
 
         def read(errors: ErrorSums, packed: Tensor, zeros: Tensor, scales: Tensor) -> QuantizedWeight:
@@ -408,10 +407,10 @@ class StoredExperts:
 
 
 class _Expert(Files):
-    """The tensors of one expert, as if its matrix were a module's; what is for all experts is each one's.
+    """The tensors of one expert, as if its matrix were a module's; tensors for all experts go to each.
 
     Args:
-        own: {name of a module's tensor: that of the stacked one}.
+        own: {name of a module's tensor: name of the stacked one}.
         place: the number of experts, which one this is, and whether its matrices are turned.
     """
 

@@ -1,7 +1,7 @@
 """Parameters of a model that a checkpoint of another library has quantised, and the converters for them.
 
 Modules are named as in a dense checkpoint, so transformers' converters say which matrices a parameter is made
-of. What they do to rows, such as joining those of experts, they do to codes, scales and biases alike.
+of. They treat the rows of codes, scales and biases alike, for example to join experts.
 """
 
 import copy
@@ -85,7 +85,7 @@ class OthersLayout(Layout):
         section: of the files that the model is; None is all of them.
 
     Attributes:
-        report: their sizes, and the errors of what is not exact.
+        report: their sizes, and the rounding errors of inexact conversions.
 
     Raises: ValueError for matrices that do not fit the model, or that no format holds.
     """
@@ -175,7 +175,7 @@ class OthersLayout(Layout):
             self._parts[name].append(_Part(place, stored.matrix()))
 
     def _check_whole(self, state: Mapping[str, Tensor], found: list[_Found]) -> None:
-        """Checks what is dense, and that each parameter is made of tensors for all of it.
+        """Checks the dense weights, and that each parameter is made of tensors for all of it.
 
         Raises: ValueError if it is not.
         """
@@ -259,7 +259,7 @@ class OthersLayout(Layout):
         return self.report
 
     def conversions(self, others: list) -> list:
-        """Converters of what is quantised, once targets have quantised weights, in front of the others."""
+        """Converters of quantised weights, once targets have them, in front of the others."""
         return [*(self._row(name, parts) for name, parts in self._parts.items()), *self._apart, *others]
 
     def _row(self, name: str, parts: list[_Part]) -> NamedConverter:

@@ -113,7 +113,7 @@ def _mxfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
 
 
 def _nvfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
-    """A factor of the matrix divides the scales of compressed-tensors, and multiplies those of ModelOpt."""
+    """A factor of the matrix divides compressed-tensors' scales, and multiplies ModelOpt's."""
     factor = Declared(["F32"], [(), (1,)])
     return {
         scheme.codes: Declared(["U8"], [(rows, columns // 2)]),
@@ -171,7 +171,7 @@ class Schemes:
     def of(self, names: Sequence[str]) -> Scheme:
         """The scheme of a module, by its names in the checkpoint and in the model.
 
-        The most exact target counts, and a single scheme is that of all: other libraries name the parts of
+        The most exact target counts, and a single scheme applies to all: other libraries name the parts of
         a model otherwise.
 
         Raises: ValueError for a module that no target names, where there are several schemes.

@@ -38,15 +38,15 @@ class QuantizationConfig(QuantizationConfigMixin):
             smaller model are understood.
         source: the quantisation of a checkpoint that is dequantised while we quantise: FP8, or
             FROM_GGUF.
-        wanted: arguments of a recipe for a checkpoint that is quantised: for what is dense in it, and for
-            what has more bits than the recipe says.
-        requantize: False leaves what is quantised as it is.
+        wanted: arguments of a recipe for a quantised checkpoint: for its dense weights, and for weights
+            with more bits than the recipe says.
+        requantize: False leaves quantised weights unchanged.
         ordered: names of the linear layers, quantised in a checkpoint, that take their inputs in an order.
         absent: names of parts of the model, beside its language model, that a checkpoint does not have.
         mlx: the quantisation of a checkpoint that MLX wrote; {} if that is dense.
         other: the quantisation of a checkpoint that another library wrote.
-        measured: {what was measured of a quantised checkpoint: figures}, which the report of it has.
-        importance: an Importance, for what is quantised while it is loaded.
+        measured: {measurement of a quantised checkpoint: figures}, which its report has.
+        importance: an Importance, for weights quantised while loading.
         others: linear_bits, embedding_bits, keep and overrides for dense checkpoints, as in `accelerate`. All
             else, which other programs may have added to a config, is ignored.
 
