@@ -10,6 +10,7 @@ FLOORS = (
     "_versions",
     "_text",
     "_choices",
+    "_progress",
     "_install",
     "_hub",
     "_svg",

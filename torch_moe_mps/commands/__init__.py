@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         with _signals_raise(), first_process_talks():
-            _spin_less()
+            _set_libraries()
             check_options(options)  # before the seconds in which torch is imported
             if options.command not in WITHOUT_TORCH and "torch" not in sys.modules:
                 print(f"torch-moe-mps {options.command}: importing torch", file=sys.stderr, flush=True)
@@ -65,10 +65,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _spin_less() -> None:
-    """Lets other processes have the cores while threads wait; libgomp reads it when torch is imported."""
-    if "OMP_WAIT_POLICY" not in os.environ and "torch" not in sys.modules:
+def _set_libraries() -> None:
+    """Sets variables that libraries read when they are imported.
+
+    Threads of libgomp that wait let other processes have the cores. The Hub and transformers show bars on a
+    terminal alone.
+    """
+    if "torch" in sys.modules:
+        return
+    if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(*_SPINS)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def _line(error: Exception) -> str | None:
