@@ -52,7 +52,7 @@ def test_a_conversation(here, talk):
     assert third == first.replace("sky?", "hi")
     config = here.generator.jobs[0].config
     assert not config.do_sample and config.max_new_tokens == 4096 - len(
-        here.served.tokenizer(first).input_ids
+        here.served.template.tokenizer(first).input_ids
     )
 
 
@@ -129,7 +129,7 @@ def test_a_closed_stdout_is_no_traceback(monkeypatch):
 
 def test_ctrl_c_while_a_message_is_read(here, talk, monkeypatch):
     """The answer to it ends before it begins, and the chat goes on."""
-    own, pressed = here.served.prepare, []
+    own, pressed = chat.prepare, []
 
     def prepare(*given):
         if not pressed:
@@ -137,7 +137,7 @@ def test_ctrl_c_while_a_message_is_read(here, talk, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return own(*given)
 
-    monkeypatch.setattr(here.served, "prepare", prepare)
+    monkeypatch.setattr(chat, "prepare", prepare)
     shown = talk(lines=["hi", "so?"], says=["hello", "end"])
     assert "hello" not in shown and "end" in shown
 

@@ -59,7 +59,7 @@ def test_the_installation_brings_what_the_commands_need():
             asked = [Requirement(line) for line in requires(need.name) or () if need.name == "transformers"]
             extras = [{"extra": extra} for extra in need.extras]
             brought |= {one.name for one in asked if one.marker and any(map(one.marker.evaluate, extras))}
-    assert {"transformers", "accelerate", "gguf", "uvicorn", "fastapi"} <= brought
+    assert {"transformers", "accelerate", "gguf", "uvicorn", "xgrammar"} <= brought
     assert {"jinja2"} <= {Requirement(line).name for line in requires("torch")}
     plain = [Requirement(line) for line in requires("transformers")]
     assert not any(need.name == "accelerate" and need.marker is None for need in plain)

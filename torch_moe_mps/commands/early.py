@@ -61,8 +61,7 @@ def _generate(options: argparse.Namespace) -> None:
 def _serve(options: argparse.Namespace) -> None:
     if options.media_folder is not None and not Path(options.media_folder).is_dir():
         raise ValueError(f"--media-folder must be a folder, got {options.media_folder}")
-    for package in ("starlette", "uvicorn"):
-        _check_package(package, "serve", "serve")
+    _check_server("serve")
     _check_adapter(options)
     _check_drafts(options)
     if (options.parallel or 1) > 1 and (reason := alone(options)) is not None:
@@ -73,8 +72,13 @@ def _serve(options: argparse.Namespace) -> None:
 
 def _launch(options: argparse.Namespace) -> None:
     check_agent(options)
-    _check_package("uvicorn", "launch", "serve")
+    _check_server("launch")
     _check_adapter(options)
+
+
+def _check_server(command: str) -> None:
+    for package in ("starlette", "uvicorn", "httpx2", "msgspec", "prometheus_client", "pybase64", "xgrammar"):
+        _check_package(package, command, "serve")
 
 
 def _bench(options: argparse.Namespace) -> None:
