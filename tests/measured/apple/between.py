@@ -1,8 +1,8 @@
 """Idle time of a GPU between two tokens of the engine.
 
-The order is the engine's: a step is encoded when the host reads a token, which is the only one that it waits
-for (tests/serving/test_timeline.py). The host's times are assumed, the GPU's are those of `tokens`. A step is taken to be encoded whole before its
-first command buffer is committed: idle times are at most these.
+The order is the engine's: a step is encoded when the host reads a token, and the read waits for that token's
+step alone (tests/serving/test_timeline.py). The host's times are assumed, the GPU's are those of `tokens`. A
+step is taken to be encoded whole before its first command buffer is committed: idle times are at most these.
 """
 
 from collections.abc import Iterator
