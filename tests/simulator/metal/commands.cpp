@@ -86,15 +86,17 @@ std::string trace_text(const Command& command) {
   // The kernel's own bindings: those that an earlier command of the block left behind do not count.
   const msl_kernel& kernel = *command.kernel;
   std::map<int, const Binding*> buffers;
+  std::map<int, size_t> memory;
   for (int i = 0; i < kernel.argument_count; i++) {
     const msl_argument& argument = kernel.arguments[i];
-    if (argument.kind == MSL_BUFFER) buffers[argument.index] = &command.buffers[argument.index];
+    if (argument.kind == MSL_BUFFER) {
+      buffers[argument.index] = &command.buffers[argument.index];
+    } else {
+      memory[argument.index] = command.threadgroup_bytes[argument.index];
+    }
   }
   for (const auto& [index, binding] : buffers) line << " " << index << "=" << binding_text(*binding);
-  for (unsigned i = 0; i < kMaxBindings; i++) {
-    if (command.threadgroup_bytes[i])
-      line << " threadgroup(" << i << ")=" << command.threadgroup_bytes[i] << " bytes";
-  }
+  for (const auto& [index, bytes] : memory) line << " threadgroup(" << index << ")=" << bytes << " bytes";
   return line.str();
 }
 
@@ -163,11 +165,11 @@ void check_threadgroup_memory(const Command& command) {
          " bytes of threadgroup memory are over the limit of " + std::to_string(kMaxThreadgroupMemory));
   }
   for (unsigned i = 0; i < kMaxBindings; i++) {
-    if (command.threadgroup_bytes[i] == 0 || takes_threadgroup_memory(*command.kernel, i)) continue;
+    if (command.threadgroup_bytes[i] <= 16 || takes_threadgroup_memory(*command.kernel, i)) continue;
     fail(std::string(command.kernel->name) + ": threadgroup(" + std::to_string(i) + ") is still set to " +
          std::to_string(command.threadgroup_bytes[i]) +
          " bytes by a command before: the encoder, which torch's kernels share, keeps a length until it is "
-         "set to 0");
+         "set to 16");
   }
 }
 
