@@ -132,6 +132,34 @@ def test_what_has_changed(tmp_path, monkeypatch):
     assert [path.name for path in dependents.changed()] == ["committed", "edited", "new", "removed"]
 
 
+BEFORE = '"""A module."""\n\n\ndef one():\n    """One."""\n    return 1\n'
+
+
+@pytest.mark.parametrize(
+    ("after", "is_other"),
+    [
+        (BEFORE.replace("One.", "The number one."), False),
+        (BEFORE.replace("return 1", "return 1  # the first"), False),
+        (BEFORE.replace('    """One."""\n', ""), False),
+        (BEFORE.replace("return 1", 'return """One."""'), True),
+        (BEFORE.replace("return 1", "return 2"), True),
+        (None, True),
+    ],
+)
+def test_docstrings_and_comments_alone_change_no_code(after, is_other, tmp_path, monkeypatch):
+    """Outside of the package, and where docstrings are shown, every change counts."""
+    files = [tmp_path / "package" / name for name in ("a.py", "ops/a.py", "commands/arguments.py")]
+    monkeypatch.setattr(dependents, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(dependents, "PACKAGE", tmp_path / "package")
+    monkeypatch.setattr(dependents, "common", lambda: "HEAD")
+    monkeypatch.setattr(dependents, "git", lambda *_: BEFORE)
+    for file in (*files, tmp_path / "a.py"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if after is not None:
+            file.write_text(after)
+        assert dependents.has_other_code(file) == (is_other or file != files[0])
+
+
 def only(*files: str) -> set[str]:
     return dependents.only_operators([REPOSITORY / file for file in files])
 

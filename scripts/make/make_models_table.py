@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import make_serving_table
 import paths
 import simulator
 import torch
@@ -48,6 +49,7 @@ HEADER = """# Models
 `torch_moe_mps.accelerate` puts these operators into each architecture of transformers {version} whose experts
 follow its interface (`use_experts_implementation`), {classes} classes in {architectures} architectures,
 and into [dense models](#dense-models), which have a table of their own.
+[Serving](#serving) says which of them are batched, have a prefix cache and take draft tokens.
 `scripts/make/make_models_table.py` generates the tables from tiny models with random weights; tests check
 that they are current.
 
@@ -340,5 +342,6 @@ def footer(reports: dict) -> str:
 if __name__ == "__main__":
     path = paths.REPOSITORY / "docs" / "models.md"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(table())
+    _, mark, serving = path.read_text().partition(make_serving_table.MARK)
+    path.write_text(table() + mark + serving)
     print(f"wrote {path.relative_to(paths.REPOSITORY)}")

@@ -80,6 +80,22 @@ def test_a_model_runs_in_float16_up_to_half_of_its_range(
     assert line.startswith(f"activations in {str(dtype).removeprefix('torch.')}: {why}")
 
 
+@pytest.mark.parametrize("largest_one, dtype", [(None, torch.float16), (4.1e4, torch.bfloat16)])
+def test_python_runs_a_converted_checkpoint_as_the_commands_do(
+    largest_one, dtype, letters, tmp_path, monkeypatch, capsys
+):
+    """In the dtype that was measured, which the commands then need not do."""
+    plain = AutoModelForCausalLM.from_pretrained(letters).get_parameter(EMBEDDING).abs().max().item()
+    factor = 1.0 if largest_one is None else largest_one / plain
+    source, folder = with_factor(letters, tmp_path / "model", EMBEDDING, factor), tmp_path / "converted"
+    assert main(["convert", str(source), str(folder), "--bits", "8", "--group-size", "32"]) == 0
+    assert torch_moe_mps.from_pretrained(folder).dtype == dtype
+    monkeypatch.setattr(activations, "largest", None)
+    capsys.readouterr()
+    assert loaded(folder, "mps", bits=None, group_size=None).dtype == dtype
+    assert activations_said(capsys).startswith(f"activations in {str(dtype).removeprefix('torch.')}: ")
+
+
 def activations_said(capsys) -> str:
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("activations")]
     return line

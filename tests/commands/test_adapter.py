@@ -1,6 +1,7 @@
 """--adapter of the commands: the answers of PEFT on the model, and what is refused."""
 
 import re
+import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,11 +9,12 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from support import serving, tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
 
 import torch_moe_mps
-from torch_moe_mps.commands import main
+from torch_moe_mps.commands import main, sources
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +96,13 @@ def test_refused(folders, capsys, options, message):
         (None, "--adapter must be a folder with an adapter_config.json, got"),
         ('{"peft_type": "LORA"', "adapter_config.json must be JSON, got Expecting"),
         ("[]", "adapter_config.json must have a JSON object, got a list"),
+        ('{"peft_type": "IA3"}', "--adapter must be a LoRA adapter of PEFT, got one of IA3"),
+        ("{}", "--adapter must be a LoRA adapter of PEFT, got one of None"),
+        ('{"peft_type": "LORA", "r": 0}', 'adapter_config.json must have "r" of at least 1, got 0'),
+        (
+            '{"peft_type": "LORA", "r": 8, "lora_alpha": "16"}',
+            "adapter_config.json must have \"lora_alpha\" of at least 0, got '16'",
+        ),
     ],
 )
 def test_a_folder_without_an_adapter_is_refused_before_the_model_is_loaded(tmp_path, capsys, stored, message):
@@ -107,13 +116,17 @@ def test_a_folder_without_an_adapter_is_refused_before_the_model_is_loaded(tmp_p
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"hidden_size": 128}, "--adapter must be of this model, got {}: size mismatch for base_model."),
+        (
+            {"hidden_size": 128},
+            "an adapter of this model must be base_model.model.model.layers.0.mlp.experts.lora_A",
+        ),
         ({"num_hidden_layers": 3}, "an adapter of this model must be base_model.model.model.layers.2."),
         ({"num_hidden_layers": 1}, "must be without base_model.model.model.layers.1."),
     ],
 )
-def test_adapters_of_other_models(folders, capsys, tmp_path, sizes, message):
-    """PEFT leaves out what has no place, and what is missing changes nothing: neither is said."""
+def test_adapters_of_other_models(folders, capsys, monkeypatch, tmp_path, sizes, message):
+    """Refused before the weights are loaded. PEFT drops tensors without a place and accepts missing ones."""
+    monkeypatch.delattr(sources, "load_in_best")
     with tiny_models.groups_of_32():
         model = tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=27, **sizes)
     model.save_pretrained(tmp_path)
@@ -121,7 +134,18 @@ def test_adapters_of_other_models(folders, capsys, tmp_path, sizes, message):
     options = ("--raw", "-p", "hello", "--max-tokens", 1, "--adapter", folders[1])
     assert run("generate", tmp_path, "--bits", 4, "--group-size", 32, *options) == 1
     (*_, error) = capsys.readouterr().err.strip().splitlines()
-    assert message.format(folders[1]) in error and error.startswith("torch-moe-mps: error: ")
+    assert message in error and error.startswith("torch-moe-mps: error: ")
+
+
+def test_an_adapter_of_nan(folders, capsys, tmp_path):
+    shutil.copytree(folders[1], tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "lora_B" in name)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, file)
+    assert run("generate", folders[0], "--raw", "-p", "hello", "--adapter", tmp_path / "adapter") == 1
+    assert f"{name} of an adapter must be of finite numbers, got NaN" in capsys.readouterr().err
 
 
 def asked(adapter, *options):

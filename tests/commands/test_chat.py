@@ -3,10 +3,12 @@
 import contextlib
 import json
 import signal
+import sys
 
 import pytest
+from support import disk
 
-from torch_moe_mps.commands import chat
+from torch_moe_mps.commands import chat, main
 from torch_moe_mps.commands.arguments import parser
 
 
@@ -20,7 +22,7 @@ def talk(here, monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(chat, "served_by", served_by)
 
-    def run(*arguments: str, lines: list[str], says: list[str]) -> str:
+    def run(*arguments: str, lines: list[str | bytes], says: list[str]) -> str:
         here.says(*says)
         left = iter(lines)
 
@@ -28,7 +30,7 @@ def talk(here, monkeypatch, capsys, tmp_path):
             line = next(left, None)
             if line is None:
                 raise EOFError
-            return line
+            return line if isinstance(line, str) else line.decode()
 
         monkeypatch.setattr("builtins.input", typed)
         chat.run(parser().parse_args(["chat", "model", "--save-folder", str(tmp_path), *arguments]))
@@ -50,7 +52,7 @@ def test_a_conversation(here, talk):
     assert third == first.replace("sky?", "hi")
     config = here.generator.jobs[0].config
     assert not config.do_sample and config.max_new_tokens == 4096 - len(
-        here.served.tokenizer(first).input_ids
+        here.served.template.tokenizer(first).input_ids
     )
 
 
@@ -68,7 +70,8 @@ def test_settings(here, talk):
         "!set nothing=1",
         "!set top_k=many",
         "!status",
-        "!what",
+        "!what now",
+        "!help",
     ]
     shown = talk("--set", "temperature=0.5", lines=lines, says=["hello"])
     config = here.generator.jobs[0].config
@@ -76,6 +79,7 @@ def test_settings(here, talk):
     assert "--set must name arguments of generate(), got nothing" in shown
     assert "--set top_k must be a number" in shown
     assert "'max_new_tokens': 4" in shown and shown.count("!clear") == 1  # of the help
+    assert "!what is not a command: !help lists them" in shown
 
 
 def test_a_chat_is_written(talk, tmp_path):
@@ -89,9 +93,43 @@ def test_a_chat_is_written(talk, tmp_path):
     assert "/proc/nowhere/a.json cannot be written: No such file or directory" in shown
 
 
+def test_save_never_overwrites_a_file(talk, tmp_path, monkeypatch):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    lines = ["hi", "!save ~/notes.txt", f"!save {tmp_path}/link", "!save ~/new.json"]
+    shown = talk(lines=lines, says=["hello"])
+    assert (tmp_path / "notes.txt").read_text() == "mine" and not (tmp_path / "nowhere").exists()
+    for name in ("notes.txt", "link"):
+        assert f"{tmp_path / name} exists: !save writes a new file" in shown
+    assert json.loads((tmp_path / "new.json").read_text())["chat_history"][-1]["content"] == "hello"
+    assert {file.name for file in tmp_path.iterdir()} == {"notes.txt", "link", "new.json"}
+
+
+def test_a_full_disk_leaves_no_part_of_a_saved_chat(talk, tmp_path):
+    with disk.files_of(10):
+        shown = talk(lines=["hi", f"!save {tmp_path}/own.json", "still there?"], says=["hello", "yes"])
+    assert "own.json cannot be written: File too large" in shown and "yes" in shown
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_chat_goes_on_behind_what_cannot_be_read(talk, monkeypatch, tmp_path):
+    """A NUL in the name of a file, a user without a home, bytes that are not UTF-8, half a surrogate pair."""
+    lines = ["hi", "!save a\0b", "!save ~nobody-at-all/x", b"\xff", "\ud800", "so?"]
+    shown = talk(lines=lines, says=["hello", "still here"])
+    assert "a\0b cannot be written: embedded null byte" in shown and "still here" in shown
+    assert "~nobody-at-all/x cannot be written: Could not determine home directory" in shown
+    assert "messages must be in UTF-8" in shown
+
+
+def test_a_closed_stdout_is_no_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["generate", "/nowhere", "-p", "hi"]) == 1
+
+
 def test_ctrl_c_while_a_message_is_read(here, talk, monkeypatch):
     """The answer to it ends before it begins, and the chat goes on."""
-    own, pressed = here.served.prepare, []
+    own, pressed = chat.prepare, []
 
     def prepare(*given):
         if not pressed:
@@ -99,7 +137,7 @@ def test_ctrl_c_while_a_message_is_read(here, talk, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return own(*given)
 
-    monkeypatch.setattr(here.served, "prepare", prepare)
+    monkeypatch.setattr(chat, "prepare", prepare)
     shown = talk(lines=["hi", "so?"], says=["hello", "end"])
     assert "hello" not in shown and "end" in shown
 

@@ -23,10 +23,10 @@ from torch_moe_mps import macs
 from torch_moe_mps.commands import fit, main
 from torch_moe_mps.commands.caches import kv_cache
 from torch_moe_mps.serving.prefix_cache.memory import prompt_bytes
+from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.caches.rows import Rows
 from torch_moe_mps.transformers.caches.state import parts
-from torch_moe_mps.transformers.lagging import lagging_layers
+from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 # Qwen3-30B-A3B with a quarter of its layers, where their number says nothing.
@@ -403,7 +403,7 @@ def test_the_memory_beside_states_has_room_for_drafts(architecture):
         found = kv_cache(tiny_models.model_class(architecture)(config))
     model = eager(tiny_models.tiny_model(architecture))
     torch_moe_mps.accelerate(model)
-    rows, cache = Rows(model, lagging_layers(model)), new_cache(model)
+    rows, cache = BatchedCache(model, deferrable_layers(model)), new_cache(model)
     with torch.no_grad():
         model(torch.ones(1, 5, dtype=torch.long), **cache_argument(model, cache))
         rows.join(cache, 5)
@@ -486,7 +486,6 @@ def test_what_does_not_fit_is_one_line(mac, qwen3, tmp_path, refused):
     tiny_models.tiny_config("qwen3").save_pretrained(small)
     for arguments, message in (
         ([qwen3, "--mac"], "--mac is for a Mac with Apple silicon; this machine is not one"),
-        ([qwen3, "--group-size", "16"], "group_size must be 32 or 64 or 128"),
         ([tmp_path / "nothing"], "is neither a folder nor the name of a model on the Hub"),
         ([tmp_path / "vit"], "model_type must be of a model that generates text"),
         ([qwen3, "--speculative", "mtp"], "--speculative mtp is for MTP layers, got "),

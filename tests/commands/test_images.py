@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from torch_moe_mps.commands import main
 from torch_moe_mps.serving.engine.generating import Generating, images_of
-from torch_moe_mps.serving.prefix_cache.memory import Images, Kept, Prompts
+from torch_moe_mps.serving.prefix_cache.memory import CachedPrefix, Images, PrefixCache
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_serve(checkpoint, own, seen, monkeypatch, parallel):
 )
 def test_a_kept_prompt_is_of_use_for_all_of_its_images(ids, digest, tokens):
     """With the same text between them; a prompt without images has what comes before the first."""
-    kept = Kept(torch.tensor([5, 1, 1, 7, 1, 1, 8]), DynamicCache(), images=Images("a", 1, 6))
+    kept = CachedPrefix(torch.tensor([5, 1, 1, 7, 1, 1, 8]), DynamicCache(), images=Images("a", 1, 6))
     images = None if digest is None else Images(digest, 1, 6)
     assert kept.usable(torch.tensor(ids), images) == tokens
 
@@ -163,7 +163,7 @@ def test_positions_behind_an_image():
             "do_sample": False,
         }
 
-    keeping = Generating(model, Prompts(1 << 30))
+    keeping = Generating(model, PrefixCache(1 << 30))
     for turn in range(3):
         model.model.rope_deltas = None
         expected = model.generate(**given(ids))

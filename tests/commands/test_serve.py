@@ -34,7 +34,7 @@ from torch_moe_mps.commands.sources import load
 from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.speculation import Speculation
 from torch_moe_mps.serving.prefix_cache import disk
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.width import Width
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.upstream.calls import cache_among
@@ -185,7 +185,7 @@ def test_prompts_are_kept_over_requests_and_restarts(checkpoint, tmp_path, compu
         values = dict(line.split() for line in lines if line.startswith("moe_mps_disk"))
         with client_of(checkpoint, *kept) as other:  # the folder is the first one's
             assert ask(other, [], first + "when") == 46
-    assert values["moe_mps_disk_hits_total"] == "1" and values["moe_mps_disk_tokens_total"] == "42"
+    assert float(values["moe_mps_disk_hits_total"]) == 1 and float(values["moe_mps_disk_tokens_total"]) == 42
     assert f"not kept on the disk: {kept[1]} cannot be used: another server" in capsys.readouterr().err
     with pytest.raises(ValueError, match="--prompt-folder must be a folder, got the file"):
         client_of(checkpoint, "--prompt-folder", tmp_path / "notes.txt").__enter__()
@@ -217,7 +217,7 @@ def test_the_memory_of_kept_prompts_is_bounded(checkpoint, computed):
 def test_a_long_prompt_ends_with_its_piece(way, checkpoint, monkeypatch, computed):
     """What was computed of it is kept."""
     monkeypatch.setattr("torch_moe_mps.serving.engine.prefill.AT_ONCE", 16)
-    generating = Generating(load(options("chat", checkpoint), str(checkpoint), "cpu"), Prompts(1 << 30))
+    generating = Generating(load(options("chat", checkpoint), str(checkpoint), "cpu"), PrefixCache(1 << 30))
     ids = torch.arange(100)[None] % 26
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3}
     hook = generating.model.register_forward_hook(
@@ -300,7 +300,7 @@ def test_a_prediction_is_drafted_and_counted(checkpoint, monkeypatch):
         assert sum(getattr(shares[-1], name) for name in names) > 0
         with urllib.request.urlopen(f"{str(client.base_url).removesuffix('/v1/')}/metrics") as shown:
             counted = sum(share.accepted_prediction_tokens for share in shares)
-            assert f"moe_mps_accepted_draft_tokens_total {counted}\n" in shown.read().decode()
+            assert f"moe_mps_accepted_draft_tokens_total {float(counted)}\n" in shown.read().decode()
         for wrong in ("a text", {"type": "content"}, {"type": "content", "content": [{"type": "image"}]}):
             with pytest.raises(openai.BadRequestError, match="'prediction' must be an object of type"):
                 client.chat.completions.create(**asked, extra_body={"prediction": wrong})
@@ -341,7 +341,7 @@ def test_the_draft_keeps_its_prompts(checkpoint):
     draft.model.register_forward_pre_hook(
         lambda module, args, kwargs: counts.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    generating = Generating(model, Prompts(1 << 30), Speculation({"assistant_model": draft}))
+    generating = Generating(model, PrefixCache(1 << 30), Speculation({"assistant_model": draft}))
     ids = torch.arange(60)[None] % 26
     for first in (60, 9, 9):
         given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
@@ -579,17 +579,17 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
     assert refused("serve", checkpoint) == f"serve needs `{install_command('serve')}`, which brings uvicorn"
 
 
-def test_threads_of_a_server_wait_briefly_for_each_other(checkpoint, monkeypatch):
-    """No search for garbage walks the model, either; behind the server all is as before."""
+def test_no_search_for_garbage_walks_the_model(checkpoint, monkeypatch):
+    """While the server runs; behind it all is as before."""
 
     class Ran:
         def __init__(self, *given):
             pass
 
         def run(self, sockets):
-            ran.append((sys.getswitchinterval(), gc.get_freeze_count()))
+            ran.append(gc.get_freeze_count())
 
-    ran, interval, is_frozen = [], sys.getswitchinterval(), gc.get_freeze_count() > 0  # by the fork server
+    ran, is_frozen = [], gc.get_freeze_count() > 0  # by the fork server
     monkeypatch.setattr("torch_moe_mps.commands.serve.server_of", Ran)
     given = ["--device", "cpu", "--port", "0", "--prompt-disk", "0", "--log-level", "error"]
     gc.unfreeze()
@@ -598,9 +598,7 @@ def test_threads_of_a_server_wait_briefly_for_each_other(checkpoint, monkeypatch
             if others:
                 gc.freeze()
             assert main(["serve", str(checkpoint), *given]) == 0
-            during, frozen = ran.pop()
-            assert during == pytest.approx(0.00005) and frozen > 100_000
-            assert sys.getswitchinterval() == interval and (gc.get_freeze_count() > 0) == others
+            assert ran.pop() > 100_000 and (gc.get_freeze_count() > 0) == others
     finally:
         if not is_frozen:
             gc.unfreeze()
@@ -615,7 +613,7 @@ def test_tools_that_the_template_does_not_show_are_said(checkpoint, tmp_path, ca
         used = []
         for more, said_now in (({}, 0), ({"tools": tools}, 1), ({"tools": tools}, 1)):
             caplog.clear()
-            with caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.served"):
+            with caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.preparing"):
                 answer = client.chat.completions.create(model="m", messages=said("a"), max_tokens=1, **more)
             lines = [record.getMessage() for record in caplog.records]
             assert lines == ["tools are left out, 3 of them: prompts of this model show none"] * said_now
@@ -634,7 +632,7 @@ def test_tools_that_the_template_does_not_show_are_said(checkpoint, tmp_path, ca
     )
     with (
         serving.client_of(shown) as client,
-        caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.served"),
+        caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.preparing"),
     ):
         caplog.clear()
         answer = client.chat.completions.create(model="m", messages=said("a"), max_tokens=1, tools=tools)

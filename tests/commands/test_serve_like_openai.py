@@ -249,7 +249,7 @@ def test_a_client_that_leaves_ends_its_row(checkpoint):
             time.sleep(0.05)
         with urllib.request.urlopen(f"{root}/metrics") as answer:
             lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines())
-        assert int(lines["moe_mps_generated_tokens_total"]) < 255
+        assert float(lines["moe_mps_generated_tokens_total"]) < 255
         assert client.chat.completions.create(**asked | {"max_tokens": 2}).usage.completion_tokens == 2
 
 
@@ -280,6 +280,15 @@ def test_a_key_lets_in(checkpoint):
         assert [model.id for model in client.models.list()] == [str(checkpoint)]
         for path, status in (("/health", 200), ("/", 200), ("/metrics", 401), ("/v1/models", 401)):
             assert get(client, path)[0] == status, path
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "a\nb"])
+def test_a_key_that_no_header_carries_is_refused_at_the_start(key, checkpoint, refused, monkeypatch):
+    """By its option and by its variable, before the model is loaded."""
+    line = f"must have only printable ASCII characters, got {key!a}"
+    assert refused("serve", checkpoint, "--api-key", key) == f"--api-key {line}"
+    monkeypatch.setenv("MOE_MPS_API_KEY", key)
+    assert refused("serve", checkpoint) == f"MOE_MPS_API_KEY {line}"
 
 
 def test_the_host_header_names_this_machine(client):

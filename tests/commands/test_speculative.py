@@ -14,7 +14,7 @@ from support.speculative import Answered, prompts, settings
 import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.speculative import draft_cache, drafts_of
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.dflash import DFlash
 from torch_moe_mps.serving.speculative.drafter import Row
 from torch_moe_mps.serving.speculative.width import Width
@@ -104,7 +104,7 @@ def test_an_assistant_is_quantised_as_the_last_layer(folders, tmp_path):
     many = [ids % 27 for ids in many]
     plain = Answered(model, many, [settings(12)] * 2).answers
     for assistant, expected in ((dense, "affine4_32"), (three, "affine3_32")):
-        speculative = drafts_of(options_for(assistant), model, str(folder), "cpu", Prompts(0))
+        speculative = drafts_of(options_for(assistant), model, str(folder), "cpu", PrefixCache(0))
         (source,) = speculative._sources.values()
         assert isinstance(source, DFlash) and source.modules[0].dtype == torch.bfloat16
         modules = source.modules[0].modules()

@@ -13,7 +13,7 @@ from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.bench import Bench
 from torch_moe_mps.serving.engine.generating import Generating
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 # {architecture: its sizes}: compressed keys, recurrent states, and states of a convolution alone.
 HYBRIDS = {
@@ -65,7 +65,7 @@ def test_no_token_waits(architecture, simulated, answers):
     assert [found.shape[1] for found in results] == [44, 52, end, end + 14] and end > 41
     model = model.to("mps")
     torch_moe_mps.accelerate(model)
-    generating = Generating(model, Prompts(1 << 30))
+    generating = Generating(model, PrefixCache(1 << 30))
     for (ids, how), found in zip(cases, results, strict=True):
         given = {"input_ids": ids.to("mps"), "attention_mask": torch.ones_like(ids).to("mps")}
         assert torch.equal(generating.generate(**given, **settings, **how).cpu(), found)

@@ -1,4 +1,4 @@
-"""Kept prompts of a model whose adapters are switched: each is for what was added where it was computed."""
+"""Cached prefixes of a model whose adapters are switched: each is for the adapters that computed it."""
 
 import peft
 import pytest
@@ -14,7 +14,7 @@ from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.transformers.caches.prompt_cache import fingerprint
 
 IDS = torch.randint(2, 90, (1, 40), generator=torch.Generator().manual_seed(0))
@@ -45,7 +45,7 @@ CHANGES = {
 }
 
 
-def in_a_batch(model, prompts: Prompts) -> list[int]:
+def in_a_batch(model, prompts: PrefixCache) -> list[int]:
     tokens: list[int] = []
     config = GenerationConfig(max_new_tokens=8, eos_token_id=None, pad_token_id=0)
     batch = Batch(model, prompts, 2)
@@ -55,7 +55,7 @@ def in_a_batch(model, prompts: Prompts) -> list[int]:
     return tokens
 
 
-def by_generate(model, prompts: Prompts) -> list[int]:
+def by_generate(model, prompts: PrefixCache) -> list[int]:
     given = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "do_sample": False, "pad_token_id": 0}
     return Generating(model, prompts).generate(max_new_tokens=8, **given)[0, IDS.shape[1] :].tolist()
 
@@ -65,12 +65,12 @@ def by_generate(model, prompts: Prompts) -> list[int]:
 def test_an_answer_is_that_of_the_active_adapter(answer):
     """Twice each: the second time its own prompt is kept. A file of another state is of another model."""
     adapted = with_two_adapters()
-    model, prompts, names = adapted.get_base_model(), Prompts(1 << 30), []
+    model, prompts, names = adapted.get_base_model(), PrefixCache(1 << 30), []
     expected = [answer(model, prompts)]
     names.append(fingerprint(model))
     for change in CHANGES.values():
         change(adapted)
-        expected.append(answer(model, Prompts(0)))
+        expected.append(answer(model, PrefixCache(0)))
         names.append(fingerprint(model))
         assert answer(model, prompts) == expected[-1] == answer(model, prompts)
         assert len(prompts.kept) == 1
@@ -80,7 +80,7 @@ def test_an_answer_is_that_of_the_active_adapter(answer):
 
 def test_an_answer_that_began_with_another_adapter_is_not_kept():
     adapted = with_two_adapters()
-    model, prompts = adapted.get_base_model(), Prompts(1 << 30)
+    model, prompts = adapted.get_base_model(), PrefixCache(1 << 30)
     batch = Batch(model, prompts, 2)
     config = GenerationConfig(max_new_tokens=8, eos_token_id=None, pad_token_id=0)
     for _ in range(2):
@@ -89,7 +89,7 @@ def test_an_answer_that_began_with_another_adapter_is_not_kept():
     adapted.set_adapter("b")
     while batch.has_work:
         batch.step()
-    right = in_a_batch(model, Prompts(1 << 30))
+    right = in_a_batch(model, PrefixCache(1 << 30))
     assert in_a_batch(model, prompts) == right
 
 
@@ -103,14 +103,14 @@ def test_another_adapter_of_the_same_name_and_scale_has_prompts_of_its_own(
     first, second = (peft.get_peft_model_state_dict(adapted, adapter_name=name) for name in ("default", "b"))
     first = {name: tensor.clone() for name, tensor in first.items()}
     model, disk = adapted.get_base_model(), Disk(tmp_path, 1 << 30)
-    prompts, answers = Prompts(1 << 30, disk=disk), []
+    prompts, answers = PrefixCache(1 << 30, disk=disk), []
     for weights in (first, second, first):
         peft.set_peft_model_state_dict(adapted, weights, adapter_name="default")
         if restarts:
             prompts.write(model)
             disk = Disk(tmp_path, 1 << 30)
-            prompts = Prompts(1 << 30, disk=disk)
-        answers.append(answer(model, Prompts(0)))
+            prompts = PrefixCache(1 << 30, disk=disk)
+        answers.append(answer(model, PrefixCache(0)))
         assert answer(model, prompts) == answers[-1]
         while prompts.is_storing:
             prompts.store()
@@ -131,8 +131,8 @@ def test_prompts_on_a_disk_are_those_of_the_active_adapter(tmp_path, monkeypatch
         for number, name in enumerate(states):
             CHANGES[name](adapted)
             disk = Disk(tmp_path, 1 << 30)
-            prompts = Prompts(1 << 30, disk=disk)
-            assert in_a_batch(model, prompts) == in_a_batch(model, Prompts(0)), name
+            prompts = PrefixCache(1 << 30, disk=disk)
+            assert in_a_batch(model, prompts) == in_a_batch(model, PrefixCache(0)), name
             prompts.write(model)
             assert disk.hits == (number == 3 or not begun), name
     assert len({path.name for path in tmp_path.iterdir() if path.is_dir()}) == 4

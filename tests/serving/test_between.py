@@ -19,7 +19,7 @@ import torch_moe_mps
 from torch_moe_mps.serving.engine import batch as batches
 from torch_moe_mps.serving.engine.batch import Batch
 from torch_moe_mps.serving.engine.between import Between
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 
 def llava():
@@ -69,7 +69,7 @@ class Beside:
         monkeypatch.setattr(layer, "forward", forward_noted)
         self.does = lambda: False
         self.victim = Asked(torch.tensor([[3, 4, 5]]), 50, self.taken)
-        self.batch = Batch(model, Prompts(1 << 30), 4)
+        self.batch = Batch(model, PrefixCache(1 << 30), 4)
         self.batch.waiting.append(self.victim.job)
         while len(self.victim.tokens) < 2:
             self.batch.step()

@@ -18,7 +18,8 @@ from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
+from torch_moe_mps.transformers.caches.parts import Joined
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
 MEMORY = 1 << 30
@@ -50,9 +51,9 @@ class Asked:
         return model.generate(self.ids, generation_config=self.config)[0, self.ids.shape[1] :].tolist()
 
 
-def answer(model, disk: Disk | None, *asked: Asked) -> Prompts:
+def answer(model, disk: Disk | None, *asked: Asked) -> PrefixCache:
     """Answers by a new server, which ends."""
-    prompts = Prompts(MEMORY, disk=disk)
+    prompts = PrefixCache(MEMORY, disk=disk)
     batch = Batch(model, prompts, 4)
     batch.waiting.extend(each.job for each in asked)
     while batch.has_work:
@@ -96,7 +97,7 @@ def test_a_turn_behind_a_restart(architecture, how, tmp_path):
     eight = [isinstance(layer.keys, QuantizedStates) for layer in kept.cache.layers if hasattr(layer, "keys")]
     assert "kv_bits" not in how or eight == [True, True]
     third, alone = turn(second, 3), Disk(tmp_path, MEMORY)
-    generating = Generating(model, Prompts(MEMORY, disk=alone))
+    generating = Generating(model, PrefixCache(MEMORY, disk=alone))
     given = {"attention_mask": torch.ones_like(third), "max_new_tokens": 3, "do_sample": False}
     expected = model.generate(third, pad_token_id=0, **given)
     assert torch.equal(generating.generate(input_ids=third, pad_token_id=0, **given), expected)
@@ -150,6 +151,76 @@ def test_torn_files_are_none(architecture, tmp_path, caplog):
     assert "is left out" in caplog.text and not [*tmp_path.glob("*/*.new")]
 
 
+@pytest.mark.slow("answers of two models, twice")
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "qwen3_moe",
+        pytest.param("gpt_oss", marks=pytest.mark.sweep),
+        pytest.param("qwen3_next", marks=pytest.mark.sweep),
+        pytest.param("deepseek_v4", marks=pytest.mark.sweep),
+    ],
+)
+def test_files_under_other_names_are_not_used(architecture, tmp_path, caplog):
+    """Each file of a folder gets the content of another one: of its prompt, of another, of another model."""
+    model, asked = model_of(architecture), [LONG, LONG.flip(1)]
+    for scale in (1.0, 1.5):  # two models
+        with torch.no_grad():
+            model.get_decoder().layers[0].input_layernorm.weight.mul_(scale)
+        for ids in asked:
+            answer(model, Disk(tmp_path, MEMORY), Asked(ids))
+    files = sorted(tmp_path.glob("*/*"))
+    content = [path.read_bytes() for path in files]
+    for by in {1, len(files) // 2}:
+        for number, path in enumerate(files):
+            path.write_bytes(content[number - by])
+        again = [Asked(ids) for ids in asked]
+        answer(model, Disk(tmp_path, MEMORY), *again)
+        assert [each.tokens for each in again] == [each.expected(model) for each in again]
+        assert [each.job.disk_tokens for each in again] == [0, 0]
+    assert "its header must be" in caplog.text
+
+
+def test_other_files_in_the_folder_are_skipped(tmp_path):
+    """Copies that a file manager made, links to nothing, and folders: the model's own files are read."""
+    model, first = model_of("qwen3_moe"), Asked(LONG)
+    answer(model, Disk(tmp_path, MEMORY), first)
+    (state,) = tmp_path.glob("*/*.state")
+    (state.parent / f"{state.stem} copy.state").write_bytes(state.read_bytes())
+    (state.parent / f"{'a' * 32}.block").symlink_to(tmp_path / "nothing")
+    (state.parent / f"{'b' * 32}.block").mkdir()
+    again = Asked(turn(first, 5))
+    answer(model, Disk(tmp_path, MEMORY), again)
+    assert again.job.disk_tokens == 75 and again.tokens == again.expected(model)
+
+
+@pytest.mark.slow("an answer for some tensors of each file")
+@pytest.mark.parametrize("architecture", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.sweep)])
+def test_memory_that_runs_out_between_two_layers(architecture, tmp_path, monkeypatch):
+    """What was read whole before is used, and no file is taken for damaged."""
+    model, first = model_of(architecture), Asked(LONG)
+    answer(model, Disk(tmp_path, MEMORY), first)
+    own, files, calls = Joined._longer, {*tmp_path.glob("*/*")}, []
+
+    def short(*given):
+        calls.append(None)
+        if len(calls) in failing:
+            raise RuntimeError("MPS backend out of memory")
+        return own(*given)
+
+    monkeypatch.setattr(Joined, "_longer", short)
+    ids, failing = turn(first, 5), []
+    expected = Asked(ids).expected(model)
+    answer(model, Disk(tmp_path, MEMORY), Asked(ids, 1))
+    for number in range(3, len(calls) + 1, 4):
+        calls.clear()
+        failing[:] = [number]
+        again = Asked(ids)
+        answer(model, Disk(tmp_path, MEMORY), again)
+        assert again.tokens == expected and files <= {*tmp_path.glob("*/*")}
+        assert again.job.disk_tokens < 75
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_end_in_the_middle_of_a_write(tmp_path, monkeypatch):
     """As behind a kill: what was whole is read; what was not is computed."""
@@ -163,7 +234,7 @@ def test_an_end_in_the_middle_of_a_write(tmp_path, monkeypatch):
         return own(self, target)
 
     monkeypatch.setattr(disk_module.Path, "replace", replace)
-    batch = Batch(model, prompts := Prompts(MEMORY, disk=disk), 1)
+    batch = Batch(model, prompts := PrefixCache(MEMORY, disk=disk), 1)
     batch.waiting.append(first.job)
     while batch.has_work or len(written) < 4:
         batch.step()
@@ -186,7 +257,7 @@ def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
         own(self, *given)
 
     monkeypatch.setattr(Disk, "_write_part", slow)
-    engine = Engine(model, Prompts(MEMORY, disk=Disk(tmp_path, MEMORY)), 4)
+    engine = Engine(model, PrefixCache(MEMORY, disk=Disk(tmp_path, MEMORY)), 4)
     asked = [Asked(LONG[:, n:], 20) for n in range(4)]
     for each in asked:
         engine.submit(each.job)
@@ -212,7 +283,7 @@ def test_what_waits_for_a_slow_disk_is_within_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(Disk, "_write_part", slow)
     octets = octets_of(answer(model, None, Asked(LONG)).kept[0])
     disk = Disk(tmp_path, MEMORY)
-    prompts = Prompts(int(2.5 * octets), disk=disk)
+    prompts = PrefixCache(int(2.5 * octets), disk=disk)
     batch, asked = Batch(model, prompts, 1), [Asked(LONG.roll(n)) for n in range(9)]
     for each in asked:
         batch.waiting.append(each.job)

@@ -17,11 +17,11 @@ import torch_moe_mps
 from torch_moe_mps.serving.engine import batch as batch_module
 from torch_moe_mps.serving.engine.batch import Batch
 from torch_moe_mps.serving.engine.engine import Engine
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers import key_order
 from torch_moe_mps.transformers.caches import growing
-from torch_moe_mps.transformers.caches.rows import capacity
+from torch_moe_mps.transformers.caches.batched import capacity
 
 MEMORY = 1 << 30
 
@@ -78,7 +78,7 @@ def test_a_job_begins_without_a_walk_through_the_model(architecture, monkeypatch
     """The others wait: what holds for all jobs is asked once. transformers alone copies the settings."""
     monkeypatch.delitem(sys.modules, "peft", raising=False)  # whose layers may be anywhere
     model, own, walked, copied = model_of(architecture), nn.Module.named_modules, [], []
-    batch = Batch(model, Prompts(MEMORY), 4)
+    batch = Batch(model, PrefixCache(MEMORY), 4)
     run(batch, Asked(ids_of(1, 5), 2))
 
     def named_modules(self, *given, **named):
@@ -113,7 +113,7 @@ def test_a_job_begins_without_a_walk_through_the_model(architecture, monkeypatch
 def test_kept_prompts_go_on(architecture):
     """The second turn of a conversation computes what is new in it; so does who shares its begin."""
     model = model_of(architecture)
-    prompts = Prompts(MEMORY)
+    prompts = PrefixCache(MEMORY)
     batch = Batch(model, prompts, 4)
     first, beside = Asked(ids_of(1, 70), 5), Asked(ids_of(2, 6), 9)
     run(batch, first, beside)
@@ -136,7 +136,7 @@ def test_kept_prompts_go_on(architecture):
 
 def test_memory_is_for_answers_first():
     """Of kept prompts the one that was used longest ago goes; who does not fit waits."""
-    model, prompts = model_of(), Prompts(MEMORY)
+    model, prompts = model_of(), PrefixCache(MEMORY)
     batch = Batch(model, prompts, 8, MEMORY)
     run(batch, Asked(ids_of(1, 60), 2))
     (kept,) = prompts.kept
@@ -170,7 +170,7 @@ def test_the_cache_of_a_draft_is_planned():
     """Two answers that fit alone do not where a draft of the model's sizes has as much for each."""
     model, most = model_of("llama"), {}
     for speculative in (None, model):
-        prompts = Prompts(0)
+        prompts = PrefixCache(0)
         batch = Batch(model, prompts, 8, MEMORY, speculative=drafting_of(model, speculative, prompts, "a", 3))
         run(batch, Asked(ids_of(1, 60), 12))
         batch.memory = int(1.2 * batch._bytes * (capacity(2, 72) + 72))
@@ -187,8 +187,8 @@ def test_the_cache_of_a_draft_is_planned():
 
 def test_prompts_are_given_up_as_answers_grow(monkeypatch):
     """Where the rows move to larger memory, not only where one begins."""
-    monkeypatch.setattr(growing, "LEAST_ROOM", 8)
-    model, prompts = model_of("llama"), Prompts(MEMORY)
+    monkeypatch.setattr(growing, "LEAST_SLOTS", 8)
+    model, prompts = model_of("llama"), PrefixCache(MEMORY)
     batch = Batch(model, prompts, 4, MEMORY)
     run(batch, *(Asked(ids_of(n, 60), 2) for n in range(3)))
     assert len(prompts.kept) == 3
@@ -442,7 +442,7 @@ def test_a_piece_takes_as_long_as_some_steps():
 
 def test_the_engine_on_its_thread(tmp_path):
     model = model_of()
-    prompts = Prompts(MEMORY, file=str(tmp_path / "prompt.safetensors"))
+    prompts = PrefixCache(MEMORY, file=str(tmp_path / "prompt.safetensors"))
     engine = Engine(model, prompts, 4)
     jobs = [Asked(ids_of(n, 3 + n), 4 + n) for n in range(6)]
     for each in jobs:
@@ -474,7 +474,7 @@ def test_the_engine_on_its_thread(tmp_path):
 def test_jobs_that_come_while_beams_are_searched():
     """They begin between its tokens; a cancelled search ends within a step."""
     model, ended = model_of(), []
-    engine = Engine(model, Prompts(MEMORY), 4)
+    engine = Engine(model, PrefixCache(MEMORY), 4)
     beams, plain, gone, after = (Asked(ids_of(n, 5 + n), new) for n, new in enumerate((40, 5, 40, 5)))
     for each in (beams, gone):
         each.config.num_beams = 3

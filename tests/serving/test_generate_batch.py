@@ -17,7 +17,7 @@ import torch_moe_mps
 from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.sampling import Chooser, choose
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 LENGTHS = (3, 20, 9, 5, 14, 7, 4, 11, 6, 8, 12, 10)
 
@@ -108,7 +108,7 @@ def test_states_in_rows_that_the_own_code_keeps_in_modules(caplog):
     with caplog.at_level(logging.WARNING, "torch_moe_mps"):
         answers = torch_moe_mps.generate_batch(model, many, config(4), progress=False)
     assert not [record for record in caplog.records if "one by one" in record.getMessage()]
-    generating = Generating(model, Prompts(1 << 20))
+    generating = Generating(model, PrefixCache(1 << 20))
     for ids, answer in zip(many, answers, strict=True):
         expected = alone(own, ids, generation_config=config(4), use_cache=False)
         assert torch.equal(answer, expected)
@@ -248,7 +248,7 @@ def test_a_model_without_a_cache(caplog):
 def test_generate_keeps_no_prompt_of_states_alone(architecture):
     """Its own loop counts the tokens of a cache by keys, and takes whole prompts."""
     own, model, ids = tiny_models.tiny_model(architecture), model_of(architecture), prompts(2)[1]
-    kept = Prompts(1 << 20)
+    kept = PrefixCache(1 << 20)
     whole = Generating(model, kept).generate(
         input_ids=ids[None], generation_config=config(4), attention_mask=torch.ones_like(ids[None])
     )

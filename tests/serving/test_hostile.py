@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 
 from torch_moe_mps.serving.engine.batch import Batch
 from torch_moe_mps.serving.engine.engine import Engine
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 OFTEN = ("gpt_oss", "qwen3_next")  # windows with sinks beside caches that grow; recurrent states
 # Answers of images or of no text, and models that generate by a code of their own.
@@ -127,7 +127,7 @@ def test_victims_have_the_answers_of_victims_alone(architecture, count):
     victims = [victim(number, lengths[number]) for number in range(VICTIMS) for _ in range(1 + count // 12)]
     jobs = victims + [hostile(draws) for _ in range(count)]
     draws.shuffle(jobs)
-    engine = Engine(model, Prompts(1 << 30), 4)
+    engine = Engine(model, PrefixCache(1 << 30), 4)
     for each in jobs:
         engine.submit(each.job)
     try:

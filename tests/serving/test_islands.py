@@ -15,7 +15,7 @@ from torch_moe_mps.serving.engine.batch import Batch
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.one_by_one import OneByOne
-from torch_moe_mps.serving.prefix_cache.memory import Images, Prompts
+from torch_moe_mps.serving.prefix_cache.memory import Images, PrefixCache
 from torch_moe_mps.transformers.caches import growing, rows
 
 MEMORY = 1 << 30
@@ -100,7 +100,7 @@ def test_what_raises_in_one_row_ends_that_row(what):
     plain = Asked(ids_of(1, 5), 9)
     masked = Asked(ids_of(3, 4), 9, processors=[Process(lambda ids, scores: scores)])
     late = Asked(ids_of(1, 5), 9)
-    batch = Batch(model_of(), Prompts(MEMORY), 3)
+    batch = Batch(model_of(), PrefixCache(MEMORY), 3)
     run(batch, plain, bad, masked, late)
     assert len(bad.reasons) == 1 and isinstance(bad.reasons[0], Exception), bad.reasons
     for number, length, each in ((1, 5, plain), (3, 4, masked), (1, 5, late)):
@@ -121,7 +121,7 @@ def test_scores_of_another_dtype_and_tokens_that_a_processor_changes():
 
     expected, victim, bad = drawn(), drawn(Process(lambda ids, scores: scores)), drawn(Process(spoils))
     run(Batch(model_of(), None, 1), expected)
-    prompts = Prompts(MEMORY)
+    prompts = PrefixCache(MEMORY)
     batch = Batch(model_of(), prompts, 2)
     run(batch, victim, bad)
     assert victim.tokens == expected.tokens == bad.tokens
@@ -142,7 +142,7 @@ def test_an_end_that_raises_ends_no_other(ends):
 @pytest.mark.parametrize("name", ["_rows.alone", "prompts.put"])
 def test_an_answer_whose_prompt_cannot_be_kept_is_whole(name, monkeypatch):
     bad, good = Asked(ids_of(2, 6), 3), Asked(ids_of(1, 5), 9)
-    batch = Batch(model_of(), Prompts(MEMORY), 3)
+    batch = Batch(model_of(), PrefixCache(MEMORY), 3)
     where, attribute = name.split(".")
 
     def fails(*arguments):
@@ -231,7 +231,7 @@ def fails_once(batch: Batch, fits) -> None:
 def test_a_step_without_memory_ends_the_answer_with_the_fewest_tokens(architecture, at, monkeypatch):
     """The others are read again, and go on; half of the kept prompts are given up."""
     monkeypatch.setattr(batch_module, "_STEPS", 0)  # one begins in a step, so that the last has the fewest
-    model, prompts = model_of(architecture), Prompts(MEMORY)
+    model, prompts = model_of(architecture), PrefixCache(MEMORY)
     batch = Batch(model, prompts, 3)
     run(batch, Asked(ids_of(4, 40), 2), Asked(ids_of(5, 40), 2))
     first, drawn, last = Asked(ids_of(1, 5), 12), Asked(ids_of(2, 6), 12), Asked(ids_of(3, 9), 12)
@@ -265,7 +265,7 @@ def test_a_step_without_memory_ends_answers_with_images(monkeypatch):
 
 def test_a_prompt_without_memory_ends_alone():
     good, bad, late = Asked(ids_of(1, 5), 9), Asked(ids_of(2, 16), 9), Asked(ids_of(2, 16), 5)
-    batch = Batch(model_of(), Prompts(MEMORY), 3)
+    batch = Batch(model_of(), PrefixCache(MEMORY), 3)
     fails_once(batch, lambda ids: ids.shape[1] == 16)
     run(batch, good, bad, late)
     assert str(bad.reasons[0]) == NO_MEMORY and bad.tokens == []
@@ -274,7 +274,7 @@ def test_a_prompt_without_memory_ends_alone():
 
 def test_an_answer_alone_without_memory_ends_alone(monkeypatch):
     good, bad, late = Asked(ids_of(1, 5), 9), Asked(ids_of(2, 6), 9), Asked(ids_of(2, 6), 5)
-    batch = Batch(model_of(), Prompts(MEMORY), 3)
+    batch = Batch(model_of(), PrefixCache(MEMORY), 3)
     monkeypatch.setattr(batch._rows, "join", lambda *given: _raise(rows.NotJoinable("it has none")))
     fails_once(batch, lambda ids: len(bad.tokens) == 4 and ids[0].tolist() == bad.tokens[-1:])
     run(batch, bad, good, late)
@@ -295,7 +295,7 @@ def test_one_by_one_an_end_that_raises_ends_no_thread():
 @pytest.mark.parametrize("at", ["_end_cancelled", "_end_all"])
 def test_the_thread_of_an_engine_outlives_an_error_or_says_why_it_died(at, monkeypatch):
     """Nobody waits for ever: what is generated, what waits and what comes later end with the reason."""
-    engine = Engine(model_of(), Prompts(MEMORY), 1)
+    engine = Engine(model_of(), PrefixCache(MEMORY), 1)
     jobs = [Asked(ids_of(n, 5), 10**6) for n in (1, 2)]
     futures = []
     began = threading.Event()

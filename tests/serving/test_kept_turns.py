@@ -6,7 +6,7 @@ from support.jobs import Asked, ids_of, model_of, run
 from support.sweep import in_sweep
 
 from torch_moe_mps.serving.engine.batch import Batch
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 # Rows, and caches whose answers are generated alone.
 ALONE = ["glm5_next", "qwen4_exp", "minimax_m3_vl"]
@@ -26,7 +26,7 @@ def test_what_is_kept_of_an_answer(architecture, late):
     """Whichever way it ends, and whether the host reads a token before the next is computed, as it does not
     on mps: all that was computed is kept, and the next turn is the model's own.
     """
-    model, prompts = model_of(architecture), Prompts(1 << 30)
+    model, prompts = model_of(architecture), PrefixCache(1 << 30)
     batch = Batch(model, prompts, 4)
     batch._reads_late = late
     length, stops, gone, ends = (Asked(ids_of(number, LENGTH + number), 7) for number in range(4))
@@ -52,7 +52,7 @@ def test_what_is_kept_of_an_answer(architecture, late):
 def test_answers_that_begin_with_anothers_prompt(architecture, late):
     """While that one is being generated, and again and again: each is the one alone."""
     model = model_of(architecture)
-    batch = Batch(model, Prompts(1 << 30), 6)
+    batch = Batch(model, PrefixCache(1 << 30), 6)
     batch._reads_late = late
     first = Asked(ids_of(1, LENGTH), 14)
     asked = [first]
@@ -72,7 +72,7 @@ def test_answers_that_begin_with_anothers_prompt(architecture, late):
 def test_a_short_prompt_that_begins_as_a_kept_one(architecture):
     """Shorter than a window, which is 5 of DeepSeek-V4: compressed keys give no token back all the same."""
     model = model_of(architecture)
-    batch = Batch(model, Prompts(1 << 30), 2)
+    batch = Batch(model, PrefixCache(1 << 30), 2)
     for number, shared in enumerate((0, 2, 1)):
         ids = torch.cat((ids_of(9, 3)[:, :shared], ids_of(number, 3 - shared)), 1)
         asked = Asked(ids, 1 + number)

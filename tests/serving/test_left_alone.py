@@ -22,8 +22,9 @@ from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.speculation import Speculation
+from torch_moe_mps.serving.http.preparing import prepare
 from torch_moe_mps.serving.http.request import Chat, Request
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.training.examples import Example
 from torch_moe_mps.training.memory import Ranks
 from torch_moe_mps.training.steps import Plan, Training, with_new_adapter
@@ -74,7 +75,7 @@ def by_batch(model):
 
 
 def by_engine(model):
-    engine, ended = Engine(model, Prompts(1 << 20), 2), []
+    engine, ended = Engine(model, PrefixCache(1 << 20), 2), []
     engine.submit(Job({"input_ids": IDS}, GenerationConfig(**SETTINGS), lambda token: False, ended.append))
     while not ended:
         engine.run(lambda: None).result()
@@ -82,7 +83,7 @@ def by_engine(model):
 
 
 def by_chat(model):
-    generating = Generating(model, Prompts(1 << 20), Speculation({"prompt_lookup_num_tokens": 2}))
+    generating = Generating(model, PrefixCache(1 << 20), Speculation({"prompt_lookup_num_tokens": 2}))
     for _ in range(2):
         generating.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), **SETTINGS)
 
@@ -135,8 +136,8 @@ def test_the_model_of_a_command_is_as_it_was_loaded(command, tmp_path, monkeypat
     with serving.served_by(options) as served:
         chat = Chat([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
         request = Request([chat], "messages", choice({"max_new_tokens": 3, "do_sample": True}))
-        answers = served.prepare(request, lambda number, item: ended.set() if item is None else None)
-        served.submit(answers)
+        answers = prepare(served, request, lambda number, item: ended.set() if item is None else None)
+        answers.submit(served.generator)
         assert ended.wait(60) and len(answers.answers[0].tokens) > 0
     ((model, before),) = loaded
     assert changed(before, facts(model)) == {}

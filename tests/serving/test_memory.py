@@ -24,7 +24,7 @@ from torch_moe_mps.serving.engine.one_by_one import OneByOne
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache import memory as prompts_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
-from torch_moe_mps.serving.prefix_cache.memory import Kept, Prompts, prompt_bytes
+from torch_moe_mps.serving.prefix_cache.memory import CachedPrefix, PrefixCache, prompt_bytes
 
 IDS = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(0))
 
@@ -82,7 +82,7 @@ def wait_for(condition) -> None:
     raise AssertionError
 
 
-class Watched(Prompts):
+class Watched(PrefixCache):
     """Prompts that note the bytes of all whenever one is added."""
 
     def __init__(self, memory: int):
@@ -90,15 +90,15 @@ class Watched(Prompts):
         super().__init__(memory)
 
     @property
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[CachedPrefix]:
         return self._kept
 
     @kept.setter
-    def kept(self, values: list[Kept]) -> None:
+    def kept(self, values: list[CachedPrefix]) -> None:
         seen = self.seen
 
         class Noting(list):
-            def append(self, kept: Kept) -> None:
+            def append(self, kept: CachedPrefix) -> None:
                 super().append(kept)
                 seen.append(sum(octets_of(each) for each in self))
 
@@ -120,7 +120,7 @@ def test_kept_prompts_take_no_more_than_their_memory_at_any_time():
 
 def test_a_prompt_is_given_up_where_a_copy_of_its_beginning_has_no_room():
     """Who adds to a part of it copies that part."""
-    model, prompts = small(), Prompts(1 << 30)
+    model, prompts = small(), PrefixCache(1 << 30)
     engine = Engine(model, prompts, 1)
     answered(engine, ids_of(1, 30))
     engine.close()
@@ -146,13 +146,13 @@ def test_the_activations_of_a_prompt():
 def test_a_prompt_that_is_kept_looks_at_no_other_ones_tensors(tmp_path, monkeypatch):
     """Whoever asks for many short answers would hold the others up; the oldest prompts go."""
     monkeypatch.setattr(prompts_module, "_MOST", 9)
-    counts, made = list[int](), list[Kept]()
+    counts, made = list[int](), list[CachedPrefix]()
     for module in (prompts_module, disk_module):
         monkeypatch.setattr(module, "storages_of", _counting(counts, module.storages_of))
-    prompts = Prompts(1 << 30, disk=Disk(tmp_path, 1 << 30))
+    prompts = PrefixCache(1 << 30, disk=Disk(tmp_path, 1 << 30))
     prompts.read(small())
     for number in range(30):
-        made.append(Kept(torch.tensor([number, 5]), DynamicCache()))
+        made.append(CachedPrefix(torch.tensor([number, 5]), DynamicCache()))
         made[-1].cache.update(torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8), 0)
         del counts[:]
         prompts.put(made[-1])
@@ -176,7 +176,7 @@ def _counting(counts: list[int], own):
 def test_kept_prompts_go_where_the_system_is_short(kind, has_disk, tmp_path):
     """To the disk where there is one, though nobody asks; an answer comes back from there."""
     model, pressure = small(), Pressure()
-    prompts = Prompts(1 << 30, disk=Disk(tmp_path, 1 << 30) if has_disk else None)
+    prompts = PrefixCache(1 << 30, disk=Disk(tmp_path, 1 << 30) if has_disk else None)
     memory = Memory(model, pressure)
     if kind == "side by side":
         generator = Engine(model, prompts, 4, memory)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 import torch_moe_mps
 from torch_moe_mps.serving.engine.batch import Batch
 from torch_moe_mps.serving.engine.job import Job
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.capture import calls
@@ -80,7 +80,7 @@ def test_rows_of_the_engine(architecture, simulated):
     jobs[1].config.eos_token_id = whole[2]
     gone = Asked(20, settings(60))
     gone.on_token = lambda token: gone.note(token) or (len(gone.tokens) == 3 and gone.cancel())
-    batch = Batch(model, Prompts(1 << 30), 8)
+    batch = Batch(model, PrefixCache(1 << 30), 8)
     batch.waiting.extend([*jobs, gone])
     rows = set()
     while batch.has_work:
@@ -132,7 +132,7 @@ def test_drafts_are_verified_by_few_programs(architecture, simulated):
     jobs = [Asked(number, settings(20)) for number in range(3)]
     answers = [expected(plain, job) for job in jobs]
     source = Partly([job.inputs["input_ids"][0] for job in jobs], answers, 0.8)
-    prompts = Prompts(1 << 30)
+    prompts = PrefixCache(1 << 30)
     batch = Batch(model, prompts, 2, speculative=drafting_of(model, source, prompts, "a", 3))
     batch.waiting.extend(jobs)
     while batch.has_work:

@@ -10,6 +10,7 @@
 | an operator's family in `ops/` | tests that name one of its operators, and a model of each router |
 | `.mm`, `.metal` and their headers | the same, for the families whose sources include the file |
 | a text, a table, pinned values | tests that name it, itself or in a module of `tests/` that they import |
+| docstrings and comments of Python in the package alone | the documents |
 | the simulator, requirements and settings | all |
 
 A header that only shaders include counts for the operators whose kernels include it.
@@ -58,6 +59,7 @@ EVERYTHING = re.compile(
     r"tests/(simulator/(?!tests/|example/|README|(apple|cuda|coverage)\b.*\.py)|conftest\.py|\w+\.txt)"
     r"|pyproject\.toml|scripts/environment\.sh"
 )
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Calls of every operator in every format, for minutes: only `scripts/test` runs them.
 ANY_ARGUMENTS = TESTS / "ops" / "test_any_arguments.py"
 RULES = PACKAGE / "transformers" / "modules" / "rules"
@@ -382,22 +384,51 @@ def dependents(path: Path) -> set[Path]:
     return tests | ({TESTS / "test_documents.py"} if path.suffix == ".md" else set())
 
 
+def git(*arguments: str) -> str:
+    """The output of a git command; empty where it fails."""
+    told = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True)
+    return told.stdout if told.returncode == 0 else ""
+
+
+def common() -> str:
+    """The last commit that this branch and main have in common."""
+    found = git("merge-base", "HEAD", "origin/main") or git("merge-base", "HEAD", "main") or "HEAD"
+    return found.strip()
+
+
 def changed() -> list[Path]:
-    """The files that differ from what this branch and main have in common, those of no commit included."""
+    """The files that differ from `common()`, those of no commit included."""
+    names = git("diff", "--name-only", common()) + git("ls-files", "--others", "--exclude-standard")
+    return [REPOSITORY / name for name in sorted({*names.splitlines()})]
 
-    def git(*arguments: str) -> list[str]:
-        told = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True)
-        return told.stdout.split("\n")[:-1] if told.returncode == 0 else []
 
-    common = git("merge-base", "HEAD", "origin/main") or git("merge-base", "HEAD", "main") or ["HEAD"]
-    names = git("diff", "--name-only", common[0]) + git("ls-files", "--others", "--exclude-standard")
-    return [REPOSITORY / name for name in sorted(set(names))]
+def code(text: str) -> str:
+    """The syntax tree of Python text without docstrings and comments; they change no behaviour."""
+    tree = ast.parse(text)
+    for node in statements(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.dump(tree)
+
+
+def has_other_code(path: Path) -> bool:
+    """False for a module of the package that differs from `common()` in docstrings and comments alone.
+
+    Docstrings of operators are tested, and those of the commands' options are their help.
+    """
+    shown = path.is_relative_to(PACKAGE / "ops") or path == PACKAGE / "commands" / "arguments.py"
+    if shown or path.suffix != ".py" or not path.is_relative_to(PACKAGE) or not path.exists():
+        return True
+    before = git("show", f"{common()}:{path.relative_to(REPOSITORY)}")
+    return not before or code(before) != code(path.read_text())
 
 
 def main() -> None:
     """Prints the tests, a line each, behind an option of pytest if cases of other operators are left out."""
-    paths = changed()
+    every = changed()
+    paths = [path for path in every if has_other_code(path)]
     tests = {test for path in paths for test in dependents(path) if test.exists()}
+    tests |= {TESTS / "test_documents.py"} if len(paths) < len(every) else set()
     if names := only_operators(paths):
         print(f"--operators={','.join(sorted(names))}")
     for test in sorted(tests | ({TESTS / "test_layout.py"} if tests else set())):

@@ -17,10 +17,10 @@ from transformers.cache_utils import DynamicLayer
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.basics.interface import is_experts
 from torch_moe_mps.transformers.caches.cache import STATES
-from torch_moe_mps.transformers.caches.lagging import lagging
+from torch_moe_mps.transformers.caches.deferred_states import deferred
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.capture.calls import captures_of
-from torch_moe_mps.transformers.lagging import lagging_layers
+from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_name
 
 from . import tiny_models
@@ -179,9 +179,9 @@ def captured_call(
 
     def begun() -> Any:
         cache = prompted(model, [*range(1, length + 1)], rows)
-        for number, kind in lagging_layers(model).items() if lags else ():
+        for number, kind in deferrable_layers(model).items() if lags else ():
             if number < len(cache.layers):  # layers may have been left out
-                cache.layers[number] = lagging(cache.layers[number], kind)
+                cache.layers[number] = deferred(cache.layers[number], kind)
         return cache
 
     cache = begun()

@@ -22,8 +22,7 @@ from support.processes import COMMAND, Forked
 from torch_moe_mps.commands import serving as commands
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.early import check_options
-from torch_moe_mps.commands.serve import media_of, server_of, sockets_of
-from torch_moe_mps.serving.http import structured
+from torch_moe_mps.commands.serve import key_of, media_of, server_of, sockets_of
 
 QUANTISED = ["--bits", 4, "--group-size", 32]  # as `quantised`
 
@@ -57,7 +56,7 @@ def server_at(*arguments: object) -> Iterator[str]:
     check_options(options)
     sockets = sockets_of("localhost", 0)
     with commands.served_by(options, media_of(options)) as served:
-        server = server_of(served, options)
+        server = server_of(served, options, key_of(options))
         thread = threading.Thread(target=server.run, args=(sockets,))
         thread.start()
         try:
@@ -134,16 +133,6 @@ def printable_checkpoint(folder: Path, **settings: object) -> Path:
 def letters() -> transformers.PreTrainedTokenizerFast:
     """A tokenizer of letters, with `TEMPLATE`."""
     return tokenizer_of(LETTERS, unk_token="?", chat_template=TEMPLATE)
-
-
-def hide_xgrammar(monkeypatch) -> None:
-    """As on a machine without the extra that answers in a schema need."""
-    find = structured.importlib.util.find_spec
-    monkeypatch.setattr(
-        structured.importlib.util,
-        "find_spec",
-        lambda name, *a: None if name == "xgrammar" else find(name, *a),
-    )
 
 
 @functools.cache

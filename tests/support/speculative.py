@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 from torch_moe_mps.serving.engine.batch import Batch
 from torch_moe_mps.serving.engine.job import Job
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
 
 LENGTHS = (5, 20, 40, 9, 3)
@@ -54,7 +54,7 @@ class Answered:
 
     def __init__(self, model, many: Sequence[torch.Tensor], configs, speculative=None, most=1, **options):
         """`options`: `width` of the drafts, `seeds`, `likely` and `processors` of each prompt, `until`."""
-        kept = Prompts(1 << 30)
+        kept = PrefixCache(1 << 30)
         width, until = options.get("width"), options.get("until", lambda tokens: False)
         self.batch = Batch(
             model, kept, most, None, speculative=drafting_of(model, speculative, kept, "a", width)

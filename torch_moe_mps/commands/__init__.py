@@ -4,6 +4,8 @@ Each command NAME has its options in arguments.py, which imports nothing heavy s
 `run(options)` in NAME.py, which returns None or an exit code.
 """
 
+import atexit
+import gc
 import importlib
 import os
 import signal
@@ -18,6 +20,7 @@ from ..pipeline.torchrun import first_process_talks, tell_other_processes
 from .arguments import parse, parser
 from .early import check_options
 
+WITHOUT_TORCH = ("launch",)
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
 # Turns that a thread of libgomp waits for work before it sleeps. Its own choice is 300,000 for the threads of
 # the main thread, and 1,000 where there are more threads than cores, as in the server. Beside two busy
@@ -27,14 +30,19 @@ _SPINS = ("GOMP_SPINCOUNT", "1000")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns: the exit code."""
+    if sys.stdout is None:  # closed, as by >&-
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     options, said = parse(sys.argv[1:] if arguments is None else arguments), None
+    atexit.register(gc.freeze)  # Python would search all modules for garbage as it ends, for seconds
     if options.command is None:
         parser().print_help()
         return 0
     try:
         with _signals_raise(), first_process_talks():
-            _spin_less()
+            _set_libraries()
             check_options(options)  # before the seconds in which torch is imported
+            if options.command not in WITHOUT_TORCH and "torch" not in sys.modules:
+                print(f"torch-moe-mps {options.command}: importing torch", file=sys.stderr, flush=True)
             code: int = importlib.import_module(f".{options.command}", __package__).run(options) or 0
             sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output has seen enough
@@ -57,10 +65,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _spin_less() -> None:
-    """Lets other processes have the cores while threads wait; libgomp reads it when torch is imported."""
-    if "OMP_WAIT_POLICY" not in os.environ and "torch" not in sys.modules:
+def _set_libraries() -> None:
+    """Sets variables that libraries read when they are imported.
+
+    Threads of libgomp that wait let other processes have the cores. The Hub and transformers show bars on a
+    terminal alone.
+    """
+    if "torch" in sys.modules:
+        return
+    if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(*_SPINS)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def _line(error: Exception) -> str | None:

@@ -32,7 +32,7 @@ from ..serving.engine.generating import Generating
 from ..serving.engine.job import Job
 from ..serving.engine.speculation import Speculation
 from ..serving.engine.stand_in import call_generate
-from ..serving.prefix_cache.memory import Prompts
+from ..serving.prefix_cache.memory import PrefixCache
 from ..serving.speculative.drafting import Drafting
 from ..transformers.basics.scoped import Seeded
 from ..transformers.capture.calls import tokens_of
@@ -199,7 +199,7 @@ class Bench:
         self.device = torch.device(model.device)
         self.speculation: Speculation | None = None
         self.speculative: Drafting | None = None
-        self.prompts = Prompts(1 << 62)  # all contexts: each is read once
+        self.prompts = PrefixCache(1 << 62)  # all contexts: each is read once
         self.captured: str | None = None  # how the tokens ran
         self.weights = sum_of_processes(model, bytes_a_token(model))
         self.vocabulary = model.config.get_text_config().vocab_size
@@ -369,7 +369,9 @@ class _Answered:
         steps: that gave its tokens behind the first, which the prompt's last piece gives.
     """
 
-    def __init__(self, model: Any, prompts: Prompts, speculative: Drafting | None, ids: Tensor, tokens: int):
+    def __init__(
+        self, model: Any, prompts: PrefixCache, speculative: Drafting | None, ids: Tensor, tokens: int
+    ):
         times: list[float] = []
         reasons: list[Any] = []
 

@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..transformers.basics.shapes import call_on_shapes
 from ..transformers.caches.cache import as_held
-from ..transformers.caches.growing import room_behind, room_behind_window
-from ..transformers.caches.lagging import bytes_beside
+from ..transformers.caches.deferred_states import bytes_beside
+from ..transformers.caches.growing import free_slots_for, window_slots
 from ..transformers.upstream.calls import cache_among
 
 
@@ -43,7 +43,7 @@ class KVCache:
     def memory(self, context: int) -> int:
         """The most bytes that an accelerated model allocates, with room for more tokens and for drafts."""
         rooms = {
-            window: room_behind(context) if window is None else room_behind_window(window)
+            window: free_slots_for(context) if window is None else window_slots(window)
             for window in self.rates
         }
         room = sum(rooms[window] * rate for window, rate in self.rates.items())

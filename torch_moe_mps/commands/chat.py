@@ -18,9 +18,12 @@ from .._text import first_line
 from ..pipeline.torchrun import is_first_process
 from ..serving.engine.defaults import choice
 from ..serving.http.answer import Item, Piece
+from ..serving.http.answers import Answers
+from ..serving.http.preparing import prepare
 from ..serving.http.request import Chat, Refused, Request
-from ..serving.http.served import Answers, Served
+from ..serving.http.served import Served
 from .interrupts import at_ctrl_c
+from .results import write_new
 from .serving import follow, served_by
 from .settings import read_settings, settings_of
 
@@ -69,8 +72,12 @@ class _Conversation:
                     print(f"{self.served.name}: {self.settings}\n")
                 case "!continue" if self.messages and self.messages[-1]["role"] == "assistant":
                     self._answer()
-                case _ if command.startswith("!"):
+                case "!help":
                     print(f"{_HELP}\n")
+                case "!continue":
+                    print("!continue goes on with an answer: there is none yet\n")
+                case _ if command.startswith("!"):
+                    print(f"{command} is not a command: !help lists them\n")
                 case _:
                     self.messages.append(_message("user", line))
                     self._answer()
@@ -80,6 +87,9 @@ class _Conversation:
         with at_ctrl_c():
             try:
                 return input(f"<{getpass.getuser()}>:\n")
+            except UnicodeDecodeError as error:
+                print(f"messages must be in UTF-8: {error}\n")
+                return ""
             except (EOFError, KeyboardInterrupt):
                 print()
                 return None
@@ -95,14 +105,18 @@ class _Conversation:
 
     def _save(self, name: str) -> None:
         at = time.strftime("%Y-%m-%d_%H-%M-%S")
-        file = Path(name or Path(self.folder, Path(self.served.name).name, f"chat_{at}.json"))
         said = [{"role": m["role"], "content": m["content"][0]["text"]} for m in self.messages]
+        text = json.dumps({"settings": self.settings, "chat_history": said}, indent=2)
         try:
+            named = Path(name or Path(self.folder, Path(self.served.name).name, f"chat_{at}.json"))
+            file = named.expanduser()
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"settings": self.settings, "chat_history": said}, indent=2))
+            write_new(file, text)
             print(f"written to {file}\n")
-        except OSError as error:
-            print(f"{file} cannot be written: {error.strerror}\n")
+        except FileExistsError:
+            print(f"{file} exists: !save writes a new file\n")
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL; a home that is unknown
+            print(f"{name or named} cannot be written: {getattr(error, 'strerror', None) or error}\n")
 
     def _answer(self) -> None:
         """Shows the answer to the messages, and adds it to them."""
@@ -121,15 +135,15 @@ class _Conversation:
         with at_ctrl_c(stop):
             print(f"<{self.served.name}>:", flush=True)
             try:
-                made.append(self.served.prepare(request, lambda number, item: shown.put(item)))
-            except Refused as refused:
-                print(f"{refused.message}\n")
+                made.append(prepare(self.served, request, lambda number, item: shown.put(item)))
+            except Exception as error:  # from the typed text, or from the chat template
+                print(f"{error.message if isinstance(error, Refused) else first_line(error)}\n")
                 if not goes_on:
                     self.messages.pop()
                 return
             if is_stopped.is_set():
                 made[0].cancel()
-            self.served.submit(made[0])
+            made[0].submit(self.served.generator)
             _show(shown)
         self._ended(made[0], goes_on)
 
@@ -138,7 +152,7 @@ class _Conversation:
         if isinstance(answer.reason, Exception):
             print(f"\n{first_line(answer.reason) or type(answer.reason).__name__}\n")
             return
-        count, seconds = len(answer.tokens), answer.ended - answer.first
+        count, seconds = len(answer.tokens), answer.times.ended - answer.times.first
         speed = f", {(count - 1) / seconds:.1f} tokens/s" if count > 1 and seconds > 0 else ""
         cut = "; !continue goes on" if answer.reason == "length" else ""
         print(f"\n({count} tokens{speed}{cut})\n")

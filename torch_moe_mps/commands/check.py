@@ -8,7 +8,6 @@ import contextlib
 import importlib.util
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from .._faults import raise_fault
+from .._progress import Progress
 from ..macs import is_known
 from ..ops import OPERATORS
 from ..ops._formats import MLX_MODES, Format
@@ -139,7 +139,7 @@ def check_all(
     names = libraries(dtypes, formats)
     if quick:
         names = [name for name in names if not UNCOMMON.match(name)]
-    with _bar("Compiling", len(names), "library") as bar:
+    with Progress("Compiling", len(names), "library") as bar:
         findings = compile_side_by_side(names, lambda name: bar.update())
     report["seconds_compiling"] = round(time.perf_counter() - started, 1)
     save("libraries", findings)
@@ -207,7 +207,7 @@ def _entry(finding: Finding) -> dict[str, Any]:
 def _probe(path: str | None) -> int:
     """Prints the page alone, so that it can be sent to a file."""
     names = [name for name in libraries([torch.bfloat16], [Format.named("affine4_64")]) if "_i" not in name]
-    with _bar("Probing", len(probe.PARTS), "part") as bar:
+    with Progress("Probing", len(probe.PARTS), "part") as bar:
         result = probe.probe(probe.Sizes(), names, lambda name: bar.update())
     page = anonymous(json.dumps(result, indent=1, allow_nan=False))
     print(page)
@@ -226,7 +226,7 @@ def compare_all(work: Sequence[Subject]) -> list[Finding]:
     """Each subject up to the first call that fails."""
     findings = []
     checks = checks_of(work)
-    with _bar("Comparing", len(checks), "check") as bar:
+    with Progress("Comparing", len(checks), "check") as bar:
         for check in checks:
             if finding := _or_fault(check.subject, partial(first_fault, check)):
                 findings.append(finding)
@@ -248,7 +248,7 @@ def check_tensor_units(dtypes: Sequence[torch.dtype], formats: Sequence[Format])
         return tensor_units.Use(reason=reason)
     use = tensor_units.Use()
     names = tensor_units.libraries(dtypes, formats)
-    with _bar("Tensor units", 2 * len(names), "step") as bar:
+    with Progress("Tensor units", 2 * len(names), "step") as bar:
         compile_side_by_side(names, lambda name: bar.update())
         for name in names:
             if fault := _or_fault(name, partial(first_fault, tensor_units.check_of(name))):
@@ -329,30 +329,3 @@ def _chosen(option: str, text: str | None, known: dict[str, Item]) -> list[Item]
         if name not in known:
             raise ValueError(f"{option} must be some of {', '.join(known)}, got {name!r}")
     return [known[name] for name in names]
-
-
-def _bar(what: str, total: int, unit: str) -> Any:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:  # an installation without extras
-        return _Lines(what, total, unit)
-    return tqdm(total=total, desc=what, unit=unit)
-
-
-class _Lines:
-    """A bar without tqdm: a line at the start and at each tenth."""
-
-    def __init__(self, what: str, total: int, unit: str) -> None:
-        self.what, self.total, self.unit, self.done = what, total, unit, 0
-
-    def __enter__(self) -> "_Lines":
-        print(f"{self.what}: {self.total} x {self.unit}", file=sys.stderr, flush=True)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-    def update(self) -> None:
-        self.done += 1
-        if 10 * self.done // self.total > 10 * (self.done - 1) // self.total:
-            print(f"{self.what}: {self.done} of {self.total}", file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 import argparse
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -22,12 +21,14 @@ from .._text import split_gguf
 from ..macs import BANDWIDTHS, machine_memory
 from ..ops._formats import GGUF
 from ..transformers.basics.report import QuantizationReport, in_unit
+from ..transformers.checkpoints.activations import chosen, range_of
 from ..transformers.checkpoints.calibration import importance_for
 from ..transformers.checkpoints.layouts.files import LARGEST, UNFINISHED, Shards, checkpoint_files
 from ..transformers.checkpoints.layouts.mlx.names import check_architecture
 from ..transformers.checkpoints.layouts.mlx.writing import save_mlx, sizes_in_mlx
 from ..transformers.checkpoints.quantize.importance import Importance
 from ..transformers.checkpoints.quantize.recipe import requested_recipe
+from ..transformers.checkpoints.ranges import Largest, key_of, remember
 from ..transformers.checkpoints.source import Source
 from ..transformers.checkpoints.write.parts import Parts
 from ..transformers.checkpoints.write.plan import LoadPlan, planned
@@ -39,9 +40,10 @@ from ..transformers.upstream.utilities import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import packs, says_a_format
 from .recipes import arguments_of
-from .results import write_json, written_whole
+from .results import locked, write_json, written_whole
 from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
 
+_HELD = 0.75  # part of the memory that a model's weights may take
 _ADAPTER = "adapter"  # the folder in DST
 _CHIPS = ("M1", "M4 Pro", "M5 Max (40 cores)")  # chips whose speed is predicted
 # Files that are written anew, not copied.
@@ -142,7 +144,7 @@ def _weights(source: str) -> list[Path]:
 def _sizes(plan: LoadPlan) -> str:
     """The sizes of what will be written, which follow from shapes and formats."""
     memory = machine_memory()
-    fit = "fits" if plan.after < 0.75 * memory else "does not fit"
+    fit = "fits" if plan.after < _HELD * memory else "does not fit"
     size, token = in_unit(plan.before), in_unit(plan.token_before)
     speeds = [f"{1e9 * BANDWIDTHS[chip] / plan.token_after:,.0f} on {chip}" for chip in _CHIPS]
     return (
@@ -181,15 +183,15 @@ def _unfinished(destination: Path) -> Path:
 def _written_beside(destination: Path) -> Iterator[Path]:
     """A folder that becomes the destination in the end; a process that was killed may have begun it."""
     folder = _unfinished(destination)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ValueError(f"{destination} is being written by another process") from None
-    try:
+    with locked(folder, destination), _finished(folder, destination):
         yield folder
+
+
+@contextmanager
+def _finished(folder: Path, destination: Path) -> Iterator[None]:
+    """Gives a folder its name in the end; what an error leaves is removed."""
+    try:
+        yield
         folder.chmod(0o755)
         _rename(folder, destination)
     except Exception:
@@ -202,8 +204,6 @@ def _written_beside(destination: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
             print(f"nothing of {destination} is complete: the same command begins anew", file=sys.stderr)
         raise
-    finally:
-        os.close(lock)
 
 
 def _convert(
@@ -250,10 +250,13 @@ def _convert(
         for file in copied:
             (folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / file, folder / file)
+        found = _measured(folder, options) if how["dtype"] != options.dtype else None
         if options.adapter is not None:
             _write_adapter(options, source, folder / _ADAPTER)
         base = None if Path(options.source).exists() else split_gguf(options.source)[0]
         (folder / CARD).write_text(model_card(destination.name, source, base, options.to, text))
+    if found is not None:  # for commands, which would measure it at their first start
+        remember(key_of(str(destination), None, quantises=False), found)
     return report.rows()
 
 
@@ -275,6 +278,30 @@ def _dtype(source: str, options: argparse.Namespace, recipe: dict[str, Any]) -> 
     may_change = options.dtype == "auto" and options.to != "mlx" and quantises
     is_bfloat16 = about.skeleton().dtype is torch.bfloat16
     return "float16" if may_change and is_bfloat16 else options.dtype
+
+
+def _measured(folder: Path, options: argparse.Namespace) -> Largest | None:
+    """The range of the activations of a checkpoint; config.json then names the dtype that they need.
+
+    None, and bfloat16, for a checkpoint that this machine cannot hold or that has no tokenizer.
+    """
+    if sum(file.stat().st_size for file in folder.glob("*.safetensors")) > _HELD * machine_memory():
+        return None
+    device = "mps" if torch.backends.mps.is_available() else "cpu"
+    about = Source(str(folder), loading_options(options))
+
+    def load(dtype: torch.dtype) -> Any:
+        return from_pretrained(str(folder), device_map=device, **loading_options(options) | {"dtype": dtype})
+
+    found = range_of(about, device, load)
+    if found is not None:
+        activations = chosen(found)
+        file = folder / "config.json"
+        config = json.loads(file.read_text())
+        config["dtype"] = str(activations.dtype).removeprefix("torch.")
+        file.write_text(json.dumps(config, indent=2) + "\n")
+        print(activations)
+    return found
 
 
 def _config(source: str, model: Any) -> dict[str, Any]:

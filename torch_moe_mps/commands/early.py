@@ -7,13 +7,14 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from .._choices import BITS, GROUP_SIZES, one_of
 from .._install import install_command
 from ..pipeline.torchrun import processes
 from ..serving.speculative import LOOKUP
 from .arguments import MIXED, NO_DRAFTS, RECIPES
 from .launch import check_agent
 from .places import adapter_config, look_for_files, look_for_models, place_of_adapter, prompts_of, utf8_text
-from .results import check_writable
+from .results import check_folder, check_writable
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -60,8 +61,7 @@ def _generate(options: argparse.Namespace) -> None:
 def _serve(options: argparse.Namespace) -> None:
     if options.media_folder is not None and not Path(options.media_folder).is_dir():
         raise ValueError(f"--media-folder must be a folder, got {options.media_folder}")
-    for package in ("starlette", "uvicorn"):
-        _check_package(package, "serve", "serve")
+    _check_server("serve")
     _check_adapter(options)
     _check_drafts(options)
     if (options.parallel or 1) > 1 and (reason := alone(options)) is not None:
@@ -72,8 +72,13 @@ def _serve(options: argparse.Namespace) -> None:
 
 def _launch(options: argparse.Namespace) -> None:
     check_agent(options)
-    _check_package("uvicorn", "launch", "serve")
+    _check_server("launch")
     _check_adapter(options)
+
+
+def _check_server(command: str) -> None:
+    for package in ("starlette", "uvicorn", "httpx2", "msgspec", "prometheus_client", "pybase64", "xgrammar"):
+        _check_package(package, command, "serve")
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -106,11 +111,16 @@ def _convert(options: argparse.Namespace) -> None:
         raise ValueError(f"--importance must be auto or a file, got {options.importance}")
     if options.importance is not None and options.bits == 1:
         raise ValueError("--importance must be of formats with 2 bits and more, got --bits 1")
+    for option, value, allowed in (
+        ("--bits", options.bits, BITS[options.mode]),
+        ("--group-size", options.group_size, GROUP_SIZES[options.mode]),
+    ):
+        if value not in (None, *allowed):
+            raise ValueError(f"{option} must be {one_of(allowed)} with --mode {options.mode}, got {value}")
     if options.recipe is not None and (options.bits is not None or options.mode != "affine"):
         raise ValueError("--recipe already sets the bits; leave out --bits and --mode")
     if options.adapter is not None:
-        if (kind := adapter_config(options.adapter).get("peft_type")) != "LORA":
-            raise ValueError(f"--adapter must be a LoRA adapter of PEFT, got one of {kind}")
+        adapter_config(options.adapter)
         _check_package("peft", "--adapter", "adapters")
     if packs(options):
         for option, value in (("--group-size", options.group_size), ("--importance", options.importance)):
@@ -134,13 +144,14 @@ def packs(options: argparse.Namespace) -> bool:
 
 
 def _finetune(options: argparse.Namespace) -> None:
-    from ..training.examples import rows_of
+    from ..training.examples import read_preferences, rows_of
     from ..training.record import begun
 
     _check_one_process(options)
     _check_package("peft", "finetune", "finetune")
     look_for_files(options)
     begun(options)
+    check_folder("--output", options.output)
     if options.method == "sft":
         for _ in rows_of(options.data):
             pass
@@ -151,6 +162,7 @@ def _finetune(options: argparse.Namespace) -> None:
         raise ValueError("--held-out is for --method sft, whose loss it measures")
     if (options.method == "grpo") != (options.reward is not None):
         raise ValueError("--reward FILE.py is what --method grpo needs, and no other")
+    read_preferences(options.data, options.method)
     if options.method == "grpo" and options.batch % options.generations:
         got = f"{options.batch} and {options.generations}"
         raise ValueError(f"--batch must be a multiple of --generations with --method grpo, got {got}")

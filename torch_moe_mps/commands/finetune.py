@@ -24,7 +24,7 @@ from ..transformers.basics.report import in_unit
 from .card import CARD, adapter_card, use_of_adapter
 from .fit import size_when_loaded
 from .interrupts import at_ctrl_c
-from .results import written_whole
+from .results import locked, written_whole
 from .sources import check_generates, context_of, folder_of, load, skeleton_of, tokenizer_of, usable_device
 
 if TYPE_CHECKING:
@@ -36,6 +36,13 @@ _MOST_HELD_OUT = 100  # examples, unless --held-out says how many
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, RuntimeError with a one-line message."""
+    if options.dry_run:
+        return _run(options)
+    with locked(Path(options.output), options.output):
+        _run(options)
+
+
+def _run(options: argparse.Namespace) -> None:
     from ..training import memory, steps
 
     output, about = Path(options.output), begun(options)
@@ -47,9 +54,11 @@ def run(options: argparse.Namespace) -> None:
     check_generates(options, folder)
     tokenizer = tokenizer_of(folder_of(options.model, options.revision) if _is_gguf(options) else folder)
     source, model = skeleton_of(options, folder)
-    longest = min(options.max_length, context_of(model.config))
-    task = _task(options, tokenizer, longest)
-    examples, held_out = ([], []) if task else _examples(options, tokenizer, longest)
+    context = context_of(model.config)
+    task = _task(options, tokenizer, context)
+    examples, held_out = list[Any](), list[Any]()
+    if task is None:
+        examples, held_out = _examples(options, tokenizer, min(options.max_length, context))
     ranks = memory.Ranks(options.rank, options.expert_rank, options.targets)
     targets = memory.short_names(model, memory.targets_in(model, options.targets))
     tokens = task.tokens if task else [len(example.ids) for example in (*examples, *held_out)]
@@ -83,7 +92,6 @@ def run(options: argparse.Namespace) -> None:
         about["before"] = steps.held_out_loss(adapted, held_out, options.batch, pad)
     if held_out:
         print(f"held-out loss before: {about['before']:.4f}", flush=True)
-    output.mkdir(parents=True, exist_ok=True)
     _write(output, about)
     with at_ctrl_c(training.end):
         is_done = training.run(options.resume)
@@ -98,16 +106,19 @@ def run(options: argparse.Namespace) -> None:
     _save(options, adapted, output, about, tokens[: len(tokens) - len(held_out)])
 
 
-def _task(options: argparse.Namespace, tokenizer: Any, longest: int) -> "Task | None":
+def _task(options: argparse.Namespace, tokenizer: Any, context: int) -> "Task | None":
     """The task of DPO or GRPO; None for SFT."""
     if options.method == "sft":
         return None
-    from ..training.preferences import Task, reward_of, rows_for
+    from ..training.preferences import dpo_task, grpo_task
 
-    rows = rows_for(options.method, options.data)
-    reward = None if options.reward is None else reward_of(options.reward)
-    print(f"{len(rows)} lines to train on, by {options.method}")
-    return Task(rows, tokenizer, reward, options.generations, options.answer_length, longest)
+    if options.method == "dpo":
+        task = dpo_task(options.data, tokenizer, min(options.max_length, context))
+    else:
+        sizes = options.generations, options.answer_length, context
+        task = grpo_task(options.data, tokenizer, options.reward, *sizes)
+    print(f"{len(task.tokens)} lines to train on, by {options.method}")
+    return task
 
 
 def _is_gguf(options: argparse.Namespace) -> bool:
@@ -201,9 +212,9 @@ def _save(
     losses = [(int(row["step"]), row["loss"]) for row in about["curve"]]
     held_out = (about["before"], about["after"]) if "after" in about else None
     (output / _CURVE).write_text(
-        loss_curve(f"{options.model} on {Path(options.data).name}", losses, held_out)
+        loss_curve(f"{options.model} on {Path(options.data).name}", losses, held_out), encoding="utf-8"
     )
     card = adapter_card(output.name, options, about, len(tokens), sum(tokens))
-    (output / CARD).write_text(card)
+    (output / CARD).write_text(card, encoding="utf-8")
     _write(output, about)
     print(f"wrote {output}. To ask it:\n{use_of_adapter(str(output), options.model, options)}")

@@ -14,7 +14,7 @@ import torch
 from ..macs import machine_memory
 from ..serving.engine.defaults import choice, settings_of_answer
 from ..serving.engine.generating import Generating
-from ..serving.prefix_cache.memory import Prompts
+from ..serving.prefix_cache.memory import PrefixCache
 from ..transformers.caches.cache import pools_padding
 from .arguments import NO_DRAFTS
 from .interrupts import at_ctrl_c
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
     if len(batches) < len(prompts) and pools_padding(model.config):
         batches = [[prompt] for prompt in prompts]
         inputs = [_inputs(options, reader, some) for some in batches]
-    kept = Prompts(machine_memory(), file=options.prompt_cache)
+    kept = PrefixCache(machine_memory(), file=options.prompt_cache)
     generating = Generating(model, kept, speculation_of(options, model, folder, device))
     if options.prompts is None:
         with at_ctrl_c(generating.end):

@@ -12,7 +12,7 @@ from typing import Any
 
 from .._hub import folder_in_the_cache, named_on_the_hub
 from .._install import pip_install
-from .._text import first_line, split_gguf
+from .._text import first_line, shown, split_gguf
 
 # Files beside the weights: config, tokenizer, processor, chat templates, Python code, and the modules that
 # sentence-transformers puts behind the model, in folders that begin with a number (1_Pooling, 2_Dense).
@@ -37,7 +37,8 @@ def look_for_files(options: argparse.Namespace) -> None:
     for option, name in _FILES.items():
         file = getattr(options, option, None)
         if file is not None and (not Path(file).exists() or Path(file).is_dir()):  # it may be a pipe
-            raise ValueError(f"{name} must be a file, got {'the folder ' * Path(file).is_dir()}{file}")
+            wrong = f"{file} is a folder" if Path(file).is_dir() else f"{file} does not exist"
+            raise ValueError(f"{name} must be a file: {wrong}")
 
 
 def look_for_models(options: argparse.Namespace) -> None:
@@ -103,7 +104,7 @@ def place_of(source: str, revision: str | None, weights: bool, only_look: bool =
         return source
     path = Path(folder) / file
     if not path.is_file():
-        raise ValueError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'none'}")
+        raise ValueError(f"{path} is a folder, not a file" if path.is_dir() else f"{path} does not exist")
     return str(path)
 
 
@@ -145,14 +146,20 @@ def place_of_adapter(name: str, weights: bool) -> str:
 
 
 def adapter_config(folder: str) -> dict[str, Any]:
-    """The adapter_config.json of PEFT in a folder. Raises: ValueError."""
+    """The adapter_config.json of a LoRA adapter of PEFT in a folder. Raises: ValueError."""
     file = Path(folder) / ADAPTER_CONFIG
     if not file.is_file():
         raise ValueError(f"--adapter must be a folder with an {ADAPTER_CONFIG}, got {folder}")
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"--adapter: {file} must be JSON, got {first_line(error)}") from None
     if not isinstance(config, dict):
         raise ValueError(f"--adapter: {file} must have a JSON object, got a {type(config).__name__}")
+    if (kind := config.get("peft_type")) != "LORA":
+        raise ValueError(f"--adapter must be a LoRA adapter of PEFT, got one of {kind}")
+    for key, lowest in (("r", 1), ("lora_alpha", 0)):
+        number = config.get(key, 8)  # in the layout of PEFT
+        if isinstance(number, bool) or not isinstance(number, int | float) or number < lowest:
+            raise ValueError(f'--adapter: {file} must have "{key}" of at least {lowest}, got {shown(number)}')
     return config

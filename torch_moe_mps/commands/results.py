@@ -1,9 +1,11 @@
 """Files that commands write their results to. Importing this costs nothing."""
 
+import fcntl
 import json
 import os
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,40 @@ def check_writable(option: str, file: str | None) -> None:
 
 
 @contextmanager
+def locked(folder: Path, name: object) -> Iterator[None]:
+    """Holds the lock of a folder; one that is missing is made, and removed again if it stays empty.
+
+    Raises: ValueError where another process holds it, with the name of what that writes; OSError.
+    """
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{name} is being written by another process") from None
+            yield
+        finally:
+            os.close(lock)
+    finally:
+        for place in missing:
+            with suppress(OSError):
+                place.rmdir()
+
+
+def check_folder(option: str, folder: str) -> None:
+    """Raises: ValueError for a folder in which no file can be written, or that another process writes."""
+    try:
+        with locked(Path(folder), folder):
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        expected = "must be a folder that can be written"
+        raise ValueError(f"{option} {expected}, got {folder}: {error.strerror}") from None
+
+
+@contextmanager
 def written_whole(file: str) -> Iterator[None]:
     """Around what writes a file: if that fails, as on a full disk, no part of it is left.
 
@@ -41,6 +77,23 @@ def written_whole(file: str) -> Iterator[None]:
         if os.path.isfile(file):
             os.unlink(file)
         raise OSError(f"{file} cannot be written: {error.strerror or error}") from None
+
+
+def write_new(file: Path, text: str) -> None:
+    """Writes a file that does not exist, whole or not at all.
+
+    Raises: FileExistsError; OSError.
+    """
+    with open(file, "x"):  # the name is ours now
+        pass
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(file)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        file.unlink()
+        raise
 
 
 def write_json(file: str | None, found: dict[str, Any]) -> None:

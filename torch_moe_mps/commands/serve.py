@@ -20,8 +20,6 @@ from .launch import KEY
 if TYPE_CHECKING:
     import uvicorn
 
-_INTERVAL = 0.00005  # seconds for which a thread keeps Python's lock, a hundredth of Python's own
-
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, ImportError with a one-line message."""
@@ -29,15 +27,16 @@ def run(options: argparse.Namespace) -> None:
         from .serving import follow
 
         return follow(options)
+    key = key_of(options)
     sockets = sockets_of(options.host, options.port)  # one in use is said before torch is imported
     try:
         from .serving import served_by
 
         with _log(options.log_level), served_by(options, media_of(options)) as served:
-            server = server_of(served, options)
+            server = server_of(served, options, key)
             port = sockets[0].getsockname()[1]
             print(f"{served.name} answers at http://{_in_url(options.host)}:{port}/v1", file=sys.stderr)
-            with _short_pauses():
+            with _frozen():
                 server.run(sockets)
     finally:
         for listener in sockets:
@@ -45,14 +44,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _short_pauses() -> Iterator[None]:
-    """Block in which the thread of the device waits less for others.
-
-    It waits an interval for Python's lock, several times a token, while a request is read. And Python looks
-    for garbage among the objects that are new, not among those of the model.
-    """
-    interval, is_frozen = sys.getswitchinterval(), gc.get_freeze_count() > 0
-    sys.setswitchinterval(_INTERVAL)
+def _frozen() -> Iterator[None]:
+    """Block in which Python looks for garbage among new objects, not among those of the model."""
+    is_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
@@ -60,7 +54,6 @@ def _short_pauses() -> Iterator[None]:
     finally:
         if not is_frozen:
             gc.unfreeze()
-        sys.setswitchinterval(interval)
 
 
 def media_of(options: argparse.Namespace) -> Media:
@@ -69,7 +62,16 @@ def media_of(options: argparse.Namespace) -> Media:
     return Media(options.media_folder and Path(options.media_folder), options.media_urls, hosts)
 
 
-def server_of(served: Any, options: argparse.Namespace) -> "uvicorn.Server":
+def key_of(options: argparse.Namespace) -> str | None:
+    """The key that requests need. Raises: ValueError for one that clients cannot send in a header."""
+    key = options.api_key or os.environ.get(KEY) or None
+    if key is not None and not (key.isascii() and key.isprintable()):
+        name = "--api-key" if options.api_key else KEY
+        raise ValueError(f"{name} must have only printable ASCII characters, got {key!a}")
+    return key
+
+
+def server_of(served: Any, options: argparse.Namespace, key: str | None) -> "uvicorn.Server":
     """The server, which ends all answers when it is told to end."""
     import uvicorn
 
@@ -81,9 +83,8 @@ def server_of(served: Any, options: argparse.Namespace) -> "uvicorn.Server":
                 threading.Thread(target=served.generator.close, daemon=True).start()
             super().handle_exit(number, frame)
 
-    if served.generates and not served.shows_tools:
+    if served.generates and not served.template.shows_tools:
         print(f"prompts of {served.name} show no tools: those of requests are left out", file=sys.stderr)
-    key = options.api_key or os.environ.get(KEY) or None
     origins = ("*",) if options.enable_cors else tuple(options.allow_origin)
     access = Access(tuple(options.allow_host), key, options.only_model, origins)
     level = "warning" if options.log_level == "info" else options.log_level  # its lines are not of requests

@@ -21,7 +21,7 @@ from ..serving.engine.one_by_one import OneByOne
 from ..serving.http.served import Served
 from ..serving.media.loading import Media
 from ..serving.prefix_cache.disk import Disk
-from ..serving.prefix_cache.memory import Prompts
+from ..serving.prefix_cache.memory import PrefixCache
 from .caches import kv_cache
 from .early import alone
 from .interrupts import at_ctrl_c
@@ -139,13 +139,13 @@ def _encoder(options: argparse.Namespace, model: Any, processor: Any, folder: st
     return encoder_of(model, getattr(processor, "tokenizer", processor), source, options.model)
 
 
-def prompts_of(options: argparse.Namespace) -> Prompts:
+def prompts_of(options: argparse.Namespace) -> PrefixCache:
     """Where chat and serve keep prompts."""
     gigabytes = machine_memory() / 8e9 if options.prompt_memory is None else options.prompt_memory
     memory = int(gigabytes * 1e9)
     if options.command == "chat":
-        return Prompts(memory, file=options.prompt_cache)
-    return Prompts(memory, disk=disk_of(options))
+        return PrefixCache(memory, file=options.prompt_cache)
+    return PrefixCache(memory, disk=disk_of(options))
 
 
 def disk_of(options: argparse.Namespace) -> Disk | None:
@@ -180,5 +180,5 @@ def _stage(options: argparse.Namespace, folder: str, device: str) -> Any:
 
 def _answering(options: argparse.Namespace, model: Any, folder: str, device: str) -> Generating:
     """`generate` with kept prompts; all processes keep those that the first one keeps."""
-    prompts = prompts_of(options) if is_first_process() else Prompts(sys.maxsize)
+    prompts = prompts_of(options) if is_first_process() else PrefixCache(sys.maxsize)
     return Generating(model, prompts, speculation_of(options, model, folder, device))

@@ -48,7 +48,7 @@ def small_files(folder: str) -> list[Path]:
     result = sorted({path for pattern in SMALL_FILES for path in Path(folder).glob(pattern)})
     for path in result:
         if not path.is_file():
-            raise ValueError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'a broken link'}")
+            raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'a broken link'}, not a file")
         if not os.access(path, os.R_OK):
             raise ValueError(f"{path} must be readable, got no permission")
     return [path.relative_to(folder) for path in result]
@@ -143,26 +143,34 @@ def _is_quiet(options: argparse.Namespace) -> bool:
     return getattr(options, "log_level", None) == "error" or not torchrun.is_first_process()
 
 
-def with_adapter(options: argparse.Namespace, model: Any) -> Any:
-    """The model with the layers of --adapter in it; itself without one.
+def _check_adapter(name: str, skeleton: Any) -> None:
+    """Refuses an adapter of another model before the weights are loaded.
 
-    Raises: ValueError, OSError with a one-line message.
+    Args:
+        skeleton: the dense model on the meta device, whose adapters have the same names and shapes.
+
+    Raises: ValueError that names a tensor.
     """
+    from peft import LoraConfig, get_peft_model
+
+    from ..transformers.adapters.lora import check_stored, quiet
+
+    folder = place_of_adapter(name, weights=True)
+    with quiet(), torch.device("meta"):
+        adapted = get_peft_model(skeleton, LoraConfig.from_pretrained(folder))
+    check_stored(folder, adapted)
+
+
+def with_adapter(options: argparse.Namespace, model: Any) -> Any:
+    """The model with the layers of --adapter in it; itself without one."""
     if options.adapter is None:
         return model
     from peft import PeftModel
 
-    from ..transformers.adapters.lora import check_stored, quiet
+    from ..transformers.adapters.lora import quiet
 
-    folder = place_of_adapter(options.adapter, weights=True)
     with quiet():
-        try:
-            adapted = PeftModel.from_pretrained(model, folder)
-        except RuntimeError as error:  # load_state_dict raises it; its second line has the first tensor
-            _, *differences = str(error).splitlines()
-            what = differences[0].strip() if differences else error
-            raise ValueError(f"--adapter must be of this model, got {options.adapter}: {what}") from None
-    check_stored(folder, adapted)
+        adapted = PeftModel.from_pretrained(model, place_of_adapter(options.adapter, weights=True))
     return adapted.eval().get_base_model()
 
 
@@ -180,10 +188,12 @@ def load_stored(
         own = {} if dtype is None else {"dtype": dtype}
         return torchrun.load(folder, options.shares, **asked | own)
 
+    source = Source(folder, loading_options(options))
+    if (adapter := getattr(options, "adapter", None)) is not None:
+        _check_adapter(adapter, source.skeleton())
     if options.dtype != "auto" or trains or torchrun.processes() > 1:
         return loaded(None)
     quantises = asked.get("bits") is not None
-    source = Source(folder, loading_options(options))
     model, activations = load_in_best(source, quantises, device, loaded)
     if activations.dtype is not None:
         report = getattr(getattr(model, "hf_quantizer", None), "report", None)

@@ -9,7 +9,7 @@ import torch
 from .._text import first_line
 from ..serving.engine.ranges import vocabulary_of
 from ..serving.engine.speculation import Speculation
-from ..serving.prefix_cache.memory import Prompts
+from ..serving.prefix_cache.memory import PrefixCache
 from ..serving.speculative import LOOKUP, MTP
 from ..serving.speculative.asked import drafting_of
 from ..serving.speculative.dflash import is_dflash, require_assistant
@@ -25,7 +25,7 @@ _OF_GENERATE = 8  # tokens that `generate` looks up
 
 
 def drafts_of(
-    options: argparse.Namespace, model: Any, folder: str, device: str, prompts: Prompts
+    options: argparse.Namespace, model: Any, folder: str, device: str, prompts: PrefixCache
 ) -> Drafting | None:
     """The drafts of an engine; None for none.
 
@@ -43,7 +43,7 @@ def drafts_of(
     return drafting_of(model, draft, prompts, "--speculative")
 
 
-def _by_default(model: Any, prompts: Prompts) -> Drafting | None:
+def _by_default(model: Any, prompts: PrefixCache) -> Drafting | None:
     """Look-up, and the MTP layers of a checkpoint that has some; a line says why they are not used."""
     try:
         if has_mtp(model):

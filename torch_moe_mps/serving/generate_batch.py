@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
+from .._progress import Progress
 from .engine.batch import Batch
 from .engine.job import Job, Reason, as_errors
 from .engine.memory import MOST_ROWS, Memory
 from .engine.ranges import check_job
-from .prefix_cache.memory import Prompts
+from .prefix_cache.memory import PrefixCache
 from .speculative.asked import drafting_of
 
 _NAME = "moe_mps::generate_batch"
@@ -63,7 +63,7 @@ def generate_batch(
             add in another order. Of models whose conversations take turns, or that read a prompt in one
             call, none are drafted, and a line of the log says so.
         draft_width: tokens that are drafted for a row, from 1 to 7; None leaves it to the times.
-        progress: show a bar of the answers, where tqdm is installed.
+        progress: shows the progress on stderr.
 
     Returns: N tensors of the new tokens [M], on the CPU, in the order of the prompts; with the token that
         ended the answer.
@@ -81,12 +81,12 @@ def generate_batch(
         seeds = [seed + number for number in range(many)]
     processors = _each("logits_processor", logits_processor, many, type(None))
     streamers = _each("streamer", streamer, many, type(None))
-    kept = Prompts(Memory(model).free // _SHARE_OF_PROMPTS)
+    kept = PrefixCache(Memory(model).free // _SHARE_OF_PROMPTS)
     drafting = drafting_of(model, speculative, kept, _NAME, draft_width)
     memory = Memory(model, beside=drafting.modules if drafting else ()).free
     batch = Batch(model, kept, MOST_ROWS, memory, speculative=drafting)
     answers: list[_Answer] = []
-    with tqdm(total=many, desc="Generating", unit="answer", disable=not progress) as bar:
+    with Progress("Generating", many, "answer", wanted=progress) as bar:
         for number, prompt in enumerate(prompts):
             config = _config(model, configs[number])
             ids = _ids(prompt, number, tokenizer)

@@ -7,7 +7,7 @@ where an answer is, on all tokens.
 
 import codecs
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,8 @@ from .._text import first_line
 _IGNORED = -100  # a label that counts in no loss
 _FORMS = (("messages",), ("prompt", "completion"), ("text",))  # the keys of a line
 _ONE_OF_THEM = 'must have "messages", "prompt" and "completion", or "text"'
+_PREFERENCES = {"dpo": ("prompt", "chosen", "rejected"), "grpo": ("prompt",)}  # the keys of a line
+_ARGUMENTS = ("prompts", "completions")  # arguments that TRL itself gives a reward, beside the columns
 
 
 @dataclass
@@ -77,9 +79,11 @@ def rows_of(file: str, is_any: bool = False) -> Iterator[tuple[int, dict[str, An
         except UnicodeDecodeError as error:
             _refuse(file, number, "must be in UTF-8", error.reason)
         except json.JSONDecodeError as error:
-            _refuse(file, number, "must be a JSON object", f"{error.msg} at column {error.colno}")
+            raise ValueError(
+                f"{file}:{number}: not valid JSON: {error.msg} at column {error.colno}"
+            ) from None
         except (ValueError, RecursionError) as error:  # numbers of too many digits, too many brackets
-            _refuse(file, number, "must be a JSON object", first_line(error))
+            raise ValueError(f"{file}:{number}: not valid JSON: {first_line(error)}") from None
         if not isinstance(row, dict):
             _refuse(file, number, "must be a JSON object", f"a {type(row).__name__}")
         if not is_any and row.keys() & {*chain(*_FORMS)} not in map(set, _FORMS):
@@ -87,22 +91,31 @@ def rows_of(file: str, is_any: bool = False) -> Iterator[tuple[int, dict[str, An
         yield number, row
 
 
-def read_rows(file: str, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The objects of a file, with texts or conversations under each of some keys.
+def read_preferences(file: str, method: str) -> dict[int, dict[str, Any]]:
+    """{line number: object} of a file for "dpo" or "grpo", each with the same keys, None for a missing value.
 
-    Raises: ValueError with file and line number.
+    Raises: ValueError with file and line number, for what needs no tokenizer.
     """
-    rows = []
-    for number, row in rows_of(file, is_any=True):
-        for key in keys:
-            if not isinstance(row.get(key), str | list) or not row[key]:
+    rows, kinds = dict(rows_of(file, is_any=True)), set()
+    for number, row in rows.items():
+        for key in _PREFERENCES[method]:
+            if not isinstance(value := row.get(key), str | list) or not value:
+                _refuse(file, number, f'"{key}" must be a text or a list of messages', f"{value!r:.60}")
+            if isinstance(value, list):
+                for message in value:
+                    _check_message(file, number, message)
+            kinds.add(type(value))
+            if len(kinds) > 1:
                 _refuse(
-                    file, number, f'"{key}" must be a text or a list of messages', repr(row.get(key))[:60]
+                    file, number, "all lines must have texts, or all messages", f'another kind under "{key}"'
                 )
-        rows.append(row)
+        if method == "grpo" and (taken := row.keys() & {*_ARGUMENTS}):
+            expected = "a column must not have the name of an argument that every reward gets"
+            _refuse(file, number, expected, ", ".join(sorted(taken)))
     if not rows:
         raise ValueError(f"{file} must have a line with an example, got none")
-    return rows
+    keys = dict.fromkeys(chain.from_iterable(rows.values()))
+    return {number: {key: row.get(key) for key in keys} for number, row in rows.items()}
 
 
 def _example(file: str, number: int, row: dict[str, Any], tokenizer: Any, longest: int) -> Example:
@@ -171,12 +184,16 @@ def _check_messages(file: str, number: int, messages: Any) -> None:
     if not isinstance(messages, list) or not messages:
         _refuse(file, number, '"messages" must be a list of messages', f"{messages!r:.60}")
     for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            _refuse(file, number, 'a message must have "role" and "content"', f"{message!r:.60}")
-        if not isinstance(message.get("content"), str) and "tool_calls" not in message:
-            _refuse(file, number, 'the "content" of a message must be a string', f"{message!r:.60}")
+        _check_message(file, number, message)
     if messages[-1]["role"] != "assistant":
         _refuse(file, number, "the last message must be of the assistant", f"one of {messages[-1]['role']}")
+
+
+def _check_message(file: str, number: int, message: Any) -> None:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        _refuse(file, number, 'a message must have "role" and "content"', f"{message!r:.60}")
+    if not isinstance(message.get("content"), str) and "tool_calls" not in message:
+        _refuse(file, number, 'the "content" of a message must be a string', f"{message!r:.60}")
 
 
 def _answers(messages: list[Any], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:

@@ -1,10 +1,11 @@
 """Steps of training over transformers' Trainer: an adapter on a model, its batches, its checkpoints."""
 
+import hashlib
 import json
 import math
+import shutil
 import time
 import warnings
-import zipfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +20,12 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..transformers.adapters.lora import quiet
 from ..transformers.basics.interface import experts_of, projections
-from ..transformers.checkpoints.layouts.files import check_whole
 from ..transformers.upstream.training import TRAINER_STATE_NAME, PrinterCallback, TrainerState
 from .examples import Example
 from .memory import Ranks
 
 _SHOWN = 100  # lines of progress, at most
+_MANIFEST = "manifest.json"  # names the checksum of each file of a checkpoint
 
 
 @dataclass
@@ -130,6 +131,9 @@ class _Shown(TrainerCallback):
         if self.is_told_to_end:
             control.should_save = control.should_training_stop = True
 
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        write_manifest(Path(args.output_dir, f"checkpoint-{state.global_step}"))
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" not in (logs or {}):
             return
@@ -180,7 +184,6 @@ class Training:
                 "logging_steps": max(1, steps // _SHOWN),
                 "logging_nan_inf_filter": False,
                 "save_steps": plan.save_every,
-                "save_total_limit": 1,
                 "report_to": [],
                 "disable_tqdm": True,
                 "use_cpu": model.device.type == "cpu",
@@ -209,14 +212,16 @@ class Training:
         Raises: ValueError where it does not converge, and for a checkpoint that is damaged.
         """
         checkpoint = last_checkpoint(self._folder) if resume else None
+        if resume and checkpoint is None:
+            self._shown.show(f"{self._folder} has no whole checkpoint: the training begins anew")
         if checkpoint is not None:
-            check_checkpoint(Path(checkpoint))
-            self.trainer.state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+            check_checkpoint(checkpoint)
+            self.trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
             if self.trainer.state.global_step >= self.trainer.args.max_steps:  # ended behind its last step
-                set_peft_model_state_dict(self.trainer.model, load_peft_weights(checkpoint))
+                set_peft_model_state_dict(self.trainer.model, load_peft_weights(str(checkpoint)))
                 return True
         with _quiet():
-            self.trainer.train(resume_from_checkpoint=checkpoint)
+            self.trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
         if not all(p.isfinite().all() for p in self.trainer.model.parameters() if p.requires_grad):
             _refuse_losses(f"an adapter that is not at step {self.trainer.state.global_step}")
         return self.trainer.state.global_step >= self.trainer.state.max_steps
@@ -246,24 +251,37 @@ def _refuse_losses(came: str) -> NoReturn:
     raise ValueError(f"the loss must be finite, got {came}: a smaller --learning-rate may help")
 
 
-def last_checkpoint(folder: Path) -> str | None:
-    """The last one that is whole; its state is written last."""
-    states = folder.glob("checkpoint-*/trainer_state.json")
-    whole = [(int(state.parent.name.rpartition("-")[2]), str(state.parent)) for state in states]
-    return max(whole)[1] if whole else None
+def write_manifest(checkpoint: Path) -> None:
+    """Writes the checksums of the files of a checkpoint, which is whole then, and removes older ones."""
+    sums = {file.name: _checksum(file) for file in sorted(checkpoint.iterdir()) if file.is_file()}
+    unfinished = checkpoint / f"{_MANIFEST}.unfinished"
+    unfinished.write_text(json.dumps(sums, indent=1))
+    unfinished.rename(checkpoint / _MANIFEST)
+    for older in checkpoint.parent.glob("checkpoint-*"):
+        if older != checkpoint:
+            shutil.rmtree(older)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The last checkpoint that is whole, as its manifest is written last."""
+    whole = [file.parent for file in folder.glob(f"checkpoint-*/{_MANIFEST}")]
+    return max(whole, key=lambda checkpoint: int(checkpoint.name.rpartition("-")[2]), default=None)
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raises: ValueError that names a damaged file of a checkpoint; training_args.bin is not read again."""
-    for file in sorted(folder.iterdir()):
-        if file.suffix == ".safetensors":
-            check_whole(file)
-        try:
-            if file.suffix == ".json":
-                json.loads(file.read_text())
-            elif file.suffix in (".pt", ".pth"):
-                with zipfile.ZipFile(file) as archive:
-                    if (part := archive.testzip()) is not None:
-                        raise zipfile.BadZipFile(f"{part} has another checksum")
-        except (ValueError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{file} is damaged: {error}") from None
+    """Raises: ValueError that names a file that is missing or differs from what was written."""
+    manifest = folder / _MANIFEST
+    try:
+        sums = dict(json.loads(manifest.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{manifest} is damaged: {error}") from None
+    for name, written in sums.items():
+        if not (file := folder / name).is_file():
+            raise ValueError(f"{file} is missing: --resume needs each file of the checkpoint")
+        if _checksum(file) != written:
+            raise ValueError(f"{file} is damaged: it has another checksum than when it was written")
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()

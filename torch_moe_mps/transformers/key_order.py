@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from .._text import first_line
 from .basics.classes import class_before
+from .caches.batched import BatchedCache
 from .caches.cache import grow_cache
 from .caches.prompt_cache import new_cache
-from .caches.rows import Rows
 from .shrunk import VOCABULARY, WINDOW, small_model
 from .twin import TOLERANCE, apart
 from .upstream.calls import cache_argument
@@ -82,7 +82,7 @@ def _is_alike(model: PreTrainedModel, drafts: int) -> bool:
 
 
 def _goes_on(model: PreTrainedModel, drafts: int) -> bool:
-    generator, rows, talks = torch.Generator().manual_seed(0), Rows(model), list[Tensor]()
+    generator, rows, talks = torch.Generator().manual_seed(0), BatchedCache(model), list[Tensor]()
     for length in _LENGTHS:
         ids = torch.randint(2, VOCABULARY // 2, (1, length + drafts + 1), generator=generator)
         cache = new_cache(model)

@@ -54,7 +54,7 @@ def _candidates(*given: Any) -> Any:
 
 
 def _forgets(model: Any) -> bool:
-    from .lagging import forgets_states  # waits for all of transformers, too
+    from .deferred_states import forgets_states  # waits for all of transformers, too
 
     return forgets_states(model)
 

@@ -78,6 +78,24 @@ def test_drafts_are_those_of_transformers(models, is_accelerated):
         assert drafts and drafts == drafted(own, assistant, tokens, end, len(drafts))
 
 
+@pytest.mark.slow("answers of two models, and each step's drafts by transformers' code")
+@pytest.mark.parametrize("is_accelerated", [False, True])
+@pytest.mark.parametrize("length", [70, 130])
+def test_prompts_longer_than_the_window(models, length, is_accelerated):
+    """They are read at once: the window behind a block that is taken back is that in front of it."""
+    model, own, assistant = models
+    many, asked = [torch.randint(2, 90, (length,), generator=torch.Generator().manual_seed(1))], assistant
+    plain = Answered(model, many, [settings(8)])
+    if is_accelerated:
+        asked = copy.deepcopy(assistant)
+        torch_moe_mps.accelerate(asked)
+    watched = Watched(DFlash(model, asked), many, plain.answers)
+    found = Answered(model, many, [settings(8)], watched, width=4)
+    assert found.answers == plain.answers and len(watched.seen) > 1
+    for tokens, end, drafts in watched.seen:
+        assert drafts and drafts == drafted(own, assistant, tokens, end, len(drafts))
+
+
 @pytest.mark.slow("answers of a model and an assistant")
 def test_answers_are_those_without_drafts(models):
     """Of several conversations, drawn ones, too; what it is asked for is what `drafts` takes."""

@@ -5,7 +5,7 @@ import random
 import torch
 from transformers import DynamicCache
 
-from torch_moe_mps.serving.prefix_cache.memory import Kept, Prompts
+from torch_moe_mps.serving.prefix_cache.memory import CachedPrefix, PrefixCache
 from torch_moe_mps.serving.speculative.drafter import Row
 from torch_moe_mps.serving.speculative.prompt_lookup import _CANDIDATES, _LONGEST, Index, Lookup
 
@@ -51,10 +51,10 @@ def test_drafts_are_what_followed():
 
 
 def test_kept_prompts_and_likely_answers_are_looked_into():
-    prompts = Prompts(1 << 20)
+    prompts = PrefixCache(1 << 20)
     lookup = Lookup(prompts)
     assert lookup.draft([row([5, 6, 7])]) == [[]]
-    prompts.kept.append(Kept(torch.tensor([1, 5, 6, 7, 8, 9]), DynamicCache()))
+    prompts.kept.append(CachedPrefix(torch.tensor([1, 5, 6, 7, 8, 9]), DynamicCache()))
     assert lookup.draft([row([5, 6, 7])]) == [[8, 9]]
     prompts.kept.clear()
     assert lookup.draft([row([5, 6, 7])]) == [[]]

@@ -18,14 +18,14 @@ from torch_moe_mps.serving.engine import batch as batch_of
 from torch_moe_mps.serving.engine.batch import Batch
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.sampling import Chooser
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.serving.speculative.verify import verified
+from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.caches.rows import Rows
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
-from torch_moe_mps.transformers.lagging import lagging_layers
+from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}  # no logits of text
@@ -204,11 +204,11 @@ def test_states_are_copied_for_drafts_alone(architecture, lags, right, wrong, mo
     """
     model, many, copies = model_of(architecture), prompts(1), []
     if not lags:
-        monkeypatch.setattr(batch_of, "lagging_layers", lambda model: {})
+        monkeypatch.setattr(batch_of, "deferrable_layers", lambda model: {})
     (answer,) = Answered(model, many, [settings(13)]).answers
-    hold, take_back = Rows.hold, Rows.take_back
-    monkeypatch.setattr(Rows, "hold", lambda rows: copies.append("held") or hold(rows))
-    monkeypatch.setattr(Rows, "take_back", lambda rows, n: copies.append(n) or take_back(rows, n))
+    hold, take_back = BatchedCache.hold, BatchedCache.take_back
+    monkeypatch.setattr(BatchedCache, "hold", lambda rows: copies.append("held") or hold(rows))
+    monkeypatch.setattr(BatchedCache, "take_back", lambda rows, n: copies.append(n) or take_back(rows, n))
     for rate, expected in ((1.0, right), (0.0, wrong)):
         copies.clear()
         source = Partly(many, [answer], rate)
@@ -222,7 +222,7 @@ def test_an_answer_waits_until_there_is_room_for_what_is_pending(architecture):
     """Of three rows, whose memory has four; a model without states needs none."""
     model, many = model_of(architecture), prompts(1)
     batch = Answered(model, many, [settings(3)], Partly(many, [[1, 2, 3]]), width=2).batch
-    rows, cache = Rows(model, lagging_layers(model)), new_cache(model)
+    rows, cache = BatchedCache(model, deferrable_layers(model)), new_cache(model)
     with torch.no_grad():
         model(many[0][None], **cache_argument(model, cache))
     rows.join(cache, len(many[0]))
@@ -251,8 +251,8 @@ def test_a_source_that_fails_ends_no_answer(draft, caplog):
     source.draft = draft
     with caplog.at_level(logging.WARNING, "torch_moe_mps"):
         found = Answered(model_of(), prompts(1), [settings(4)], source, width=2)
-    (line,) = [record.getMessage() for record in caplog.records if "drafted" in record.getMessage()]
-    assert "no tokens are drafted any more: " in line and "\n" not in line
+    (line,) = [record.getMessage() for record in caplog.records if "drafts no" in record.getMessage()]
+    assert "Partly drafts no tokens for a sequence: " in line and "\n" not in line
     assert found.answers == Answered(model_of(), prompts(1), [settings(4)]).answers
 
 
@@ -315,7 +315,7 @@ def test_a_source_is_told_of_each_answer_that_has_ended(most):
         assert left.count(many[number].tolist()) == 1
         ended.append(number)
 
-    kept = Prompts(1 << 30)
+    kept = PrefixCache(1 << 30)
     batch = Batch(model, kept, most, None, speculative=drafting_of(model, source, kept, "a", None))
     jobs = [
         Job({"input_ids": ids[None]}, settings(6), lambda token: False, functools.partial(ends, number))

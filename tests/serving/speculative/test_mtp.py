@@ -16,7 +16,7 @@ import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.speculative import drafts_of
 from torch_moe_mps.serving.engine.memory import Memory
-from torch_moe_mps.serving.prefix_cache.memory import Prompts
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.drafter import Row
 from torch_moe_mps.serving.speculative.drafting import Drafting
 from torch_moe_mps.serving.speculative.mtp import Mtp
@@ -98,14 +98,14 @@ def test_a_model_without_such_layers_is_one_line():
     torch_moe_mps.accelerate(model)
     with pytest.raises(ValueError, match=r"mtp must be for .* MTP layers, got a qwen3_moe without them"):
         Answered(model, prompts(1), [settings(2)], "mtp")
-    assert not drafts_of(Namespace(speculative=None), model, "", "cpu", Prompts(0)).states
+    assert not drafts_of(Namespace(speculative=None), model, "", "cpu", PrefixCache(0)).states
 
 
 def test_they_are_asked_by_default(models):
     """By chat and serve; look-up has the first word, and is all that is asked where it is named."""
     model, _, _ = models
     for wanted, states in ((None, (-1,)), ("mtp", (-1,)), ("lookup", ())):
-        drafts = drafts_of(Namespace(speculative=wanted), model, "", "cpu", Prompts(0))
+        drafts = drafts_of(Namespace(speculative=wanted), model, "", "cpu", PrefixCache(0))
         assert drafts.states == states
 
 

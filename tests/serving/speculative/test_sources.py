@@ -114,16 +114,34 @@ def test_each_source_gets_the_states_it_wants():
     assert sum(taken.shape[1] for _, taken in sources[0].taken) >= len(many[0])
 
 
-def test_a_source_that_raises_ends_alone(caplog):
-    """A line of the log names it; once all have ended, no tokens are drafted."""
+def test_a_source_that_raises_ends_for_one_sequence(caplog):
+    """It is asked again for the next one; other sources draft, and one line of the log names it."""
     model, many = model_of(), prompts(1)
     (answer,) = Answered(model, many, [settings(8)]).answers
     bad = Fixed([10**6])
     with caplog.at_level(logging.WARNING, "torch_moe_mps"):
-        found = Answered(model, many, [settings(8)], [bad, Fixed(answer=answer)], width=2)
+        found = Answered(model, many * 2, [settings(8)] * 2, [bad, Fixed(answer=answer)], width=2)
     (line,) = [record.getMessage() for record in caplog.records if "drafts no tokens" in record.getMessage()]
-    assert line.startswith("torch_moe_mps: Fixed drafts no tokens any more: ValueError: drafts must be")
-    assert found.answers == [answer] and found.batch.speculative.accepted >= 4 and bad.asked == 1
+    assert line.startswith("torch_moe_mps: Fixed drafts no tokens for a sequence: ValueError: drafts must be")
+    assert found.answers == [answer] * 2 and found.batch.speculative.accepted >= 8 and bad.asked == 2
+
+
+def test_a_source_that_raises_for_one_of_two_sequences():
+    """The other one beside it goes on to have drafts."""
+
+    class Bad(Fixed):
+        def draft(self, rows):
+            self.asked += len(rows)
+            if any(row.tokens[0] == 1 for row in rows):
+                raise RuntimeError("of this row")
+            return [[7, 7] for _ in rows]
+
+    bad = Bad()
+    drafting, rows = Drafting(model_of(), [bad], Width(3)), [Row([n], 1) for n in (1, 2)]
+    for asked in (4, 5):
+        assert drafting.draft(rows, [0, 0], [7, 7]) == [[], [7, 7]] and bad.asked == asked
+    assert not drafting.may_pay(rows[:1], [0], [7])
+    assert drafting.draft([Row([3], 1)], [0], [7]) == [[7, 7]]
 
 
 def test_a_list_has_names_and_objects():

@@ -18,8 +18,8 @@ using namespace mpp::tensor_ops;
 # Rows of x [16, 64] times rows of w [64, 64], staged half by half. `fault` chooses a mistake.
 PRODUCT = """
 enum { none, no_fill, layout, no_barrier_before, no_barrier_after, wrong_barrier, missing_simdgroup,
-       missing_lanes, invalid_index, past_the_end, different_operands, wide_stride, wide_operand, out_of_memory,
-       places };
+       missing_lanes, invalid_index, past_the_end, different_operands, wide_stride, wide_operand,
+       out_of_memory, places };
 kernel void product(device const half* x [[buffer(0)]], device const half* w [[buffer(1)]],
                     device float* out [[buffer(2)]], constant uint& fault [[buffer(3)]],
                     uint i [[thread_index_in_threadgroup]]) {

@@ -311,6 +311,35 @@ def test_refused_options(option, message):
             adapted(both()[0], **target, **option)
 
 
+WHOLE = [
+    ({"modules_to_save": ["lm_head"]}, "lm_head"),
+    ({"modules_to_save": ["embed_tokens"]}, "model.embed_tokens"),
+    ({"modules_to_save": ["mlp"]}, "model.layers.0.mlp"),
+    ({"trainable_token_indices": [1, 2]}, "model.embed_tokens"),
+    ({"trainable_token_indices": {"lm_head": [1]}}, "lm_head"),
+]
+
+
+@pytest.mark.parametrize(("option", "name"), WHOLE)
+def test_modules_that_are_trained_whole_must_be_dense(option, name, tmp_path):
+    """An adapter of the dense model that has some is refused in one line, and loads where they stay dense."""
+    dense = adapted(tiny("qwen3_moe"), target_modules=["q_proj"], **option)
+    with torch.no_grad():
+        for each in (each for each in dense.parameters() if each.requires_grad):
+            each.add_(torch.randn_like(each), alpha=0.05)
+    dense.save_pretrained(tmp_path)
+    packed, before = both()[0], output(both()[0], prompt())
+    only = rf"{next(iter(option))} must be of dense modules \(keep=\['{name}'\] loads this one dense\)"
+    with pytest.raises(ValueError, match=f"^moe_mps: {only}, got {name}, which is quantised$"):
+        peft.PeftModel.from_pretrained(packed, tmp_path)
+    assert torch.equal(output(packed, prompt()), before)
+    kept = tiny("qwen3_moe")
+    torch_moe_mps.accelerate(kept, 4, 32, linear_bits=4, keep=[f"*{name.replace('.0.', '.*.')}*"])
+    twin = tiny_models.dense_twin(tiny("qwen3_moe"), kept)
+    result, right = (peft.PeftModel.from_pretrained(each, tmp_path).eval() for each in (kept, twin))
+    close(output(result, prompt()), output(right, prompt()))
+
+
 def test_ranks_of_experts():
     with pytest.raises(ValueError, match="r over quantised experts must be at most 256, got 257"):
         adapted(both()[0], target_parameters=EXPERTS, r=257)

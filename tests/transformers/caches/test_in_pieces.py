@@ -63,7 +63,7 @@ def test_prompts_that_are_read_whole(architecture, monkeypatch, capsys):
     """A first turn and one behind it have the tokens of transformers' own generate()."""
     monkeypatch.setattr(prompt_reader, "AT_ONCE", 8)
     model = model_of(architecture, FORGETTING[architecture])
-    generating = Generating(model, prompts.Prompts(1 << 30))
+    generating = Generating(model, prompts.PrefixCache(1 << 30))
     for length in (20, 30):
         expected = model.generate(**turns(length))
         assert torch.equal(generating.generate(**turns(length)), expected)
@@ -89,7 +89,7 @@ def test_prompts_in_pieces_behind_kept_ones(architecture, sizes, monkeypatch):
     model = model_of(architecture, sizes)
     expected = [model.generate(**turns(length)) for length in (20, 30)]
     torch_moe_mps.accelerate(model)
-    read, generating = [], Generating(model, prompts.Prompts(1 << 30))
+    read, generating = [], Generating(model, prompts.PrefixCache(1 << 30))
     monkeypatch.setattr(prompt_reader, "_END", 3)
     handle = model.register_forward_pre_hook(
         lambda _, args, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
@@ -127,6 +127,6 @@ def test_states_are_kept_of_the_first_and_the_last_places(monkeypatch):
     for name in ("AT_ONCE", "_EVERY"):
         monkeypatch.setattr(prompt_reader, name, 4)
     model = tiny_model("lfm2_moe")
-    reader = PromptReader(model, IDS, prompts.Prompts(1 << 30))
+    reader = PromptReader(model, IDS, prompts.PrefixCache(1 << 30))
     read_all(reader, model)
     assert [*reader.kept.states] == [4, 8, 24, 28]

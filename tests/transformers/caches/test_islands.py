@@ -6,7 +6,7 @@ from support.models import eager
 from transformers import DynamicCache
 
 import torch_moe_mps
-from torch_moe_mps.transformers.caches.rows import Rows
+from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.caches.state import LayerState
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
@@ -23,7 +23,7 @@ def test_nan_of_one_who_left_does_not_reach_the_next():
         model(ids, **cache_argument(model, cache), use_cache=True)
         return ids, cache
 
-    rows = Rows(model)
+    rows = BatchedCache(model)
     _, long = read(20, 1)
     _, spoilt = read(18, 2)
     for layer in spoilt.layers:

@@ -11,11 +11,11 @@ from support.sweep import in_sweep
 import torch_moe_mps
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.caches import growing
+from torch_moe_mps.transformers.caches.batched import BatchedCache, NotBatchable
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole
-from torch_moe_mps.transformers.caches.rows import NotJoinable, Rows
 from torch_moe_mps.transformers.capture.calls import SWITCH
+from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.key_order import reason_against_rows, reason_for_order
-from torch_moe_mps.transformers.lagging import lagging_layers
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 CAUSAL = {*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES, *tiny_models.other_causal()}
@@ -60,24 +60,24 @@ def logits_of(own, ids: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([own(piece, **cache_argument(own, cache)).logits[0] for piece in pieces])
 
 
-def joined(model, talks: list[torch.Tensor]) -> Rows | str:
+def joined(model, talks: list[torch.Tensor]) -> BatchedCache | str:
     """Rows of the first tokens of conversations; or why there are none, or none with drafts."""
     if reads_whole(model):
         return "it reads prompts whole"
     if (reason := reason_against_rows(model)) is not None:
         return reason
-    rows = Rows(model, lagging_layers(model))
+    rows = BatchedCache(model, deferrable_layers(model))
     for ids, length in zip(talks, LENGTHS, strict=True):
         cache = new_cache(model)
         model(input_ids=ids[:, :length], **cache_argument(model, cache), use_cache=True)
         try:
             rows.join(cache, length)
-        except NotJoinable as reason:
+        except NotBatchable as reason:
             return str(reason)
     return rows
 
 
-def memories_of(rows: Rows) -> list[int]:
+def memories_of(rows: BatchedCache) -> list[int]:
     keys = [getattr(layer, "keys", None) for layer in rows.cache.layers]
     return [each.untyped_storage().data_ptr() for each in keys if each is not None]
 
@@ -91,7 +91,7 @@ def test_each_row_has_the_logits_of_its_tokens_alone(architecture, monkeypatch):
     They move to larger memory in front of a call that needs it, and no layer does so by itself.
     """
     monkeypatch.setenv(SWITCH, "1")
-    monkeypatch.setattr(growing, "LEAST_ROOM", 6)
+    monkeypatch.setattr(growing, "LEAST_SLOTS", 6)
     own = own_model(architecture)
     model = copy.deepcopy(own)
     torch_moe_mps.accelerate(model)

@@ -385,6 +385,38 @@ def test_a_file_that_is_cut_off_is_named(arguments, tmp_path):
             torch_moe_mps.from_pretrained(tmp_path, subfolder=folder, **arguments)
 
 
+@pytest.mark.parametrize(
+    "name", ["../stray.safetensors", "{parent}/stray.safetensors", "in/../../stray.safetensors"]
+)
+@pytest.mark.parametrize("by", ["index", "config"])
+def test_a_file_outside_of_the_folder_is_an_error(name, by, tmp_path):
+    """A whole one, which transformers reads, named by the index or by the config's own entry for it."""
+    folder, name = tmp_path / "model", name.format(parent=tmp_path)
+    tiny("qwen3_moe").save_pretrained(folder)
+    (folder / "in").mkdir()
+    stray = (folder / "model.safetensors").rename(tmp_path / "stray.safetensors")
+    listing = folder / ("config.json" if by == "config" else "model.safetensors.index.json")
+    if by == "config":
+        with changed(listing) as content:
+            content["transformers_weights"] = name
+    else:
+        listing.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(load_file(stray), name)}))
+    with pytest.raises(ValueError) as error:
+        torch_moe_mps.from_pretrained(folder)
+    assert str(error.value) == f"{listing} names {name}, which is outside of the folder"
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "deepseek_v3", "gemma4", "ernie4_5_moe"])
+def test_more_experts_a_token_than_a_layer_has_are_an_error(architecture, tmp_path):
+    tiny(architecture).save_pretrained(tmp_path)
+    name = {"gemma4": "top_k_experts", "ernie4_5_moe": "moe_k"}.get(architecture, "num_experts_per_tok")
+    with changed(tmp_path / "config.json") as content:
+        content.get("text_config", content)[name] = 9
+    expected = f"^moe_mps::from_pretrained: {name} must be at most 8, the experts of a layer, got 9$"
+    with pytest.raises(ValueError, match=expected):
+        torch_moe_mps.from_pretrained(tmp_path)
+
+
 def test_arguments_of_from_pretrained_with_mxfp4_blocks(tmp_path):
     model = tiny("gpt_oss")
     (tmp_path / "sub").mkdir()

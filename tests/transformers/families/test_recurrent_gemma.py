@@ -10,10 +10,10 @@ from support.sweep import in_sweep
 from transformers import DynamicCache
 
 import torch_moe_mps
-from torch_moe_mps.transformers.caches.lagging import lagging
+from torch_moe_mps.transformers.caches.deferred_states import deferred
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.capture.calls import CAPTURES, captures_of
-from torch_moe_mps.transformers.lagging import lagging_layers
+from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 ROUNDING = 1e-5
@@ -170,8 +170,8 @@ def test_own_code_refuses_states_that_lag():
     model = accelerated(capture=False)
     reading = Reading(model, talk(11))
     reading.all(9)
-    for number, kind in lagging_layers(model).items():
-        reading.cache.layers[number] = lagging(reading.cache.layers[number], kind)
+    for number, kind in deferrable_layers(model).items():
+        reading.cache.layers[number] = deferred(reading.cache.layers[number], kind)
     reading.all(1)
     model.model.layers[0].temporal_block.rg_lru.register_forward_hook(lambda *_: None)
     with pytest.raises(RuntimeError, match="a state that lags behind is written in place alone"):

@@ -9,9 +9,9 @@ from support.models import assert_close, eager, operators_of
 from support.sweep import in_sweep
 
 import torch_moe_mps
-from torch_moe_mps.transformers.caches.lagging import lagging
+from torch_moe_mps.transformers.caches.deferred_states import deferred
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.lagging import lagging_layers
+from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 OPERATOR = "causal_conv1d_update_"
@@ -69,8 +69,8 @@ def test_own_code_refuses_states_that_lag():
     torch_moe_mps.accelerate(model)
     cache = new_cache(model)
     model(torch.tensor([[5, 6, 7]]), **cache_argument(model, cache), use_cache=True)
-    for number, kind in lagging_layers(model).items():
-        cache.layers[number] = lagging(cache.layers[number], kind)
+    for number, kind in deferrable_layers(model).items():
+        cache.layers[number] = deferred(cache.layers[number], kind)
     model(torch.tensor([[8]]), **cache_argument(model, cache), use_cache=True)
     model.model.layers[0].self_attn.qkv_proj.conv_qk_depthwise.register_forward_hook(lambda *_: None)
     with pytest.raises(RuntimeError, match="a state that lags behind is written in place alone"):

@@ -21,7 +21,7 @@ from support.sweep import in_sweep, rows_in_sweep
 import torch_moe_mps
 from torch_moe_mps.serving.speculative.mtp import Mtp
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
-from torch_moe_mps.transformers.lagging import lagging_layers
+from torch_moe_mps.transformers.deferred_states import deferrable_layers
 
 # Launches of each type of layer for one token of a bfloat16 model in 4 bit, and those of layers that run
 # module by module. With the first layer count the tables of angles, 3 launches, which others share; gemma4
@@ -175,7 +175,7 @@ LAGGING += ("recurrent_gemma", "zaya")
 def test_states_that_lag_launch_nothing_more(simulated, architecture):
     """The kernels of a token and of several take in what the tokens before have left."""
     model = accelerated(architecture)
-    assert lagging_layers(model)
+    assert deferrable_layers(model)
     found, several = (
         captured_by_type(simulated, model, tokens=tokens, lags=True) for tokens in ((1,), (2, 3, 4))
     )

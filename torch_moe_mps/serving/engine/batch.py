@@ -18,17 +18,17 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from ..._faults import raise_fault, synchronize
 from ..._text import first_line
 from ...transformers.basics.wide_logits import wide_logits
+from ...transformers.caches.batched import BatchedCache, NotBatchable, batch_capacity, capacity
 from ...transformers.caches.cache import hands_cache_on
-from ...transformers.caches.lagging import bytes_beside
+from ...transformers.caches.deferred_states import bytes_beside
 from ...transformers.caches.prompt_cache import reads_whole
-from ...transformers.caches.rows import NotJoinable, Rows, capacity, with_spare
 from ...transformers.caches.state import LayerState
+from ...transformers.deferred_states import deferrable_layers
 from ...transformers.key_order import reason_against_rows, reason_for_order
-from ...transformers.lagging import lagging_layers
 from ...transformers.upstream.calls import cache_argument
 from ...transformers.upstream.generation import GenerationMixin, GenerationMode
 from ..prefix_cache.disk import Restoring
-from ..prefix_cache.memory import Kept, Prompts
+from ..prefix_cache.memory import CachedPrefix, PrefixCache
 from ..speculative.drafter import Row
 from ..speculative.drafting import Drafting
 from ..speculative.verify import verified
@@ -110,7 +110,7 @@ class Batch:
     def __init__(
         self,
         model: PreTrainedModel,
-        prompts: Prompts | None,
+        prompts: PrefixCache | None,
         most: int,
         memory: int | None = None,
         take: Callable[[], bool] = lambda: True,
@@ -135,8 +135,8 @@ class Batch:
         self._turn = 0  # in which the last job has begun
         self._again: deque[_Answer] = deque()  # to be read again, behind a step without memory
         self._restoring: tuple[Job, Restoring | None] | None = None  # from a disk, for the next job
-        self._lagging = {} if speculative is None else lagging_layers(model)
-        self._rows = Rows(model, self._lagging)
+        self._deferrable = {} if speculative is None else deferrable_layers(model)
+        self._rows = BatchedCache(model, self._deferrable)
         self._chosen: Chosen | None = None  # by the last step, which the host has not read
         # Whether the next tokens are computed before the host reads these: mps would wait for it meanwhile.
         self._reads_late = model.device.type == "mps"
@@ -224,7 +224,7 @@ class Batch:
         begun = self._begun
         self.answers, self.alone, self._readings = [], [], []
         self._again.clear()
-        self._rows, self._chosen = Rows(self.model, self._lagging), None
+        self._rows, self._chosen = BatchedCache(self.model, self._deferrable), None
         for answer in begun:
             answer.job.end(error)
 
@@ -234,7 +234,7 @@ class Batch:
         Some of the layers may have computed the step: the caches of all are given up.
         """
         chosen, self._chosen = self._chosen, None
-        answers, self.answers, self._rows = self.answers, [], Rows(self.model, self._lagging)
+        answers, self.answers, self._rows = self.answers, [], BatchedCache(self.model, self._deferrable)
         self._gives_memory_back(error)
         tokens = [] if chosen is None else chosen.read()
         reasons = [self._give(answer, token) for answer, token in zip(answers, tokens, strict=False)]
@@ -272,7 +272,7 @@ class Batch:
                 self._leave_restoring()
             job.end("cancelled")
 
-    # Prompts
+    # PrefixCache
 
     def _read(self) -> None:
         """Reads a piece of a prompt, and short ones that wait, in the time that one piece may take."""
@@ -356,12 +356,12 @@ class Batch:
         for job in waiting:
             length = prompt_length(job.inputs)
             if length <= short or (not self._readings and self._has_passed):
-                return (job, long is not None) if self._has_room(length) else None
+                return (job, long is not None) if self._has_slots(length) else None
             long = long or (job, length)
         if self._readings or long is None:
             return None
         job, length = long
-        return (job, False) if self._has_room(length) else None
+        return (job, False) if self._has_slots(length) else None
 
     def _in_turn(self) -> list[Job]:
         """Jobs that may begin, in their order: each request has one answer a turn, the oldest first. Those
@@ -465,7 +465,7 @@ class Batch:
         later = sum(answer.job.place > 0 for answer in self._begun)
         return self.active < self.most - 1 and (is_one or later < self.most // 2)
 
-    def _has_room(self, length: int) -> bool:
+    def _has_slots(self, length: int) -> bool:
         """Whether one more answer fits, of a prompt of so many tokens; gives up prompts for it."""
         lengths = [length, *(answer.prompt.shape[1] for answer in self._readings)]
         rows = len(self.answers) + len(lengths)
@@ -484,7 +484,7 @@ class Batch:
         tokens += sum(len(item.reader.kept.ids) + len(item.tokens) for item in self.alone)
         for row in self._drafted_rows:
             self._note_held(row)
-        needed = (self._bytes + self._beside) * tokens + self._row_bytes * with_spare(rows)
+        needed = (self._bytes + self._beside) * tokens + self._row_bytes * batch_capacity(rows)
         if self.prompts is not None:
             room = int(self.memory - needed)
             self.prompts.shrink(room if self.speculative is None else self.speculative.shrink(room))
@@ -602,14 +602,14 @@ class Batch:
             held = sum(LayerState(layer).memory() for layer in kept.cache.layers)
             self._bytes = max(self._bytes, held / len(kept.ids))
             if self.speculative is not None:
-                kinds = [[k] if (k := self._lagging.get(n)) else [] for n in range(len(kept.cache.layers))]
+                kinds = [[k] if (k := self._deferrable.get(n)) else [] for n in range(len(kept.cache.layers))]
                 beside = sum(map(bytes_beside, kept.cache.layers, kinds))
                 self._row_bytes = max(self._row_bytes, beside)
         try:
             if self._against_rows is not None:
-                raise NotJoinable(self._against_rows)
+                raise NotBatchable(self._against_rows)
             self._rows.join(kept.cache, len(kept.ids), answer.reader.moved)
-        except NotJoinable as error:
+        except NotBatchable as error:
             self._say_alone(str(error))
             self.alone.append(answer)
             return
@@ -857,7 +857,7 @@ class Batch:
             self._keep(answer, replace(kept, ids=ids, cache=cache))
         answer.job.end(reason)
 
-    def _keep(self, answer: _Answer, kept: Kept) -> None:
+    def _keep(self, answer: _Answer, kept: CachedPrefix) -> None:
         prompts, is_whole = answer.reader.prompts, isinstance(kept.cache, DynamicCache) and len(kept.ids) > 0
         if prompts is not None and is_whole:
             with self._is_optional():

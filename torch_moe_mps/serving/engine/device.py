@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from ..._text import first_line
 from ..prefix_cache.disk import Disk
-from ..prefix_cache.memory import Prompts
+from ..prefix_cache.memory import PrefixCache
 from .job import Job
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class OnDevice:
         death: why the thread has ended, if an error has ended it: all jobs end by that, later ones, too.
     """
 
-    def __init__(self, prompts: Prompts | None) -> None:
+    def __init__(self, prompts: PrefixCache | None) -> None:
         self._prompts = prompts
         self.death: Died | None = None
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()

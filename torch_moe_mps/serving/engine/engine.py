@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from ...transformers.key_order import reason_against_rows, reason_for_order
-from ..prefix_cache.memory import Prompts
+from ..prefix_cache.memory import PrefixCache
 from ..speculative.drafting import Drafting
 from .batch import Batch
 from .device import OnDevice, Work
@@ -29,7 +29,7 @@ class Engine(OnDevice):
     def __init__(
         self,
         model: Any,
-        prompts: Prompts | None,
+        prompts: PrefixCache | None,
         most: int,
         memory: Memory | None = None,
         speculative: Drafting | None = None,

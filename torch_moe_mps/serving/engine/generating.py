@@ -18,7 +18,7 @@ from ...transformers.basics.state import Beside
 from ...transformers.caches.cache import counts_tokens, hands_cache_on
 from ...transformers.caches.prompt_cache import new_cache, reads_whole, takes_layers
 from ...transformers.upstream.calls import cache_argument
-from ..prefix_cache.memory import Images, Prompts
+from ..prefix_cache.memory import Images, PrefixCache
 from .prefill import PromptReader
 from .ranges import placeholders_of
 from .speculation import Speculation
@@ -38,7 +38,9 @@ class Generating(Beside):
         speculation: None drafts no tokens.
     """
 
-    def __init__(self, model: Any, prompts: Prompts | None = None, speculation: Speculation | None = None):
+    def __init__(
+        self, model: Any, prompts: PrefixCache | None = None, speculation: Speculation | None = None
+    ):
         if prompts is not None and reads_whole(model):
             kind = model.config.get_text_config(decoder=True).model_type
             print(
@@ -50,7 +52,7 @@ class Generating(Beside):
         self.model, self.prompts, self.speculation = model, prompts, speculation
         self.disk_tokens = 0  # tokens of the last prompt that a disk had
         if speculation is not None and prompts is not None:
-            speculation.prompts = Prompts(prompts.memory)
+            speculation.prompts = PrefixCache(prompts.memory)
         self._ended, self._interrupted = threading.Event(), threading.Event()
 
     def __getattr__(self, name: str) -> Any:
@@ -119,7 +121,7 @@ class Generating(Beside):
 
     def _keeping(
         self,
-        prompts: Prompts,
+        prompts: PrefixCache,
         given: dict[str, Any],
         images: Images | None,
         steps: "_Steps",

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...transformers.caches.prompt_cache import kept_states, new_cache, takes_layers
 from ...transformers.upstream.caches import LinearAttentionCacheLayerMixin
 from ...transformers.upstream.calls import cache_among
-from ..prefix_cache.memory import Images, Kept, Prompts
+from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
 from .stand_in import turned
 
 AT_ONCE = 2048  # tokens of a prompt
@@ -44,7 +44,7 @@ class PromptReader:
         self,
         model: Any,
         ids: Tensor,
-        prompts: Prompts | None,
+        prompts: PrefixCache | None,
         *,
         images: Images | None = None,
         beside: Mapping[str, Any] = MappingProxyType({}),
@@ -54,7 +54,7 @@ class PromptReader:
         self.prompts, self.images = prompts, images
         self._ids, self._device, self._beside, self._modules = ids, model.device, beside, modules
         cache: Any = new_cache(model) if takes_layers(model) else None
-        self.kept = Kept(ids[0, :0], cache)
+        self.kept = CachedPrefix(ids[0, :0], cache)
         if prompts is not None:
             prompts.read(model)
             self.kept = prompts.take(ids[0], cache, images)
@@ -130,7 +130,7 @@ def _rotates(model: Any) -> bool:
     return _ROTATE[model]
 
 
-def _pauses(kept: Kept, prompt: int) -> list[int]:
+def _pauses(kept: CachedPrefix, prompt: int) -> list[int]:
     """The tokens up to which a prompt is computed before its end: pieces, and where its states are kept."""
     start = len(kept.ids)
     if not kept_states(kept.cache):
@@ -143,7 +143,7 @@ def _is_marked(position: int, prompt: int) -> bool:
     return position == prompt - _END or position % _EVERY == 0
 
 
-def _mark(kept: Kept) -> None:
+def _mark(kept: CachedPrefix) -> None:
     """Keeps the states of what is computed so far, if they fit no longer prompt."""
     if states := kept_states(kept.cache):
         kept.states[len(kept.ids)] = states

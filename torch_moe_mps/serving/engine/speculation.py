@@ -9,7 +9,7 @@ from ...transformers.basics.state import Beside
 from ...transformers.caches.prompt_cache import new_cache
 from ...transformers.upstream.calls import cache_among, cache_argument
 from ...transformers.upstream.generation import AssistedCandidateGenerator
-from ..prefix_cache.memory import Kept, Prompts
+from ..prefix_cache.memory import CachedPrefix, PrefixCache
 
 
 class Speculation(Beside):
@@ -24,7 +24,7 @@ class Speculation(Beside):
 
     def __init__(self, arguments: dict[str, Any]):
         self.arguments, self.drafted, self.accepted = arguments, 0, 0
-        self.prompts: Prompts | None = None
+        self.prompts: PrefixCache | None = None
         self._drafted: tuple[Any, Any] | None = None  # tokens and cache of the last `generate`
 
     @property
@@ -65,7 +65,7 @@ class Speculation(Beside):
         drafted, self._drafted = self._drafted, None
         if drafted is not None and self.prompts is not None and type(drafted[1]) is DynamicCache:
             ids, cache = drafted
-            self.prompts.put(Kept(ids[: cache.get_seq_length()], cache))
+            self.prompts.put(CachedPrefix(ids[: cache.get_seq_length()], cache))
 
     def _begin(self, generator: Any, ids: Any) -> None:
         """Gives the draft what there is for a prompt."""

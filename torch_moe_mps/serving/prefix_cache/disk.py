@@ -1,9 +1,9 @@
-"""Kept prompts in a folder: written while the server runs, read back where memory has less of them.
+"""Cached prefixes in a folder: written while the server runs, read back where memory has less of them.
 
 A prompt is written as blocks of tokens, whose names follow from all tokens up to their end and from what
 computed them: what prompts begin with in common is there once. States that fit one prefix alone, and tokens
-behind the last block, are in a file of their own. Each file is whole before it has its name; one that is torn
-is taken for none.
+behind the last block, are in a file of their own. Each file is whole before it has its name, and has the name
+and its last position inside, under the checksum: one that is torn, or has another file's name, is not used.
 """
 
 import errno
@@ -12,6 +12,8 @@ import json
 import logging
 import os
 import queue
+import re
+import stat
 import sys
 import threading
 import time
@@ -46,6 +48,8 @@ log = logging.getLogger(__name__)
 BLOCK = 256  # tokens
 _MARKER, _VERSION = "torch_moe_mps prompts", "1"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FILE = re.compile(r"[0-9a-f]{32}/[0-9a-f]{32}(\.block|-[0-9]+\.state)")
+_PASSES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR)  # the file may be read later
 _AT_ONCE = 4  # parts that wait for the disk: a slow one delays nothing, and later parts wait in memory
 
 
@@ -63,7 +67,7 @@ class _Snapshot:
     key: str
     names: list[str]  # a whole block each
     storages: dict[int, int]  # {address: bytes}
-    parts: Iterator[tuple[str, Part]] = field(default_factory=lambda: iter(()))
+    parts: Iterator[tuple[str, int, Part]] = field(default_factory=lambda: iter(()))
 
 
 class Disk:
@@ -94,7 +98,7 @@ class Disk:
         self._files = _found(folder)  # {name: bytes}, unused longest first
         self._queued = set[str]()
         self._pending: deque[_Snapshot] = deque()
-        self._copying: tuple[str, Part, dict[int, Any], Any] | None = None
+        self._copying: tuple[str, int, Part, dict[int, Any], Any] | None = None
         self._keys: dict[Any, str] = {}
         self._key = "unknown"
         self._queue: queue.Queue[Any] = queue.Queue(_AT_ONCE)
@@ -161,18 +165,18 @@ class Disk:
             self._pending.clear()
             self._copying = None
         if self._copying is not None:
-            name, part, classes, event = self._copying
+            name, end, part, classes, event = self._copying
             if event is not None:
                 event.synchronize()
             if self._queue.full() and not wait:
                 return
-            self._queue.put((name, part, classes))
+            self._queue.put((name, end, part, classes))
             self._copying = None
         if not self._pending or (self._queue.full() and not wait):
             return
         snapshot = self._pending[0]
         try:
-            name, part = next(snapshot.parts, ("", {}))
+            name, end, part = next(snapshot.parts, ("", 0, {}))
             if not name:
                 self._pending.popleft()
                 self.touch(snapshot.names)
@@ -183,7 +187,7 @@ class Disk:
             if device.type != "cpu":
                 event = torch.Event(device=device, blocking=True)
                 event.record()
-            self._copying = name, copy, classes_of(snapshot.cache), event
+            self._copying = name, end, copy, classes_of(snapshot.cache), event
         except Exception as error:  # a cache that cannot be cut or written
             self._pending.popleft()
             log.warning("a prompt is not kept in %s: %s", self.folder, first_line(error))
@@ -196,17 +200,18 @@ class Disk:
         self._writer.join()
         os.close(self._held)
 
-    def _parts(self, snapshot: _Snapshot) -> Iterator[tuple[str, Part]]:
-        """The parts of a prompt that are in no file."""
+    def _parts(self, snapshot: _Snapshot) -> Iterator[tuple[str, int, Part]]:
+        """(name, last position, part) of what is in no file of a prompt."""
         ids, cache = snapshot.ids, snapshot.cache
         has_blocks = not all(map(fits_one_prefix, cache.layers))
         for number, name in enumerate(snapshot.names if has_blocks else ()):
             if not self._is_there(name):
-                yield name, block(cache, number * BLOCK, (number + 1) * BLOCK)
+                end = (number + 1) * BLOCK
+                yield name, end, block(cache, end - BLOCK, end)
         for end in sorted({*snapshot.states, len(ids)}):
             name = _state_name(snapshot.key, snapshot.names, ids, end)
             if (end in snapshot.states or end % BLOCK) and not self._is_there(name):
-                yield name, {**block(cache, end - end % BLOCK, end), **snapshot.states.get(end, {})}
+                yield name, end, {**block(cache, end - end % BLOCK, end), **snapshot.states.get(end, {})}
 
     def _is_there(self, name: str) -> bool:
         with self._lock:
@@ -227,8 +232,8 @@ class Disk:
                 line = f"torch-moe-mps: prompts are not kept in {self.folder} any more: {first_line(error)}"
                 print(line, file=sys.stderr)
 
-    def _write_part(self, name: str, part: Part, classes: dict[int, Any]) -> None:
-        octets = octets_of(part, classes)
+    def _write_part(self, name: str, end: int, part: Part, classes: dict[int, Any]) -> None:
+        octets = octets_of(part, classes, _header(name, end))
         self._make_room(len(octets))
         while True:
             try:
@@ -311,9 +316,14 @@ class Disk:
             files.append((last, best))
         return Restoring(self, Joined(cache, best), ids[:best], files, model.device)
 
-    def lost(self, name: str, error: Exception) -> None:
-        """A file that cannot be read: it is none."""
+    def failed(self, name: str, error: Exception) -> None:
+        """Logs that a part cannot be used, and removes its file unless memory or file handles were short.
+
+        `RuntimeError` is torch's, for an allocation; what is wrong in a file raises others.
+        """
         log.warning("%s is left out: %s", self.folder / name, first_line(error))
+        if isinstance(error, MemoryError | RuntimeError) or getattr(error, "errno", None) in _PASSES:
+            return
         with self._lock:
             self._files.pop(name, None)
         try:
@@ -360,7 +370,7 @@ class Restoring:
                 part, classes = got
                 self._joined.add(on_device(part, self._device), classes, end)
             except Exception as error:  # anything may have been read
-                self._disk.lost(name, error)
+                self._disk.failed(name, error)
                 self._end(needs_all=any(map(fits_one_prefix, self.cache.layers)))
                 return True
             self._next += 1
@@ -383,16 +393,21 @@ class Restoring:
             self._disk.touch([name for name, _ in self._files])
 
     def _read(self) -> None:
-        for name, _ in self._files:
+        for name, end in self._files:
             if self._left:
                 return
             path = self._disk.folder / name
             try:
-                self._ready.put(read_part(path))
+                self._ready.put(read_part(path, _header(name, end)))
                 self._disk.read_bytes += path.stat().st_size
             except Exception as error:  # anything may have been read
                 self._ready.put(error)
                 return
+
+
+def _header(name: str, end: int) -> str:
+    """Identity of a file: its key (model, adapters, dtype), prompt, kind, and its last position."""
+    return f"{name} {end}"
 
 
 def _names(key: str, ids: Tensor) -> list[str]:
@@ -454,12 +469,12 @@ def _owned(folder: Path) -> int:
 
 
 def _found(folder: Path) -> OrderedDict[str, int]:
-    """{name: bytes} of the files in a folder, unused longest first; what was cut off is removed."""
+    """{name: bytes} of the files in a folder, unused longest first. Unfinished ones are removed."""
     found = []
     for path in folder.glob("*/*"):
+        name, about = f"{path.parent.name}/{path.name}", path.lstat()
         if path.suffix == ".new":
             path.unlink(missing_ok=True)
-        elif path.suffix in (".block", ".state"):
-            about = path.stat()
-            found.append((about.st_mtime_ns, f"{path.parent.name}/{path.name}", about.st_size))
+        elif stat.S_ISREG(about.st_mode) and _FILE.fullmatch(name):
+            found.append((about.st_mtime_ns, name, about.st_size))
     return OrderedDict((name, size) for _, name, size in sorted(found))

@@ -52,7 +52,7 @@ class Images:
 
 
 @dataclass(eq=False)
-class Kept:
+class CachedPrefix:
     """A prompt with what was generated: its tokens [T], their cache, and states for shorter prefixes.
 
     Attributes:
@@ -91,7 +91,7 @@ class Kept:
         return tensors_of(self.cache, self.states)
 
 
-class Prompts:
+class PrefixCache:
     """The prompts that one model has computed, the latest last.
 
     Args:
@@ -101,13 +101,13 @@ class Prompts:
     """
 
     def __init__(self, memory: int, file: str | None = None, disk: Disk | None = None):
-        self.memory, self.kept, self.file, self.disk = memory, list[Kept](), file, disk
+        self.memory, self.kept, self.file, self.disk = memory, list[CachedPrefix](), file, disk
         self.computed = 0  # tokens of prompts that nothing was kept for
         self.put_so_far = 0
         self._is_read = self._is_in_file = False
         self._adapters: Any = ()
 
-    def take(self, ids: Tensor, new: DynamicCache, images: Images | None = None) -> Kept:
+    def take(self, ids: Tensor, new: DynamicCache, images: Images | None = None) -> CachedPrefix:
         """Cache with the longest kept part of a prompt [T]: its caller adds the rest, and puts it back.
 
         Args:
@@ -118,7 +118,7 @@ class Prompts:
         tokens = 0 if best is None else best.usable(ids, images)
         self.computed += len(ids) - tokens
         if best is None or tokens == 0:
-            return Kept(ids[:0], new, adapters=self._adapters)
+            return CachedPrefix(ids[:0], new, adapters=self._adapters)
         whole = tokens == len(best.ids)
         # A part is copied when it is added to: if there is no memory for both, the other is given up.
         if whole or best.octets * 2 > self.memory:
@@ -128,9 +128,9 @@ class Prompts:
         states = {position: state for position, state in best.states.items() if position <= tokens}
         seen = None if images is None else best.images
         cache = prefix(best.cache, tokens, best.states)
-        return Kept(best.ids[:tokens], cache, states, seen, adapters=self._adapters)
+        return CachedPrefix(best.ids[:tokens], cache, states, seen, adapters=self._adapters)
 
-    def put(self, kept: Kept) -> None:
+    def put(self, kept: CachedPrefix) -> None:
         """Keeps a prompt, for which those that it begins with and the oldest ones make room before.
 
         One that was begun with other adapters than the model adds now is not kept.
@@ -200,7 +200,7 @@ class Prompts:
     def take_back(self, restored: Restoring) -> None:
         """Keeps what was read."""
         if len(restored.ids):
-            self.put(Kept(restored.ids, restored.cache, adapters=self._adapters))
+            self.put(CachedPrefix(restored.ids, restored.cache, adapters=self._adapters))
 
     def read(self, model: Any) -> None:
         """Reads the file, once, and gives up what was computed with other adapters than the model adds now.
@@ -223,7 +223,7 @@ class Prompts:
         except (ValueError, OSError) as error:
             print(f"torch-moe-mps: {error}; it is ignored", file=sys.stderr)
             return
-        self.put(Kept(ids[0].cpu(), cache, states))
+        self.put(CachedPrefix(ids[0].cpu(), cache, states))
         self._is_in_file = True
 
     def write(self, model: Any) -> None:
@@ -266,7 +266,7 @@ class Prompts:
         return _BETWEEN_LOOKS if self.kept and is_watched else None
 
 
-def _write(file: Path, model: Any, kept: Kept) -> None:
+def _write(file: Path, model: Any, kept: CachedPrefix) -> None:
     try:
         if kept.images is not None:
             raise ValueError("files keep only text, but it has images")
@@ -275,7 +275,7 @@ def _write(file: Path, model: Any, kept: Kept) -> None:
         print(f"torch-moe-mps: the prompt is not kept in {file}: {error}", file=sys.stderr)
 
 
-def _begins(kept: Kept, other: Kept) -> bool:
+def _begins(kept: CachedPrefix, other: CachedPrefix) -> bool:
     """Whether a prompt begins with another, images included."""
     same = other.images in (None, kept.images) and len(other.ids) <= len(kept.ids)
     return same and torch.equal(kept.ids[: len(other.ids)], other.ids)

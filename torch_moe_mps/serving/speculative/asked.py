@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..prefix_cache.memory import Prompts
+from ..prefix_cache.memory import PrefixCache
 from . import LOOKUP, MTP
 from .dflash import DFlash, is_dflash
 from .draft import Draft
@@ -16,7 +16,7 @@ from .width import MOST, Width
 
 
 def drafting_of(
-    model: PreTrainedModel, speculative: Any, prompts: Prompts | None, name: str, width: int | None = None
+    model: PreTrainedModel, speculative: Any, prompts: PrefixCache | None, name: str, width: int | None = None
 ) -> Drafting | None:
     """The drafts that somebody asks for.
 
@@ -36,7 +36,7 @@ def drafting_of(
     return Drafting(model, [_source_of(model, each, prompts, name) for each in wanted], Width(width))
 
 
-def _source_of(model: PreTrainedModel, speculative: Any, prompts: Prompts | None, name: str) -> Source:
+def _source_of(model: PreTrainedModel, speculative: Any, prompts: PrefixCache | None, name: str) -> Source:
     memory = 0 if prompts is None else prompts.memory
     if isinstance(speculative, str) and speculative == LOOKUP:
         return Lookup(prompts)

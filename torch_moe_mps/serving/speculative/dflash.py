@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...transformers.attention.attention import MOST_TOKENS
+from ...transformers.caches.batched import make_room, take_back
 from ...transformers.caches.cache import grow_cache
-from ...transformers.caches.rows import make_room, take_back
 from ...transformers.caches.state import LayerState
 from ...transformers.dflash import DFlashStep
 from .drafter import Row
@@ -83,6 +83,7 @@ class DFlash:
         if read is None:
             read = self._read[row] = _Read(DFlashCache(config=self._config), first)
             grow_cache(self.modules[0], (), {"cache": read.cache})
+            read.cache.activate_past_recording()  # a block is taken back, and windows show what was before
         read.waiting.append(states)
         if read.end - read.first > _WAITING:
             self._block(read, row.tokens[read.end : read.end + 1] or row.tokens[-1:])

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...transformers.caches.batched import BatchedCache, NotBatchable
 from ...transformers.caches.prompt_cache import reads_whole, takes_layers
-from ...transformers.caches.rows import NotJoinable, Rows
 from ...transformers.upstream.calls import cache_argument
 from ..engine.prefill import PromptReader
 from ..engine.ranges import vocabulary_of
-from ..prefix_cache.memory import Prompts
+from ..prefix_cache.memory import PrefixCache
 from .drafter import Row
 from .width import MOST
 
@@ -34,7 +34,7 @@ def require_tokens(model: Any, draft: Any, alike: bool = True) -> None:
 class _Cached(NamedTuple):
     """A row's cache in the draft, and the tokens that are in it."""
 
-    rows: Rows
+    rows: BatchedCache
     tokens: list[int]
 
 
@@ -56,7 +56,7 @@ class Draft:
         kind = type(draft).__name__
         if not takes_layers(draft) or reads_whole(draft):
             raise ValueError(f"{_NAME}: a draft must have a cache that can be cut, got a {kind}")
-        self._draft, self.prompts, self.modules = draft, Prompts(memory), [draft]
+        self._draft, self.prompts, self.modules = draft, PrefixCache(memory), [draft]
         self._cached: WeakKeyDictionary[Row, _Cached] = WeakKeyDictionary()
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class Draft:
         self._cached[row] = _Cached(cached, read)
         return drafts
 
-    def _likeliest(self, cached: Rows, tokens: Tensor) -> Tensor:
+    def _likeliest(self, cached: BatchedCache, tokens: Tensor) -> Tensor:
         """The likeliest token [1, 1] behind these [1, T], which are in the cache then."""
         ids = tokens.to(self._draft.device)
         out = self._called(cached.cache, input_ids=ids, logits_to_keep=1, **cached.arguments(ids.shape[1]))
@@ -103,7 +103,7 @@ class Draft:
 
     def _begin(self, row: Row) -> _Cached:
         """Reads all tokens but the last one, behind which the first draft begins."""
-        ids, rows = torch.tensor([row.tokens[:-1]]), Rows(self._draft)
+        ids, rows = torch.tensor([row.tokens[:-1]]), BatchedCache(self._draft)
         reader = PromptReader(self._draft, ids, self.prompts)
         while reader.pieces:
             reader.read(self._called)
@@ -111,7 +111,7 @@ class Draft:
         self.prompts.put(kept)
         try:
             rows.join(kept.cache, len(kept.ids))
-        except NotJoinable as error:
+        except NotBatchable as error:
             raise ValueError(f"the draft cannot be cut: {error}") from None
         return _Cached(rows, row.tokens[: len(kept.ids)])
 

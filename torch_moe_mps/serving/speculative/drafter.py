@@ -30,6 +30,7 @@ class Row:
         source: the number of the source that is asked, or whose drafts these are.
         held: the counts of each source, by its number.
         budget: time that drafts may lose before they have to gain, in tokens.
+        failed: the numbers of sources that have raised for it, and are not asked for it any more.
     """
 
     tokens: list[int]
@@ -39,6 +40,7 @@ class Row:
     source: int = 0
     held: defaultdict[int, Held] = field(default_factory=lambda: defaultdict(Held))
     budget: float = 0.0
+    failed: set[int] = field(default_factory=set)
 
 
 class Source(Protocol):
@@ -50,7 +52,7 @@ class Source(Protocol):
     One with an attribute `states`, numbers of the model's hidden states (-1: those behind its last layer),
     has a method `computed(row, first, states)`, which gets them side by side, [1, T, H], of a row's tokens
     from place `first` on, each once and in their order. One with `left(row)` is told that the row's answer
-    has ended, unless all end by a fault.
+    has ended, unless all end by a fault. What a source raises ends its drafts for that row alone.
 
     What a source takes of the memory, it says by `modules`, which it computes with beside the model, by
     `prompts`, which it keeps, by `held(row)`: bytes of a row, and by `layers`: how many of its layers are of

@@ -36,6 +36,7 @@ class Drafting:
     def __init__(self, model: Any, sources: Sequence[Source], width: Width):
         self.width, self.accepted, self.rejected, self.seconds = width, 0, 0, 0.0
         self._sources = dict(enumerate(sources))
+        self._faults: dict[int, str] = {}  # the last one of each source: it is logged once
         self._vocabulary = vocabulary_of(model)
         self._no_text = placeholders_of(model)
 
@@ -85,7 +86,7 @@ class Drafting:
         for number, source in self._sources.items():
             if _is_cheap(source):
                 cheap.append(number)
-            elif self._best(rows, number, none, ahead, room) > 0:
+            elif _asks(number, rows) and self._best(rows, number, none, ahead, room) > 0:
                 return True
         return self._of(rows, ahead, room, cheap) is not None
 
@@ -104,14 +105,15 @@ class Drafting:
         """Drafts of these sources: each is asked for the rows that have none yet."""
         started, found = time.perf_counter(), {row: list[int]() for row in rows}
         for number in asked:
-            left = [row for row in rows if not found[row]]
+            left = _asks(number, [row for row in rows if not found[row]])
             width = self._best(rows, number, found, ahead, room) if left else 0
             if width == 0:
                 continue
             for row, known, most in zip(rows, ahead, room, strict=True):
                 row.most = max(0, min(most, width - known))
-            with self._fails(number):
-                found |= zip(left, self._checked(self._sources[number].draft(left), left), strict=True)
+            if not self._draft(number, left, found) and len(left) > 1:
+                for row in left:  # one of them fails
+                    self._draft(number, [row], found)
         self.seconds = time.perf_counter() - started
         every = [known + len(found[row]) for row, known in zip(rows, ahead, strict=True)]
         width = self.width.best(rows, every, ahead)
@@ -120,6 +122,13 @@ class Drafting:
                 self._rest(row, self._sources)
             return None
         return [found[row][: max(0, width - known)] for row, known in zip(rows, ahead, strict=True)]
+
+    def _draft(self, number: int, rows: Sequence[Row], found: dict[Row, list[int]]) -> bool:
+        """Whether a source drafts for these rows. A row alone that it fails for is not asked for again."""
+        with self._fails(number, rows if len(rows) == 1 else ()):
+            found |= zip(rows, self._checked(self._sources[number].draft(rows), rows), strict=True)
+            return True
+        return False
 
     def _best(
         self,
@@ -131,8 +140,11 @@ class Drafting:
     ) -> int:
         """The width that pays where a source drafts all that there is room for in rows without drafts."""
         for row in rows:
-            row.source = row.source if found[row] else number
-        lengths = (len(found[row]) or most for row, most in zip(rows, room, strict=True))
+            row.source = row.source if found[row] or number in row.failed else number
+        lengths = (
+            len(found[row]) or (0 if number in row.failed else most)
+            for row, most in zip(rows, room, strict=True)
+        )
         return self.width.best(rows, [*map(sum, zip(ahead, lengths, strict=True))], ahead)
 
     def _checked(self, drafts: Any, rows: Sequence[Row]) -> list[list[int]]:
@@ -158,9 +170,11 @@ class Drafting:
             if own:
                 self.width.verified(row, count, len(own))
                 self._rest(row, self._sources.keys() - {row.source})
-        for number, source in [*self._sources.items()]:
-            with self._fails(number):
-                source.accepted(rows, held)
+        counts = dict(zip(rows, held, strict=True))
+        for number, source in self._sources.items():
+            asked = _asks(number, rows)
+            with self._fails(number, asked):
+                source.accepted(asked, [counts[row] for row in asked])
 
     def computed(
         self, rows: Sequence[Row], firsts: Sequence[int], states: Tensor, counts: Sequence[int]
@@ -168,37 +182,43 @@ class Drafting:
         """Hands on the model's states [B, T, H] of `counts` tokens of rows, from their places `firsts` on."""
         wanted = self.states
         each = states.chunk(len(wanted), -1)
-        for number, source in [*self._sources.items()]:
+        for number, source in self._sources.items():
             if not (own := _states(source)):
                 continue
             parts = states if own == wanted else torch.cat([each[wanted.index(state)] for state in own], -1)
-            with self._fails(number):
-                for place, (row, first, count) in enumerate(zip(rows, firsts, counts, strict=True)):
-                    if count > 0:
+            for place, (row, first, count) in enumerate(zip(rows, firsts, counts, strict=True)):
+                if count > 0 and number not in row.failed:
+                    with self._fails(number, [row]):
                         told(source, "computed")(row, first, parts[place : place + 1, :count])
 
     def left(self, row: Row) -> None:
         """Tells the sources that the answer of a row has ended."""
-        for number, source in [*self._sources.items()]:
-            with self._fails(number):
-                told(source, "left")(row)
+        for number, source in self._sources.items():
+            if number not in row.failed:
+                with self._fails(number, [row]):
+                    told(source, "left")(row)
 
     @contextmanager
-    def _fails(self, number: int) -> Iterator[None]:
-        """Block of a source: what it raises ends its drafts, and no answer."""
+    def _fails(self, number: int, rows: Sequence[Row]) -> Iterator[None]:
+        """Block of a source: what it raises ends its drafts for these sequences, and nothing else."""
         try:
             with as_errors():
                 yield
         except torch.AcceleratorError:  # whatever the GPU computes is wrong then
             raise
         except Exception as error:
+            for row in rows:
+                row.failed.add(number)
             reason = f"{type(error).__name__}: {first_line(error)}"
-            source = self._sources.pop(number)
-            if not self._sources:
-                self.give_up(reason)
-                return
-            kind = type(source).__name__
-            logger.warning("torch_moe_mps: %s drafts no tokens any more: %s", kind, reason)
+            if rows and self._faults.get(number) != reason:
+                self._faults[number] = reason
+                kind = type(self._sources[number]).__name__
+                logger.warning("torch_moe_mps: %s drafts no tokens for a sequence: %s", kind, reason)
+
+
+def _asks(number: int, rows: Sequence[Row]) -> list[Row]:
+    """The rows that a source has not failed for."""
+    return [row for row in rows if number not in row.failed]
 
 
 def _is_cheap(source: Source) -> bool:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...transformers.caches.rows import forgetting, make_room, take_back
+from ...transformers.caches.batched import forgetting, make_room, take_back
 from ...transformers.caches.state import LayerState
 from ...transformers.mtp_steps import mtp_steps, new_mtp_cache
-from ..prefix_cache.memory import Kept, Prompts
+from ..prefix_cache.memory import CachedPrefix, PrefixCache
 from .drafter import Row
 
 _WAITING = 64  # states of a row that wait until some tokens are drafted; more are read at once
@@ -59,7 +59,7 @@ class Mtp:
         self._layers = range(len(self._steps))
         self.modules, self.layers = [self._steps[0].layers.layers], len(self._steps)
         own = model.config.get_text_config(decoder=True).num_hidden_layers
-        self.prompts = Prompts(memory * len(self._layers) // own)
+        self.prompts = PrefixCache(memory * len(self._layers) // own)
         self._read: WeakKeyDictionary[Row, _Read] = WeakKeyDictionary()
 
     @torch.no_grad()
@@ -98,13 +98,13 @@ class Mtp:
         if tokens > 0:
             for layer, count in zip(read.cache.layers, read.next, strict=True):
                 take_back(layer, count - tokens, tokens)
-            self.prompts.put(Kept(torch.tensor(row.tokens[:tokens]), read.cache))
+            self.prompts.put(CachedPrefix(torch.tensor(row.tokens[:tokens]), read.cache))
 
     def _begin(self, row: Row, first: int, states: Tensor) -> _Read:
         kept = self.prompts.take(torch.tensor(row.tokens[: first + 1]), new_mtp_cache(self._model))
         start, waiting = len(kept.ids), list[Tensor]()
         if first - start > _SMALL_GAP:
-            kept, start = Kept(kept.ids[:0], new_mtp_cache(self._model)), first
+            kept, start = CachedPrefix(kept.ids[:0], new_mtp_cache(self._model)), first
         elif first > start:
             waiting = [states.new_zeros((1, first - start, states.shape[2]))]
         is_whole = start == len(kept.ids)

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..prefix_cache.memory import Kept, Prompts
+from ..prefix_cache.memory import CachedPrefix, PrefixCache
 from .drafter import Row
 
 _GRAM = 3  # tokens that must repeat
@@ -84,10 +84,10 @@ class Lookup:
 
     is_cheap = True
 
-    def __init__(self, prompts: Prompts | None = None):
+    def __init__(self, prompts: PrefixCache | None = None):
         self._prompts = prompts
         self._own: WeakKeyDictionary[Row, list[Index]] = WeakKeyDictionary()
-        self._kept: dict[Kept, Index] = {}
+        self._kept: dict[CachedPrefix, Index] = {}
 
     def draft(self, rows: Sequence[Row]) -> list[list[int]]:
         kept = self._of_kept()
@@ -119,7 +119,7 @@ class Lookup:
         return [*self._kept.values()]
 
 
-def _read(kept: Kept) -> Index:
+def _read(kept: CachedPrefix) -> Index:
     index = Index(kept.ids.tolist())
     index.read()
     return index

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.lora import MAX_RANK
 from ..modules.experts import ADDED, is_observed, shape_of
-from ..modules.linears import GroupedLinear, QuantizedLinear
+from ..modules.linears import GroupedLinear, QuantizedLinear, has_quantized_weights
 
 ops = torch.ops.moe_mps
 
@@ -54,6 +54,26 @@ def check_config(config: LoraConfig) -> None:
         )
     if config.use_dora:
         refuse("use_dora over a quantised weight", "False", True)
+
+
+def check_trained_whole(config: Any, model: Any) -> None:
+    """Refuses copies of quantised modules, and tokens of a quantised embedding, that an adapter trains.
+
+    Raises: ValueError that names the option of LoraConfig, and the module that must be loaded dense.
+    """
+    tokens = getattr(config, "trainable_token_indices", None)
+    if tokens is not None and not isinstance(tokens, dict):
+        own = model.get_input_embeddings()
+        tokens = [name for name, module in model.named_modules() if module is own]
+    asked = {
+        "modules_to_save": getattr(config, "modules_to_save", None) or (),
+        "trainable_token_indices": tokens or (),
+    }
+    for option, ends in asked.items():
+        for name, module in model.named_modules():
+            if name.endswith(tuple(ends)) and any(map(has_quantized_weights, module.modules())):
+                expected = f"of dense modules (keep=[{name!r}] loads this one dense)"
+                refuse(option, expected, f"{name}, which is quantised")
 
 
 class QuantizedLoraLinear(layer.Linear):
@@ -172,7 +192,7 @@ class ParamWrapper(layer.ParamWrapper):
 
 
 def check_stored(adapter: str, model: Any) -> None:
-    """Refuses an adapter of another model, whose unmatched tensors PEFT would drop.
+    """Refuses an adapter of another model, whose unmatched tensors PEFT would drop, and one with NaN.
 
     Args:
         adapter: a folder, or a name on the Hub.
@@ -180,14 +200,18 @@ def check_stored(adapter: str, model: Any) -> None:
 
     Raises: ValueError that names a tensor.
     """
+    tensors = load_peft_weights(adapter, device="cpu")
     stored, own = (
-        {name: tuple(tensor.shape) for name, tensor in tensors.items() if "lora_" in name}
-        for tensors in (load_peft_weights(adapter, device="cpu"), get_peft_model_state_dict(model))
+        {name: tuple(tensor.shape) for name, tensor in found.items() if "lora_" in name}
+        for found in (tensors, get_peft_model_state_dict(model))
     )
     for name in sorted(stored.keys() | own.keys()):
         if stored.get(name) != own.get(name):
             expected = f"{name} {own[name]}" if name in own else f"without {name}"
             refuse("an adapter of this model", expected, stored.get(name, "none"))
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            refuse(f"{name} of an adapter", "of finite numbers", "NaN or infinity")
 
 
 def _refuse_merging(base: nn.Module) -> NoReturn:

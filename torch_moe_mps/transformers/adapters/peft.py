@@ -18,7 +18,7 @@ from ..._versions import PEFT
 from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
 from ..checkpoints.quantize.counting import counting_packed
 from ..modules.linears import QuantizedLinear
-from .lora import ParamWrapper, wrapped_linear
+from .lora import ParamWrapper, check_trained_whole, wrapped_linear
 
 _ALL_LINEAR = "all-linear"
 
@@ -86,10 +86,14 @@ def _with_stacks(experts: Any) -> Callable:
 
 
 def _including(plain: Callable) -> Callable:
-    """ "all-linear" names the linear layers by their classes; the quantised ones are added."""
+    """ "all-linear" names the linear layers by their classes; the quantised ones are added.
+
+    PEFT asks for that before it changes a model, of each adapter, so that what is refused is refused here.
+    """
 
     @functools.wraps(plain)
     def include(peft_config: Any, model: nn.Module) -> Any:
+        check_trained_whole(peft_config, model)
         before = getattr(peft_config, "target_modules", None)
         peft_config = plain(peft_config, model)
         if isinstance(before, str) and before.lower() == _ALL_LINEAR:

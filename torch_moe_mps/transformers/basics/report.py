@@ -1,17 +1,11 @@
 """Reports of what quantising and accelerating did, module by module."""
 
-import math
 import re
-import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ...quantization import Format
-
-Item = TypeVar("Item")
 
 
 class QuantizedProjection(NamedTuple):
@@ -35,11 +29,12 @@ class QuantizationReport:
     Attributes:
         modules: {name of a quantised module: its parameters}.
         shared: {name of a module: name of the module whose quantised weight it shares}.
-        skipped: {name of a module that stays dense: reason}.
+        skipped: {name of a matrix, or of its module, that was not quantised: reason}.
         bytes_before, bytes_after: bytes of weights that decoding one token reads.
         importance: by what errors were weighed; None for MLX's rule.
         measured: {measurement of a checkpoint: figures}, by `torch-moe-mps perplexity`.
         activations: the dtype of activations beside the weights, and why; None where the caller said it.
+        sizes: {name in `skipped`: bytes, where it is dense}.
     """
 
     modules: dict[str, list[QuantizedProjection]] = field(default_factory=dict)
@@ -50,6 +45,7 @@ class QuantizationReport:
     importance: str | None = None
     measured: Mapping[str, str] = field(default_factory=dict)
     activations: str | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
 
     @property
     def dense_bytes(self) -> int:
@@ -76,14 +72,25 @@ class QuantizationReport:
     def __str__(self) -> str:
         """Equal layers share a line, with the mean and the largest of their errors; the last line sums up."""
         lines = [f"{name}: shares the weight of {other}" for name, other in self.shared.items()]
-        reasons = Counter((any_layer(name), why) for name, why in self.skipped.items())
-        lines += [f"{name} ({n}): not quantised, {why}" for (name, why), n in reasons.items()]
+        lines += self._skipped()
         lines += [f"{about}: {figures}" for about, figures in self.measured.items()]
         if self.modules:
             weighed = [] if self.importance is None else [f"errors weighed by the {self.importance}"]
             weighed += [] if self.activations is None else [self.activations]
             return "\n".join([*self._table(), *lines, *weighed, self.summary()])
         return "\n".join(lines) or "Nothing in this model can be quantised."
+
+    def _skipped(self) -> list[str]:
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name, why in self.skipped.items():
+            groups.setdefault((any_layer(name), why), []).append(name)
+        lines = []
+        for (name, why), names in groups.items():
+            size = sum(self.sizes.get(each, 0) for each in names)
+            lines.append(
+                f"{name} ({len(names)}): not quantised, {why}" + (f", {in_unit(size)(size)}" if size else "")
+            )
+        return lines
 
     def summary(self) -> str:
         """One line: the size of the quantised weights, and the bytes that a token reads."""
@@ -231,40 +238,3 @@ class Report:
         if self.rows:
             table += [f"{replaced} modules run on torch_moe_mps, {alone} keep their own code."]
         return "\n".join(table).rstrip()
-
-
-def with_progress(items: Sequence[Item], what: str, unit: str, wanted: bool = True) -> Iterable[Item]:
-    """The items, with a progress bar where tqdm is installed (transformers requires it)."""
-    if not wanted or not items:
-        return items
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return items
-    return tqdm(items, desc=what, unit=unit)
-
-
-def now_and_then(
-    items: Sequence[Item], what: str, unit: str, begun: int = 0, seconds: float = 10.0
-) -> Iterator[Item]:
-    """The items, with a bar on a terminal, and elsewhere a line on stderr at first and now and then.
-
-    Args:
-        items: those that are left.
-        what: is done with them.
-        unit: of one.
-        begun: how many were done before.
-        seconds: between two lines.
-    """
-    total = begun + len(items)
-    if sys.stderr.isatty():
-        from tqdm.auto import tqdm
-
-        yield from tqdm(items, what, total, initial=begun, unit=unit)
-        return
-    said = -math.inf
-    for number, item in enumerate(items, begun):
-        if time.monotonic() - said >= seconds:
-            print(f"{what}: {number} of {total} {unit}s", file=sys.stderr, flush=True)
-            said = time.monotonic()
-        yield item

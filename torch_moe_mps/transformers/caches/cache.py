@@ -22,9 +22,9 @@ from ..basics.residency import follow_moved
 from ..basics.state import CLASS_MARK, NOTHING, STATE, state_of
 from ..upstream.caches import GROWING, CacheLayerMixin
 from ..upstream.calls import cache_among, cache_name, decoder_cache
+from .deferred_states import DeferredLayer
 from .held import HeldEntries
 from .in_layers import is_in_layers
-from .lagging import Lagging
 from .layers import Made, growing_class
 from .quantized_states import QuantizedStates, can_be_quantized
 from .state import LayerState
@@ -85,7 +85,7 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     follow_moved()
     if is_plain:
         for layer in cache.layers:
-            if isinstance(layer, Lagging):
+            if isinstance(layer, DeferredLayer):
                 layer.show_pending()
         _note_unknown(module, _grow(cache, CACHE_BITS if quantizes else None))
         positions = kwargs.get("position_ids", args[2] if len(args) > 2 else None)

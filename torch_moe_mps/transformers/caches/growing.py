@@ -14,24 +14,24 @@ from torch import Tensor
 from .quantized_states import PLAIN, QuantizedStates
 
 # New memory has room for a sixteenth more: it stays small, and a token is copied 17 times at most.
-ROOM_SHARE = 16
-LEAST_ROOM = 256  # tokens
+SLOT_SHARE = 16
+LEAST_SLOTS = 256  # tokens
 # A window moves to new memory when it has moved on by an eighth of its length.
-WINDOW_ROOM_SHARE = 8
-LEAST_WINDOW_ROOM = 64  # tokens
+WINDOW_SLOT_SHARE = 8
+LEAST_WINDOW_SLOTS = 64  # tokens
 # The attribute of a view that names the memory it lies in, [..., capacity, D], and one of this memory: the
 # token behind the last that was written.
 MEMORY = "_moe_mps_memory"
 END = "_moe_mps_end"
 
 
-def room_behind(tokens: int) -> int:
+def free_slots_for(tokens: int) -> int:
     """For how many more tokens new memory has room that is made for `tokens` tokens."""
-    return max(LEAST_ROOM, tokens // ROOM_SHARE)
+    return max(LEAST_SLOTS, tokens // SLOT_SHARE)
 
 
-def room_behind_window(window: int) -> int:
-    return max(LEAST_WINDOW_ROOM, window // WINDOW_ROOM_SHARE)
+def window_slots(window: int) -> int:
+    return max(LEAST_WINDOW_SLOTS, window // WINDOW_SLOT_SHARE)
 
 
 def may_grow() -> bool:
@@ -82,10 +82,10 @@ def extended(
     if (
         memory is None
         or isinstance(memory, QuantizedStates) != quantized
-        or not _has_room(held, memory, tokens)
+        or not _has_slots(held, memory, tokens)
     ):
         if room is None:
-            room = room_behind(before + tokens)
+            room = free_slots_for(before + tokens)
         start, capacity = 0, before + tokens + room
         if quantized:
             memory = QuantizedStates.empty(new[0], capacity, widths)
@@ -116,7 +116,7 @@ def slots_behind(held: Any, new: Tensor) -> Tensor | None:
     if memory is None or not may_grow() or not _alike(held, new):
         return None
     tokens = new.shape[-2]
-    if not _has_room((held,), memory, tokens):
+    if not _has_slots((held,), memory, tokens):
         return None
     return view_of(memory, start_of(held), held.shape[-2] + tokens)
 
@@ -156,7 +156,7 @@ def _alike(held: Tensor, new: Tensor) -> bool:
     return held.dtype is new.dtype and width == other and many == others and held.device == new.device
 
 
-def _has_room(held: Sequence[Tensor], memory: Tensor, tokens: int) -> bool:
+def _has_slots(held: Sequence[Tensor], memory: Tensor, tokens: int) -> bool:
     """Whether so many tokens may be written behind `held`.
 
     Another cache may hold the same tensor and have written there, and a tensor taken before a crop shows it:
@@ -242,7 +242,7 @@ def in_memory_of(tensor: Any, part: Any) -> Any:
     return part
 
 
-def with_room(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+def with_slots(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Applies `change` to a tensor and to the room behind it."""
     memory: Tensor | None = getattr(tensor, MEMORY, None)
     if memory is None:

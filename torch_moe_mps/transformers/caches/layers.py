@@ -88,9 +88,9 @@ class Made(CacheLayerMixin):
             return _empty_layer, (self.plain, self.bits), state
         return object.__new__, (self.plain,), state
 
-    def room_for(self, tokens: int) -> int:
+    def slots_for(self, tokens: int) -> int:
         """For how many more tokens new memory has room that is made for so many."""
-        return growing.room_behind(tokens)
+        return growing.free_slots_for(tokens)
 
     def shown(self, tokens: int, held: int) -> int:
         """How many of the tokens that are held are shown, of so many in all."""
@@ -147,7 +147,7 @@ class Growing(Made, DynamicLayer):
         return self.take(keys, values, tokens)
 
     def _room(self, tokens: int) -> int | None:
-        """How many more tokens new memory has room for; None means `room_behind`."""
+        """How many more tokens new memory has room for; None means `free_slots_for`."""
         return None
 
     def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -175,11 +175,11 @@ class Growing(Made, DynamicLayer):
             together = growing.latents_together(self.keys, self.values)
             if together is None:
                 self.keys, self.values = (
-                    growing.with_room(part, change) for part in (self.keys, self.values)
+                    growing.with_slots(part, change) for part in (self.keys, self.values)
                 )
             else:
                 widths = self.keys.shape[3], self.values.shape[3]
-                self.keys, self.values = growing.columns_of(growing.with_room(together, change), widths)
+                self.keys, self.values = growing.columns_of(growing.with_slots(together, change), widths)
 
 
 class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
@@ -255,15 +255,15 @@ class GrowingWindow(Growing, DynamicSlidingWindowLayer):
             growing.tokens_from(-window + 1, values),
         )
         if self._is_prompt(tokens):  # views would keep the memory of the whole prompt
-            room = self.room_for(window)
+            room = self.slots_for(window)
             self.keys, self.values = growing.copied(self.keys, room), growing.copied(self.values, room)
         return keys, values
 
     def _room(self, tokens: int) -> int:
-        return 0 if self._is_prompt(tokens) else self.room_for(tokens)
+        return 0 if self._is_prompt(tokens) else self.slots_for(tokens)
 
-    def room_for(self, tokens: int) -> int:
-        return growing.room_behind_window(self.sliding_window)
+    def slots_for(self, tokens: int) -> int:
+        return growing.window_slots(self.sliding_window)
 
     def shown(self, tokens: int, held: int) -> int:
         return min(self.sliding_window - 1, tokens)
@@ -273,4 +273,4 @@ class GrowingWindow(Growing, DynamicSlidingWindowLayer):
         self.cumulative_length = tokens
 
     def _is_prompt(self, tokens: int) -> bool:
-        return tokens > growing.room_behind_window(self.sliding_window) and not self.record_past
+        return tokens > growing.window_slots(self.sliding_window) and not self.record_past

@@ -69,28 +69,36 @@ class Joined:
         self.cache, self.tokens, self._most = cache, 0, tokens
 
     def add(self, part: Part, classes: Mapping[int, tuple[str, int | None]], end: int) -> None:
-        """Adds a part, whose tensors are copied.
+        """Adds a part, whose tensors are copied: to all layers, or to none where it raises.
 
         Args:
             classes: {index of a layer: its class in transformers, the bits of its keys and values}
             end: the tokens that the cache then has.
 
-        Raises: ValueError for other layers than those of the cache.
+        Raises: ValueError for other layers than those of the cache, and for layers of other lengths.
         """
-        layers = self.cache.layers
+        layers = [*self.cache.layers]
         while len(layers) <= max(part, default=-1):
             layers.append(self.cache.layer_class_to_replicate())
         for index, values in part.items():
-            layer, (name, bits) = layers[index], classes[index]
-            if plain_class(layer).__name__ != name:
-                raise ValueError("it is of a model with other layers")
-            if bits is not None and getattr(layer, "bits", None) is None:
-                plain: Any = type(layer)
-                layer.__class__ = growing_class(plain, bits)
-            held = LayerState(layer).values()
-            joined = {key: self._with(held.get(key), new, end) for key, new in values.items()}
-            LayerState(layer).replace(joined)
-        self.tokens = end
+            layers[index] = self._longer_layer(layers[index], values, classes[index], end)
+        self.cache.layers[:], self.tokens = layers, end
+
+    def _longer_layer(
+        self, layer: Any, values: dict[str, Any], kind: tuple[str, int | None], end: int
+    ) -> Any:
+        name, bits = kind
+        if plain_class(layer).__name__ != name:
+            raise ValueError("it is of a model with other layers")
+        held = LayerState(layer).values()
+        made = copy_of_layer(layer)
+        if bits is not None and getattr(layer, "bits", None) is None:
+            plain: Any = type(layer)
+            made.__class__ = growing_class(plain, bits)
+        LayerState(made).replace({key: self._with(held.get(key), new, end) for key, new in values.items()})
+        if getattr(made, "keys", None) is not None and made.get_seq_length() != end:
+            raise ValueError(f"layers must have {end} tokens, got a {name} of {made.get_seq_length()}")
+        return made
 
     def _with(self, held: Any, new: Any, end: int) -> Any:
         if isinstance(new, dict):
@@ -108,7 +116,7 @@ class Joined:
             return new.clone() if held is None else torch.cat((held, new), dim)
         left = (self._most - end) * new.shape[dim] // max(1, end - self.tokens)
         (joined,) = growing.extended(
-            (new.new_empty(0) if held is None else held,), (new,), left + growing.room_behind(self._most)
+            (new.new_empty(0) if held is None else held,), (new,), left + growing.free_slots_for(self._most)
         )
         return joined
 
@@ -121,25 +129,34 @@ def classes_of(cache: DynamicCache) -> dict[int, tuple[str, int | None]]:
     }
 
 
-def octets_of(part: Part, classes: Mapping[int, tuple[str, int | None]]) -> bytes:
-    """The file of a part. Raises: ValueError for a value that cannot be written."""
+def octets_of(part: Part, classes: Mapping[int, tuple[str, int | None]], header: str) -> bytes:
+    """The file of a part.
+
+    Args:
+        header: tells the part from all others; `read_part` must be given the same.
+
+    Raises: ValueError for a value that cannot be written.
+    """
     tensors: dict[str, Tensor] = {}
     layers = [[index, *classes[index], stored(values, tensors)] for index, values in part.items()]
-    about = {"form": _FORM, "layers": json.dumps(layers)}
+    about = {"form": _FORM, "header": header, "layers": json.dumps(layers)}
     about["sum"] = str(checksum(about, tensors))
     return save(tensors, metadata=about)
 
 
-def read_part(file: Path) -> tuple[Part, dict[int, tuple[str, int | None]]]:
+def read_part(file: Path, header: str) -> tuple[Part, dict[int, tuple[str, int | None]]]:
     """A part and the classes of its layers; its tensors lie in the file, on the CPU.
 
-    Raises: ValueError, OSError, or what safetensors raises, for a file that is damaged or something else.
+    Raises: ValueError, OSError, or what safetensors raises, for a file that is damaged, something else, or of
+        another header.
     """
     with safe_open(file, framework="pt") as held:
         about = held.metadata() or {}
         tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
     if about.get("form") != _FORM or str(checksum(about, tensors)) != about["sum"]:
         raise ValueError("its checksum is another")
+    if about.get("header") != header:
+        raise ValueError(f"its header must be {header}, got {about.get('header')}")
     read, part, classes = reader(tensors, torch.device("cpu")), {}, {}
     for index, name, bits, values in json.loads(about["layers"]):
         part[index], classes[index] = read(values), (name, bits)

@@ -26,6 +26,7 @@ from .source import Source
 
 MARGIN = 2
 TOKENS = 2048  # read to measure, at most
+_TOKENS_ON_CPU = 256
 _END = torch.finfo(torch.float16).max
 
 
@@ -55,7 +56,7 @@ def load_in_best(
         return load(known.dtype), known
     key = key_of(source.path, source.gguf, quantises)
     if (found := remembered(key)) is not None:
-        activations = _chosen(found)
+        activations = chosen(found)
         return _watched(load(activations.dtype), key, activations), activations
     try:
         ids = _tokens(source)
@@ -67,7 +68,7 @@ def load_in_best(
         return load(torch.bfloat16), Activations(torch.bfloat16, "weights that float16 does not hold")
     found = largest(model, ids)
     remember(key, found)
-    activations = _chosen(found)
+    activations = chosen(found)
     if activations.dtype == torch.float16:
         return _watched(model, key, activations), activations
     del model
@@ -75,7 +76,30 @@ def load_in_best(
     return load(torch.bfloat16), activations
 
 
-def _chosen(found: Largest) -> Activations:
+def range_of(source: Source, device: str, load: Callable[[torch.dtype], Any]) -> Largest | None:
+    """The range of a checkpoint's activations, from which `chosen` follows.
+
+    Infinite for weights that float16 does not hold; None without a tokenizer, and for an encoder with a
+    decoder.
+
+    Args:
+        load: loads it with a dtype of activations, on the device.
+    """
+    is_cpu = torch.device(device).type == "cpu"
+    try:
+        ids = _tokens(source)
+        if source.config.is_encoder_decoder:
+            return None
+    except (ValueError, OSError):
+        return None
+    try:
+        model = load(torch.float32 if is_cpu else torch.float16)
+    except ValueError:
+        return Largest(torch.inf, len(ids))
+    return largest(model, ids[:_TOKENS_ON_CPU] if is_cpu else ids)
+
+
+def chosen(found: Largest) -> Activations:
     """float16 where a margin is left, else bfloat16."""
     if found.tokens == 0:
         return Activations(torch.bfloat16, "in float16 they overflowed in an answer before")

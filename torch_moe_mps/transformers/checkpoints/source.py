@@ -26,7 +26,7 @@ from ...quantization import Format
 from ..modules.experts import NAME
 from ..upstream.quantizers import AutoHfQuantizer
 from ..upstream.utilities import cached_file
-from .layouts.files import checkpoint_files
+from .layouts.files import check_index, checkpoint_files
 from .layouts.mlx.reading import written_by_mlx
 from .layouts.others.schemes import METHODS, modelopt_beside
 from .layouts.own.config import FROM_GGUF, is_mlx, is_ours
@@ -42,6 +42,11 @@ _FOR_BOTH = (
 # Files of a tokenizer, of all kinds that transformers reads.
 _TOKENIZERS = (
     "tokenizer*", "tokenization*", "vocab*", "merges*", "tekken*", "*.model", "*.tiktoken", "*.spm", "*.bpe"
+)  # fmt: skip
+# Names that transformers' configs have for the experts of a layer, and for those that a token is routed to.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = (
+    "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"
 )  # fmt: skip
 _WHERE = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 # Errors of models' code for a config in which a value is missing, or is one that it cannot compute with.
@@ -89,7 +94,8 @@ class Source:
         others: the arguments without those overrides.
         stored: the quantisation of the checkpoint; {} is dense.
 
-    Raises: ValueError for a type of model that is not known, and a config that transformers does not read.
+    Raises: ValueError for a type of model that is not known, a config that transformers does not read or that
+        routes tokens to more experts than a layer has, and an index with files outside of the folder.
     """
 
     config: Any
@@ -117,6 +123,9 @@ class Source:
                 raise _wrong_config("one that transformers reads", error) from error
             kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
             self.others = {key: value for key, value in self.others.items() if key in kept}
+        _check_routing(self.config.get_text_config())
+        if self.gguf is None:
+            check_index(Path(self.folder) / (self.others.get("subfolder") or ""))
         self.cls = model_class or class_for(self.config)
         self.stored = {} if self.gguf is not None else _stored(name, self.config, arguments)
 
@@ -187,6 +196,17 @@ def _looked_for(name: str, arguments: Mapping[str, Any]) -> str:
     inside = arguments.get("subfolder") or ""
     folder = folder_in_the_cache(name, (str(Path(inside) / "config.json"),), **where)
     return str(Path(folder) / inside)
+
+
+def _check_routing(config: PreTrainedConfig) -> None:
+    """Raises: ValueError for more experts a token than a layer has, which torch says in the first forward."""
+    experts = [vars(config).get(name) for name in _EXPERTS]
+    most = max((number for number in experts if isinstance(number, int)), default=0)
+    for name in _CHOSEN:
+        number = vars(config).get(name)
+        if most > 1 and isinstance(number, int) and number > most:  # a model with one has no router
+            expected = f"at most {most}, the experts of a layer"
+            raise ValueError(f"moe_mps::from_pretrained: {name} must be {expected}, got {number}")
 
 
 def class_for(config: PreTrainedConfig) -> Any:

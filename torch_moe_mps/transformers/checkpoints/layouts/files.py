@@ -40,6 +40,7 @@ def checkpoint_files(source: str, variant: str | None = None, **where: Any) -> l
     from ...upstream.loading import _get_resolved_checkpoint_files
 
     config, _ = PreTrainedConfig.get_config_dict(source, **where)
+    check_index(Path(source))
     try:
         names, _ = _get_resolved_checkpoint_files(
             source,
@@ -59,13 +60,23 @@ def checkpoint_files(source: str, variant: str | None = None, **where: Any) -> l
         raise ValueError(f"{source} has no safetensors files: {first_line(error)}") from None
     files = [Path(name) for name in names or ()]
     for file in files:
-        inside = file.relative_to(source) if file.is_relative_to(source) else None
-        if Path(source).is_dir() and (inside is None or ".." in inside.parts):
-            raise ValueError(f"{Path(source) / INDEX} names {file}, which is outside of the folder")
         if not file.exists():
             raise ValueError(f"{file.parent / INDEX} names {file.name}, which is missing")
         check_whole(file)
     return files
+
+
+def check_index(folder: Path) -> None:
+    """Raises: ValueError for an index, or a config, that names a file of weights outside of the folder."""
+    for listing in (*sorted(folder.glob("*.index.json")), folder / "config.json"):
+        try:
+            stored = json.loads(listing.read_text())
+            names = {stored.get("transformers_weights") or "", *stored.get("weight_map", {}).values()}
+            outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
+        except (OSError, ValueError, TypeError, AttributeError):  # its reader raises the error
+            continue
+        if outside:
+            raise ValueError(f"{listing} names {min(outside)}, which is outside of the folder")
 
 
 def check_whole(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which weights are quantised, and to which format: one decision for in place, loading and planning."""
+"""Decides which weights are quantised, and to which format, for in place, loading and planning."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from ....quantization import Format
 from ...basics.interface import is_quantized
+from ...basics.state import original_class
 from .reasons import Reasons
 from .recipe import Recipe
-from .target import Target, paths_of, quantizable
+from .target import Target, other_matrices, paths_of, quantizable, size_of
 from .tied import sharing, tied_layers
 
 # {format in blocks of 256: the bits of its values in groups}: with scales about as many as the types that
@@ -20,10 +21,17 @@ _EXCEPTIONS = "_moe_mps_exceptions"  # where a model's __dict__ has them
 
 
 class Weights(NamedTuple):
-    """{name: target} of the weights that a recipe quantises, and {name: reason} of those that stay dense."""
+    """Weights of a model that a recipe quantises, and all other matrices.
+
+    Attributes:
+        targets: {name: target} of those that are quantised.
+        dense: {name: reason} of those that stay dense.
+        sizes: {name: bytes} of those.
+    """
 
     targets: dict[str, Target]
     dense: dict[str, str]
+    sizes: dict[str, int]
 
 
 def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
@@ -34,7 +42,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
 
     Raises: ValueError for a pattern of the recipe that fits nothing.
     """
-    result = Weights({}, {})
+    result = Weights({}, {}, {})
     every = quantizable(model)
     recipe.check_patterns(paths_of(every))
     together = sharing(model, every, tied_layers(model))
@@ -51,12 +59,16 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
             reason = "kept by the recipe"
         if reason is None and target.kind != "experts":
             weight: Any = target.module.weight
-            reason = _does_not_fit(weight, target.formats["weight"])
+            reason = _does_not_fit(target.rows_first(weight), target.formats["weight"])
         if reason is None:
             result.targets[name] = target
         else:
             result.dense[name] = reason
     _drop_half_shared(together, result)
+    result.sizes.update((name, size_of(every[name])) for name in result.dense)
+    for name, module, matrix in other_matrices(model, every):
+        result.dense[name] = f"{original_class(module).__name__} is no linear layer"
+        result.sizes[name] = matrix.nbytes
     return result
 
 

@@ -16,6 +16,7 @@ from ...graphs.patterns import match, uncast
 from ...modules.rules.trial import agrees, bare_twin, on_the_cpu, tried
 from ...modules.traced import Input, Sizes, everywhere, path_of, remembered, trace
 from ..absent import around_text
+from .target import is_conv1d
 from .weight_uses import weights_read_by, weights_written_by
 
 # Layers with fewer outputs than this save no bytes: the gate of a shared expert has one.
@@ -98,7 +99,7 @@ def groups_of(module: nn.Module) -> int | None:
 def _is_plain_linear(module: Any) -> bool:
     """True if the forward is nn.Linear's, or a grouped linear's."""
     cls = original_class(module)
-    if cls is nn.Linear:
+    if cls is nn.Linear or is_conv1d(module):
         return True
     if cls.__module__.startswith("torch."):  # nn.MultiheadAttention, for one, reads the weight
         return False

@@ -61,7 +61,9 @@ def quantized_sizes(targets: Iterable[Target]) -> dict[Tensor, int]:
         for part, format in target.formats.items():
             # Up projections with a format of their own are dense in one parameter with their gates.
             name = part if part in target.parameters else target.parameters[0]
-            own[getattr(target.module, name)] += quantized_bytes(target.dense(part), format)
+            own[getattr(target.module, name)] += quantized_bytes(
+                target.rows_first(target.dense(part)), format
+            )
         sizes |= own
     return sizes
 
@@ -70,7 +72,7 @@ def add_stored(
     report: QuantizationReport, target: Target, parameter: str, format: Format, error: float = 0.0
 ) -> None:
     """Adds what a checkpoint has in a format to a report."""
-    dense = target.dense(parameter)
+    dense = target.rows_first(target.dense(parameter))
     entry = QuantizedProjection(parameter, error, dense.nbytes, quantized_bytes(dense, format), format)
     report.modules.setdefault(target.name, []).append(entry)
 

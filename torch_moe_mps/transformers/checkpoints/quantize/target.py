@@ -1,7 +1,7 @@
 """Modules of a model whose weights can be quantised: experts, linear layers and embeddings."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from ....ops._checks import Check
 from ....quantization import Format
 from ...basics.interface import Experts, experts_of, projections
+from ...basics.state import original_class
+from ...modules.linears import QuantizedLayer
 
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
@@ -23,6 +25,7 @@ class Target:
         kind: "experts", "linears" or "embeddings".
         formats: {parameter: format} of those that are. Where gate and up projections of experts have two,
             "gate_up_proj" means the gate's, and "up_proj" has its own.
+        is_transposed: whether the weight of a linear layer is [input, output], as `is_conv1d` has it.
         has_order: whether a linear layer is an OrderedLinear once it is quantised.
         importance: {parameter: float32 [matrices, C]} where it is known what they multiply.
     """
@@ -31,6 +34,7 @@ class Target:
     module: nn.Module
     kind: str
     formats: dict[str, Format] = field(default_factory=dict)
+    is_transposed: bool = False
     has_order: bool = False
     importance: dict[str, Tensor] = field(default_factory=dict)
 
@@ -67,9 +71,9 @@ class Target:
 
     def rows_first(self, weight: Tensor) -> Tensor:
         """The view [E, output, input] of a dense parameter; E is 1 for a layer."""
-        if self.kind != "experts":
-            return weight.unsqueeze(0)
-        return weight.mT if self.experts.is_transposed else weight
+        stack = weight if self.kind == "experts" else weight.unsqueeze(0)
+        is_transposed = self.experts.is_transposed if self.kind == "experts" else self.is_transposed
+        return stack.mT if is_transposed else stack
 
     def check_columns(self, check: Check) -> None:
         """Raises: ValueError for weights whose rows are not made of whole groups."""
@@ -92,9 +96,39 @@ def quantizable(model: nn.Module) -> dict[str, Target]:
             continue
         elif isinstance(module, nn.Embedding) or (module is head and isinstance(module, nn.Linear)):
             result[name] = Target(name, module, "embeddings")
-        elif isinstance(module, nn.Linear):
-            result[name] = Target(name, module, "linears")
+        elif isinstance(module, nn.Linear) or is_conv1d(module):
+            result[name] = Target(name, module, "linears", is_transposed=not isinstance(module, nn.Linear))
     return result
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D, as GPT-2 has it: x @ weight + bias, without a convolution."""
+    cls = original_class(module)
+    return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def size_of(target: Target) -> int:
+    """Bytes of the parameters of a target that have no format; of all, where all have one."""
+    dense = [p for p in target.parameters if p not in target.formats] or target.parameters
+    weights = (target.module._parameters.get(parameter) for parameter in dense)
+    return sum(weight.nbytes for weight in weights if weight is not None)
+
+
+def other_matrices(model: nn.Module, targets: Collection[str]) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """(name, module that has it, matrix) of all dense matrices outside of targets, shared ones once.
+
+    A module's `weight` has the name of the module, as recipes and reports have it.
+    """
+    inside, seen = tuple(f"{name}." for name in targets), set()
+    for owner, module in model.named_modules():
+        if owner in targets or owner.startswith(inside) or isinstance(module, QuantizedLayer):
+            continue
+        for parameter, tensor in module._parameters.items():
+            if tensor is None or id(tensor) in seen or not tensor.is_floating_point():
+                continue
+            seen.add(id(tensor))
+            if sum(size > 1 for size in tensor.shape) > 1:
+                yield f"{owner}.{parameter}".removesuffix(".weight"), module, tensor
 
 
 def paths_of(targets: Mapping[str, Target]) -> list[str]:

@@ -41,7 +41,7 @@ class Wanted:
         most = "experts" if "experts" in kinds else "linears"  # a recipe may give the others more
         for name in [name for name in stored if name in self.dense]:
             target, wanted = stored[name], self.dense.pop(name)
-            weights = {p: getattr(wanted.module, p) for p in wanted.formats}
+            weights = {p: wanted.rows_first(getattr(wanted.module, p)) for p in wanted.formats}
             smaller = {  # a larger format would not bring back what is lost
                 p: format
                 for p, format in wanted.formats.items()

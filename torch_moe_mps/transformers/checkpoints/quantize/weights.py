@@ -90,7 +90,7 @@ def store_empty(target: Target) -> None:
         weight = getattr(target.module, parameter)
         delattr(target.module, parameter)
         if target.has_order:
-            order = torch.empty(weight.shape[1], dtype=torch.int32, device=weight.device)
+            order = torch.empty(target.rows_first(weight).shape[-1], dtype=torch.int32, device=weight.device)
             target.module.register_parameter("order", nn.Parameter(order, requires_grad=False))
         dense: Any = torch.empty_like(weight, device="meta")
         dense._is_hf_initialized = True
@@ -129,8 +129,7 @@ def requantize(
     changed = []
     for parameter, format in formats.items():
         stored = _stored(target, parameter)
-        format_before = stored.format.to_dict()
-        dense = dequantize(stored.packed, stored.scales, stored.biases, **format_before, dtype=dtype)
+        dense = dequantize(stored, dtype)
         target.formats[parameter] = format
         stack = dense if target.kind == "experts" else dense.unsqueeze(0)
         weight, entry = quantize_parameter(target, parameter, stack)

@@ -83,7 +83,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
         held = self.compressed_kv[name]
         memory: Any = getattr(held, growing.MEMORY, None)
         if memory is None or not _may_write(memory, kv) or closed > memory.shape[1]:
-            memory = kv.new_empty(kv.shape[0], closed + growing.room_behind(closed), width)
+            memory = kv.new_empty(kv.shape[0], closed + growing.free_slots_for(closed), width)
             if held is not None:
                 memory[:, : held.shape[1]] = held
         self.pools[name] = state
@@ -172,7 +172,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
         for place, held in self.__dict__.items():
             for name, tensor in held.items() if type(held) is dict and place != _BIASES else ():
                 if isinstance(tensor, Tensor):
-                    held[name] = growing.with_room(tensor, change)
+                    held[name] = growing.with_slots(tensor, change)
 
 
 def _may_write(held: Tensor, new: Tensor) -> bool:

@@ -57,4 +57,4 @@ class GrowingBlocks(Growing, HeldIndex):
     def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._change_batch(change)
         if self.idx_keys is not None:
-            self.idx_keys = growing.with_room(self.idx_keys, change)
+            self.idx_keys = growing.with_slots(self.idx_keys, change)

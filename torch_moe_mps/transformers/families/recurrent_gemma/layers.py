@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...basics.pending import pending_of
 from ...basics.report import Done
 from ...basics.state import original_class, with_own
-from ...caches.lagging import Lagging
+from ...caches.deferred_states import DeferredLayer
 from ...modules.experts import is_observed
 from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, scan
 from ...modules.rules.trial import LinearCache, Tried, agrees, twin_of
@@ -72,7 +72,7 @@ def own_block(
         conv, recurrent = F.pad(block.conv1d_state, (1, 0)), unit.recurrent_states
     finally:
         block.conv1d_state = unit.recurrent_states = None
-    if held is None or isinstance(layer, Lagging):  # the latter refuses it
+    if held is None or isinstance(layer, DeferredLayer):  # the latter refuses it
         cache.update_conv_state(conv, number, conv_kernel_size=conv.shape[-1])
         cache.update_recurrent_state(recurrent, number)
     # New tensors: a backward may still need the states before.

@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_moe_mps
 from torch_moe_mps.transformers.attention.attention import NAME
+from torch_moe_mps.transformers.caches.batched import BatchedCache, NotBatchable
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
-from torch_moe_mps.transformers.caches.rows import NotJoinable, Rows
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.key_order import reason_for_order
-from torch_moe_mps.transformers.lagging import lagging_layers
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 # They give no logits of text.
@@ -103,7 +103,7 @@ class Batch:
 
     def __init__(self, model, tolerance: float = 1e-5):
         self.model, self.tolerance = model, tolerance
-        self.rows, self.talks = Rows(model, lagging_layers(model)), []
+        self.rows, self.talks = BatchedCache(model, deferrable_layers(model)), []
         self.needs_order = reason_for_order(model) is not None
         self.seen: dict[Talk, dict[int, torch.Tensor]] = {}
 
@@ -400,7 +400,7 @@ def test_a_rollback_of_states_that_do_not_lag_moves_none():
     """
     model = model_of("lfm2_moe")
     batch = Batch(model)
-    rows = batch.rows = Rows(model)  # none may lag
+    rows = batch.rows = BatchedCache(model)  # none may lag
     batch.join(Talk(model, 1, 9))
     rows.hold()
     model(torch.full((1, 4), 9), past_key_values=rows.cache, **rows.arguments(4))
@@ -418,7 +418,7 @@ def test_a_rollback_of_states_that_do_not_lag_moves_none():
 def test_positions_behind_images():
     """Of each row, as far from its number of tokens as when it joined."""
     model = model_of("qwen3_moe")
-    rows = Rows(model)
+    rows = BatchedCache(model)
     for number, tokens, moved in ((1, 20, -3), (2, 9, 0)):
         rows.join(Talk(model, number, 1).cache(model), tokens, moved)
     assert rows.arguments()["position_ids"].tolist() == [[17], [9]]
@@ -478,8 +478,8 @@ def test_no_recapture_while_rows_come_and_go(monkeypatch):
 def test_caches_without_rows_say_so(architecture):
     model = own_model(architecture)
     torch_moe_mps.accelerate(model)
-    rows, ids = Rows(model), torch.arange(1, 7)[None]
+    rows, ids = BatchedCache(model), torch.arange(1, 7)[None]
     cache = cache_among(model(ids, use_cache=True))
-    with pytest.raises(NotJoinable, match=REFUSED[architecture]):
+    with pytest.raises(NotBatchable, match=REFUSED[architecture]):
         rows.join(cache, 6)
     assert len(rows) == 0 and rows.cache is None

@@ -9,10 +9,10 @@ from support.sweep import in_sweep
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import torch_moe_mps
-from torch_moe_mps.transformers.caches import lagging as layers
-from torch_moe_mps.transformers.caches.lagging import Kind, Selective
+from torch_moe_mps.transformers.caches import deferred_states as layers
+from torch_moe_mps.transformers.caches.deferred_states import Kind, Selective
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.lagging import lagging_layers
+from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.upstream.caches import LinearAttentionLayer
 
 RULE, CHANNELS = Kind(delta=True), Kind(delta=True, is_wide=True)
@@ -68,7 +68,7 @@ def model_of(architecture: str):
     ),
 )
 def test_layers_whose_states_take_tokens_in_may(architecture):
-    found, expected = lagging_layers(model_of(architecture)), LAGGING[architecture]
+    found, expected = deferrable_layers(model_of(architecture)), LAGGING[architecture]
     assert found.keys() == expected.keys()
     assert all(kind in (None, found[number], type(found[number])) for number, kind in expected.items())
 
@@ -81,30 +81,30 @@ def test_so_may_those_of_published_sizes(architecture):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture))
     torch_moe_mps.accelerate(model.eval())
     states = [isinstance(layer, LinearAttentionLayer) for layer in new_cache(model).layers]
-    assert any(states) and list(lagging_layers(model)) == [n for n, held in enumerate(states) if held]
+    assert any(states) and list(deferrable_layers(model)) == [n for n, held in enumerate(states) if held]
 
 
 def test_a_model_without_states_has_none_that_may():
-    assert lagging_layers(model_of("qwen3_moe")) == {}
+    assert deferrable_layers(model_of("qwen3_moe")) == {}
 
 
 def test_a_models_own_code_may_not():
     """Nor graphs, which do not see what is pending."""
     model = eager(tiny_models.tiny_model("qwen3_next"))
-    assert lagging_layers(model) == {}
+    assert deferrable_layers(model) == {}
     torch_moe_mps.accelerate(model)
-    assert lagging_layers(torch.compile(model)) == {}
+    assert deferrable_layers(torch.compile(model)) == {}
     model.model.forward = torch.compile(model.model.forward)
-    assert lagging_layers(model) == {}
+    assert deferrable_layers(model) == {}
     del model.model.forward
-    assert lagging_layers(model) == {0: RULE}
+    assert deferrable_layers(model) == {0: RULE}
 
 
 def test_tensors_of_another_device_by_default_change_nothing():
     model = model_of("qwen3_next")
     model.model.layers[0].linear_attn.norm.variance_epsilon = 1e-5  # a verdict of its own
     with torch.device("meta"):
-        assert lagging_layers(model) == {0: RULE}
+        assert deferrable_layers(model) == {0: RULE}
 
 
 def test_a_layer_that_forgets_what_held_may_not(monkeypatch):
@@ -112,5 +112,5 @@ def test_a_layer_that_forgets_what_held_may_not(monkeypatch):
     model = model_of("qwen3_next")
     linear = model.model.layers[0].linear_attn
     linear.norm.variance_epsilon = 1e-7  # a verdict of its own
-    monkeypatch.setattr(layers.Lagging, "set_counts", lambda layer, counts: None)
-    assert lagging_layers(model) == {}
+    monkeypatch.setattr(layers.DeferredLayer, "set_counts", lambda layer, counts: None)
+    assert deferrable_layers(model) == {}

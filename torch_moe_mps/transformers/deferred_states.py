@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .basics.state import original_class
 from .caches.cache import grow_cache
-from .caches.lagging import KINDS, AnyKind, can_lag, lagging, settled, states_of
+from .caches.deferred_states import KINDS, AnyKind, can_defer, committed, deferred, states_of
 from .caches.prompt_cache import new_cache
 from .caches.state import LayerState, copy_of_layer
 from .install import is_rewritten, run_as, runs_with_cache
@@ -26,7 +26,7 @@ _RIGHT = (3, 1)  # accepted draft tokens, of two rows
 
 
 @on_the_cpu()
-def lagging_layers(model: PreTrainedModel) -> dict[int, AnyKind]:
+def deferrable_layers(model: PreTrainedModel) -> dict[int, AnyKind]:
     """{number of a layer whose tokens can be taken back without a copy of its states: the kind of these}.
 
     None in a model that is compiled: its graphs do not see what is pending behind a state.
@@ -137,14 +137,14 @@ def _takes_back(twin: nn.Module, states: int, kind: AnyKind) -> bool:
     prompt, drafts, token = x.split((_PROMPT, _DRAFTS, 1), 1)
     cache = LinearCache(states)
     _result(twin, prompt, cache)
-    if not can_lag(cache.layers[0]):
+    if not can_defer(cache.layers[0]):
         return False
     kind = kind.of(twin)
-    layer = lagging(cache.layers[0], kind)
+    layer = deferred(cache.layers[0], kind)
     cache.layers[0] = layer
     of_drafts = _result(twin, drafts, cache)
     layer.set_counts(torch.tensor(_RIGHT, dtype=torch.int32)[:, None])
-    behind = [_copies(settled(_row_of(layer, row), right, kind)) for row, right in enumerate(_RIGHT)]
+    behind = [_copies(committed(_row_of(layer, row), right, kind)) for row, right in enumerate(_RIGHT)]
     found = _result(twin, token, cache)
     for row, right in enumerate(_RIGHT):
         one = slice(row, row + 1)

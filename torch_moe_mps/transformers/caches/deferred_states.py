@@ -122,15 +122,15 @@ KINDS: tuple[AnyKind, ...] = (
 )
 
 
-class Lagging(LinearAttentionLayer):
+class DeferredLayer(LinearAttentionLayer):
     """A layer with convolutions, a recurrence or both, all behind by the same tokens.
 
     Attributes:
-        settled_class: the class of the layer where nothing is pending.
+        committed_class: the class of the layer where nothing is pending.
         pending: inputs of each state for the last tokens, and how many of these are right in each row.
     """
 
-    settled_class: Any
+    committed_class: Any
     pending: dict[Any, Tensor]
 
     def show_pending(self) -> None:
@@ -154,10 +154,10 @@ class Lagging(LinearAttentionLayer):
 
 
 @functools.cache
-def _lagging_class(plain: type) -> type:
+def _deferred_class(plain: type) -> type:
     # transformers registers a class under its _layer_type for all models, so this one must have none.
-    own = {"_layer_type": None, "settled_class": plain}
-    return type(f"Lagging{plain.__name__}", (Lagging, plain), own)
+    own = {"_layer_type": None, "committed_class": plain}
+    return type(f"DeferredLayer{plain.__name__}", (DeferredLayer, plain), own)
 
 
 def states_of(layer: Any) -> dict[tuple[str, int], Tensor]:
@@ -166,9 +166,9 @@ def states_of(layer: Any) -> dict[tuple[str, int], Tensor]:
     return {(kind, n): s for kind, held in both.items() for n, s in held.items() if s is not None}
 
 
-def can_lag(layer: Any) -> bool:
+def can_defer(layer: Any) -> bool:
     """Whether a layer has states of the kind that may lag behind."""
-    if not isinstance(layer, LinearAttentionLayer) or isinstance(layer, Lagging):
+    if not isinstance(layer, LinearAttentionLayer) or isinstance(layer, DeferredLayer):
         return False
     states = states_of(layer)
     return bool(states) and all(
@@ -177,7 +177,7 @@ def can_lag(layer: Any) -> bool:
     )
 
 
-def lagging(layer: Any, kind: AnyKind) -> Lagging:
+def deferred(layer: Any, kind: AnyKind) -> DeferredLayer:
     """A layer like this one, whose states it shares, with nothing pending.
 
     Args:
@@ -191,7 +191,7 @@ def lagging(layer: Any, kind: AnyKind) -> Lagging:
     pending[_COUNTS] = torch.zeros(len(state), 1, dtype=torch.int32, device=state.device)
     made = copy_of_layer(layer, pending=pending)
     cls: Any = type(layer)
-    made.__class__ = _lagging_class(cls)
+    made.__class__ = _deferred_class(cls)
     return made
 
 
@@ -209,7 +209,7 @@ def bytes_beside(layer: Any, kinds: Iterable[AnyKind] = KINDS) -> int:
     if not isinstance(layer, LinearAttentionLayer):
         return 0
     states, kinds = states_of(layer), [*kinds]
-    if not kinds or not can_lag(layer):
+    if not kinds or not can_defer(layer):
         return sum(state.nbytes for state in states.values())
     beside = 0
     for name, state in states.items():
@@ -218,7 +218,7 @@ def bytes_beside(layer: Any, kinds: Iterable[AnyKind] = KINDS) -> int:
     return beside
 
 
-def settled(layer: Lagging, count: int, kind: AnyKind) -> Any:
+def committed(layer: DeferredLayer, count: int, kind: AnyKind) -> Any:
     """A plain layer with the states of one row, which it writes, behind so many of the tokens pending.
 
     Args:
@@ -228,7 +228,7 @@ def settled(layer: Lagging, count: int, kind: AnyKind) -> Any:
         for name, state in states_of(layer).items():
             take_in = _take_in_positions if name[0] == _POSITIONS else kind.take_in
             take_in(state, layer.pending[name], count)
-    made = object.__new__(layer.settled_class)
+    made = object.__new__(layer.committed_class)
     values = LayerState(layer).values()
     del values["pending"]
     LayerState(made).replace(values)

@@ -23,9 +23,9 @@ from transformers import DynamicCache, PreTrainedModel
 from ..basics.key_range import NO_END, RANGE
 from ..upstream.caches import DummyLayer, LinearAttentionCacheLayerMixin, chosen_together
 from . import growing
+from .deferred_states import AnyKind, DeferredLayer, can_defer, committed, deferred
 from .held import HeldEntries
 from .in_layers import is_in_layers
-from .lagging import AnyKind, Lagging, can_lag, lagging, settled
 from .layers import Made
 from .quantized_states import QuantizedStates
 from .state import LayerState, Name, copy_of_cache, copy_of_layer, parts
@@ -35,7 +35,7 @@ BASE = "_moe_mps_base"
 _LEAST_CONTEXT = 4096  # tokens for which masks have room, where a model does not say how many it takes
 
 
-class NotJoinable(ValueError):
+class NotBatchable(ValueError):
     """A conversation cannot be a row of a batch, and why."""
 
 
@@ -51,7 +51,7 @@ class _Memory(NamedTuple):
     columns: list[tuple[Name, int, int]]
 
 
-class Rows:
+class BatchedCache:
     """The cache of several conversations with a model, and the arguments of their next tokens.
 
     Attributes:
@@ -62,8 +62,8 @@ class Rows:
 
     are_states = False
 
-    def __init__(self, model: PreTrainedModel, lagging: Mapping[int, AnyKind] = {}):
-        """`lagging`: {number of a layer whose states may lag behind: of which kind they are}."""
+    def __init__(self, model: PreTrainedModel, deferrable: Mapping[int, AnyKind] = {}):
+        """`deferrable`: {number of a layer whose states may lag behind: of which kind they are}."""
         self.cache: DynamicCache | None = None
         self.lengths: list[int] = []
         self._device, self._moved = model.device, list[int]()
@@ -77,7 +77,7 @@ class Rows:
         self._shown = self._range = self._positions = torch.empty(0, device=self._device)
         self._left = 0  # steps until a layer has no room for a token
         self._held: list[dict[Name, Tensor]] = []  # copies of states, by layer
-        self._may_lag, self._lags, self._has_keys = lagging, False, False
+        self._deferrable, self._defers, self._has_keys = deferrable, False, False
         # How many tokens of each row are pending where states lag, as it is and as the device was told.
         self._pending, self._told = list[int](), list[int]()
         self._counts = _column([])
@@ -107,10 +107,10 @@ class Rows:
             tokens: that it has, which caches without keys do not count.
             moved: how far positions are from the number of tokens, where images take fewer or more.
 
-        Raises: NotJoinable, or whatever ends it midway; the rows are as they were then.
+        Raises: NotBatchable, or whatever ends it midway; the rows are as they were then.
         """
         if self._refused is not None:
-            raise NotJoinable(self._refused)
+            raise NotBatchable(self._refused)
         _check(cache)
         held = [] if self.cache is None else [LayerState(layer) for layer in self.cache.layers]
         before, values = {**vars(self)}, [state.values() for state in held]
@@ -128,9 +128,9 @@ class Rows:
         if self.cache is None:
             layers = [_copied(layer, length) for layer in cache.layers]
             with_states = [number for number, layer in enumerate(layers) if _states(layer)]
-            if all(number in self._may_lag and can_lag(layers[number]) for number in with_states):
+            if all(number in self._deferrable and can_defer(layers[number]) for number in with_states):
                 for number in with_states:
-                    layers[number] = lagging(layers[number], self._may_lag[number])
+                    layers[number] = deferred(layers[number], self._deferrable[number])
             self.cache = copy_of_cache(cache, layers)
         else:
             pairs = [*zip(self.cache.layers, cache.layers, strict=True)]
@@ -168,7 +168,9 @@ class Rows:
             places = torch.tensor(order).argsort().to(self._device)
         layers = [_alone(layer, row, self.lengths[row], places) for layer in self.cache.layers]
         layers = [
-            settled(one, self._pending[row], self._may_lag[number]) if isinstance(one, Lagging) else one
+            committed(one, self._pending[row], self._deferrable[number])
+            if isinstance(one, DeferredLayer)
+            else one
             for number, one in enumerate(layers)
         ]
         return copy_of_cache(self.cache, layers)
@@ -176,7 +178,7 @@ class Rows:
     def arguments(self, tokens: int = 1) -> dict[str, Any]:
         """Arguments of the call for the next tokens of each row, beside the tokens [B, T] and the cache."""
         self.make_room(tokens)
-        if self._lags and self._pending != self._told:
+        if self._defers and self._pending != self._told:
             self._counts.copy_(_column(self._pending))
             self._told = self._pending
         end = self.end + tokens
@@ -205,7 +207,7 @@ class Rows:
         self.lengths = [length + tokens for length in self.lengths]
         self._positions = self._positions + tokens
         self._left -= tokens
-        if self._lags:
+        if self._defers:
             self._pending = [tokens if tokens > 1 else 0] * len(self)
 
     def hold(self) -> None:
@@ -232,7 +234,7 @@ class Rows:
                 order.pop()
         self.lengths = [length - count for length, count in zip(self.lengths, tokens, strict=True)]
         self._left += least
-        if self._lags:
+        if self._defers:
             self._pending = [pending - count for pending, count in zip(self._pending, tokens, strict=True)]
         behind = {row: count - least for row, count in enumerate(tokens) if count > least}
         for layer in self.cache.layers:
@@ -263,8 +265,8 @@ class Rows:
         """Notes that there are other rows, or that they lie in other memory."""
         assert self.cache is not None
         self._left = min((_room(layer) for layer in self.cache.layers), default=1)
-        lag = [layer for layer in self.cache.layers if isinstance(layer, Lagging)]
-        self._lags, self._has_keys = bool(lag), any(map(_memories, self.cache.layers))
+        lag = [layer for layer in self.cache.layers if isinstance(layer, DeferredLayer)]
+        self._defers, self._has_keys = bool(lag), any(map(_memories, self.cache.layers))
         self.are_states = not lag and any(map(_states, self.cache.layers))
         if lag:
             self._counts = _column(self._pending).to(self._device)
@@ -291,7 +293,7 @@ class Rows:
 
 def capacity(rows: int, tokens: int) -> int:
     """For how many tokens there is memory where so many rows have so many tokens at most."""
-    return with_spare(rows) * (tokens + growing.room_behind(tokens))
+    return batch_capacity(rows) * (tokens + growing.free_slots_for(tokens))
 
 
 def forgetting(cache: DynamicCache) -> str | None:
@@ -334,9 +336,9 @@ def _move(layer: Any, row: int, by: int, length: int) -> None:
 def make_room(layer: Any, rows: int, tokens: int) -> None:
     """Moves what has no room for so many tokens to memory that has some, and spare rows."""
     for held in _memories(layer):
-        if _room_of(held) >= tokens:
+        if _free_slots(held) >= tokens:
             continue
-        room, spare = layer.room_for(held.tokens), len(parts(getattr(held.memory, BASE, held.memory))[0])
+        room, spare = layer.slots_for(held.tokens), len(parts(getattr(held.memory, BASE, held.memory))[0])
         base = _larger(held.memory, max(rows, spare), held.tokens + room)
         for row in range(rows):
             _write(base, row, held.tokens, held, row)
@@ -344,23 +346,23 @@ def make_room(layer: Any, rows: int, tokens: int) -> None:
 
 
 def _check(cache: Any) -> None:
-    """Raises: NotJoinable for a cache that cannot be a row: the reason is for a person."""
+    """Raises: NotBatchable for a cache that cannot be a row: the reason is for a person."""
     if not is_in_layers(cache) or cache.offloading:
         kind = "is offloaded" if is_in_layers(cache) else f"is a {type(cache).__name__}"
-        raise NotJoinable(f"its cache {kind}")
+        raise NotBatchable(f"its cache {kind}")
     for layer in cache.layers:
         kind = type(layer).__name__.removeprefix("Growing")
         is_known = isinstance(layer, (Made, LinearAttentionCacheLayerMixin, DummyLayer))
         if not is_known or isinstance(layer, HeldEntries):
-            raise NotJoinable(f"a {kind} has no rows that could come and go")
+            raise NotBatchable(f"a {kind} has no rows that could come and go")
         if getattr(layer, "record_past", False):
-            raise NotJoinable("its cache holds draft tokens")
+            raise NotBatchable("its cache holds draft tokens")
         for name, tensor in LayerState(layer).tensors().items():
             memory = getattr(tensor, growing.MEMORY, None)
             if memory is None and tensor.dim() > 0 and tensor.shape[0] != 1 and tensor.numel() > 0:
-                raise NotJoinable(f"{name.key} of a {kind} is of {tensor.shape[0]} rows")
+                raise NotBatchable(f"{name.key} of a {kind} is of {tensor.shape[0]} rows")
             if memory is None and name.key in ("keys", "values") and tensor.dim() > 1:
-                raise NotJoinable(f"a {kind} does not grow in place")
+                raise NotBatchable(f"a {kind} does not grow in place")
 
 
 def _check_alike(layer: Any, one: Any) -> None:
@@ -368,9 +370,9 @@ def _check_alike(layer: Any, one: Any) -> None:
         [([c[1:] for c in held.columns], *_kind(held.memory)) for held in _memories(item)]
         for item in (layer, one)
     )
-    kind = layer.settled_class if isinstance(layer, Lagging) else type(layer)
+    kind = layer.committed_class if isinstance(layer, DeferredLayer) else type(layer)
     if kind is not type(one) or own != other:
-        raise NotJoinable("its cache holds another kind of states than those of the others")
+        raise NotBatchable("its cache holds another kind of states than those of the others")
 
 
 def _kind(memory: Any) -> tuple[Any, ...]:
@@ -422,7 +424,7 @@ def _show(layer: Any, held: _Memory) -> None:
         LayerState(layer).put({name: part})
 
 
-def with_spare(rows: int) -> int:
+def batch_capacity(rows: int) -> int:
     """The rows that new memory has for so many: a power of two."""
     return 1 << (rows - 1).bit_length()
 
@@ -455,8 +457,8 @@ def _join(layer: Any, one: Any, end: int) -> None:
         rows, tokens = len(parts(held.memory)[0]), max(held.tokens, other.tokens)
         base, last = getattr(held.memory, BASE, held.memory), held.start + held.tokens
         if len(parts(base)[0]) == rows or last < tokens:
-            room = layer.room_for(tokens)
-            base, last = _larger(held.memory, with_spare(rows + 1), tokens + room), tokens
+            room = layer.slots_for(tokens)
+            base, last = _larger(held.memory, batch_capacity(rows + 1), tokens + room), tokens
             for row in range(rows):
                 _write(base, row, last, held, row)
         _write(base, rows, last, other)
@@ -465,7 +467,7 @@ def _join(layer: Any, one: Any, end: int) -> None:
     for name, state in _states(layer).items():
         rows, base = len(state), getattr(state, BASE, state)
         if len(base) == rows:
-            base = state.new_empty((with_spare(rows + 1), *state.shape[1:]))
+            base = state.new_empty((batch_capacity(rows + 1), *state.shape[1:]))
             base[:rows] = state
         if name in others:  # nothing is pending behind the states of another
             base[rows] = others[name][0]
@@ -498,7 +500,7 @@ def _alone(layer: Any, row: int, length: int, places: Tensor | None) -> Any:
     one = copy_of_layer(layer)
     for held in _memories(layer):
         tokens = min(held.tokens, length)
-        end, room = held.start + held.tokens, layer.room_for(tokens)
+        end, room = held.start + held.tokens, layer.slots_for(tokens)
         base = _larger(held.memory, 1, tokens + room)
         _write(base, 0, tokens, held._replace(start=end - tokens, tokens=tokens), row)
         if places is not None and not layer.needs_order:
@@ -523,13 +525,13 @@ def _column(numbers: list[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)[:, None]
 
 
-def _room_of(held: _Memory) -> int:
+def _free_slots(held: _Memory) -> int:
     return int(held.memory.shape[-2]) - held.start - held.tokens
 
 
 def _room(layer: Any) -> int:
     """How many tokens fit in behind those that a layer holds."""
-    return min(map(_room_of, _memories(layer)), default=growing.LEAST_ROOM)
+    return min(map(_free_slots, _memories(layer)), default=growing.LEAST_SLOTS)
 
 
 def _put_state(layer: Any, name: Name, base: Tensor, rows: int) -> None:

@@ -1,0 +1,181 @@
+"""Pictures and sound of one request, decoded within limits that their headers are compared with first."""
+
+import io
+import math
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+
+from ..http.request import Refused, wrong
+
+MOST_PIXELS = 1 << 26  # in all pictures of a request
+MOST_SAMPLES = 1 << 25  # in all sounds of a request, of all channels: half an hour at 16 kHz
+_PIXEL_BYTES, _SAMPLE_BYTES = 16, 16  # while one is decoded: PIL's 4 and the processor's float32 of 3 colours
+_UNSHRUNK = 1 << 22  # pixels up to which the processor gets a picture as it is, whatever it makes of it
+_LONGEST_EDGE = 1 << 13
+_LONGEST = 200  # times as long as wide: processors that scale the short side make very long ones of others
+_BLOCK = 1 << 16  # frames of sound that are decoded at a time
+_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # none that starts a program
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of the pictures and the sound of one request.
+
+    Args:
+        pixels, samples: in all of them together.
+        least: pixels that the processor makes of the smallest picture.
+        largest: pixels of one picture that the processor uses; larger pictures are shrunk to it.
+        rate: samples a second that the model hears; None if it says none.
+    """
+
+    pixels: int = MOST_PIXELS
+    samples: int = MOST_SAMPLES
+    least: int = 1
+    largest: int = _UNSHRUNK
+    rate: int | None = None
+
+
+def limits_of(processor: Any, free: int | None) -> Limits:
+    """The limits of a model's processor where so many bytes of memory are free; None is any number."""
+    images, sounds = (getattr(processor, name, None) for name in ("image_processor", "feature_extractor"))
+    pixels, samples = MOST_PIXELS, MOST_SAMPLES
+    if free is not None:
+        pixels, samples = min(pixels, free // _PIXEL_BYTES), min(samples, free // _SAMPLE_BYTES)
+    rate = getattr(sounds, "sampling_rate", None)
+    return Limits(pixels, samples, _least_pixels(images), _pixels_used(images), rate)
+
+
+def _pixels_used(processor: Any) -> int:
+    """Pixels of a picture that its processor uses at most, as far as its settings say."""
+    size: Any = getattr(processor, "size", None) or {}
+    found = [getattr(processor, "max_pixels", None)]
+    for name in ("longest_edge", "max_pixels"):
+        value = size.get(name) if hasattr(size, "get") else None
+        if isinstance(value, int):  # Qwen's have an area as their longest edge
+            found.append(value if value > _LONGEST_EDGE else value * value)
+    return min(MOST_PIXELS, max([_UNSHRUNK, *(value for value in found if isinstance(value, int))]))
+
+
+def _least_pixels(processor: Any) -> int:
+    """Pixels that a processor makes of a small picture: those that enlarge it take memory for each."""
+    from PIL import Image
+
+    try:
+        values = processor(images=[Image.new("RGB", (32, 32))], return_tensors="np")["pixel_values"]
+    except Exception:  # none, or one of another kind: the pixels of the files count alone
+        return 1
+    return max(1, math.prod(np.shape(values)) // 3)
+
+
+Kind = Literal["image", "audio"]
+
+
+@dataclass
+class File:
+    """An opened file of a request. `field` names it in errors."""
+
+    kind: Kind
+    field: str
+    content: BinaryIO
+
+
+def decoded(files: Sequence[File], limits: Limits) -> list[Any]:
+    """PIL pictures and arrays of mono float32, in the order of their files, decoded one at a time.
+
+    Raises: Refused for what is no picture or sound, and with status 413, before any is decoded, for more
+        than the limits.
+    """
+    opened = deque(map(_opened, files))
+    pixels = samples = 0
+    for file, each in zip(files, opened, strict=True):
+        if file.kind == "image":
+            width, height = each.size
+            if max(width, height) > _LONGEST * min(width, height):
+                expected = f"a picture at most {_LONGEST} times as long as wide"
+                raise wrong(file.field, expected, f"{width} x {height}")
+            pixels += max(width * height, limits.least)
+            _check(pixels, limits.pixels, "pixels in all pictures", file.field)
+        else:
+            grown = 1.0 if limits.rate is None else limits.rate / max(1, each.samplerate)
+            samples += math.ceil(each.frames * max(each.channels, grown))
+            _check(samples, limits.samples, "samples in all sounds", file.field)
+    made = []
+    for file in files:  # a picture's own pixels are gone before the next one's are there
+        made.append((_picture if file.kind == "image" else _sound)(opened.popleft(), file, limits))
+        file.content.close()
+    return made
+
+
+def _check(count: int, most: int, what: str, field: str) -> None:
+    if count > most:
+        message = f"'{field}' must leave the request at most {most:,} {what}, got {count:,} with it."
+        raise Refused(message, field, "too_large", 413)
+
+
+def _opened(file: File) -> Any:
+    """A picture or a sound whose header was read. Raises: Refused."""
+    if file.kind == "image":
+        from PIL import Image
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is below
+                return Image.open(file.content, formats=_FORMATS)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            raise _none(file, "picture") from None
+    import soundfile  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    try:
+        return soundfile.SoundFile(file.content)
+    except (soundfile.SoundFileError, OSError, ValueError):
+        raise _none(file, "sound") from None
+
+
+def _none(file: File, what: str) -> Refused:
+    octets = file.content.seek(0, io.SEEK_END)
+    return Refused(f"'{file.field}' must be a {what}, got {octets} bytes that are none.", file.field)
+
+
+def _picture(picture: Any, file: File, limits: Limits) -> Any:
+    """In RGB, and shrunk while it is decoded where the processor would shrink it anyway."""
+    width, height = picture.size
+    factor = (limits.largest / (width * height)) ** 0.5
+    try:
+        if picture.mode.startswith("I;16"):  # a conversion to colours would take 256 and more for white
+            picture = picture.point(lambda value: value / 256).convert("L")
+        if factor < 1:
+            size = max(1, int(width * factor)), max(1, int(height * factor))
+            picture.draft("RGB", size)
+            if picture.mode in ("1", "P"):  # these have no colours between two pixels
+                picture = picture.convert("L" if picture.mode == "1" else "RGB")
+            picture.thumbnail(size, reducing_gap=2.0)
+        picture.load()
+        return picture if picture.mode == "RGB" else picture.convert("RGB")
+    except (OSError, ValueError, SyntaxError):
+        raise _none(file, "picture") from None
+
+
+def _sound(sound: Any, file: File, limits: Limits) -> Any:
+    """One channel at the model's rate; no more is decoded than the header said."""
+    import soundfile
+
+    blocks, frames, said = [], 0, sound.frames
+    try:
+        for block in sound.blocks(_BLOCK, dtype="float32", always_2d=True):
+            frames += len(block)
+            if frames > said:
+                break
+            blocks.append(block.mean(axis=1))
+    except soundfile.SoundFileError:
+        raise _none(file, "sound") from None
+    mono = np.concatenate(blocks) if blocks else np.zeros(0, "float32")
+    if limits.rate in (None, sound.samplerate):
+        return mono
+    import soxr  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    return soxr.resample(mono, sound.samplerate, limits.rate)
