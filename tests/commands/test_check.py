@@ -120,7 +120,7 @@ def test_the_bar_knows_how_much_there_is(monkeypatch):
         def update(self):
             seen.append("done")
 
-    monkeypatch.setattr(check, "_bar", lambda what, total, unit: seen.append(total) or Bar(Bar()))
+    monkeypatch.setattr(check, "Progress", lambda what, total, unit: seen.append(total) or Bar(Bar()))
     monkeypatch.setattr(check, "first_fault", lambda one: None)
     subjects = calls.subjects(["rms_norm", "attention"], [torch.float32], [])
     assert check.compare_all(subjects) == []
