@@ -32,8 +32,9 @@ from .install import drop_forward_of_class, is_rewritten, restore_module, rewrit
 from .modules.experts import IMPLEMENTATION, NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
 from .modules.rules.formulas import check_traces
-from .modules.rules.trial import on_the_cpu
 from .self_check import begin, check_replacements, is_wanted, use_tensor_units
+from .trials.comparing import on_the_cpu
+from .trials.memory import counted, told
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # names of routers in blocks
@@ -97,7 +98,7 @@ def accelerate(
     _require_module("accelerate", model)
     require_torch("accelerate", model)
     _require_known(recipe)
-    report = Report()
+    report, before = Report(), counted()
     wanted = requested_recipe(bits, group_size, mode, **recipe)
     _require_layers_of(model, wanted)
     weighed = given_importance("accelerate", importance, model, wanted is not None)
@@ -105,7 +106,7 @@ def accelerate(
     keeps_own = False
     if _is_of_transformers(model):
         from .capture.calls import wanted_capture
-        from .twin import settle
+        from .trials.untested import settle
 
         capture = wanted_capture(capture)
         formats = wanted is not None and wanted.experts is not None
@@ -132,6 +133,7 @@ def accelerate(
         restore(model)
         report.rows.clear()
         _replace(model, report, kv_bits, capture)
+    report.trials = told(before)
     report.tensor_units = use_tensor_units(model, check)
     report.kept_on_cpu = kept_on_cpu(model)
     report.own_on_cpu = said_of(model, report.done())
