@@ -79,7 +79,7 @@ WRONG = [
             "presence_penalty": (-3, True),
             "top_k": (-2, 1.5),
             "min_p": (2, "a"),
-            "repetition_penalty": (0, float("inf")),
+            "repetition_penalty": (0, -1),
             "n": (0, 1000, "a"),
             "stop": (5, [5], [""], ["a"] * 17),
             "seed": ("a", 1.5, 1 << 70),
