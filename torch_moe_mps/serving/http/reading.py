@@ -7,7 +7,6 @@ number of requests in reading; more are told to come again.
 import asyncio
 import contextlib
 import contextvars
-import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
@@ -16,6 +15,7 @@ import msgspec
 from starlette.requests import Request as Asked
 
 from ..._text import first_line
+from .limited import BESIDE
 from .request import Refused, read_json
 
 T = TypeVar("T")
@@ -26,7 +26,6 @@ _DROPPED = 8  # times as many bytes, at most, of a body that is read and dropped
 _MOST_VALUES, _MOST_CONTAINERS = 1 << 20, 1 << 16
 _MOST_IN_TEXT = 1 << 18  # brackets more, of texts: at most as many as the context has tokens
 _SHORT = 1 << 16  # bytes of a body that is read beside long ones
-BESIDE = max(1, (os.cpu_count() or 1) // 4)  # threads of long work: answers have the other cores
 MOST_OF_CLIENT = 32  # requests of one address that are read, or wait for it
 _AT_ONCE = 2  # of these, on threads of one kind
 _RETRY_AFTER, _DRAINS = 1, 5.0  # seconds; the latter for the body of a request that is refused
