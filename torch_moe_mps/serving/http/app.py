@@ -41,6 +41,7 @@ from .reading import (
     MEDIA_BYTES,
     TEXT_BYTES,
     TOKEN_BYTES,
+    Client,
     Kind,
     Reading,
     body_of,
@@ -53,6 +54,7 @@ from .served import Served
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Reads = Callable[[dict[str, Any]], Request]  # the request of a body
 PING = 5.0  # seconds without a part of an answer, behind which its client is told that it comes
 PAGE = Path(__file__).with_name("page")
 # Policy for an answer's Markdown: it runs no script and asks no other machine for a picture.
@@ -132,8 +134,8 @@ class Server:
             try:
                 self._check_memory()
                 coming = _Coming()
-                with self.reading.place(asked):
-                    request = await self._prepare(protocol, asked, coming)
+                async with self.reading.place(asked) as client:
+                    request = await self._prepare(protocol, asked, client, coming)
                 _say("%s: begins, prompt %d tokens", protocol.path, coming.answers.prompt_tokens)
                 if request.stream:
                     return self._streamed(protocol, request, coming)
@@ -143,32 +145,34 @@ class Server:
                 counted.status = refused.status
                 return refusal(protocol.path, refused)
 
-    async def _prepare(self, protocol: Protocol, asked: Asked, coming: "_Coming") -> Request:
+    async def _prepare(self, protocol: Protocol, asked: Asked, client: Client, coming: "_Coming") -> Request:
         """The request that is asked, with its answers in `coming`. Raises: Refused."""
 
         def read(body: dict[str, Any]) -> Request:
             self._check_model(body)
             return protocol.read(body, self.served)
 
-        kind, request = await self._fetched(asked, read)
-        prompts = await self.reading.run(kind, prompts_of, self.served, request)
+        kind, request = await self._fetched(asked, client, read)
+        prompts = await client.run(kind, prompts_of, self.served, request)
         compiles = request.form is not None or request.forced is not None
-        coming.answers = await self.reading.run(
+        coming.answers = await client.run(
             "grammar" if compiles else kind, answers_to, self.served, request, prompts, coming.show
         )
         return request
 
-    async def _read(self, asked: Asked, function: Callable[[dict[str, Any]], T]) -> tuple[Kind, T]:
+    async def _read(
+        self, asked: Asked, client: Client, function: Callable[[dict[str, Any]], T]
+    ) -> tuple[Kind, T]:
         """The kind of thread for a body, and the result of a function of its object. Raises: Refused."""
         context = self.served.context
         most = MEDIA_BYTES if self.served.reads_media else TEXT_BYTES + TOKEN_BYTES * context
         octets = await body_of(asked, min(most, 2 * MEDIA_BYTES))
         kind = kind_of(len(octets))
-        return kind, await self.reading.run(kind, lambda: function(object_of(octets, context)))
+        return kind, await client.run(kind, lambda: function(object_of(octets, context)))
 
-    async def _fetched(self, asked: Asked, read: Callable[[dict[str, Any]], Request]) -> tuple[Kind, Request]:
+    async def _fetched(self, asked: Asked, client: Client, read: Reads) -> tuple[Kind, Request]:
         """A request that was read, with the pictures and the sound that it names. Raises: Refused."""
-        kind, request = await self._read(asked, read)
+        kind, request = await self._read(asked, client, read)
         for prompt in request.prompts:
             if isinstance(prompt, Chat) and (parts := [*media_parts(prompt.messages)]):
                 kind = "long"  # to decode them
@@ -228,10 +232,16 @@ class Server:
         if memory is not None and memory.level is Level.CRITICAL:
             raise _no_memory()
 
+    async def _of_prompt(self, asked: Asked, read: Reads, function: Callable[[Served, Request], T]) -> T:
+        """Result of a function of a request that nobody answers. Raises: Refused."""
+        async with self.reading.place(asked) as client:
+            kind, request = await self._fetched(asked, client, read)
+            return await client.run(kind, function, self.served, request)
+
     async def _count(self, protocol: Protocol, asked: Asked) -> Response:
-        with self.reading.place(asked):
-            kind, request = await self._fetched(asked, lambda body: protocol.read_prompt(body, self.served))
-            count = await self.reading.run(kind, count_tokens, self.served, request)
+        count = await self._of_prompt(
+            asked, lambda body: protocol.read_prompt(body, self.served), count_tokens
+        )
         counted: dict[str, Any] = {"input_tokens": count}
         if isinstance(protocol, Responses):
             counted["object"] = "response.input_tokens"
@@ -239,14 +249,13 @@ class Server:
 
     async def _template(self, asked: Asked) -> Response:
         """The prompt that a chat becomes, as text, as llama.cpp's server has it."""
-        with self.reading.place(asked):
-            kind, request = await self._fetched(asked, lambda body: ChatCompletions().read(body, self.served))
-            prompt = await self.reading.run(kind, prompt_text, self.served, request)
+        chats = ChatCompletions()
+        prompt = await self._of_prompt(asked, lambda body: chats.read(body, self.served), prompt_text)
         return JSONResponse({"prompt": prompt})
 
     async def _text(self, reads: Callable[..., Any], asked: Asked) -> Response:
-        with self.reading.place(asked):
-            _, answer = await self._read(asked, lambda body: in_json(reads(body, self.served)))
+        async with self.reading.place(asked) as client:
+            _, answer = await self._read(asked, client, lambda body: in_json(reads(body, self.served)))
         return Response(answer, media_type="application/json")
 
     async def _encode(self, path: str, asked: Asked) -> Response:
@@ -256,8 +265,8 @@ class Server:
 
         with self.metrics.counted(path) as counted:
             try:
-                with self.reading.place(asked):
-                    _, texts = await self._read(asked, read)
+                async with self.reading.place(asked) as client:
+                    _, texts = await self._read(asked, client, read)
                 begun = time.monotonic()
                 result = await asyncio.wrap_future(self.served.generator.run(texts.compute))
                 count, seconds = sum(map(len, texts.ids)), time.monotonic() - begun
