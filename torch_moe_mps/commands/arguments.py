@@ -637,9 +637,9 @@ def _finetune(command: argparse.ArgumentParser) -> None:
 
     Each line of DATA is a JSON object with "messages" (of "role" and "content"), "prompt" and "completion",
     or "text". The loss is on answers and completions, and on all of a text. With --method dpo a line has
-    "prompt", "chosen" and "rejected", with grpo "prompt" and the columns of the reward. Memory and parameters are
-    printed before weights are loaded, and what does not fit is refused. Ctrl-C ends with a checkpoint. The
-    other commands take the folder as --adapter.
+    "prompt", "chosen" and "rejected", with grpo "prompt" and the columns of the reward. Memory and parameters
+    are printed before weights are loaded, and what does not fit is refused. Ctrl-C ends with a checkpoint.
+    The other commands take the folder as --adapter.
 
     examples:
       torch-moe-mps finetune Qwen/Qwen3-30B-A3B chats.jsonl --bits 4 --output adapter
