@@ -209,9 +209,11 @@ class Alone:
 
     def answer(self, asked: Asked) -> tuple[Tensor, list[tuple[str, str]]]:
         """The tokens of a request's prompt, and what is said to it."""
+        from torch_moe_mps.serving.http.preparing import prepare
+
         protocol = self._protocols[asked.path]
         request = protocol.read(asked.body, self._served)
-        answers = self._served.prepare(request, lambda number, item: None)
+        answers = prepare(self._served, request, lambda number, item: None)
         (job,) = answers.jobs
         ids = job.inputs["input_ids"]
         before, cache = self._computed.get(asked.agent, (ids[0, :0], self._new_cache()))

@@ -1,13 +1,12 @@
 #!/usr/bin/env python
-"""One stream beside four hostile clients of a server of `serve`: its longest wait.
+"""One stream beside one hostile client of a server of `serve`: how long an event is delayed.
 
-The wait is that for one event of a short streamed chat, the first included: --streams of them alone, beside
-four that ask the same, and beside four hostile clients, for each kind of request of these. The server is a
-process of its own, with a model of tiny layers that reads --context tokens, so that a token takes a few
-milliseconds and whatever holds the server up shows; clients are processes of the lowest priority. `busy` is
-no request: a process that computes for each core shows what a lack of cores alone does.
-
-A ratio is the median of the waits beside hostile clients over that beside good ones.
+The delay is the longest wait for an event of a streamed chat, the first one excluded, beside a client that
+sends one request of a kind after the other, over that alone. No request within the limits may delay an event
+by more than 0.3 s. The server is a process of its own, with a model of tiny layers that reads --context
+tokens, so that a token takes a few milliseconds and whatever holds the server up shows; the client is a
+process of the lowest priority that pauses behind each answer. `busy` is no request: a process that computes
+for each core shows what a lack of cores alone does.
 """
 
 import argparse
@@ -35,7 +34,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import paths  # noqa: F401  (for support)
 
-CLIENTS = 4
+PAUSE = 0.5  # seconds between two requests of the hostile client
+MOST_DELAY = 0.3  # seconds
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
 GOOD = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 60, "temperature": 0}
 
@@ -85,24 +85,24 @@ def seen(*urls: str) -> dict[str, Any]:
 
 KINDS = {
     "numbers": Kind(TEXTS, lambda context: {"prompt": [1] * 900_000, "max_tokens": 3}),
-    "objects": Kind(CHAT, lambda context: chat(metadata=[{"a": n} for n in range(300_000)])),
-    "deep": Kind(CHAT, lambda context: chat(metadata=[json.loads("[" * 90 + "]" * 90)] * 9000)),
-    "string": Kind(CHAT, lambda context: chat(metadata="x" * 40_000_000)),
+    "objects": Kind(CHAT, lambda context: chat(metadata=[{"a": n} for n in range(120_000)])),
+    "deep": Kind(CHAT, lambda context: chat(metadata=[json.loads("[" * 90 + "]" * 90)] * 1400)),
+    "string": Kind(CHAT, lambda context: chat(metadata="x" * 9_000_000)),
     "escapes": Kind(CHAT, lambda context: chat(metadata="\N{GRINNING FACE}" * 600_000)),
     "text": Kind(CHAT, lambda context: chat("a b " * 500_000)),
     "prompt": Kind(CHAT, lambda context: chat(secrets.token_hex(context // 16))),
     "messages": Kind(CHAT, lambda context: chat() | {"messages": chat()["messages"] * 9900}),
     "prompts": Kind(TEXTS, lambda context: {"prompt": ["a"] * 64, "max_tokens": 3}),
-    "tools": Kind(CHAT, lambda context: chat(tools=tools(5000))),
+    "tools": Kind(CHAT, lambda context: chat(tools=tools(1000))),
     "schema": Kind(CHAT, lambda context: chat(json_schema=properties(500))),
     "enum": Kind(CHAT, lambda context: chat(json_schema={"enum": [*range(4000)]})),
     "grammar": Kind(CHAT, lambda context: chat(grammar="root ::= ([a-z] [a-z]?){1,200}")),
     "masks": Kind(CHAT, lambda context: chat(grammar="root ::= (([a-z]*)*)*")),
-    "tokenize": Kind("/tokenize", lambda context: {"content": "a b " * 1_000_000, "with_pieces": True}),
+    "tokenize": Kind("/tokenize", lambda context: {"content": "a b " * 4000, "with_pieces": True}),
     "answers": Kind(CHAT, lambda context: chat(n=32, temperature=1)),
     "logprobs": Kind(CHAT, lambda context: chat(logprobs=True, top_logprobs=20, max_tokens=200)),
     "slow": Kind(CHAT, lambda context: chat("a" * 4000), pause=0.02),
-    "picture": Kind(CHAT, lambda context: seen(picture(3000)), sees=True),
+    "picture": Kind(CHAT, lambda context: seen(picture(2800)), sees=True),
     "pictures": Kind(CHAT, lambda context: seen(*[picture(300)] * 60), sees=True),
     "fetched": Kind(CHAT, lambda context: seen(f"http://127.0.0.1:{_port()}/fast"), sees=True),
     "fetched slowly": Kind(CHAT, lambda context: seen(f"http://127.0.0.1:{_port()}/slow"), sees=True),
@@ -157,66 +157,41 @@ def ask(port: int, path: str, body: bytes, pause: float = 0.0) -> list[float]:
 
 
 def asks(port: int, name: str, context: int) -> None:
-    """Asks in so many threads as there are clients, until the input ends; says when it begins."""
+    """Asks again and again until the input ends; says when it begins, and then each status."""
     os.nice(19)
-    ended = threading.Event()
-    if name == "good":
-        path, octets, pause = CHAT, json.dumps(GOOD | {"max_tokens": 200, "stream": True}).encode(), 0.0
-    else:
-        kind = KINDS[name]
-        path, octets, pause = kind.path, json.dumps(kind.body(context)).encode(), kind.pause
-    done = 0
-
-    def client() -> None:
-        nonlocal done
-        while not ended.is_set():
-            with contextlib.suppress(OSError, http.client.HTTPException):  # refused before it is sent wholly
-                ask(port, path, octets, pause)
-            done += 1
-
-    threads = [threading.Thread(target=client, daemon=True) for _ in range(CLIENTS)]
-    for thread in threads:
-        thread.start()
+    kind = KINDS[name]
+    octets = json.dumps(kind.body(context)).encode()
     print("begun", flush=True)
-    sys.stdin.read()
-    ended.set()
-    for thread in threads:
-        thread.join(30)
-    print(done, flush=True)
+    while True:
+        with contextlib.suppress(OSError, http.client.HTTPException):  # refused before it is sent wholly
+            ask(port, kind.path, octets, kind.pause)
+        time.sleep(PAUSE)
 
 
 @contextlib.contextmanager
 def beside(name: str | None, port: int, context: int) -> Iterator[None]:
-    """Block beside clients of a kind; None for nobody."""
-    if name is None:
-        yield
-        return
-    source = "while True: pass"
-    command = [sys.executable, __file__, "--asks", str(port), name, str(context)]
-    count = os.cpu_count() or 1 if name == "busy" else 1
-    clients = [
-        subprocess.Popen(
-            [sys.executable, "-c", source] if name == "busy" else command,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for _ in range(count)
-    ]  # fmt: skip
+    """Block beside a client of a kind; None for nobody."""
+    command = [sys.executable, __file__, "--asks", str(port), str(name), str(context)]
+    if name == "busy":
+        command = [sys.executable, "-c", "print('begun', flush=True)\nwhile True: pass"]
+    count = 0 if name is None else (os.cpu_count() or 1) if name == "busy" else 1
+    clients = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
     try:
-        if name != "busy":
-            assert clients[0].stdout is not None and clients[0].stdout.readline() == "begun\n"
-        time.sleep(0.5)
+        for client in clients:
+            assert client.stdout is not None and client.stdout.readline() == "begun\n"
         yield
     finally:
         for client in clients:
-            if name == "busy":
-                client.kill()
+            client.kill()
             client.communicate()
 
 
-def waits(port: int, streams: int) -> list[float]:
-    """The longest wait of each stream."""
-    body = json.dumps(GOOD | {"stream": True}).encode()
-    return [max(ask(port, CHAT, body)) for _ in range(streams)]
+def waits(port: int, seconds: float) -> list[float]:
+    """The waits for the events of streams, one after the other, in so many seconds."""
+    body, ends, made = json.dumps(GOOD | {"stream": True}).encode(), time.monotonic() + seconds, list[float]()
+    while time.monotonic() < ends:
+        made += ask(port, CHAT, body)[1:]
+    return made
 
 
 # The server
@@ -241,7 +216,7 @@ def server(folder: Path) -> Iterator[int]:
             if process.poll() is not None:
                 raise SystemExit(f"the server has ended: {' '.join(command)}")
             time.sleep(0.1)
-        waits(port, 3)
+        waits(port, 1.0)
         yield port
     finally:
         process.kill()
@@ -268,12 +243,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kind", action="append", choices=["busy", *KINDS], help="may come several times")
-    parser.add_argument("--streams", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of streams beside each kind")
     parser.add_argument("--context", type=int, default=32768)
     options = parser.parse_args()
-    names = options.kind or ["busy", *KINDS]
-    print("| beside | alone | good | hostile | longest of these | ratio |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    names, largest = options.kind or ["busy", *KINDS], 0.0
+    print("| beside | median | longest wait | delay |")
+    print("| --- | --- | --- | --- |")
     for sees in (False, True):
         chosen = [name for name in names if (name != "busy" and KINDS[name].sees) == sees]
         if not chosen:
@@ -281,15 +256,18 @@ def main() -> None:
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
             port = stack.enter_context(server(checkpoint(folder, options.context, sees)))
-            for name in chosen:
-                row = []
-                for who in (None, "good", name):
-                    with beside(who, port, options.context):
-                        row.append(waits(port, options.streams))
-                alone, good, hostile = map(statistics.median, row)
-                cells = [alone, good, hostile, max(row[-1])]
-                shown = " | ".join(f"{1000 * seconds:.0f} ms" for seconds in cells)
-                print(f"| {name} | {shown} | {hostile / good:.2f} |", flush=True)
+            alone = 0.0
+            for name in [None, *chosen]:
+                with beside(name, port, options.context):
+                    found = waits(port, options.seconds)
+                alone = max(found) if name is None else alone
+                delay = max(found) - alone
+                cells = [statistics.median(found), max(found), delay]
+                shown = " | ".join(f"{1000 * cell:.0f} ms" for cell in cells)
+                print(f"| {name or 'nobody'} | {shown} |", flush=True)
+                if name not in (None, "busy"):
+                    largest = max(largest, delay)
+    print(f"largest delay by a request: {largest:.2f} s, of at most {MOST_DELAY} s")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The command line before a command runs: help, version, and options that are refused."""
 
+import argparse
 import re
 import shlex
 import subprocess
@@ -10,11 +11,12 @@ import pytest
 from support.processes import environment, python
 
 import torch_moe_mps
+from torch_moe_mps._choices import BITS, GROUP_SIZES, MODES, one_of
 from torch_moe_mps._install import install_command
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parse, parser
 from torch_moe_mps.commands.settings import read_settings
-from torch_moe_mps.ops._formats import MODES
+from torch_moe_mps.quantization import Format
 
 COMMANDS = sorted(next(a.choices for a in parser()._actions if a.dest == "command"))
 
@@ -86,7 +88,7 @@ EARLY = {
     "convert {here} {here}/new --save-importance {here}/x": "--save-importance needs --importance",
     "convert {here} {here}/new --adapter {here}": "--adapter must be a folder with an adapter_config.json",
     "convert {here}/a.gguf {here}/new --importance auto": "--importance of a GGUF file needs --bits",
-    "finetune {here} {here}/none.jsonl": "DATA must be a file, got {here}/none.jsonl",
+    "finetune {here} {here}/none.jsonl": "DATA must be a file: {here}/none.jsonl does not exist",
     "finetune {here} {here}/data --output {here}": "exists; --resume goes on with a training",
     "finetune {here} {here}/data --resume --output {here}": "--resume needs a training in {here}, got none",
     "fit {here} --json {here}/no/file": "--json must be a file that can be written",
@@ -146,7 +148,7 @@ def test_every_command_says_a_wrong_name(command, capsys, tmp_path):
 
 
 WRONG = {
-    "convert": ("--mode q9", "--bits 7", "--group-size 48", "--linear-bits 9", "--embedding-bits 9"),
+    "convert": ("--mode q9", "--bits 7", "--group-size 0", "--linear-bits 9", "--embedding-bits 9"),
     "bench": (
         "--bits 4.5",
         "--prompt 0",
@@ -175,6 +177,38 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("command", ["bench", "chat", "fit", "finetune", "generate", "perplexity", "serve"])
+def test_the_formats_of_the_help_are_those_that_are_taken(command):
+    """Of --bits and --group-size, by the list that `quantize` has; others are refused before torch."""
+    actions = next(a.choices for a in parser()._actions if a.dest == "command")[command]._actions
+    for option, allowed in (("bits", BITS), ("group_size", GROUP_SIZES)):
+        found = next((a for a in actions if a.dest == option), None)
+        if found is None:
+            assert command in ("fit", "perplexity")
+            continue
+        assert f"{one_of(allowed['affine'])} (" in found.help
+        for value in range(1, 257):
+            if value in allowed["affine"]:
+                assert Format(**{option: found.type(str(value))}).mode == "affine"
+                continue
+            with pytest.raises(argparse.ArgumentTypeError, match=f"must be {one_of(allowed['affine'])}, got"):
+                found.type(str(value))
+
+
+def test_the_formats_of_convert(tmp_path):
+    """Those of its --mode, and nothing is imported for another."""
+    for arguments, expected in {
+        ("--group-size", "16"): "--group-size must be 32, 64 or 128 with --mode affine, got 16",
+        ("--group-size", "64", "--mode", "nvfp4"): "--group-size must be 16 with --mode nvfp4, got 64",
+        ("--bits", "8", "--mode", "mxfp4"): "--bits must be 4 with --mode mxfp4, got 8",
+    }.items():
+        line = "import sys; from torch_moe_mps.commands import main; code = main(sys.argv[1:]); "
+        line += "assert 'torch' not in sys.modules; sys.exit(code)"
+        words = [sys.executable, "-c", line, "convert", "none", tmp_path / "new", *arguments]
+        result = subprocess.run(words, capture_output=True, text=True, env=environment())
+        assert (result.returncode, result.stderr) == (1, f"torch-moe-mps: error: {expected}\n")
+
+
 @pytest.mark.parametrize(
     ("text", "origin"),
     [
@@ -200,11 +234,11 @@ def test_a_wrong_value_is_one_line(command, wrong, capsys):
 
 def test_files_that_are_none(tmp_path, capsys):
     for arguments in (["perplexity", ".", "--text"], ["generate", ".", "--prompts"], ["finetune", "."]):
-        for name, got in ((str(tmp_path / "none"), ""), (str(tmp_path), "the folder ")):
+        for name, wrong in ((str(tmp_path / "none"), "does not exist"), (str(tmp_path), "is a folder")):
             assert main([*arguments, name]) == 1
             option = arguments[2] if len(arguments) > 2 else "DATA"
             assert capsys.readouterr().err == (
-                f"torch-moe-mps: error: {option} must be a file, got {got}{name}\n"
+                f"torch-moe-mps: error: {option} must be a file: {name} {wrong}\n"
             )
 
 

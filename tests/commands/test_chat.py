@@ -52,7 +52,7 @@ def test_a_conversation(here, talk):
     assert third == first.replace("sky?", "hi")
     config = here.generator.jobs[0].config
     assert not config.do_sample and config.max_new_tokens == 4096 - len(
-        here.served.tokenizer(first).input_ids
+        here.served.template.tokenizer(first).input_ids
     )
 
 
@@ -70,7 +70,8 @@ def test_settings(here, talk):
         "!set nothing=1",
         "!set top_k=many",
         "!status",
-        "!what",
+        "!what now",
+        "!help",
     ]
     shown = talk("--set", "temperature=0.5", lines=lines, says=["hello"])
     config = here.generator.jobs[0].config
@@ -78,6 +79,7 @@ def test_settings(here, talk):
     assert "--set must name arguments of generate(), got nothing" in shown
     assert "--set top_k must be a number" in shown
     assert "'max_new_tokens': 4" in shown and shown.count("!clear") == 1  # of the help
+    assert "!what is not a command: !help lists them" in shown
 
 
 def test_a_chat_is_written(talk, tmp_path):
@@ -127,7 +129,7 @@ def test_a_closed_stdout_is_no_traceback(monkeypatch):
 
 def test_ctrl_c_while_a_message_is_read(here, talk, monkeypatch):
     """The answer to it ends before it begins, and the chat goes on."""
-    own, pressed = here.served.prepare, []
+    own, pressed = chat.prepare, []
 
     def prepare(*given):
         if not pressed:
@@ -135,7 +137,7 @@ def test_ctrl_c_while_a_message_is_read(here, talk, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return own(*given)
 
-    monkeypatch.setattr(here.served, "prepare", prepare)
+    monkeypatch.setattr(chat, "prepare", prepare)
     shown = talk(lines=["hi", "so?"], says=["hello", "end"])
     assert "hello" not in shown and "end" in shown
 

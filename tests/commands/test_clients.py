@@ -163,7 +163,7 @@ def metric(url: str, name: str) -> int:
         (line,) = [
             line for line in answer.read().decode().splitlines() if line.startswith(f"moe_mps_{name} ")
         ]
-    return int(line.split()[1])
+    return int(float(line.split()[1]))
 
 
 def test_two_servers_behind_the_proxy(checkpoint, tmp_path):

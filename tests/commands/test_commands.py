@@ -386,12 +386,12 @@ def test_the_dry_run_says_what_a_token_reads(tmp_path, capsys):
 
 def broken_link(folder):
     (folder / "vocab.json").symlink_to("nowhere")
-    return f"{folder / 'vocab.json'} must be a file, got a broken link"
+    return f"{folder / 'vocab.json'} is a broken link, not a file"
 
 
 def folder_like_a_file(folder):
     (folder / "extra.json").mkdir()
-    return f"{folder / 'extra.json'} must be a file, got a folder"
+    return f"{folder / 'extra.json'} is a folder, not a file"
 
 
 @pytest.mark.parametrize("damage", [broken_link, folder_like_a_file], ids=lambda f: f.__name__)

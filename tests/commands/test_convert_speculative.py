@@ -178,7 +178,7 @@ def test_a_pattern_that_fits_none_of_them_is_one_line(checkpoint, tmp_path, caps
         assert not any(map(formats_in, model.modules()))
     converted(folder, tmp_path / "four", *FOUR)
     with pytest.raises(
-        ValueError, match=r"'mtp.\*' must be for layers .* dense or in FP8, got those .* quantised"
+        ValueError, match=r"'mtp.\*' must be for MTP layers that are dense or in FP8, got quantised ones"
     ):
         torch_moe_mps.from_pretrained(tmp_path / "four", bits=3, group_size=32, overrides={"mtp.*": 3})
 

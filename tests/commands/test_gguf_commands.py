@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 import torch_moe_mps
 from torch_moe_mps.commands import main, sources
 from torch_moe_mps.commands.arguments import parser
-from torch_moe_mps.quantization import dequantize, quantize
+from torch_moe_mps.quantization import Format, QuantizedWeight, dequantize, quantize
 
 KINDS = ("q4_0", "q8_0", "q5_0")
 
@@ -72,7 +72,8 @@ def test_convert_in_other_bits(file, layout, tmp_path):
     weight = dense.model.layers[1].mlp.experts.down_proj.detach()
     experts = model.model.layers[1].mlp.experts
     parts = experts.down_proj_packed, experts.down_proj_scales, experts.down_proj_biases
-    assert torch.equal(dequantize(*parts, 4, 32), dequantize(*quantize(weight, 4, 32), 4, 32))
+    packed = QuantizedWeight(*parts, Format(4, 32))
+    assert torch.equal(dequantize(packed), dequantize(quantize(weight, 4, 32)))
     assert (tmp_path / "new" / "tokenizer.json").exists()
     ids = torch.arange(5)[None]
     torch_moe_mps.accelerate(dense, bits=4, group_size=32)
@@ -150,7 +151,7 @@ def test_what_is_wrong_is_one_line(file, tmp_path, capsys):
         (("convert", bare, tmp_path / "a"), "bare.gguf has no tokenizer that transformers reads"),
         (("generate", bare, "-p", "a"), "bare.gguf has no tokenizer that transformers reads"),
         (("fit", cut), "cut.gguf is damaged or not in GGUF (blk."),
-        (("fit", tmp_path / "none.gguf"), "none.gguf must be a file, got none"),
+        (("fit", tmp_path / "none.gguf"), "none.gguf does not exist"),
         (("fit", file, "--revision", "v2"), "--revision needs a name on the Hub"),
     ):
         assert run(*arguments) == 1, arguments
@@ -169,6 +170,7 @@ def test_a_file_is_served_under_its_own_name(tmp_path, monkeypatch):
         (f"{tmp_path}:model.gguf", "model.gguf"),
         ("org/name-GGUF:model.gguf", "org/name-GGUF:model.gguf"),
         ("org/name", "org/name"),
+        (f"{tmp_path}/folder", "folder"),
         (".", tmp_path.name),
         ("..", tmp_path.parent.name),
     ):

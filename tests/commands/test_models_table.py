@@ -16,18 +16,16 @@ DENSE_ALWAYS = ["gemma3"]
 
 
 @functools.cache
-def generator():
-    spec = importlib.util.spec_from_file_location(
-        "make_models_table", REPOSITORY / "scripts" / "make" / "make_models_table.py"
-    )
+def generator(name: str = "make_models_table"):
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "scripts" / "make" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def rows(table: int = 0) -> dict[str, str]:
-    """{architecture: line} of the table with experts, of the dense one, 1, or of other causal models, 2."""
-    section = re.split("\n## (?:Dense|Other causal) models\n", TABLE.read_text())[table]
+    """{architecture: line} of the tables: experts, 0, dense models, 1, other causal models, 2, serving, 3."""
+    section = re.split("\n## (?:Dense models|Other causal models|Serving)\n", TABLE.read_text())[table]
     lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
     return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
 
@@ -116,3 +114,23 @@ def test_every_dense_model_is_right():
     for line in rows(1).values():
         row = line.split(" | ")
         assert row[-4] in ("yes", "-") and (row[-2], row[-1]) == ("yes", "yes |"), row
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    in_sweep(sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES}), ["olmoe"]),
+)
+def test_row_of_serving_is_current(current, architecture):
+    assert rows(3)[architecture] == generator("make_serving_table").row(architecture), (
+        "run scripts/make/make_serving_table.py"
+    )
+
+
+def test_what_mlx_lm_lacks(current):
+    """In README and above the table, counted with the installed mlx-lm."""
+    serving = generator("make_serving_table")
+    assert serving.head() in TABLE.read_text(), "run scripts/make/make_serving_table.py"
+    count, missing = len(tiny_models.architectures()), serving.missing_in_mlx_lm()
+    written = f"{count} Mixture-of-Experts architectures, {len(missing)} of which mlx-lm 0.32.2 does not have"
+    assert written in " ".join((REPOSITORY / "README.md").read_text().split())
+    assert {"qwen3_moe", "mixtral"}.isdisjoint(missing) and "hunyuan_v1_moe" in missing

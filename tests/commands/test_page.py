@@ -251,7 +251,7 @@ def test_a_chat_by_the_keyboard():
         page.open(here.url)
         page.wait_for("document.title === 'scripted'")
         page.type("why?" + ENTER)
-        page.wait_for(f"{FIGURES}.includes('tokens of the prompt were kept')")
+        page.wait_for(f"{FIGURES}.includes('prompt tokens cached')")
         shown = page.run(f"return {TEXT}")
         assert "why?" in shown and "The sky is blue." in shown and "4 of " in shown and "tokens/s" in shown
         assert page.run("return document.querySelector('.thought').textContent") == "Reasoninghm"
@@ -297,7 +297,7 @@ def test_a_server_with_a_key_on_a_phone():
         page.wait_for("document.title === 'scripted'")
         page.run("document.querySelector('#said').focus()")
         page.type("hi" + ENTER)
-        page.wait_for(f"{FIGURES}.includes('tokens of the prompt were kept')")
+        page.wait_for(f"{FIGURES}.includes('prompt tokens cached')")
         assert page.run("return [innerWidth, document.documentElement.scrollWidth]") == [360, 360]
         assert page.run(
             "return [...document.querySelectorAll('button, textarea')].every((element) => {"

@@ -1,4 +1,4 @@
-"""What the README shows works as it is pasted, after what the README says to install."""
+"""What README and docs/chat.md show works as it is pasted, after what README says to install."""
 
 import re
 import shlex
@@ -59,7 +59,7 @@ def test_the_installation_brings_what_the_commands_need():
             asked = [Requirement(line) for line in requires(need.name) or () if need.name == "transformers"]
             extras = [{"extra": extra} for extra in need.extras]
             brought |= {one.name for one in asked if one.marker and any(map(one.marker.evaluate, extras))}
-    assert {"transformers", "accelerate", "gguf", "uvicorn", "fastapi"} <= brought
+    assert {"transformers", "accelerate", "gguf", "uvicorn", "xgrammar"} <= brought
     assert {"jinja2"} <= {Requirement(line).name for line in requires("torch")}
     plain = [Requirement(line) for line in requires("transformers")]
     assert not any(need.name == "accelerate" and need.marker is None for need in plain)
@@ -68,7 +68,7 @@ def test_the_installation_brings_what_the_commands_need():
 def test_a_chat_looks_as_it_is_shown(printable, capsys, monkeypatch):
     """But for the answer, the name of the model, and figures."""
     name = commands_of_the_first_block()[-1].split()[-1]
-    _, _, text = README.partition("Then you see:\n\n")
+    _, _, text = (REPOSITORY / "docs" / "chat.md").read_text().partition("Then you see:\n\n")
     shown = textwrap.dedent(re.match(r"(?:(?: {4}.*)?\n)+", text)[0]).strip()
     lines = iter([question := "Why is the sky blue?"])
 

@@ -8,7 +8,7 @@ from support.tiny_models import randomise
 from torch import nn
 
 from torch_moe_mps.commands import main
-from torch_moe_mps.quantization import dequantize
+from torch_moe_mps.quantization import QuantizedWeight, dequantize
 from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
 pytestmark = pytest.mark.sweep  # importing sentence-transformers takes ten seconds
@@ -39,7 +39,7 @@ def as_stored(dense: nn.Module, quantised: nn.Module) -> int:
     for name, layer in quantised.named_modules():
         if isinstance(layer, QuantizedLayer):
             codes = layer.packed, layer.scales, layer.biases
-            values = dequantize(*codes, **layer.format.to_dict(), dtype=torch.float32)
+            values = dequantize(QuantizedWeight(*codes, layer.format), torch.float32)
             dense.get_submodule(name).weight.copy_(values)
             count += 1
     return count

@@ -57,7 +57,7 @@ def no_cache_of_the_hub(tmp_path, monkeypatch):
 @pytest.mark.slow("a server and its clients")
 def test_serve_answers_with_the_quantised_model(checkpoint, no_cache_of_the_hub):
     """It names the model, and refuses what it would not do."""
-    name = str(checkpoint)
+    name = checkpoint.name
     asked = {"model": name, "messages": said("hello"), "temperature": 0, "max_tokens": 6}
     with client_of(checkpoint) as client:
         chat, raw, responses = client.chat.completions, client.completions, client.responses
@@ -185,7 +185,7 @@ def test_prompts_are_kept_over_requests_and_restarts(checkpoint, tmp_path, compu
         values = dict(line.split() for line in lines if line.startswith("moe_mps_disk"))
         with client_of(checkpoint, *kept) as other:  # the folder is the first one's
             assert ask(other, [], first + "when") == 46
-    assert values["moe_mps_disk_hits_total"] == "1" and values["moe_mps_disk_tokens_total"] == "42"
+    assert float(values["moe_mps_disk_hits_total"]) == 1 and float(values["moe_mps_disk_tokens_total"]) == 42
     assert f"not kept on the disk: {kept[1]} cannot be used: another server" in capsys.readouterr().err
     with pytest.raises(ValueError, match="--prompt-folder must be a folder, got the file"):
         client_of(checkpoint, "--prompt-folder", tmp_path / "notes.txt").__enter__()
@@ -300,7 +300,7 @@ def test_a_prediction_is_drafted_and_counted(checkpoint, monkeypatch):
         assert sum(getattr(shares[-1], name) for name in names) > 0
         with urllib.request.urlopen(f"{str(client.base_url).removesuffix('/v1/')}/metrics") as shown:
             counted = sum(share.accepted_prediction_tokens for share in shares)
-            assert f"moe_mps_accepted_draft_tokens_total {counted}\n" in shown.read().decode()
+            assert f"moe_mps_accepted_draft_tokens_total {float(counted)}\n" in shown.read().decode()
         for wrong in ("a text", {"type": "content"}, {"type": "content", "content": [{"type": "image"}]}):
             with pytest.raises(openai.BadRequestError, match="'prediction' must be an object of type"):
                 client.chat.completions.create(**asked, extra_body={"prediction": wrong})
@@ -453,7 +453,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(checkpoint, tmp_path):
     chat.wait_for("is loaded")
     for shown in ("\n", " "):  # before the first token, and in the middle of the answer
         chat.type("hello\n")
-        chat.wait_for(f"<{checkpoint}>:")
+        chat.wait_for(f"<{checkpoint.name}>:")
         chat.wait_for(shown)
         chat.type(CTRL_C)
         chat.wait_for(">:")  # the next prompt
@@ -579,17 +579,17 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
     assert refused("serve", checkpoint) == f"serve needs `{install_command('serve')}`, which brings uvicorn"
 
 
-def test_threads_of_a_server_wait_briefly_for_each_other(checkpoint, monkeypatch):
-    """No search for garbage walks the model, either; behind the server all is as before."""
+def test_no_search_for_garbage_walks_the_model(checkpoint, monkeypatch):
+    """While the server runs; behind it all is as before."""
 
     class Ran:
         def __init__(self, *given):
             pass
 
         def run(self, sockets):
-            ran.append((sys.getswitchinterval(), gc.get_freeze_count()))
+            ran.append(gc.get_freeze_count())
 
-    ran, interval, is_frozen = [], sys.getswitchinterval(), gc.get_freeze_count() > 0  # by the fork server
+    ran, is_frozen = [], gc.get_freeze_count() > 0  # by the fork server
     monkeypatch.setattr("torch_moe_mps.commands.serve.server_of", Ran)
     given = ["--device", "cpu", "--port", "0", "--prompt-disk", "0", "--log-level", "error"]
     gc.unfreeze()
@@ -598,9 +598,7 @@ def test_threads_of_a_server_wait_briefly_for_each_other(checkpoint, monkeypatch
             if others:
                 gc.freeze()
             assert main(["serve", str(checkpoint), *given]) == 0
-            during, frozen = ran.pop()
-            assert during == pytest.approx(0.00005) and frozen > 100_000
-            assert sys.getswitchinterval() == interval and (gc.get_freeze_count() > 0) == others
+            assert ran.pop() > 100_000 and (gc.get_freeze_count() > 0) == others
     finally:
         if not is_frozen:
             gc.unfreeze()
@@ -610,12 +608,12 @@ def test_tools_that_the_template_does_not_show_are_said(checkpoint, tmp_path, ca
     """At the start, and by each request that has some; what is counted is what the model reads."""
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}] * 3
     with serving.client_of(checkpoint) as client:
-        line = f"prompts of {checkpoint} show no tools: those of requests are left out\n"
+        line = f"prompts of {checkpoint.name} show no tools: those of requests are left out\n"
         assert capsys.readouterr().err.endswith(line)
         used = []
         for more, said_now in (({}, 0), ({"tools": tools}, 1), ({"tools": tools}, 1)):
             caplog.clear()
-            with caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.served"):
+            with caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.preparing"):
                 answer = client.chat.completions.create(model="m", messages=said("a"), max_tokens=1, **more)
             lines = [record.getMessage() for record in caplog.records]
             assert lines == ["tools are left out, 3 of them: prompts of this model show none"] * said_now
@@ -634,7 +632,7 @@ def test_tools_that_the_template_does_not_show_are_said(checkpoint, tmp_path, ca
     )
     with (
         serving.client_of(shown) as client,
-        caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.served"),
+        caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.preparing"),
     ):
         caplog.clear()
         answer = client.chat.completions.create(model="m", messages=said("a"), max_tokens=1, tools=tools)

@@ -6,7 +6,6 @@ import openai
 import pytest
 import torch
 import xgrammar
-from support import serving
 from support.serving import said
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -121,14 +120,6 @@ def test_what_is_no_format_is_400(client, asked, message):
     with pytest.raises(openai.BadRequestError) as error:
         text_of(client, messages=said("a"), response_format=asked)
     assert message in error.value.message and "\n" not in error.value.body["message"]
-
-
-def test_without_xgrammar_it_is_refused(client, monkeypatch):
-    serving.hide_xgrammar(monkeypatch)
-    with pytest.raises(openai.BadRequestError, match=r"needs `pip install 'xgrammar>=0.2'` where"):
-        text_of(client, messages=said("a"), response_format=NAMED)
-    with pytest.raises(openai.BadRequestError, match=r"'grammar' needs `pip install"):
-        text_of(client, messages=said("a"), extra_body={"grammar": 'root ::= "a"'})
 
 
 class Launches(TorchDispatchMode):

@@ -23,7 +23,7 @@ def ask(here):
 
 def test_tokens_of_a_text_and_back(here, ask):
     """Marks are one token each, or text with `parse_special` false; a piece has each token's text."""
-    text, vocabulary = "<think>hé", here.served.tokenizer.get_vocab()
+    text, vocabulary = "<think>hé", here.served.template.tokenizer.get_vocab()
     tokens = ask("/tokenize", {"content": text})["tokens"]
     assert tokens == [vocabulary[part] for part in ("<think>", "h", "é")]
     spelt = ask("/tokenize", {"content": text, "parse_special": False})["tokens"]
@@ -62,4 +62,4 @@ def test_the_prompt_of_a_chat(here, ask):
     ],
 )
 def test_what_is_refused(here, ask, path, body, message):
-    assert ask(path, body).startswith(message.format(vocabulary=len(here.served.tokenizer)))
+    assert ask(path, body).startswith(message.format(vocabulary=len(here.served.template.tokenizer)))

@@ -12,7 +12,7 @@ from support.sweep import in_sweep
 from transformers.cli.serving import utils
 from transformers.utils.chat_parsing import parse_response
 
-from torch_moe_mps.serving.http.answer import Answer, Decoder
+from torch_moe_mps.serving.http.answer import Answer, Items, text_stream
 from torch_moe_mps.serving.http.protocols import forms, tools
 from torch_moe_mps.serving.http.request import Forced, Refused, Tool
 from torch_moe_mps.transformers.families.gpt_oss import answers
@@ -155,15 +155,6 @@ def test_what_is_no_choice_is_400(client, asked, message):
     assert message in error.value.body["message"] and "\n" not in error.value.body["message"]
 
 
-@ONE_FORM
-def test_without_xgrammar_it_is_refused(client, monkeypatch):
-    """None and auto need none."""
-    serving.hide_xgrammar(monkeypatch)
-    with pytest.raises(openai.BadRequestError, match=r"'tool_choice' needs `pip install 'xgrammar"):
-        calls_of(client, tool_choice="required")
-    assert not calls_of(client, tool_choice="none", max_tokens=2)
-
-
 @pytest.mark.parametrize("name", MARKS)
 def test_forms_are_known_by_marks_of_the_chat_template(name):
     """They read what transformers' own read; a tokenizer's own form stays."""
@@ -215,7 +206,8 @@ def answer_of(form: dict, text: str, prefix: str = "") -> Answer:
     words = types.SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(chr, ids)))
     shown = []
     parser = tools.Parser(form, prefix=prefix)
-    answer = Answer(Decoder(words, False), (), parser, set(), None, shown.append)
+    items = Items(parser, shown.append)
+    answer = Answer(text_stream(words, False), (), items, set(), None, lambda: shown.append(None))
     for character in text:
         assert not answer.take(ord(character))
     answer.end("stop")

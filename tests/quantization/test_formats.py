@@ -1,5 +1,7 @@
 """Quantising: bit for bit what MLX writes, and the MXFP4 blocks of checkpoints."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,14 @@ from support.sweep import covering
 from support.values import DTYPES, awkward_weights
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from torch_moe_mps.quantization import Format, dequantize, formats, quantize, repack_mxfp4_blocks
+from torch_moe_mps.quantization import (
+    Format,
+    QuantizedWeight,
+    dequantize,
+    formats,
+    quantize,
+    repack_mxfp4_blocks,
+)
 
 
 def error_of(stack, format):
@@ -50,8 +59,8 @@ def test_bit_for_bit_as_mlx(format, dtype):
         if bits == 1 and mine.is_floating_point():  # MLX takes the sign of the first of several zeros
             mine, other = mine + 0.0, other + 0.0
         assert torch.equal(bits_of(mine), bits_of(other))
-    result = dequantize(*ours, *given)
-    again = dequantize(ours.packed.view(torch.int32), ours.scales, ours.biases, *given)
+    result = dequantize(ours)
+    again = dequantize(replace(ours, packed=ours.packed.view(torch.int32)))
     if bits == 1:  # a range over that of float16 has an infinite scale, and zero times that is NaN
         result, back, again = (each.nan_to_num(nan=7.0) + 0.0 for each in (result, back, again))
     assert result.dtype == back.dtype and torch.equal(bits_of(result), bits_of(back))
@@ -65,7 +74,7 @@ def test_the_nearest_value_is_chosen(format):
     weight = torch.randn(2, 5, 256, generator=torch.Generator().manual_seed(3))
     quantized = quantize(weight, *given)
     values = dequantise(*quantized, format)
-    assert np.allclose(dequantize(*quantized, *given, dtype=torch.float32).numpy(), values, rtol=0, atol=1e-6)
+    assert np.allclose(dequantize(quantized, torch.float32).numpy(), values, rtol=0, atol=1e-6)
     error = abs(weight.numpy() - values)
     for code in range(2**bits):
         if format == "mxfp8" and code & 0x7F == 0x7F:
@@ -105,8 +114,8 @@ def test_the_device_does_not_matter(device):
             if here is not None:
                 assert there.device.type == device
                 assert torch.equal(bits_of(here), bits_of(there).cpu())
-        dense = dequantize(*quantized, *given)
-        assert dense.device.type == device and torch.equal(dense.cpu(), dequantize(*expected, *given))
+        dense = dequantize(quantized)
+        assert dense.device.type == device and torch.equal(dense.cpu(), dequantize(expected))
         assert error_of(weight, format) == error_of(weight.to(device), format)
 
 
@@ -120,9 +129,7 @@ def test_the_default_dtype_does_not_matter():
             try:
                 quantized = quantize(weight, *given)
                 out = torch.ops.moe_mps.expert_qmm(x, *quantized, ids, format)
-                results.append(
-                    [t for t in (*quantized, dequantize(*quantized, *given), out) if t is not None]
-                )
+                results.append([t for t in (*quantized, dequantize(quantized), out) if t is not None])
             finally:
                 torch.set_default_dtype(torch.float32)
         for one, other in zip(*results, strict=True):
@@ -134,13 +141,15 @@ def test_mxfp4_below_the_smallest_scale():
     weight = torch.full((1, 32), 2.0**-128)
     packed, scales, _ = quantize(weight, 4, 32, "mxfp4")
     assert scales.item() == 0
-    assert (dequantize(packed, scales, None, 4, 32, "mxfp4", torch.float32) == 2.0**-128).all()
+    assert (
+        dequantize(QuantizedWeight(packed, scales, None, Format.named("mxfp4")), torch.float32) == 2.0**-128
+    ).all()
 
 
 def test_nvfp4_beyond_the_largest_scale():
     """A group over 6 * 448 takes its largest values; MLX makes zeros of it where dtypes are too coarse."""
     packed, scales, _ = quantize(torch.tensor([1e6, -1e6] * 8)[None], 4, 16, "nvfp4")
-    values = dequantize(packed, scales, None, 4, 16, "nvfp4")
+    values = dequantize(QuantizedWeight(packed, scales, None, Format.named("nvfp4")))
     assert torch.equal(values, torch.tensor([2688.0, -2688.0] * 8, dtype=torch.bfloat16)[None])
 
 
@@ -163,7 +172,7 @@ def test_mxfp4_blocks_of_gpt_oss():
     expected = convert_moe_packed_tensors(blocks, scales).mT
     quantized = repack_mxfp4_blocks(blocks, scales)
     assert quantized.packed.data_ptr() == blocks.data_ptr()
-    assert torch.equal(dequantize(*quantized, 4, 32, "mxfp4"), expected)
+    assert torch.equal(dequantize(quantized), expected)
     turned = blocks.flip(0).flip(0).transpose(0, 1).contiguous().transpose(0, 1)
     for other in (turned, shifted(blocks, 1), shifted(blocks, 2)):
         assert torch.equal(bits_of(repack_mxfp4_blocks(other, scales).packed), bits_of(quantized.packed))
@@ -177,20 +186,14 @@ def shifted(tensor, by: int):
 
 def test_errors():
     ones = torch.ones(2, 64)
-    packed, scales, biases = quantize(ones, 4, 32)
+    weight = quantize(ones, 4, 32)
     blocks = torch.zeros(2, 3, 16, dtype=torch.uint8)
     cases = {
-        "quantize: bits must be 1 or 2 or 3 or 4 or 5 or 6 or 8 for mode affine, got 7": lambda: quantize(
-            ones, 7
-        ),
+        "quantize: bits must be 1, 2, 3, 4, 5, 6 or 8 for mode affine, got 7": lambda: quantize(ones, 7),
         "quantize: group_size must be 32 for mode mxfp4, got 64": lambda: quantize(ones, 4, 64, "mxfp4"),
-        "quantize: bits must be 1 or 2 or 3 or 4 or 5 or 6 or 8 for mode affine, got '4'": lambda: quantize(
-            ones, "4"
-        ),
-        "quantize: bits must be 1 or 2 or 3 or 4 or 5 or 6 or 8 for mode affine, got 4.0": lambda: quantize(
-            ones, 4.0
-        ),
-        "quantize: group_size must be 32 or 64 or 128 for mode affine, got 64.0": lambda: quantize(
+        "quantize: bits must be 1, 2, 3, 4, 5, 6 or 8 for mode affine, got '4'": lambda: quantize(ones, "4"),
+        "quantize: bits must be 1, 2, 3, 4, 5, 6 or 8 for mode affine, got 4.0": lambda: quantize(ones, 4.0),
+        "quantize: group_size must be 32, 64 or 128 for mode affine, got 64.0": lambda: quantize(
             ones, 4, 64.0
         ),
         "quantize: mode must be one of affine, mxfp4, mxfp8, nvfp4, "
@@ -200,15 +203,17 @@ def test_errors():
         "quantize: weight must be of a last dimension that is a multiple of 64, got (2, 33)": lambda: (
             quantize(ones[:, :33])
         ),
-        "dequantize: packed must be uint32 or int32, got float32": lambda: dequantize(ones, scales, biases),
+        "dequantize: packed must be uint32 or int32, got float32": lambda: dequantize(
+            replace(weight, packed=ones)
+        ),
         "dequantize: scales must be of shape [..., C / 64] = (2, 1), got (2, 2)": lambda: dequantize(
-            packed, scales, biases
+            replace(weight, format=Format(4, 64))
         ),
         "dequantize: biases must be a tensor for format affine4_32, got None": lambda: dequantize(
-            packed, scales, None, 4, 32
+            replace(weight, biases=None)
         ),
         "dequantize: scales must be uint8, got float32": lambda: dequantize(
-            packed, scales, None, 4, 32, "mxfp4"
+            replace(weight, biases=None, format=Format.named("mxfp4"))
         ),
         "repack_mxfp4_blocks: blocks must be of shape [..., R, C / 32, 16] = (2, 4, 16), got (2, 3, 16)": (
             lambda: repack_mxfp4_blocks(blocks, torch.zeros(2, 4, dtype=torch.uint8))
@@ -221,6 +226,8 @@ def test_errors():
         with pytest.raises(ValueError) as error:
             call()
         assert str(error.value) == f"moe_mps::{message}"
+    with pytest.raises(TypeError, match=r"dequantize: weight must be a QuantizedWeight, .* got Tensor$"):
+        dequantize(weight.packed)
     for bad in (torch.nan, torch.inf, -torch.inf):
         for format in (FORMATS[0], FORMATS[-1]):
             weight = torch.ones(3, 128)
@@ -237,4 +244,4 @@ def test_the_default_group_goes_with_the_mode():
     for given, full in (((8,), (8, 64, "affine")), ((4, None, "mxfp4"), (4, 32, "mxfp4"))):
         quantized = quantize(weight, *given)
         assert quantized.scales.shape == (2, 64 // full[1])
-        assert torch.equal(dequantize(*quantized, *given), dequantize(*quantized, *full))
+        assert quantized.format == Format(*full)

@@ -70,7 +70,7 @@ def test_ggml_decodes_the_same(name):
     found = quantize(weight, mode=name, importance=importance_of(256))
     assert found.nbytes == 24 * BYTES[name] and found.format.name == name
     assert np.array_equal(values_of_ggml(blocks_of(found), type_of(name)), values(found).numpy())
-    decoded = dequantize(*found, mode=name, dtype=torch.float32)
+    decoded = dequantize(found, torch.float32)
     assert torch.equal(decoded, values(found)) and (decoded - weight).abs().mean() < 0.02
 
 

@@ -1,36 +1,37 @@
 """The door of a server: what a request may be, and what it is told where nothing is generated any more."""
 
-import base64
 import contextlib
 import functools
 import gc
 import http.client
-import io
 import json
 import os
 import threading
 import time
+import urllib.error
+import urllib.request
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import torch
 import xgrammar
 from support import scripted
 from support.jobs import Asked, ids_of, model_of, run
+from support.pages import pages
 from support.scripted import ask
 
 from torch_moe_mps._text import shown
 from torch_moe_mps.serving.engine.batch import Batch
 from torch_moe_mps.serving.engine.device import Died
-from torch_moe_mps.serving.http import app, json_text, limited, served, structured
-from torch_moe_mps.serving.http.json_text import read_json
-from torch_moe_mps.serving.http.limited import Limited, TooLong, Turns
+from torch_moe_mps.serving.http import app, reading, structured
+from torch_moe_mps.serving.http.answers import Answers
+from torch_moe_mps.serving.http.limited import Limited, TooLong
+from torch_moe_mps.serving.http.metrics import memory_in_use
 from torch_moe_mps.serving.http.request import Refused
-from torch_moe_mps.serving.http.served import Served
 from torch_moe_mps.serving.http.structured import Masked
-from torch_moe_mps.serving.media import loading as media
+from torch_moe_mps.serving.media.loading import Media
 from torch_moe_mps.transformers.upstream.chat import variables_of
 
 ASKED = {
@@ -49,13 +50,13 @@ def here() -> Iterator[scripted.Here]:
 
 def test_a_token_beyond_the_vocabulary_is_refused_by_every_path(here):
     """A tokenizer may know more than the embedding of its model."""
-    config, last = here.served.model.config, here.served.tokenizer("~")["input_ids"][0]
+    config, last = here.served.model.config, here.served.template.tokenizer("~")["input_ids"][0]
     config.vocab_size = last
     for path, body in ASKED.items():
         status, answer = ask(here, path, body)
         assert status == 400 and f"must be of tokens below {last}, got " in answer["error"]["message"], path
     assert not here.generator.jobs
-    config.image_token_id = max(here.served.tokenizer.get_vocab().values())  # stands for an image
+    config.image_token_id = max(here.served.template.tokenizer.get_vocab().values())  # stands for an image
     config.vocab_size = config.image_token_id
     assert ask(here, "/v1/completions", {"prompt": [config.image_token_id], "max_tokens": 1})[0] == 200
     assert ask(here, "/v1/completions", {"prompt": [10**30]})[0] == 400
@@ -72,343 +73,156 @@ def test_a_server_that_generates_nothing_any_more_says_why(here, monkeypatch):
     assert status == 503 and answer["status"] == "died" and answer["reason"] == str(died)
 
 
-def test_requests_that_take_long_to_read_delay_no_other(here, monkeypatch):
-    """Four are still being read when another one has its answer; the event loop parses no body."""
-    goes_on, reading, parsed = threading.Event(), threading.Semaphore(0), []
-    own_prepare, own_body = Served.prepare, app.body_of
+WRONG = {
+    b"": "Input data was truncated",
+    b"nothing": "JSON is malformed",
+    b"[1]": "got list",
+    b'{"prompt": NaN}': "JSON is malformed",
+    b'{"prompt": "\\ud83d"}': "must be an object in JSON",
+    b'{"prompt": "\xff"}': "must be an object in JSON",
+    b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}": "nests too deep",
+}
 
-    def prepare(served, request, show):
-        if request.most == 7:
-            reading.release()
-            assert goes_on.wait(60)
-        return own_prepare(served, request, show)
 
-    def body_of(octets, rest):
-        parsed.append(threading.current_thread().name)
-        return own_body(octets, rest)
+@pytest.mark.parametrize("body", WRONG, ids=lambda body: repr(body[:20]))
+def test_what_is_no_object_in_json_is_one_line(here, body):
+    for path in (*ASKED, "/tokenize", "/apply-template", "/v1/embeddings"):
+        status, answer = ask(here, path, body)
+        assert status == 400 and WRONG[body] in answer["error"]["message"], (path, answer)
+        assert answer["error"]["message"].count("\n") == 0
 
-    monkeypatch.setattr(Served, "prepare", prepare)
-    monkeypatch.setattr(app, "body_of", body_of)
-    path, body = "/v1/completions", {"prompt": "a"}
-    with ThreadPoolExecutor(4) as clients:
-        hostile = [clients.submit(ask, here, path, body | {"max_tokens": 7}) for _ in range(4)]
+
+@pytest.mark.parametrize("depth", [90, 300, 700])
+def test_values_that_nest_deep_are_answered_or_refused(here, depth):
+    """In the arguments of a call, which the chat template writes, in a schema, and in what nobody reads."""
+    inside = json.loads("[" * depth + "]" * depth)
+    call = {"id": "a", "function": {"name": "f", "arguments": json.dumps({"a": inside})}}
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": [inside]}}}
+    for more in (
+        {"messages": said},
+        {"tools": [tool]},
+        {"metadata": inside},
+        {"json_schema": {"enum": [inside]}},
+    ):
+        status, answer = ask(here, "/v1/chat/completions", ASKED["/v1/chat/completions"] | more)
+        assert status in (200, 400), answer
+
+
+def test_a_body_may_begin_with_a_byte_order_mark(here):
+    assert ask(here, "/v1/completions", b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 1}')[0] == 200
+
+
+@contextlib.contextmanager
+def held(here, monkeypatch, count: int, body: dict) -> Iterator[list[Future]]:
+    """Block beside so many clients that ask for a completion of 7 tokens, none of which is tokenised before
+    its end, when all have their answers.
+    """
+    goes_on, own = threading.Event(), app.prompts_of
+
+    def prompts_of(served, request):
+        assert request.most != 7 or goes_on.wait(60)
+        return own(served, request)
+
+    with monkeypatch.context() as patched, ThreadPoolExecutor(count) as clients:
+        patched.setattr(app, "prompts_of", prompts_of)
+        asked = [clients.submit(ask, here, "/v1/completions", body) for _ in range(count)]
         try:
-            assert all(reading.acquire(timeout=60) for _ in hostile)
-            assert ask(here, path, body | {"max_tokens": 3})[0] == 200
-            assert not any(each.done() for each in hostile)
+            until(lambda: in_reading(here) == count)
+            yield asked
         finally:
             goes_on.set()
-        assert [each.result()[0] for each in hostile] == [200] * 4
-    assert len(parsed) == 5 and all(name.startswith("reader") for name in parsed)
 
 
-def test_bodies_take_turns_of_their_length_and_the_shortest_wait_for_none(here, monkeypatch):
-    """They would take the cores from the answers. What is not of the text counts, too."""
-    entered: list[tuple[str, bool]] = []
-
-    @contextlib.contextmanager
-    def turn(is_long):
-        entered.append((path, is_long))
-        yield
-
-    monkeypatch.setattr(here.served.turns, "turn", turn)
-    paths = [*ASKED, "/v1/messages/count_tokens", "/tokenize"]
-    for text, more in (("a", ""), ("a", "a" * 5000), ("a" * 70_000, ""), ("a", "a" * 70_000)):
-        del entered[:]
-        for path in paths:
-            body = json.dumps(ASKED.get(path, ASKED["/v1/messages"] | {"content": "a~"})).replace("a~", text)
-            found, _ = ask(here, path, json.loads(body) | {"metadata": {"a": more}})
-            assert found == (400 if text != "a" and path in ASKED else 200), path
-        is_long = len(text + more) > 60_000
-        assert entered == [(path, is_long) for path in paths if text + more != "a"]
+def in_reading(here) -> int:
+    """How many requests of this machine are read, or wait for it."""
+    client = here.reading.clients.get("127.0.0.1")
+    return 0 if client is None else client.requests
 
 
-def test_who_waits_for_others_gives_his_turn_to_another():
-    """The one who pauses has a turn again behind it; a turn inside of a turn is the same."""
-    turns, order, own = Turns(), list[int](), threading.Lock()
-    turns._long, paused = threading.Semaphore(1), threading.Event()
-
-    def first() -> None:
-        with turns.turn(), turns.turn():
-            with turns.pause():
-                paused.set()
-                assert own.acquire(timeout=60)  # until the other one is through
-            order.append(1)
-
-    def second() -> None:
-        assert paused.wait(60)
-        with turns.turn():
-            order.append(2)
-            own.release()
-            order.append(3)
-
-    own.acquire()
-    with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(first), threads.submit(second)]:
-            done.result(60)
-    assert order == [2, 3, 1]
-    with turns.pause(), turns.turn():  # of a thread without a turn
-        assert not turns._long.acquire(blocking=False)
-    assert turns._long.acquire(blocking=False)
+def until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
 
 
-def test_short_work_waits_for_no_long_one():
-    """What becomes long gives its short turn to another, and has it again behind."""
-    turns, order = Turns(), list[str]()
-    turns._long, turns._short = threading.Semaphore(1), threading.Semaphore(1)
-
-    def short(name: str) -> None:
-        with turns.turn(is_long=False):
-            order.append(name)
-
-    with ThreadPoolExecutor(1) as other:
-        with turns.turn(), turns.turn(is_long=False):
-            other.submit(short, "beside a long one").result(60)
-        with turns.turn(is_long=False), turns.turn():
-            other.submit(short, "beside one that became long").result(60)
-            assert not turns._long.acquire(blocking=False)
-        with turns.turn(is_long=False):
-            waits = other.submit(short, "behind a short one")
-            order.append("short")
-        waits.result(60)
-    assert order == ["beside a long one", "beside one that became long", "short", "behind a short one"]
+LONG = {"prompt": "a", "user": "a" * 70_000, "max_tokens": 7}
 
 
-@pytest.mark.parametrize("is_busy", [True, False])
-def test_long_work_rests_while_answers_are_generated(is_busy, monkeypatch):
-    """Behind each half of a millisecond, in turns and their pauses; no other work does."""
-    now, rests = 0.0, list[float]()
-
-    def sleep(seconds):
-        nonlocal now
-        now += seconds
-        rests.append(now)
-
-    monkeypatch.setattr(limited, "time", SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
-    turns = Turns(lambda: is_busy)
-
-    def work(seconds):
-        nonlocal now
-        now += seconds
-        turns.rest()
-
-    work(1.0)
-    with turns.turn():
-        work(0.0004)
-        assert rests == []
-        work(0.0002)
-        with turns.turn(is_long=False), turns.pause():
-            work(0.0004)
-            work(0.0002)
-        work(0.0004)
-    work(1.0)
-    with turns.turn(is_long=False):
-        work(0.0006)
-    with turns.pause():
-        work(0.0006)
-    assert rests == ([pytest.approx(at) for at in (1.0026, 1.0052, 2.0082, 2.0108)] if is_busy else [])
+def test_long_bodies_wait_without_a_thread_and_delay_no_short_one(here, monkeypatch):
+    """Thirty of them: as many threads read as there are for long bodies."""
+    monkeypatch.setattr(reading, "MOST_OF_CLIENT", 64)
+    with held(here, monkeypatch, 30, LONG) as clients:
+        assert ask(here, "/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
+        assert len(here.reading.pools["long"]._threads) == reading.BESIDE
+        assert here.reading.pools["long"]._work_queue.qsize() < 2  # for those of other addresses
+        assert not any(client.done() for client in clients)
+    assert [client.result()[0] for client in clients] == [200] * 30
 
 
-def test_threads_that_rest_go_on_one_after_the_other(monkeypatch):
-    now, rests = 0.0, list[float]()
-    monkeypatch.setattr(limited, "time", SimpleNamespace(perf_counter=lambda: now, sleep=rests.append))
-    turns, began = Turns(lambda: True), threading.Barrier(3)
-
-    def work() -> None:
-        with turns.turn(), turns.pause():
-            began.wait(60)
-            began.wait(60)
-            turns.rest()
-
-    turns._long = threading.Semaphore(2)
-    with ThreadPoolExecutor(2) as threads:
-        done = [threads.submit(work) for _ in range(2)]
-        began.wait(60)
-        now = 1.0
-        began.wait(60)
-        for each in done:
-            each.result(60)
-    assert sorted(rests) == [pytest.approx(0.002), pytest.approx(0.004)]
+def test_an_address_that_has_many_requests_in_reading_is_told_to_come_again(here, monkeypatch):
+    """Another address is answered, and so is the same one once they are read."""
+    monkeypatch.setattr(reading, "MOST_OF_CLIENT", 3)
+    short = {"prompt": "a", "max_tokens": 3}
+    with held(here, monkeypatch, 3, LONG) as clients:
+        for path, body in (*ASKED.items(), ("/tokenize", {"content": "a"}), ("/apply-template", {})):
+            status, answer = ask(here, path, body)
+            assert status == 429 and "requests in reading" in answer["error"]["message"], path
+        asked = urllib.request.Request(here.url + "/v1/completions", b"{}")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(asked, timeout=60)
+        assert refused.value.headers["retry-after"] == "1"
+        asked.add_header("x-forwarded-for", "192.0.2.1")  # as a proxy of this machine says it
+        with pytest.raises(urllib.error.HTTPError) as read:
+            urllib.request.urlopen(asked, timeout=60)
+        assert read.value.code == 400
+    assert [client.result()[0] for client in clients] == [200] * 3
+    assert ask(here, "/v1/completions", short)[0] == 200 and not here.reading.clients
 
 
-def test_what_takes_long_to_read_rests_in_all_its_parts(monkeypatch):
-    """A body of numbers, of one text, and of many; its Unicode, a file in base64, and a long answer."""
-    rests = 0
-
-    def rest():
-        nonlocal rests
-        rests += 1
-
-    def of(function) -> int:
-        nonlocal rests
-        rests = 0
-        function()
-        return rests
-
-    for inside in ([1] * 70_000, "a" * 400_000, [["b"]] * 20_000, [{"c": "d"}] * 20_000):
-        octets = json.dumps({"prompt": inside}).encode()
-        assert of(lambda octets=octets: app.body_of(octets, rest)) > 60
-    assert of(lambda: json_text.is_unicode(["a" * 400_000, "b"], rest)) > 6
-    assert of(lambda: app._in_json({"tokens": [5] * 1000}, rest)) > 1000
-    data = base64.b64encode(bytes(2_000_000)).decode()
-    assert of(lambda: media.of_base64(data, "image", rest)) > 8
-    assert of(lambda: media.Media().opened(f"data:a/b;base64,{data}", "image", rest=rest)) > 8
+def test_a_client_that_leaves_while_its_request_is_read_gives_its_place_back(here, monkeypatch):
+    port = int(here.url.rpartition(":")[2])
+    with held(here, monkeypatch, 1, LONG):
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
+            client.request("POST", "/v1/completions", json.dumps(LONG))
+            until(lambda: in_reading(here) == 2)
+        until(lambda: in_reading(here) == 1)
 
 
-def test_a_body_is_read_with_rests(here, monkeypatch):
-    """On each path that has one: those of the server's own turns."""
-    rests = list[str]()
-    monkeypatch.setattr(here.served.turns, "rest", lambda: rests.append(path))
-    for path in (*ASKED, "/v1/messages/count_tokens", "/tokenize"):
-        body = ASKED.get(path, ASKED["/v1/messages"] | {"content": "a"})
-        before = len(rests)
-        ask(here, path, body | {"metadata": {"a": "a" * 70_000}})
-        assert len(rests) - before > 10, path
+def test_fetches_that_drip_take_no_thread(here, monkeypatch):
+    """Twenty pictures that never end, and a plain request beside them."""
+    ended = threading.Event()
 
+    def drips(handler):
+        handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n")
+        while not ended.wait(0.05):
+            handler.wfile.write(b"a")
 
-def test_data_urls_are_read_in_a_turn_and_what_is_far_away_without_one(here, monkeypatch):
-    """And both with rests, whether or not the thread had a turn."""
-    turns, held = here.served.turns, []
-
-    def opened(media, url, field, seconds, rest):
-        assert rest == turns.rest and turns._rested is not None
-        held.append(turns._held)
-        return io.BytesIO(b"a")
-
-    monkeypatch.setattr(media.Media, "opened", opened)
-    monkeypatch.setattr(served, "decoded", lambda files, limits: held.append(turns._held) or [None])
-    here.served.processor.image_processor = None
-    for outside in (contextlib.nullcontext, turns.turn, lambda: turns.turn(is_long=False)):
-        with outside():
-            for url in ("data:image/png;base64,AAAA", "https://example.com/a.png"):
-                part = {"type": "image", "url": url, "field": "image", "as": "image"}
-                here.served._with_media([{"content": [part]}])
-    assert held == [turns._long, turns._long, None, turns._long] * 3
-
-
-def beats_beside(function: Callable[[], object]) -> int:
-    """How often another thread goes on while a function runs."""
-    beats, ended = 0, threading.Event()
-
-    def beat() -> None:
-        nonlocal beats
-        while not ended.is_set():
-            beats += 1
-            time.sleep(0)
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    before = beats
-    function()
-    made = beats - before
-    ended.set()
-    thread.join()
-    return made
-
-
-def test_no_other_thread_waits_for_the_end_of_a_body_that_is_read():
-    """Of many values, Python's own reader lets nobody go on until it has read all."""
-    body = json.dumps({"prompt": [1] * 300_000}).encode()
-    assert beats_beside(lambda: json.loads(body)) < 10
-    assert beats_beside(lambda: app.body_of(bytearray(body))) > 20
-    assert app.body_of(bytearray(body)) == {"prompt": [1] * 300_000}
-    for text in ('{"a": [1, {"b": "é\\n\\u2603"}, -2.5e3, true, null]}', '[{}, [], "", 1e400]'):
-        long = f"{text[:-1]}, {' ' * 70_000}{text}]" if text[0] == "[" else f"{' ' * 70_000}{text}"
-        assert read_json(long) == json.loads(long)
-
-
-@pytest.mark.parametrize("text", ["a" * 400_000, "é☃" * 200_000, "\\ud83d\\ude00" * 40_000, '\\"' * 200_000])
-def test_no_more_than_a_piece_of_a_string_is_read_at_a_time(text, monkeypatch):
-    """As a value, and as the name of one; what looks for half of a pair has pieces, too."""
-    lengths, own = list[int](), json_text._scan
-
-    def scan(piece, start, strict):
-        value, end = own(piece, start, strict)
-        lengths.append(end - start)
-        return value, end
-
-    monkeypatch.setattr(json_text, "_scan", scan)
-    monkeypatch.setattr(json_text.json.decoder, "scanstring", None)
-    for whole in (f'{{"a": ["{text}"]}}', f'{{"{text}": 5}}'):
-        assert read_json(whole) == json.loads(whole)
-        assert 0 < max(lengths) <= json_text._PIECE + 1
-
-
-PIECE = json_text._PIECE
-ESCAPES = [
-    "",
-    "é☃",
-    "\\n",
-    '\\"',
-    "\\\\" * 3,
-    "\\ud83d\\ude00" * 3,
-    "\n",
-    "\\x",
-    "\\ud83d",
-    "\ud83d\\ude00",
-    "\\u12",
-]
-
-
-@pytest.mark.parametrize("inside", ESCAPES)
-@pytest.mark.parametrize("at", [0, *range(PIECE - 12, PIECE + 2), 3 * PIECE - 5, 70_000])
-def test_long_strings_are_as_the_own_reader_has_them(inside, at):
-    """With escapes anywhere, at the end of a piece, too, and none that it refuses."""
-    text = "a" * 70_000
-    whole = f'{{"a": ["{text[:at]}{inside}{text[at:]}", 5, "", "b{inside}"], "c{inside}{text}": "{text}"}}'
-
-    def outcome(read):
-        try:
-            return read(whole)
-        except ValueError as error:
-            return str(error)
-
-    assert outcome(read_json) == outcome(json.loads)
-    assert outcome(lambda whole: read_json(whole[: at + 8])) == outcome(
-        lambda whole: json.loads(whole[: at + 8])
-    )
-
-
-def test_no_other_thread_waits_for_a_long_answer():
-    """To /tokenize: what writes the whole holds Python's lock."""
-    tokens = {"tokens": [{"id": 5, "piece": "é"}, {"id": 6, "piece": [1]}] * 100_000}
-    assert beats_beside(lambda: app._in_json(tokens)) > 10
-    assert json.loads(app._in_json(tokens)) == tokens
-
-
-def test_half_of_a_surrogate_pair_is_found_anywhere():
-    """Whole pairs, and a backslash that is written, are no such half."""
-    for text in ('{"a": ["\\ud83d\\ude00", {"\\ud83d\\ude00": 5}]}', '{"a": "\\\\ud83d"}'):
-        assert app.body_of(text.encode()) == json.loads(text)
-    for text in ('{"a": [[{"b": "c\\ud83d"}]]}', '{"a": {"\\ude00": 5}}', '{"a": 5, "b": "\\ude00\\ud83d"}'):
-        with pytest.raises(Refused, match="must be text in Unicode") as refused:
-            app.body_of(text.encode())
-        assert refused.value.field == [*json.loads(text)][-1]
-
-
-@pytest.mark.parametrize("piece", [1, 4, 7, 8, 1 << 18])
-def test_base64_in_pieces(piece, monkeypatch):
-    """As in one, with lines in it; what follows the end, or is cut off, is refused."""
-    monkeypatch.setattr(media, "_PIECE", piece)
-    for count in range(14):
-        octets = bytes(range(count))
-        text = base64.b64encode(octets).decode()
-        for line in (1, 3, 7):
-            lines = "\n".join(text[at : at + line] for at in range(0, len(text), line))
-            assert media.of_base64(f" {lines}\r\n", "image").read() == octets
-        for wrong in (f"{text}A", f"{text[:4]}!{text[4:]}", f"AA=={text}" if text else "A"):
-            with pytest.raises(Refused, match="must be in base64"):
-                media.of_base64(wrong, "image")
+    here.served.template.processor.image_processor = None
+    monkeypatch.setattr(here.served, "media", Media(fetches=True, hosts=("127.0.0.1",)))
+    with pages(drips) as url, ThreadPoolExecutor(20) as clients:
+        content = [{"type": "image_url", "image_url": {"url": url}}]
+        body = {"messages": [{"role": "user", "content": content}]}
+        asked = [clients.submit(ask, here, "/v1/chat/completions", body) for _ in range(20)]
+        until(lambda: in_reading(here) == 20)
+        assert ask(here, "/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
+        assert not any(client.done() for client in asked)
+        assert not here.reading.pools["long"]._threads
+        ended.set()
+        assert {client.result()[0] for client in asked} == {400}  # what came is no picture
 
 
 @pytest.mark.parametrize("sees", [False, True])
 def test_a_body_that_no_prompt_needs_is_not_read(here, monkeypatch, sees):
     """Whether it says how long it is or not; who has sent it gets the line. Pictures need more."""
-    monkeypatch.setattr(app, "_TEXT_BYTES", 0)
+    monkeypatch.setattr(app, "TEXT_BYTES", 0)
     if sees:
-        here.served.processor.image_processor = None
-    most, port, parsed, own = 32 * here.served.context, int(here.url.rpartition(":")[2]), [], app.body_of
-    monkeypatch.setattr(app, "body_of", lambda octets, rest: parsed.append(len(octets)) or own(octets))
+        here.served.template.processor.image_processor = None
+    most, port, parsed, own = 32 * here.served.context, int(here.url.rpartition(":")[2]), [], app.object_of
+    monkeypatch.setattr(
+        app, "object_of", lambda octets, context: parsed.append(len(octets)) or own(octets, context)
+    )
     for length in (most, most + 1, 20 * most):
         for parts in (b'{"prompt": "a"}'.ljust(length), iter([b'{"prompt": "a"}', b" " * (length - 15)])):
             with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
@@ -423,7 +237,7 @@ def test_a_body_that_no_model_reads_is_refused_before_it_comes(here):
     port = int(here.url.rpartition(":")[2])
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
         client.putrequest("POST", "/v1/completions")
-        client.putheader("content-length", str(4 * app.MOST_BYTES + 1))
+        client.putheader("content-length", str(8 * reading.MEDIA_BYTES + 1))
         client.endheaders()
         assert client.getresponse().status == 413
 
@@ -443,8 +257,8 @@ def test_what_is_too_long_is_refused_before_it_is_read_whole(here, monkeypatch):
         assert shown(value) == (repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}...")
     status, answer = ask(here, "/v1/completions", {"prompt": [10**9] * 5000})
     assert status == 400 and "maximum context length is 4096 tokens" in answer["error"]["message"]
-    monkeypatch.setattr("torch_moe_mps.serving.http.served._MOST_CHARACTERS", 50)
-    monkeypatch.setattr("torch_moe_mps.serving.http.served._MOST_MESSAGES", 3)
+    monkeypatch.setattr("torch_moe_mps.serving.http.preparing._MOST_CHARACTERS", 50)
+    monkeypatch.setattr("torch_moe_mps.serving.http.preparing._MOST_MESSAGES", 3)
     for path in ASKED | {"/tokenize": None}:
         body = {"content": "a" * 51} if path == "/tokenize" else ASKED[path]
         status, answer = ask(here, path, json.loads(json.dumps(body).replace("a~", "a" * 51)))
@@ -456,59 +270,42 @@ def test_what_is_too_long_is_refused_before_it_is_read_whole(here, monkeypatch):
     assert status == 400 and "at most 3 messages, got 4" in answer["error"]["message"]
 
 
-def test_data_urls_are_read_in_pieces_and_kept_nowhere(monkeypatch):
-    """urlsplit keeps the last 128 that it was asked for; base64 would hold Python's lock."""
-    octets, lengths, own = bytes(range(256)) * 4000, list[int](), base64.b64decode
-    url = "data:image/png;base64," + base64.b64encode(octets).decode()
-    monkeypatch.setattr(media, "urlsplit", None)
-    monkeypatch.setattr(
-        base64, "b64decode", lambda text, **more: lengths.append(len(text)) or own(text, **more)
-    )
-    assert media.Media().opened(url, "image").read() == octets
-    assert lengths == [4]
-    for wrong in ("data:;base64", "data:image/png,AAAA", "data:,;base64,AAAA"):
-        with pytest.raises(Refused, match="must be a data: URL in base64"):
-            media.Media().opened(wrong, "image")
-
-
-def test_a_body_of_too_many_objects_is_refused(here, monkeypatch):
-    """Those in the texts of a prompt are none. Searches for garbage would hold other threads up."""
-    monkeypatch.setattr(json_text, "_MOST_CONTAINERS", 50)
-    message = "The body must be an object in JSON: it must have at most 50 objects and lists."
-    for many in ([[]] * 50, [{}] * 50, [{"a": [5]}] * 25):
-        status, answer = ask(here, "/v1/completions", {"prompt": "a", "user": " " * 70_000, "metadata": many})
-        assert (status, answer["error"]["message"]) == (400, message)
-    body = {"prompt": "a", "max_tokens": 3, "user": "[{" * 40_000, "metadata": [{}] * 48}
-    assert ask(here, "/v1/completions", body)[0] == 200
+def test_a_body_of_too_many_values_is_refused(here, monkeypatch):
+    """They hold other threads up while they are made."""
+    monkeypatch.setattr(reading, "_MOST_CONTAINERS", 40)
+    monkeypatch.setattr(reading, "_MOST_IN_TEXT", 10)
+    monkeypatch.setattr(reading, "_MOST_VALUES", 120)
+    for many, what in (
+        ([[]] * 50, "50 objects and lists"),
+        ([{}] * 50, "50 objects and lists"),
+        ([1] * 120, "120 values"),
+    ):
+        status, answer = ask(here, "/v1/completions", {"prompt": "a", "metadata": many})
+        assert (status, answer["error"]["message"]) == (413, f"The body must have at most {what}.")
+    assert ask(here, "/v1/completions", {"prompt": "a", "max_tokens": 3, "metadata": [{}] * 48})[0] == 200
 
 
 def test_a_body_is_gone_while_its_answer_is_generated(here, monkeypatch):
     class Body(dict):
         """One that a weak reference takes."""
 
-    bodies, alive, own_body, own_submit = [], {}, app.body_of, Served.submit
+    bodies, alive, own_body, own_submit = [], {}, app.object_of, Answers.submit
 
-    def body_of(octets, rest):
-        body = Body(own_body(octets, rest))
+    def object_of(octets, context):
+        body = Body(own_body(octets, context))
         bodies.append(weakref.ref(body))
         return body
 
-    def submit(served, answers):
+    def submit(answers, generator):
         gc.collect()
         alive[path] = bodies[-1]() is not None
-        own_submit(served, answers)
+        own_submit(answers, generator)
 
-    monkeypatch.setattr(app, "body_of", body_of)
-    monkeypatch.setattr(Served, "submit", submit)
+    monkeypatch.setattr(app, "object_of", object_of)
+    monkeypatch.setattr(Answers, "submit", submit)
     for path, body in ASKED.items():
         assert ask(here, path, json.loads(json.dumps(body).replace("a~", "a")))[0] == 200
     assert alive == dict.fromkeys(ASKED, False)
-
-
-def test_a_body_of_too_many_values_is_refused(here, monkeypatch):
-    monkeypatch.setattr(app, "_MOST_VALUES", 50)
-    status, answer = ask(here, "/v1/completions", {"prompt": [1] * 60})
-    assert status == 413 and answer["error"]["message"] == "The body must have at most 50 values."
 
 
 def test_calls_are_on_one_thread_as_long_as_none_is_late():
@@ -577,7 +374,7 @@ def test_masks_that_take_too_long_end_their_row(seconds, tokens):
 
 def test_no_schema_begins_while_many_are_late(here, monkeypatch):
     """A late one is refused, and so are those that come while several compile by themselves."""
-    limited, goes_on = here.served._grammars._limited, threading.Event()
+    limited, goes_on = here.served.grammars._limited, threading.Event()
     own = limited.call
     monkeypatch.setattr(limited, "call", lambda function, seconds: own(goes_on.wait, 0.01))
     body = ASKED["/v1/chat/completions"] | {"json_schema": {"type": "object"}}
@@ -600,9 +397,17 @@ def test_compiled_grammars_take_few_threads_and_bounded_memory(here, monkeypatch
     for number in range(40):
         body = ASKED["/v1/chat/completions"] | {"json_schema": {"enum": [f"{number} {n}" for n in range(20)]}}
         assert ask(here, "/v1/chat/completions", body)[0] == 200
-    (compiler,) = here.served._grammars._compilers.values()
+    (compiler,) = here.served.grammars._compilers.values()
     assert 0 < compiler.get_cache_size_bytes() <= 1 << 16
     assert threads == [max(1, os.cpu_count() // 4)]
+
+
+def test_the_memory_in_use_has_buffers_and_counts_shared_tensors_once():
+    """Packed weights are buffers."""
+    model = torch.nn.Linear(4, 4, bias=False)
+    model.register_buffer("packed", torch.zeros(100, dtype=torch.uint8))
+    model.register_buffer("tied", model.packed)
+    assert memory_in_use(model) == 4 * 16 + 100
 
 
 def test_special_tokens_that_are_split_change_no_other_request(here):
@@ -611,7 +416,7 @@ def test_special_tokens_that_are_split_change_no_other_request(here):
 
     whole = tokens()
     assert len(whole) == 1 and len(tokens(parse_special=False)) > 1 and tokens() == whole
-    assert not here.served.tokenizer.backend_tokenizer.encode_special_tokens
+    assert not here.served.template.tokenizer.backend_tokenizer.encode_special_tokens
 
 
 def test_variables_of_a_chat_template(here):
@@ -621,8 +426,8 @@ def test_variables_of_a_chat_template(here):
         "{% endfor %}{% if thinking is defined %}enable_thinking{% endif %}{{ raise_exception }}"
     )
     assert variables_of(template) == {"deep", "messages", "thinking"}
-    here.served.processor.chat_template = template
-    assert here.served._variables == {"deep", "thinking"}
+    here.served.template.processor.chat_template = template
+    assert here.served.template.variables == {"deep", "thinking"}
     body = ASKED["/v1/chat/completions"]
     given = {"deep": "b", "enable": "c", "messages": [], "tools": 5, "tokenize": False, "raise_exception": 1}
     assert ask(here, "/v1/chat/completions", body | {"chat_template_kwargs": given})[0] == 200

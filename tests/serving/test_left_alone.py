@@ -22,6 +22,7 @@ from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.speculation import Speculation
+from torch_moe_mps.serving.http.preparing import prepare
 from torch_moe_mps.serving.http.request import Chat, Request
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.training.examples import Example
@@ -135,8 +136,8 @@ def test_the_model_of_a_command_is_as_it_was_loaded(command, tmp_path, monkeypat
     with serving.served_by(options) as served:
         chat = Chat([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
         request = Request([chat], "messages", choice({"max_new_tokens": 3, "do_sample": True}))
-        answers = served.prepare(request, lambda number, item: ended.set() if item is None else None)
-        served.submit(answers)
+        answers = prepare(served, request, lambda number, item: ended.set() if item is None else None)
+        answers.submit(served.generator)
         assert ended.wait(60) and len(answers.answers[0].tokens) > 0
     ((model, before),) = loaded
     assert changed(before, facts(model)) == {}

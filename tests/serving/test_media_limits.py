@@ -64,8 +64,8 @@ def chat(kind: str, *files: bytes) -> dict:
 @pytest.fixture
 def here():
     with scripted.server() as server:
-        server.served.processor.image_processor = SimpleNamespace(max_pixels=512 * 512)
-        server.served.processor.feature_extractor = SimpleNamespace(sampling_rate=16000)
+        server.served.template.processor.image_processor = SimpleNamespace(max_pixels=512 * 512)
+        server.served.template.processor.feature_extractor = SimpleNamespace(sampling_rate=16000)
         yield server
 
 

@@ -9,6 +9,8 @@ from .dependents import PACKAGE, REPOSITORY, name_of
 FLOORS = (
     "_versions",
     "_text",
+    "_progress",
+    "_choices",
     "_install",
     "_hub",
     "_svg",

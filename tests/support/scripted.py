@@ -20,6 +20,7 @@ from tokenizers import decoders
 from support.checkpoints import tokenizer_of
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.http.app import Access, Server
+from torch_moe_mps.serving.http.reading import Reading
 from torch_moe_mps.serving.http.served import Served
 from torch_moe_mps.serving.media.loading import Media
 
@@ -110,7 +111,7 @@ def tokenizer() -> Any:
 
 def ask(here: "Here", path: str, body: object = None) -> tuple[int, dict]:
     """Status and body of the answer to a POST, or to a GET without a body."""
-    data = None if body is None else json.dumps(body).encode()
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     asked = urllib.request.Request(here.url + path, data, {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(asked, timeout=60) as answer:
@@ -122,8 +123,8 @@ def ask(here: "Here", path: str, body: object = None) -> tuple[int, dict]:
 class Here:
     """A server in this process."""
 
-    def __init__(self, url: str, generator: Scripted, served: Served):
-        self.url, self.generator, self.served = url, generator, served
+    def __init__(self, url: str, generator: Scripted, served: Served, reading: Reading):
+        self.url, self.generator, self.served, self.reading = url, generator, served, reading
 
     def says(self, *texts: str, cached: int = 0, disk: int = 0) -> Scripted:
         """Lets the model say texts from now on."""
@@ -139,19 +140,21 @@ def server(context: int = 4096, folder: Path | None = None, **access: Any) -> It
     config = types.SimpleNamespace(vocab_size=len(words))
     config.get_text_config = lambda: config
     settings = transformers.GenerationConfig(eos_token_id=words.eos_token_id)
-    model = types.SimpleNamespace(config=config, generation_config=settings, parameters=lambda: [])
-    model.can_generate = lambda: True
+    model = types.SimpleNamespace(config=config, generation_config=settings, can_generate=lambda: True)
+    model.parameters = model.buffers = lambda: []
     served = Served("scripted", model, words, context, generator, Media(folder))
-    application = Server(served, Access(**access)).application()
+    paths = Server(served, Access(**access))
     listener = socket.create_server(("127.0.0.1", 0))
-    runs = uvicorn.Server(uvicorn.Config(application, log_level="error", access_log=False, lifespan="off"))
+    runs = uvicorn.Server(
+        uvicorn.Config(paths.application(), log_level="error", access_log=False, lifespan="off")
+    )
     thread = threading.Thread(target=runs.run, args=([listener],))
     thread.start()
     try:
         while not runs.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield Here(f"http://127.0.0.1:{listener.getsockname()[1]}", generator, served)
+        yield Here(f"http://127.0.0.1:{listener.getsockname()[1]}", generator, served, paths.reading)
     finally:
         runs.should_exit = True
         thread.join()

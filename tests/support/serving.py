@@ -23,7 +23,6 @@ from torch_moe_mps.commands import serving as commands
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.early import check_options
 from torch_moe_mps.commands.serve import key_of, media_of, server_of, sockets_of
-from torch_moe_mps.serving.http import structured
 
 QUANTISED = ["--bits", 4, "--group-size", 32]  # as `quantised`
 
@@ -134,16 +133,6 @@ def printable_checkpoint(folder: Path, **settings: object) -> Path:
 def letters() -> transformers.PreTrainedTokenizerFast:
     """A tokenizer of letters, with `TEMPLATE`."""
     return tokenizer_of(LETTERS, unk_token="?", chat_template=TEMPLATE)
-
-
-def hide_xgrammar(monkeypatch) -> None:
-    """As on a machine without the extra that answers in a schema need."""
-    find = structured.importlib.util.find_spec
-    monkeypatch.setattr(
-        structured.importlib.util,
-        "find_spec",
-        lambda name, *a: None if name == "xgrammar" else find(name, *a),
-    )
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from torch_moe_mps.quantization import Format, dequantize
+from torch_moe_mps.quantization import Format, QuantizedWeight, dequantize
 from torch_moe_mps.transformers.basics.interface import formats_of
 from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
@@ -398,7 +398,7 @@ def dense_twin(dense: nn.Module, quantized: nn.Module) -> nn.Module:
     """The dense model with the values that the quantised one's weights stand for: the oracle."""
     for name, module in quantized.named_modules():
         values_of = {
-            parameter: dequantize(*tensors, **form.to_dict(), dtype=torch.float32)
+            parameter: dequantize(QuantizedWeight(*tensors, form), torch.float32)
             for parameter, (tensors, form) in quantized_parameters(module).items()
         }
         if "gate_up_proj" in values_of and "up_proj" in values_of:  # its gate is apart from its up projection

@@ -109,11 +109,11 @@ def test_cut(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{", "must be a JSON object, got Expecting property name"),
+        (b"{", "not valid JSON: Expecting property name"),
         (b"[1]", "must be a JSON object, got a list"),
         (b'{"text": "\xff"}', "must be in UTF-8, got invalid start byte"),
-        (b"[" * 100_000, "must be a JSON object, got maximum recursion depth exceeded"),
-        (b'{"text": ' + b"1" * 5000 + b"}", "must be a JSON object, got Exceeds the limit (4300 digits)"),
+        (b"[" * 100_000, "not valid JSON: maximum recursion depth exceeded"),
+        (b'{"text": ' + b"1" * 5000 + b"}", "not valid JSON: Exceeds the limit (4300 digits)"),
         (b'{"text": "\\ud800abc"}', "must have characters of Unicode, got half of a surrogate pair"),
         ({"question": "?"}, 'must have "messages", "prompt" and "completion", or "text", got \'question\''),
         ({}, 'must have "messages", "prompt" and "completion", or "text", got nothing'),

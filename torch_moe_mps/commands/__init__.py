@@ -13,12 +13,13 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from .._install import install_command
 from .._text import first_line
 from ..pipeline.torchrun import first_process_talks, tell_other_processes
 from .arguments import parse, parser
-from .early import check_options
+from .early import check_options, importing_torch
 
 WITHOUT_TORCH = ("launch",)
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
@@ -33,17 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # closed, as by >&-
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     options, said = parse(sys.argv[1:] if arguments is None else arguments), None
-    atexit.register(gc.freeze)  # or Python looks for garbage among all modules as it ends, which takes seconds
+    atexit.register(gc.freeze)  # Python would search all modules for garbage as it ends, for seconds
     if options.command is None:
         parser().print_help()
         return 0
     try:
         with _signals_raise(), first_process_talks():
-            _spin_less()
+            _set_libraries()
             check_options(options)  # before the seconds in which torch is imported
-            if options.command not in WITHOUT_TORCH and "torch" not in sys.modules:
-                print(f"torch-moe-mps {options.command}: importing torch", file=sys.stderr, flush=True)
-            code: int = importlib.import_module(f".{options.command}", __package__).run(options) or 0
+            code: int = _imported(options.command).run(options) or 0
             sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output has seen enough
         code = 128 + signal.SIGPIPE
@@ -65,10 +64,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _spin_less() -> None:
-    """Lets other processes have the cores while threads wait; libgomp reads it when torch is imported."""
-    if "OMP_WAIT_POLICY" not in os.environ and "torch" not in sys.modules:
+def _imported(command: str) -> Any:
+    """The module of a command; stderr says that torch is imported, if it is."""
+    if command in WITHOUT_TORCH:
+        return importlib.import_module(f".{command}", __package__)
+    with importing_torch(command):
+        return importlib.import_module(f".{command}", __package__)
+
+
+def _set_libraries() -> None:
+    """Sets variables that libraries read when they are imported.
+
+    Threads of libgomp that wait let other processes have the cores. The Hub and transformers show bars on a
+    terminal alone.
+    """
+    if "torch" in sys.modules:
+        return
+    if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(*_SPINS)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def _line(error: Exception) -> str | None:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
+from .._choices import BITS, GROUP_SIZES, MODES, one_of
 from ..serving.speculative import LOOKUP, MTP
 
 RECIPES = ("small", "fast", "best")
 NO_DRAFTS = "none"
 MIXED = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
-_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 DESCRIPTION = "Quantised Hugging Face models on Apple GPUs."
@@ -149,7 +149,7 @@ _POSITIVE = _number("above 0", lambda value: value > 0)
 
 def _one_of(*values: int) -> Callable[[str], int]:
     """Reads one of some integers."""
-    expected = f"{', '.join(map(str, values[:-1]))} or {values[-1]}"
+    expected = one_of(values)
 
     def read(text: str) -> int:
         if text not in map(str, values):
@@ -159,13 +159,12 @@ def _one_of(*values: int) -> Callable[[str], int]:
     return read
 
 
-_BITS = (1, 2, 3, 4, 5, 6, 8)
-_GROUP_SIZE = _one_of(16, 32, 64, 128)
+_BITS, _GROUP_SIZES = BITS["affine"], GROUP_SIZES["affine"]
 
 
 def _mode(text: str) -> str:
-    if text not in _MODES:
-        raise argparse.ArgumentTypeError(f"must be {', '.join(_MODES[:-1])} or {_MODES[-1]}, got {text}")
+    if text not in MODES:
+        raise argparse.ArgumentTypeError(f"must be {one_of(MODES)}, got {text}")
     return text
 
 
@@ -195,8 +194,7 @@ def _bits(text: str) -> int | str | None:
     if text in ("none", "same", "auto"):
         return None if text == "none" else text
     if text not in map(str, _BITS):
-        bits = ", ".join(map(str, _BITS))
-        raise argparse.ArgumentTypeError(f"must be {bits}, same, auto or none, got {text}")
+        raise argparse.ArgumentTypeError(f"must be {one_of((*_BITS, 'same', 'auto', 'none'))}, got {text}")
     return int(text)
 
 
@@ -208,11 +206,11 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--bits": {
         "type": _one_of(*_BITS),
-        "help": "quantise while loading: 2, 3, 4, 5, 6 or 8 (as in the checkpoint)",
+        "help": f"quantise while loading: {one_of(_BITS)} (as in the checkpoint)",
     },
     "--group-size": {
-        "type": _GROUP_SIZE,
-        "help": "weights that share a scale, with --bits: 32, 64 or 128 (64)",
+        "type": _one_of(*_GROUP_SIZES),
+        "help": f"weights that share a scale, with --bits: {one_of(_GROUP_SIZES)} (64)",
     },
     "--kv-bits": {
         "type": int,
@@ -372,14 +370,14 @@ def _convert(command: argparse.ArgumentParser) -> None:
         help="folder or name on the Hub: dense, FP8, of MLX, or converted before; or a GGUF file",
     )
     add("destination", metavar="DST", help="folder to write; it must not exist")
-    add("--bits", type=_one_of(*_BITS), help="2, 3, 4, 5, 6 or 8 (4)")
-    add("--group-size", type=_GROUP_SIZE, help="weights that share a scale: 32, 64 or 128 (64)")
-    modes = f"{', '.join(_MODES[:-1])} or {_MODES[-1]}"
+    add("--bits", type=_one_of(*_BITS), help=f"{one_of(_BITS)} (4)")
+    sizes = f"weights that share a scale: {one_of(_GROUP_SIZES)} (64); a --mode but affine has one of its own"
+    add("--group-size", type=_integer(1), help=sizes)
     add(
         "--mode",
         default="affine",
         type=_mode,
-        help=f"{modes}; k and xs need rows of 256 n, others get affine (affine)",
+        help=f"{one_of(MODES)}; k and xs need rows of 256 n, others get affine (affine)",
     )
     add(
         "--linear-bits",
@@ -474,8 +472,7 @@ def _fit(command: argparse.ArgumentParser) -> None:
         default=4096,
         help="tokens of context that the bound of speed is for (4096)",
     )
-    add("--group-size", type=_GROUP_SIZE, help="weights that share a scale: 32, 64 or 128 (64)")
-    _add(command, "--kv-bits")
+    _add(command, "--group-size", "--kv-bits")
     _add(command, "--speculative", of="those of chat and serve: lookup, and mtp where the checkpoint has it")
     dense = "of weights that stay dense, and of the KV cache in 16 bits (as in the checkpoint)"
     _add(command, "--dtype", help=dense)

@@ -18,8 +18,10 @@ from .._text import first_line
 from ..pipeline.torchrun import is_first_process
 from ..serving.engine.defaults import choice
 from ..serving.http.answer import Item, Piece
+from ..serving.http.answers import Answers
+from ..serving.http.preparing import prepare
 from ..serving.http.request import Chat, Refused, Request
-from ..serving.http.served import Answers, Served
+from ..serving.http.served import Served
 from .interrupts import at_ctrl_c
 from .results import write_new
 from .serving import follow, served_by
@@ -70,8 +72,12 @@ class _Conversation:
                     print(f"{self.served.name}: {self.settings}\n")
                 case "!continue" if self.messages and self.messages[-1]["role"] == "assistant":
                     self._answer()
-                case _ if command.startswith("!"):
+                case "!help":
                     print(f"{_HELP}\n")
+                case "!continue":
+                    print("!continue goes on with an answer: there is none yet\n")
+                case _ if command.startswith("!"):
+                    print(f"{command} is not a command: !help lists them\n")
                 case _:
                     self.messages.append(_message("user", line))
                     self._answer()
@@ -129,15 +135,15 @@ class _Conversation:
         with at_ctrl_c(stop):
             print(f"<{self.served.name}>:", flush=True)
             try:
-                made.append(self.served.prepare(request, lambda number, item: shown.put(item)))
-            except Exception as error:  # of what was typed, or of the model's chat template
+                made.append(prepare(self.served, request, lambda number, item: shown.put(item)))
+            except Exception as error:  # from the typed text, or from the chat template
                 print(f"{error.message if isinstance(error, Refused) else first_line(error)}\n")
                 if not goes_on:
                     self.messages.pop()
                 return
             if is_stopped.is_set():
                 made[0].cancel()
-            self.served.submit(made[0])
+            made[0].submit(self.served.generator)
             _show(shown)
         self._ended(made[0], goes_on)
 
@@ -146,7 +152,7 @@ class _Conversation:
         if isinstance(answer.reason, Exception):
             print(f"\n{first_line(answer.reason) or type(answer.reason).__name__}\n")
             return
-        count, seconds = len(answer.tokens), answer.ended - answer.first
+        count, seconds = len(answer.tokens), answer.times.ended - answer.times.first
         speed = f", {(count - 1) / seconds:.1f} tokens/s" if count > 1 and seconds > 0 else ""
         cut = "; !continue goes on" if answer.reason == "length" else ""
         print(f"\n({count} tokens{speed}{cut})\n")

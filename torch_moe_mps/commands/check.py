@@ -8,7 +8,6 @@ import contextlib
 import importlib.util
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -19,16 +18,17 @@ from typing import Any, TypeVar
 import torch
 
 from .._faults import raise_fault
+from .._progress import Progress
 from ..macs import is_known
 from ..ops import OPERATORS
 from ..ops._formats import MLX_MODES, Format
 from ..selfcheck import large, probe, tensor_units, tuner
-from ..selfcheck.calls import DTYPES, FORMATS, Subject, subjects
+from ..selfcheck.calls import DTYPES, FORMATS, Subject, common_subjects, subjects
 from ..selfcheck.compare import TOLERANCE, Finding, compare, difference, in_words
 from ..selfcheck.control import control
 from ..selfcheck.facts import anonymous, facts
 from ..selfcheck.journal import noted, stopped
-from ..selfcheck.libraries import compile_side_by_side, libraries, pipelines
+from ..selfcheck.libraries import UNCOMMON, compile_side_by_side, libraries, pipelines
 from ..selfcheck.machine import is_available
 from ..selfcheck.once import checks_of, first_fault
 from .results import check_writable, written_whole
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         format = formats[0] if options.format else Format.named("affine4_64")
         findings = check_large(dtype, format, report)
     else:
-        findings = check_all(dtypes, formats, report, save_so_far)
+        findings = check_all(dtypes, formats, report, save_so_far, options.quick)
     _print_verdict(findings, bool(report["control"]["failures"]), path)
     save("all", findings)
     return 1 if findings else 0
@@ -125,16 +125,25 @@ def check_control(dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
 
 
 def check_all(
-    dtypes: Sequence[torch.dtype], formats: Sequence[Format], report: dict[str, Any], save: Save
+    dtypes: Sequence[torch.dtype],
+    formats: Sequence[Format],
+    report: dict[str, Any],
+    save: Save,
+    quick: bool = False,
 ) -> list[Finding]:
-    """Compiles every library, compares every operator, a tiny model, and the tensor units."""
+    """Compiles every library, compares every operator, a tiny model, and the tensor units.
+
+    With `quick`, only the libraries and operators that most models run.
+    """
     started = time.perf_counter()
     names = libraries(dtypes, formats)
-    with _bar("Compiling", len(names), "library") as bar:
+    if quick:
+        names = [name for name in names if not UNCOMMON.match(name)]
+    with Progress("Compiling", len(names), "library") as bar:
         findings = compile_side_by_side(names, lambda name: bar.update())
     report["seconds_compiling"] = round(time.perf_counter() - started, 1)
     save("libraries", findings)
-    work = subjects(OPERATORS, dtypes, formats)
+    work = common_subjects(dtypes, formats) if quick else subjects(OPERATORS, dtypes, formats)
     findings += compare_all(work)
     failed = {finding.subject for finding in findings}
     report["kernels"] = pipelines(name for name in names if name not in failed)
@@ -142,7 +151,8 @@ def check_all(
     save("operators", findings)
     has_model = importlib.util.find_spec("transformers") is not None
     if has_model:
-        findings += check_model(dtypes[-1], formats)
+        weights = [format for format in formats if format.mode in MLX_MODES][:1]
+        findings += check_model(dtypes[-1], weights if quick else [None, *weights])
     else:
         print("Model: not run, transformers is not installed")
     report["model"] = "run" if has_model else "not run: transformers is not installed"
@@ -197,7 +207,7 @@ def _entry(finding: Finding) -> dict[str, Any]:
 def _probe(path: str | None) -> int:
     """Prints the page alone, so that it can be sent to a file."""
     names = [name for name in libraries([torch.bfloat16], [Format.named("affine4_64")]) if "_i" not in name]
-    with _bar("Probing", len(probe.PARTS), "part") as bar:
+    with Progress("Probing", len(probe.PARTS), "part") as bar:
         result = probe.probe(probe.Sizes(), names, lambda name: bar.update())
     page = anonymous(json.dumps(result, indent=1, allow_nan=False))
     print(page)
@@ -216,7 +226,7 @@ def compare_all(work: Sequence[Subject]) -> list[Finding]:
     """Each subject up to the first call that fails."""
     findings = []
     checks = checks_of(work)
-    with _bar("Comparing", len(checks), "check") as bar:
+    with Progress("Comparing", len(checks), "check") as bar:
         for check in checks:
             if finding := _or_fault(check.subject, partial(first_fault, check)):
                 findings.append(finding)
@@ -238,7 +248,7 @@ def check_tensor_units(dtypes: Sequence[torch.dtype], formats: Sequence[Format])
         return tensor_units.Use(reason=reason)
     use = tensor_units.Use()
     names = tensor_units.libraries(dtypes, formats)
-    with _bar("Tensor units", 2 * len(names), "step") as bar:
+    with Progress("Tensor units", 2 * len(names), "step") as bar:
         compile_side_by_side(names, lambda name: bar.update())
         for name in names:
             if fault := _or_fault(name, partial(first_fault, tensor_units.check_of(name))):
@@ -249,8 +259,8 @@ def check_tensor_units(dtypes: Sequence[torch.dtype], formats: Sequence[Format])
     return use
 
 
-def check_model(dtype: torch.dtype, formats: Sequence[Format]) -> list[Finding]:
-    """A tiny Qwen3-MoE, dense and quantised: its logits on the GPU beside those on the CPU."""
+def check_model(dtype: torch.dtype, weights: Sequence[Format | None]) -> list[Finding]:
+    """A tiny Qwen3-MoE, dense (None) or quantised: its logits on the GPU beside those on the CPU."""
     import transformers
 
     from ..transformers import accelerate, restore
@@ -262,8 +272,7 @@ def check_model(dtype: torch.dtype, formats: Sequence[Format]) -> list[Finding]:
     )
     ids = torch.arange(1, 13)[None]
     findings = []
-    of_quantize = [format for format in formats if format.mode in MLX_MODES]
-    for format in (None, *of_quantize[:1]):
+    for format in weights:
         torch.manual_seed(0)
         model = transformers.Qwen3MoeForCausalLM(config).to(dtype).eval()
         quantisation = {} if format is None else format.to_dict()
@@ -320,30 +329,3 @@ def _chosen(option: str, text: str | None, known: dict[str, Item]) -> list[Item]
         if name not in known:
             raise ValueError(f"{option} must be some of {', '.join(known)}, got {name!r}")
     return [known[name] for name in names]
-
-
-def _bar(what: str, total: int, unit: str) -> Any:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:  # an installation without extras
-        return _Lines(what, total, unit)
-    return tqdm(total=total, desc=what, unit=unit)
-
-
-class _Lines:
-    """A bar without tqdm: a line at the start and at each tenth."""
-
-    def __init__(self, what: str, total: int, unit: str) -> None:
-        self.what, self.total, self.unit, self.done = what, total, unit, 0
-
-    def __enter__(self) -> "_Lines":
-        print(f"{self.what}: {self.total} x {self.unit}", file=sys.stderr, flush=True)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-    def update(self) -> None:
-        self.done += 1
-        if 10 * self.done // self.total > 10 * (self.done - 1) // self.total:
-            print(f"{self.what}: {self.done} of {self.total}", file=sys.stderr, flush=True)

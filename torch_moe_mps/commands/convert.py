@@ -43,7 +43,7 @@ from .recipes import arguments_of
 from .results import locked, write_json, written_whole
 from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
 
-_HELD = 0.75  # of the memory, which a model's weights may take
+_HELD = 0.75  # part of the memory that a model's weights may take
 _ADAPTER = "adapter"  # the folder in DST
 _CHIPS = ("M1", "M4 Pro", "M5 Max (40 cores)")  # chips whose speed is predicted
 # Files that are written anew, not copied.

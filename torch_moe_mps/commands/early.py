@@ -1,12 +1,15 @@
 """Checks of options before torch is imported, which takes seconds: errors come at once."""
 
 import argparse
+import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from .._choices import BITS, GROUP_SIZES, one_of
 from .._install import install_command
 from ..pipeline.torchrun import processes
 from ..serving.speculative import LOOKUP
@@ -32,6 +35,24 @@ def check_options(options: argparse.Namespace) -> None:
         look_for_models(options)  # on the Hub, too, which takes longer
     if options.command == "generate":
         options.texts = prompts_of(options)  # stdin last: it may take any time
+
+
+@contextmanager
+def importing_torch(command: str) -> Iterator[None]:
+    """Block that imports torch, of which a line on stderr tells, unless that is done.
+
+    Python would search for garbage meanwhile, of which there is none, for a quarter of the time.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    print(f"torch-moe-mps {command}: importing torch", file=sys.stderr, flush=True)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def alone(options: argparse.Namespace) -> str | None:
@@ -60,8 +81,7 @@ def _generate(options: argparse.Namespace) -> None:
 def _serve(options: argparse.Namespace) -> None:
     if options.media_folder is not None and not Path(options.media_folder).is_dir():
         raise ValueError(f"--media-folder must be a folder, got {options.media_folder}")
-    for package in ("starlette", "uvicorn"):
-        _check_package(package, "serve", "serve")
+    _check_server("serve")
     _check_adapter(options)
     _check_drafts(options)
     if (options.parallel or 1) > 1 and (reason := alone(options)) is not None:
@@ -72,8 +92,13 @@ def _serve(options: argparse.Namespace) -> None:
 
 def _launch(options: argparse.Namespace) -> None:
     check_agent(options)
-    _check_package("uvicorn", "launch", "serve")
+    _check_server("launch")
     _check_adapter(options)
+
+
+def _check_server(command: str) -> None:
+    for package in ("starlette", "uvicorn", "httpx2", "msgspec", "prometheus_client", "pybase64", "xgrammar"):
+        _check_package(package, command, "serve")
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -106,6 +131,12 @@ def _convert(options: argparse.Namespace) -> None:
         raise ValueError(f"--importance must be auto or a file, got {options.importance}")
     if options.importance is not None and options.bits == 1:
         raise ValueError("--importance must be of formats with 2 bits and more, got --bits 1")
+    for option, value, allowed in (
+        ("--bits", options.bits, BITS[options.mode]),
+        ("--group-size", options.group_size, GROUP_SIZES[options.mode]),
+    ):
+        if value not in (None, *allowed):
+            raise ValueError(f"{option} must be {one_of(allowed)} with --mode {options.mode}, got {value}")
     if options.recipe is not None and (options.bits is not None or options.mode != "affine"):
         raise ValueError("--recipe already sets the bits; leave out --bits and --mode")
     if options.adapter is not None:
@@ -179,7 +210,8 @@ def _check_settings(options: argparse.Namespace) -> None:
     if options.set:
         from .settings import settings_of
 
-        settings_of(options)
+        with importing_torch(options.command):
+            settings_of(options)
 
 
 def _check_kept(options: argparse.Namespace) -> None:

@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> None:
     source, model = skeleton_of(options, folder)
     context = context_of(model.config)
     task = _task(options, tokenizer, context)
-    examples, held_out = ([], [])
+    examples, held_out = list[Any](), list[Any]()
     if task is None:
         examples, held_out = _examples(options, tokenizer, min(options.max_length, context))
     ranks = memory.Ranks(options.rank, options.expert_rank, options.targets)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .. import __version__
 from .._faults import synchronize
+from .._progress import with_progress
 from ..ops.attention import CACHE_BITS
 from ..pipeline.torchrun import is_first_process
-from ..transformers.basics.report import aligned, with_progress
+from ..transformers.basics.report import aligned
 from ..transformers.basics.wide_logits import wide_logits
 from ..transformers.checkpoints.calibration import SAMPLE
 from ..transformers.checkpoints.quantize.weights import free

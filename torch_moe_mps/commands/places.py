@@ -37,7 +37,8 @@ def look_for_files(options: argparse.Namespace) -> None:
     for option, name in _FILES.items():
         file = getattr(options, option, None)
         if file is not None and (not Path(file).exists() or Path(file).is_dir()):  # it may be a pipe
-            raise ValueError(f"{name} must be a file, got {'the folder ' * Path(file).is_dir()}{file}")
+            wrong = f"{file} is a folder" if Path(file).is_dir() else f"{file} does not exist"
+            raise ValueError(f"{name} must be a file: {wrong}")
 
 
 def look_for_models(options: argparse.Namespace) -> None:
@@ -103,7 +104,7 @@ def place_of(source: str, revision: str | None, weights: bool, only_look: bool =
         return source
     path = Path(folder) / file
     if not path.is_file():
-        raise ValueError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'none'}")
+        raise ValueError(f"{path} is a folder, not a file" if path.is_dir() else f"{path} does not exist")
     return str(path)
 
 
@@ -158,7 +159,7 @@ def adapter_config(folder: str) -> dict[str, Any]:
     if (kind := config.get("peft_type")) != "LORA":
         raise ValueError(f"--adapter must be a LoRA adapter of PEFT, got one of {kind}")
     for key, lowest in (("r", 1), ("lora_alpha", 0)):
-        number = config.get(key, 8)  # as PEFT has it
+        number = config.get(key, 8)  # in the layout of PEFT
         if isinstance(number, bool) or not isinstance(number, int | float) or number < lowest:
             raise ValueError(f'--adapter: {file} must have "{key}" of at least {lowest}, got {shown(number)}')
     return config

@@ -20,8 +20,6 @@ from .launch import KEY
 if TYPE_CHECKING:
     import uvicorn
 
-_INTERVAL = 0.00005  # seconds for which a thread keeps Python's lock, a hundredth of Python's own
-
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, ImportError with a one-line message."""
@@ -38,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
             server = server_of(served, options, key)
             port = sockets[0].getsockname()[1]
             print(f"{served.name} answers at http://{_in_url(options.host)}:{port}/v1", file=sys.stderr)
-            with _short_pauses():
+            with _frozen():
                 server.run(sockets)
     finally:
         for listener in sockets:
@@ -46,14 +44,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _short_pauses() -> Iterator[None]:
-    """Block in which the thread of the device waits less for others.
-
-    It waits an interval for Python's lock, several times a token, while a request is read. And Python looks
-    for garbage among the objects that are new, not among those of the model.
-    """
-    interval, is_frozen = sys.getswitchinterval(), gc.get_freeze_count() > 0
-    sys.setswitchinterval(_INTERVAL)
+def _frozen() -> Iterator[None]:
+    """Block in which Python looks for garbage among new objects, not among those of the model."""
+    is_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
@@ -61,7 +54,6 @@ def _short_pauses() -> Iterator[None]:
     finally:
         if not is_frozen:
             gc.unfreeze()
-        sys.setswitchinterval(interval)
 
 
 def media_of(options: argparse.Namespace) -> Media:
@@ -91,7 +83,7 @@ def server_of(served: Any, options: argparse.Namespace, key: str | None) -> "uvi
                 threading.Thread(target=served.generator.close, daemon=True).start()
             super().handle_exit(number, frame)
 
-    if served.generates and not served.shows_tools:
+    if served.generates and not served.template.shows_tools:
         print(f"prompts of {served.name} show no tools: those of requests are left out", file=sys.stderr)
     origins = ("*",) if options.enable_cors else tuple(options.allow_origin)
     access = Access(tuple(options.allow_host), key, options.only_model, origins)

@@ -48,7 +48,7 @@ def small_files(folder: str) -> list[Path]:
     result = sorted({path for pattern in SMALL_FILES for path in Path(folder).glob(pattern)})
     for path in result:
         if not path.is_file():
-            raise ValueError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'a broken link'}")
+            raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'a broken link'}, not a file")
         if not os.access(path, os.R_OK):
             raise ValueError(f"{path} must be readable, got no permission")
     return [path.relative_to(folder) for path in result]
@@ -103,13 +103,16 @@ def usable_device(name: str | None) -> str:
 
 
 def name_of(options: argparse.Namespace) -> str:
-    """Name under which a server has the model: of a GGUF file in a folder here, the file's own; of "." and
-    "..", the folder's."""
+    """Name under which a server has the model: of a GGUF file in a folder here, the file's own; of ".", ".."
+    and an absolute path, the folder's.
+    """
     name, gguf = split_gguf(options.model)
     if gguf is not None and os.path.isdir(name):
         return gguf
     if Path(name).name in ("", ".."):
         name = Path(name).resolve().name
+    elif Path(name).is_absolute():
+        name = Path(name).name
     named = name if options.revision is None else f"{name}@{options.revision}"
     return named if gguf is None else f"{named}:{gguf}"
 

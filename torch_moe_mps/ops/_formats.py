@@ -59,6 +59,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._choices import BITS, DEFAULTS, GROUP_SIZES, MODES, one_of
 from ._checks import ACTIVATION_DTYPES, Check
 from ._groups import prefixed
 
@@ -80,26 +81,19 @@ class Integers:
         return 2 if self.minima else 1
 
 
-GGUF = {
-    **{"q4_0": (4, 32), "q4_1": (4, 32), "q5_0": (5, 32), "q5_1": (5, 32), "q8_0": (8, 32)},
-    **{"q1_0": (1, 128), "q2_0": (2, 64)},
-    **{"q2_k": (2, 16), "q3_k": (3, 16), "q4_k": (4, 32), "q5_k": (5, 32), "q6_k": (6, 16)},
-    **{"iq4_nl": (4, 32), "iq4_xs": (4, 32), "tq2_0": (2, 256)},
-    **{"iq1_s": (1, 32), "iq1_m": (1, 16), "iq2_xxs": (2, 32), "iq2_xs": (2, 16), "iq2_s": (2, 16)},
-    **{"iq3_xxs": (3, 32), "iq3_s": (3, 32)},
-}
 INTEGERS = {
     **{"q2_k": Integers(4, True, 0), "q3_k": Integers(6, False, 32), "q4_k": Integers(6, True, 0)},
     **{"q5_k": Integers(6, True, 0), "q6_k": Integers(8, False, 128), "iq4_xs": Integers(6, False, 32)},
 }
-# Formats that weights can be quantised to, by the mode: MLX's, and ggml's with integers as scales.
-BITS = {"affine": (1, 2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
-GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
-MLX_MODES = tuple(BITS)
-BITS |= {name: GGUF[name][:1] for name in INTEGERS}
-GROUP_SIZES |= {name: GGUF[name][1:] for name in INTEGERS}
-DEFAULTS = {mode: (BITS[mode][0], GROUP_SIZES[mode][0]) for mode in BITS} | {"affine": (4, 64)}
-MODES = tuple(BITS)
+GGUF = {
+    **{"q4_0": (4, 32), "q4_1": (4, 32), "q5_0": (5, 32), "q5_1": (5, 32), "q8_0": (8, 32)},
+    **{"q1_0": (1, 128), "q2_0": (2, 64)},
+    **{"iq4_nl": (4, 32), "tq2_0": (2, 256)},
+    **{"iq1_s": (1, 32), "iq1_m": (1, 16), "iq2_xxs": (2, 32), "iq2_xs": (2, 16), "iq2_s": (2, 16)},
+    **{"iq3_xxs": (3, 32), "iq3_s": (3, 32)},
+    **{name: (BITS[name][0], GROUP_SIZES[name][0]) for name in INTEGERS},
+}
+MLX_MODES = tuple(mode for mode in MODES if mode not in INTEGERS)
 
 
 @dataclass(frozen=True)
@@ -145,7 +139,7 @@ class Format:
         _QUANTIZE.choice("mode", mode, MODES)
         for argument, value, allowed in (("bits", bits, BITS), ("group_size", group_size, GROUP_SIZES)):
             if value is not None and (type(value) is not int or value not in allowed[mode]):
-                expected = " or ".join(map(str, allowed[mode])) + f" for mode {mode}"
+                expected = f"{one_of(allowed[mode])} for mode {mode}"
                 _QUANTIZE.fail(argument, expected, repr(value))
         usual_bits, usual_size = DEFAULTS[mode]
         bits = usual_bits if bits is None else bits

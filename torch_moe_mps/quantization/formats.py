@@ -30,12 +30,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._choices import BITS
 from .._extension import host_library
 from .._faults import synchronize
 from ..ops._checks import ACTIVATION_DTYPES, PACKED_DTYPES, Check
 from ..ops._encoding import encode
 from ..ops._formats import (
-    BITS,
     INTEGERS,
     Format,
     QuantizedWeight,
@@ -217,26 +217,23 @@ def quantize_stack(
 
 
 @torch.no_grad()
-def dequantize(
-    packed: Tensor,
-    scales: Tensor,
-    biases: Tensor | None,
-    bits: int | None = None,
-    group_size: int | None = None,
-    mode: str = "affine",
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
     """The dense weights [..., R, C], rounded as mlx.core.dequantize rounds them.
 
     Args:
-        packed, scales, biases: as quantize returns them; int32 is accepted for uint32.
-        bits, group_size, mode: see Format.
+        weight: as `quantize` returns it. Tensors from elsewhere become one by
+            QuantizedWeight(packed, scales, biases, Format.named("affine4_64")); int32 is accepted for uint32.
         dtype: of the result; None means the dtype of `scales` in mode affine, and bfloat16 in the others.
 
-    Raises: ValueError for a shape, dtype or format that does not fit.
+    Raises: ValueError for a shape or dtype that does not fit, TypeError for what is no QuantizedWeight.
     """
-    format = Format(bits, group_size, mode)
     check = Check("dequantize")
+    if not isinstance(weight, QuantizedWeight):
+        got = type(weight).__name__
+        raise TypeError(
+            f"moe_mps::dequantize: weight must be a QuantizedWeight, as quantize returns it, got {got}"
+        )
+    packed, scales, biases, format = weight.packed, weight.scales, weight.biases, weight.format
     check.dtype("packed", packed, PACKED_DTYPES)
     format.check_columns(check, "C, the input dimension of packed,", format.columns(packed.shape[-1]))
     shape = (*packed.shape[:-1], format.columns(packed.shape[-1]))

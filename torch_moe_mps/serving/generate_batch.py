@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
+from .._progress import Progress
 from .engine.batch import Batch
 from .engine.job import Job, Reason, as_errors
 from .engine.memory import MOST_ROWS, Memory
@@ -41,7 +41,7 @@ def generate_batch(
 
     Args:
         model: accelerated; its `generate` is not called. One whose cache has no rows that come and go
-            (DeepSeek-V4) generates them in turn, and a line of the log says why.
+            (Unlimited-OCR) generates them in turn, and a line of the log says why.
         prompts: N of them, tokens [T] of integers or [1, T], or texts, for which there must be a tokenizer.
         generation_config: one for all or N: lengths, times, the tokens that end an answer, `stop_strings` and
             how tokens are chosen; None is the model's own. An answer has at most 20 tokens where neither says
@@ -63,7 +63,7 @@ def generate_batch(
             add in another order. Of models whose conversations take turns, or that read a prompt in one
             call, none are drafted, and a line of the log says so.
         draft_width: tokens that are drafted for a row, from 1 to 7; None leaves it to the times.
-        progress: show a bar of the answers, where tqdm is installed.
+        progress: shows the progress on stderr.
 
     Returns: N tensors of the new tokens [M], on the CPU, in the order of the prompts; with the token that
         ended the answer.
@@ -86,7 +86,7 @@ def generate_batch(
     memory = Memory(model, beside=drafting.modules if drafting else ()).free
     batch = Batch(model, kept, MOST_ROWS, memory, speculative=drafting)
     answers: list[_Answer] = []
-    with tqdm(total=many, desc="Generating", unit="answer", disable=not progress) as bar:
+    with Progress("Generating", many, "answer", wanted=progress) as bar:
         for number, prompt in enumerate(prompts):
             config = _config(model, configs[number])
             ids = _ids(prompt, number, tokenizer)

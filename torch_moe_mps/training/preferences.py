@@ -1,6 +1,6 @@
-"""Adapters by TRL: DPO from pairs of a better and a worse answer, GRPO from a reward function.
+"""DPO (pairs of a better and a worse answer) and GRPO (a reward function) by TRL's trainers.
 
-What they compare with is the model with its adapter off: there is no second one.
+The reference model is the same model with its adapter off.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _SHOWN = 5  # lines that are named, at most
 
 
 def reward_of(file: str) -> Reward:
-    """The function `reward` of a Python file, whose numbers and errors are checked at each call.
+    """The function `reward` of a Python file, with its results and errors checked at each call.
 
     Raises: ValueError.
     """
@@ -56,7 +56,7 @@ def reward_of(file: str) -> Reward:
 
 
 def _run(file: str, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """What user code returns. Raises: ValueError for any error of it, sys.exit included."""
+    """The result of user code. Raises: ValueError for any error of it, sys.exit included."""
     try:
         return function(*given, **named)
     except (Exception, SystemExit) as error:
@@ -66,7 +66,7 @@ def _run(file: str, function: Callable[..., Any], *given: Any, **named: Any) -> 
 
 @dataclass(frozen=True)
 class Task:
-    """What DPO or GRPO trains on.
+    """The training data of DPO or GRPO.
 
     Attributes:
         data: a Dataset of the rows that are trained on.
@@ -140,7 +140,7 @@ def _dataset(file: str, rows: dict[int, dict[str, Any]]) -> Any:
     datasets: Any = importlib.import_module("datasets")  # types differ where it is installed
     try:
         return datasets.Dataset.from_list([*rows.values()])
-    except (TypeError, ValueError, OverflowError) as error:  # what Arrow does not hold
+    except (TypeError, ValueError, OverflowError) as error:  # Arrow does not hold it
         expected = "one type under each key, and numbers of at most 64 bits"
         raise ValueError(f"{file} must have {expected}, got {first_line(error)}") from None
 
@@ -163,7 +163,7 @@ def _tokens(file: str, number: int, value: str | list[dict[str, Any]], tokenizer
 
 
 class Preferring(Training):
-    """The training of an adapter by TRL.
+    """Adapter training by TRL.
 
     Args:
         model: without an adapter; `trainer.model` is the one with it.

@@ -176,7 +176,7 @@ def _arguments(recipe: Recipe, stored: Mapping[str, Any], layers: Any) -> dict[s
     """A recipe as arguments of `accelerate`; None for none, and where FP8 has as few bits."""
     exceptions, method = _exceptions(layers, recipe), stored.get("quant_method")
     if stored and method != _FP8 and (own := recipe.of_mtp()):
-        expected, got = "for MTP layers and are dense or in FP8", "those that are quantised"
+        expected, got = "for MTP layers that are dense or in FP8", "quantised ones"
         raise ValueError(f"moe_mps::quantize: the pattern {own[0]!r} must be {expected}, got {got}")
     usual = recipe.experts or recipe.linears or next(filter(None, exceptions.values()), None)
     if usual is None or is_ours(stored):

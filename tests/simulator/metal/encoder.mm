@@ -90,9 +90,9 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
   Command& c = [self use:"setThreadgroupMemoryLength"];
   check_index("setThreadgroupMemoryLength", index);
-  if (length % 16 != 0) {
+  if (length == 0 || length % 16 != 0) {
     fail("setThreadgroupMemoryLength: " + std::to_string(length) + " at index " + std::to_string(index) +
-         " is no multiple of 16");
+         " is no positive multiple of 16");
   }
   if (length > simulator::kMaxThreadgroupMemory) {
     fail("setThreadgroupMemoryLength: " + std::to_string(length) + " bytes at index " +

@@ -18,7 +18,8 @@ using namespace mpp::tensor_ops;
 # Rows of x [16, 64] times rows of w [64, 64], staged half by half. `fault` chooses a mistake.
 PRODUCT = """
 enum { none, no_fill, layout, no_barrier_before, no_barrier_after, wrong_barrier, missing_simdgroup,
-       missing_lanes, invalid_index, past_the_end, different_operands, wide_stride, out_of_memory, places };
+       missing_lanes, invalid_index, past_the_end, different_operands, wide_stride, wide_operand,
+       out_of_memory, places };
 kernel void product(device const half* x [[buffer(0)]], device const half* w [[buffer(1)]],
                     device float* out [[buffer(2)]], constant uint& fault [[buffer(3)]],
                     uint i [[thread_index_in_threadgroup]]) {
@@ -36,6 +37,7 @@ kernel void product(device const half* x [[buffer(0)]], device const half* w [[b
     if (fault != no_fill && sums.is_valid_element(e)) sums[e] = 0.0f;
   if (fault == different_operands) left.msl_data += i % 2;
   if (fault == wide_stride) left.msl_strides[0] = 2;
+  if (fault == wide_operand) right.msl_sizes[0] = 40;
   if (fault == out_of_memory) left.msl_data += 16;
   for (int part = 0; part < 2; part++) {
     if (fault != no_barrier_before) threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -118,6 +120,7 @@ def test_a_destination_that_is_not_filled_is_nan():
         ("past_the_end", "a cooperative tensor is read past its capacity"),
         ("different_operands", r"the threads pass different tensors to run\(\)"),
         ("wide_stride", "the innermost stride of a tensor must be 1"),
+        ("wide_operand", r"an operand of run\(\) has more columns than the product has K"),
         ("out_of_memory", "'rows'"),
     ],
 )

@@ -28,8 +28,8 @@ OTHERS = {
 # Models whose conversations are no rows, or that read several tokens behind a cache wrongly: none is drafted.
 NO_ROWS = {
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert", "cpmant",
-    "data2vec-text", "deepseek_v4", "git", "glm5_next", "marian", "mbart",
-    "minimax_m3_vl", "minimax_m3_vl_text", "mvp", "openai-gpt", "pegasus", "plbart", "prophetnet", "reformer",
+    "data2vec-text", "git", "marian", "mbart", "mvp",
+    "openai-gpt", "pegasus", "plbart", "prophetnet", "reformer",
     "roberta", "roberta-prelayernorm", "roformer", "rwkv", "trocr", "unlimited_ocr", "xlm-roberta",
     "xlm-roberta-xl", "xlnet", "xmod",
 }  # fmt: skip

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tokenizers.decoders import DecodeStream
+
 from ..engine.job import Reason
 from .logprobs import Entry, Logprobs
 from .protocols.tools import REASONING, Call, Parser, call_of
-
-_PARTS = 8  # tokens of which one character is made, at most
 
 
 @dataclass
@@ -24,29 +24,29 @@ class Piece:
 Item = Piece | Call
 
 
-class Decoder:
-    """Tokens as text, one by one. What may be a part of a character waits for the rest of it, and is left out
-    if that never comes.
+def text_stream(tokenizer: Any, skips_special: bool) -> Callable[[int], str | None]:
+    """A function of each next token, which returns the text that can be shown now: what may be a part of a
+    character waits for the rest of it, and is left out if that never comes.
     """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        stream = DecodeStream(skip_special_tokens=skips_special)
+        return lambda token: stream.step(backend, token)
+    ids, shown = list[int](), 0
 
-    def __init__(self, tokenizer: Any, skips_special: bool):
-        self._tokenizer, self._skips_special = tokenizer, skips_special
-        self._ids: list[int] = []  # the last piece's, by which the next begins with a blank or not
-        self._shown = 0
+    def step(token: int) -> str | None:  # of a tokenizer in Python
+        nonlocal shown
+        ids.append(token)
+        before, whole = (
+            tokenizer.decode(some, skip_special_tokens=skips_special) for some in (ids[:shown], ids)
+        )
+        if whole.endswith("\ufffd") or len(whole) <= len(before):
+            return None
+        del ids[:shown]  # the next token begins with a blank or not by the last ones
+        shown = len(ids)
+        return str(whole[len(before) :])
 
-    def add(self, token: int) -> str:
-        """Returns: what can be shown now."""
-        self._ids.append(token)
-        before, whole = self._decode(self._ids[: self._shown]), self._decode(self._ids)
-        waits = whole.endswith("\ufffd") and len(self._ids) - self._shown < _PARTS
-        if waits or len(whole) <= len(before):
-            return ""
-        self._ids = self._ids[self._shown :]
-        self._shown = len(self._ids)
-        return whole[len(before) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)) if ids else ""
+    return step
 
 
 class Cut:
@@ -84,45 +84,126 @@ class Cut:
         return rest
 
 
+@dataclass
+class Times:
+    """When an answer was submitted, its prompt began to be read (None before that), its first token came, and
+    it ended.
+    """
+
+    submitted: float = field(default_factory=time.monotonic)
+    begun: float | None = None
+    first: float = 0.0
+    ended: float = 0.0
+
+
+class Items:
+    """Divides the text of an answer into text, reasoning and calls, and hands them out.
+
+    Args:
+        parser: tells them apart; None where all is text.
+        show: takes each part.
+        ends_at_call: whether text behind a call ends the answer and is left out, as where a call is forced.
+    """
+
+    def __init__(self, parser: Parser | None, show: Callable[[Item], None], ends_at_call: bool = False):
+        self.parser, self._show, self._ends_at_call = parser, show, ends_at_call
+        self.made: list[Item] = []
+        self.entries: list[Entry] = []  # tokens whose text is not shown yet
+        self._blanks = ""  # at the end of what is shown so far, if it goes on
+        begun = [] if parser is None else parser.initial_events
+        self._goes_on = any(event["type"] == "region_chunk" for event in begun)  # with a text of the prompt
+        self.is_complete = False
+
+    @property
+    def is_thinking(self) -> bool:
+        return self.parser is not None and self.parser.is_thinking
+
+    def add(self, text: str) -> None:
+        if text and self.parser is not None:
+            self._take(self.parser.feed(text))
+        elif text:
+            self._hand_out(Piece("text", text, self._taken()))
+
+    def end(self, shows_blanks: bool) -> None:
+        """Hands out what was held back."""
+        if self.parser is not None:
+            self._take(self.parser.finalize()[1])
+        if self._blanks and shows_blanks:
+            self._hand_out(Piece("text", self._blanks, self._taken()))
+        if self.entries:
+            self._hand_out(Piece("text", "", self._taken()))
+
+    def _take(self, events: list[dict[str, Any]]) -> None:
+        """Takes what the parser has read; blanks around reasoning and text are not part of them."""
+        for event in events:
+            kind = event["type"], event.get("field")
+            if kind == ("region_close", "tool_calls"):
+                if (call := call_of(event["value"])) is not None:
+                    self._hand_out(call)
+            elif kind[0] == "region_open":
+                self._blanks = ""
+            elif kind[0] == "region_chunk" and not event.get("dirty"):
+                if kind[1] == "content":
+                    self._add_part("text", event["text"])
+                elif kind[1] in REASONING:
+                    self._add_part("reasoning", event["text"])
+
+    def _add_part(self, kind: Literal["text", "reasoning"], text: str) -> None:
+        last = self.made[-1] if self.made else None
+        is_first = not (isinstance(last, Piece) and last.kind == kind)
+        is_first &= not (self._goes_on and last is None)
+        whole = text.lstrip() if is_first else self._blanks + text
+        shown = whole.rstrip()
+        self._blanks = whole[len(shown) :]
+        if shown and self._ends_at_call and any(isinstance(item, Call) for item in self.made):
+            self.is_complete = True
+        if shown and not self.is_complete:
+            self._hand_out(Piece(kind, shown, self._taken()))
+
+    def _taken(self) -> list[Entry]:
+        entries, self.entries = self.entries, []
+        return entries
+
+    def _hand_out(self, item: Item) -> None:
+        self.made.append(item)
+        self._show(item)
+
+
 class Answer:
     """One answer. It takes tokens on the thread of the device, and hands out what they are.
 
     Args:
-        decoder: makes their text.
-        parser: tells text, reasoning and calls apart; None where all is text.
+        step: makes their text, see `text_stream`.
+        items: divides the text.
         ends: tokens that end an answer.
         logprobs: keeps their probabilities; None where nobody asks.
-        show: takes each part, and None behind the last.
+        on_end: called behind the last part.
 
     Attributes:
         tokens: all that were generated.
         reason: why it has ended: "stop", "length", "cancelled", or an error.
-        submitted, begun, first, ended: when it was submitted, its prompt began to be read (None before that),
-            its first token came, and it ended.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
+        step: Callable[[int], str | None],
         stops: Sequence[str],
-        parser: Parser | None,
+        items: Items,
         ends: set[int],
         logprobs: Logprobs | None,
-        show: Callable[[Item | None], None],
+        on_end: Callable[[], None],
     ):
-        self._decoder, self._cut, self._parser = decoder, Cut(stops), parser
-        self._ends, self._logprobs, self._show = ends, logprobs, show
-        self._entries: list[Entry] = []  # tokens whose text is not shown yet
-        self._blanks = ""  # at the end of what is shown so far, if it goes on
+        self._step, self._cut, self._items = step, Cut(stops), items
+        self._ends, self._logprobs, self._on_end = ends, logprobs, on_end
         self.tokens: list[int] = []
-        self.items: list[Item] = []
         self.reasoning_tokens = 0
         self.reason: Reason | Exception | None = None
         self.read = self.prompt_tokens = 0
-        self.submitted = self.first = self.ended = time.monotonic()
-        self.begun: float | None = None
-        begun = [] if parser is None else parser.initial_events
-        self._goes_on = any(event["type"] == "region_chunk" for event in begun)  # with a text of the prompt
+        self.times = Times()
+
+    @property
+    def items(self) -> list[Item]:
+        return self._items.made
 
     @property
     def text(self) -> str:
@@ -158,80 +239,31 @@ class Answer:
 
     def progress(self, read: int, of: int) -> None:
         self.read = read
-        if self.begun is None:
-            self.begun = time.monotonic()
+        if self.times.begun is None:
+            self.times.begun = time.monotonic()
 
     def take(self, token: int) -> bool:
-        """Takes the next token. Returns: whether a stop has come."""
+        """Takes the next token. Returns: whether a stop or a forced call completes the answer."""
         if not self.tokens:
-            self.first = time.monotonic()
+            self.times.first = time.monotonic()
         self.tokens.append(token)
-        self.reasoning_tokens += self._parser is not None and self._parser.is_thinking
-        if token not in self._ends:
-            if self._logprobs is not None:
-                self._entries.append(self._logprobs.take(token))
-            self._add(self._cut.add(self._decoder.add(token)))
-        elif self._parser is not None:  # it may close a call
-            self._add(self._cut.add(self._decoder.add(token)))
-        return self._cut.stop is not None
+        self.reasoning_tokens += self._items.is_thinking
+        is_last = token in self._ends
+        if not is_last and self._logprobs is not None:
+            self._items.entries.append(self._logprobs.take(token))
+        if not is_last or self._items.parser is not None:  # the last one may close a call
+            self._items.add(self._cut.add(self._step(token) or ""))
+        return self._cut.stop is not None or self._items.is_complete
 
     def end(self, reason: Reason | Exception) -> None:
-        self.ended = time.monotonic()
+        self.times.ended = time.monotonic()
         if not self.tokens:
-            self.first = self.ended
+            self.times.first = self.times.ended
         try:
-            self._add_rest(reason)
+            self._items.add(self._cut.rest())
+            self._items.end(shows_blanks=self.stop is not None or reason == "length")
             self.reason = reason
         except Exception as error:
             self.reason = error
         finally:
-            self._show(None)
-
-    def _add_rest(self, reason: Reason | Exception) -> None:
-        """Hands out what was held back."""
-        self._add(self._cut.rest())
-        if self._parser is not None:
-            self._take(self._parser.finalize()[1])
-        if self._blanks and (self.stop is not None or reason == "length"):
-            self._hand_out(Piece("text", self._blanks, self._taken()))
-        if self._entries:
-            self._hand_out(Piece("text", "", self._taken()))
-
-    def _add(self, text: str) -> None:
-        if text and self._parser is not None:
-            self._take(self._parser.feed(text))
-        elif text:
-            self._hand_out(Piece("text", text, self._taken()))
-
-    def _take(self, events: list[dict[str, Any]]) -> None:
-        """Takes what the parser has read; blanks around reasoning and text are not part of them."""
-        for event in events:
-            kind = event["type"], event.get("field")
-            if kind == ("region_close", "tool_calls"):
-                if (call := call_of(event["value"])) is not None:
-                    self._hand_out(call)
-            elif kind[0] == "region_open":
-                self._blanks = ""
-            elif kind[0] == "region_chunk" and not event.get("dirty"):
-                if kind[1] == "content":
-                    self._add_part("text", event["text"])
-                elif kind[1] in REASONING:
-                    self._add_part("reasoning", event["text"])
-
-    def _add_part(self, kind: Literal["text", "reasoning"], text: str) -> None:
-        last = self.items[-1] if self.items else None
-        is_first = not (isinstance(last, Piece) and last.kind == kind)
-        is_first &= not (self._goes_on and last is None)
-        whole = text.lstrip() if is_first else self._blanks + text
-        shown = whole.rstrip()
-        self._blanks = whole[len(shown) :]
-        if shown:
-            self._hand_out(Piece(kind, shown, self._taken()))
-
-    def _taken(self) -> list[Entry]:
-        entries, self._entries = self._entries, []
-        return entries
-
-    def _hand_out(self, item: Item) -> None:
-        self.items.append(item)
-        self._show(item)
+            self._on_end()

@@ -1,19 +1,16 @@
 """The application: paths, errors, metrics and logs."""
 
 import asyncio
-import contextlib
 import functools
-import json
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -29,8 +26,10 @@ from ..engine.device import Died
 from ..engine.memory import RETRY_AFTER, Level, is_out_of_memory
 from ..prefix_cache.memory import LONGEST
 from .answer import Item
+from .answers import Answers
 from .guard import REQUEST, Guard
-from .json_text import LONG, is_unicode, read_json
+from .metrics import Metrics
+from .preparing import answers_to, check_media, count_tokens, media_parts, prompt_text, prompts_of
 from .protocols.chat import ChatCompletions
 from .protocols.completions import Completions
 from .protocols.embeddings import EMBEDDINGS, RERANK, Texts
@@ -38,20 +37,25 @@ from .protocols.messages import Messages, anthropic_error
 from .protocols.protocol import Protocol, event, openai_error
 from .protocols.responses import Responses
 from .protocols.text import PATHS
-from .request import Refused, Request
-from .served import Answers, Served, Show
+from .reading import (
+    MEDIA_BYTES,
+    TEXT_BYTES,
+    TOKEN_BYTES,
+    Client,
+    Kind,
+    Reading,
+    body_of,
+    in_json,
+    kind_of,
+    object_of,
+)
+from .request import Chat, Refused, Request
+from .served import Served
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Reads = Callable[[dict[str, Any]], Request]  # the request of a body
 PING = 5.0  # seconds without a part of an answer, behind which its client is told that it comes
-MOST_BYTES = 64 << 20  # in a body
-_DROPPED = 4  # times as many bytes, at most, of a body that is read and dropped
-# In one for a model that reads text alone: for what is beside the prompt, and for each token of the context.
-_TEXT_BYTES, _TOKEN_BYTES = 8 << 20, 32
-_MOST_VALUES = 1 << 20
-_PIECE = 1 << 16  # bytes that are looked at without a pause for other threads
-_AT_ONCE = 1 << 12  # bytes of a body that is read without a turn
-_READERS = 32  # requests that are read at a time
 PAGE = Path(__file__).with_name("page")
 # Policy for an answer's Markdown: it runs no script and asks no other machine for a picture.
 _POLICY = (
@@ -83,11 +87,7 @@ class Server:
 
     def __init__(self, served: Served, access: Access):
         self.served, self.access = served, access
-        self.requests: Counter[tuple[str, int]] = Counter()
-        self.generated_tokens = 0
-        self._computed, self._seconds = 0, 0.0  # tokens of prompts whose time is known, and that time
-        # Readers tokenise and compile without Python's lock: a long prompt or a large schema delays no other.
-        self._reader = ThreadPoolExecutor(_READERS, thread_name_prefix="reader")
+        self.metrics, self.reading = Metrics(served), Reading()
 
     def application(self) -> Any:
         routes = [
@@ -99,6 +99,7 @@ class Server:
         ]
         for path, reads in PATHS.items():
             routes.append(Route(path, functools.partial(self._text, reads), methods=["POST"]))
+        routes.append(Route("/apply-template", self._template, methods=["POST"]))
         for start in ("/v1", ""):  # clients whose base URL lacks it are answered, too
             routes += [
                 Route(f"{start}/models", self._models),
@@ -129,34 +130,60 @@ class Server:
     # Answers
 
     async def _answer(self, protocol: Protocol, asked: Asked) -> Response:
-        status = 500
-        try:
-            self._check_memory()
-            coming = _Coming()
-            request, coming.answers = await self._on_reader(asked, self._read, protocol, coming.show)
-            _say("%s: begins, prompt %d tokens", protocol.path, coming.answers.prompt_tokens)
-            if not request.stream:
-                result = await self._whole(protocol, request, coming)
-            status = 200
-            return self._streamed(protocol, request, coming) if request.stream else JSONResponse(result)
-        except Exception as error:
-            refused = refused_by(error)
-            status = refused.status
-            return refusal(protocol.path, refused)
-        finally:
-            self.requests[protocol.path, status] += 1
+        with self.metrics.counted(protocol.path) as counted:
+            try:
+                self._check_memory()
+                coming = _Coming()
+                async with self.reading.place(asked) as client:
+                    request = await self._prepare(protocol, asked, client, coming)
+                _say("%s: begins, prompt %d tokens", protocol.path, coming.answers.prompt_tokens)
+                if request.stream:
+                    return self._streamed(protocol, request, coming)
+                return JSONResponse(await self._whole(protocol, request, coming))
+            except Exception as error:
+                refused = refused_by(error)
+                counted.status = refused.status
+                return refusal(protocol.path, refused)
 
-    def _read(self, body: dict[str, Any], protocol: Protocol, show: Show) -> tuple[Request, Answers]:
-        """The request of a body, with its prompts read."""
-        self._check_model(body)
-        self.served.turns.rest()
-        request = protocol.read(body, self.served)
-        self.served.turns.rest()
-        return request, self.served.prepare(request, show)
+    async def _prepare(self, protocol: Protocol, asked: Asked, client: Client, coming: "_Coming") -> Request:
+        """The request that is asked, with its answers in `coming`. Raises: Refused."""
+
+        def read(body: dict[str, Any]) -> Request:
+            self._check_model(body)
+            return protocol.read(body, self.served)
+
+        kind, request = await self._fetched(asked, client, read)
+        prompts = await client.run(kind, prompts_of, self.served, request)
+        compiles = request.form is not None or request.forced is not None
+        coming.answers = await client.run(
+            "grammar" if compiles else kind, answers_to, self.served, request, prompts, coming.show
+        )
+        return request
+
+    async def _read(
+        self, asked: Asked, client: Client, function: Callable[[dict[str, Any]], T]
+    ) -> tuple[Kind, T]:
+        """The kind of thread for a body, and the result of a function of its object. Raises: Refused."""
+        context = self.served.context
+        most = MEDIA_BYTES if self.served.reads_media else TEXT_BYTES + TOKEN_BYTES * context
+        octets = await body_of(asked, min(most, 2 * MEDIA_BYTES))
+        kind = kind_of(len(octets))
+        return kind, await client.run(kind, lambda: function(object_of(octets, context)))
+
+    async def _fetched(self, asked: Asked, client: Client, read: Reads) -> tuple[Kind, Request]:
+        """A request that was read, with the pictures and the sound that it names. Raises: Refused."""
+        kind, request = await self._read(asked, client, read)
+        for prompt in request.prompts:
+            if isinstance(prompt, Chat) and (parts := [*media_parts(prompt.messages)]):
+                kind = "long"  # to decode them
+                for part in parts:
+                    check_media(self.served, part)
+                await self.served.media.fetch(parts)
+        return kind, request
 
     async def _whole(self, protocol: Protocol, request: Request, coming: "_Coming") -> dict[str, Any]:
         try:
-            self.served.submit(coming.answers)
+            coming.answers.submit(self.served.generator)
             while await coming.next(None) is not None:
                 pass
             self._check_ended(coming.answers)
@@ -168,7 +195,7 @@ class Server:
         async def events() -> AsyncIterator[str]:
             writer = protocol.writer(request, coming.answers, self.served)
             try:
-                self.served.submit(coming.answers)
+                coming.answers.submit(self.served.generator)
                 yield writer.begin()
                 while (part := await coming.next(PING)) is not None:
                     yield writer.ping() if part == () else _written(writer, *part)
@@ -190,10 +217,7 @@ class Server:
 
     def _ended(self, protocol: Protocol, answers: Answers) -> None:
         answers.cancel()
-        self.generated_tokens += answers.tokens
-        if seconds := answers.read_seconds:
-            self._computed += answers.prompt_tokens - answers.cached_tokens
-            self._seconds += seconds
+        self.metrics.ended(answers)
         _say("%s: %s", protocol.path, answers)
 
     def _check_model(self, body: dict[str, Any]) -> None:
@@ -208,74 +232,50 @@ class Server:
         if memory is not None and memory.level is Level.CRITICAL:
             raise _no_memory()
 
-    async def _on_reader(self, asked: Asked, function: Callable[..., T], *arguments: Any) -> T:
-        """Result of a function of a request's body as an object, on a thread of its own. Raises: Refused."""
-        octets = await self._octets(asked)
-
-        def read() -> T:
-            turns = self.served.turns
-            with turns.turn(len(octets) > LONG) if len(octets) > _AT_ONCE else contextlib.nullcontext():
-                return function(body_of(octets, turns.rest), *arguments)
-
-        return await asyncio.get_running_loop().run_in_executor(self._reader, read)
-
-    async def _octets(self, asked: Asked) -> bytearray:
-        """The body of a request. Raises: Refused for one that is too large.
-
-        Its rest is read and dropped, as many clients read no answer before they have sent all. It grows as
-        it comes: putting it together at its end would hold other threads up.
-        """
-        served, most = self.served, MOST_BYTES
-        if not served.reads_media:
-            most = min(most, _TEXT_BYTES + _TOKEN_BYTES * served.context)
-        declared, count, octets = int(asked.headers.get("content-length") or 0), 0, bytearray()
-        if declared <= _DROPPED * MOST_BYTES:
-            async for chunk in asked.stream():
-                octets += chunk
-                count += len(chunk)
-                if max(declared, count) > most:
-                    octets.clear()
-                if count > _DROPPED * MOST_BYTES:
-                    break
-        if max(declared, count) > most:
-            raise Refused(f"The body must have at most {most >> 20} MiB.", None, "too_large", 413)
-        return octets
+    async def _of_prompt(self, asked: Asked, read: Reads, function: Callable[[Served, Request], T]) -> T:
+        """Result of a function of a request that nobody answers. Raises: Refused."""
+        async with self.reading.place(asked) as client:
+            kind, request = await self._fetched(asked, client, read)
+            return await client.run(kind, function, self.served, request)
 
     async def _count(self, protocol: Protocol, asked: Asked) -> Response:
-        def count(body: dict[str, Any]) -> int:
-            return self.served.count(protocol.read_prompt(body, self.served))
-
-        counted: dict[str, Any] = {"input_tokens": await self._on_reader(asked, count)}
+        count = await self._of_prompt(
+            asked, lambda body: protocol.read_prompt(body, self.served), count_tokens
+        )
+        counted: dict[str, Any] = {"input_tokens": count}
         if isinstance(protocol, Responses):
             counted["object"] = "response.input_tokens"
         return JSONResponse(counted)
 
+    async def _template(self, asked: Asked) -> Response:
+        """The prompt that a chat becomes, as text, as llama.cpp's server has it."""
+        chats = ChatCompletions()
+        prompt = await self._of_prompt(asked, lambda body: chats.read(body, self.served), prompt_text)
+        return JSONResponse({"prompt": prompt})
+
     async def _text(self, reads: Callable[..., Any], asked: Asked) -> Response:
-        def text(body: dict[str, Any]) -> bytes:
-            return _in_json(reads(body, self.served), self.served.turns.rest)
-
-        return Response(await self._on_reader(asked, text), media_type="application/json")
-
-    def _read_texts(self, body: dict[str, Any], path: str) -> Texts:
-        self._check_model(body)
-        return Texts(path, body, self.served)
+        async with self.reading.place(asked) as client:
+            _, answer = await self._read(asked, client, lambda body: in_json(reads(body, self.served)))
+        return Response(answer, media_type="application/json")
 
     async def _encode(self, path: str, asked: Asked) -> Response:
-        status = 500
-        try:
-            texts = await self._on_reader(asked, self._read_texts, path)
-            begun = time.monotonic()
-            result = await asyncio.wrap_future(self.served.generator.run(texts.compute))
-            count, seconds = sum(map(len, texts.ids)), time.monotonic() - begun
-            _say("%s: %d texts of %d tokens in %.2f s", path, len(texts.ids), count, seconds)
-            status = 200
-            return JSONResponse(texts.answer(result))
-        except Exception as error:
-            refused = refused_by(error)
-            status = refused.status
-            return refusal(path, refused)
-        finally:
-            self.requests[path, status] += 1
+        def read(body: dict[str, Any]) -> Texts:
+            self._check_model(body)
+            return Texts(path, body, self.served)
+
+        with self.metrics.counted(path) as counted:
+            try:
+                async with self.reading.place(asked) as client:
+                    _, texts = await self._read(asked, client, read)
+                begun = time.monotonic()
+                result = await asyncio.wrap_future(self.served.generator.run(texts.compute))
+                count, seconds = sum(map(len, texts.ids)), time.monotonic() - begun
+                _say("%s: %d texts of %d tokens in %.2f s", path, len(texts.ids), count, seconds)
+                return JSONResponse(texts.answer(result))
+            except Exception as error:
+                refused = refused_by(error)
+                counted.status = refused.status
+                return refusal(path, refused)
 
     # The server itself
 
@@ -322,56 +322,7 @@ class Server:
         )
 
     async def _metrics(self, asked: Asked) -> Response:
-        """Prometheus' text."""
-        generator = self.served.generator
-        prompts, octets = generator.prompts_held()
-        accepted, rejected = generator.draft_tokens
-        values: list[tuple[str, str, str, float]] = [
-            ("prompt_tokens_total", "counter", "tokens of prompts that were computed", generator.read_tokens),
-            ("cached_tokens_total", "counter", "tokens of prompts that were kept", generator.cached_tokens),
-            ("accepted_draft_tokens_total", "counter", "draft tokens that were accepted", accepted),
-            ("rejected_draft_tokens_total", "counter", "draft tokens that were rejected", rejected),
-            ("generated_tokens_total", "counter", "tokens of answers", self.generated_tokens),
-            ("rows_active", "gauge", "answers that are generated now", generator.active),
-            ("rows_most", "gauge", "answers that are generated together, at most", generator.most),
-            ("requests_waiting", "gauge", "answers that wait", generator.waiting),
-            ("kept_prompts", "gauge", "prompts that are kept", prompts),
-            ("kept_prompts_bytes", "gauge", "memory of the prompts that are kept", octets),
-            ("memory_bytes", "gauge", "memory of the device in use", _memory(self.served.model)),
-        ]
-        if (memory := generator.memory) is not None:
-            values += [
-                ("memory_budget_bytes", "gauge", "memory that all may take together", memory.total),
-                ("memory_room_bytes", "gauge", "memory for answers and kept prompts", memory.free),
-                ("memory_level", "gauge", "1 where the system is short of memory, 2 without", memory.level),
-            ]
-        if (disk := generator.disk) is not None:
-            saved = disk.tokens * self._seconds / max(1, self._computed) - disk.seconds
-            values += [
-                ("disk_hits_total", "counter", "prompts that were read from the disk", disk.hits),
-                ("disk_tokens_total", "counter", "tokens of these", disk.tokens),
-                ("disk_read_bytes_total", "counter", "bytes of these", disk.read_bytes),
-                ("disk_written_bytes_total", "counter", "bytes of prompts written", disk.written_bytes),
-                ("disk_bytes", "gauge", "bytes of prompts on the disk", disk.nbytes),
-                (
-                    "disk_seconds_saved",
-                    "gauge",
-                    "time that computing these would have taken",
-                    max(0.0, saved),
-                ),
-            ]
-        lines = []
-        for name, kind, text, value in values:
-            lines += [
-                f"# HELP moe_mps_{name} {text}",
-                f"# TYPE moe_mps_{name} {kind}",
-                f"moe_mps_{name} {value}",
-            ]
-        lines += ["# HELP moe_mps_requests_total requests by path and status"]
-        lines += ["# TYPE moe_mps_requests_total counter"]
-        for (path, status), count in sorted(self.requests.items()):
-            lines.append(f'moe_mps_requests_total{{path="{path}",status="{status}"}} {count}')
-        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(self.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 class _Coming:
@@ -411,45 +362,6 @@ def _written(writer: Any, number: int, item: Item | None) -> str:
     return str(writer.ended(number) if item is None else writer.item(number, item))
 
 
-def _in_json(value: Any, rest: Callable[[], None] = lambda: None) -> bytes:
-    """The text of a value that may be long: other threads go on meanwhile, as it is not written in C."""
-    parts = list[str]()
-    for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
-        parts.append(part)
-        rest()
-    return "".join(parts).encode()
-
-
-def body_of(octets: bytes | bytearray, rest: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """The object in JSON of a body; large ones take a while. Raises: Refused.
-
-    Args:
-        rest: called now and then.
-    """
-    pieces, values = [(at, at + _PIECE) for at in range(0, len(octets), _PIECE)], 0
-    for piece in pieces:
-        values += sum(octets.count(mark, *piece) for mark in (b",", b"[", b"{"))
-        rest()
-    if values > _MOST_VALUES:
-        raise Refused(f"The body must have at most {_MOST_VALUES} values.", None, "too_large", 413)
-    try:
-        body = read_json(octets.decode("utf-8-sig"), rest)
-    except ValueError as error:
-        line = f"The body must be an object in JSON: {first_line(error)}."
-        raise Refused(line, None, "invalid_value") from None
-    if not isinstance(body, dict):
-        raise Refused(
-            f"The body must be an object in JSON, got {type(body).__name__}.", None, "invalid_value"
-        )
-    has_escapes = any(octets.find(b"\\u", at, end + 1) >= 0 for at, end in pieces)
-    for name, value in body.items() if has_escapes else ():
-        if not is_unicode([name, value], rest):
-            field = name.encode(errors="replace").decode()
-            message = f"'{field}' must be text in Unicode, got half of a surrogate pair."
-            raise Refused(message, field, "invalid_value") from None
-    return body
-
-
 def refused_by(error: Exception) -> Refused:
     """The error as a client is told it."""
     if isinstance(error, Refused):
@@ -463,6 +375,8 @@ def refused_by(error: Exception) -> Refused:
     if is_out_of_memory(error):
         _say("%s", first_line(error))
         return _no_memory()
+    if isinstance(error, RecursionError):
+        return Refused("The body nests too deep.", None, "invalid_value")
     log.error("%s %s: %s", REQUEST.get(), type(error).__name__, first_line(error), exc_info=error)
     return Refused(f"{type(error).__name__}: {first_line(error)}", None, None, 500)
 
@@ -483,12 +397,3 @@ def refusal(path: str, refused: Refused) -> Response:
 
 async def _handled(asked: Asked, error: Exception) -> Response:
     return refusal(asked.url.path, refused_by(error))
-
-
-def _memory(model: Any) -> int:
-    import torch
-
-    device = getattr(model, "device", None)
-    if device is not None and device.type == "mps":
-        return int(torch.mps.driver_allocated_memory())
-    return sum(parameter.nbytes for parameter in model.parameters())

@@ -7,7 +7,6 @@ from typing import Any
 from ..._text import shown
 from ..engine.defaults import choice
 from ..engine.ranges import DRAWS, SEED, SETTINGS, Check, integer, number
-from .json_text import read_json
 
 _MOST_STOPS = 16
 MOST_ANSWERS = 32  # to one request
@@ -41,6 +40,16 @@ def wrong(field: str, expected: str, got: object) -> Refused:
 def unsupported(field: str, got: object) -> Refused:
     """The error of a field that this server knows and does not serve."""
     return Refused(f"'{field}' is not supported by this server, got {shown(got)}.", field)
+
+
+def read_json(text: str | bytes) -> Any:
+    """The value of a text in JSON. Raises: ValueError."""
+    import msgspec  # which chat does without
+
+    try:
+        return msgspec.json.decode(text)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
 """Answers in JSON, and calls of tools: a mask of the tokens that may come next.
 
-It is xgrammar's, an optional extra, and is made on the host, of the token before it, so each token of such
+It is xgrammar's, and is made on the host, of the token before it, so each token of such
 an answer waits for the one before; the model's own step is captured as always, and the mask goes to the
 device in bits.
 """
 
-import importlib.util
 import json
 import re
 import threading
@@ -16,7 +15,6 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from ..._text import first_line
-from .json_text import levels
 from .limited import BESIDE, Limited, TooLong
 from .request import Refused, wrong
 
@@ -24,7 +22,7 @@ _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time and line of C++ in front o
 
 _MOST_CHARACTERS = 1 << 18  # in a schema or a grammar
 _MOST_CHOICES = 4096  # in one list, or in a grammar: their time grows by the square
-_MOST_PARENTHESES = 100  # inside of each other: xgrammar reads patterns by recursion
+_MOST_PARENTHESES = _MOST_DEEP = 100  # inside of each other: xgrammar reads by recursion
 _COMPILES, _MASKS = 10.0, 2.0  # seconds at most, for a grammar with its first mask, and for any later mask
 # Seconds that the masks of an answer may compute, in all: the others wait for each of them.
 _SPENT, _SPENT_BY_TOKEN = 0.5, 0.005
@@ -39,7 +37,7 @@ def schema_of(asked: Any, field: str) -> dict[str, Any] | None:
     Args:
         asked: what a request has in `field`: `response_format` of chats, `format` in the `text` of responses.
 
-    Raises: Refused for what is no format, and where xgrammar is missing.
+    Raises: Refused for what is no format.
     """
     if asked is None:
         return None
@@ -47,20 +45,12 @@ def schema_of(asked: Any, field: str) -> dict[str, Any] | None:
         raise wrong(field, f"an object whose type is {_KINDS}", asked)
     if asked["type"] == "text":
         return None
-    check_extra(field, asked["type"])
     inner = asked.get("json_schema", asked)
     if asked["type"] == "json_object" and (not isinstance(inner, dict) or inner.get("schema") is None):
         return _ANY_OBJECT
     if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
         raise wrong(f"{field}.json_schema", "an object with a name and a schema", inner)
     return dict(inner["schema"])
-
-
-def check_extra(field: str, got: object) -> None:
-    """Raises: Refused where xgrammar is missing."""
-    if importlib.util.find_spec("xgrammar") is None:
-        expected = f"'{field}' needs `pip install 'xgrammar>=0.2'` where the server runs"
-        raise Refused(f"{expected}, got {got!r}.", field)
 
 
 class Masked(LogitsProcessor):
@@ -130,7 +120,10 @@ def check_size(form: Any, field: str) -> None:
     if len(text) > _MOST_CHARACTERS:
         expected = f"of at most {_MOST_CHARACTERS} characters"
         raise Refused(f"The {kind} of '{field}' must be {expected}, got {len(text)}.", field, "invalid_value")
-    most = max(_longest_list(plain), text.count("|"))
+    longest, depth = _sizes(plain) if isinstance(plain, dict | list) else (0, 0)
+    if depth > _MOST_DEEP:
+        raise Refused(f"The {kind} of '{field}' must nest at most {_MOST_DEEP} deep.", field, "invalid_value")
+    most = max(longest, text.count("|"))
     if most > _MOST_CHOICES:
         expected = f"have at most {_MOST_CHOICES} choices in one place"
         raise Refused(f"The {kind} of '{field}' must {expected}, got {most}.", field, "invalid_value")
@@ -146,9 +139,15 @@ def _kind_of(form: Any) -> str:
     return "grammar" if isinstance(form, str) else "schema"
 
 
-def _longest_list(form: Any) -> int:
-    inside = [part for level in levels(form) for part in level] if isinstance(form, dict | list) else []
-    return max((len(part) for part in inside if isinstance(part, list)), default=0)
+def _sizes(form: Any) -> tuple[int, int]:
+    """The length of the longest list in a form, and how deep it nests."""
+    level, longest, depth = [form], 0, 0
+    while level:
+        longest = max([longest, *(len(part) for part in level if isinstance(part, list))])
+        inner = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [part for parts in inner for part in parts if isinstance(part, dict | list)]
+        depth += 1
+    return longest, depth
 
 
 class Grammars:

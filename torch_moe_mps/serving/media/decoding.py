@@ -176,6 +176,6 @@ def _sound(sound: Any, file: File, limits: Limits) -> Any:
     mono = np.concatenate(blocks) if blocks else np.zeros(0, "float32")
     if limits.rate in (None, sound.samplerate):
         return mono
-    import soxr  # type: ignore[import-not-found, unused-ignore]
+    import soxr  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     return soxr.resample(mono, sound.samplerate, limits.rate)

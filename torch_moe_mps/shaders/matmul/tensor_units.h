@@ -14,9 +14,9 @@
 #include "matmul/formats.h"
 #include "matmul/tiles.h"
 
-// A matrix in memory. Its size begins with the innermost dimension: (columns, rows). A product reads the
-// first columns: rows may be longer than its depth. Apple's MPPTensorOpsMatMul2d.h: operands whose size is
-// known to the compiler are not checked for edges in each product.
+// A matrix in memory. Its size begins with the innermost dimension: (columns, rows). Apple's
+// MPPTensorOpsMatMul2d.h: operands whose size is known to the compiler are not checked for edges in each
+// product.
 template <int kColumns, int kRows>
 using TileSize = extents<int32_t, kColumns, kRows>;
 template <typename T, int kColumns, int kRows>
@@ -27,6 +27,16 @@ using DeviceTensor = tensor<device T, TensorSize, tensor_inline>;
 
 constant constexpr int kTensorStride = kTensorDepth + 8;  // elements from row to row, in threadgroup memory
 constant constexpr int kStrideOctets = kTensorStride / 8;
+
+// An operand in threadgroup memory: as many columns as a product has inputs.
+template <typename T, int kRows>
+using StagedTensor = ThreadgroupTensor<T, kTensorDepth, kRows>;
+
+template <typename T, int kRows>
+inline StagedTensor<T, kRows> staged(threadgroup uint4* memory) {
+  return StagedTensor<T, kRows>(reinterpret_cast<threadgroup T*>(memory), TileSize<kTensorDepth, kRows>(),
+                                array<int32_t, 2>{1, kTensorStride});
+}
 
 // The weights that a thread decodes in each step: a run of one row. Gate rows come before up rows.
 template <typename W>
@@ -165,10 +175,10 @@ struct TensorGemm {
                                              mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
     mpp::tensor_ops::matmul2d<product, execution_simdgroups<kTensorSimdgroups>> multiply;
     // Named, not decltype(left): from MSL 4.1 on that has the address space of the variable (mlx#4533).
-    typedef ThreadgroupTensor<T, kTensorStride, kPairs> Left;
-    typedef ThreadgroupTensor<T, kTensorStride, kTensorRows> Right;
-    Left left(reinterpret_cast<threadgroup T*>(inputs), TileSize<kTensorStride, kPairs>());
-    Right right(reinterpret_cast<threadgroup T*>(weights), TileSize<kTensorStride, kTensorRows>());
+    typedef StagedTensor<T, kPairs> Left;
+    typedef StagedTensor<T, kTensorRows> Right;
+    Left left = staged<T, kPairs>(inputs);
+    Right right = staged<T, kTensorRows>(weights);
     auto sums = multiply.template get_destination_cooperative_tensor<Left, Right, float>();
     clear_sums(sums);
     for (uint depth = 0; depth < params.inputs; depth += kTensorDepth) {
@@ -205,7 +215,7 @@ struct TensorLinear {
     device T* x = const_cast<device T*>(work.x) + ulong(work.pairs.first) * params.inputs;
     DeviceTensor<T> tokens(x, TensorSize(int(params.inputs), kPairs));
     typedef decltype(tokens.template slice<kTensorDepth, kOfProduct>(0, 0)) Left;
-    typedef ThreadgroupTensor<T, kTensorStride, kTensorRows> Right;
+    typedef StagedTensor<T, kTensorRows> Right;
     auto sums = multiply.template get_destination_cooperative_tensor<Left, Right, float>();
     auto other = multiply.template get_destination_cooperative_tensor<Left, Right, float>();
     clear_sums(sums);
@@ -217,8 +227,7 @@ struct TensorLinear {
       const auto next = rows.load(work.weights, depth + kTensorDepth, params);
       // The weights of this step are there, and those of the step before have been read.
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      Right right(reinterpret_cast<threadgroup T*>(memory + turn * kWeightOctets),
-                  TileSize<kTensorStride, kTensorRows>());
+      Right right = staged<T, kTensorRows>(memory + turn * kWeightOctets);
       Left left = tokens.template slice<kTensorDepth, kOfProduct>(int(depth), 0);
       multiply.run(left, right, sums);
       if constexpr (kTwo) {

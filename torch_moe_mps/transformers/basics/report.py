@@ -1,16 +1,11 @@
 """Reports of what quantising and accelerating did, module by module."""
 
-import math
 import re
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ...quantization import Format
-
-Item = TypeVar("Item")
 
 
 class QuantizedProjection(NamedTuple):
@@ -244,40 +239,3 @@ class Report:
         if self.rows:
             table += [f"{replaced} modules run on torch_moe_mps, {alone} keep their own code."]
         return "\n".join(table).rstrip()
-
-
-def with_progress(items: Sequence[Item], what: str, unit: str, wanted: bool = True) -> Iterable[Item]:
-    """The items, with a progress bar where tqdm is installed (transformers requires it)."""
-    if not wanted or not items:
-        return items
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return items
-    return tqdm(items, desc=what, unit=unit)
-
-
-def now_and_then(
-    items: Sequence[Item], what: str, unit: str, begun: int = 0, seconds: float = 10.0
-) -> Iterator[Item]:
-    """The items, with a bar on a terminal, and elsewhere a line on stderr at first and now and then.
-
-    Args:
-        items: those that are left.
-        what: is done with them.
-        unit: of one.
-        begun: how many were done before.
-        seconds: between two lines.
-    """
-    total = begun + len(items)
-    if sys.stderr.isatty():
-        from tqdm.auto import tqdm
-
-        yield from tqdm(items, what, total, initial=begun, unit=unit)
-        return
-    said = -math.inf
-    for number, item in enumerate(items, begun):
-        if time.monotonic() - said >= seconds:
-            print(f"{what}: {number} of {total} {unit}s", file=sys.stderr, flush=True)
-            said = time.monotonic()
-        yield item

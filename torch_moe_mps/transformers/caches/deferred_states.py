@@ -157,7 +157,7 @@ class DeferredLayer(LinearAttentionLayer):
 def _deferred_class(plain: type) -> type:
     # transformers registers a class under its _layer_type for all models, so this one must have none.
     own = {"_layer_type": None, "committed_class": plain}
-    return type(f"DeferredLayer{plain.__name__}", (DeferredLayer, plain), own)
+    return type(f"Deferred{plain.__name__}", (DeferredLayer, plain), own)
 
 
 def states_of(layer: Any) -> dict[tuple[str, int], Tensor]:

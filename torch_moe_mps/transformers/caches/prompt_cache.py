@@ -64,7 +64,7 @@ def reads_whole(model: PreTrainedModel) -> bool:
 
 def can_be_cut(layer: Any) -> bool:
     """Whether a layer of a cache still has what any prefix of its tokens needs."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin) or not _gives_back(layer):
+    if isinstance(layer, LinearAttentionCacheLayerMixin) or not gives_back(layer):
         return False
     if getattr(layer, "is_sliding", False):
         return bool(layer.cumulative_length < layer.sliding_window)
@@ -77,10 +77,10 @@ def runs_on(cache: DynamicCache) -> bool:
     `generate` may compute one behind the last that it returns: then such a cache holds all of these.
     """
     linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
-    return linear or not all(map(_gives_back, cache.layers))
+    return linear or not all(map(gives_back, cache.layers))
 
 
-def _gives_back(layer: Any) -> bool:
+def gives_back(layer: Any) -> bool:
     """Whether tokens can be taken back from a layer of keys: not from keys of several tokens."""
     kind: Any = type(layer)
     return bool(getattr(growing_class(kind) or layer, "is_croppable", True))

@@ -150,11 +150,14 @@ struct run_request {
     for (unsigned t = 0; t < count; t++)
       if (!threads[t]) return "run() needs every lane of its simdgroups";
     constexpr int m = Shape::m, n = Shape::n;
-    const int k = Shape::k >= 0 ? int(Shape::k)
-                                : depth(*static_cast<const self*>(threads[0])->left, !Shape::transpose_left);
+    const self& own = *static_cast<const self*>(threads[0]);
+    const int k = Shape::k >= 0 ? int(Shape::k) : depth(*own.left, !Shape::transpose_left);
     matrix left(Shape::transpose_left ? k : m, Shape::transpose_left ? m : k);
     matrix right(Shape::transpose_right ? n : k, Shape::transpose_right ? k : n);
     matrix sums(m, n);
+    if ((!Shape::transpose_left && depth(*own.left, true) > k) ||
+        (Shape::transpose_right && depth(*own.right, true) > k))
+      return "an operand of run() has more columns than the product has K";
     if (const char* wrong = gather(left, threads, count, &self::left)) return wrong;
     if (const char* wrong = gather(right, threads, count, &self::right)) return wrong;
     if (Shape::accumulates)

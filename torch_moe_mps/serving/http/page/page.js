@@ -231,9 +231,9 @@ async function read(message, stream, show) {
         const seconds = (performance.now() - first) / 1000;
         figures = count + " tokens" + (count > 1 && seconds > 0 ? ", " + ((count - 1) / seconds).toFixed(1) + " tokens/s" : "");
         message.figures = figures;
-        figures += ", " + part.usage.prompt_tokens_details.cached_tokens + " of " + prompt + " tokens of the prompt were kept";
+        figures += ", " + part.usage.prompt_tokens_details.cached_tokens + " of " + prompt + " prompt tokens cached";
         const { accepted_prediction_tokens: held, rejected_prediction_tokens: wrong } = part.usage.completion_tokens_details;
-        if (held + wrong) figures += ", " + held + " of " + (held + wrong) + " draft tokens held";
+        if (held + wrong) figures += ", " + held + " of " + (held + wrong) + " draft tokens accepted";
       }
     }
     show();

@@ -5,6 +5,7 @@ from typing import Any
 
 from ...engine.ranges import integer
 from ..answer import Answer, Item, Piece
+from ..answers import Answers
 from ..request import (
     HINTS,
     MOST_ANSWERS,
@@ -20,8 +21,8 @@ from ..request import (
     common,
     wrong,
 )
-from ..served import Answers, Served
-from ..structured import check_extra, schema_of
+from ..served import Served
+from ..structured import schema_of
 from . import conversation
 from .protocol import Protocol, Writer, event, input_of, new_id, openai_error
 from .tools import Call
@@ -186,7 +187,6 @@ def _form(body: dict[str, Any]) -> tuple[str, dict[str, Any] | str | None]:
     schema = schema_of(body.get("response_format"), "response_format")
     forms: dict[str, Any] = asked if schema is None else asked | {"response_format": schema}
     for name in asked:
-        check_extra(name, asked[name])
         if len(forms) > 1:
             raise wrong(name, f"the only one of {', '.join(forms)}", asked[name])
     return next(iter(forms.items()), ("response_format", None))

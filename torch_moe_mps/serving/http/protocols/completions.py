@@ -4,9 +4,10 @@ from typing import Any
 
 from ...engine.ranges import integer
 from ..answer import Answer, Item, Piece
+from ..answers import Answers
 from ..logprobs import completion_form
 from ..request import HINTS, MOST_ANSWERS, OBJECT, SHARED, Fields, Request, common, wrong
-from ..served import Answers, Served
+from ..served import Served
 from ..structured import schema_of
 from .chat import Chunks, envelope, usage
 from .protocol import Protocol, Writer

@@ -4,9 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from ..json_text import read_json
-from ..request import Forced, Refused, Tool, wrong
-from ..structured import check_extra
+from ..request import Forced, Refused, Tool, read_json, wrong
 
 Part = dict[str, Any]
 Say = Callable[[str], None]
@@ -224,7 +222,6 @@ def chosen(body: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Forced | 
     if choice == "required":
         if not own:
             raise wrong("tools", "a list of at least one tool with 'tool_choice' required", [])
-        check_extra("tool_choice", choice)
         return own, Forced(own, None, parallel)
     if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom", "tool"):
         raise wrong("tool_choice", "none, auto, required or a function by its name", choice)
@@ -233,7 +230,6 @@ def chosen(body: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Forced | 
     if not named:
         known = ", ".join(t.own_name for t in own) or "(none)"
         raise wrong("tool_choice", f"one of the tools {known}", name)
-    check_extra("tool_choice", name)
     return own, Forced(own, named[0].name, parallel)
 
 

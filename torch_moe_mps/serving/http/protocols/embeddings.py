@@ -51,7 +51,7 @@ class Texts:
         if path == RERANK:
             field = "texts" if body.get("texts") is not None else "documents"
             self.documents = _documents(body.get(field), field)
-            with served.tokenizing():
+            with served.template.tokenizing():
                 self.ids = self.encoder.pairs(body["query"], self.documents)
         else:
             if body.get("encoding_format") not in (None, "float", "base64"):
@@ -66,7 +66,7 @@ class Texts:
     def _tokens(self, value: str | list[int]) -> list[int]:
         if not isinstance(value, str):
             return value
-        with self.served.tokenizing():
+        with self.served.template.tokenizing():
             return [*self.encoder.tokenizer(value)["input_ids"]]
 
     def compute(self) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 
 from ...engine.ranges import DRAWS, SETTINGS, integer, number
 from ..answer import Answer, Item, Piece
+from ..answers import Answers
 from ..request import (
     OBJECT,
     SHARED,
@@ -20,7 +21,7 @@ from ..request import (
     instance,
     wrong,
 )
-from ..served import Answers, Served
+from ..served import Served
 from ..structured import schema_of
 from . import conversation
 from .protocol import Protocol, Text, Writer, blocks, event, input_of, new_id
@@ -257,7 +258,7 @@ def _of_user(reader: _Content, values: list[Any], where: str) -> list[dict[str, 
                 raise wrong(f"{inside}.tool_use_id", "a text", block.get("tool_use_id"))
             texts = reader.texts(block.get("content") or [], f"{inside}.content")
             pictures = [part for part in texts if part["type"] != "text"]
-            if pictures and not hasattr(reader.served.processor, "image_processor"):
+            if pictures and not reader.served.template.reads("image"):
                 reader.served.say_once("pictures in results of tools are left out: the model reads none")
             elif pictures:  # few templates read them in a result
                 parts += pictures

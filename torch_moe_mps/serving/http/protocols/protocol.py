@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..answer import Answer, Item, Piece
+from ..answers import Answers
 from ..request import Refused, Request
-from ..served import Answers, Served
+from ..served import Served
 from .tools import Call
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from ...engine.ranges import integer
 from ..answer import Answer, Item, Piece
+from ..answers import Answers
 from ..request import (
     HINTS,
     OBJECT,
@@ -19,7 +20,7 @@ from ..request import (
     instance,
     wrong,
 )
-from ..served import Answers, Served
+from ..served import Served
 from ..structured import schema_of
 from . import conversation
 from .chat import MOST_LOGPROBS, logprobs_of

@@ -1,12 +1,13 @@
-"""Texts and tokens, as llama.cpp's server has them: `/tokenize`, `/detokenize` and `/apply-template`."""
+"""Texts and tokens, as llama.cpp's server has them: `/tokenize` and `/detokenize`."""
 
 from typing import Any
 
 from ..logprobs import text_of
+from ..preparing import check_characters
 from ..request import TEXT, YES_OR_NO, Fields, wrong
-from ..served import Served, check_characters
-from .chat import ChatCompletions
+from ..served import Served
 
+_MOST_PIECES = 1 << 14
 _OPTIONS = {"add_special": YES_OR_NO, "parse_special": YES_OR_NO, "with_pieces": YES_OR_NO}
 _TOKENIZE = Fields({"content": TEXT, "model": TEXT, **_OPTIONS}, "content")
 _DETOKENIZE = Fields({"model": TEXT}, "tokens")
@@ -16,10 +17,12 @@ def tokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
     """The tokens of `content`, and with `with_pieces` their texts. Raises: Refused."""
     _TOKENIZE.check(body, "/tokenize", served.say_once)
     check_characters(len(body["content"]), "content")
-    with served.tokenizing(splits=body.get("parse_special") is False) as tokenizer:
+    with served.template.tokenizing(splits=body.get("parse_special") is False) as tokenizer:
         ids = tokenizer(body["content"], add_special_tokens=bool(body.get("add_special")))["input_ids"]
         if not body.get("with_pieces"):
             return {"tokens": [*ids]}
+        if len(ids) > _MOST_PIECES:
+            raise wrong("with_pieces", f"false for more than {_MOST_PIECES} tokens", True)
         pieces = {token: _piece(served, token) for token in {*ids}}
         return {"tokens": [{"id": token, "piece": pieces[token]} for token in ids]}
 
@@ -31,19 +34,14 @@ def detokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
     if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
         raise wrong("tokens", "a list of tokens", tokens)
     served.check_tokens(tokens, "tokens")
-    with served.tokenizing() as tokenizer:
+    with served.template.tokenizing() as tokenizer:
         return {"content": tokenizer.decode(tokens)}
-
-
-def apply_template(body: dict[str, Any], served: Served) -> dict[str, Any]:
-    """The prompt that a chat becomes, as text. Raises: Refused."""
-    return {"prompt": served.prompt_text(ChatCompletions().read(body, served))}
 
 
 def _piece(served: Served, token: int) -> str | list[int] | None:
     """A token's text, its octets where they are a part of a character."""
-    text, octets = text_of(served.tokenizer, token)
+    text, octets = text_of(served.template.tokenizer, token)
     return octets if "\ufffd" in text else text
 
 
-PATHS = {"/tokenize": tokenize, "/detokenize": detokenize, "/apply-template": apply_template}
+PATHS = {"/tokenize": tokenize, "/detokenize": detokenize}

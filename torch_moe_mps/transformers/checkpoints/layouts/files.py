@@ -73,7 +73,7 @@ def check_index(folder: Path) -> None:
             stored = json.loads(listing.read_text())
             names = {stored.get("transformers_weights") or "", *stored.get("weight_map", {}).values()}
             outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
-        except (OSError, ValueError, TypeError, AttributeError):  # what reads it says what is wrong
+        except (OSError, ValueError, TypeError, AttributeError):  # its reader raises the error
             continue
         if outside:
             raise ValueError(f"{listing} names {min(outside)}, which is outside of the folder")

@@ -1,4 +1,4 @@
-"""Which weights are quantised, and to which format: one decision for in place, loading and planning."""
+"""Decides which weights are quantised, and to which format, for in place, loading and planning."""
 
 from collections import Counter
 from collections.abc import Mapping

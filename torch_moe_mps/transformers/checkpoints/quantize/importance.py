@@ -22,10 +22,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ...._progress import with_progress
 from ....ops._checks import Check
 from ....quantization.formats import check_importance, check_weighed
 from ...basics.interface import Experts, projections, weights_in
-from ...basics.report import any_layer, with_progress
+from ...basics.report import any_layer
 from ...modules.experts import activated_rows
 from ...modules.linears import GroupedLinear, QuantizedLinear
 from .blending import blended
@@ -129,7 +130,7 @@ def read_importance(file: str | Path, model: nn.Module) -> Importance:
 
     path = Path(file)
     if not path.is_file():
-        raise ValueError(f"moe_mps::importance: {path} must be a file, got none")
+        raise ValueError(f"moe_mps::importance: the file {path} does not exist")
     importance = Importance(*read_imatrix(path, model)) if is_imatrix(path) else _read(path)
     for name, mean in importance.means.items():
         check_importance(_CHECK, f"{name} in {path.name}", mean)
@@ -206,7 +207,7 @@ def collect_importance(
         ids: [T] tokens of a text, at least 512; they run in windows of 512.
         text: their text, whose hash the file stores; by default the hash of the ids.
         drafting: layers behind the model that draft, which are counted, too.
-        progress: show a bar where tqdm is installed.
+        progress: shows the progress on stderr.
 
     Returns: the means, for `accelerate`, `from_pretrained` and `Importance.save`. Experts that few tokens
         reach are blended with all of their layer; one without tokens has the mean of those.
@@ -226,7 +227,7 @@ def collect_importance(
         for target in (*_multiplied(model), *(() if drafting is None else _multiplied(drafting.named))):
             hook = _hook(target, counts)
             hooks.callback(target.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        for window in with_progress(ids.split(WINDOW), "Calibrating", "window", progress):
+        for window in with_progress(ids.split(WINDOW), "Calibrating", "window", wanted=progress):
             read = window[None].to(device)
             if drafting is None:
                 called(input_ids=read, use_cache=False)

@@ -6,9 +6,10 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from ...._progress import with_progress
 from ....quantization import Format
 from ...basics.interface import experts_of, formats_of, is_quantized, projections, weights_in
-from ...basics.report import QuantizationReport, with_progress
+from ...basics.report import QuantizationReport
 from ...modules.experts import unsupported
 from ...modules.linears import QuantizedLayer, has_quantized_weights
 from .decision import note_exceptions, weights_of
@@ -42,7 +43,7 @@ def quantize_experts(
         model: any module; experts are recognised by the interface of transformers' experts implementations.
         bits, group_size, mode: see Format.
         modules: the experts modules to quantise, by name; None means all of the model.
-        progress: show a bar where tqdm is installed.
+        progress: shows the progress on stderr.
 
     Returns: a report with the relative error of each parameter, and what was left dense.
 
@@ -97,7 +98,7 @@ def quantize_targets(
     report.bytes_before = report.bytes_before or bytes_a_token(model)
     alike = sharing(model, dense)
     try:
-        for name in with_progress(list(dense), "Quantising", "module", progress):
+        for name in with_progress(list(dense), "Quantising", "module", wanted=progress):
             others = [dense[other] for other in alike.get(name, ()) if other in dense and other != name]
             if name in report.modules or name in report.shared:
                 continue

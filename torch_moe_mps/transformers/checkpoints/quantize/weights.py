@@ -129,8 +129,7 @@ def requantize(
     changed = []
     for parameter, format in formats.items():
         stored = _stored(target, parameter)
-        format_before = stored.format.to_dict()
-        dense = dequantize(stored.packed, stored.scales, stored.biases, **format_before, dtype=dtype)
+        dense = dequantize(stored, dtype)
         target.formats[parameter] = format
         stack = dense if target.kind == "experts" else dense.unsqueeze(0)
         weight, entry = quantize_parameter(target, parameter, stack)

@@ -16,9 +16,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...._progress import with_progress
 from ....ops._checks import Check
 from ...basics.interface import codes_of, weights_in
-from ...basics.report import QuantizationReport, now_and_then
+from ...basics.report import QuantizationReport
 from ...upstream.loading import (
     LoadStateDictConfig,
     WeightConverter,
@@ -142,7 +143,7 @@ class Parts:
             for part in done:
                 self.report.add_rows(shards.done[part])
         left = [part for part in parts if part not in done]
-        for part in now_and_then(left, "Converting", "part", len(parts) - len(left)):
+        for part in with_progress(left, "Converting", "part", len(parts) - len(left)):
             with self.loaded(part) if part != REST else nullcontext():
                 yield self._tensors(part)
             rows = [] if self.report is None else self.report.rows()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .....quantization import Format, dequantize
+from .....quantization import Format, QuantizedWeight, dequantize
 from ....upstream.loading import ConversionOps
 from ...quantize.weights import words
 from ..operations import Operation, each, only
@@ -62,7 +62,7 @@ def _matrices(formats: Sequence[Format | None], rest: Iterator[Tensor]) -> Itera
         else:
             packed, scales = next(rest), next(rest)
             biases = next(rest) if format.has_biases else None
-            yield dequantize(packed, scales, biases, **format.to_dict())
+            yield dequantize(QuantizedWeight(packed, scales, biases, format))
 
 
 def halves(formats: Sequence[Format | None], heads: int, nope: int, format: Format | None) -> Operation:

@@ -1,0 +1,108 @@
+"""The answers to one request, and what they have cost."""
+
+import time
+
+from ..engine.job import Generator, Job, Reason
+from .answer import Answer, Times
+
+
+class Answers:
+    """The answers to one request, which may still be coming."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+        self.jobs: list[Job] = []
+
+    def add(self, answer: Answer, job: Job) -> None:
+        self.answers.append(answer)
+        self.jobs.append(job)
+
+    def submit(self, generator: Generator) -> None:
+        """Lets them be generated."""
+        for answer, job in zip(self.answers, self.jobs, strict=True):
+            now = time.monotonic()
+            answer.times = Times(now, None, now, now)
+            generator.submit(job)
+
+    def cancel(self) -> None:
+        for job in self.jobs:
+            job.cancel()
+
+    @property
+    def error(self) -> Exception | None:
+        return next((a.reason for a in self.answers if isinstance(a.reason, Exception)), None)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of each prompt, once however many answers it has."""
+        return sum(
+            {id(j.inputs): a.prompt_tokens for a, j in zip(self.answers, self.jobs, strict=True)}.values()
+        )
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that were kept, of each prompt's first answer."""
+        first: dict[int, int] = {}
+        for job in self.jobs:
+            first.setdefault(id(job.inputs), job.cached_tokens)
+        return sum(first.values())
+
+    @property
+    def disk_tokens(self) -> int:
+        """Cached tokens that were read from a disk."""
+        return sum({id(job.inputs): job.disk_tokens for job in reversed(self.jobs)}.values())
+
+    @property
+    def read_seconds(self) -> float:
+        """Seconds for which the prompts were computed, where nothing else was computed beside them."""
+        answer = self.answers[0]
+        return (
+            max(0.0, answer.times.first - answer.times.begun)
+            if answer.times.begun is not None and answer.tokens
+            else 0.0
+        )
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    @property
+    def draft_tokens(self) -> tuple[int, int]:
+        """Draft tokens that were accepted, and that were rejected."""
+        return sum(job.accepted_tokens for job in self.jobs), sum(job.rejected_tokens for job in self.jobs)
+
+    @property
+    def drafts_form(self) -> dict[str, int]:
+        """OpenAI's names of the draft tokens in a usage."""
+        names = "accepted_prediction_tokens", "rejected_prediction_tokens"
+        return dict(zip(names, self.draft_tokens, strict=True))
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(answer.reasoning_tokens for answer in self.answers)
+
+    def __str__(self) -> str:
+        """The line of a log."""
+        now = time.monotonic()  # where the client leaves before the end
+        first = min(now if a.reason is None and not a.tokens else a.times.first for a in self.answers)
+        submitted = min(answer.times.submitted for answer in self.answers)
+        unread = submitted if self.tokens else first  # where nothing told that a prompt is read
+        begun = min((a.times.begun for a in self.answers if a.times.begun is not None), default=unread)
+        ended = max(now if a.reason is None else a.times.ended for a in self.answers)
+        tokens, seconds = self.tokens, ended - first
+        speed = f" ({(tokens - 1) / seconds:.1f} tokens/s)" if tokens > 1 and seconds > 0 else ""
+        disk = f", {self.disk_tokens} of the disk" if self.disk_tokens else ""
+        held, wrong = self.draft_tokens
+        drafted = f", {held} of {held + wrong} draft tokens accepted" if held + wrong else ""
+        reasons = {_in_words(answer.reason) for answer in self.answers}
+        return (
+            f"waited {begun - submitted:.2f} s, "
+            f"prompt {self.prompt_tokens} tokens ({self.cached_tokens} kept{disk}) in {first - begun:.2f} s, "
+            f"answer {tokens} tokens in {seconds:.2f} s{speed}{drafted}, {', '.join(sorted(reasons))}"
+        )
+
+
+def _in_words(reason: Reason | Exception | None) -> str:
+    if reason is None:
+        return "the client left"
+    return reason if isinstance(reason, str) else "error"

@@ -1,0 +1,103 @@
+"""What the server has done, as Prometheus reads it."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from .answers import Answers
+from .served import Served
+
+
+@dataclass
+class Counted:
+    """A request that is being answered, with the status that it is answered with."""
+
+    status: int = 200
+
+
+class Metrics:
+    """Counts requests and tokens; all else is read from what generates."""
+
+    def __init__(self, served: Served):
+        self._served, self._registry = served, CollectorRegistry()
+        self._requests = Counter(
+            "moe_mps_requests", "requests by path and status", ["path", "status"], registry=self._registry
+        )
+        self._generated = Counter("moe_mps_generated_tokens", "tokens of answers", registry=self._registry)
+        self._computed, self._seconds = 0, 0.0  # tokens of prompts whose time is known, and that time
+        self._registry.register(self)
+
+    @contextlib.contextmanager
+    def counted(self, path: str) -> Iterator[Counted]:
+        """Block that answers a request; one that is left by an error has the status 500."""
+        counted = Counted()
+        try:
+            yield counted
+        except BaseException:
+            counted.status = 500
+            raise
+        finally:
+            self._requests.labels(path, counted.status).inc()
+
+    def ended(self, answers: Answers) -> None:
+        """Counts the tokens of answers."""
+        self._generated.inc(answers.tokens)
+        if seconds := answers.read_seconds:
+            self._computed += answers.prompt_tokens - answers.cached_tokens
+            self._seconds += seconds
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics that are read from what generates."""
+        generator = self._served.generator
+        prompts, octets = generator.prompts_held()
+        accepted, rejected = generator.draft_tokens
+        memory = generator.memory
+        yield _counter("prompt_tokens", "tokens of prompts that were computed", generator.read_tokens)
+        yield _counter("cached_tokens", "tokens that the prefix cache had", generator.cached_tokens)
+        yield _counter("accepted_draft_tokens", "draft tokens that were accepted", accepted)
+        yield _counter("rejected_draft_tokens", "draft tokens that were rejected", rejected)
+        yield _gauge("rows_active", "answers that are generated now", generator.active)
+        yield _gauge("rows_most", "answers that are generated together, at most", generator.most)
+        yield _gauge("requests_waiting", "answers that wait", generator.waiting)
+        yield _gauge("kept_prompts", "prompts in the prefix cache", prompts)
+        yield _gauge("kept_prompts_bytes", "memory of the prefix cache", octets)
+        yield _gauge(
+            "memory_bytes", "memory in use by the model and on its device", memory_in_use(self._served.model)
+        )
+        if memory is not None:
+            yield _gauge("memory_budget_bytes", "memory that all may take together", memory.total)
+            yield _gauge("memory_room_bytes", "memory for answers and the prefix cache", memory.free)
+            yield _gauge("memory_level", "1 where the system is short of memory, 2 without", memory.level)
+        if (disk := generator.disk) is not None:
+            saved = disk.tokens * self._seconds / max(1, self._computed) - disk.seconds
+            yield _counter("disk_hits", "prompts that were read from the disk", disk.hits)
+            yield _counter("disk_tokens", "tokens of these", disk.tokens)
+            yield _counter("disk_read_bytes", "bytes of these", disk.read_bytes)
+            yield _counter("disk_written_bytes", "bytes of prompts written", disk.written_bytes)
+            yield _gauge("disk_bytes", "bytes of prompts on the disk", disk.nbytes)
+            yield _gauge("disk_seconds_saved", "time that computing these would have taken", max(0.0, saved))
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"moe_mps_{name}", text, value=value)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"moe_mps_{name}", text, value=value)
+
+
+def memory_in_use(model: Any) -> int:
+    """Bytes that a model's device has in use; on the CPU, of the model's parameters and buffers."""
+    device = getattr(model, "device", None)
+    if device is not None and device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,330 @@
+"""What a request becomes before it is generated: prompts as inputs of the model, settings, and jobs."""
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+
+from ..._text import first_line
+from ..engine.defaults import settings_of_answer
+from ..engine.encoder import NO_TEXT
+from ..engine.generating import images_of
+from ..engine.job import Job, prompt_length
+from ..engine.penalties import Penalties
+from ..engine.ranges import check_settings, unserved_settings, vocabulary_of
+from ..media.decoding import File, decoded
+from ..prefix_cache.memory import Images
+from .answer import Answer, Item, Items, text_stream
+from .answers import Answers
+from .logprobs import Logprobs
+from .protocols.tools import Parser, grammar
+from .request import Chat, Refused, Request, unsupported, wrong
+from .served import Served
+from .structured import check_size
+from .template import tensor
+
+log = logging.getLogger(__name__)
+Show = Callable[[int, Item | None], None]
+_MOST_CHARACTERS = 1 << 23  # more than any context has
+# Messages of a conversation, and parts of them; tools: each is written by the chat template, in Python.
+_MOST_MESSAGES, _MOST_TOOLS = 10_000, 1024
+
+
+@dataclass
+class Prompt:
+    """What all answers to a prompt have in common.
+
+    Args:
+        text: of the prompt, by which the parser knows what it begins of the answer; None where all is text.
+        parser: reads calls of tools and reasoning out of an answer.
+    """
+
+    inputs: dict[str, Any]
+    config: Any
+    text: str | None
+    images: Images | None
+    parser: Callable[[], Parser] | None
+
+
+def prompts_of(served: Served, request: Request) -> list[Prompt]:
+    """The prompts of a request, tokenised; long ones take a while. Raises: Refused."""
+    return [_prompt(served, prompt, request) for prompt in request.prompts]
+
+
+def answers_to(served: Served, request: Request, prompts: list[Prompt], show: Show) -> Answers:
+    """The answers to a request, each with its job. Grammars are compiled, which may take seconds.
+
+    Args:
+        show: takes the number of an answer and a part of it, None behind the last; on any thread.
+
+    Raises: Refused.
+    """
+    answers, mark = Answers(), object()
+    for prompt in prompts:
+        for place in range(request.count):
+            answer, job = _job(served, request, prompt, len(answers.jobs), show)
+            job.request, job.seed = mark, None if request.seed is None else request.seed + place
+            answers.add(answer, job)
+    return answers
+
+
+def prepare(served: Served, request: Request, show: Show) -> Answers:
+    """`answers_to` the prompts of a request. Raises: Refused."""
+    return answers_to(served, request, prompts_of(served, request), show)
+
+
+def count_tokens(served: Served, request: Request) -> int:
+    """The tokens of the first prompt. Raises: Refused."""
+    return _length(_inputs(served, request.prompts[0], request.prompt_field))
+
+
+def prompt_text(served: Served, request: Request) -> str:
+    """The text of the first prompt, which is a conversation. Raises: Refused."""
+    chat = request.prompts[0]
+    assert isinstance(chat, Chat)
+    return str(_templated(served, chat, request.prompt_field, tokenize=False))
+
+
+def check_characters(count: int, field: str) -> None:
+    """Raises: Refused for a text that takes too long to read."""
+    if count > _MOST_CHARACTERS:
+        raise Refused(f"'{field}' must have at most {_MOST_CHARACTERS} characters, got {count}.", field)
+
+
+# Prompts
+
+
+def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) -> Prompt:
+    read = _inputs(served, prompt, request.prompt_field)
+    config = _settings(served, request, _length(read))
+    served.check_tokens(read["input_ids"], request.prompt_field)
+    inputs = {name: tensor(value) for name, value in read.items()}
+    form, text, parser = served.template.form, None, None
+    if isinstance(prompt, Chat) and form is not None:
+        text = str(served.template.tokenizer.decode(inputs["input_ids"][0]))
+        tools = [tool.function for tool in request.tools.values()] or None
+        parser = functools.partial(Parser, form, prefix=text, tools=tools)
+    return Prompt(inputs, config, text, images_of(served.model, inputs), parser)
+
+
+def _inputs(served: Served, prompt: Chat | str | list[int], field: str) -> dict[str, Any]:
+    """The inputs of a prompt, as lists [T] where no processor makes tensors [1, T]. Raises: Refused."""
+    if not served.generates:
+        raise Refused(NO_TEXT, "model")
+    if isinstance(prompt, Chat):
+        inputs: dict[str, Any] = _templated(served, prompt, field)
+        return inputs
+    ids: Any = prompt
+    if isinstance(prompt, str):
+        check_characters(len(prompt), field)
+        with served.template.tokenizing() as tokenizer:
+            ids = tokenizer(prompt)["input_ids"]
+    return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+
+
+def _templated(served: Served, chat: Chat, field: str, tokenize: bool = True) -> Any:
+    """The inputs of a chat, or its text. Raises: Refused."""
+    if not served.generates:
+        raise Refused(NO_TEXT, "model")
+    template, messages = served.template, chat.messages
+    parts = sum(len(message["content"]) for message in messages)
+    for what, count, most in (
+        ("messages", len(messages), _MOST_MESSAGES),
+        ("parts", parts, _MOST_MESSAGES),
+        ("tools", len(chat.tools), _MOST_TOOLS),
+    ):
+        if count > most:
+            raise Refused(f"A chat must have at most {most} {what}, got {count}.", field)
+    check_characters(sum(len(p.get("text", "")) for m in messages for p in m["content"]), field)
+    messages = _with_media(served, messages)
+    if chat.tools and not template.shows_tools:
+        log.warning("tools are left out, %d of them: prompts of this model show none", len(chat.tools))
+    try:
+        return template.apply(chat, messages, tokenize)
+    except (TemplateError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    try:
+        return template.apply(chat, _plainer(messages), tokenize)
+    except Exception:
+        line = f"The chat template refuses the messages: {reason}"
+        raise Refused(line, field, "invalid_value") from None
+
+
+def _with_media(served: Served, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with pictures and sound in place of their URLs. Raises: Refused."""
+    files = [_file(served, part) for part in media_parts(messages)]
+    if not files:
+        return messages
+    made = iter(decoded(files, served.limits))
+    return [
+        message | {"content": [_with_medium(part, made) for part in message["content"]]}
+        for message in messages
+    ]
+
+
+def media_parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The parts of messages that are no text."""
+    return (part for message in messages for part in message["content"] if part["type"] != "text")
+
+
+def check_media(served: Served, part: dict[str, Any]) -> None:
+    """Raises: Refused for a part that the model does not read."""
+    if not served.template.reads(part["type"]):
+        raise Refused(f"This model does not read '{part['as']}'.", part["field"])
+    if part["type"] == "video":
+        raise unsupported(part["field"], part["as"])
+
+
+def _file(served: Served, part: dict[str, Any]) -> File:
+    check_media(served, part)
+    return File(part["type"], part["field"], served.media.opened(part))
+
+
+def _with_medium(part: dict[str, Any], made: Iterator[Any]) -> dict[str, Any]:
+    """A part of a message, with the next picture or sound where it names one."""
+    kind = part["type"]
+    return part if kind == "text" else {"type": kind, kind: next(made)}
+
+
+def _length(inputs: dict[str, Any]) -> int:
+    """How many tokens a prompt has."""
+    ids = inputs["input_ids"]
+    return int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else len(ids)
+
+
+def _plainer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages for templates that refuse a system message behind others, or arguments that are no object."""
+    made = []
+    for number, message in enumerate(messages):
+        message = dict(message)
+        if message["role"] == "system" and number > 0:
+            message["role"] = "user"
+        if "tool_calls" in message:
+            message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+        made.append(message)
+    return made
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    if not isinstance(function["arguments"], dict):
+        function = function | {"arguments": {"arguments": function["arguments"]}}
+    return call | {"function": function}
+
+
+# Settings
+
+
+def _settings(served: Served, request: Request, length: int) -> Any:
+    """The settings of a request, which generates at most as many tokens as the model still reads.
+
+    Raises: Refused for a prompt without tokens, for one that leaves no room for a token, and for settings
+        that do not exist.
+    """
+    model, context = served.model, served.context
+    if length == 0:
+        raise Refused("The prompt must have at least 1 token, got none.", request.prompt_field)
+    if length >= context:
+        message = (  # the words by which OpenAI's and Anthropic's agents know that they must shorten it
+            f"This model's maximum context length is {context} tokens, one of the answer included: "
+            f"prompt is too long: {length} tokens > {context - 1} maximum."
+        )
+        raise Refused(message, request.prompt_field, "context_length_exceeded")
+    asked, whole, vocabulary = request.settings, request.config, vocabulary_of(model)
+    try:
+        config = settings_of_answer(model, asked, length, context, request.most, whole)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise wrong("generation_config", "of settings that exist", first_line(error)) from None
+    for name in unserved_settings(whole or {}):
+        raise wrong("generation_config", "of settings that this server knows", name)
+    try:
+        check_settings(config, model.generation_config, vocabulary)
+    except ValueError as error:
+        raise Refused(f"'generation_config': {error}.", "generation_config", "invalid_value") from None
+    if (config.num_return_sequences or 1) > 1:
+        got = config.num_return_sequences
+        raise wrong("generation_config", "of num_return_sequences 1 (see 'n')", got)
+    config.stop_strings = None
+    for tokens in config.sequence_bias or ():
+        if tokens[0] >= vocabulary:
+            raise wrong("logit_bias", f"of tokens below {vocabulary}", tokens[0])
+    return config
+
+
+# Answers
+
+
+def _job(served: Served, request: Request, prompt: Prompt, number: int, show: Show) -> tuple[Answer, Job]:
+    processors, logprobs = _processors(served, request, prompt)
+    last = prompt.config.eos_token_id
+    ends = set(last) if isinstance(last, list) else {last}
+    parser = None if prompt.parser is None else prompt.parser()
+    step = text_stream(served.template.tokenizer, skips_special=parser is None)
+    items = Items(parser, lambda item: show(number, item), ends_at_call=request.forced is not None)
+    answer = Answer(step, request.stops, items, ends, logprobs, lambda: show(number, None))
+    answer.prompt_tokens = prompt_length(prompt.inputs)
+    job = Job(
+        prompt.inputs,
+        copy.deepcopy(prompt.config),
+        answer.take,
+        answer.end,
+        answer.progress,
+        processors=processors,
+        likely=_likely(served, request),
+        place=number,
+        images=prompt.images,
+    )
+    return answer, job
+
+
+def _likely(served: Served, request: Request) -> list[int]:
+    if not request.likely:
+        return []
+    with served.template.tokenizing() as tokenizer:
+        tokens: list[int] = tokenizer(request.likely, add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+def _processors(served: Served, request: Request, prompt: Prompt) -> tuple[list[Any], Logprobs | None]:
+    """The processors of one answer's logits, and the one among them that keeps probabilities.
+
+    Raises: Refused.
+    """
+    made: list[Any] = []
+    if request.frequency or request.presence:
+        _check_processors(served, "frequency_penalty" if request.frequency else "presence_penalty")
+        made.append(Penalties(prompt_length(prompt.inputs), request.frequency, request.presence))
+    if (form := _form(served, request, prompt)) is not None:
+        _check_one_sequence(served, prompt, request.form_field)
+        check_size(form, request.form_field)
+        tokenizer, vocabulary = served.template.tokenizer, vocabulary_of(served.model)
+        made.append(served.grammars.mask(tokenizer, prompt.config, vocabulary, form, request.form_field))
+    logprobs = None
+    if request.logprobs is not None:
+        _check_one_sequence(served, prompt, "logprobs")
+        logprobs = Logprobs(served.template.tokenizer, request.logprobs)
+        made.append(logprobs)
+    return made, logprobs
+
+
+def _form(served: Served, request: Request, prompt: Prompt) -> Any:
+    """The schema, grammar or structural tag that an answer follows; None for any text. Raises: Refused."""
+    if request.forced is None:
+        return request.form
+    return grammar(request.forced, served.template.form, served.template.family, prompt.text or "")
+
+
+def _check_processors(served: Served, field: str) -> None:
+    if served.in_pipeline:
+        raise Refused(f"'{field}' is not supported by a pipeline.", field)
+
+
+def _check_one_sequence(served: Served, prompt: Prompt, field: str) -> None:
+    _check_processors(served, field)
+    if (prompt.config.num_beams or 1) > 1:
+        raise wrong("generation_config", f"of num_beams 1 with '{field}'", prompt.config.num_beams)

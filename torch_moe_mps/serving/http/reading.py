@@ -1,0 +1,132 @@
+"""Bodies of requests: their limits, their JSON, and the threads on which requests are read.
+
+Requests that wait for a thread hold none, so no client keeps others out. One client address has a bounded
+number of requests in reading; more are told to come again.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from starlette.requests import Request as Asked
+
+from ..._text import first_line
+from .limited import BESIDE
+from .request import Refused, read_json
+
+T = TypeVar("T")
+MEDIA_BYTES, TEXT_BYTES = 32 << 20, 8 << 20  # in a body for a model that sees or hears, and for any other
+TOKEN_BYTES = 32  # more for each token of the context, where a body is text
+_DROPPED = 8  # times as many bytes, at most, of a body that is read and dropped
+# Values, and objects and lists among them, in a body: both take Python's lock while they are made.
+_MOST_VALUES, _MOST_CONTAINERS = 1 << 20, 1 << 16
+_MOST_IN_TEXT = 1 << 18  # brackets more, of texts: at most as many as the context has tokens
+_SHORT = 1 << 16  # bytes of a body that is read beside long ones
+MOST_OF_CLIENT = 32  # requests of one address that are read, or wait for it
+_AT_ONCE = 2  # of these, on threads of one kind
+_RETRY_AFTER, _DRAINS = 1, 5.0  # seconds; the latter for the body of a request that is refused
+
+
+Kind = Literal["short", "long", "grammar"]
+
+
+def kind_of(size: int) -> Kind:
+    """The kind of thread on which a body of so many bytes is read."""
+    return "short" if size <= _SHORT else "long"
+
+
+class Reading:
+    """Threads that read requests, and who waits for them.
+
+    Short bodies have threads of their own, so that they wait for no long one, and so have grammars, whose
+    compilation may take seconds.
+    """
+
+    def __init__(self) -> None:
+        counts: dict[Kind, int] = {"short": 4, "long": BESIDE, "grammar": 8}
+        self.pools = {kind: ThreadPoolExecutor(count, f"reader-{kind}") for kind, count in counts.items()}
+        self.clients = dict[str, Client]()
+
+    @contextlib.asynccontextmanager
+    async def place(self, asked: Asked) -> AsyncIterator["Client"]:
+        """Block that reads a request. Raises: Refused with status 429 for too many from one address."""
+        address = asked.client.host if asked.client is not None else ""
+        client = self.clients.setdefault(address, Client(self.pools))
+        if client.requests >= MOST_OF_CLIENT:
+            with contextlib.suppress(Refused, TimeoutError):
+                await asyncio.wait_for(body_of(asked, 0), _DRAINS)
+            message = f"This address has {MOST_OF_CLIENT} requests in reading: ask again in {_RETRY_AFTER} s."
+            raise Refused(message, None, "too_many_requests", 429, _RETRY_AFTER)
+        client.requests += 1
+        try:
+            yield client
+        finally:
+            client.requests -= 1
+            if not client.requests:
+                del self.clients[address]
+
+
+class Client:
+    """An address whose requests are read: few of them at a time, so that those of others wait for no more.
+
+    Attributes:
+        requests: that are read, or wait for it.
+    """
+
+    def __init__(self, pools: dict[Kind, ThreadPoolExecutor]):
+        self.requests, self._pools = 0, pools
+        self._turns = {kind: asyncio.Semaphore(_AT_ONCE) for kind in pools}
+
+    async def run(self, kind: Kind, function: Callable[..., T], *arguments: Any) -> T:
+        """Result of a function, called on a thread of that kind."""
+        call = contextvars.copy_context().run  # the log names the request
+        async with self._turns[kind]:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._pools[kind], call, function, *arguments)
+
+
+async def body_of(asked: Asked, most: int) -> bytes:
+    """The body of a request. Raises: Refused with status 413 for one of more bytes.
+
+    The rest of that is read and dropped, as many clients read no answer before they have sent all.
+    """
+    declared, count, parts = int(asked.headers.get("content-length") or 0), 0, list[bytes]()
+    if declared <= _DROPPED * MEDIA_BYTES:
+        async for part in asked.stream():
+            parts.append(part)
+            count += len(part)
+            if max(declared, count) > most:
+                parts.clear()
+            if count > _DROPPED * MEDIA_BYTES:
+                break
+    if max(declared, count) > most:
+        raise Refused(f"The body must have at most {most >> 20} MiB.", None, "too_large", 413)
+    return b"".join(parts)
+
+
+def object_of(octets: bytes, context: int) -> dict[str, Any]:
+    """The object in JSON of a body for a model that reads so many tokens. Raises: Refused."""
+    containers = octets.count(b"[") + octets.count(b"{")
+    for count, most, what in (
+        (containers, _MOST_CONTAINERS + min(context, _MOST_IN_TEXT), "objects and lists"),
+        (containers + octets.count(b","), _MOST_VALUES, "values"),
+    ):
+        if count > most:
+            raise Refused(f"The body must have at most {most} {what}.", None, "too_large", 413)
+    try:
+        body = read_json(octets.removeprefix(b"\xef\xbb\xbf"))
+    except ValueError as error:
+        line = f"The body must be an object in JSON: {first_line(error)}."
+        raise Refused(line, None, "invalid_value") from None
+    if not isinstance(body, dict):
+        line = f"The body must be an object in JSON, got {type(body).__name__}."
+        raise Refused(line, None, "invalid_value")
+    return body
+
+
+def in_json(value: Any) -> bytes:
+    return msgspec.json.encode(value)

@@ -1,0 +1,144 @@
+"""The tokenizer and the chat template of a model, for requests on any thread."""
+
+import contextlib
+import copy
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...transformers.upstream.chat import variables_of
+from .protocols.forms import form_of
+from .protocols.tools import family_of
+from .request import Chat, Tool
+
+# For a model that knows no roles: an answer continues what is above it, and a message begins a line.
+_CONTINUED = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if message.role != 'user' and not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
+)
+# Variables of a chat template that the chat itself sets, and arguments of what applies it.
+_OF_THE_CHAT = {
+    "add_generation_prompt", "continue_final_message", "conversation", "messages", "return_dict",
+    "return_tensors", "tokenize", "tools",
+}  # fmt: skip
+_FRAMES = 32  # in a video
+# {type of a part: what a processor has that reads it}
+READERS = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}
+
+
+class ChatTemplate:
+    """Makes texts and chats into the inputs of a model.
+
+    Args:
+        processor: a tokenizer, or one with a tokenizer in it.
+        name: of the model, for a line on a missing chat template; None for a model that only encodes.
+
+    Attributes:
+        form: of the answers, by which calls of tools and reasoning are read; None where all is text.
+    """
+
+    def __init__(self, processor: Any, name: str | None):
+        self.processor, self._lock = processor, threading.Lock()
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        if name is not None and getattr(processor, "chat_template", None) is None:
+            print(f"{name} has no chat template: it continues the text of the messages", file=sys.stderr)
+            processor.chat_template = _begun_by(self.tokenizer) + _CONTINUED
+        self.form = form_of(processor)
+
+    @functools.cached_property
+    def family(self) -> str | None:
+        """xgrammar's name of the form in which the model calls tools; None where it is not known."""
+        return family_of(self.form)
+
+    @functools.cached_property
+    def shows_tools(self) -> bool:
+        """Whether the chat template writes a tool into a prompt."""
+        messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+        probe = Tool("probe", "", {"type": "object", "properties": {}})
+        try:
+            without, with_tool = (
+                self.apply(Chat(messages, tools), messages)["input_ids"] for tools in ([], [probe])
+            )
+        except Exception:  # a template that refuses so short a chat says nothing about tools
+            return True
+        return not torch.equal(tensor(without), tensor(with_tool))
+
+    def reads(self, kind: str) -> bool:
+        """Whether messages may have parts of this kind: image, audio, or video."""
+        return hasattr(self.processor, READERS[kind])
+
+    @functools.cached_property
+    def variables(self) -> set[str]:
+        """Variables of the chat template that a request may set: those that it reads but a chat's own."""
+        templates = self.processor.chat_template
+        templates = templates.values() if isinstance(templates, dict) else [templates]
+        return {name for template in templates for name in variables_of(template)} - _OF_THE_CHAT
+
+    @contextlib.contextmanager
+    def tokenizing(self, splits: bool = False) -> Iterator[Any]:
+        """Block with the tokenizer: several threads at a time may encode and decode with a fast one.
+
+        Processors and slow tokenizers are for one thread at a time.
+
+        Args:
+            splits: whether special tokens are read as text: it is another tokenizer that does.
+        """
+        if self.tokenizer is self.processor and getattr(self.tokenizer, "is_fast", False) and not splits:
+            yield self.tokenizer
+            return
+        with self._lock:
+            yield self._splitting if splits else self.tokenizer
+
+    @functools.cached_property
+    def _splitting(self) -> Any:
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.split_special_tokens = True
+        return tokenizer
+
+    def apply(self, chat: Chat, messages: list[dict[str, Any]], tokenize: bool = True) -> Any:
+        """The inputs of the model, as lists [T] where no processor makes tensors [1, T], or the text that
+        they are made of.
+
+        Args:
+            messages: of the chat, with pictures and sound in place of URLs.
+        """
+        more = {name: value for name, value in chat.variables.items() if name in self.variables}
+        if any(part["type"] == "video" for message in messages for part in message["content"]):
+            more["num_frames"] = _FRAMES
+        if is_text := self.processor is self.tokenizer:
+            messages = [message | {"content": _text_of(message)} for message in messages]
+        with self.tokenizing():
+            inputs = self.processor.apply_chat_template(
+                messages,
+                tools=[tool.function for tool in chat.tools] or None,
+                add_generation_prompt=not chat.goes_on,
+                continue_final_message=chat.goes_on,
+                tokenize=tokenize,
+                return_dict=tokenize,
+                return_tensors=None if is_text else "pt",
+                **more,
+            )
+        if not tokenize:
+            return inputs
+        if is_text:
+            return {**inputs}
+        return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+
+
+def tensor(value: Any) -> torch.Tensor:
+    """An input [1, T] of a list [T]."""
+    return value if isinstance(value, torch.Tensor) else torch.tensor([value], dtype=torch.long)
+
+
+def _begun_by(tokenizer: Any) -> str:
+    """The part of a chat template with the token that a tokenizer puts in front of each text."""
+    first = tokenizer("a")["input_ids"][:1]
+    return "{{ bos_token }}" if first == [tokenizer.bos_token_id] else ""
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    return "\n".join(part["text"] for part in message["content"])
