@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from simulator.apple.facts import EXPERT_READS, GPUS, START_US, ULTRA_START_US, Gpu
 
-
 SPLIT_KEYS = 256  # from so many on, chunks of keys are merged in a launch more (csrc/attention_plan.mm)
 
 
