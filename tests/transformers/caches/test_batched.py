@@ -24,7 +24,7 @@ from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argumen
 # They give no logits of text.
 OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}
 # Caches without rows that could come and go.
-REFUSED = {"unlimited_ocr": "a UnlimitedOcrDynamicReferenceSlidingWindowLayer has no rows"}
+REFUSED = {"unlimited_ocr": "a UnlimitedOcrDynamicReferenceSlidingWindowLayer cannot be batched"}
 ARCHITECTURES = sorted(
     {*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - OTHERS - REFUSED.keys()
 )
