@@ -16,7 +16,7 @@ from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.one_by_one import OneByOne
 from torch_moe_mps.serving.prefix_cache.memory import Images, PrefixCache
-from torch_moe_mps.transformers.caches import growing, rows
+from torch_moe_mps.transformers.caches import batched, growing
 
 MEMORY = 1 << 30
 
@@ -160,7 +160,12 @@ def test_an_answer_whose_prompt_cannot_be_kept_is_whole(name, monkeypatch):
 
 @pytest.mark.parametrize(
     ("home", "part", "number"),
-    [(rows, "_join", 1), (rows, "_count", 0), (growing, "view_of", 2), (rows.Rows, "_changed", 0)],
+    [
+        (batched, "_join", 1),
+        (batched, "_count", 0),
+        (growing, "view_of", 2),
+        (batched.BatchedCache, "_changed", 0),
+    ],
 )
 def test_a_row_that_cannot_join_leaves_the_others_as_they_were(home, part, number, monkeypatch):
     """At the first layer, at another, and behind all."""
@@ -275,7 +280,7 @@ def test_a_prompt_without_memory_ends_alone():
 def test_an_answer_alone_without_memory_ends_alone(monkeypatch):
     good, bad, late = Asked(ids_of(1, 5), 9), Asked(ids_of(2, 6), 9), Asked(ids_of(2, 6), 5)
     batch = Batch(model_of(), PrefixCache(MEMORY), 3)
-    monkeypatch.setattr(batch._rows, "join", lambda *given: _raise(rows.NotJoinable("it has none")))
+    monkeypatch.setattr(batch._rows, "join", lambda *given: _raise(batched.NotBatchable("it has none")))
     fails_once(batch, lambda ids: len(bad.tokens) == 4 and ids[0].tolist() == bad.tokens[-1:])
     run(batch, bad, good, late)
     assert str(bad.reasons[0]) == NO_MEMORY and len(bad.tokens) == 4

@@ -368,7 +368,7 @@ def test_tokens_by_hand():
     most = 293 * 6e-3 + (0.71e9 + 1.02e9 / 0.60) / rate * 1e3
     assert (token.ms(gpu, 3, 0.75), token.ms(gpu, 6, 0.60)) == pytest.approx((least, most))
     assert dense.ms(gpu, 3, 0.60) == dense.ms(gpu, 3, 1.0)  # without experts
-    # 4 heads of keys and of values, of 128 elements of 16 bits, in 48 layers; each merges from 256 keys on
+    # 4 heads of keys and of values, of 128 16-bit elements, in 48 layers; a merge in each from 256 keys on
     behind = 341 * 3e-3 + (1.73e9 + 4096 * 48 * 2 * 4 * 128 * 2) / rate * 1e3
     assert token.behind(4096).ms(gpu, 3, 1.0) == pytest.approx(behind)
     assert (token.behind(255).launches, token.behind(256).launches) == (293, 341)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from ..._faults import raise_fault, synchronize
+from ..._faults import synchronize
 from ..._text import first_line
 from ...transformers.basics.wide_logits import wide_logits
 from ...transformers.caches.batched import BatchedCache, NotBatchable, batch_capacity, capacity
@@ -24,7 +24,7 @@ from ...transformers.caches.deferred_states import bytes_beside
 from ...transformers.caches.prompt_cache import reads_whole
 from ...transformers.caches.state import LayerState
 from ...transformers.deferred_states import deferrable_layers
-from ...transformers.key_order import reason_against_rows, reason_for_order
+from ...transformers.trials.batching import reason_against_rows, reason_for_order
 from ...transformers.upstream.calls import cache_argument
 from ...transformers.upstream.generation import GenerationMixin, GenerationMode
 from ..prefix_cache.disk import Restoring
@@ -727,7 +727,6 @@ class Batch:
         tokens = min(filled) if self.speculative.width.is_even else max(filled)
         firsts, out = self._compute_several(rows, known, speculative, tokens)
         made = verified([answer.chooser for answer in answers], out.logits, known, speculative)
-        raise_fault()
         counts = [max(0, len(own) - 1) for own in made]
         for answer, held, own in zip(answers, counts, speculative, strict=True):
             answer.job.accepted_tokens += held
@@ -789,7 +788,6 @@ class Batch:
 
     def _hand_out(self, chosen: Chosen) -> None:
         tokens = chosen.read()
-        raise_fault()
         for answer, token in zip([*self.answers], tokens, strict=True):
             self._take(answer, token)
 
@@ -804,7 +802,6 @@ class Batch:
         answer.chosen = choose([answer.chooser], out.logits[:, -1])
         if before is not None:
             self._take(answer, *before.read())
-            raise_fault()
         if not self._reads_late:
             chosen, answer.chosen = answer.chosen, None
             self._take(answer, *chosen.read())
