@@ -221,7 +221,7 @@ def test_a_model_that_cannot_be_batched_runs_sequentially(caplog):
     for ids, answer in zip(many, found, strict=True):
         assert torch.equal(answer, alone(model, ids, generation_config=config(4)))
     (line,) = [record.getMessage() for record in caplog.records if "one by one" in record.getMessage()]
-    assert "has no rows" in line
+    assert "cannot be batched" in line
 
 
 def test_a_model_without_a_cache(caplog):

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
 
 from ..basics.key_range import NO_END, RANGE
-from ..upstream.caches import DummyLayer, LinearAttentionCacheLayerMixin, chosen_together
+from ..upstream.caches import chosen_together
 from . import growing
+from .declared import Batched, declared
 from .deferred_states import AnyKind, DeferredLayer, can_defer, committed, deferred
 from .in_layers import is_in_layers
 from .layers import Made
@@ -114,6 +115,8 @@ class BatchedCache:
 
         Raises: NotBatchable, or whatever ends it midway; the rows are as they were then.
         """
+        if not is_in_layers(cache):
+            raise NotBatchable(f"its cache is a {type(cache).__name__}, or has layers that are not declared")
         separate = [number for number, layer in enumerate(cache.layers) if self._is_separate(layer)]
         _check(cache, separate)
         held = [] if self.cache is None else [LayerState(layer) for layer in self.cache.layers]
@@ -411,16 +414,14 @@ def _own_tensor(value: Any) -> Any:
 
 def _check(cache: Any, separate: Sequence[int]) -> None:
     """Raises: NotBatchable for a cache that cannot be a row: the reason is for a person."""
-    if not is_in_layers(cache) or cache.offloading:
-        kind = "is offloaded" if is_in_layers(cache) else f"is a {type(cache).__name__}"
-        raise NotBatchable(f"its cache {kind}")
+    if cache.offloading:
+        raise NotBatchable("its cache is offloaded")
     for number, layer in enumerate(cache.layers):
         if number in separate:
             continue
         kind = type(layer).__name__.removeprefix("Growing")
-        is_known = isinstance(layer, (Made, LinearAttentionCacheLayerMixin, DummyLayer))
-        if not is_known:
-            raise NotBatchable(f"a {kind} has no rows that could come and go")
+        if declared(layer).batched is Batched.NEVER:
+            raise NotBatchable(f"a {kind} cannot be batched")
         if getattr(layer, "record_past", False):
             raise NotBatchable("its cache holds draft tokens")
         for name, tensor in LayerState(layer).tensors().items():
@@ -450,7 +451,7 @@ def _memories(layer: Any) -> list[_Memory]:
     by_id: dict[int, _Memory] = {}
     for name, tensor in LayerState(layer).tensors().items():
         memory: Any = getattr(tensor, growing.MEMORY, None)
-        if memory is None or name.key in layer.made_again:
+        if memory is None or name.key in layer.declared.derived:
             continue
         view = tensor.packed if isinstance(tensor, QuantizedStates) else tensor
         whole = memory.packed if isinstance(memory, QuantizedStates) else memory

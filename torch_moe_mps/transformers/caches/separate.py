@@ -20,7 +20,7 @@ from ..basics.deferred import Deferred
 from ..upstream.caches import CacheLayerMixin
 from ..upstream.calls import cache_name
 from ..upstream.utilities import GradientCheckpointingLayer
-from .held import HeldEntries, HeldIndex
+from .declared import Batched, Declared, declared
 from .state import copy_of_cache
 
 _TABLES = "position_embeddings"  # the argument of modules that may have tables of all tokens
@@ -36,6 +36,7 @@ class Separate(CacheLayerMixin):
     """
 
     _layer_type = None
+    declared = Declared(batched=Batched.EACH)
 
     def __init__(self, layers: Sequence[Any]):
         super().__init__()
@@ -85,7 +86,8 @@ def is_separate(layer: Any, pools: bool) -> bool:
     Args:
         pools: whether indexers of the model choose several keys together.
     """
-    return isinstance(layer, HeldEntries) or (pools and isinstance(layer, HeldIndex))
+    batched = declared(layer).batched
+    return batched is Batched.EACH or (pools and batched is Batched.BY_KEYS)
 
 
 class _Own(NamedTuple):
