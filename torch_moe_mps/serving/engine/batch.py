@@ -24,7 +24,7 @@ from ...transformers.caches.deferred_states import bytes_beside
 from ...transformers.caches.prompt_cache import reads_whole
 from ...transformers.caches.state import LayerState
 from ...transformers.deferred_states import deferrable_layers
-from ...transformers.key_order import reason_against_rows, reason_for_order
+from ...transformers.trials.batching import reason_against_rows, reason_for_order
 from ...transformers.upstream.calls import cache_argument
 from ...transformers.upstream.generation import GenerationMixin, GenerationMode
 from ..prefix_cache.disk import Restoring

@@ -4,7 +4,7 @@ import queue
 import sys
 from typing import Any
 
-from ...transformers.key_order import reason_against_rows, reason_for_order
+from ...transformers.trials.batching import reason_against_rows, reason_for_order
 from ..prefix_cache.memory import PrefixCache
 from ..speculative.drafting import Drafting
 from .batch import Batch

@@ -145,9 +145,14 @@ _OF_TRANSFORMERS = {
 }
 
 
-@functools.cache
 def declaration_of(cls: Any) -> Declared | None:
     """The declaration of a class of layers; None for an unknown one."""
+    found: Declared | None = _declaration_of(cls)
+    return found
+
+
+@functools.cache
+def _declaration_of(cls: Any) -> Declared | None:
     own: Declared | None = getattr(cls, "declared", None)
     if own is None and cls.__module__.partition(".")[0] == "transformers":
         own = _OF_TRANSFORMERS.get(cls.__name__)
