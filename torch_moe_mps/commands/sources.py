@@ -93,7 +93,8 @@ def usable_device(name: str | None) -> str:
     if device == "mps" and (reason := refusal()):
         raise ValueError(reason)
     if name is None and device == "cpu" and torchrun.is_first_process():
-        print("torch finds no Apple GPU here: operators run their references on the CPU", file=sys.stderr)
+        why = refusal() or "torch finds no Apple GPU here"
+        print(f"{why}: operators run their references on the CPU", file=sys.stderr)
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError) as error:

@@ -297,7 +297,7 @@ def _processors(served: Served, request: Request, prompt: Prompt) -> tuple[list[
     """
     made: list[Any] = []
     if request.frequency or request.presence:
-        _check_processors(served, "frequency_penalty" if request.frequency else "presence_penalty")
+        served.check_processors("frequency_penalty" if request.frequency else "presence_penalty")
         made.append(Penalties(prompt_length(prompt.inputs), request.frequency, request.presence))
     if (form := _form(served, request, prompt)) is not None:
         _check_one_sequence(served, prompt, request.form_field)
@@ -319,12 +319,7 @@ def _form(served: Served, request: Request, prompt: Prompt) -> Any:
     return grammar(request.forced, served.template.form, served.template.family, prompt.text or "")
 
 
-def _check_processors(served: Served, field: str) -> None:
-    if served.in_pipeline:
-        raise Refused(f"'{field}' is not supported by a pipeline.", field)
-
-
 def _check_one_sequence(served: Served, prompt: Prompt, field: str) -> None:
-    _check_processors(served, field)
+    served.check_processors(field)
     if (prompt.config.num_beams or 1) > 1:
         raise wrong("generation_config", f"of num_beams 1 with '{field}'", prompt.config.num_beams)
