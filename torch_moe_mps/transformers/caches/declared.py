@@ -44,7 +44,7 @@ class Batched(Enum):
 
 @dataclass(frozen=True)
 class Declared:
-    """What a layer of a cache holds, by the names of its attributes. A layer may lack some of them.
+    """Contents of a layer of a cache, by the names of its attributes. A layer may lack some of them.
 
     Attributes:
         tensors: {attribute: axes}, or None in place of a tensor.
