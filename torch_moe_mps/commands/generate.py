@@ -19,7 +19,16 @@ from ..transformers.caches.cache import pools_padding
 from .arguments import NO_DRAFTS
 from .interrupts import at_ctrl_c
 from .settings import settings_of
-from .sources import check_generates, context_of, folder_of, load, tokenizer_of, usable_device, with_adapter
+from .sources import (
+    check_adapter,
+    check_generates,
+    context_of,
+    folder_of,
+    load,
+    tokenizer_of,
+    usable_device,
+    with_adapter,
+)
 from .speculative import speculation_of
 
 
@@ -39,6 +48,7 @@ def run(options: argparse.Namespace) -> None:
     lengths = [batch["input_ids"].shape[1] for batch in inputs]
     if min(lengths) == 0:
         raise ValueError("the prompt must have at least 1 token, got none")
+    check_adapter(options, folder)
     model = with_adapter(options, load(options, folder, device))
     limit = context_of(model.config)
     if max(lengths) >= limit:
