@@ -9,7 +9,7 @@ from support.serving import expected_text, said
 from support.sweep import in_sweep, rows_in_sweep
 
 from torch_moe_mps.commands import main
-from torch_moe_mps.serving.engine.engine import Engine
+from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.engine.one_by_one import OneByOne
 
 SAYS = {"timeout": "GPU Timeout Error", "fault": "GPU Address Fault Error", "memory": "Insufficient Memory"}

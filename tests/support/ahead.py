@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 import torch_moe_mps
-from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 
 from . import tiny_models
@@ -24,13 +24,13 @@ def _encoded(model, conversations: int, reads_late: bool) -> list[int]:
         encoded.append(torch.ops.moe_mps._encoded_dispatches())
         return False
 
-    batch = Batch(model, None, conversations)
-    batch._reads_late = reads_late
+    batch = Engine(model, None, conversations)
+    batch.decoding.reads_late = reads_late
     config = GenerationConfig(max_new_tokens=_NEW, pad_token_id=0, eos_token_id=None)
     inputs = {"input_ids": torch.arange(2, 6)[None]}
     for number in range(conversations):
         taken = note if number == conversations - 1 else lambda token: False
-        batch.waiting.append(Job(dict(inputs), config, taken, lambda reason: None))
+        batch.submit(Job(dict(inputs), config, taken, lambda reason: None))
     with simulator.dropped():  # the order does not depend on what is computed
         while batch.has_work:
             batch.step()

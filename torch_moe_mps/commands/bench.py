@@ -26,8 +26,8 @@ from .._faults import synchronize
 from ..macs import this_mac
 from ..pipeline.torchrun import is_first_process, processes, sum_of_processes
 from ..selfcheck import tensor_units
-from ..serving.engine.batch import Batch
 from ..serving.engine.defaults import settings_of_draw
+from ..serving.engine.engine import Engine
 from ..serving.engine.generating import Generating
 from ..serving.engine.job import Job
 from ..serving.engine.speculation import Speculation
@@ -380,11 +380,11 @@ class _Answered:
             return False
 
         config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
-        batch = Batch(model, prompts, 1, speculative=speculative)
-        batch.waiting.append(Job({"input_ids": ids}, config, take, reasons.append))
+        engine = Engine(model, prompts, 1, drafting=speculative)
+        engine.submit(Job({"input_ids": ids}, config, take, reasons.append))
         self.steps = 0
-        while batch.has_work:
-            batch.step()
+        while engine.has_work:
+            engine.step()
             self.steps += bool(times)
         if isinstance(reasons[0], Exception):
             raise reasons[0]

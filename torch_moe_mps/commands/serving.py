@@ -13,9 +13,9 @@ from ..macs import machine_memory
 from ..pipeline.torchrun import is_first_process, processes
 from ..selfcheck.machine import cache_folder
 from ..serving.engine.encoder import Encoder, encoder_of
-from ..serving.engine.engine import Engine
 from ..serving.engine.generating import Generating
 from ..serving.engine.job import Generator
+from ..serving.engine.loop import EngineThread
 from ..serving.engine.memory import MOST_ROWS, Memory
 from ..serving.engine.one_by_one import OneByOne
 from ..serving.http.served import Served
@@ -109,7 +109,7 @@ def _generator(options: argparse.Namespace, most: int, model: Any, folder: str, 
     prompts = prompts_of(options)
     speculative = drafts_of(options, model, folder, device, prompts)
     memory = Memory(model, beside=speculative.modules if speculative else ())
-    return Engine(model, prompts, most, memory, speculative)
+    return EngineThread(model, prompts, most, memory, speculative)
 
 
 def _closed(generator: Generator) -> None:

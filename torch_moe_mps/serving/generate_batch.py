@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from .._progress import Progress
-from .engine.batch import Batch
+from .engine.engine import Engine
 from .engine.job import Job, Reason, as_errors
 from .engine.memory import MOST_ROWS, Memory
 from .engine.ranges import check_job
@@ -84,8 +84,8 @@ def generate_batch(
     kept = PrefixCache(Memory(model).free // _SHARE_OF_PROMPTS)
     drafting = drafting_of(model, speculative, kept, _NAME, draft_width)
     memory = Memory(model, beside=drafting.modules if drafting else ()).free
-    batch = Batch(model, kept, MOST_ROWS, memory, speculative=drafting)
-    answers: list[_Answer] = []
+    engine = Engine(model, kept, MOST_ROWS, memory, drafting=drafting)
+    answers, jobs = list[_Answer](), list[Job]()
     with Progress("Generating", many, "answer", wanted=progress) as bar:
         for number, prompt in enumerate(prompts):
             config = _config(model, configs[number])
@@ -105,13 +105,14 @@ def generate_batch(
                 tokenizer=tokenizer,
             )
             check_job(model, job)
-            batch.waiting.append(job)
             answers.append(answer)
-        while batch.has_work:
-            batch.step()
+            jobs.append(job)
+        engine.submit(*jobs)
+        while engine.has_work:
+            engine.step()
             error = next((answer.error for answer in answers if answer.error is not None), None)
             if error is not None:
-                batch.end_all()
+                engine.end_all()
                 raise error
     return [torch.tensor(answer.tokens, dtype=torch.int64) for answer in answers]
 

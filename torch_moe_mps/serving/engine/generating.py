@@ -15,14 +15,15 @@ from transformers import StoppingCriteria
 
 from ..._faults import raise_fault, synchronize
 from ...transformers.basics.state import Beside
-from ...transformers.caches.cache import counts_tokens, hands_cache_on
-from ...transformers.caches.prompt_cache import new_cache, reads_whole, takes_layers
+from ...transformers.caches.cache import counts_tokens
+from ...transformers.caches.prompt_cache import new_cache, reads_whole
 from ...transformers.upstream.calls import cache_argument
 from ..prefix_cache.memory import Images, PrefixCache
-from .prefill import PromptReader
+from .abilities import keeps_prompts
+from .prefill import Prefill, turned, turning
 from .ranges import placeholders_of
 from .speculation import Speculation
-from .stand_in import call_generate, turned, turning
+from .stand_in import call_generate
 
 _OF_TEXT = ("token_type_ids", "mm_token_type_ids")  # all zeros where there is only text
 _FROM_STATES = ("use_mtp", "speculation_type")  # settings of transformers' drafts from a model's states
@@ -136,19 +137,19 @@ class Generating(Beside):
                 continue
             prompts.take_back(restoring)
             self.disk_tokens = len(restoring.ids)
-        reader = PromptReader(self.model, ids.cpu(), prompts, images=images, modules=modules)
-        kept = reader.kept
+        prefill = Prefill(self.model, ids.cpu(), prompts, images=images, modules=modules)
+        kept = prefill.cached
         tell(len(kept.ids), ids.shape[1])
         if kept.images is not None:  # they are in the cache
             given = {name: given[name] for name in {*given} - {*_beside_tokens(given)}}
-        while reader.pieces > 1:
+        while prefill.chunks > 1:
             if steps.is_ended():
                 steps.end()
                 prompts.put(kept)
                 return ids
-            reader.read(self._read)
+            prefill.compute(self._read)
             tell(len(kept.ids), ids.shape[1])
-        with reader.turning():
+        with prefill.turning():
             result = self._called(given | cache_argument(self.model, kept.cache))
         tokens = getattr(result, "sequences", result)[0].cpu()
         kept.ids = tokens[: kept.cache.get_seq_length()]
@@ -182,12 +183,6 @@ def images_of(model: Any, given: dict[str, Any]) -> Images | None:
     ids, tokens = given["input_ids"][0].tolist(), placeholders_of(model)
     where = [position for position, token in enumerate(ids) if token in tokens]
     return Images(digest.hexdigest(), *((where[0], where[-1] + 1) if where else (0, len(ids))))
-
-
-def keeps_prompts(model: Any) -> bool:
-    """Whether a model's states are all in a cache that grows."""
-    has_cache = takes_layers(model) and not model.config.is_encoder_decoder
-    return has_cache and hands_cache_on(model)
 
 
 def is_one_prompt(model: Any, given: dict[str, Any]) -> bool:
