@@ -14,6 +14,31 @@ def raise_fault() -> None:
         torch.ops.moe_mps._raise_fault()
 
 
+class Mark:
+    """The command buffer that mps encodes into now: `wait` waits for it and for no later one.
+
+    Other devices are synchronised; the CPU has nothing to wait for.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._number = torch.ops.moe_mps._watch() if _is_watched(device) else None
+
+    def wait(self) -> None:
+        """Waits until the buffer is complete; it is committed if it is still open.
+
+        Raises: torch.AcceleratorError if the GPU has failed at it.
+        """
+        if self._number is not None:
+            torch.ops.moe_mps._wait_for_buffer(self._number)
+        elif self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+
+def _is_watched(device: torch.device) -> bool:
+    return device.type == "mps" and host_library() is not None
+
+
 def synchronize(device: torch.device | str = "mps") -> None:
     """Wait for all that a device computes, as torch.mps.synchronize does, and see whether it did.
 

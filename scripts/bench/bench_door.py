@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """One stream beside one hostile client of a server of `serve`: how long an event is delayed.
 
-The delay is the longest wait for an event of a streamed chat, the first token excluded, beside a client that
+The delay is the longest wait for an event of a streamed chat, the first one excluded, beside a client that
 sends one request of a kind after the other, over that alone. No request within the limits may delay an event
 by more than 0.3 s. The server is a process of its own, with a model of tiny layers that reads --context
 tokens, so that a token takes a few milliseconds and whatever holds the server up shows; the client is a

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Prints how exact LoRA on quantised weights is, what memory a step takes, and what a backward launches.
+"""Prints the accuracy of LoRA on quantised weights, the memory of a step, and the dispatches of a backward.
 
 Tiny random models in 4 bits, with an adapter of rank 4 on queries, outputs and experts, beside PEFT's own on
 dense models with the same values: gradients against float64, 20 steps of AdamW, the bytes that a step takes
@@ -162,7 +162,7 @@ def main() -> None:
         show(f"peak of a step, KiB: {label}", [f"{size / 1024:,.0f}" for size in sizes])
     if sys.platform == "linux":
         counts = [launches(architecture) for architecture in ARCHITECTURES]
-        show("launches of a backward of experts", [str(each[0]) for each in counts])
+        show("dispatches of a backward of experts", [str(each[0]) for each in counts])
         show("the same with an adapter on both matrices", [str(each[1]) for each in counts])
 
 

@@ -46,32 +46,32 @@ from torch_moe_mps.transformers.checkpoints.layouts.mlx.names import DENSE
 
 HEADER = """# Models
 
-`torch_moe_mps.accelerate` puts these operators into each architecture of transformers {version} whose experts
-follow its interface (`use_experts_implementation`), {classes} classes in {architectures} architectures,
-and into [dense models](#dense-models), which have a table of their own.
-[Serving](#serving) says which of them are batched, have a prefix cache and take draft tokens.
+This page has a row for each architecture of transformers {version} with what this package does:
+{architectures} Mixture-of-Experts architectures ({classes} classes with transformers' interface of
+experts), [dense models](#dense-models), and [all other causal models](#other-causal-models).
+[Serving](#serving) says which are batched, have a prefix cache and take draft tokens.
 `scripts/make/make_models_table.py` generates the tables from tiny models with random weights; tests check
-that they are current.
+that they are current. Nothing here was measured on a Mac.
 
-- **Experts**: the operator, and the activation in it. "own activation" means `expert_mm`, the model's
+- **Experts**: the operator, and its activation. "own activation" means `expert_mm`, the model's
   activation and norm, `expert_mm`, `moe_weighted_reduce`.
-- **Router**: `moe_router` with its scoring, behind `router_logits` where the matmul is in float32; or "own"
-  where the model's router feeds the experts. In a captured token the experts choose themselves.
-- **RoPE**: `rope`, where it applies the rotary embedding; in captured tokens with the norms of heads
-  in front of it.
-- **Launches**: kernels that a layer launches for one token with a cache, in bfloat16, for each type of layer
-  in the words of the config: the model's own code with its eager experts (2 for a token here) / accelerated
-  in 4 bit, as captured tokens run, whose first layer counts what all share (3 for a table of angles, 8 for
-  the mask of unlimited_ocr). An operator of aten that is no view counts as one, an operator of this package
-  as many as it encodes. "-": the layers could not be found, or the model does not run in bfloat16 without us.
+- **Router**: `moe_router` with its scoring, behind `router_logits` where the matmul is in float32; "own"
+  where the model's router runs unmodified. In a captured decode step the experts choose themselves.
+- **RoPE**: `rope`, where it applies the rotary embedding; in captured decode steps with the heads' norms.
+- **Dispatches**: kernels of a layer for one token with a cache, in bfloat16, for each type of layer in
+  the config's words: the model's own code with eager experts (2 for a token here) / accelerated in 4
+  bits, as captured. The first layer counts what all share (3 for a table of angles, 8 for unlimited_ocr's
+  mask). An operator of aten that is no view counts as one, an operator of this package as many as it
+  encodes. "-": the layers could not be found, or the model does not run in bfloat16 without us.
 - **Pipeline**: whether its layers can be spread over several Macs ([distributed.md](distributed.md)).
-- **Quantised**: whether the model in 4 bit gives the logits of a dense model with the same rounded weights.
+- **Quantised**: whether the model in 4 bits gives the logits of a dense model with the same rounded
+  weights.
 - **Whole model**: logits (or hidden states) equal to the model's eager code in float32 within 1e-5.
 
-From the third of its kind on a token is one call ([speed.md](speed.md#counts)), in all
-[these models](#tokens).
+From the third token with the same call signature on, a decode step is one call
+([speed.md](speed.md#counts)), in all [these models](#tokens).
 
-| Architecture | Experts | Router | RoPE | Launches | Pipeline | Quantised | Whole model |
+| Architecture | Experts | Router | RoPE | Dispatches | Pipeline | Quantised | Whole model |
 |---|---|---|---|---|---|---|---|
 """
 FOOTER = """
@@ -83,12 +83,12 @@ Routers left unchanged:
 DENSE_HEADER = """
 ## Dense models
 
-Models without experts are quantised, accelerated, converted and measured in the same way. The table has the
-architectures that were tried; others work too if their norms, linear layers and rotary embedding have a form
-that is known, and what is not known runs the model's own code. The columns are those above, and:
+Models without experts are quantised, accelerated, converted and measured in the same way. The table has
+the architectures that were tried. Others work too where the form of their norms, linear layers and rotary
+embedding is known; everything else runs unmodified. The columns are the same, and:
 
-- **MLX**: whether a 4-bit checkpoint of mlx-lm is read with the same logits, and `convert --to mlx` writes
-  one that has them in mlx-lm; "-" where mlx-lm lacks the architecture or computes it differently.
+- **MLX**: whether a 4-bit checkpoint of mlx-lm is read with the same logits, and `convert --to mlx`
+  writes one that has them in mlx-lm; "-" where mlx-lm lacks the architecture or computes it differently.
 
 | Architecture | RoPE | MLX | Pipeline | Quantised | Whole model |
 |---|---|---|---|---|---|
@@ -102,13 +102,13 @@ where transformers can batch a model, runs module by module.{others}
 OTHERS = """
 ## Other causal models
 
-The other {count} models of transformers' mapping of causal models, built tiny: launches of a layer as above,
-of layers that run several times together; whether the logits are those of the model's own code, within the
-bound above; and how tokens of `generate` run. {right} are right, {captured} with tokens that are one call,
-{counted} with layers that are counted; the own code of the others raises an error for such a model. Launches
-of a token without a cache are those of its own code for the whole text.
+The other {count} models of transformers' mapping of causal models, built tiny: dispatches of a layer as
+above, of layers that run several times together; whether the logits equal the model's own code within the
+bound above; and how `generate` decodes. {right} are right, {captured} with captured decode steps,
+{counted} with layers that are counted; the own code of the others raises an error for such a model.
+Without a cache, the dispatches of a token are the own code's for the whole text.
 
-| Architecture | Launches | Whole model | Tokens |
+| Architecture | Dispatches | Whole model | Tokens |
 |---|---|---|---|
 """
 LAST = """

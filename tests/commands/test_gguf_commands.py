@@ -170,6 +170,7 @@ def test_a_file_is_served_under_its_own_name(tmp_path, monkeypatch):
         (f"{tmp_path}:model.gguf", "model.gguf"),
         ("org/name-GGUF:model.gguf", "org/name-GGUF:model.gguf"),
         ("org/name", "org/name"),
+        (f"{tmp_path}/folder", "folder"),
         (".", tmp_path.name),
         ("..", tmp_path.parent.name),
     ):

@@ -83,7 +83,7 @@ def test_a_chat_looks_as_it_is_shown(printable, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr("getpass.getuser", lambda: "you")
     assert main(["chat", str(printable), "--device", "cpu", "--max-tokens", "20"]) == 0
-    pattern = re.escape(shown.replace(name, str(printable))).replace(re.escape("..."), "(.|\n)*")
+    pattern = re.escape(shown.replace(name, printable.name)).replace(re.escape("..."), "(.|\n)*")
     assert question in shown and re.match(pattern, capsys.readouterr().out.replace("; !continue goes on", ""))
 
 

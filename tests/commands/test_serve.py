@@ -57,7 +57,7 @@ def no_cache_of_the_hub(tmp_path, monkeypatch):
 @pytest.mark.slow("a server and its clients")
 def test_serve_answers_with_the_quantised_model(checkpoint, no_cache_of_the_hub):
     """It names the model, and refuses what it would not do."""
-    name = str(checkpoint)
+    name = checkpoint.name
     asked = {"model": name, "messages": said("hello"), "temperature": 0, "max_tokens": 6}
     with client_of(checkpoint) as client:
         chat, raw, responses = client.chat.completions, client.completions, client.responses
@@ -453,7 +453,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(checkpoint, tmp_path):
     chat.wait_for("is loaded")
     for shown in ("\n", " "):  # before the first token, and in the middle of the answer
         chat.type("hello\n")
-        chat.wait_for(f"<{checkpoint}>:")
+        chat.wait_for(f"<{checkpoint.name}>:")
         chat.wait_for(shown)
         chat.type(CTRL_C)
         chat.wait_for(">:")  # the next prompt
@@ -608,7 +608,7 @@ def test_tools_that_the_template_does_not_show_are_said(checkpoint, tmp_path, ca
     """At the start, and by each request that has some; what is counted is what the model reads."""
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}] * 3
     with serving.client_of(checkpoint) as client:
-        line = f"prompts of {checkpoint} show no tools: those of requests are left out\n"
+        line = f"prompts of {checkpoint.name} show no tools: those of requests are left out\n"
         assert capsys.readouterr().err.endswith(line)
         used = []
         for more, said_now in (({}, 0), ({"tools": tools}, 1), ({"tools": tools}, 1)):

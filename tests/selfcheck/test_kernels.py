@@ -109,7 +109,8 @@ def test_each_kernel_of_a_format(simulated, format, dtype):
     """In one dtype: the calls do not depend on it, nor does which kernels there are."""
     subjects = calls.subjects(OPERATORS, [dtype], [FORMATS[format]])
     checks = plain(subject for subject in subjects if subject.format)
-    break_each_kernel(simulated, [f"quantized_{format}_{calls.DTYPES[dtype]}"], checks)
+    names = [f"quantized_{part}{format}_{calls.DTYPES[dtype]}" for part in ("", "prompts_", "heads_")]
+    break_each_kernel(simulated, names, checks)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ def turn(asked: Asked, *more: int) -> torch.Tensor:
         pytest.param("deepseek_v3", {}, marks=pytest.mark.sweep),
         pytest.param("deepseek_v32", {}, marks=pytest.mark.sweep),
         pytest.param("deepseek_v4", {}, marks=pytest.mark.sweep),
+        pytest.param("glm5_next", {}, marks=pytest.mark.sweep),
+        pytest.param("qwen4_exp", {}, marks=pytest.mark.sweep),
         pytest.param("minimax_m3_vl", {}, marks=pytest.mark.sweep),
         pytest.param("minimax", {}, marks=pytest.mark.sweep),
         pytest.param("recurrent_gemma", {}, marks=pytest.mark.sweep),

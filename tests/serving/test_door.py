@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import torch
 import xgrammar
 from support import scripted
 from support.jobs import Asked, ids_of, model_of, run
@@ -27,6 +28,7 @@ from torch_moe_mps.serving.engine.loop import Died
 from torch_moe_mps.serving.http import app, reading, structured
 from torch_moe_mps.serving.http.answers import Answers
 from torch_moe_mps.serving.http.limited import Limited, TooLong
+from torch_moe_mps.serving.http.metrics import memory_in_use
 from torch_moe_mps.serving.http.request import Refused
 from torch_moe_mps.serving.http.structured import Masked
 from torch_moe_mps.serving.media.loading import Media
@@ -126,10 +128,16 @@ def held(here, monkeypatch, count: int, body: dict) -> Iterator[list[Future]]:
         patched.setattr(app, "prompts_of", prompts_of)
         asked = [clients.submit(ask, here, "/v1/completions", body) for _ in range(count)]
         try:
-            until(lambda: here.reading._of_client["127.0.0.1"] == count)
+            until(lambda: in_reading(here) == count)
             yield asked
         finally:
             goes_on.set()
+
+
+def in_reading(here) -> int:
+    """How many requests of this machine are read, or wait for it."""
+    client = here.reading.clients.get("127.0.0.1")
+    return 0 if client is None else client.requests
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -147,7 +155,8 @@ def test_long_bodies_wait_without_a_thread_and_delay_no_short_one(here, monkeypa
     monkeypatch.setattr(reading, "MOST_OF_CLIENT", 64)
     with held(here, monkeypatch, 30, LONG) as clients:
         assert ask(here, "/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
-        assert len(here.reading._pools["long"]._threads) == reading.BESIDE
+        assert len(here.reading.pools["long"]._threads) == reading.BESIDE
+        assert here.reading.pools["long"]._work_queue.qsize() < 2  # for those of other addresses
         assert not any(client.done() for client in clients)
     assert [client.result()[0] for client in clients] == [200] * 30
 
@@ -169,7 +178,7 @@ def test_an_address_that_has_many_requests_in_reading_is_told_to_come_again(here
             urllib.request.urlopen(asked, timeout=60)
         assert read.value.code == 400
     assert [client.result()[0] for client in clients] == [200] * 3
-    assert ask(here, "/v1/completions", short)[0] == 200 and not here.reading._of_client
+    assert ask(here, "/v1/completions", short)[0] == 200 and not here.reading.clients
 
 
 def test_a_client_that_leaves_while_its_request_is_read_gives_its_place_back(here, monkeypatch):
@@ -177,8 +186,8 @@ def test_a_client_that_leaves_while_its_request_is_read_gives_its_place_back(her
     with held(here, monkeypatch, 1, LONG):
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
             client.request("POST", "/v1/completions", json.dumps(LONG))
-            until(lambda: here.reading._of_client["127.0.0.1"] == 2)
-        until(lambda: here.reading._of_client["127.0.0.1"] == 1)
+            until(lambda: in_reading(here) == 2)
+        until(lambda: in_reading(here) == 1)
 
 
 def test_fetches_that_drip_take_no_thread(here, monkeypatch):
@@ -196,10 +205,10 @@ def test_fetches_that_drip_take_no_thread(here, monkeypatch):
         content = [{"type": "image_url", "image_url": {"url": url}}]
         body = {"messages": [{"role": "user", "content": content}]}
         asked = [clients.submit(ask, here, "/v1/chat/completions", body) for _ in range(20)]
-        until(lambda: sum(here.reading._of_client.values()) == 20)
+        until(lambda: in_reading(here) == 20)
         assert ask(here, "/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
         assert not any(client.done() for client in asked)
-        assert not here.reading._pools["long"]._threads
+        assert not here.reading.pools["long"]._threads
         ended.set()
         assert {client.result()[0] for client in asked} == {400}  # what came is no picture
 
@@ -391,6 +400,14 @@ def test_compiled_grammars_take_few_threads_and_bounded_memory(here, monkeypatch
     (compiler,) = here.served.grammars._compilers.values()
     assert 0 < compiler.get_cache_size_bytes() <= 1 << 16
     assert threads == [max(1, os.cpu_count() // 4)]
+
+
+def test_the_memory_in_use_has_buffers_and_counts_shared_tensors_once():
+    """Packed weights are buffers."""
+    model = torch.nn.Linear(4, 4, bias=False)
+    model.register_buffer("packed", torch.zeros(100, dtype=torch.uint8))
+    model.register_buffer("tied", model.packed)
+    assert memory_in_use(model) == 4 * 16 + 100
 
 
 def test_special_tokens_that_are_split_change_no_other_request(here):

@@ -20,9 +20,9 @@ from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.engine.scheduler import Times
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
-from torch_moe_mps.transformers import key_order
 from torch_moe_mps.transformers.caches import growing
 from torch_moe_mps.transformers.caches.batched import capacity
+from torch_moe_mps.transformers.trials import batching, memory
 
 MEMORY = 1 << 30
 
@@ -400,8 +400,8 @@ def test_half_of_the_rows_are_left_by_many_answers_to_several_requests():
 def test_what_is_tried_for_two_answers_is_tried_before_the_first(monkeypatch):
     """On the thread that makes the engine, and only where two have drafts."""
     model, threads = model_of(), []
-    monkeypatch.setattr(key_order, "_reasons", {})
-    monkeypatch.setattr(key_order, "_tried", lambda model: threads.append(threading.current_thread().name))
+    memory.forget()
+    monkeypatch.setattr(batching, "_tried", lambda model: threads.append(threading.current_thread().name))
     for speculative, most, tried in ((None, 4, 0), ("lookup", 1, 0), ("lookup", 4, 1)):
         engine = EngineThread(model, None, most, drafting=drafting_of(model, speculative, None, "a"))
         jobs = [Asked(ids_of(n, 5), 9) for n in range(3)]

@@ -8,9 +8,9 @@ from support.sweep import in_sweep
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
-# Rows, and caches whose answers are generated alone.
-ALONE = ["glm5_next", "qwen4_exp", "minimax_m3_vl"]
-ARCHITECTURES = in_sweep(["qwen3_moe", *ALONE], ("qwen3_moe", "qwen4_exp"))
+# Layers that all sequences share, and layers that each has for itself.
+SEPARATE = ["glm5_next", "qwen4_exp", "minimax_m3_vl"]
+ARCHITECTURES = in_sweep(["qwen3_moe", *SEPARATE], ("qwen3_moe", "qwen4_exp"))
 LENGTH = 40
 
 
@@ -48,7 +48,7 @@ def test_what_is_kept_of_an_answer(architecture, late):
 
 @pytest.mark.slow("several answers of two models")
 @pytest.mark.parametrize("late", in_sweep((False, True), (True,)), ids=["at once", "late"])
-@pytest.mark.parametrize("architecture", in_sweep(["qwen3_moe", *ALONE], ("qwen3_moe",)))
+@pytest.mark.parametrize("architecture", in_sweep(["qwen3_moe", *SEPARATE], ("qwen3_moe",)))
 def test_answers_that_begin_with_anothers_prompt(architecture, late):
     """While that one is being generated, and again and again: each is the one alone."""
     model = model_of(architecture)
@@ -68,7 +68,7 @@ def test_answers_that_begin_with_anothers_prompt(architecture, late):
 
 
 @pytest.mark.slow("a model's own answers beside them")
-@pytest.mark.parametrize("architecture", in_sweep(["qwen3_moe", "deepseek_v4", *ALONE], ("deepseek_v4",)))
+@pytest.mark.parametrize("architecture", in_sweep(["qwen3_moe", "deepseek_v4", *SEPARATE], ("deepseek_v4",)))
 def test_a_short_prompt_that_begins_as_a_kept_one(architecture):
     """Shorter than a window, which is 5 of DeepSeek-V4: compressed keys give no token back all the same."""
     model = model_of(architecture)

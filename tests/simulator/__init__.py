@@ -6,6 +6,7 @@
     with trace() as commands: ...   commands: what was encoded, one line of text each
     with intercepted(run): ...      run(dispatch) replaces the executor
     with clocked(run): ...          the GPU's clock: run(dispatch) returns the seconds of a dispatch
+    with timeline(run) as times:    the host's clock beside it: times.busy and times.idle of the GPU
     with dropped(): ...             nothing is computed: only the host's time is left
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
     with failing(kind, after):      a command buffer fails, as where macOS stops it
@@ -42,6 +43,7 @@ from .runtime import (
     residency_sets,
     set_schedule,
     stream,
+    timeline,
     trace,
 )
 from .shaderlib import DispatchCounters, shader_library
@@ -71,5 +73,6 @@ __all__ = [
     "set_schedule",
     "shader_library",
     "stream",
+    "timeline",
     "trace",
 ]

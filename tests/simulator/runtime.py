@@ -40,6 +40,10 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_commits.restype = ctypes.c_uint64
     library.simulator_fail_buffer.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64]
     library.simulator_advance_clock.argtypes = [ctypes.c_double]
+    library.simulator_time_host.argtypes = [ctypes.c_int, ctypes.c_double]
+    library.simulator_advance_host.argtypes = [ctypes.c_double]
+    library.simulator_host_clock.restype = ctypes.c_double
+    library.simulator_idle.restype = ctypes.c_double
     library.simulator_use_stream.argtypes = [ctypes.c_int64]
     library.simulator_live_buffers.restype = ctypes.c_size_t
     library.simulator_live_objects.restype = ctypes.c_long
@@ -283,6 +287,58 @@ def clocked(run: Callable[[shaderlib.Dispatch], float]) -> Iterator[None]:
     GPUEndTime of command buffers are by this clock, which stands still outside of such a block."""
     with intercepted(lambda dispatch: _runtime().simulator_advance_clock(run(dispatch))):
         yield
+
+
+class Timeline:
+    """Clocks of the host and of the GPU, in seconds since the block began.
+
+    Attributes:
+        busy: of the GPU, so far.
+    """
+
+    def __init__(self) -> None:
+        self.busy, self._began = 0.0, _runtime().simulator_host_clock()
+
+    @property
+    def idle(self) -> float:
+        """Seconds that the GPU has waited for the host, of the buffers that have run."""
+        return _runtime().simulator_idle()
+
+    @property
+    def now(self) -> float:
+        """The host's time."""
+        return _runtime().simulator_host_clock() - self._began
+
+    def work(self, seconds: float) -> None:
+        """The host works for so long."""
+        _runtime().simulator_advance_host(seconds)
+
+
+@contextlib.contextmanager
+def timeline(run: Callable[[shaderlib.Dispatch], float], a_command: float = 0.0) -> Iterator[Timeline]:
+    """Clocks of the host and of the GPU, which run beside each other.
+
+    A command buffer begins once it is committed and those before it have ended, and lasts as long as `run`
+    says of its dispatches. The host's clock moves by `a_command` for each command that it encodes, by
+    `Timeline.work`, and where it waits: to the end of the buffer that it waits for, or of all of them.
+
+    Operators of aten take the GPU no time. They run on the CPU, for which the open buffer is committed: on a
+    Mac it would stay open. Completion handlers are called as the schedule says.
+    """
+    torch.mps.synchronize()
+    _runtime().simulator_time_host(True, a_command)
+    times = Timeline()
+
+    def timed(dispatch: shaderlib.Dispatch) -> float:
+        seconds = run(dispatch)
+        times.busy += seconds
+        return seconds
+
+    try:
+        with clocked(timed):
+            yield times
+    finally:
+        _runtime().simulator_time_host(False, 0.0)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from support.pinned import assert_pinned
 from support.quantized_layers import GGUF_FORMATS, place, random_quantized
 from support.sweep import in_sweep
 
+from torch_moe_mps.ops._formats import FORMATS as FORMATS_BY_NAME
 from torch_moe_mps.ops._formats import INTEGERS
 
 pytestmark = linux_only
@@ -130,13 +131,12 @@ def selected(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def tailed(dtype: torch.dtype) -> Iterator[Call]:
-    """Blocks of 8 and of 16 queries over a window of 128 keys and as many of a tail."""
-    for width, value_width in ((512, 512), (128, 128)):
-        label, call, work, elements = attention_of(dtype, 16, 1, 1, 128, width, value_width, 16)
-        _, k, v, _ = call.args
-        options = {"k_tail": k.clone(), "v_tail": v.clone(), "tail_rate": 4, "position": 600}
-        work = {key: apple.Work("attention", 2 * each.macs) for key, each in work.items()}
-        yield f"tailed, {label}", functools.partial(call, **options), work, elements
+    """Over a window of 128 keys and as many of a tail."""
+    label, call, work, elements = attention_of(dtype, 16, 1, 1, 128, 512, 512, 16)
+    _, k, v, _ = call.args
+    options = {"k_tail": k.clone(), "v_tail": v.clone(), "tail_rate": 4, "position": 600}
+    work = {key: apple.Work("attention", 2 * each.macs) for key, each in work.items()}
+    yield f"tailed, {label}", functools.partial(call, **options), work, elements
 
 
 def relative(dtype: torch.dtype) -> Iterator[Call]:
@@ -392,15 +392,26 @@ def quantised(dtype: torch.dtype, name: str) -> Iterator[Call]:
     yield from of_heads(dtype, torch.ops.moe_mps.heads_quantized, stack(4, 192, 512), name)
 
 
+WIDTHS = (64, 128, 256, 512)
+
+
+def of_widths(name: str, caches: tuple[str, ...] = ("", "affine8_"), widths=WIDTHS) -> list[str]:
+    return [f"{name}_{width}_{cache}{{}}" for cache in caches for width in widths]
+
+
+def of_format(name: str) -> list[str]:
+    return [f"quantized_{part}{name}_{{}}" for part in ("", "prompts_", "heads_")]
+
+
 # Calls, and the libraries whose kernels they dispatch; {} is a dtype.
 GROUPS = {
     "norms": (norms, ["norms_{}"]),
     "rope": (rope, ["rope_{}"]),
-    "attention": (attention, ["attention_{}", "attention_affine8_{}"]),
-    "selected": (selected, ["attention_selected_{}", "attention_selected_affine8_{}"]),
-    "tailed": (tailed, ["attention_tailed_{}"]),
-    "turned": (turned, ["attention_turned_{}"]),
-    "relative": (relative, ["attention_relative_{}", "attention_relative_affine8_{}"]),
+    "attention": (attention, [*of_widths("attention"), "attention_merge_{}", "write_cache_{}"]),
+    "selected": (selected, of_widths("attention_selected")),
+    "tailed": (tailed, of_widths("attention_tailed", ("",), (512,))),
+    "turned": (turned, of_widths("attention_turned", ("",))),
+    "relative": (relative, of_widths("attention_relative", widths=(128, 512))),
     "index": (index, ["index_{}"]),
     "pooling": (pooling, ["pooling_{}"]),
     "sampling": (sampling, ["sampling_{}"]),
@@ -412,20 +423,19 @@ GROUPS = {
     "routing": (routing, ["routing_{}", "hash_router_{}", "bucket_i32", "bucket_i64"]),
     "lora": (adapters, ["lora_{}"]),
     "dense": (dense, ["experts_{}"]),
-    "int4": (functools.partial(quantised, name="affine4_64"), ["quantized_affine4_64_{}"]),
-    "int8": (functools.partial(quantised, name="affine8_64"), ["quantized_affine8_64_{}"]),
-    "mxfp4": (functools.partial(quantised, name="mxfp4"), ["quantized_mxfp4_{}"]),
-    "int1": (functools.partial(quantised, name="affine1_64"), ["quantized_affine1_64_{}"]),
+    "int4": (functools.partial(quantised, name="affine4_64"), of_format("affine4_64")),
+    "int8": (functools.partial(quantised, name="affine8_64"), of_format("affine8_64")),
+    "mxfp4": (functools.partial(quantised, name="mxfp4"), of_format("mxfp4")),
+    "int1": (functools.partial(quantised, name="affine1_64"), of_format("affine1_64")),
 }
 # Types of GGUF that this package writes, too.
-GROUPS |= {
-    name: (functools.partial(quantised, name=name), [f"quantized_{name}_{{}}"]) for name in sorted(INTEGERS)
-}
+GROUPS |= {name: (functools.partial(quantised, name=name), of_format(name)) for name in sorted(INTEGERS)}
 # What the names of libraries start with; together they are all of them.
 KINDS = [
     "norms",
     "rope",
     "attention",
+    "write_cache",
     "index",
     "pooling",
     "quantize_",
@@ -435,8 +445,17 @@ KINDS = [
     "combine",
 ]
 KINDS += ["pointwise", "routing", "hash_router", "sampling", "bucket", "experts"]
-KINDS += [f"quantized_affine{bits}" for bits in (1, 2, 3, 4, 5, 6, 8)]
-KINDS += [f"quantized_{name}" for name in ("mxfp4", "mxfp8", "nvfp4", *GGUF_FORMATS)]
+KINDS += [
+    f"quantized_{part}{name}"
+    for part in ("", "prompts_", "heads_")
+    for name in (
+        *(f"affine{bits}" for bits in (1, 2, 3, 4, 5, 6, 8)),
+        "mxfp4",
+        "mxfp8",
+        "nvfp4",
+        *GGUF_FORMATS,
+    )
+]
 
 
 # Costs -------------------------------------------------------------------------------------------------
@@ -509,27 +528,28 @@ def registers_of_formats(*starts: str) -> str:
     """Each quantised format that starts so: the registers of its kernels, in the order of the library, on the
     M1 and M2 and from the M3 on."""
     lines = []
-    for name in libraries("quantized", "bf16"):
-        if not name.startswith(tuple(f"quantized_{start}" for start in starts)):
+    for format in FORMATS_BY_NAME:
+        if not format.startswith(starts) or (
+            not format.startswith("affine4_") and is_of_another_group(f"_{format}_")
+        ):
             continue
-        if not name.startswith("quantized_affine4_") and is_of_another_group(name):
-            continue
-        path, end = library(name), len(name) - len("quantized")
+        end, texts = f"_{format}_bf16", []
         left_out = "^(expert|matmul_rows|matmul)_|_rows$"
-        kernels = {re.sub(left_out, "", kernel[:-end]): kernel for kernel in kernels_of(path)}
-        text = " ".join(f"{k} {on_both(whole, path)}" for k, whole in kernels.items())
-        text = f"{name.removeprefix('quantized_').removesuffix('_bf16')}: {text}"
+        for path in (library(name.format("bf16")) for name in of_format(format)):
+            kernels = {re.sub(left_out, "", k.removesuffix(end)): k for k in kernels_of(path)}
+            texts += [f"{k} {on_both(whole, path)}" for k, whole in kernels.items()]
+        text = f"{format}: {' '.join(texts)}"
         lines.append(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines) + "\n"
 
 
 # Of the formats one of each way of storing: in float32 their kernels have at most 7 registers more than in
 # bfloat16, by what the activations take.
-IN_FLOAT32 = ("quantized_affine4", "quantized_mxfp4", "quantized_q4_k", "quantized_iq4_xs")
+IN_FLOAT32 = re.compile("(?!quantized)|.*_(affine4|mxfp4|q4_k|iq4_xs)$")
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("kind", [k for k in KINDS if k in IN_FLOAT32 or not k.startswith("quantized")])
+@pytest.mark.parametrize("kind", [*filter(IN_FLOAT32.match, KINDS)])
 def test_registers_fit_the_bound(simulated, kind):
     """In float32. Those of bfloat16 are pinned below; float16 needs no more than it."""
     names = [name for name in libraries(kind, "f32") if not is_of_another_group(name)]

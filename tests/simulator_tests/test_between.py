@@ -1,21 +1,10 @@
-"""Between two tokens: the engine's order, as counts, and the idle time that follows."""
+"""Idle time between two tokens that follows from the engine's order."""
 
 import pytest
-from measured.apple.between import CONVERSATIONS, idle_ms
+from measured.apple.between import idle_ms
 from simulator.testing import linux_only
-from support.ahead import steps_ahead
-from support.sweep import in_sweep
-
-from torch_moe_mps.transformers.capture import calls
 
 pytestmark = linux_only
-
-
-@pytest.mark.slow("captures a program in the simulator")
-@pytest.mark.parametrize("conversations", in_sweep(CONVERSATIONS, CONVERSATIONS[-1:]))
-def test_a_step_is_encoded_before_a_token_is_read(simulated, monkeypatch, conversations):
-    monkeypatch.setenv(calls.SWITCH, "1")
-    assert steps_ahead(conversations) == 8 * [1.0]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_pages_are_read_whole():
     found = {(library, kernel): count for library, kernel, count, _ in counts()}
     assert all(first >= later for _, _, first, later in counts())
     assert found["turned", "attention_turned8_128_bf16"] > 60 and found["affine4_64", "rows"] > 30
-    assert found["int4", "gemm8_affine4_64_bf16"] > 30 and found["q6_k", "heads_columns_few"] > 30
+    assert found["int4", "gemm32_affine4_64_bf16"] > 30 and found["q6_k", "heads_columns_few"] > 30
     assert len(found) > 500 and min(found.values()) > 0
 
 

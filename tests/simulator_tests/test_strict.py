@@ -15,16 +15,13 @@ pytestmark = linux_only
 IN_EACH_DTYPE = ("affine3_64", "affine4_64", "mxfp4", "nvfp4", "q3_k", "q4_k", "iq4_xs")
 ALWAYS = ("affine3_64", "q4_k")
 # Libraries with the code of others, but for types or a constant.
-LIKE_OTHERS = (
-    "attention_affine8",
-    "attention_relative",
-    "attention_selected_affine8",
-    "bucket_i64",
+LIKE_OTHERS = re.compile(
+    r"attention_(\w+_)?(64|256|512)|attention_relative|attention_(\w+_)?affine8|bucket_i64"
 )
 
 
 def format_of(library: str) -> str | None:
-    found = re.fullmatch(r"(?:quantized|tensor_units)_(\w+)_[a-z0-9]+", library)
+    found = re.fullmatch(r"(?:quantized(?:_prompts|_heads)?|tensor_units)_(\w+)_[a-z0-9]+", library)
     return found and found[1]
 
 
@@ -48,7 +45,10 @@ def in_sweep(library):
         others = not library.endswith(("affine4_64_f16", "dense_f16"))
     else:
         others = library.endswith(("_f16", "_f32")) or format_of(library) not in (None, *ALWAYS)
-        others = others or library.removesuffix("_bf16") in LIKE_OTHERS
+        others = others or (
+            not library.endswith("q4_k_bf16") and re.match("quantized_(prompts|heads)", library)
+        )
+        others = others or (LIKE_OTHERS.match(library) is not None and "tailed" not in library)
     return pytest.param(library, marks=pytest.mark.sweep if others else ())
 
 

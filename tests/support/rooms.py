@@ -24,6 +24,7 @@ FLOORS = (
     "transformers.basics",
     "transformers.graphs",
     "transformers.caches",
+    "transformers.trials",
     "transformers.modules",
     "transformers.attention",
     "transformers.families",

@@ -13,12 +13,13 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from .._install import install_command
 from .._text import first_line
 from ..pipeline.torchrun import first_process_talks, tell_other_processes
 from .arguments import parse, parser
-from .early import check_options
+from .early import check_options, importing_torch
 
 WITHOUT_TORCH = ("launch",)
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
@@ -41,9 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _signals_raise(), first_process_talks():
             _set_libraries()
             check_options(options)  # before the seconds in which torch is imported
-            if options.command not in WITHOUT_TORCH and "torch" not in sys.modules:
-                print(f"torch-moe-mps {options.command}: importing torch", file=sys.stderr, flush=True)
-            code: int = importlib.import_module(f".{options.command}", __package__).run(options) or 0
+            code: int = _imported(options.command).run(options) or 0
             sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output has seen enough
         code = 128 + signal.SIGPIPE
@@ -63,6 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError:  # a full disk or a closed pipe raises once more when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
+
+
+def _imported(command: str) -> Any:
+    """The module of a command; stderr says that torch is imported, if it is."""
+    if command in WITHOUT_TORCH:
+        return importlib.import_module(f".{command}", __package__)
+    with importing_torch(command):
+        return importlib.import_module(f".{command}", __package__)
 
 
 def _set_libraries() -> None:

@@ -23,12 +23,12 @@ from ..macs import is_known
 from ..ops import OPERATORS
 from ..ops._formats import MLX_MODES, Format
 from ..selfcheck import large, probe, tensor_units, tuner
-from ..selfcheck.calls import DTYPES, FORMATS, Subject, subjects
+from ..selfcheck.calls import DTYPES, FORMATS, Subject, common_subjects, subjects
 from ..selfcheck.compare import TOLERANCE, Finding, compare, difference, in_words
 from ..selfcheck.control import control
 from ..selfcheck.facts import anonymous, facts
 from ..selfcheck.journal import noted, stopped
-from ..selfcheck.libraries import compile_side_by_side, libraries, pipelines
+from ..selfcheck.libraries import UNCOMMON, compile_side_by_side, libraries, pipelines
 from ..selfcheck.machine import is_available
 from ..selfcheck.once import checks_of, first_fault
 from .results import check_writable, written_whole
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         format = formats[0] if options.format else Format.named("affine4_64")
         findings = check_large(dtype, format, report)
     else:
-        findings = check_all(dtypes, formats, report, save_so_far)
+        findings = check_all(dtypes, formats, report, save_so_far, options.quick)
     _print_verdict(findings, bool(report["control"]["failures"]), path)
     save("all", findings)
     return 1 if findings else 0
@@ -125,16 +125,25 @@ def check_control(dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
 
 
 def check_all(
-    dtypes: Sequence[torch.dtype], formats: Sequence[Format], report: dict[str, Any], save: Save
+    dtypes: Sequence[torch.dtype],
+    formats: Sequence[Format],
+    report: dict[str, Any],
+    save: Save,
+    quick: bool = False,
 ) -> list[Finding]:
-    """Compiles every library, compares every operator, a tiny model, and the tensor units."""
+    """Compiles every library, compares every operator, a tiny model, and the tensor units.
+
+    With `quick`, only the libraries and operators that most models run.
+    """
     started = time.perf_counter()
     names = libraries(dtypes, formats)
+    if quick:
+        names = [name for name in names if not UNCOMMON.match(name)]
     with Progress("Compiling", len(names), "library") as bar:
         findings = compile_side_by_side(names, lambda name: bar.update())
     report["seconds_compiling"] = round(time.perf_counter() - started, 1)
     save("libraries", findings)
-    work = subjects(OPERATORS, dtypes, formats)
+    work = common_subjects(dtypes, formats) if quick else subjects(OPERATORS, dtypes, formats)
     findings += compare_all(work)
     failed = {finding.subject for finding in findings}
     report["kernels"] = pipelines(name for name in names if name not in failed)
@@ -142,7 +151,8 @@ def check_all(
     save("operators", findings)
     has_model = importlib.util.find_spec("transformers") is not None
     if has_model:
-        findings += check_model(dtypes[-1], formats)
+        weights = [format for format in formats if format.mode in MLX_MODES][:1]
+        findings += check_model(dtypes[-1], weights if quick else [None, *weights])
     else:
         print("Model: not run, transformers is not installed")
     report["model"] = "run" if has_model else "not run: transformers is not installed"
@@ -249,8 +259,8 @@ def check_tensor_units(dtypes: Sequence[torch.dtype], formats: Sequence[Format])
     return use
 
 
-def check_model(dtype: torch.dtype, formats: Sequence[Format]) -> list[Finding]:
-    """A tiny Qwen3-MoE, dense and quantised: its logits on the GPU beside those on the CPU."""
+def check_model(dtype: torch.dtype, weights: Sequence[Format | None]) -> list[Finding]:
+    """A tiny Qwen3-MoE, dense (None) or quantised: its logits on the GPU beside those on the CPU."""
     import transformers
 
     from ..transformers import accelerate, restore
@@ -262,8 +272,7 @@ def check_model(dtype: torch.dtype, formats: Sequence[Format]) -> list[Finding]:
     )
     ids = torch.arange(1, 13)[None]
     findings = []
-    of_quantize = [format for format in formats if format.mode in MLX_MODES]
-    for format in (None, *of_quantize[:1]):
+    for format in weights:
         torch.manual_seed(0)
         model = transformers.Qwen3MoeForCausalLM(config).to(dtype).eval()
         quantisation = {} if format is None else format.to_dict()

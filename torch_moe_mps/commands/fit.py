@@ -30,7 +30,10 @@ from ..transformers.checkpoints.layouts.gguf.reading import GgufLayout
 from ..transformers.checkpoints.layouts.own.config import QuantizationConfig
 from ..transformers.checkpoints.quantize.decision import weights_of
 from ..transformers.checkpoints.quantize.recipe import (
+    AUTO_BITS,
+    KINDS,
     SAME,
+    SHARE,
     Recipe,
     no_such_weight,
     recipe_of,
@@ -50,6 +53,7 @@ from .speculative import cache_beside
 
 BITS = (8, 6, 5, 4, 3, 2)
 _DENSE, _STORED = "16 bit", "as it is"
+_DOWN = "down projections of experts"
 _CHECK = Check("fit")
 
 
@@ -125,6 +129,7 @@ def report(
     size, unit = unit_of(total)
     cells = [[s.name, f"{s.weights / size:.1f}", f"{s.token / size:.2f}"] for s in sizes]
     lines += ["", *aligned([["weights", unit, f"{unit} read for a token"], *cells], 1)]
+    lines += _of_formats(sizes)
     if speculative.what:
         own = ", ".join(f"{s.speculative / size:.2f} ({s.name})" for s in sizes)
         lines += ["", f"chat and serve load {speculative.what} for drafts, of {own} {unit};"]
@@ -158,6 +163,35 @@ def report(
     }
     more, bounds = _of_bounds(mac, cache, context, sizes)
     return "\n".join([*lines, "", *more]), data | bounds
+
+
+def _of_formats(sizes: Sequence[Size]) -> list[str]:
+    """A table of the sizes whose kinds of weights have several formats, and of the recipes with names."""
+    rows = []
+    for size in sizes:
+        found: dict[str, set[str]] = {}
+        for target in size.targets:
+            for parameter, format in target.formats.items():
+                is_down = target.kind == "experts" and parameter == "down_proj"
+                found.setdefault(_DOWN if is_down else KINDS[target.kind], set()).add(str(format))
+        several = len({*map(frozenset, found.values())}) > 1
+        if size.name != _STORED and (size.name in NAMED or several):
+            rows.append((size.name, found))
+    if not rows:
+        return []
+    kinds = [kind for kind in (_DOWN, *KINDS.values()) if any(kind in found for _, found in rows)]
+    cells = [[name, *(" and ".join(sorted(found.get(kind, "-"))) for kind in kinds)] for name, found in rows]
+    lines = ["", *aligned([["formats", *kinds], *cells], 1 + len(kinds))]
+    if any(name not in NAMED for name, _ in rows):
+        lines.append(
+            f"Fewer than {AUTO_BITS} bits are {AUTO_BITS} for linear layers beside experts that are at most"
+        )
+        lines.append(
+            f"{SHARE:.0%} of the weights, and for embeddings and output head that are at least that."
+        )
+    if any(name in NAMED for name, _ in rows):
+        lines.append(f"{', '.join(NAMED)}: convert --recipe NAME")
+    return lines
 
 
 def _of_bounds(

@@ -8,7 +8,6 @@
 
 #include "../shaders/params.h"
 #include "attention_plan.h"
-#include "formats.h"
 #include "gpu.h"
 #include "metal/function.h"
 #include "metal/work.h"
@@ -207,131 +206,199 @@ struct Turning {
   RopeParams params;
 };
 
-// With `turning`, given.q only has the shape of the queries.
-Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr) {
-  const int64_t batch = given.q.size(0), heads = given.q.size(1), tokens = given.q.size(2);
-  const int64_t key_heads = given.k.values.size(1), stored = given.k.values.size(2);
-  const bool has_tail = given.k.tail.has_value();
-  const int64_t tail_keys = has_tail ? given.k.tail->size(2) : 0;
-  const OptionalTensor& chosen = given.selected.indices;
-  const int64_t selected = chosen ? chosen->size(3) * given.selected.block : tail_keys;
-  const int64_t tail_slots = tail_keys > 0 ? selected : 0;
-  const int64_t keys = has_tail ? tail_slots + std::min(given.order.window.value_or(stored), stored)
-                       : chosen && stored > 0 ? selected
-                                              : stored;
-  const int64_t value_width = given.v.values.size(3) * (given.v.scales ? 4 : 1);
-  Tensor output = at::empty({batch, tokens, heads, value_width}, given.q.options().dtype(given.dtype));
-  if (output.numel() == 0) return output;
-  if (keys == 0) return output.zero_();
-  // Keys that the last token sees, and that a token sees on average.
-  const bool in_order = !given.mask && selected == 0;
-  const double most = in_order ? std::min(keys, given.order.window.value_or(keys)) : keys;
-  const double seen = in_order ? std::min(most, keys - 0.5 * (tokens - 1)) : keys;
-  const double slots = kSlotsOfAttention * static_cast<double>(batch * heads * tokens) * seen *
-                       static_cast<double>(given.q.size(3) + value_width);
-  const bool is_simple = selected == 0 && !given.relative && given.lookahead == 0 &&
-                         (!given.softmax.sinks || given.softmax.sinks->dim() == 1);
-  const int64_t at_once =
-      is_simple && is_too_long(slots) ? tokens_at_once(tokens, slots * most / seen) : tokens;
-  if (at_once < tokens) {
-    std::vector<Tensor> blocks;
-    for (int64_t start = 0; start < tokens; start += at_once) {
-      blocks.push_back(attend(given.of_tokens(start, std::min(at_once, tokens - start))));
-    }
-    return at::cat(blocks, 1);
-  }
-  const Tensor q = rows_contiguous(given.q);
-  const Cache k(given.k), v(given.v);
-  const OptionalTensor mask = readable_mask(given.mask), relative = readable_relative(given.relative);
-  const OptionalTensor key_range = contiguous(given.order.key_range), sinks = contiguous(given.softmax.sinks);
-  const OptionalTensor indices = rows_contiguous(chosen);
-  const OptionalTensor gate = rows_contiguous(given.gate.factors);
+// What the shapes of a call say.
+struct Sizes {
+  int64_t batch, heads, tokens, key_heads, stored, value_width;
+  bool has_tail;
+  int64_t tail_keys, selected, tail_slots;
+  int64_t keys;  // that a token may see
 
+  explicit Sizes(const AttentionArguments& given)
+      : batch(given.q.size(0)),
+        heads(given.q.size(1)),
+        tokens(given.q.size(2)),
+        key_heads(given.k.values.size(1)),
+        stored(given.k.values.size(2)),
+        value_width(given.v.values.size(3) * (given.v.scales ? 4 : 1)),
+        has_tail(given.k.tail.has_value()),
+        tail_keys(has_tail ? given.k.tail->size(2) : 0) {
+    const OptionalTensor& chosen = given.selected.indices;
+    selected = chosen ? chosen->size(3) * given.selected.block : tail_keys;
+    tail_slots = tail_keys > 0 ? selected : 0;
+    keys = has_tail               ? tail_slots + std::min(given.order.window.value_or(stored), stored)
+           : chosen && stored > 0 ? selected
+                                  : stored;
+  }
+};
+
+// How long a call takes: in slots, and how many tokens go into one launch.
+struct Duration {
+  double slots;
+  int64_t at_once;
+
+  Duration(const AttentionArguments& given, const Sizes& sizes) {
+    // Keys that the last token sees, and that a token sees on average.
+    const bool in_order = !given.mask && sizes.selected == 0;
+    const double most = in_order ? std::min(sizes.keys, given.order.window.value_or(sizes.keys)) : sizes.keys;
+    const double seen = in_order ? std::min(most, sizes.keys - 0.5 * (sizes.tokens - 1)) : sizes.keys;
+    slots = kSlotsOfAttention * static_cast<double>(sizes.batch * sizes.heads * sizes.tokens) * seen *
+            static_cast<double>(given.q.size(3) + sizes.value_width);
+    const bool is_simple = sizes.selected == 0 && !given.relative && given.lookahead == 0 &&
+                           (!given.softmax.sinks || given.softmax.sinks->dim() == 1);
+    const bool splits = is_simple && is_too_long(slots);
+    at_once = splits ? tokens_at_once(sizes.tokens, slots * most / seen) : sizes.tokens;
+  }
+};
+
+// The arguments as kernels read them.
+struct Readable {
+  Tensor q;
+  Cache k, v;
+  OptionalTensor mask, relative, key_range, sinks, indices, gate;
+
+  explicit Readable(const AttentionArguments& given)
+      : q(rows_contiguous(given.q)),
+        k(given.k),
+        v(given.v),
+        mask(readable_mask(given.mask)),
+        relative(readable_relative(given.relative)),
+        key_range(contiguous(given.order.key_range)),
+        sinks(contiguous(given.softmax.sinks)),
+        indices(rows_contiguous(given.selected.indices)),
+        gate(rows_contiguous(given.gate.factors)) {}
+};
+
+AttentionParams params_of(const AttentionArguments& given, const Sizes& sizes, const Readable& readable) {
   AttentionParams params{};
-  params.k = k.params;
-  params.v = v.params;
-  params.q = head_strides(q);
-  params.tokens = tokens;
-  params.heads = heads;
-  params.key_heads = key_heads;
-  params.keys = keys;
-  params.indexed_keys = stored;
-  params.tail_keys = tail_keys;
-  params.tail_slots = tail_slots;
+  params.k = readable.k.params;
+  params.v = readable.v.params;
+  params.q = head_strides(readable.q);
+  params.tokens = sizes.tokens;
+  params.heads = sizes.heads;
+  params.key_heads = sizes.key_heads;
+  params.keys = sizes.keys;
+  params.indexed_keys = sizes.stored;
+  params.tail_keys = sizes.tail_keys;
+  params.tail_slots = sizes.tail_slots;
   params.tail_rate = given.tail.rate;
   params.position = given.tail.position;
-  if (!has_tail) set_mask(params, mask, given.order.window, given.lookahead);
-  if (indices) set_indices(params, *indices, given.selected.block);
-  if (relative) set_relative(params, *relative);
-  params.gate = token_strides(gate);
-  if (gate) {
-    params.gate_width = gate->size(3);
+  if (!sizes.has_tail) set_mask(params, readable.mask, given.order.window, given.lookahead);
+  if (readable.indices) set_indices(params, *readable.indices, given.selected.block);
+  if (readable.relative) set_relative(params, *readable.relative);
+  params.gate = token_strides(readable.gate);
+  if (readable.gate) {
+    params.gate_width = readable.gate->size(3);
     params.gate_is_softplus = given.gate.is_softplus;
   }
   params.output_is_float = given.dtype == at::kFloat;
-  params.has_key_range = key_range.has_value();
+  params.has_key_range = readable.key_range.has_value();
+  const OptionalTensor& sinks = readable.sinks;
   params.sinks = !sinks ? SINKS_NONE : sinks->dim() == 1 ? SINKS_OF_HEADS : SINKS_OF_TOKENS;
   params.sinks_dtype = dtype_code(sinks);
-  params.rows = batch * tokens * heads;
+  params.rows = sizes.batch * sizes.tokens * sizes.heads;
   params.scale = static_cast<float>(given.scale);
   params.softcap = static_cast<float>(given.softmax.softcap.value_or(0.0));
+  return params;
+}
 
-  const char* const file = turning    ? "attention_turned"
-                           : has_tail ? "attention_tailed"
-                           : indices  ? "attention_selected"
-                           : relative ? "attention_relative"
-                                      : "attention";
-  const AttentionPlan plan =
-      plan_attention({batch, tokens, heads, key_heads, keys - params.first_key, params.k.width, value_width,
-                      file, !mask && !relative && !k.scales && !turning && q.element_size() == 2},
-                     gpu_cores());
-  params.chunk = plan.chunk;
-  params.chunks = plan.chunks;
-  OptionalTensor partials;
-  if (plan.chunks > 1) {
-    partials =
-        at::empty({plan.chunks * int64_t(params.rows) * (value_width + 2)}, q.options().dtype(at::kFloat));
-  }
+AttentionShape shape_of(const Sizes& sizes, const Readable& readable, const AttentionParams& params,
+                        bool turns) {
+  const char* const file = turns               ? "attention_turned"
+                           : sizes.has_tail    ? "attention_tailed"
+                           : readable.indices  ? "attention_selected"
+                           : readable.relative ? "attention_relative"
+                                               : "attention";
+  const bool is_plain = !readable.mask && !readable.relative && !readable.k.scales && !turns;
+  return {sizes.batch,
+          sizes.tokens,
+          sizes.heads,
+          sizes.key_heads,
+          sizes.keys - params.first_key,
+          params.k.width,
+          sizes.value_width,
+          file,
+          is_plain && readable.q.element_size() == 2};
+}
 
-  const Library library =
-      k.scales ? quantized_attention_library(q.scalar_type()) : Library{"attention", q.scalar_type()};
-  Library of_block = library;
-  of_block.file = file;
-  Commands commands;
-  Command& command = commands.add(of_block, plan.kernel, output);
+// Binds the tensors of a launch; with `turning`, of attention_turned.
+void bind_operands(Command& command, const Sizes& sizes, const Readable& readable,
+                   const AttentionParams& params, const Turning* turning, const Tensor& output,
+                   const OptionalTensor& partials) {
+  const Cache &k = readable.k, &v = readable.v;
   if (turning) {
     command.stand_in(k.values)
         .bind_strided(turning->q.input, k.values, v.values, turning->k.input, turning->v.input,
                       turning->rotation.cos, turning->rotation.sin, turning->q.weight, turning->k.weight,
                       turning->v.weight)
         .stand_in(output)
-        .bind(sinks, output, partials)
-        .bind_strided(key_range, gate)
+        .bind(readable.sinks, output, partials)
+        .bind_strided(readable.key_range, readable.gate)
         .params(TurnedParams{params, turning->params});
-  } else {
-    command
-        .bind_strided(q, stored > 0 ? k.values : output, stored > 0 ? v.values : output,
-                      mask ? mask : relative)
-        .bind(sinks, output, partials)
-        .bind_strided(k.beside(), k.biases, v.beside(), v.biases,
-                      selected > 0 && indices ? indices : key_range, gate)
-        .params(params);
+    return;
   }
+  const bool has_keys = sizes.stored > 0, selects = sizes.selected > 0 && readable.indices;
   command
-      .work(slots, static_cast<double>(q.nbytes() + output.nbytes()) +
-                       static_cast<double>(batch * params.key_heads) * static_cast<double>(keys) *
-                           static_cast<double>(q.element_size() * (params.k.width + value_width)))
+      .bind_strided(readable.q, has_keys ? k.values : output, has_keys ? v.values : output,
+                    readable.mask ? readable.mask : readable.relative)
+      .bind(readable.sinks, output, partials)
+      .bind_strided(k.beside(), k.biases, v.beside(), v.biases,
+                    selects ? readable.indices : readable.key_range, readable.gate)
+      .params(params);
+}
+
+void encode(const Sizes& sizes, const Readable& readable, AttentionParams params, const Turning* turning,
+            double slots, const Tensor& output) {
+  const Tensor& q = readable.q;
+  const AttentionShape shape = shape_of(sizes, readable, params, turning != nullptr);
+  const AttentionPlan plan = plan_attention(shape, gpu_cores());
+  params.chunk = plan.chunk;
+  params.chunks = plan.chunks;
+  OptionalTensor partials;
+  if (plan.chunks > 1) {
+    const int64_t of_chunk = int64_t(params.rows) * (sizes.value_width + 2);
+    partials = at::empty({plan.chunks * of_chunk}, q.options().dtype(at::kFloat));
+  }
+  const double bytes_of_keys = static_cast<double>(sizes.batch * sizes.key_heads) *
+                               static_cast<double>(sizes.keys) *
+                               static_cast<double>(q.element_size() * (params.k.width + sizes.value_width));
+  Commands commands;
+  const bool is_quantized = readable.k.scales.has_value();
+  Command& command = commands.add(attention_library(shape.file, plan.width, q.scalar_type(), is_quantized),
+                                  plan.kernel, output);
+  bind_operands(command, sizes, readable, params, turning, output, partials);
+  command.work(slots, static_cast<double>(q.nbytes() + output.nbytes()) + bytes_of_keys)
       .threadgroup_memory(plan.memory)
       .threadgroups(plan.grid, {plan.threads});
   if (partials) {
-    commands.add(library, gate ? "attention_merge_gated" : "attention_merge", output)
-        .bind(*partials, sinks)
-        .bind_strided(gate)
+    const char* const merge = readable.gate ? "attention_merge_gated" : "attention_merge";
+    commands.add({"attention_merge", q.scalar_type()}, merge, output)
+        .bind(*partials, readable.sinks)
+        .bind_strided(readable.gate)
         .bind(output)
         .params(params)
         .threadgroups(plan.merge_grid, {kMergeSimdgroups * kSimdWidth});
   }
   commands.encode();
+}
+
+// With `turning`, given.q only has the shape of the queries.
+Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr) {
+  const Sizes sizes(given);
+  Tensor output = at::empty({sizes.batch, sizes.tokens, sizes.heads, sizes.value_width},
+                            given.q.options().dtype(given.dtype));
+  if (output.numel() == 0) return output;
+  if (sizes.keys == 0) return output.zero_();
+  const Duration duration(given, sizes);
+  if (duration.at_once < sizes.tokens) {
+    std::vector<Tensor> blocks;
+    for (int64_t start = 0; start < sizes.tokens; start += duration.at_once) {
+      const int64_t count = std::min(duration.at_once, sizes.tokens - start);
+      blocks.push_back(attend(given.of_tokens(start, count)));
+    }
+    return at::cat(blocks, 1);
+  }
+  const Readable readable(given);
+  encode(sizes, readable, params_of(given, sizes, readable), turning, duration.slots, output);
   return output;
 }
 
@@ -411,7 +478,7 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
   params.heads = states.size(1);
   params.start = start;
   Commands commands;
-  commands.add(quantized_attention_library(states.scalar_type()), "write_cache_quantized")
+  commands.add({"write_cache", states.scalar_type()}, "write_cache_quantized")
       .bind_strided(states, packed, scales, biases)
       .params(params)
       .threadgroups({ceil_div(params.threads, kCacheThreads)}, {kCacheThreads});

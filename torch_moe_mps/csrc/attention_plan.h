@@ -4,8 +4,10 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "metal/encoder.h"
+#include "metal/library.h"
 
 namespace moe_mps {
 
@@ -13,10 +15,13 @@ struct AttentionShape {
   int64_t batch, tokens, heads, key_heads;
   int64_t keys;  // keys that any token may see
   int64_t width, value_width;
-  std::string_view file = "attention";  // has the kernels
+  const char* file = "attention";  // has the kernels
   bool may_be_wide = false;  // there is a kernel for 16 queries of values over 256: dense, 16 bits, no mask
   // Each token has keys of its own.
-  bool selects() const { return file == "attention_selected" || file == "attention_tailed"; }
+  bool selects() const {
+    const std::string_view name = file;
+    return name == "attention_selected" || name == "attention_tailed";
+  }
   int64_t group_heads() const { return heads / key_heads; }
   // Queries of a key head that one block may take.
   int64_t queries() const { return selects() ? group_heads() : group_heads() * tokens; }
@@ -24,6 +29,7 @@ struct AttentionShape {
 
 struct AttentionPlan {
   std::string kernel;  // without the suffix of its library
+  int64_t width = 0;   // of its library
   Size grid{0};
   int64_t threads = 0;
   int64_t memory = 0;  // bytes of threadgroup memory
@@ -33,5 +39,11 @@ struct AttentionPlan {
 };
 
 AttentionPlan plan_attention(const AttentionShape& shape, int64_t cores);
+
+// shaders/<file>.metal for values of up to `width` elements, of keys and values in `dtype` or in 8 bits.
+Library attention_library(const char* file, int64_t width, c10::ScalarType dtype, bool quantized);
+
+// All of them.
+std::vector<Library> attention_libraries(c10::ScalarType dtype);
 
 }  // namespace moe_mps

@@ -3,6 +3,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "../shaders/geometry.h"
 #include "metal/function.h"
@@ -42,9 +43,19 @@ bool has_more_queries(const AttentionShape& shape, const Kernel& more) {
          ceil_div(shape.queries(), kFewQueries) % 2 == 0;
 }
 
+// Whether a file has kernels for values of up to so many elements, or narrower ones take wider kernels: one
+// family has a tail, DeepSeek-V4 with heads of 512, and one relative positions, Inkling with heads of 128.
+bool has_width(std::string_view file, int64_t width) {
+  if (file == "attention_tailed") return width == 512;
+  if (file == "attention_relative") return width == 128 || width == 512;
+  return true;
+}
+
 const Kernel& kernel_for(const AttentionShape& shape) {
   size_t i = 0;
-  while (i + 1 < std::size(kFew) && shape.value_width > kFew[i].value_width) ++i;
+  while (i + 1 < std::size(kFew) &&
+         (shape.value_width > kFew[i].value_width || !has_width(shape.file, kFew[i].value_width)))
+    ++i;
   return has_more_queries(shape, kMore[i]) ? kMore[i] : kFew[i];
 }
 
@@ -78,11 +89,41 @@ AttentionPlan plan_attention(const AttentionShape& shape, int64_t cores) {
   plan.chunk = chunks == 1 ? shape.keys : balanced_chunk(shape.keys, chunks, tile, groups, cores);
   plan.chunks = std::max<int64_t>(1, ceil_div(shape.keys, plan.chunk));
   plan.kernel = c10::str(shape.file, queries, "_", kernel.value_width);
+  plan.width = kernel.value_width;
   plan.grid = {plan.chunks, blocks, shape.batch * shape.key_heads};
   plan.threads = simdgroups * kSimdWidth;
   plan.merge_grid = {shape.batch * shape.tokens * shape.heads,
                      ceil_div(shape.value_width, kMergeColumns * kSimdWidth)};
   return plan;
+}
+
+Library attention_library(const char* file, int64_t width, c10::ScalarType dtype, bool quantized) {
+  Library library{file, dtype};
+  if (quantized) {
+    library.weights = "affine8";
+    library.weights_type = "QuantizedCache<MOE_DTYPE>";
+    library.weights_header = "attention/quantized_cache";
+  }
+  library.width = width;
+  return library;
+}
+
+std::vector<Library> attention_libraries(c10::ScalarType dtype) {
+  std::vector<Library> all;
+  for (const auto& [file, has_quantized] : {std::pair("attention", true),
+                                            {"attention_turned", false},
+                                            {"attention_selected", true},
+                                            {"attention_relative", true},
+                                            {"attention_tailed", false}}) {
+    for (const bool quantized : {false, true}) {
+      for (const Kernel& kernel : kFew) {
+        if (quantized && !has_quantized) continue;
+        if (has_width(file, kernel.value_width))
+          all.push_back(attention_library(file, kernel.value_width, dtype, quantized));
+      }
+    }
+  }
+  return all;
 }
 
 namespace {

@@ -31,10 +31,11 @@ const std::vector<WeightFormat>& all_formats();
 // shaders/quantized.metal for a format.
 Library quantized_library(const WeightFormat& format, c10::ScalarType dtype);
 
+// shaders/quantized_<part>.metal for the weights of a library; dense ones have all kernels in one.
+Library part_of(Library library, const char* file);
+constexpr const char *kOfPrompts = "quantized_prompts", *kOfHeads = "quantized_heads";
+
 // shaders/tensor_units.metal for the weights of another library.
 Library tensor_units_library(const Library& library);
-
-// shaders/attention.metal for keys and values of 8 bits.
-Library quantized_attention_library(c10::ScalarType dtype);
 
 }  // namespace moe_mps

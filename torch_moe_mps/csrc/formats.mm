@@ -78,14 +78,15 @@ Library quantized_library(const WeightFormat& format, c10::ScalarType dtype) {
   return {"quantized", dtype, format.name, format.type, format.header, format.norms_inputs()};
 }
 
+Library part_of(Library library, const char* file) {
+  if (!library.weights.empty()) library.file = file;
+  return library;
+}
+
 Library tensor_units_library(const Library& library) {
   if (!library.weights.empty())
     return {"tensor_units", library.dtype, library.weights, library.weights_type, library.weights_header};
   return {"tensor_units", library.dtype, "dense", "Dense<MOE_DTYPE>", "matmul/formats/dense"};
-}
-
-Library quantized_attention_library(c10::ScalarType dtype) {
-  return {"attention", dtype, "affine8", "QuantizedCache<MOE_DTYPE>", "attention/quantized_cache"};
 }
 
 }  // namespace moe_mps

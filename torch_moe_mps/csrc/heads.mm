@@ -69,7 +69,7 @@ Tensor project_heads(const Tensor& x_, const MatrixStack& matrix, int64_t rows, 
   const std::string kernel = std::string(transposed ? "heads_columns" : "heads_rows") + (few ? "_few" : "");
   const int64_t simdgroups = transposed ? kHeadSimdgroups : kSingleSimdgroups;
   Commands commands;
-  commands.add(matrix.library, kernel)
+  commands.add(part_of(matrix.library, kOfHeads), kernel)
       .bind_strided(x, matrix.packed, matrix.scales, matrix.biases, tail)
       .bind(out)
       .params(params)

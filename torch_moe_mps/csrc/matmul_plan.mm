@@ -16,8 +16,6 @@ constexpr int64_t kCombineThreads = 256;  // not tuned
 // From this many pairs of an expert on average, matrix products pay: a product takes eight pairs, a dot
 // product one. By the cost model (tests/simulator/apple), int4 on an M1 Max.
 constexpr int64_t kManyPairs = 6;
-// Up to this many pairs of an expert, on average, tiles have 8 pairs, above kTilePairs. Untuned.
-constexpr int64_t kSmallTilePairs = 12;
 
 // From this many tokens of a linear layer, matrix products pay. By the cost model, 4096 x 4096 on an M4 Max,
 // slots a MAC of dot products and of matrix products at 4 tokens: int4 2.3 and 3.0, int6 2.8 and 3.2.
@@ -123,6 +121,7 @@ MatmulStep gemm_step(MatmulWork work, int64_t tile_pairs, bool on_tensor_units) 
   MatmulStep step{work, c10::str("gemm", tile_pairs, on_tensor_units ? "_tensor" : "")};
   step.threads = on_tensor_units ? kTensorThreads : kGemmSimdgroups * kSimdWidth;
   step.tensor_units = on_tensor_units;
+  step.of_prompts = !on_tensor_units;
   return step;
 }
 
@@ -130,9 +129,9 @@ MatmulPlan plan_gemm(const MatmulShape& shape) {
   const bool pays = pays_on_tensor_units(shape.pairs(), shape.experts);
   const bool first_on_units = pays && shape.first_on_tensor_units;
   const bool second_on_units = pays && shape.second_on_tensor_units;
-  int64_t tile_pairs = shape.pairs() <= kSmallTilePairs * shape.experts ? 8 : kTilePairs;
   const bool all_on_units = first_on_units && (second_on_units || shape.columns == 0);
-  if (all_on_units && shape.pairs() >= kLargeTensorPairs * shape.experts) tile_pairs = kLargeTilePairs;
+  const bool large = all_on_units && shape.pairs() >= kLargeTensorPairs * shape.experts;
+  const int64_t tile_pairs = large ? kLargeTilePairs : kTilePairs;
   const auto product = [&](MatmulWork work, bool on_units, int64_t grid) {
     MatmulStep step = gemm_step(work, tile_pairs, on_units);
     step.indirect = grid;
@@ -214,18 +213,19 @@ MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t inputs, int64_t out
     return step;
   }
   if (tokens < kManyTokens) return few_step(shape, 1, cores);
-  const int64_t threads = kGemmSimdgroups * kSimdWidth;
   const int64_t across = ceil_div(outputs, outputs_of_rows(shape, kGemmRows)),
                 tiles = ceil_div(tokens, kTilePairs);
   if (tiles > 1 && fills(across * tiles, cores)) {
-    const Size grid{across, tiles};
-    return {MatmulWork::kFirst, c10::str("gemm", kTilePairs), grid, threads};
+    MatmulStep step = gemm_step(MatmulWork::kFirst, kTilePairs, false);
+    step.grid = {across, tiles};
+    return step;
   }
   const bool fits = tokens > kSplitTilePairs && registers >= kLargeSplitRegisters;
   const int64_t split_pairs = fits ? kTilePairs : kSplitTilePairs;
-  const Size grid{ceil_div(outputs, outputs_of_rows(shape, kGemmRows / kGemmSimdgroups)),
-                  ceil_div(tokens, split_pairs)};
-  MatmulStep step{MatmulWork::kFirst, c10::str("gemm", split_pairs, "_split"), grid, threads};
+  MatmulStep step = gemm_step(MatmulWork::kFirst, split_pairs, false);
+  step.kernel += "_split";
+  step.grid = {ceil_div(outputs, outputs_of_rows(shape, kGemmRows / kGemmSimdgroups)),
+               ceil_div(tokens, split_pairs)};
   step.shares_inputs = true;
   return step;
 }

@@ -39,7 +39,8 @@ MatrixStack bindable(MatrixStack matrix, const Tensor& any) {
 }
 
 Library library_of(const MatmulStep& step, const MatrixStack& matrix) {
-  return step.tensor_units ? tensor_units_library(matrix.library) : matrix.library;
+  if (step.tensor_units) return tensor_units_library(matrix.library);
+  return step.of_prompts ? part_of(matrix.library, kOfPrompts) : matrix.library;
 }
 
 // Whether `pairs` pairs of this matrix's experts are multiplied on tensor units.
@@ -220,7 +221,7 @@ void add_second(Commands& commands, const Run& run, const MatmulStep& step, cons
 
 void add_combine(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& slots,
                  const MatrixStack& matrix, const ExpertSum& sum, const Tensor& out) {
-  Command& command = commands.add(matrix.library, step.kernel);
+  Command& command = commands.add(part_of(matrix.library, kOfPrompts), step.kernel);
   command.bind(slots, run.ids);
   bind_sum(command, sum, out).bind(out).params(down_params(slots, matrix, run.ids, sum));
   run.launch(command, step);

@@ -36,7 +36,7 @@ void add_transposed(Commands& commands, const Tensor& x, const MatrixStack& matr
     buckets = empty_buckets(pairs, matrix.experts, ids->options(), tiles);
     add_bucket(commands, *ids, matrix.experts, buckets, tiles);
   }
-  Command& command = commands.add(matrix.library, "gemm_transposed");
+  Command& command = commands.add(part_of(matrix.library, kOfPrompts), "gemm_transposed");
   command.bind(x, matrix.packed, matrix.scales, matrix.biases, out);
   if (ids != nullptr) {
     command.bind(buckets.pair_order, buckets.tiles);

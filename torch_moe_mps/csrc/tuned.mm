@@ -80,8 +80,8 @@ Listed listed_tunable() {
 }  // namespace
 
 MatmulStep tuned(MatmulStep step, const MatrixStack& matrix, int64_t pairs) {
-  // On tensor units no other number gives the same bits.
-  if (step.tensor_units || (table.empty && !listing.wanted)) return step;
+  // For matrix products no other number gives the same bits.
+  if (step.tensor_units || step.of_prompts || (table.empty && !listing.wanted)) return step;
   if (listing.wanted) {
     listing.steps.insert_or_assign(name_of(step, matrix, pairs), offered(step, matrix.library));
   }

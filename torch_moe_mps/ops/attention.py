@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._choices import GROUP_SIZES
 from ._checks import PACKED_DTYPES, Check
-from ._formats import GROUP_SIZES, Format, dequantize_values, pack
+from ._formats import Format, dequantize_values, pack
 from ._registry import operator
 from ._sample import Calls, Changes, Sample, whole_groups
 from .rope import PAIRS, WRITTEN, HeadNorms, Turn, ValueNorm, check_rope_cache, rope_cache_

@@ -30,12 +30,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._choices import BITS
 from .._extension import host_library
 from .._faults import synchronize
 from ..ops._checks import ACTIVATION_DTYPES, PACKED_DTYPES, Check
 from ..ops._encoding import encode
 from ..ops._formats import (
-    BITS,
     INTEGERS,
     Format,
     QuantizedWeight,

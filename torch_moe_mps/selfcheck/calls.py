@@ -18,7 +18,7 @@ from ..ops import OPERATORS
 from ..ops._formats import FORMATS as NAMED_FORMATS
 from ..ops._formats import Format
 from ..ops._sample import FORMAT, HEAD, Sample, T
-from ..ops._samples import OF_HEADS, changed_samples, more_samples, packet, sample_arguments
+from ..ops._samples import FAMILY_OF, OF_HEADS, changed_samples, more_samples, packet, sample_arguments
 from .sizes import SIZES
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -27,8 +27,9 @@ LINEARS = ("linear_quantized", "mlp_quantized")
 DENSE = ("expert_mm", "moe_experts")
 CACHE = "write_cache_quantized_"
 # Optional arguments with kernels in libraries of their own, so that few models need their calls.
-WITH = {"attention": ("k_scales", "indices", "relative")}
-_APART = {"indices", "relative"}  # refused beside each other
+WITH = {"attention": ("k_scales", "indices", "relative", "k_tail")}
+# Refused beside each other.
+_APART = {"indices", "relative"}, {"k_scales", "k_tail"}, {"relative", "k_tail"}
 ON_IDS = ("moe_bucket", "moe_compute_ids_tpe")  # without activations, so without their dtype
 # The argument whose dtype the kernels have, if it is not the first one.
 TYPED_BY = {
@@ -52,6 +53,14 @@ HEADS = {
     "rope_attention_": (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
     "linear_attention_": (HEAD, (128, 128), (256, 256)),
 }
+# Heads of most models.
+_COMMON_HEADS = {
+    name: tuple(head for head in heads if name == "linear_attention_" or head[1] <= 256)
+    for name, heads in HEADS.items()
+}
+# Operators of training, of dense experts, and of few models: families, and names of other families.
+_UNCOMMON = {"experts", "index", "pooling", "hyper_connection", "lora", "quantize", "heads"}
+_UNCOMMON |= {"moe_hash_router", CACHE}
 
 
 class Subject(NamedTuple):
@@ -107,13 +116,19 @@ def subjects(
     return [*dict.fromkeys(listed)]
 
 
+def common_subjects(dtypes: Iterable[torch.dtype], formats: Collection[Format]) -> list[Subject]:
+    """Subjects of the operators and heads that most models run."""
+    common = [name for name in OPERATORS if not {name, FAMILY_OF[name]} & _UNCOMMON]
+    return subjects(common, dtypes, formats, _COMMON_HEADS, [()])
+
+
 def _combinations(name: str) -> list[tuple[str, ...]]:
     optional = WITH.get(name, ())
     return [
         chosen
         for count in range(len(optional) + 1)
         for chosen in itertools.combinations(optional, count)
-        if not _APART.issubset(chosen)
+        if not any(apart.issubset(chosen) for apart in _APART)
     ]
 
 

@@ -1,5 +1,6 @@
 """Metal libraries: which there are, whether they compile, and which of their kernels ran."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
@@ -16,6 +17,13 @@ COMPILERS = 4  # at once, each with memory of its own: Macs begin at 8 GB
 OF_PROMPTS = (
     *("gemm", "linear", "bucket_pairs", "ids_by_expert", "expert_combine", "expert_down_few", "expert_outer"),
     *("heads_rows_few", "heads_columns_few", "lora_backward", "lora_outer"),
+)
+LIBRARIES_OF_PROMPTS = ("quantized_prompts", "bucket")  # beginnings; they have no other kernels
+
+# Libraries of training, of dense experts, and of few models: calls.common_subjects has no call of them.
+UNCOMMON = re.compile(
+    "attention_.*(512|affine8|selected|relative|tailed)|write_cache|experts|index|pooling|hyper_connection"
+    "|hash_router|lora|quantize_|quantized_heads"
 )
 
 
@@ -63,7 +71,7 @@ def _pipelines_of(name: str, without: Sequence[str] = ()) -> list[str]:
 def libraries(dtypes: Collection[torch.dtype], formats: Collection[Format]) -> list[str]:
     """The names of the libraries for activations of these dtypes and weights in these formats."""
     endings = {DTYPES[dtype] for dtype in dtypes}
-    wanted = {f"quantized_{format}" for format in formats}
+    wanted = {f"quantized_{part}{format}" for format in formats for part in ("", "prompts_", "heads_")}
     return [
         name
         for name in torch.ops.moe_mps._libraries()

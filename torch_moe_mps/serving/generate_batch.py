@@ -41,7 +41,7 @@ def generate_batch(
 
     Args:
         model: accelerated; its `generate` is not called. One whose cache has no rows that come and go
-            (DeepSeek-V4) generates them in turn, and a line of the log says why.
+            (Unlimited-OCR) generates them in turn, and a line of the log says why.
         prompts: N of them, tokens [T] of integers or [1, T], or texts, for which there must be a tokenizer.
         generation_config: one for all or N: lengths, times, the tokens that end an answer, `stop_strings` and
             how tokens are chosen; None is the model's own. An answer has at most 20 tokens where neither says

@@ -1,6 +1,6 @@
+// Attention to all keys that a token may see.
 #include "attention/block.h"
 #include "attention/dense_cache.h"
-#include "attention/merge.h"
 #include "attention/whole.h"
 
 // 1 for float: the host launches no kernel of 16 queries of values over 256 in 32 bits.
@@ -9,10 +9,6 @@
 #define IS_FLOAT(type) IS_FLOAT_(type)
 
 INSTANTIATE_ATTENTION("attention", attention_block, StoredCache)
-INSTANTIATE("attention_merge", attention_merge<MOE_DTYPE, false>)
-INSTANTIATE("attention_merge_gated", attention_merge<MOE_DTYPE, true>)
-#ifdef MOE_WEIGHTS
-INSTANTIATE("write_cache_quantized", write_cache_quantized<MOE_DTYPE>)
-#elif !IS_FLOAT(MOE_DTYPE)
+#if MOE_WIDTH == 512 && !defined(MOE_WEIGHTS) && !IS_FLOAT(MOE_DTYPE)
 INSTANTIATE("attention16_512", attention_block<Whole<StoredCache>, 1, 8, 8, 2>)
 #endif

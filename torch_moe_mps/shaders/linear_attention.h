@@ -246,6 +246,117 @@ inline void take_in(thread float2 (&kept)[kScanRows / 4][4], threadgroup const T
   }
 }
 
+// What a head's tokens are staged from.
+template <typename T>
+struct ScanInputs {
+  device const T *q, *k;
+  device const uchar *g, *beta, *dt_bias;
+  uint batch, head, key_head;
+  float rate, shift;  // of its decay
+};
+
+// Stages a token by one simdgroup: q and k as floats, their norms, and the token's decays.
+template <uint kRows, int kKind, typename T, typename Token>
+inline void stage_token(uint token, threadgroup Token& target, ScanInputs<T> in, uint lane,
+                        constant LinearAttentionParams& params) {
+  device const T* q_row = in.q + token_start(params.q, in.batch, token, in.key_head) + lane;
+  device const T* k_row = in.k + token_start(params.k, in.batch, token, in.key_head) + lane;
+  threadgroup float* key = reinterpret_cast<threadgroup float*>(target.key) + lane;
+  threadgroup float* query = reinterpret_cast<threadgroup float*>(target.query) + lane;
+  float qq = 0.0f, kk = 0.0f, qk = 0.0f;
+  UNROLL for (uint row = 0; row < kRows; row += kSimdWidth) {
+    const bool is_row = int(params.key_width) - int(row) > int(lane);
+    const float a = is_row ? float(q_row[row]) : 0.0f, b = is_row ? float(k_row[row]) : 0.0f;
+    query[row] = a;
+    key[row] = b;
+    qq = fma(a, a, qq);
+    kk = fma(b, b, kk);
+    qk = fma(a, b, qk);
+  }
+  float q_scale = params.scale, k_scale = 1.0f, own_beta = 1.0f, decay = 1.0f;
+  if (params.has_l2norm != 0) {
+    q_scale *= precise::rsqrt(simd_sum(qq) + params.l2norm_eps);
+    k_scale = precise::rsqrt(simd_sum(kk) + params.l2norm_eps);
+  }
+  const float q_dot_k = simd_sum(qk) * q_scale * k_scale;
+  if (params.has_beta != 0) {
+    const ulong place = token_start(params.beta, in.batch, token, in.head);
+    own_beta = activated_beta(load_one(in.beta, params.beta_dtype, place), in.shift, params);
+  }
+  const ulong g_start = token_start(params.g, in.batch, token, in.head);
+  if constexpr (kKind == SCAN_CHANNELS) {
+    threadgroup float* own_decays = reinterpret_cast<threadgroup float*>(target.decays);
+    for (uint row = lane; row < kRows; row += kSimdWidth) {
+      const uint channel = min(row, params.key_width - 1);
+      const ulong place = ulong(in.head) * params.key_width + channel;
+      const float bias = params.has_dt_bias != 0 ? load_one(in.dt_bias, params.dt_bias_dtype, place) : 0.0f;
+      const float own_g = load_one(in.g, params.g_dtype, g_start + channel);
+      own_decays[row] = precise::exp(log_decay(own_g, in.rate, bias, params));
+    }
+  } else if (params.decay == DECAY_TIMES_BETA) {
+    decay = precise::exp(-in.rate * own_beta);
+  } else {
+    decay = precise::exp(log_decay(load_one(in.g, params.g_dtype, g_start), in.rate, in.shift, params));
+  }
+  if (lane == 0) {
+    target.decay = decay;
+    target.beta = own_beta;
+    target.q_scale = q_scale;
+    target.k_scale = k_scale;
+    target.q_dot_k = q_dot_k;
+    target.zero = 0;
+  }
+}
+
+// Takes a staged token into the state. `rows` and `same_rows`: the lane's first of its keys, which are read
+// twice. Returns: its results in the lane's columns.
+template <uint kLanes, int kKind, typename Token>
+inline float2 take_token(thread float2 (&kept)[kScanRows / 4][4], threadgroup const Token* token,
+                         threadgroup const float4* rows, threadgroup const float4* same_rows, float2 value,
+                         float own_skip) {
+  constexpr uint kRows = kLanes * kScanRows;
+  const float scalar_decay = token->decay, own_beta = token->beta, k_scale = token->k_scale;
+  float2 k_sum = 0.0f, q_sum = 0.0f;
+  if constexpr (kKind == SCAN_PLAIN) {
+    const float2 written = k_scale * own_beta * value;
+    UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
+      const float4 k_rows = rows[kLanes * j], q_rows = rows[kRows / 4 + kLanes * j];
+      UNROLL for (uint i = 0; i < 4; ++i) {
+        kept[j][i] = fma(float2(k_rows[i]), written, scalar_decay * kept[j][i]);
+        q_sum = fma(float2(q_rows[i]), kept[j][i], q_sum);
+      }
+    }
+  } else {
+    UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
+      const float4 k_rows = rows[kLanes * j], q_rows = rows[kRows / 4 + kLanes * j];
+      float4 factor = scalar_decay;
+      if constexpr (kKind == SCAN_CHANNELS) factor = rows[kRows / 2 + kLanes * j];
+      UNROLL for (uint i = 0; i < 4; ++i) {
+        kept[j][i] *= factor[i];
+        k_sum = fma(float2(k_rows[i]), kept[j][i], k_sum);
+        q_sum = fma(float2(q_rows[i]), kept[j][i], q_sum);
+      }
+    }
+  }
+  UNROLL for (uint d = 1; d < kLanes; d *= 2) {
+    UNROLL for (uint c = 0; c < kScanColumns; ++c) {
+      if constexpr (kKind != SCAN_PLAIN) k_sum[c] += simd_shuffle_xor(k_sum[c], ushort(d));
+      q_sum[c] += simd_shuffle_xor(q_sum[c], ushort(d));
+    }
+  }
+  float2 result = token->q_scale * q_sum + own_skip * value;
+  if constexpr (kKind != SCAN_PLAIN) {
+    const float2 written = (value - k_scale * k_sum) * own_beta;
+    const float2 scaled = k_scale * written;
+    UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
+      const float4 k_rows = same_rows[kLanes * j];
+      UNROLL for (uint i = 0; i < 4; ++i) kept[j][i] = fma(float2(k_rows[i]), scaled, kept[j][i]);
+    }
+    result += token->q_dot_k * written;
+  }
+  return result;
+}
+
 // A head's state, which stays in registers for all tokens: kLanes lanes share kScanColumns columns, and of
 // every 4 kLanes rows lane r has those from 4 r on. A threadgroup stages some tokens of q and k at a time,
 // normed, as floats, and their decays, so that the loop over tokens has no barrier and no conversion. Nothing
@@ -277,6 +388,7 @@ template <typename T, uint kLanes, int kKind>
   const float own_skip = params.has_skip != 0 ? load_one(skip, params.skip_dtype, head) : 0.0f;
   float shift = 0.0f;
   if (!kChannels && params.has_dt_bias != 0) shift = load_one(dt_bias, params.dt_bias_dtype, head);
+  const ScanInputs<T> inputs = {q, k, g, beta, dt_bias, batch, head, key_head, rate, shift};
   state += batch * params.state_batch_stride + head * params.state_head_stride;
   device T* results = output + (ulong(batch) * params.tokens * params.heads + head) * params.value_width;
   const uint result_stride = params.heads * params.value_width;
@@ -314,56 +426,7 @@ template <typename T, uint kLanes, int kKind>
       const uint count = min(kTokens, params.tokens - first);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (uint t = simdgroup; t < count; t += simdgroups) {
-        const uint token = first + t;
-        device const T* q_row = q + token_start(params.q, batch, token, key_head) + lane;
-        device const T* k_row = k + token_start(params.k, batch, token, key_head) + lane;
-        threadgroup Token& target = staged[t];
-        threadgroup float* key = reinterpret_cast<threadgroup float*>(target.key) + lane;
-        threadgroup float* query = reinterpret_cast<threadgroup float*>(target.query) + lane;
-        float qq = 0.0f, kk = 0.0f, qk = 0.0f;
-        UNROLL for (uint row = 0; row < kRows; row += kSimdWidth) {
-          const bool is_row = int(params.key_width) - int(row) > int(lane);
-          const float a = is_row ? float(q_row[row]) : 0.0f, b = is_row ? float(k_row[row]) : 0.0f;
-          query[row] = a;
-          key[row] = b;
-          qq = fma(a, a, qq);
-          kk = fma(b, b, kk);
-          qk = fma(a, b, qk);
-        }
-        float q_scale = params.scale, k_scale = 1.0f, own_beta = 1.0f, decay = 1.0f;
-        if (params.has_l2norm != 0) {
-          q_scale *= precise::rsqrt(simd_sum(qq) + params.l2norm_eps);
-          k_scale = precise::rsqrt(simd_sum(kk) + params.l2norm_eps);
-        }
-        const float q_dot_k = simd_sum(qk) * q_scale * k_scale;
-        if (params.has_beta != 0) {
-          const ulong place = token_start(params.beta, batch, token, head);
-          own_beta = activated_beta(load_one(beta, params.beta_dtype, place), shift, params);
-        }
-        const ulong g_start = token_start(params.g, batch, token, head);
-        if constexpr (kChannels) {
-          threadgroup float* own_decays = reinterpret_cast<threadgroup float*>(target.decays);
-          for (uint row = lane; row < kRows; row += kSimdWidth) {
-            const uint channel = min(row, params.key_width - 1);
-            const ulong place = ulong(head) * params.key_width + channel;
-            const float bias =
-                params.has_dt_bias != 0 ? load_one(dt_bias, params.dt_bias_dtype, place) : 0.0f;
-            const float own_g = load_one(g, params.g_dtype, g_start + channel);
-            own_decays[row] = precise::exp(log_decay(own_g, rate, bias, params));
-          }
-        } else if (params.decay == DECAY_TIMES_BETA) {
-          decay = precise::exp(-rate * own_beta);
-        } else {
-          decay = precise::exp(log_decay(load_one(g, params.g_dtype, g_start), rate, shift, params));
-        }
-        if (lane == 0) {
-          target.decay = decay;
-          target.beta = own_beta;
-          target.q_scale = q_scale;
-          target.k_scale = k_scale;
-          target.q_dot_k = q_dot_k;
-          target.zero = 0;
-        }
+        stage_token<kRows, kKind>(first + t, staged[t], inputs, lane, params);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       // Offsets from a block's first token fit into 32 bits.
@@ -376,49 +439,11 @@ template <typename T, uint kLanes, int kKind>
       threadgroup const float4* same_rows = rows + staged[0].zero;
       threadgroup const Token* token = staged;
       for (uint t = 0; t < count; ++t) {
-        const float scalar_decay = token->decay, own_beta = token->beta, k_scale = token->k_scale;
         const float2 value = float2(float(next[0]), float(next[1]));
         if (first + t + 1 < params.tokens) next_value += uint(params.v.token);
         next[0] = block_values[next_value];
         next[1] = block_values[next_value + second];
-        float2 k_sum = 0.0f, q_sum = 0.0f;
-        if constexpr (kKind == SCAN_PLAIN) {
-          const float2 written = k_scale * own_beta * value;
-          UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
-            const float4 k_rows = rows[kLanes * j], q_rows = rows[kRows / 4 + kLanes * j];
-            UNROLL for (uint i = 0; i < 4; ++i) {
-              kept[j][i] = fma(float2(k_rows[i]), written, scalar_decay * kept[j][i]);
-              q_sum = fma(float2(q_rows[i]), kept[j][i], q_sum);
-            }
-          }
-        } else {
-          UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
-            const float4 k_rows = rows[kLanes * j], q_rows = rows[kRows / 4 + kLanes * j];
-            float4 factor = scalar_decay;
-            if constexpr (kChannels) factor = rows[kRows / 2 + kLanes * j];
-            UNROLL for (uint i = 0; i < 4; ++i) {
-              kept[j][i] *= factor[i];
-              k_sum = fma(float2(k_rows[i]), kept[j][i], k_sum);
-              q_sum = fma(float2(q_rows[i]), kept[j][i], q_sum);
-            }
-          }
-        }
-        UNROLL for (uint d = 1; d < kLanes; d *= 2) {
-          UNROLL for (uint c = 0; c < kScanColumns; ++c) {
-            if constexpr (kKind != SCAN_PLAIN) k_sum[c] += simd_shuffle_xor(k_sum[c], ushort(d));
-            q_sum[c] += simd_shuffle_xor(q_sum[c], ushort(d));
-          }
-        }
-        float2 result = token->q_scale * q_sum + own_skip * value;
-        if constexpr (kKind != SCAN_PLAIN) {
-          const float2 written = (value - k_scale * k_sum) * own_beta;
-          const float2 scaled = k_scale * written;
-          UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
-            const float4 k_rows = same_rows[kLanes * j];
-            UNROLL for (uint i = 0; i < 4; ++i) kept[j][i] = fma(float2(k_rows[i]), scaled, kept[j][i]);
-          }
-          result += token->q_dot_k * written;
-        }
+        const float2 result = take_token<kLanes, kKind>(kept, token, rows, same_rows, value, own_skip);
         if (writes) block_results[result_place] = T(part == 0 ? result.x : result.y);
         result_place += result_stride;
         rows += sizeof(Token) / sizeof(float4);

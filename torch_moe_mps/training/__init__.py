@@ -1,1 +1,1 @@
-"""Training of LoRA adapters: examples of a file, what memory a step takes, the steps, and their curve."""
+"""LoRA training: examples from a file, the predicted peak of memory, training steps, and the loss curve."""

@@ -1,4 +1,4 @@
-"""A picture of a loss over the steps of training."""
+"""The loss curve of a training, as SVG."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _LINES = 5  # horizontal ones of the grid
 def loss_curve(
     title: str, losses: Sequence[tuple[int, float]], held_out: tuple[float, float] | None = None
 ) -> str:
-    """SVG of losses at steps, at least one, and the loss of held-out examples before and after."""
+    """SVG of the training loss, (step, nats) at least once, and of the held-out loss before and after."""
     last = max(step for step, _ in losses)
     values = [loss for _, loss in losses] + list(held_out or ())
     low, high = min(values), max(values)

@@ -1,4 +1,4 @@
-"""Examples to train on, from a file with a JSON object in each line.
+"""Training examples from a JSON lines file.
 
 A line has {"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or
 {"text": ...}. The loss is on answers and completions; of a text, and where a chat template does not show
@@ -24,12 +24,12 @@ _ARGUMENTS = ("prompts", "completions")  # arguments that TRL itself gives a rew
 
 @dataclass
 class Example:
-    """The tokens of a line, and the labels of a causal language model: -100 where no loss is.
+    """Token ids of a line and the labels of a causal language model, -100 where there is no loss.
 
     Attributes:
         line: its number in the file, from 1.
         kind: "answers", "completion", "text" or "conversation", the last with the loss on all tokens.
-        is_cut: whether it had more tokens than are read.
+        is_cut: whether it was truncated.
     """
 
     ids: list[int]
@@ -40,12 +40,12 @@ class Example:
 
     @property
     def learnt(self) -> int:
-        """How many tokens the loss is on; none predicts the first."""
+        """The number of tokens with a loss; the first is never predicted."""
         return sum(label != _IGNORED for label in self.labels[1:])
 
 
 def read_examples(file: str, tokenizer: Any, longest: int) -> list[Example]:
-    """The examples of a file, the first `longest` tokens of each.
+    """The examples of a file, each truncated to `longest` tokens.
 
     Raises: ValueError with file and line number.
     """
@@ -60,10 +60,10 @@ def _refuse(file: str, line: int, what: str, came: object) -> NoReturn:
 
 
 def rows_of(file: str, is_any: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number of each line that is not empty, and its object.
+    """(line number, object) of each line that is not empty.
 
     Args:
-        is_any: whether its keys may be any.
+        is_any: accept any keys.
 
     Raises: ValueError with file and line number, for what needs no tokenizer.
     """
@@ -144,7 +144,7 @@ def _example(file: str, number: int, row: dict[str, Any], tokenizer: Any, longes
 def _text_of(
     file: str, number: int, row: dict[str, Any], tokenizer: Any
 ) -> tuple[str, list[tuple[int, int]], str]:
-    """The text of an example, the parts of it that the loss is on, and its kind."""
+    """Text of an example, [start, end) of the characters with a loss, and its kind."""
     match sorted(row.keys() & {*chain(*_FORMS)}):
         case ["messages"]:
             return _conversation(file, number, row["messages"], tokenizer)
@@ -197,7 +197,7 @@ def _check_message(file: str, number: int, message: Any) -> None:
 
 
 def _answers(messages: list[Any], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
-    """A conversation as the template writes it, and where its answers are.
+    """A conversation as the chat template writes it, and [start, end) of its answers.
 
     An answer is what follows the text that asks for it, up to the text that the conversation has until then.
     Of a template that writes earlier answers otherwise, as without their reasoning, only some are.

@@ -1,4 +1,4 @@
-"""Memory that a step of training an adapter takes, and the number of its parameters, from shapes alone."""
+"""Predicted peak of memory of a training step, and the number of trained parameters, from shapes alone."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _ROWS = 12  # hidden states that norms, residual sums and their gradients take f
 
 @dataclass
 class Ranks:
-    """Ranks of an adapter: of linear layers, and of experts, 0 for none.
+    """LoRA ranks of linear layers and of experts, 0 for none.
 
     Attributes:
         targets: names of the linear layers that get one, or the ends of names; None for all but the head.
@@ -30,7 +30,7 @@ class Ranks:
 
 @dataclass
 class Peak:
-    """Bytes that a step takes at most, by what they are for."""
+    """Peak bytes of a training step, by purpose."""
 
     weights: int
     adapter: int
@@ -45,7 +45,7 @@ class Peak:
 
 
 def targets_in(model: Any, targets: list[str] | None) -> dict[str, nn.Linear]:
-    """{name: layer} of the linear layers of a dense model that get an adapter.
+    """{name: layer} of the linear layers of a dense model that get LoRA.
 
     Raises: ValueError for a target that is no linear layer.
     """
@@ -66,14 +66,14 @@ def targets_in(model: Any, targets: list[str] | None) -> dict[str, nn.Linear]:
 
 
 def short_names(model: Any, targets: Mapping[str, nn.Linear]) -> list[str]:
-    """The last parts of the names of linear layers; whole ones where others have that part, too."""
+    """Names for LoraConfig.target_modules: the last part, or the whole name where that part is ambiguous."""
     ends = {name: name.rpartition(".")[2] for name in targets}
     others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in targets}
     return list(dict.fromkeys(name if end in others else end for name, end in ends.items()))
 
 
 def parameters_of(model: Any, ranks: Ranks) -> int:
-    """How many parameters an adapter has on a dense model, most often one on the meta device."""
+    """The number of LoRA parameters on a dense model, usually on the meta device."""
     linears = targets_in(model, ranks.targets).values()
     total = sum(ranks.linear * (linear.in_features + linear.out_features) for linear in linears)
     for experts in experts_of(model).values() if ranks.experts else ():
@@ -84,7 +84,7 @@ def parameters_of(model: Any, ranks: Ranks) -> int:
 
 
 def peak_of(model: Any, weights: int, ranks: Ranks, rows: int, length: int, size: int) -> Peak:
-    """The most that a step with checkpoints takes: those, one layer with its gradients, and a chunk's logits.
+    """Peak of a step with gradient checkpointing: checkpoints, one layer with gradients, a chunk of logits.
 
     Args:
         model: the dense model, most often on the meta device.
@@ -115,7 +115,7 @@ def _layers(model: Any) -> Iterator[nn.Module]:
 
 
 def _numbers_a_token(layer: nn.Module) -> int:
-    """How many numbers the matrices of a layer give and take for a token."""
+    """The number of inputs and outputs of a layer's matrices for one token."""
     total = 0
     inside: set[nn.Module] = set()
     for module in layer.modules():

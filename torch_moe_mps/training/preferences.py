@@ -1,6 +1,6 @@
-"""Adapters by TRL: DPO from pairs of a better and a worse answer, GRPO from a reward function.
+"""DPO (pairs of a better and a worse answer) and GRPO (a reward function) by TRL's trainers.
 
-What they compare with is the model with its adapter off: there is no second one.
+The reference model is the same model with its adapter off.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _SHOWN = 5  # lines that are named, at most
 
 
 def reward_of(file: str) -> Reward:
-    """The function `reward` of a Python file, whose numbers and errors are checked at each call.
+    """The function `reward` of a Python file, with its results and errors checked at each call.
 
     Raises: ValueError.
     """
@@ -163,7 +163,7 @@ def _tokens(file: str, number: int, value: str | list[dict[str, Any]], tokenizer
 
 
 class Preferring(Training):
-    """The training of an adapter by TRL.
+    """Adapter training by TRL.
 
     Args:
         model: without an adapter; `trainer.model` is the one with it.

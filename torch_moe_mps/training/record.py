@@ -1,4 +1,4 @@
-"""finetune.json, the record of a training in its folder: what was asked for, and what came of it."""
+"""finetune.json in the output folder: the options and the results of a training."""
 
 import argparse
 import hashlib
@@ -15,9 +15,9 @@ _SAME = (
 
 
 def begun(options: argparse.Namespace) -> dict[str, Any]:
-    """The record of a training that begins, or that --resume goes on with.
+    """The record of a new training, or of the one that --resume continues.
 
-    Raises: ValueError where there is none to go on with, or one that was asked for otherwise.
+    Raises: ValueError where there is none to continue, or one with other options or data.
     """
     output = Path(options.output)
     try:

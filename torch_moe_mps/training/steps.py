@@ -1,4 +1,4 @@
-"""Steps of training over transformers' Trainer: an adapter on a model, its batches, its checkpoints."""
+"""Adapter training over transformers' Trainer: batches, steps and checkpoints."""
 
 import hashlib
 import json
@@ -30,10 +30,10 @@ _MANIFEST = "manifest.json"  # names the checksum of each file of a checkpoint
 
 @dataclass
 class Plan:
-    """How an adapter is trained.
+    """Hyperparameters of a training.
 
     Attributes:
-        batch: examples of a step.
+        batch: examples per step.
         steps: None takes the steps of `epochs`.
         save_every: steps after which a checkpoint is written.
     """
@@ -51,7 +51,7 @@ class Plan:
 
 
 def adapter_of(model: Any, targets: Collection[str], ranks: Ranks) -> LoraConfig:
-    """The config of an adapter. Experts have a rank of their own.
+    """LoraConfig of an adapter, with a rank for linear layers and one for experts.
 
     Args:
         targets: the names of linear layers.
@@ -74,7 +74,7 @@ def adapter_of(model: Any, targets: Collection[str], ranks: Ranks) -> LoraConfig
 
 
 def with_new_adapter(model: Any, targets: Collection[str], ranks: Ranks, base: str) -> Any:
-    """The model with an adapter that changes nothing yet.
+    """The model with a new adapter, whose B factors are zero.
 
     Args:
         targets: the names of linear layers.
@@ -87,7 +87,7 @@ def with_new_adapter(model: Any, targets: Collection[str], ranks: Ranks, base: s
 
 
 def batch_of(examples: Sequence[Example], pad: int) -> dict[str, Tensor]:
-    """Tokens, labels and mask [B, T] of examples, padded on the right."""
+    """input_ids, labels and attention_mask [B, T] of examples, right-padded."""
     longest = max(len(example.ids) for example in examples)
 
     def padded(numbers: list[int], with_: int) -> list[int]:
@@ -103,7 +103,7 @@ def batch_of(examples: Sequence[Example], pad: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def held_out_loss(model: Any, examples: Sequence[Example], batch: int, pad: int) -> float:
-    """The mean loss of all tokens that have one, in nats."""
+    """Mean loss per token of held-out examples, in nats."""
     was_training, total, count = model.training, 0.0, 0
     model.eval()
     for start in range(0, len(examples), batch):
@@ -117,7 +117,7 @@ def held_out_loss(model: Any, examples: Sequence[Example], batch: int, pad: int)
 
 
 class _Shown(TrainerCallback):
-    """Shows steps, and ends between two of them when it is told to."""
+    """Prints the progress, writes manifests, and ends the training after a step when told to."""
 
     def __init__(self, show: Callable[[str], None]):
         self.show, self.is_told_to_end = show, False
@@ -151,7 +151,7 @@ class _Shown(TrainerCallback):
 
 
 class Training:
-    """The training of an adapter, from its begin or from its last checkpoint.
+    """A training run, from the start or from the last checkpoint.
 
     Attributes:
         trainer: transformers' own.
@@ -203,13 +203,13 @@ class Training:
         )
 
     def end(self) -> None:
-        """Ends behind the step that runs, with a checkpoint."""
+        """Ends the training after the current step, with a checkpoint."""
         self._shown.is_told_to_end = True
 
     def run(self, resume: bool) -> bool:
-        """Returns: whether it came to its end.
+        """Returns: whether all steps were taken.
 
-        Raises: ValueError where it does not converge, and for a checkpoint that is damaged.
+        Raises: ValueError for a loss that is not finite, and for a damaged checkpoint.
         """
         checkpoint = last_checkpoint(self._folder) if resume else None
         if resume and checkpoint is None:
@@ -227,7 +227,7 @@ class Training:
         return self.trainer.state.global_step >= self.trainer.state.max_steps
 
     def curve(self) -> list[dict[str, float]]:
-        """Step, loss and tokens a second of each line that was shown."""
+        """Step, loss and tokens per second of each line of progress."""
         names = {"step": "step", "loss": "loss", "tokens_a_second": "tokens_a_second"}
         rows = (row for row in self.trainer.state.log_history if "loss" in row)
         return [{name: row[key] for name, key in names.items() if key in row} for row in rows]

@@ -15,12 +15,14 @@ from ..macs import refusal
 from ..ops._samples import FAMILY_OF
 from ..ops.attention import CACHE_BITS
 from ..selfcheck.calls import DTYPES
-from ..selfcheck.libraries import OF_PROMPTS, compile_side_by_side
+from ..selfcheck.libraries import LIBRARIES_OF_PROMPTS, OF_PROMPTS, compile_side_by_side
 from .basics.interface import codes_of, is_experts, is_quantized, projections, weights_in
 from .basics.state import kv_bits_of
 from .modules.linears import formats_in
 
 BEHIND = "torch_moe_mps compiles kernels of prompts"  # the name of the thread
+SOFTMAX_HEADS = ("head_dim", "head_dim"), ("qk_head_dim", "v_head_dim")  # attributes of modules
+WIDTHS = (64, 128, 256, 512)  # of values, that a library of attention takes at most
 OLDEST_TORCH = tuple(map(int, TORCH[0].split(".")))
 
 
@@ -68,7 +70,8 @@ def compile_libraries(names: Iterable[str], strict: bool) -> str | None:
         return None
     started = time.perf_counter()
     print(f"torch_moe_mps: compiling {len(new)} Metal libraries", file=sys.stderr, flush=True)
-    findings = compile_side_by_side(new, without=OF_PROMPTS if strict else ())
+    first = [name for name in new if not (strict and name.startswith(LIBRARIES_OF_PROMPTS))]
+    findings = compile_side_by_side(first, without=OF_PROMPTS if strict else ())
     if strict and findings:
         raise RuntimeError(findings[0].message)
     if strict:
@@ -95,22 +98,43 @@ def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> list[str]
     """The names of the libraries that the accelerated modules on mps run, in the package's order: for their
     weights and for `operators`, which were put in place of others."""
     used: set[str] = set()
+    families = {"hash_router" if name == "moe_hash_router" else FAMILY_OF[name] for name in operators}
+    parts = ("", "prompts_", "heads_") if "heads" in families else ("", "prompts_")
     has_experts = False
     for module, dtype in _on_mps(model):
-        used.update(f"quantized_{format}_{dtype}" for format in formats_in(module).values())
+        for format in formats_in(module).values():
+            used.update(f"quantized_{part}{format}_{dtype}" for part in parts)
         has_experts |= is_experts(module)
         if is_experts(module) and not is_quantized(module):
             used.add(f"experts_{dtype}")
     dtypes = {name.rpartition("_")[2] for name in used}
-    if kv_bits_of(model) == CACHE_BITS:
-        used.update(f"attention_affine8_{dtype}" for dtype in dtypes)
-    families = {"hash_router" if name == "moe_hash_router" else FAMILY_OF[name] for name in operators}
+    if "attention" in families:
+        has_cache = kv_bits_of(model) == CACHE_BITS
+        families |= {"attention_merge", *(f"attention_{width}" for width in attention_widths(model))}
+        used.update(name for dtype in dtypes if has_cache for name in cache_libraries(model, dtype))
     if has_experts:
         used.add("bucket_i64")  # routers give such ids
     used.update(f"{family}_{dtype}" for family in families for dtype in dtypes)
     if dtypes and "router_logits" in operators:  # in float32
         used.add("routing_f32")
     return [name for name in torch.ops.moe_mps._libraries() if name in used]
+
+
+def head_widths(model: nn.Module, keys: str, values: str) -> set[tuple[int, int]]:
+    """Widths of heads of keys and of values, as far as modules have attributes of these names."""
+    pairs = ((getattr(module, keys, None), getattr(module, values, None)) for module in model.modules())
+    return {(k, v) for k, v in pairs if isinstance(k, int) and isinstance(v, int)}
+
+
+def attention_widths(model: nn.Module) -> list[int]:
+    """Widths of the attention libraries for heads that modules name; others compile at their first call."""
+    values = [v for names in SOFTMAX_HEADS for _, v in head_widths(model, *names) if v <= WIDTHS[-1]]
+    return sorted({min(width for width in WIDTHS if v <= width) for v in values})
+
+
+def cache_libraries(model: nn.Module, dtype: str) -> list[str]:
+    """The names of the libraries that write and read keys and values of 8 bits."""
+    return [f"write_cache_{dtype}", *(f"attention_{w}_affine8_{dtype}" for w in attention_widths(model))]
 
 
 def _on_mps(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

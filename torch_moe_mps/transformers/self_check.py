@@ -28,7 +28,7 @@ from .basics.report import Report
 from .basics.scoped import having
 from .basics.self_check_state import REFUSED, is_on_mps
 from .checkpoints.quantize.recipe import Recipe
-from .compiling import compile_libraries, tensor_libraries_of
+from .compiling import SOFTMAX_HEADS, cache_libraries, compile_libraries, head_widths, tensor_libraries_of
 from .graphs.passes import INTRODUCED
 from .modules.linears import QuantizedEmbedding, QuantizedLinear, formats_in
 
@@ -140,7 +140,8 @@ def working_kv_bits(model: nn.Module, bits: int | None) -> int | None:
     if bits != CACHE_BITS or not _is_wanted(model):
         return bits
     dtypes = _dtypes(model)
-    compile_libraries([f"attention_affine8_{DTYPES[dtype]}" for dtype in dtypes], strict=False)
+    names = [name for dtype in dtypes for name in cache_libraries(model, DTYPES[dtype])]
+    compile_libraries(names, strict=False)
     result, _ = _failing(model, [CACHE, "attention"], given=[("k_scales",)])
     for finding in result.values():
         warnings.warn(_warning(finding, "keys and values stay in 16 bits"), stacklevel=3)
@@ -175,16 +176,9 @@ def _failing(
 def _heads(model: nn.Module) -> dict[str, set[tuple[int, int]]]:
     """{operator: widths of heads of queries and keys, and of values}, as far as modules name them. What they
     do not name is compared before its first call."""
-    linear = [("head_k_dim", "head_v_dim")]
-    softmax = [("head_dim", "head_dim"), ("qk_head_dim", "v_head_dim")]
-    result: dict[str, set[tuple[int, int]]] = {operator: set() for operator in OF_HEADS}
-    for module in model.modules():
-        for operator, heads in result.items():
-            for names in linear if operator == "linear_attention_" else softmax:
-                q, v = (getattr(module, name, None) for name in names)
-                if isinstance(q, int) and isinstance(v, int):
-                    heads.add((q, v))
-    return result
+    softmax = {heads for names in SOFTMAX_HEADS for heads in head_widths(model, *names)}
+    linear = head_widths(model, "head_k_dim", "head_v_dim")
+    return {operator: linear if operator == "linear_attention_" else softmax for operator in OF_HEADS}
 
 
 def _warning(finding: Finding, instead: str = "what it replaces keeps the model's own code") -> str:

@@ -1,8 +1,8 @@
 """Idle time of a GPU between two tokens of the engine.
 
-The order is the engine's, counted in the simulator: how many steps are encoded when the host reads a token.
-The host's times are assumed, the GPU's are those of `tokens`. A step is taken to be encoded whole before its
-first command buffer is committed: idle times are at most these.
+The order is the engine's: a step is encoded when the host reads a token, and the read waits for that token's
+step alone (tests/serving/test_timeline.py). The host's times are assumed, the GPU's are those of `tokens`. A
+step is taken to be encoded whole before its first command buffer is committed: idle times are at most these.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from .tokens import TOKENS
 HOSTS_MS = (0.3, 0.6, 1.2)
 CONVERSATIONS = (1, 8)
 _MOST_TOKENS = 64
+_AHEAD = 1  # steps
 
 
 def idle_ms(host_ms: float, gpu_ms: float, ahead: int) -> float:
@@ -33,9 +34,6 @@ def idle_ms(host_ms: float, gpu_ms: float, ahead: int) -> float:
 
 def table(gpus: list[Gpu]) -> Iterator[str]:
     """The lines of a table in Markdown."""
-    from support.ahead import steps_ahead  # which asks torch for MPS
-
-    ahead = {conversations: int(min(steps_ahead(conversations))) for conversations in CONVERSATIONS}
     hosts = " | ".join(f"host {host_ms:g} ms" for host_ms in HOSTS_MS)
     yield f"| predicted | chip | conversations | GPU, ms | {hosts} |"
     yield f"| --- | --- | ---: | ---: |{' ---: |' * len(HOSTS_MS)}"
@@ -46,7 +44,7 @@ def table(gpus: list[Gpu]) -> Iterator[str]:
                 gpu_ms = step.ms(gpu, START_US[0], 1.0)
                 cells = []
                 for host_ms in HOSTS_MS:
-                    before, after = (idle_ms(host_ms, gpu_ms, n) for n in (0, ahead[conversations]))
+                    before, after = (idle_ms(host_ms, gpu_ms, n) for n in (0, _AHEAD))
                     gain = (gpu_ms + before) / (gpu_ms + after)
                     cells.append(f"{before:.2f}, {after:.2f} ({gain:.2f})")
                 line = f"| {token.model} | {gpu.name} | {conversations} | {gpu_ms:.1f}"

@@ -93,9 +93,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     events().release(event_id(event));
   }
   bool queryStream(const c10::Stream&) const override { return !has_pending(); }
-  void synchronizeStream(const c10::Stream&) const override { synchronize(); }
-  void synchronizeEvent(void*) const override { synchronize(); }
-  void synchronizeDevice(const c10::DeviceIndex) const override { synchronize(); }
+  void synchronizeStream(const c10::Stream&) const override { synchronize_host(); }
+  void synchronizeEvent(void*) const override { synchronize_host(); }
+  void synchronizeDevice(const c10::DeviceIndex) const override { synchronize_host(); }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
     return events().milliseconds(event_id(start), event_id(end));
   }
@@ -130,7 +130,7 @@ class Hooks final : public at::MPSHooksInterface {
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return new_generator(); }
   at::Allocator* getMPSDeviceAllocator() const override { return &the_allocator; }
   at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
-  void deviceSynchronize() const override { synchronize(); }
+  void deviceSynchronize() const override { synchronize_host(); }
   void commitStream() const override { commit(current_stream()); }
   void* getCommandBuffer() const override { return stream_command_buffer(); }
   void* getDispatchQueue() const override { return stream_queue(); }
@@ -143,7 +143,7 @@ class Hooks final : public at::MPSHooksInterface {
   void releaseEvent(uint32_t id) const override { events().release(id); }
   void recordEvent(uint32_t id) const override { events().record(id); }
   void waitForEvent(uint32_t) const override {}
-  void synchronizeEvent(uint32_t) const override { synchronize(); }
+  void synchronizeEvent(uint32_t) const override { synchronize_host(); }
   bool queryEvent(uint32_t) const override { return !has_pending(); }
   double elapsedTimeOfEvents(uint32_t start, uint32_t end) const override {
     return events().milliseconds(start, end);

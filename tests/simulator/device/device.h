@@ -10,8 +10,17 @@ inline const c10::Device kMps(c10::DeviceType::MPS, 0);
 // The data pointer of an allocation is the id<MTLBuffer>, as on macOS, never a host address.
 c10::Allocator* allocator();
 
-// Runs what was recorded; raises the findings.
+// Runs what was recorded; raises the findings. By the host's clock it takes no time: it is what stands in for
+// operators that a Mac encodes.
 void synchronize();
+// The same, where the host of a Mac waits, too.
+void synchronize_host();
+// While it lives, the thread computes on the CPU in place of an operator that a Mac encodes: no wait of the
+// host.
+struct StandIn {
+  StandIn();
+  ~StandIn();
+};
 
 void* stream_queue();
 void* stream_command_buffer();

@@ -99,18 +99,22 @@ bool is_dropped(const Tensor& self) {
   return dropping() && self.is_mps() && !at::isIntegralType(self.scalar_type(), true);
 }
 
-Tensor& copy_(Tensor& self, const Tensor& source, bool) {
-  if (is_dropped(self) && source.is_mps()) return self;
-  on_host(self).copy_(on_host(source));
+// Waits for the device where a copy on a Mac does: of all to the CPU but those that do not block.
+void copy(const Tensor& source, const Tensor& destination, bool non_blocking) {
+  on_host(destination).copy_(on_host(source));
+  if (source.is_mps() && !destination.is_mps() && !non_blocking) synchronize_host();
+}
+Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+  if (!is_dropped(self) || !source.is_mps()) copy(source, self, non_blocking);
   return self;
 }
-Tensor copy_from(const Tensor& self, const Tensor& destination, bool) {
-  on_host(destination).copy_(on_host(self));
+Tensor copy_from(const Tensor& self, const Tensor& destination, bool non_blocking) {
+  copy(self, destination, non_blocking);
   return destination;
 }
 Tensor copy_from_and_resize(const Tensor& self, const Tensor& destination) {
   if (self.sizes() != destination.sizes()) destination.resize_(self.sizes());
-  if (self.numel()) on_host(destination).copy_(on_host(self));
+  if (self.numel()) copy(self, destination, true);  // of operators that fall back to the CPU
   return destination;
 }
 
@@ -155,6 +159,7 @@ Tensor& zero_(Tensor& self) {
   return self;
 }
 at::Scalar local_scalar_dense(const Tensor& self) {
+  synchronize_host();
   return at::_local_scalar_dense(on_host(self));
 }
 

@@ -122,6 +122,21 @@ void synchronize() {
   if (!reports.empty()) fail(reports);
 }
 
+namespace {
+thread_local int stand_ins = 0;
+}
+StandIn::StandIn() {
+  ++stand_ins;
+}
+StandIn::~StandIn() {
+  --stand_ins;
+}
+
+void synchronize_host() {
+  synchronize();
+  if (stand_ins == 0) wait_for_all();
+}
+
 }  // namespace simulator
 
 // The stream of the calling thread from here on.

@@ -4,7 +4,9 @@
    instantiated: no pointer or reference without an address space, none of one where another is expected.
 2. Language: nothing outside of Metal 3.1 (C++14 with `if constexpr`; no lambdas, double, recursion, goto,
    derived classes), no implicit conversion to bfloat, no constant that is aligned or has elements of another.
-   A source that includes MetalPerformancePrimitives may use the tensors of Metal 4.0, too.
+   A source that includes MetalPerformancePrimitives may use the tensors of Metal 4.0, too. Nor what Apple's
+   compiler is known to miscompile: threadgroups of 32 threads as the declared most, a return that depends on
+   dynamic threadgroup memory, and device memory that a loop reads and writes again without a barrier.
 3. Vocabulary: whatever the source uses of Metal's library also occurs in Metal sources that Apple's compiler
    is known to accept (MLX's kernels, PyTorch's c10/metal), or in the specification (vocabulary.py).
 
@@ -16,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 from .. import build
@@ -208,9 +211,61 @@ DECLARATION = re.compile(
 )
 
 
-def check_tree(dump: str) -> list[str]:
-    """Pointers without an address space, lambdas, static locals and recursion, from clang's AST dump."""
+LOOPS = ("ForStmt", "WhileStmt", "DoStmt")
+# x[i] += y, and ++x[i], of device memory.
+WRITTEN_AGAIN = re.compile(
+    r"[|` -]*(CompoundAssign|Unary)Operator \S+ <.*?> '__global_device [^'*]+' .*(=|\+\+|--)'"
+)
+
+
+class Statements:
+    """Loops and conditions around the current line of an AST dump."""
+
+    def __init__(self, kernels: Collection[str]) -> None:
+        self.kernels = kernels
+        self.open: list[tuple[int, str, dict]] = []  # depth, kind, and what was seen inside
+        self.in_kernel = False
+
+    def advance(self, line: str, depth: int, where: str, function: str | None) -> list[str]:
+        """Problems that this line completes."""
+        problems = []
+        while self.open and self.open[-1][0] >= depth:
+            _, kind, seen = self.open.pop()
+            if kind in LOOPS and not seen["barrier"]:
+                problems += seen["written"]
+            elif kind in LOOPS and self.open:
+                self.open[-1][2]["barrier"] = True
+        if function:
+            self.in_kernel = function in self.kernels
+        if (kind := line.lstrip("|` -").split(" ", 1)[0]) in {*LOOPS, "IfStmt"}:
+            self.open.append((depth, kind, {"barrier": False, "written": [], "children": 0, "shared": False}))
+            return problems
+        loops = [seen for _, kind, seen in self.open if kind in LOOPS]
+        if loops and "threadgroup_barrier" in line:
+            loops[-1]["barrier"] = True
+        if loops and WRITTEN_AGAIN.match(line):
+            text = "a loop reads and writes device memory again without a barrier, which is miscompiled"
+            loops[-1]["written"].append(f"{where}: error: {text}")
+        return problems + self.condition(line, depth, where)
+
+    def condition(self, line: str, depth: int, where: str) -> list[str]:
+        conditions = [(at, seen) for at, kind, seen in self.open if kind == "IfStmt"]
+        if not conditions or not self.in_kernel:
+            return []
+        at, seen = conditions[-1]
+        seen["children"] += depth == at + 2
+        if seen["children"] == 1 and "ParmVar" in line and "'__local " in line:
+            seen["shared"] = True
+        if seen["children"] > 1 and seen["shared"] and "ReturnStmt" in line:
+            return [f"{where}: error: a return that depends on dynamic threadgroup memory is miscompiled"]
+        return []
+
+
+def check_tree(dump: str, kernels: Collection[str] = ()) -> list[str]:
+    """Pointers without an address space, lambdas, static locals, recursion, and what is miscompiled, from
+    clang's AST dump."""
     problems, location = [], Location()
+    statements = Statements(kernels)
     calls: dict[str, set[str]] = {}
     names: dict[str, str] = {}
     function, function_depth, before, pending = None, 0, "", None
@@ -222,6 +277,8 @@ def check_tree(dump: str) -> list[str]:
         depth = len(line) - len(line.lstrip("|` -"))
         if function and depth <= function_depth:
             function = None
+        named = re.match(r"[|` -]*FunctionDecl .* (\w+) '", line)
+        problems += statements.advance(line, depth, where, named and named[1])
         if declared := DECLARATION.match(line):
             kind, words = declared["kind"], declared["words"].split()
             if kind in {"FunctionDecl", "CXXMethodDecl", "CXXConstructorDecl", "CXXConversionDecl"}:
@@ -243,6 +300,7 @@ def check_tree(dump: str) -> list[str]:
         if function and ("DeclRefExpr" in line or "MemberExpr" in line):
             for called in re.findall(r"(?:Function|CXXMethod) (0x[0-9a-f]+)|->\S+ (0x[0-9a-f]+)", line):
                 calls.setdefault(function, set()).add(called[0] or called[1])
+    problems += statements.advance("", 0, "", None)
     problems += [names[f] for f in recursive(calls) if f in names]
     return problems
 
@@ -295,14 +353,16 @@ def recursive(calls: dict[str, set[str]]) -> list[str]:
 
 
 def check_address_spaces(preprocessed: str) -> list[str]:
-    code = StrictTranslator(preprocessed, {}).run()
+    translator = StrictTranslator(preprocessed, {})
+    code = translator.run()
     with tempfile.TemporaryDirectory() as scratch:
         unit = Path(scratch) / "shader.clcpp"
         unit.write_text(code)
         found = clang([f"-cl-ext={DISABLED}", "-ast-dump", unit])
     problems = [in_metal_terms(build.readable(found.stderr))] if found.returncode else []
     # A pointer that names no address space has clang's __generic one.
-    return problems + [in_metal_terms(p) for p in dict.fromkeys(check_tree(found.stdout))]
+    found_in_tree = check_tree(found.stdout, translator.kernels)
+    return problems + [in_metal_terms(p) for p in dict.fromkeys(found_in_tree)]
 
 
 def names_something(translator: Translator, at: int) -> bool:
@@ -358,6 +418,17 @@ def check_constructs(translator: Translator, at: int) -> str | None:
     return None
 
 
+def bounds(preprocessed: str) -> str:
+    """Assertions about the threads that kernels declare."""
+    translator = Translator(preprocessed, {})
+    translator.run()
+    declared = [(k.name, k.max_threads) for k in translator.kernels.values() if not k.template]
+    instances = [(name, translator.kernels[of]) for of, name, _ in translator.instances]
+    declared += [(name, f"msl_max_threads_{name}") for name, k in instances if k.max_threads != "0"]
+    text = "max_total_threads_per_threadgroup(32) is miscompiled"
+    return "".join(f'static_assert(({number}) != 32, "{name}: {text}");\n' for name, number in declared)
+
+
 def check_language(preprocessed: str) -> list[str]:
     translator = Translator(preprocessed, {})
     problems = []
@@ -377,7 +448,7 @@ def check_language(preprocessed: str) -> list[str]:
     flags += ["-include-pch", pch, "-I", build.INCLUDE, "-I", folder, "-DMSL_KERNEL=-1", "-fsyntax-only"]
     flags += ["-Wno-everything", "-Wpre-c++17-compat", "-Wimplicit-float-conversion", "-x", "c++", "-"]
     flags = [f for f in flags if f != "-w"]
-    code = build.program(preprocessed, {})
+    code = build.program(preprocessed, {}) + bounds(preprocessed)
     found = build.attempt([build.tool("clang++"), *flags], input=code)
     for line in found.stderr.splitlines():
         if " error: " in line:

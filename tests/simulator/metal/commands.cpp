@@ -43,6 +43,10 @@ struct State {
 
   uint64_t commits = 0;
   std::atomic<double> clock = 0;  // of the GPU, seconds
+  bool timed = false;             // the host has a clock, too
+  double host = 0;                // its time, seconds by the GPU's clock
+  double a_command = 0;           // seconds of the host to encode one
+  double idle = 0;                // seconds that the GPU has waited for the host
 
   std::atomic<bool> tracing = false;
   std::string trace;
@@ -248,6 +252,7 @@ void commit_open(State& s, StreamNumber stream) {
   std::shared_ptr<CommandBuffer>& open = open_of(s, stream);
   if (is_empty(*open)) return;
   open->status = Status::kCommitted;
+  open->committed = s.host;
   s.committed.push_back(std::move(open));
 }
 
@@ -326,6 +331,17 @@ bool run(const std::vector<Command>& commands) {
   return true;
 }
 
+// The GPU begins a buffer once it has been given it and has ended those before it.
+void begin(CommandBuffer& buffer) {
+  State& s = state();
+  if (s.timed) {
+    std::lock_guard<std::mutex> lock(s.mutex);
+    s.idle += std::max(0.0, buffer.committed - s.clock);
+    s.clock = std::max(s.clock.load(), buffer.committed);
+  }
+  buffer.start = s.clock;
+}
+
 // One thread at a time: what another one runs is complete when this one goes on.
 void run(const char* event) {
   static std::recursive_mutex& gpu = *new std::recursive_mutex;
@@ -344,7 +360,7 @@ void run(const char* event) {
   bool runs = !state().dropping;
   for (const auto& buffer : buffers) {
     const Failure failure = next_failure();
-    buffer->start = state().clock;
+    begin(*buffer);
     if (runs && failure == Failure::kNone) runs = run(buffer->commands);
     buffer->end = state().clock;
     end(*buffer, failure);
@@ -365,6 +381,7 @@ void record(const Command& command, StreamNumber stream) {
   }
   std::lock_guard<std::mutex> lock(s.mutex);
   if (s.tracing) s.trace += trace_text(command) + "\n";
+  s.host += s.a_command;
   open_of(s, stream)->commands.push_back(command);
 }
 
@@ -424,6 +441,21 @@ void run_pending() {
   run("synchronize\n");
 }
 
+void wait_for(const CommandBuffer& buffer) {
+  State& s = state();
+  if (buffer.status == Status::kNotEnqueued)
+    fail("waitUntilCompleted: the command buffer is not committed, so that nothing would end the wait");
+  if (buffer.status == Status::kCommitted) run("wait\n");
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.host = std::max(s.host, buffer.end);
+}
+
+void wait_for_all() {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.host = std::max(s.host, s.clock.load());
+}
+
 void wait_for_handlers() {
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);
@@ -467,6 +499,31 @@ void simulator_fail_buffer(uint64_t after, int code, uint64_t count) {
 
 void simulator_advance_clock(double seconds) {
   state().clock = state().clock + seconds;
+}
+
+void simulator_time_host(int timed, double a_command) {
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.timed = timed;
+  s.a_command = a_command;
+  s.host = s.clock;
+  s.idle = 0;
+}
+
+void simulator_advance_host(double seconds) {
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.host += seconds;
+}
+
+double simulator_host_clock(void) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return state().host;
+}
+
+double simulator_idle(void) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return state().idle;
 }
 
 int simulator_has_failed(void) {

@@ -155,7 +155,7 @@ int simulator::macos() {
   not_ours("commit");
 }
 - (void)waitUntilCompleted {
-  not_ours("waitUntilCompleted");
+  simulator::wait_for(**buffer);
 }
 @end
 

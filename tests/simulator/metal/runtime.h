@@ -93,6 +93,7 @@ struct CommandBuffer {
   Status status = Status::kNotEnqueued;
   Failure failure = Failure::kNone;
   double start = 0, end = 0;     // by the clock that a test moves on
+  double committed = 0;          // by the host's clock
   std::shared_ptr<void> object;  // what host code knows it by, until it is complete
 };
 
@@ -110,6 +111,8 @@ void commit(StreamNumber stream);
 void commit_unseen(StreamNumber stream);
 // Runs what was recorded, in order. Reports the first finding and forgets the rest.
 void run_pending();
+void wait_for(const CommandBuffer& buffer);  // of the host, for one that is committed
+void wait_for_all();                         // the host's clock, once all that was committed has run
 void wait_for_handlers();
 bool has_pending();  // something is recorded or waited for, or runs in another thread
 bool dropping();     // commands are forgotten where they would run: the null device

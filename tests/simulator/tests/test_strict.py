@@ -54,6 +54,10 @@ template <typename T>
   shared[0][lane] = simd_sum(dot(v, w)) + twice(h.x) + twice(v.x);
   if (lane == 0) atomic_store_explicit(&counter, 0u, memory_order_relaxed);
   threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
+  for (uint j = 0; j < 2; j++) {
+    out[lane] += T(1);
+    threadgroup_barrier(mem_flags::mem_device);
+  }
   if (lane == 0) total = sum(shared[0], arguments) + sum(dynamic, arguments);
   simdgroup_float8x8 a, b;
   simdgroup_load(a, shared[1], 8);
@@ -105,8 +109,17 @@ REFUSED = [
     ("long f(long x) { return simd_sum(x); }\n", "no matching function for call to 'simd_sum'"),
     ("[[warp_size(32)]] " + KERNEL.format("x[i] = 1;"), "the attribute 'warp_size' occurs in no Metal"),
     (KERNEL.format("x[i] = erf(x[i]);"), "use of undeclared identifier 'erf'"),
+    ("[[max_total_threads_per_threadgroup(32)]] " + KERNEL.format("x[i] = 1;"), "(32) is miscompiled"),
+    (KERNEL.format("for (uint j = 0; j < i; j++) x[j] += 1;"),
+     "program_source:3: error: a loop reads and writes device memory again without a barrier"),
+    ("kernel void k(device float* x [[buffer(0)]], threadgroup float* m [[threadgroup(0)]]) {\n"
+     "  if (m[0] > 1) return;\n  x[0] = 1;\n}\n", "a return that depends on dynamic threadgroup memory"),
 ]  # fmt: skip
 ALSO_REFUSED = [
+    (KERNEL.format("do { if (i > 1) ++x[i]; } while (x[i] < 4);"), "a loop reads and writes device memory"),
+    ("template <int N> [[kernel, max_total_threads_per_threadgroup(N)]] void k(device float* x [[buffer(0)]])"
+     "{ x[0] = N; }\ntemplate [[host_name(\"k\")]] [[kernel]] decltype(k<32>) k<32>;\n",
+     "(32) is miscompiled"),
     ("float read(float* p) { return *p; }\n", "'p' points to no address space: float *"),
     ("float read(const float&);\n", "'read' has a pointer or reference without an address space"),
     ("template <typename T> T read(const T& p) { return p; }\nfloat f(float x) { return read(x); }\n",

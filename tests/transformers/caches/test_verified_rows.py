@@ -15,7 +15,7 @@ from torch_moe_mps.transformers.caches.batched import BatchedCache, NotBatchable
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole
 from torch_moe_mps.transformers.capture.calls import SWITCH
 from torch_moe_mps.transformers.deferred_states import deferrable_layers
-from torch_moe_mps.transformers.key_order import reason_against_rows, reason_for_order
+from torch_moe_mps.transformers.trials.batching import reason_against_rows, reason_for_order
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 CAUSAL = {*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES, *tiny_models.other_causal()}
@@ -28,8 +28,8 @@ OTHERS = {
 # Models whose conversations are no rows, or that read several tokens behind a cache wrongly: none is drafted.
 NO_ROWS = {
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert", "cpmant",
-    "data2vec-text", "deepseek_v4", "git", "glm5_next", "marian", "mbart",
-    "minimax_m3_vl", "minimax_m3_vl_text", "mvp", "openai-gpt", "pegasus", "plbart", "prophetnet", "reformer",
+    "data2vec-text", "git", "marian", "mbart", "mvp",
+    "openai-gpt", "pegasus", "plbart", "prophetnet", "reformer",
     "roberta", "roberta-prelayernorm", "roformer", "rwkv", "trocr", "unlimited_ocr", "xlm-roberta",
     "xlm-roberta-xl", "xlnet", "xmod",
 }  # fmt: skip

@@ -65,13 +65,13 @@ for thread in threading.enumerate():
         thread.join()
 first = [row for row in compiled if row[1]]
 rest = compiled[len(first):]
-assert compiled[:len(first)] == first and {row[0] for row in first} == {row[0] for row in rest}
+assert compiled[:len(first)] == first and {row[0] for row in first} < {row[0] for row in rest}
 assert len(lines) > 10 and not [line for line in lines if line.startswith(libraries.OF_PROMPTS)]
 print(sum(row[2] for row in first), sum(row[2] for row in rest))
 """
-# About half of what they were when each library had the sizes, formats and caches of all (9,369).
-MOST_LINES = 4_975
-FAMILIES = ("norms", "pointwise", "rope", "attention", "routing")
+# Less than half of what they were when each library had the sizes, formats and caches of all (9,369).
+MOST_LINES = 4_218
+FAMILIES = ("norms", "pointwise", "rope", "routing", "attention_merge")
 
 
 @pytest.mark.parametrize(
@@ -87,15 +87,14 @@ def test_nothing_compiles_in_the_first_token(simulated, bits, dtype, experts):
     same, *built = forked(FIRST_TOKEN, bits, dtype).splitlines()[-1].split()
     own = experts.rpartition("_")[2]
     assert same == "True"
-    assert built == sorted(
-        [experts, "bucket_i64", *(f"{family}_{own}" for family in (*FAMILIES, "sampling"))]
-    )
+    families = {f"{family}_{own}" for family in (*FAMILIES, "attention_64", "sampling")}
+    assert {*built} == families | {experts, experts.replace("quantized", "quantized_prompts"), "bucket_i64"}
 
 
 def test_kernels_of_a_token_come_first(simulated):
     """Those of prompts are compiled behind them, while the model runs, where nothing is compared."""
     first, all_of_them = map(int, forked(TOKEN_FIRST).splitlines()[-1].split())
-    assert (first, all_of_them) == (42, 53)
+    assert (first, all_of_them) == (34, 42)
 
 
 def lines_of(library: str) -> int:
@@ -111,7 +110,8 @@ class TestLines(expecttest.TestCase):
 
     def test_lines_that_a_first_token_compiles(self):
         """Of Qwen3-MoE or Mixtral at 4 bits, greedy: what samples compiles beside it."""
-        own = ["quantized_affine4_64_bf16", *(f"{family}_bf16" for family in FAMILIES), "bucket_i64"]
+        families = *FAMILIES, "attention_128"
+        own = ["quantized_affine4_64_bf16", *(f"{family}_bf16" for family in families)]
         lines = {name: lines_of(name) for name in own}
         total = sum(lines.values())
         assert total <= MOST_LINES
@@ -119,14 +119,14 @@ class TestLines(expecttest.TestCase):
         self.assertExpectedInline(
             f"{text}all: {total}\n",
             """\
-quantized_affine4_64_bf16: 2211
+quantized_affine4_64_bf16: 1588
 norms_bf16: 361
 pointwise_bf16: 185
 rope_bf16: 357
-attention_bf16: 903
 routing_bf16: 639
-bucket_i64: 319
-all: 4975
+attention_merge_bf16: 232
+attention_128_bf16: 856
+all: 4218
 """,
         )
 

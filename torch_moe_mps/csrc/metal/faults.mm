@@ -10,7 +10,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -28,12 +27,12 @@ struct CommandBuffer : Work {
 
 // Buffers of a stream.
 struct Stream {
-  void* buffer = nullptr;            // encoded into, until it is complete
-  CommandBuffer* watched = nullptr;  // its; the buffer's handler frees it
-  int64_t last = 0;                  // number of a buffer
-  std::set<int64_t> incomplete;      // numbers, with that of the buffer that is encoded into
-  int64_t raised = 0;                // failures of buffers up to this one have been raised
-  int64_t told = 0;                  // faults of which its users know
+  void* buffer = nullptr;                              // encoded into, until it is complete
+  CommandBuffer* watched = nullptr;                    // its; the buffer's handler frees it
+  int64_t last = 0;                                    // number of a buffer
+  std::map<int64_t, id<MTLCommandBuffer>> incomplete;  // retained, also the open one
+  int64_t raised = 0;                                  // failures of buffers up to this one have been raised
+  int64_t told = 0;                                    // faults of which its users know
 };
 
 struct State {
@@ -86,7 +85,10 @@ void complete(Stream& stream, id<MTLCommandBuffer> buffer, const CommandBuffer& 
   const bool failed = [buffer status] == MTLCommandBufferStatusError;
   const std::lock_guard<std::mutex> lock(state.mutex);
   if (stream.buffer == (__bridge void*)buffer) stream.buffer = nullptr;  // another one may get its address
-  stream.incomplete.erase(watched.number);
+  if (const auto found = stream.incomplete.find(watched.number); found != stream.incomplete.end()) {
+    [found->second release];
+    stream.incomplete.erase(found);
+  }
   state.completed.notify_all();
   if (!failed || watched.number <= stream.raised) return;
   const bool is_earlier = state.stream == &stream && watched.number < state.number;
@@ -109,7 +111,7 @@ CommandBuffer& watched(at::mps::MPSStream* on) {
   if (stream->buffer == (__bridge void*)buffer) return *stream->watched;
   CommandBuffer* made = new CommandBuffer;
   made->number = ++stream->last;
-  stream->incomplete.insert(made->number);
+  stream->incomplete[made->number] = [buffer retain];
   stream->buffer = (__bridge void*)buffer;
   stream->watched = made;
   lock.unlock();
@@ -121,14 +123,16 @@ CommandBuffer& watched(at::mps::MPSStream* on) {
   return *made;
 }
 
-// For what only torch has encoded.
-void watch() {
+// Watches the buffer that the current stream encodes into, also where only torch has. Returns: its number.
+int64_t watch() {
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  __block int64_t number = 0;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
-      watched(stream);
+      number = watched(stream).number;
     }
   });
+  return number;
 }
 
 // Waits until Metal has told of all that the current stream was given.
@@ -145,15 +149,44 @@ void hear() {
   });
   const int64_t last = newest;
   std::unique_lock<std::mutex> lock(state.mutex);
-  const std::set<int64_t>& incomplete = stream_of(stream).incomplete;
+  const auto& incomplete = stream_of(stream).incomplete;
   const bool heard = state.completed.wait_for(
-      lock, kToldWithin, [&] { return incomplete.empty() || *incomplete.begin() > last; });
+      lock, kToldWithin, [&] { return incomplete.empty() || incomplete.begin()->first > last; });
   TORCH_CHECK(heard, "moe_mps: Metal has not told how a command buffer ended, ", kToldWithin.count(),
               " s behind a wait for it: `torch-moe-mps check` writes a report for an issue");
 }
 
 void raise_fault_behind_wait() {
   hear();
+  raise_fault();
+}
+
+// Waits for one buffer of the current stream and for those before it; the GPU goes on with later ones. Raises
+// their fault.
+void wait_for_buffer(int64_t number) {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  __block id<MTLCommandBuffer> waited = nil;
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
+    @autoreleasepool {
+      id<MTLCommandBuffer> open = [stream->commandBuffer() rootCommandBuffer];
+      std::unique_lock<std::mutex> lock(state.mutex);
+      const auto& incomplete = stream_of(stream).incomplete;
+      const auto found = incomplete.find(number);
+      if (found == incomplete.end()) return;  // it is complete
+      waited = [found->second retain];
+      lock.unlock();
+      if (waited == open) stream->synchronize(at::mps::SyncType::COMMIT);
+    }
+  });
+  if (waited != nil) {
+    @autoreleasepool {
+      [waited waitUntilCompleted];
+      [waited release];
+    }
+    std::unique_lock<std::mutex> lock(state.mutex);
+    const auto& incomplete = stream_of(stream).incomplete;
+    state.completed.wait_for(lock, kToldWithin, [&] { return incomplete.count(number) == 0; });
+  }
   raise_fault();
 }
 
@@ -200,6 +233,7 @@ void raise_fault() {
 
 }  // namespace moe_mps
 
-MOE_FUNCTION("_watch() -> ()", watch)
+MOE_FUNCTION("_watch() -> int", watch)
+MOE_FUNCTION("_wait_for_buffer(int number) -> ()", wait_for_buffer)
 // Behind a wait.
 MOE_FUNCTION("_raise_fault() -> ()", raise_fault_behind_wait)

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <sstream>
 
+#include "../attention_plan.h"
 #include "../formats.h"
 #include "../tensor_units.h"
 #include "function.h"
@@ -97,6 +98,7 @@ std::string source_of(const Library& library) {
   std::string text = c10::str("#define MOE_DTYPE ", names_of(library.dtype).type, "\n#define MOE_SUFFIX \"",
                               library.suffix(), "\"\n");
   if (!library.weights.empty()) text += c10::str("#define MOE_WEIGHTS ", library.weights_type, "\n");
+  if (library.width > 0) text += c10::str("#define MOE_WIDTH ", library.width, "\n");
   if (!library.norms_inputs) {
     text += "#define MOE_NORMS_APART\n";
   } else if (library.dtype != c10::ScalarType::Float) {
@@ -203,6 +205,10 @@ std::string Library::suffix() const {
   return text;
 }
 
+std::string Library::name() const {
+  return width > 0 ? c10::str(file, "_", width, suffix()) : file + suffix();
+}
+
 const Pipeline& pipeline(const Library& library, std::string_view function) {
   c10::SmallVector<char, 96> name(function.begin(), function.end());  // found without an allocation
   append_suffix(name, library);
@@ -219,18 +225,15 @@ const std::vector<Library>& all_libraries() {
   static const auto* const all = [] {
     auto* list = new std::vector<Library>{{"bucket", at::kInt}, {"bucket", at::kLong}};
     for (const c10::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
-      for (const char* file : {"norms", "rope", "attention", "attention_tailed", "attention_turned", "index",
-                               "pooling", "linear_attention", "lora", "hyper_connection", "routing",
-                               "hash_router", "combine", "pointwise", "sampling", "quantize", "experts"})
+      for (const char* file : {"norms", "rope", "attention_merge", "write_cache", "index", "pooling",
+                               "linear_attention", "lora", "hyper_connection", "routing", "hash_router",
+                               "combine", "pointwise", "sampling", "quantize", "experts"})
         list->push_back({file, dtype});
-      for (Library library : {Library{"attention", dtype}, quantized_attention_library(dtype)}) {
-        if (!library.weights.empty()) list->push_back(library);
-        for (const char* file : {"attention_selected", "attention_relative"}) {
-          library.file = file;
-          list->push_back(library);
-        }
+      for (const Library& library : attention_libraries(dtype)) list->push_back(library);
+      for (const WeightFormat& format : all_formats()) {
+        const Library library = quantized_library(format, dtype);
+        for (const char* file : {library.file, kOfPrompts, kOfHeads}) list->push_back(part_of(library, file));
       }
-      for (const WeightFormat& format : all_formats()) list->push_back(quantized_library(format, dtype));
     }
     for (const c10::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
       list->push_back(tensor_units_library({"experts", dtype}));

@@ -56,7 +56,9 @@ struct Sets {
 
 Sets& sets = *new Sets;
 
-// Asks for the memory of all sets as long as there are any and the process computes. It encodes nothing.
+// Asks for the memory of all sets in pauses of the work, as long as there are any. It encodes nothing.
+// Not while work is encoded: what the GPU uses is resident anyway, and macOS has panicked where sets were
+// asked for beside much work.
 void keep_asking() {
   std::unique_lock<std::mutex> lock(sets.mutex);
   int64_t encoded = encoded_dispatches();
@@ -66,6 +68,7 @@ void keep_asking() {
     if (const int64_t count = encoded_dispatches(); count != encoded) {
       encoded = count;
       worked = now;
+      continue;
     }
     if (std::chrono::duration<double>(now - worked).count() >= sets.idle) continue;
     @autoreleasepool {

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from ..._text import first_line
-from ...transformers.key_order import reason_for_order
+from ...transformers.trials.batching import reason_for_order
 from ..prefix_cache.disk import Disk
 from ..prefix_cache.memory import PrefixCache
 from ..speculative.drafting import Drafting

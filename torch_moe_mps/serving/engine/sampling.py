@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
-from ..._faults import raise_fault
+from ..._faults import Mark
 from ...transformers.basics.overflow import is_missing, no_distribution
 from ...transformers.modules.sampling import Sampling
 from .job import Job, as_errors
@@ -142,11 +142,10 @@ class Sampled:
         self._model = model
         self.rows = [*range(len(tokens))]
         self._tokens, self._errors = tokens, errors
-        self._copies = [_begun_copy(item) for item in (tokens, invalid)]
-        self._copied = None
-        if tokens.device.type != "cpu":
-            self._copied = torch.Event(device=tokens.device, blocking=True)
-            self._copied.record()
+        # One copy, which torch commits with all that is encoded so far: [2 B] halves of the tokens, and [B].
+        both = torch.cat((tokens.view(torch.int32), invalid.int()))
+        self._mark = Mark(tokens.device)
+        self._copy = _begun_copy(both)
 
     def inputs(self) -> Tensor:
         """The tokens [B, 1] of the rows that are left."""
@@ -159,14 +158,15 @@ class Sampled:
         self.rows.pop()
 
     def read(self) -> list[int | Exception]:
-        """The token of each row that is left, or the error in its place; waits until it is known.
+        """The token of each row that is left, or the error in its place.
 
-        Raises: torch.AcceleratorError if the GPU has failed.
+        Waits for the step that chose them, and for no later one.
+
+        Raises: torch.AcceleratorError if the GPU has failed at it.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
-        raise_fault()
-        tokens, wrong = (copy.tolist() for copy in self._copies)
+        self._mark.wait()
+        many = len(self._tokens)
+        tokens, wrong = self._copy[: 2 * many].view(torch.int64).tolist(), self._copy[2 * many :].tolist()
         read: dict[int, int | Exception] = dict(enumerate(tokens))
         read |= {row: no_distribution(self._model) for row, is_wrong in enumerate(wrong) if is_wrong}
         read |= self._errors
@@ -179,7 +179,7 @@ def _place_of(value: Any) -> str:
 
 
 def _begun_copy(tensor: Tensor) -> Tensor:
-    """A copy for the host, which is there behind the next event."""
+    """A copy for the host, which is complete once what was encoded before it is waited for."""
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor, non_blocking=True)

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,6 +41,7 @@ from .reading import (
     MEDIA_BYTES,
     TEXT_BYTES,
     TOKEN_BYTES,
+    Client,
     Kind,
     Reading,
     body_of,
@@ -53,6 +54,7 @@ from .served import Served
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Reads = Callable[[dict[str, Any]], Request]  # the request of a body
 PING = 5.0  # seconds without a part of an answer, behind which its client is told that it comes
 PAGE = Path(__file__).with_name("page")
 # Policy for an answer's Markdown: it runs no script and asks no other machine for a picture.
@@ -105,11 +107,11 @@ class Server:
             ]
             for path in (EMBEDDINGS, RERANK):
                 encode = functools.partial(self._encode, path)
-                routes.append(Route(start + path.removeprefix("/v1"), encode, methods=["POST"]))
+                routes.append(self._counted(start + path.removeprefix("/v1"), encode))
             for protocol in (ChatCompletions(), Completions(), Responses(), Messages()):
                 answer = functools.partial(self._answer, protocol)
                 path = start + protocol.path.removeprefix("/v1")
-                routes.append(Route(path, answer, methods=["POST"]))
+                routes.append(self._counted(path, answer))
                 if protocol.counts is not None:
                     count = functools.partial(self._count, protocol)
                     routes.append(Route(f"{path}/{protocol.counts}", count, methods=["POST"]))
@@ -127,48 +129,59 @@ class Server:
 
     # Answers
 
-    async def _answer(self, protocol: Protocol, asked: Asked) -> Response:
-        with self.metrics.counted(protocol.path) as counted:
-            try:
-                self._check_memory()
-                coming = _Coming()
-                with self.reading.place(asked):
-                    request = await self._prepare(protocol, asked, coming)
-                _say("%s: begins, prompt %d tokens", protocol.path, coming.answers.prompt_tokens)
-                if request.stream:
-                    return self._streamed(protocol, request, coming)
-                return JSONResponse(await self._whole(protocol, request, coming))
-            except Exception as error:
-                refused = refused_by(error)
-                counted.status = refused.status
-                return refusal(protocol.path, refused)
+    def _counted(self, path: str, answer: Callable[[Asked], Awaitable[Response]]) -> Route:
+        """A path whose requests are counted, by the status of the protocol's error, too."""
 
-    async def _prepare(self, protocol: Protocol, asked: Asked, coming: "_Coming") -> Request:
+        async def counted(asked: Asked) -> Response:
+            with self.metrics.counted(protocol_path) as request:
+                try:
+                    return await answer(asked)
+                except Exception as error:
+                    refused = refused_by(error)
+                    request.status = refused.status
+                    return refusal(protocol_path, refused)
+
+        protocol_path = path if path.startswith("/v1") else f"/v1{path}"
+        return Route(path, counted, methods=["POST"])
+
+    async def _answer(self, protocol: Protocol, asked: Asked) -> Response:
+        self._check_memory()
+        coming = _Coming()
+        async with self.reading.place(asked) as client:
+            request = await self._prepare(protocol, asked, client, coming)
+        _say("%s: begins, prompt %d tokens", protocol.path, coming.answers.prompt_tokens)
+        if request.stream:
+            return self._streamed(protocol, request, coming)
+        return await self._whole(protocol, request, coming)
+
+    async def _prepare(self, protocol: Protocol, asked: Asked, client: Client, coming: "_Coming") -> Request:
         """The request that is asked, with its answers in `coming`. Raises: Refused."""
 
         def read(body: dict[str, Any]) -> Request:
             self._check_model(body)
             return protocol.read(body, self.served)
 
-        kind, request = await self._fetched(asked, read)
-        prompts = await self.reading.run(kind, prompts_of, self.served, request)
+        kind, request = await self._fetched(asked, client, read)
+        prompts = await client.run(kind, prompts_of, self.served, request)
         compiles = request.form is not None or request.forced is not None
-        coming.answers = await self.reading.run(
+        coming.answers = await client.run(
             "grammar" if compiles else kind, answers_to, self.served, request, prompts, coming.show
         )
         return request
 
-    async def _read(self, asked: Asked, function: Callable[[dict[str, Any]], T]) -> tuple[Kind, T]:
+    async def _read(
+        self, asked: Asked, client: Client, function: Callable[[dict[str, Any]], T]
+    ) -> tuple[Kind, T]:
         """The kind of thread for a body, and the result of a function of its object. Raises: Refused."""
         context = self.served.context
         most = MEDIA_BYTES if self.served.reads_media else TEXT_BYTES + TOKEN_BYTES * context
         octets = await body_of(asked, min(most, 2 * MEDIA_BYTES))
         kind = kind_of(len(octets))
-        return kind, await self.reading.run(kind, lambda: function(object_of(octets, context)))
+        return kind, await client.run(kind, lambda: function(object_of(octets, context)))
 
-    async def _fetched(self, asked: Asked, read: Callable[[dict[str, Any]], Request]) -> tuple[Kind, Request]:
+    async def _fetched(self, asked: Asked, client: Client, read: Reads) -> tuple[Kind, Request]:
         """A request that was read, with the pictures and the sound that it names. Raises: Refused."""
-        kind, request = await self._read(asked, read)
+        kind, request = await self._read(asked, client, read)
         for prompt in request.prompts:
             if isinstance(prompt, Chat) and (parts := [*media_parts(prompt.messages)]):
                 kind = "long"  # to decode them
@@ -177,13 +190,13 @@ class Server:
                 await self.served.media.fetch(parts)
         return kind, request
 
-    async def _whole(self, protocol: Protocol, request: Request, coming: "_Coming") -> dict[str, Any]:
+    async def _whole(self, protocol: Protocol, request: Request, coming: "_Coming") -> Response:
         try:
             coming.answers.submit(self.served.generator)
             while await coming.next(None) is not None:
                 pass
             self._check_ended(coming.answers)
-            return protocol.whole(request, coming.answers, self.served)
+            return await _in_json(lambda: protocol.whole(request, coming.answers, self.served))
         finally:
             self._ended(protocol, coming.answers)
 
@@ -228,10 +241,16 @@ class Server:
         if memory is not None and memory.level is Level.CRITICAL:
             raise _no_memory()
 
+    async def _of_prompt(self, asked: Asked, read: Reads, function: Callable[[Served, Request], T]) -> T:
+        """Result of a function of a request that nobody answers. Raises: Refused."""
+        async with self.reading.place(asked) as client:
+            kind, request = await self._fetched(asked, client, read)
+            return await client.run(kind, function, self.served, request)
+
     async def _count(self, protocol: Protocol, asked: Asked) -> Response:
-        with self.reading.place(asked):
-            kind, request = await self._fetched(asked, lambda body: protocol.read_prompt(body, self.served))
-            count = await self.reading.run(kind, count_tokens, self.served, request)
+        count = await self._of_prompt(
+            asked, lambda body: protocol.read_prompt(body, self.served), count_tokens
+        )
         counted: dict[str, Any] = {"input_tokens": count}
         if isinstance(protocol, Responses):
             counted["object"] = "response.input_tokens"
@@ -239,14 +258,13 @@ class Server:
 
     async def _template(self, asked: Asked) -> Response:
         """The prompt that a chat becomes, as text, as llama.cpp's server has it."""
-        with self.reading.place(asked):
-            kind, request = await self._fetched(asked, lambda body: ChatCompletions().read(body, self.served))
-            prompt = await self.reading.run(kind, prompt_text, self.served, request)
+        chats = ChatCompletions()
+        prompt = await self._of_prompt(asked, lambda body: chats.read(body, self.served), prompt_text)
         return JSONResponse({"prompt": prompt})
 
     async def _text(self, reads: Callable[..., Any], asked: Asked) -> Response:
-        with self.reading.place(asked):
-            _, answer = await self._read(asked, lambda body: in_json(reads(body, self.served)))
+        async with self.reading.place(asked) as client:
+            _, answer = await self._read(asked, client, lambda body: in_json(reads(body, self.served)))
         return Response(answer, media_type="application/json")
 
     async def _encode(self, path: str, asked: Asked) -> Response:
@@ -254,19 +272,13 @@ class Server:
             self._check_model(body)
             return Texts(path, body, self.served)
 
-        with self.metrics.counted(path) as counted:
-            try:
-                with self.reading.place(asked):
-                    _, texts = await self._read(asked, read)
-                begun = time.monotonic()
-                result = await asyncio.wrap_future(self.served.generator.run(texts.compute))
-                count, seconds = sum(map(len, texts.ids)), time.monotonic() - begun
-                _say("%s: %d texts of %d tokens in %.2f s", path, len(texts.ids), count, seconds)
-                return JSONResponse(texts.answer(result))
-            except Exception as error:
-                refused = refused_by(error)
-                counted.status = refused.status
-                return refusal(path, refused)
+        async with self.reading.place(asked) as client:
+            _, texts = await self._read(asked, client, read)
+        begun = time.monotonic()
+        result = await asyncio.wrap_future(self.served.generator.run(texts.compute))
+        count, seconds = sum(map(len, texts.ids)), time.monotonic() - begun
+        _say("%s: %d texts of %d tokens in %.2f s", path, len(texts.ids), count, seconds)
+        return await _in_json(lambda: texts.answer(result))
 
     # The server itself
 
@@ -342,6 +354,11 @@ class _Coming:
             return ()
         self._ended += item is None
         return number, item
+
+
+async def _in_json(value: Callable[[], Any]) -> Response:
+    """The response of a value that may be long: probabilities of tokens, vectors."""
+    return Response(await asyncio.to_thread(lambda: in_json(value())), media_type="application/json")
 
 
 def _say(line: str, *values: object) -> None:

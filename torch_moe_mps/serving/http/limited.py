@@ -1,5 +1,6 @@
 """Calls with a time limit, such as xgrammar's, which nothing can interrupt."""
 
+import os
 import queue
 import threading
 import time
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+BESIDE = max(1, (os.cpu_count() or 1) // 4)  # threads of long work: answers have the other cores
 _MOST_LATE = 4  # calls that go on behind their limit
 
 

@@ -7,9 +7,7 @@ number of requests in reading; more are told to come again.
 import asyncio
 import contextlib
 import contextvars
-import os
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +15,7 @@ import msgspec
 from starlette.requests import Request as Asked
 
 from ..._text import first_line
+from .limited import BESIDE
 from .request import Refused, read_json
 
 T = TypeVar("T")
@@ -27,9 +26,9 @@ _DROPPED = 8  # times as many bytes, at most, of a body that is read and dropped
 _MOST_VALUES, _MOST_CONTAINERS = 1 << 20, 1 << 16
 _MOST_IN_TEXT = 1 << 18  # brackets more, of texts: at most as many as the context has tokens
 _SHORT = 1 << 16  # bytes of a body that is read beside long ones
-BESIDE = max(1, (os.cpu_count() or 1) // 4)  # threads of long work: answers have the other cores
 MOST_OF_CLIENT = 32  # requests of one address that are read, or wait for it
-_RETRY_AFTER = 1  # seconds
+_AT_ONCE = 2  # of these, on threads of one kind
+_RETRY_AFTER, _DRAINS = 1, 5.0  # seconds; the latter for the body of a request that is refused
 
 
 Kind = Literal["short", "long", "grammar"]
@@ -49,28 +48,45 @@ class Reading:
 
     def __init__(self) -> None:
         counts: dict[Kind, int] = {"short": 4, "long": BESIDE, "grammar": 8}
-        self._pools = {kind: ThreadPoolExecutor(count, f"reader-{kind}") for kind, count in counts.items()}
-        self._of_client = Counter[str]()
+        self.pools = {kind: ThreadPoolExecutor(count, f"reader-{kind}") for kind, count in counts.items()}
+        self.clients = dict[str, Client]()
 
-    @contextlib.contextmanager
-    def place(self, asked: Asked) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def place(self, asked: Asked) -> AsyncIterator["Client"]:
         """Block that reads a request. Raises: Refused with status 429 for too many from one address."""
-        client = asked.client.host if asked.client is not None else ""
-        if self._of_client[client] >= MOST_OF_CLIENT:
+        address = asked.client.host if asked.client is not None else ""
+        client = self.clients.setdefault(address, Client(self.pools))
+        if client.requests >= MOST_OF_CLIENT:
+            with contextlib.suppress(Refused, TimeoutError):
+                await asyncio.wait_for(body_of(asked, 0), _DRAINS)
             message = f"This address has {MOST_OF_CLIENT} requests in reading: ask again in {_RETRY_AFTER} s."
             raise Refused(message, None, "too_many_requests", 429, _RETRY_AFTER)
-        self._of_client[client] += 1
+        client.requests += 1
         try:
-            yield
+            yield client
         finally:
-            self._of_client[client] -= 1
-            if not self._of_client[client]:
-                del self._of_client[client]
+            client.requests -= 1
+            if not client.requests:
+                del self.clients[address]
+
+
+class Client:
+    """An address whose requests are read: few of them at a time, so that those of others wait for no more.
+
+    Attributes:
+        requests: that are read, or wait for it.
+    """
+
+    def __init__(self, pools: dict[Kind, ThreadPoolExecutor]):
+        self.requests, self._pools = 0, pools
+        self._turns = {kind: asyncio.Semaphore(_AT_ONCE) for kind in pools}
 
     async def run(self, kind: Kind, function: Callable[..., T], *arguments: Any) -> T:
         """Result of a function, called on a thread of that kind."""
         call = contextvars.copy_context().run  # the log names the request
-        return await asyncio.get_running_loop().run_in_executor(self._pools[kind], call, function, *arguments)
+        async with self._turns[kind]:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._pools[kind], call, function, *arguments)
 
 
 async def body_of(asked: Asked, most: int) -> bytes:

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from ..._text import first_line
-from .limited import Limited, TooLong
-from .reading import BESIDE
+from .limited import BESIDE, Limited, TooLong
 from .request import Refused, wrong
 
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time and line of C++ in front of xgrammar's errors

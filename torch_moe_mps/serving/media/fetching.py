@@ -5,12 +5,16 @@ import functools
 import socket
 import ssl
 from collections.abc import Container
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 
 from ..._text import first_line
 from ..http.request import Refused
 from .addresses import is_public
+
+# More threads than one client has requests: its names may be slow to look up.
+_RESOLVERS = ThreadPoolExecutor(64, "resolver")
 
 
 async def fetched(url: str, field: str, hosts: Container[str], most: int) -> bytes:
@@ -47,7 +51,8 @@ async def _addresses(asked: httpx2.URL, is_named: bool) -> list[str]:
     port = asked.port or (443 if asked.scheme == "https" else 80)
     if port > 65535:
         raise OSError(f"the port is {port}")
-    found = await asyncio.get_running_loop().getaddrinfo(asked.host, port, type=socket.SOCK_STREAM)
+    asks = functools.partial(socket.getaddrinfo, asked.host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_RESOLVERS, asks)
     addresses = [str(address[0]) for *_, address in found]
     for address in addresses:
         if not is_named and not is_public(address):

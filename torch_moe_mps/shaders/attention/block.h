@@ -354,7 +354,7 @@ struct Block {
       UNROLL for (int n = 0; n < kKeyTiles; ++n) {
         float2 two;
         UNROLL for (int e = 0; e < 2; ++e) {
-          two[e] = precise::exp(scores.v[n][t][e] - most[e]);
+          two[e] = exponential(scores.v[n][t][e] - most[e]);
           sums.exponentials[t][e] += two[e];
         }
         own[(n * kQueryTiles + t) * kSimdWidth] = two;
@@ -523,7 +523,7 @@ struct Block {
   // The same sums, of the exponentials of scores less `most`.
   static void raise(thread Sums& sums, int t, float2 most) {
     UNROLL for (int e = 0; e < 2; ++e) {
-      const float factor = precise::exp(sums.highest[t][e] - most[e]);
+      const float factor = exponential(sums.highest[t][e] - most[e]);
       sums.highest[t][e] = most[e];
       sums.exponentials[t][e] *= factor;
       UNROLL for (int f = 0; f < kValueTiles; ++f) sums.values[f][t][e] *= factor;
@@ -601,12 +601,20 @@ template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
          reinterpret_cast<threadgroup typename B::Staged*>(staged), shared, group, lane, simdgroup, params);
 }
 
-// The blocks of 8 or 16 queries for values of up to so many elements.
-#define INSTANTIATE_ATTENTION(name, function, ...)              \
-  INSTANTIATE(name "8_64", function<__VA_ARGS__, 4, 1, 8, 1>)   \
-  INSTANTIATE(name "8_128", function<__VA_ARGS__, 2, 2, 8, 1>)  \
-  INSTANTIATE(name "8_256", function<__VA_ARGS__, 1, 4, 8, 1>)  \
-  INSTANTIATE(name "8_512", function<__VA_ARGS__, 1, 8, 8, 1>)  \
-  INSTANTIATE(name "16_64", function<__VA_ARGS__, 2, 2, 4, 2>)  \
-  INSTANTIATE(name "16_128", function<__VA_ARGS__, 1, 4, 4, 2>) \
+// The blocks of 8 and 16 queries for values of up to MOE_WIDTH elements.
+#if MOE_WIDTH == 64
+#define INSTANTIATE_ATTENTION(name, function, ...)            \
+  INSTANTIATE(name "8_64", function<__VA_ARGS__, 4, 1, 8, 1>) \
+  INSTANTIATE(name "16_64", function<__VA_ARGS__, 2, 2, 4, 2>)
+#elif MOE_WIDTH == 128
+#define INSTANTIATE_ATTENTION(name, function, ...)             \
+  INSTANTIATE(name "8_128", function<__VA_ARGS__, 2, 2, 8, 1>) \
+  INSTANTIATE(name "16_128", function<__VA_ARGS__, 1, 4, 4, 2>)
+#elif MOE_WIDTH == 256
+#define INSTANTIATE_ATTENTION(name, function, ...)             \
+  INSTANTIATE(name "8_256", function<__VA_ARGS__, 1, 4, 8, 1>) \
   INSTANTIATE(name "16_256", function<__VA_ARGS__, 1, 8, 4, 2>)
+#else
+#define INSTANTIATE_ATTENTION(name, function, ...) \
+  INSTANTIATE(name "8_512", function<__VA_ARGS__, 1, 8, 8, 1>)
+#endif

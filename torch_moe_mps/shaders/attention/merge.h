@@ -38,7 +38,7 @@ template <typename T, bool kGated>
       }
     }
     UNROLL for (uint i = 0; i < kMergeChunks; ++i) {
-      const float factor = precise::exp(highest[i] - total.highest);
+      const float factor = exponential(highest[i] - total.highest);
       sum = fma(factor, sums[i], sum);
       UNROLL for (uint c = 0; c < kMergeColumns; ++c) values[c] = fma(factor, of_chunk[i][c], values[c]);
     }

@@ -1,6 +1,5 @@
-// Keys and values in 8 bits: as the kernel of attention reads them, and how they are written.
+// Keys and values in 8 bits, as the kernel of attention reads them.
 #pragma once
-#include "attention/write_cache.h"
 #include "common/packs.h"
 #include "params/attention.h"
 

@@ -7,6 +7,12 @@
 constant constexpr float kLowest = -3.402823466e38f;
 constant constexpr int kNoQuery = -(1 << 30);  // in place of a position
 
+// exp(x) of a difference of scores, at most 0, to |x| * 2^-23 of it: a product and an instruction, as MLX's
+// attention has. What Metal makes of precise::exp is longer.
+inline float exponential(float x) {
+  return fast::exp2(M_LOG2E_F * x);
+}
+
 inline float lowest_of(uint dtype) {
   return dtype == DTYPE_FLOAT ? kLowest : dtype == DTYPE_HALF ? -65504.0f : -3.3895313892515355e38f;
 }

@@ -1,8 +1,6 @@
-// The kernels of matmuls, to be instantiated for a format of weights.
+// The kernels of a few tokens' matmuls, to be instantiated for a format of weights.
 #pragma once
-#include "matmul/combine.h"
 #include "matmul/down.h"
-#include "matmul/gemm.h"
 #include "matmul/rows.h"
 
 #ifdef MOE_NORMS_APART
@@ -26,7 +24,4 @@
   INSTANTIATE("matmul_rows_few", matmul_rows_few<Weights, false>)      \
   INSTANTIATE("matmul_rows_few_split", matmul_rows_few<Weights, true>) \
   INSTANTIATE("expert_down", expert_down<Weights, kSingleRows>)        \
-  INSTANTIATE("expert_down_few", expert_down_few<Weights>)             \
-  INSTANTIATE("expert_combine", expert_combine<Weights::Element>)      \
-  INSTANTIATE("gemm8", gemm<Weights, 1, false>)                        \
-  INSTANTIATE("gemm32", gemm<Weights, kTilePairs / 8, false>)
+  INSTANTIATE("expert_down_few", expert_down_few<Weights>)

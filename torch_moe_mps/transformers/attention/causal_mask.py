@@ -126,6 +126,10 @@ class CausalMask(Deferred):
             self._elements = (mask if len(self.shape) == 4 else mask.squeeze(1)).expand(self.shape)
         return self._elements
 
+    def of_one(self, keys: int) -> "CausalMask":
+        """The mask of the same tokens of one row that has so many keys and no padding."""
+        return CausalMask((1, *self.shape[1:-1], keys), keys, self.window, self.dtype, self.device)
+
     def _of_tokens(self, start: int, stop: int) -> "CausalMask":
         *rows, tokens, keys = self.shape
         return self._shaped((*rows, stop - start, keys), self.seen - (tokens - stop))

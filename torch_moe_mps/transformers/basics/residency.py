@@ -7,6 +7,7 @@ ready anyway, and they are small beside the weights.
 """
 
 import itertools
+import os
 import weakref
 from typing import Any
 
@@ -71,8 +72,8 @@ MOVED: set[Resident] = set()
 
 
 def keep_resident(model: nn.Module) -> None:
-    """Keeps a model's weights resident from now on, wherever they move."""
-    if host_library() is None:
+    """Keeps a model's weights resident from now on, wherever they move, unless MOE_MPS_RESIDENCY is 0."""
+    if host_library() is None or os.environ.get("MOE_MPS_RESIDENCY") == "0":
         return
     if model not in _residents:
         _residents[model] = Resident(model)

@@ -12,26 +12,32 @@ The layers stay what they are: a tensor with a memory (`growing`) has tokens, wh
 other one is a state of each row. Shapes: B rows, S tokens.
 """
 
+import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
 
 from ..basics.key_range import NO_END, RANGE
-from ..upstream.caches import DummyLayer, LinearAttentionCacheLayerMixin, chosen_together
+from ..upstream.caches import chosen_together
 from . import growing
+from .declared import Batched, declared
 from .deferred_states import AnyKind, DeferredLayer, can_defer, committed, deferred
-from .held import HeldEntries
 from .in_layers import is_in_layers
 from .layers import Made
+from .prompt_cache import gives_back
 from .quantized_states import QuantizedStates
+from .separate import Separate, is_separate
 from .state import LayerState, Name, copy_of_cache, copy_of_layer, parts
 
 # The attribute of a memory, or of a state, that names the tensor with spare rows of which it is the first.
 BASE = "_moe_mps_base"
+_OTHER = "its cache holds another kind of states than those of the others"
 _LEAST_CONTEXT = 4096  # tokens for which masks have room, where a model does not say how many it takes
 
 
@@ -69,14 +75,13 @@ class BatchedCache:
         self._device, self._moved = model.device, list[int]()
         self._order: list[deque[int]] = []  # tokens of each row, as they lie in layers of any order
         config = model.config.get_text_config(decoder=True)
-        together = chosen_together(config)
-        self._refused = next(
-            (f"its {name} is {count}" for name, count in together.items() if count > 1), None
-        )
+        self._is_separate = functools.partial(is_separate, pools=max(chosen_together(config).values()) > 1)
+        self._separate: dict[int, list[Any]] = {}  # {number of a layer: the layers of all rows}
         self._context = max(getattr(config, "max_position_embeddings", None) or 0, _LEAST_CONTEXT)
         self._shown = self._range = self._positions = torch.empty(0, device=self._device)
         self._left = 0  # steps until a layer has no room for a token
-        self._held: list[dict[Name, Tensor]] = []  # copies of states, by layer
+        self._held: dict[int, dict[Name, Tensor]] = {}  # copies of states, by layer
+        self._held_layers: dict[int, list[Any]] = {}  # and of layers of each row
         self._deferrable, self._defers, self._has_keys = deferrable, False, False
         # How many tokens of each row are pending where states lag, as it is and as the device was told.
         self._pending, self._told = list[int](), list[int]()
@@ -95,9 +100,10 @@ class BatchedCache:
         return self._left < tokens
 
     def memory(self) -> int:
-        """Bytes of all rows, without room."""
-        layers = [] if self.cache is None else self.cache.layers
-        return sum(LayerState(layer).memory() for layer in layers)
+        """Bytes of all rows, without free slots."""
+        layers = [] if self.cache is None else [self.cache.layers[n] for n in self._shared(self.cache.layers)]
+        own = chain.from_iterable(self._separate.values())
+        return sum(LayerState(layer).memory() for layer in chain(layers, own))
 
     def join(self, cache: DynamicCache, tokens: int, moved: int = 0) -> None:
         """Copies a conversation in, as the last row; its cache stays as it is.
@@ -109,36 +115,49 @@ class BatchedCache:
 
         Raises: NotBatchable, or whatever ends it midway; the rows are as they were then.
         """
-        if self._refused is not None:
-            raise NotBatchable(self._refused)
-        _check(cache)
+        if not is_in_layers(cache):
+            raise NotBatchable(f"its cache is a {type(cache).__name__}, or has layers that are not declared")
+        separate = [number for number, layer in enumerate(cache.layers) if self._is_separate(layer)]
+        _check(cache, separate)
         held = [] if self.cache is None else [LayerState(layer) for layer in self.cache.layers]
         before, values = {**vars(self)}, [state.values() for state in held]
         self.lengths, self._moved, self._order = [*self.lengths], [*self._moved], [*self._order]
         self._pending = [*self._pending]
+        self._separate = {number: [*layers] for number, layers in self._separate.items()}
         try:
-            self._join(cache, tokens, moved)
+            self._join(cache, tokens, moved, separate)
         except BaseException:
             vars(self).update(before)
             for state, value in zip(held, values, strict=True):
                 state.replace(value)
             raise
 
-    def _join(self, cache: DynamicCache, length: int, moved: int) -> None:
+    def _join(self, cache: DynamicCache, length: int, moved: int, separate: list[int]) -> None:
         if self.cache is None:
-            layers = [_copied(layer, length) for layer in cache.layers]
-            with_states = [number for number, layer in enumerate(layers) if _states(layer)]
-            if all(number in self._deferrable and can_defer(layers[number]) for number in with_states):
+            layers = [
+                _own(layer) if number in separate else _copied(layer, length)
+                for number, layer in enumerate(cache.layers)
+            ]
+            self._separate = {number: [layers[number]] for number in separate}
+            with_states = [number for number in self._shared(layers) if _states(layers[number])]
+            is_cut = all(gives_back(layers[number]) for number in separate)
+            if is_cut and all(
+                number in self._deferrable and can_defer(layers[number]) for number in with_states
+            ):
                 for number in with_states:
                     layers[number] = deferred(layers[number], self._deferrable[number])
             self.cache = copy_of_cache(cache, layers)
         else:
-            pairs = [*zip(self.cache.layers, cache.layers, strict=True)]
+            if separate != [*self._separate]:
+                raise NotBatchable(_OTHER)
+            pairs = [(self.cache.layers[n], cache.layers[n]) for n in self._shared(cache.layers)]
             for layer, one in pairs:
                 _check_alike(layer, one)
             end = max(self.end, length)
             for layer, one in pairs:
                 _join(layer, one, end)
+            for number, layers in self._separate.items():
+                layers.append(_own(cache.layers[number]))
         self.lengths.append(length)
         self._moved.append(moved)
         self._order.append(deque(range(length)))
@@ -153,11 +172,14 @@ class BatchedCache:
         for of_rows in lists:
             of_rows[row] = of_rows[last]
             del of_rows[last]
+        for layers in self._separate.values():
+            layers[row] = layers[last]
+            del layers[last]
         if last == 0:
-            self.cache = None
+            self.cache, self._separate = None, {}
             return
-        for layer in self.cache.layers:
-            _leave(layer, row, last, self.end)
+        for number in self._shared(self.cache.layers):
+            _leave(self.cache.layers[number], row, last, self.end)
         self._changed()
 
     def alone(self, row: int) -> DynamicCache:
@@ -166,7 +188,12 @@ class BatchedCache:
         order, places = [*self._order[row]], None
         if order != [*range(len(order))]:
             places = torch.tensor(order).argsort().to(self._device)
-        layers = [_alone(layer, row, self.lengths[row], places) for layer in self.cache.layers]
+        layers = [
+            _own(self._separate[number][row])
+            if number in self._separate
+            else _alone(layer, row, self.lengths[row], places)
+            for number, layer in enumerate(self.cache.layers)
+        ]
         layers = [
             committed(one, self._pending[row], self._deferrable[number])
             if isinstance(one, DeferredLayer)
@@ -196,8 +223,8 @@ class BatchedCache:
         """Moves the rows to larger memory where there is no room for so many tokens of each."""
         assert self.cache is not None
         if self.is_full(tokens):
-            for layer in self.cache.layers:
-                make_room(layer, len(self), tokens)
+            for number in self._shared(self.cache.layers):
+                make_room(self.cache.layers[number], len(self), tokens)
             self._changed()
 
     def advance(self, tokens: int = 1) -> None:
@@ -217,9 +244,15 @@ class BatchedCache:
         that are right in front of a wrong draft takes more.
         """
         assert self.cache is not None
-        self._held = [
-            {n: state.clone() for n, state in _states(layer).items()} for layer in self.cache.layers
-        ]
+        self._held = {
+            number: {n: state.clone() for n, state in _states(self.cache.layers[number]).items()}
+            for number in self._shared(self.cache.layers)
+        }
+        self._held_layers = {
+            number: [*map(_own, layers)]
+            for number, layers in self._separate.items()
+            if not gives_back(layers[0])
+        }
 
     def take_back(self, tokens: Sequence[int]) -> None:
         """Undoes the last tokens of each row, for which there was room: the others are as they were.
@@ -237,10 +270,15 @@ class BatchedCache:
         if self._defers:
             self._pending = [pending - count for pending, count in zip(self._pending, tokens, strict=True)]
         behind = {row: count - least for row, count in enumerate(tokens) if count > least}
-        for layer in self.cache.layers:
+        for number in self._shared(self.cache.layers):
+            layer = self.cache.layers[number]
             take_back(layer, least, self.end, end - least - self.end)
             for row, count in behind.items():
                 _move(layer, row, count, self.lengths[row])
+        for number, layers in self._separate.items():
+            for layer, count in zip(layers, tokens, strict=True):
+                if count > 0 and number not in self._held_layers:
+                    layer.crop(-count)
         for row, count in behind.items():
             self._order[row].rotate(-min(count, self.lengths[row]))
         if behind:
@@ -252,22 +290,41 @@ class BatchedCache:
     def _restore(self, rows: list[int]) -> None:
         """Gives rows the states that are held; where all get them, the copies take their place."""
         assert self.cache is not None
-        for layer, held in zip(self.cache.layers, self._held, strict=False):
+        for number, layers in self._held_layers.items():
+            for row in rows:
+                self._separate[number][row] = layers[row]
+            self._show_separate(number)
+        for number, held in self._held.items():
+            layer = self.cache.layers[number]
             for name, state in _states(layer).items():
                 if len(rows) == len(self):
                     _put_state(layer, name, held[name], len(self))
                     continue
                 for row in rows:
                     state[row].copy_(held[name][row])
-        self._held = []
+        self._held, self._held_layers = {}, {}
+
+    def _shared(self, layers: Sequence[Any]) -> list[int]:
+        """The numbers of layers that all rows have together."""
+        return [number for number in range(len(layers)) if number not in self._separate]
+
+    def _show_separate(self, number: int) -> None:
+        """Puts the rows' own layers into the cache; that of a single row is what it is alone."""
+        assert self.cache is not None
+        layers = self._separate[number]
+        self.cache.layers[number] = layers[0] if len(layers) == 1 else Separate(layers)
 
     def _changed(self) -> None:
         """Notes that there are other rows, or that they lie in other memory."""
         assert self.cache is not None
-        self._left = min((_room(layer) for layer in self.cache.layers), default=1)
+        for number in self._separate:
+            self._show_separate(number)
+        shared = [self.cache.layers[number] for number in self._shared(self.cache.layers)]
+        self._left = min(map(_room, shared), default=growing.LEAST_SLOTS)
         lag = [layer for layer in self.cache.layers if isinstance(layer, DeferredLayer)]
-        self._defers, self._has_keys = bool(lag), any(map(_memories, self.cache.layers))
-        self.are_states = not lag and any(map(_states, self.cache.layers))
+        self._defers, self._has_keys = bool(lag), bool(self._separate) or any(map(_memories, shared))
+        is_cut = all(gives_back(layers[0]) for layers in self._separate.values())
+        self.are_states = not is_cut or (not lag and any(map(_states, shared)))
         if lag:
             self._counts = _column(self._pending).to(self._device)
             self._told = self._pending
@@ -345,16 +402,26 @@ def make_room(layer: Any, rows: int, tokens: int) -> None:
         _put(layer, held, base, rows, 0, held.tokens)
 
 
-def _check(cache: Any) -> None:
+def _own(layer: Any) -> Any:
+    """A copy of a row's own layer, which shares the memory of tokens, read-only."""
+    return copy_of_layer(layer, **tree_map(_own_tensor, LayerState(layer).values()))
+
+
+def _own_tensor(value: Any) -> Any:
+    is_state = isinstance(value, Tensor) and getattr(value, growing.MEMORY, None) is None
+    return value.clone() if is_state else value
+
+
+def _check(cache: Any, separate: Sequence[int]) -> None:
     """Raises: NotBatchable for a cache that cannot be a row: the reason is for a person."""
-    if not is_in_layers(cache) or cache.offloading:
-        kind = "is offloaded" if is_in_layers(cache) else f"is a {type(cache).__name__}"
-        raise NotBatchable(f"its cache {kind}")
-    for layer in cache.layers:
+    if cache.offloading:
+        raise NotBatchable("its cache is offloaded")
+    for number, layer in enumerate(cache.layers):
+        if number in separate:
+            continue
         kind = type(layer).__name__.removeprefix("Growing")
-        is_known = isinstance(layer, (Made, LinearAttentionCacheLayerMixin, DummyLayer))
-        if not is_known or isinstance(layer, HeldEntries):
-            raise NotBatchable(f"a {kind} has no rows that could come and go")
+        if declared(layer).batched is Batched.NEVER:
+            raise NotBatchable(f"a {kind} cannot be batched")
         if getattr(layer, "record_past", False):
             raise NotBatchable("its cache holds draft tokens")
         for name, tensor in LayerState(layer).tensors().items():
@@ -372,7 +439,7 @@ def _check_alike(layer: Any, one: Any) -> None:
     )
     kind = layer.committed_class if isinstance(layer, DeferredLayer) else type(layer)
     if kind is not type(one) or own != other:
-        raise NotBatchable("its cache holds another kind of states than those of the others")
+        raise NotBatchable(_OTHER)
 
 
 def _kind(memory: Any) -> tuple[Any, ...]:
@@ -384,7 +451,7 @@ def _memories(layer: Any) -> list[_Memory]:
     by_id: dict[int, _Memory] = {}
     for name, tensor in LayerState(layer).tensors().items():
         memory: Any = getattr(tensor, growing.MEMORY, None)
-        if memory is None or name.key in layer.made_again:
+        if memory is None or name.key in layer.declared.derived:
             continue
         view = tensor.packed if isinstance(tensor, QuantizedStates) else tensor
         whole = memory.packed if isinstance(memory, QuantizedStates) else memory

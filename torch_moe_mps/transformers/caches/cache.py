@@ -27,6 +27,7 @@ from .held import HeldEntries
 from .in_layers import is_in_layers
 from .layers import Made, growing_class
 from .quantized_states import QuantizedStates, can_be_quantized
+from .separate import Separate, run_each
 from .state import LayerState
 
 STATES = "state"  # the argument of a forward that is a list of states: RWKV's
@@ -91,6 +92,7 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         positions = kwargs.get("position_ids", args[2] if len(args) > 2 else None)
         if positions is not None:
             _note_positions(cache, positions)
+        run_each(module, cache)
     elif quantizes and not isinstance(cache, QuantizedCache):
         name = f"{'an offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
         warnings.warn(
@@ -116,7 +118,7 @@ def _grow(cache: Any, bits: int | None) -> str | None:
         cls = growing_class(plain, bits)
         if cls is not None:
             layer.__class__ = cls
-        elif isinstance(layer, CacheLayerMixin) and not isinstance(layer, Made):
+        elif isinstance(layer, CacheLayerMixin) and not isinstance(layer, Made | Separate):
             unknown = plain.__name__
     return unknown
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...ops.linear_attention import MAX_PENDING, SCANNED_CHANNELS, pending_width, selective_pending_shape
 from ..basics.pending import set_before, set_pending
 from ..upstream.caches import LinearAttentionLayer
+from .declared import STATE, Declared, declaration_of
 from .state import LayerState, copy_of_layer
 
 ops = torch.ops.moe_mps
@@ -156,8 +157,10 @@ class DeferredLayer(LinearAttentionLayer):
 @functools.cache
 def _deferred_class(plain: type) -> type:
     # transformers registers a class under its _layer_type for all models, so this one must have none.
-    own = {"_layer_type": None, "committed_class": plain}
-    return type(f"DeferredLayer{plain.__name__}", (DeferredLayer, plain), own)
+    held, base = Declared(mappings={"pending": STATE}), declaration_of(plain)
+    assert base is not None
+    own = {"_layer_type": None, "committed_class": plain, "declared": base.with_more(held)}
+    return type(f"Deferred{plain.__name__}", (DeferredLayer, plain), own)
 
 
 def states_of(layer: Any) -> dict[tuple[str, int], Tensor]:
@@ -166,9 +169,14 @@ def states_of(layer: Any) -> dict[tuple[str, int], Tensor]:
     return {(kind, n): s for kind, held in both.items() for n, s in held.items() if s is not None}
 
 
+def _defers(layer: Any) -> bool:
+    held = declaration_of(type(layer))
+    return held is not None and held.defers
+
+
 def can_defer(layer: Any) -> bool:
     """Whether a layer has states of the kind that may lag behind."""
-    if not isinstance(layer, LinearAttentionLayer) or isinstance(layer, DeferredLayer):
+    if not _defers(layer) or isinstance(layer, DeferredLayer):
         return False
     states = states_of(layer)
     return bool(states) and all(
@@ -206,7 +214,7 @@ def bytes_beside(layer: Any, kinds: Iterable[AnyKind] = KINDS) -> int:
     Args:
         kinds: that the layer may be of, where its states lag.
     """
-    if not isinstance(layer, LinearAttentionLayer):
+    if not _defers(layer):
         return 0
     states, kinds = states_of(layer), [*kinds]
     if not kinds or not can_defer(layer):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..._choices import GROUP_SIZES
 from ...ops._checks import ACTIVATION_DTYPES
-from ...ops._formats import GROUP_SIZES
 from ...ops.attention import CACHE_BITS, values_in
 from ..basics.deferred import Deferred
 

@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache, StaticCache
 
 from ..attention.causal_mask import CausalMask
 from ..caches.cache import STATES, QuantizedCache
+from ..caches.declared import declaration_of
 from ..caches.in_layers import is_in_layers
 from ..caches.state import attributes_of, copy_of_cache, copy_of_layer, dictionaries_of, parts
 from ..upstream.caches import GROWING
@@ -55,6 +56,9 @@ def layers_of(cache: Any) -> list[Any]:
 
 
 def is_known(cache: Any) -> bool:
+    """Whether a cache, and all of its layers, are of classes whose states are known."""
+    if not all(declaration_of(type(layer)) is not None for layer in layers_of(cache)):
+        return False
     if type(cache) is list:
         return all(type(states) is Tensor for states in cache)
     is_of_a_model = isinstance(cache, DynamicCache) and type(cache).__module__.startswith(

@@ -9,6 +9,7 @@ namespace metal {
 namespace fast {
 using namespace metal;
 MSL_FLOAT1(exp, ::__expf(x))
+MSL_FLOAT1(exp2, ::exp2f(x))
 }  // namespace fast
 MSL_FLOAT1(erf, ::erff(x))
 

@@ -19,7 +19,9 @@ from ...basics.state import original_class, with_own
 from ...caches.deferred_states import DeferredLayer
 from ...modules.experts import is_observed
 from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, scan
-from ...modules.rules.trial import LinearCache, Tried, agrees, twin_of
+from ...trials.comparing import agrees
+from ...trials.forms import Tried
+from ...trials.twins import LinearCache, twin_of
 from ...upstream.caches import LinearAttentionCacheLayerMixin
 
 ops = torch.ops.moe_mps

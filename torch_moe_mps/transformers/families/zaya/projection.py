@@ -16,7 +16,9 @@ from ...basics.report import Done
 from ...basics.state import original_class
 from ...modules.experts import is_observed
 from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, masked
-from ...modules.rules.trial import LinearCache, Tried, agrees, twin_of
+from ...trials.comparing import agrees
+from ...trials.forms import Tried
+from ...trials.twins import LinearCache, twin_of
 from ...upstream.calls import cache_argument, in_place
 
 ops = torch.ops.moe_mps

@@ -18,8 +18,8 @@ from ....ops._checks import ACTIVATION_DTYPES
 from ....ops.linear_attention import MAX_KEY_WIDTH
 from ...basics.pending import pending_of, state_before
 from ...basics.report import Done
+from ...trials.comparing import agrees, tried
 from ..functions import InPlace
-from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
 

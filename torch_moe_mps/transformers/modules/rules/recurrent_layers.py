@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from ...basics.pending import pending_of
 from ...basics.report import Done
 from ...basics.state import RUNS_OWN, original_class, with_own
+from ...trials.comparing import agrees
+from ...trials.forms import Tried
+from ...trials.twins import LinearCache, twin_of, width_of
 from ...upstream.calls import in_place, needed_arguments
 from ..experts import is_observed
 from .linear_attention import ACTIVATIONS
-from .trial import LinearCache, Tried, agrees, twin_of, width_of
 
 ops = torch.ops.moe_mps
 SCAN, CONVOLUTION = "linear_attention_", "causal_conv1d_update_"
@@ -101,7 +103,8 @@ def with_cache(run: Callable) -> Callable:
             return NotImplemented
         return run(layer, masked(hidden_states, attention_mask), cache, attention_mask)
 
-    forward.__doc__ = run.__doc__
+    for name in ("__module__", "__qualname__", "__doc__"):  # its place, where it is found again
+        setattr(forward, name, getattr(run, name))
     return forward
 
 

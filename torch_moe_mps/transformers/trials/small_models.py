@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .._extension import PACKAGE
-from .._text import first_line
-from .basics.classes import class_before
+from ..._extension import PACKAGE
+from ..._text import first_line
+from ..basics.classes import class_before
 
 WIDEST = 128  # hidden sizes from there on are divided, and down to the next one where that does not fit
 _LARGEST = 1024

@@ -1,0 +1,188 @@
+"""Batched caches of layers whose tokens cannot share a common end: each sequence has a layer of its own.
+
+Pools and blocks of keys are counted from a sequence's first token, and compressed keys from its positions, so
+that sequences of other lengths cannot lie side by side in one tensor. The model's call is one for all
+sequences: projections, experts and heads compute them together. Only the modules that read such a layer run
+once for each sequence, with its row of every argument and its own layer: what they compute is what they
+compute alone.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..basics.deferred import Deferred
+from ..upstream.caches import CacheLayerMixin
+from ..upstream.calls import cache_name
+from ..upstream.utilities import GradientCheckpointingLayer
+from .declared import Batched, Declared, declared
+from .state import copy_of_cache
+
+_TABLES = "position_embeddings"  # the argument of modules that may have tables of all tokens
+_MASK = "attention_mask"
+_readers: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+
+
+class Separate(CacheLayerMixin):
+    """A layer of a batched cache that has a layer for each sequence.
+
+    Attributes:
+        layers: of the sequences, in their order.
+    """
+
+    _layer_type = None
+    declared = Declared(batched=Batched.EACH)
+
+    def __init__(self, layers: Sequence[Any]):
+        super().__init__()
+        self.layers, self.is_initialized = [*layers], True
+        self.is_sliding = bool(getattr(layers[0], "is_sliding", False))
+
+    def get_seq_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(layer.get_seq_length() for layer in self.layers)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return max((layer.get_mask_sizes(query_length) for layer in self.layers), key=sum)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise self._refused()
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._refused()
+
+    def _refused(self) -> RuntimeError:
+        kind = type(self.layers[0]).__name__
+        return RuntimeError(f"torch_moe_mps: a {kind} must be updated for each sequence, got all at once")
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """[position_dims, B, S], zeros in front of shorter sequences: some models keep all positions here."""
+        held = [layer.indexer_position_ids for layer in self.layers]
+        if any(positions is None for positions in held):
+            return None
+        most = max(positions.shape[-1] for positions in held)
+        return torch.cat([F.pad(positions, (most - positions.shape[-1], 0)) for positions in held], 1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        new = positions.shape[-1] - max(layer.indexer_position_ids.shape[-1] for layer in self.layers)
+        for row, layer in enumerate(self.layers):
+            count = layer.indexer_position_ids.shape[-1] + new
+            layer.indexer_position_ids = positions[:, row : row + 1, positions.shape[-1] - count :]
+
+
+def is_separate(layer: Any, pools: bool) -> bool:
+    """Whether each sequence of a batch has this layer for itself.
+
+    Args:
+        pools: whether indexers of the model choose several keys together.
+    """
+    batched = declared(layer).batched
+    return batched is Batched.EACH or (pools and batched is Batched.BY_KEYS)
+
+
+class _Own(NamedTuple):
+    """The forward of a module for one call of its model: it runs its class's once for each sequence."""
+
+    module: nn.Module
+    number: int
+    caches: list[Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = type(self.module).forward
+        bound = inspect.signature(own).bind(self.module, *args, **kwargs)
+        parts = [self._part(own, bound, row) for row in range(len(self.caches))]
+        if not isinstance(parts[0], tuple):
+            return torch.cat(parts)
+        return tuple(
+            torch.cat(part) if isinstance(part[0], Tensor) else None for part in zip(*parts, strict=True)
+        )
+
+    def _part(self, own: Any, bound: inspect.BoundArguments, row: int) -> Any:
+        cache, rows = self.caches[row], len(self.caches)
+        layer, name = cache.layers[self.number], cache_name(own)
+        given: dict[str, Any] = {}
+        for key, value in bound.arguments.items():
+            if bound.signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD:
+                given |= {inner: _row(item, row, rows) for inner, item in value.items()}
+            else:
+                given[key] = _row(value, row, rows)
+        del given["self"]
+        tokens = next(value for value in given.values() if isinstance(value, Tensor)).shape[1]
+        keys = layer.get_mask_sizes(tokens)[0]
+        if isinstance(mask := given.get(_MASK), Tensor):
+            given[_MASK] = _mask_of(mask, tokens, keys)
+        if isinstance(tables := given.get(_TABLES), tuple):
+            given[_TABLES] = tuple(
+                table if table.shape[1] == tokens else table[:, -keys:] for table in tables
+            )
+        return own(self.module, **given | {"cache" if name is None else name: cache})
+
+
+def _row(value: Any, row: int, rows: int) -> Any:
+    """A sequence's row of an argument; masks of order are made anew."""
+    if isinstance(value, Deferred):
+        return value
+    if isinstance(value, Tensor):
+        return value[row : row + 1] if value.dim() > 0 and value.shape[0] == rows else value
+    if isinstance(value, tuple):
+        return tuple(_row(item, row, rows) for item in value)
+    return {key: _row(item, row, rows) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _mask_of(mask: Tensor, tokens: int, keys: int) -> Tensor:
+    """The mask of a sequence alone: it has no padding."""
+    if isinstance(mask, Deferred):
+        alone: Any = mask
+        return alone.of_one(keys)
+    return mask if mask.shape[-1] == tokens else mask[..., -keys:]
+
+
+def run_each(decoder: nn.Module, cache: Any) -> None:
+    """Lets the modules of a decoder that read separate layers run once for each sequence, for one call."""
+    numbers = {number for number, layer in enumerate(cache.layers) if isinstance(layer, Separate)}
+    if not numbers:
+        return
+    rows = max(len(layer.layers) for layer in cache.layers if isinstance(layer, Separate))
+    caches = [copy_of_cache(cache, [_layer_of(layer, row) for layer in cache.layers]) for row in range(rows)]
+    if decoder not in _readers:
+        _readers[decoder] = [*_reading(decoder)]
+    changed = []
+    for module in _readers[decoder]:
+        number: Any = module.layer_idx
+        if number in numbers:
+            vars(module)["forward"] = _Own(module, number, caches)
+            changed.append(module)
+
+    def restore(*args: Any) -> None:
+        handle.remove()
+        for module in changed:
+            vars(module).pop("forward", None)
+
+    handle = decoder.register_forward_hook(restore, always_call=True)
+
+
+def _layer_of(layer: Any, row: int) -> Any:
+    return layer.layers[row] if isinstance(layer, Separate) else layer
+
+
+def _reading(decoder: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that have the number of a layer and take a cache, but for a model's blocks."""
+    found = [
+        module
+        for module in decoder.modules()
+        if hasattr(module, "layer_idx")
+        and not isinstance(module, GradientCheckpointingLayer)
+        and cache_name(type(module).forward) is not None
+    ]
+    inner = {part for module in found for part in module.modules() if part is not module}
+    return (module for module in found if module not in inner)
