@@ -9,8 +9,8 @@ from support.sweep import covering
 from transformers import GenerationConfig
 
 import torch_moe_mps
+from torch_moe_mps.pipeline.generating import Generating
 from torch_moe_mps.serving.engine.engine import Engine
-from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk

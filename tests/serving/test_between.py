@@ -140,7 +140,7 @@ def test_an_encoder_stops_where_its_answer_ends(monkeypatch, ends):
                 seeing.job.cancel()
         return False
 
-    def fails() -> None:
+    def fails(*given) -> None:
         monkeypatch.undo()
         raise error
 

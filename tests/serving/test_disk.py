@@ -13,7 +13,6 @@ from transformers import GenerationConfig
 
 import torch_moe_mps
 from torch_moe_mps.serving.engine.engine import Engine
-from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
@@ -98,13 +97,6 @@ def test_a_turn_behind_a_restart(architecture, how, tmp_path):
     (kept,) = prompts.kept
     eight = [isinstance(layer.keys, QuantizedStates) for layer in kept.cache.layers if hasattr(layer, "keys")]
     assert "kv_bits" not in how or eight == [True, True]
-    third, alone = turn(second, 3), Disk(tmp_path, MEMORY)
-    generating = Generating(model, PrefixCache(MEMORY, disk=alone))
-    given = {"attention_mask": torch.ones_like(third), "max_new_tokens": 3, "do_sample": False}
-    expected = model.generate(third, pad_token_id=0, **given)
-    assert torch.equal(generating.generate(input_ids=third, pad_token_id=0, **given), expected)
-    assert generating.disk_tokens == third.shape[1] - 2
-    generating.write()
 
 
 @pytest.mark.parametrize("tokens", [70, 64])

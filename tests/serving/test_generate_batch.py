@@ -13,7 +13,7 @@ from tokenizers import decoders
 from transformers import GenerationConfig, LogitsProcessor
 
 import torch_moe_mps
-from torch_moe_mps.serving.engine.generating import Generating
+from torch_moe_mps.pipeline.generating import Generating
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.sampling import Sampler, sample
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache

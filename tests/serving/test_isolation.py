@@ -12,12 +12,12 @@ from support.sweep import covering
 from transformers import LogitsProcessor
 from transformers.generation import TopKLogitsWarper
 
+from torch_moe_mps.pipeline.generating import Generating
+from torch_moe_mps.pipeline.thread import PipelineThread
 from torch_moe_mps.serving.engine import engine as engine_module
 from torch_moe_mps.serving.engine.engine import Engine
-from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.loop import EngineThread
-from torch_moe_mps.serving.engine.one_by_one import OneByOne
 from torch_moe_mps.serving.engine.prefill import Prefill
 from torch_moe_mps.serving.engine.sampling import Sampler
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
@@ -240,7 +240,7 @@ def _of_prompt(length):
 _LONG = 40  # tokens of the prompt that fails; the others have fewer
 CALLS = {
     "look up on the disk": (PrefixCache, "restoring", _of_prompt(_LONG)),
-    "read a part from the disk": (Restoring, "step", _of_prompt(_LONG)),
+    "read a part from the disk": (Restoring, "step", _of_prompt(_LONG - 8)),
     "restore": (PrefixCache, "take_back", _of_prompt(_LONG - 8)),
     "prefill chunk": (Prefill, "compute", _of_prompt(_LONG)),
     "settings": (Sampler, "__init__", lambda self, model, job: job.inputs["input_ids"].numel() == _LONG),
@@ -386,7 +386,7 @@ def test_an_answer_alone_without_memory_ends_alone(monkeypatch):
 
 
 def test_one_by_one_an_end_that_raises_ends_no_thread():
-    one = OneByOne(Generating(model_of()))
+    one = PipelineThread(generating := Generating(model_of()), generating)
     bad, good = Asked(ids_of(2, 6), 3), Asked(ids_of(1, 5), 9)
     bad.job.on_end = lambda reason: _raise(SystemExit("mine"))
     for each in (bad, good):
@@ -438,7 +438,7 @@ def test_the_thread_of_an_engine_outlives_an_error_or_says_why_it_died(at, monke
 
 
 def test_one_by_one_a_thread_that_dies_says_why():
-    one = OneByOne(Generating(model_of()))
+    one = PipelineThread(generating := Generating(model_of()), generating)
     job, late = Asked(ids_of(1, 5), 9), Asked(ids_of(1, 5), 9)
     job.job.on_progress = lambda read, of: setattr(one, "active", "many")
     for each in (job, late):

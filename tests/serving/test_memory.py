@@ -16,11 +16,11 @@ from transformers import DynamicCache, GenerationConfig
 
 import torch_moe_mps
 from torch_moe_mps.macs import machine_memory
-from torch_moe_mps.serving.engine.generating import Generating
+from torch_moe_mps.pipeline.generating import Generating
+from torch_moe_mps.pipeline.thread import PipelineThread
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.engine.memory import Level, Memory
-from torch_moe_mps.serving.engine.one_by_one import OneByOne
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache import memory as prompts_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
@@ -181,7 +181,8 @@ def test_kept_prompts_go_where_the_system_is_short(kind, has_disk, tmp_path):
     if kind == "side by side":
         generator = EngineThread(model, prompts, 4, memory)
     else:
-        generator = OneByOne(Generating(model, prompts), memory)
+        generating = Generating(model, prompts)
+        generator = PipelineThread(generating, generating, memory)
     expected = answered(generator, IDS)
     assert len(prompts.kept) == 1
     pressure.level = Level.WARN

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import torch_moe_mps
+from torch_moe_mps.pipeline.generating import Generating
 from torch_moe_mps.serving.engine import prefill as prompt_reader
-from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.prefill import Prefill
 from torch_moe_mps.serving.prefix_cache import memory as prompts
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole

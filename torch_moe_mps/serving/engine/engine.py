@@ -19,7 +19,6 @@ from .abilities import Abilities
 from .decoding import Decoding
 from .drafts import Drafts
 from .executor import Executor
-from .generating import Generating
 from .groups import Single
 from .job import Job, Reason
 from .own_generate import generate_alone
@@ -310,8 +309,5 @@ class Engine:
                 self._step()  # a fault ends this one, too
             return job.is_cancelled or not goes_on
 
-        def began(cached: int, read: int) -> None:
-            self.counts.cached += cached
-            self.counts.computed += read
-
-        return generate_alone(Generating(self.model, self.prefix_cache), job, ends, began)
+        self.counts.computed += sequence.prompt_tokens
+        return generate_alone(self.model, job, ends)

@@ -13,8 +13,8 @@ from ...transformers.upstream.calls import cache_argument
 from ..prefix_cache.memory import PrefixCache
 from .abilities import Abilities
 from .between import Between
-from .generating import images_of, is_one_prompt
 from .groups import Group
+from .inputs import images_of, is_one_prompt
 from .job import Job
 from .prefill import Prefill, turned, turning
 from .sequence import Sequence

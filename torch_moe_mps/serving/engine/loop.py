@@ -13,6 +13,7 @@ from ...transformers.trials.batching import reason_for_order
 from ..prefix_cache.disk import Disk
 from ..prefix_cache.memory import PrefixCache
 from ..speculative.drafting import Drafting
+from .encoder import NO_TEXT
 from .engine import Engine
 from .job import Job
 from .memory import Memory, is_short, is_watched
@@ -69,6 +70,12 @@ class DeviceThread:
                 self._work.put(Work(call, future.set_exception))
         return future
 
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._work.put(None)
+        self._thread.join()
+
     def prompts_held(self) -> tuple[int, int]:
         kept = [] if self._prompts is None else [*self._prompts.kept]
         return len(kept), sum(prompt.octets for prompt in kept)
@@ -101,17 +108,35 @@ class DeviceThread:
         raise NotImplementedError
 
 
+class EncoderThread(DeviceThread):
+    """A `Generator` for a model that generates nothing: jobs are refused, and functions run."""
+
+    most, memory, active, waiting, read_tokens, cached_tokens, draft_tokens = 1, None, 0, 0, 0, 0, (0, 0)
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        job.end(self.death or ValueError(f"torch_moe_mps: {NO_TEXT}"))
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work.do()
+
+    def _jobs(self) -> list[Job]:
+        return []
+
+
 class EngineThread(DeviceThread):
     """A `Generator` of several jobs at a time: an `Engine` on a thread of its own.
 
     Args:
-        model: of transformers; in a pipeline, jobs are generated one by one instead (`OneByOne`).
+        model: of transformers, in one process.
         prefix_cache: of what was computed; None caches nothing.
         most: jobs at once.
         memory: the budget of their caches and the cached prefixes; None is no limit.
         drafting: drafts tokens; None for none.
-
-    Raises: ValueError for a model in a pipeline.
     """
 
     def __init__(
@@ -172,12 +197,6 @@ class EngineThread(DeviceThread):
                 self._work.put(Work(take, job.end))
         if is_late:
             job.end(self.death or "cancelled")
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._work.put(None)
-        self._thread.join()
 
     def _run(self) -> None:
         prefix_cache = self._prompts

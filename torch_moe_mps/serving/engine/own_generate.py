@@ -3,63 +3,58 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import StoppingCriteria
 
+from ..._faults import raise_fault, synchronize
 from ...transformers.basics.scoped import Seeded
 from ...transformers.upstream.generation import as_text
-from .generating import Generating
 from .job import Job, Reason, prompt_length
+from .prefill import turned, turning
 
 
-def generate_alone(
-    answering: Generating, job: Job, ends: Callable[[], bool], began: Callable[[int, int], None]
-) -> Reason:
-    """Generates a job by the model's own `generate`: in a pipeline, and with beams, too.
+def generate_alone(model: Any, job: Job, ends: Callable[[], bool]) -> Reason:
+    """Generates a job, of whose prompt nothing is cached.
 
     Args:
-        ends: asked between tokens, and between pieces of the prompt: whether the answer ends there.
-        began: takes how many tokens of the prompt were kept, and how many are computed.
+        ends: asked between tokens: whether the answer ends there.
     """
-    model, config, length = answering.model, job.config, prompt_length(job.inputs)
-    tokens, told = _Tokens(job), False
-
-    def progress(read: int, of: int) -> None:
-        nonlocal told
-        if not told:
-            told, job.cached_tokens = True, read
-            job.disk_tokens = min(read, answering.disk_tokens)
-            began(read, of - read)
-        job.tell(read, of)
-
-    inputs: dict[str, Any] = {name: value.to(model.device) for name, value in job.inputs.items()}
-    more: dict[str, Any] = {"generation_config": config, **as_text(model)}
-    if job.processors:
-        more["logits_processor"] = job.processors
-    if config.stop_strings:
-        more["tokenizer"] = job.tokenizer
+    length, tokens = prompt_length(job.inputs), Tokens(job)
+    job.tell(0, length)
     with Seeded(model.device, job.own_seed) as numbers:
 
         def ends_there() -> bool:
-            with numbers.outside():  # others may draw tokens meanwhile
+            with numbers.outside():  # others may sample tokens meanwhile
                 return ends()
 
-        own: dict[str, Any] = {"ends": ends_there, "progress": progress, "hashed": job.images}
-        if hasattr(model, "pipeline"):  # other processes generate the same, and know of no functions
-            progress(0, length)
-            model.generate(**inputs, **more, streamer=tokens)
-        elif (config.num_beams or 1) > 1:  # there is nothing to show before the end
-            result = answering.generate(**inputs, **more, **own)
+        steps, has_beams = Steps(ends_there, tokens, model.device), (job.config.num_beams or 1) > 1
+        more: dict[str, Any] = {} if has_beams else {"streamer": steps}
+        inputs, settings = settings_of(model, job)
+        with turned(turning(model), {}):
+            result = model.generate(**inputs, **settings, **more, stopping_criteria=[steps])
+        if has_beams:  # there is nothing to show before the end
             tokens.put(inputs["input_ids"])
             begun = 1 if model.config.is_encoder_decoder else length  # tokens in front of the answer
             tokens.put(getattr(result, "sequences", result)[0, begun:])
-        else:
-            answering.generate(**inputs, **more, **own, streamer=tokens)
+        if steps.error is not None:
+            raise steps.error
     if tokens.is_complete:
         return "stop"
     return "cancelled" if ends() else "length"
 
 
-class _Tokens:
+def settings_of(model: Any, job: Job) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The inputs of a job on the device, and the other arguments of `generate`."""
+    settings: dict[str, Any] = {"generation_config": job.config, **as_text(model)}
+    if job.processors:
+        settings["logits_processor"] = job.processors
+    if job.config.stop_strings:
+        settings["tokenizer"] = job.tokenizer
+    return {name: value.to(model.device) for name, value in job.inputs.items()}, settings
+
+
+class Tokens:
     """A streamer that hands tokens to a job.
 
     Attributes:
@@ -88,3 +83,32 @@ class _Tokens:
 
     def end(self) -> None:
         """The job is told by the thread."""
+
+
+class Steps(StoppingCriteria):
+    """Between the steps of `generate`: shows their tokens, and ends it.
+
+    A streamer that raises, because the client has gone, stops generation, too: `generate` returns then, with
+    a cache that is whole. An error of the GPU leaves `generate`: the cache is not.
+    """
+
+    def __init__(self, is_ended: Callable[[], bool], streamer: Any, device: torch.device):
+        self.is_ended, self.streamer, self.device = is_ended, streamer, device
+        self.error: Exception | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        ends = self.is_ended() or self.error is not None or getattr(self.streamer, "ended", False)
+        return input_ids.new_full((len(input_ids),), ends).bool()
+
+    def put(self, value: Tensor) -> None:
+        raise_fault()
+        try:
+            if self.error is None:
+                self.streamer.put(value.reshape(-1))  # several tokens, where candidates were accepted
+        except Exception as error:
+            self.error = error
+
+    def end(self) -> None:
+        synchronize(self.device)
+        if self.error is None and self.streamer is not None:
+            self.streamer.end()

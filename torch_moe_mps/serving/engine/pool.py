@@ -51,8 +51,10 @@ class Pool:
     def enter(self, sequence: Sequence, phase: Phase) -> None:
         """Lets a sequence enter a phase, behind those that are in it."""
         sequence.phase = phase
-        self.sequences.remove(sequence)
-        self.sequences.append(sequence)
+        self.sequences = [*self._without(sequence), sequence]  # at once: other threads count them
+
+    def _without(self, sequence: Sequence) -> list[Sequence]:
+        return [each for each in self.sequences if each is not sequence]
 
     # Tokens
 
@@ -139,8 +141,7 @@ class Pool:
         for group in [each for each in self.groups if sequence in each.sequences]:
             group.leave(sequence)
         self.groups[1:] = [each for each in self.groups[1:] if each.sequences]
-        self.sequences.remove(sequence)
-        sequence.phase = "ended"
+        self.sequences, sequence.phase = self._without(sequence), "ended"
         self._drafts.left(sequence)
         if prefix is not None:
             self.cache(sequence, prefix)

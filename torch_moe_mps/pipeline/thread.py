@@ -1,36 +1,38 @@
-"""Jobs by the model's own `generate`: with kept prompts, draft tokens and beams, and in a pipeline."""
+"""Jobs on the first process of a pipeline, one at a time: its `generate` leads those of the others."""
 
 import queue
+from typing import Any
 
+from ..serving.engine.job import Job, Reason, prompt_length
+from ..serving.engine.loop import DeviceThread, Work
+from ..serving.engine.memory import Memory, is_short, is_watched
+from ..serving.engine.own_generate import Tokens, settings_of
+from ..transformers.basics.scoped import Seeded
 from .generating import Generating
-from .job import Job, Reason
-from .loop import DeviceThread, Work
-from .memory import Memory, is_short, is_watched
-from .own_generate import generate_alone
 from .speculation import print_counts
 
 
-class OneByOne(DeviceThread):
+class PipelineThread(DeviceThread):
     """A `Generator` of one job at a time.
 
     Args:
-        answering: stands for the model, and keeps prompts; in a pipeline the model asks it. None for a model
-            that generates nothing.
+        model: its `generate` leads the other processes.
+        answering: generates in each process, and caches prefixes.
         memory: the budget of the model; None is none.
     """
 
     most = 1
 
-    def __init__(self, answering: Generating | None, memory: Memory | None = None):
-        super().__init__(None if answering is None else answering.prompts)
-        self._answering, self.memory = answering, memory
+    def __init__(self, model: Any, answering: Generating, memory: Memory | None = None):
+        super().__init__(answering.prompts)
+        self._model, self._answering, self.memory = model, answering, memory
         self.active = self.waiting = self.read_tokens = self.cached_tokens = 0
         self._current: Job | None = None
         self._thread.start()
 
     @property
     def draft_tokens(self) -> tuple[int, int]:
-        speculation = None if self._answering is None else self._answering.speculation
+        speculation = self._answering.speculation
         if speculation is None:
             return 0, 0
         return speculation.accepted, speculation.drafted - speculation.accepted
@@ -46,12 +48,8 @@ class OneByOne(DeviceThread):
             job.end(self.death or "cancelled")
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._work.put(None)
-        if self._answering is not None:
-            self._answering.end()
-        self._thread.join()
+        self._answering.end()
+        super().close()
 
     def _run(self) -> None:
         prompts = self._prompts
@@ -67,9 +65,8 @@ class OneByOne(DeviceThread):
             if work is None:
                 break
             work.do()
-        if self._answering is not None:
-            self._answering.write()
-            print_counts(self._answering.speculation)
+        self._answering.write()
+        print_counts(self._answering.speculation)
 
     def _begin(self, job: Job) -> None:
         with self._lock:
@@ -90,10 +87,12 @@ class OneByOne(DeviceThread):
         return [] if self._current is None else [self._current]
 
     def _generate(self, job: Job) -> Reason:
-        assert self._answering is not None
-
-        def began(cached: int, read: int) -> None:
-            self.cached_tokens += cached
-            self.read_tokens += read
-
-        return generate_alone(self._answering, job, lambda: job.is_cancelled or self._closed, began)
+        length, tokens = prompt_length(job.inputs), Tokens(job)
+        self.read_tokens += length
+        job.tell(0, length)
+        inputs, settings = settings_of(self._model, job)
+        with Seeded(self._model.device, job.own_seed):
+            self._model.generate(**inputs, **settings, streamer=tokens)
+        if tokens.is_complete:
+            return "stop"
+        return "cancelled" if job.is_cancelled or self._closed else "length"

@@ -3,10 +3,10 @@
 import functools
 from typing import Any
 
-from ...transformers.caches.cache import counts_tokens
-from ...transformers.caches.prompt_cache import runs_on
-from ...transformers.upstream.calls import cache_among
-from .sampling import in_order
+from ..serving.engine.sampling import in_order
+from ..transformers.caches.cache import counts_tokens
+from ..transformers.caches.prompt_cache import runs_on
+from ..transformers.upstream.calls import cache_among
 
 
 def call_generate(model: Any, *args: Any, counting: Any = None, **given: Any) -> Any:
