@@ -12,7 +12,8 @@ from support.faults import broken
 from support.processes import REPOSITORY, forked
 from support.sweep import in_sweep
 
-from torch_moe_mps.commands import check, main
+from torch_moe_mps import macs
+from torch_moe_mps.commands import check, main, sources
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._formats import FORMATS, Format
 from torch_moe_mps.selfcheck import calls, compare, journal, libraries, once
@@ -360,6 +361,18 @@ def test_without_a_mac(capsys, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert main(["check"]) == 2
     assert "no Apple GPU here: nothing was compiled and nothing was compared" in capsys.readouterr().out
+
+
+def test_on_a_macos_that_torch_does_not_take(capsys, monkeypatch):
+    """Torch finds no GPU there and gives no reason."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "__version__", "2.15.0")
+    monkeypatch.setattr(macs, "macos", lambda: (14, 7, 1))
+    assert main(["check"]) == 2
+    reason = "macOS must be 15 or newer with torch 2.15, got 14.7.1"
+    assert capsys.readouterr().out == f"{reason}: nothing was compiled and nothing was compared.\n"
+    assert sources.usable_device(None) == "cpu"
+    assert capsys.readouterr().err == f"{reason}: operators run their references on the CPU\n"
 
 
 def test_a_report_that_cannot_be_written(few, capsys, tmp_path):

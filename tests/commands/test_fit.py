@@ -139,9 +139,14 @@ def test_a_large_model_from_its_config_alone(whole_qwen3, capsys):
 
     assert main(["fit", str(whole_qwen3)]) == 0
     output = capsys.readouterr().out
-    shown = (REPOSITORY / "README.md").read_text().partition("$ torch-moe-mps fit")[2].partition("\n\n")[0]
-    shown = [line.strip() for line in shown.splitlines()[1:]]
+    shown = (REPOSITORY / "docs/memory.md").read_text().partition("Shortened:\n\n")[2].partition("\n\n")[0]
+    shown = [line.strip() for line in shown.splitlines()]
     assert len(shown) == 4 and {*shown} <= {line.rstrip() for line in output.splitlines()}
+    formats = table(output, "formats")
+    assert formats["small"] == ["iq4_xs", "q3_k", "affine6_64", "q3_k"]
+    assert formats["fast"] == ["iq4_xs"] * 4 and formats["best"] == ["q5_k", "iq4_xs", "affine6_64", "iq4_xs"]
+    assert formats["4 bit"] == ["affine4_64", "affine4_64", "affine6_64", "affine4_64"]
+    assert not formats.keys() & {"as it is", "16 bit", "8 bit", "6 bit"}
     assert f"{(quantised + layers * attention + dense) / 1e9:.2f} billion weights" in output
     assert f"{cache / 1e6:.3f} GB for each 1,000 tokens" in output
     sizes = {f"{bits} bit": [nbytes(bits, quantised), nbytes(bits, read)] for bits in (8, 6, 5, 4, 3, 2)}

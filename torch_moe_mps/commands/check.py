@@ -19,7 +19,7 @@ import torch
 
 from .._faults import raise_fault
 from .._progress import Progress
-from ..macs import is_known
+from ..macs import is_known, refusal
 from ..ops import OPERATORS
 from ..ops._formats import MLX_MODES, Format
 from ..selfcheck import large, probe, tensor_units, tuner
@@ -314,6 +314,8 @@ def model_difference(actual: Any, expected: Any, chosen: int) -> float:
 def why_not() -> str:
     """The reason for which no GPU can be checked here."""
     cannot = "nothing was compiled and nothing was compared"
+    if reason := refusal():
+        return f"{reason}: {cannot}."
     if not torch.backends.mps.is_available():
         return (
             f"torch finds no Apple GPU here: {cannot}. What Apple's compiler and GPUs make of the kernels "

@@ -183,12 +183,11 @@ def _of_formats(sizes: Sequence[Size]) -> list[str]:
     cells = [[name, *(" and ".join(sorted(found.get(kind, "-"))) for kind in kinds)] for name, found in rows]
     lines = ["", *aligned([["formats", *kinds], *cells], 1 + len(kinds))]
     if any(name not in NAMED for name, _ in rows):
+        few, share = f"fewer bits than {AUTO_BITS}", f"{SHARE:.0%}"
         lines.append(
-            f"Fewer than {AUTO_BITS} bits are {AUTO_BITS} for linear layers beside experts that are at most"
+            f"With {few}, linear layers beside experts have {AUTO_BITS} up to {share} of all weights,"
         )
-        lines.append(
-            f"{SHARE:.0%} of the weights, and for embeddings and output head that are at least that."
-        )
+        lines.append(f"embeddings and output head from {share} on.")
     if any(name in NAMED for name, _ in rows):
         lines.append(f"{', '.join(NAMED)}: convert --recipe NAME")
     return lines

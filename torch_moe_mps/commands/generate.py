@@ -21,7 +21,16 @@ from ..serving.prefix_cache.memory import PrefixCache
 from .arguments import NO_DRAFTS
 from .interrupts import at_ctrl_c
 from .settings import settings_of
-from .sources import check_generates, context_of, folder_of, load, tokenizer_of, usable_device, with_adapter
+from .sources import (
+    check_adapter,
+    check_generates,
+    context_of,
+    folder_of,
+    load,
+    tokenizer_of,
+    usable_device,
+    with_adapter,
+)
 from .speculative import drafts_of
 
 
@@ -37,6 +46,7 @@ def run(options: argparse.Namespace) -> None:
     lengths = [each["input_ids"].shape[1] for each in inputs]
     if min(lengths) == 0:
         raise ValueError("the prompt must have at least 1 token, got none")
+    check_adapter(options, folder)
     model = with_adapter(options, load(options, folder, device))
     limit = context_of(model.config)
     if max(lengths) >= limit:

@@ -26,6 +26,7 @@ from .caches import kv_cache
 from .early import alone
 from .interrupts import at_ctrl_c
 from .sources import (
+    check_adapter,
     check_generates,
     context_of,
     folder_of,
@@ -59,6 +60,7 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
             stack.enter_context(model.pipeline.leading())
             generator: Generator = PipelineThread(model, model.pipeline.answering, Memory(model))
         else:
+            check_adapter(options, folder)
             model = with_adapter(options, load(options, folder, device))
             encoder = _encoder(options, model, processor, folder)
             generator = _generator(options, most, model, folder, device)

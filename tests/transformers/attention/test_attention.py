@@ -172,6 +172,19 @@ def test_a_config_that_asks_for_weights():
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.slow("imports torch's compiler")
+@pytest.mark.filterwarnings("error:.*lru_cache")
+def test_torch_compile_warns_of_no_cache_of_ours():
+    module = layer()
+    q, k, v = inputs("cpu", torch.float32, 2, 10)
+
+    def call(q):
+        return attention(module, q, k, v, None, scaling=0.3, s_aux=module.sinks)[0]
+
+    with torch.no_grad():
+        assert_close(torch.compile(call, backend="eager")(q), call(q), 1e-5)
+
+
 def test_masks_of_key_heads():
     """The operator takes them; a model's own code gets one for each of its heads."""
     module = layer()

@@ -299,16 +299,16 @@ def _processors(served: Served, request: Request, prompt: Prompt) -> tuple[list[
     """
     made: list[Any] = []
     if request.frequency or request.presence:
-        _check_processors(served, "frequency_penalty" if request.frequency else "presence_penalty")
+        served.check_processors("frequency_penalty" if request.frequency else "presence_penalty")
         made.append(Penalties(prompt_length(prompt.inputs), request.frequency, request.presence))
     if (form := _form(served, request, prompt)) is not None:
-        _check_processors(served, request.form_field)
+        served.check_processors(request.form_field)
         check_size(form, request.form_field)
         tokenizer, vocabulary = served.template.tokenizer, vocabulary_of(served.model)
         made.append(served.grammars.mask(tokenizer, prompt.config, vocabulary, form, request.form_field))
     logprobs = None
     if request.logprobs is not None:
-        _check_processors(served, "logprobs")
+        served.check_processors("logprobs")
         logprobs = Logprobs(served.template.tokenizer, request.logprobs)
         made.append(logprobs)
     return made, logprobs
@@ -319,8 +319,3 @@ def _form(served: Served, request: Request, prompt: Prompt) -> Any:
     if request.forced is None:
         return request.form
     return grammar(request.forced, served.template.form, served.template.family, prompt.text or "")
-
-
-def _check_processors(served: Served, field: str) -> None:
-    if served.in_pipeline:
-        raise Refused(f"'{field}' is not supported by a pipeline.", field)

@@ -217,6 +217,10 @@ class BatchedCache:
         positions = self._positions
         if tokens > 1:
             positions = positions + torch.arange(tokens, device=self._device)
+        if len(self) == 1 and self._separate and not self._moved[0]:
+            return {
+                "use_cache": True
+            }  # a model that counts tokens by such a layer need not compare positions
         return {"position_ids": positions, "use_cache": True, **mask}
 
     def make_room(self, tokens: int) -> None:

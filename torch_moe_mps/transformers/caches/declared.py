@@ -44,7 +44,7 @@ class Batched(Enum):
 
 @dataclass(frozen=True)
 class Declared:
-    """What a layer of a cache holds, by the names of its attributes. A layer may lack some of them.
+    """Contents of a layer of a cache, by the names of its attributes. A layer may lack some of them.
 
     Attributes:
         tensors: {attribute: axes}, or None in place of a tensor.
@@ -145,9 +145,14 @@ _OF_TRANSFORMERS = {
 }
 
 
-@functools.cache
 def declaration_of(cls: Any) -> Declared | None:
     """The declaration of a class of layers; None for an unknown one."""
+    found: Declared | None = _declaration_of(cls)
+    return found
+
+
+@functools.cache
+def _declaration_of(cls: Any) -> Declared | None:
     own: Declared | None = getattr(cls, "declared", None)
     if own is None and cls.__module__.partition(".")[0] == "transformers":
         own = _OF_TRANSFORMERS.get(cls.__name__)

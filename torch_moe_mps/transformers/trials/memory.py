@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -45,7 +45,7 @@ class _NotKept(Exception):
     """Code is not found again by its name."""
 
 
-def recall(key: tuple[Hashable, ...], find: Callable[[], Any]) -> Any:
+def recall(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
     """find(), which JSON can hold, once for a key: in this process, and in those that run the same code.
 
     Args:
@@ -115,7 +115,7 @@ def _own_code() -> str:
     return digest.hexdigest()
 
 
-def _name(key: tuple[Hashable, ...]) -> str | None:
+def _name(key: tuple[Any, ...]) -> str | None:
     """The name of a key in the file; None where nothing is to be kept, or the code is not found again."""
     if os.environ.get(SWITCH) == "0":
         return None
