@@ -21,7 +21,7 @@ Step = tuple[Any, ...]  # an operation, and the places of its operands; None is 
 _STEPS: dict[Any, tuple[Step, ...]] = {packet: ((name, 0),) for packet, name in _UNARY.items()}
 _STEPS |= {packet: ((name, 0, 1),) for packet, name in _BINARY.items()}
 _STEPS |= {aten.pow: (("mul", 0, 0),)}
-# What other arguments must be, as far as a call has them.
+# Values that other arguments must have, as far as a call has them.
 _FIXED = {"alpha": 1, "beta": 1, "rounding_mode": None, "threshold": 20, "exponent": 2}
 # Views that only add, drop or repeat dimensions of size 1.
 _VIEWS = (aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.expand, aten.alias, aten.detach)
