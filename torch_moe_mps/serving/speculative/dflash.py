@@ -45,7 +45,7 @@ class _Read:
     Attributes:
         cache: of the assistant.
         first: the place of the first state that waits.
-        waiting: states [1, T, H] that it has not read, in pieces.
+        waiting: states [1, T, H] that it has not read, in parts.
     """
 
     cache: Any

@@ -20,7 +20,7 @@ from ..prefix_cache.memory import CachedPrefix, PrefixCache
 from .drafter import Row
 
 _WAITING = 64  # states of a row that wait until some tokens are drafted; more are read at once
-_SMALL_GAP = 8  # states that are missing between a kept prompt and the first new one, and stand as zeros
+_SMALL_GAP = 8  # states that are missing between a cached prefix and the first new one, and stand as zeros
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class _Read:
         cache: of all layers.
         is_whole: it begins with the row's first token.
         next: the first place that each layer has not read.
-        states: [1, T, H] that each layer reads from there on, in pieces.
+        states: [1, T, H] that each layer reads from there on, in parts.
         computed: places of which the model has computed states.
     """
 

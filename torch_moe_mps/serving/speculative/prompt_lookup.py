@@ -1,4 +1,4 @@
-"""Drafts from repetitions: what followed the last tokens before, in the conversation or in a kept prompt.
+"""Drafts from repetitions: what followed the last tokens before, in the conversation or in a cached prefix.
 
 Agents repeat files, and answers repeat questions; no model computes these drafts.
 """

@@ -1,1 +1,1 @@
-"""Caches of the tokens so far: their layers, the memory of these, kept prompts."""
+"""Caches of the tokens so far: their layers, the memory of these, cached prefixes."""

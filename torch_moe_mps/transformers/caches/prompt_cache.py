@@ -58,7 +58,7 @@ def takes_layers(model: PreTrainedModel) -> bool:
 
 
 def reads_whole(model: PreTrainedModel) -> bool:
-    """Whether a model must read a prompt in one call, behind an empty cache: in pieces it is another one."""
+    """Whether a model must read a prompt in one call: chunks would give it another cache."""
     return keeps_states(model) or any(forgets(model) for forgets in FORGETS)
 
 

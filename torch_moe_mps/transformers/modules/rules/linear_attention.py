@@ -79,7 +79,7 @@ def _convolved_prompt(x: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Te
 def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
     """function(q, k, v, g=, beta=, **options), and the state, which is another tensor than the given one.
 
-    A state with pending tokens is written in place.
+    A state with uncommitted tokens is written in place.
     """
     g, beta, state = (options.get(name) for name in ("g", "beta", "initial_state"))
     if len(args) != 3 or g is None or beta is None or not _known(options) or not _fits(*args, state):
