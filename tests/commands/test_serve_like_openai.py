@@ -199,7 +199,7 @@ def test_a_client_that_leaves_frees_its_place(checkpoint, monkeypatch):
     """Where one is answered after the other by `generate`. Streaming or not, in a prompt, in an answer and
     in the queue; what it asked for is not computed.
     """
-    from torch_moe_mps.serving.engine.generating import Generating
+    from torch_moe_mps.pipeline.generating import Generating
 
     serving.answers_by_generate(monkeypatch)
     ended, started, own = queue.SimpleQueue(), threading.Event(), Generating.generate

@@ -34,7 +34,7 @@ def test_sequences_are_batched(architecture):
     plain = Answered(model, many, [settings(12)] * 3, most=3)
     assert plain.answers == expected and max(seen) == 3
     drafted = Answered(model, many, [settings(12)] * 3, Partly(many, expected), most=3, width=3)
-    assert drafted.answers == expected and drafted.batch.speculative.accepted > 3
+    assert drafted.answers == expected and drafted.batch.drafts.drafting.accepted > 3
 
 
 @pytest.mark.slow("captures of steps of two sequences, and of one")

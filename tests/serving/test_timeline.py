@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 import torch_moe_mps
 from torch_moe_mps._faults import Mark
-from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.capture import calls
@@ -73,10 +73,10 @@ class Answer(Job):
 
 
 def generate(*answers: Answer) -> None:
-    batch = Batch(model_on_mps(), None, len(answers))
-    batch.waiting.extend(answers)
-    while batch.has_work:
-        batch.step()
+    engine = Engine(model_on_mps(), None, len(answers))
+    engine.submit(*answers)
+    while engine.has_work:
+        engine.step()
 
 
 def timed(simulated, many: int, milliseconds: float, **settings) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from ..ops.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
-from ..serving.engine.prefill import AT_ONCE
+from ..serving.engine.scheduler import LARGEST_CHUNK
 from ..serving.prefix_cache.memory import LONGEST, prompt_bytes
 from ..serving.speculative import LOOKUP, MTP
 from ..serving.speculative.dflash import is_dflash, require_assistant
@@ -121,10 +121,10 @@ def report(
     speculative: Drafts,
 ) -> tuple[str, dict[str, Any]]:
     """The tables, for all Macs or for one, and the numbers in them."""
-    prompt, total = prompt_bytes(model, AT_ONCE), sum(p.numel() for p in model.parameters())
+    prompt, total = prompt_bytes(model, LARGEST_CHUNK), sum(p.numel() for p in model.parameters())
     lines = [f"{type(model).__name__}, {total / 1e9:.2f} billion weights", *_of_cache(cache, kv_bits)]
     lines.append(
-        f"a prompt takes at most {prompt / 1e9:.3f} GB for {AT_ONCE:,} tokens, which are read at once"
+        f"a prompt takes at most {prompt / 1e9:.3f} GB for {LARGEST_CHUNK:,} tokens, which are read at once"
     )
     size, unit = unit_of(total)
     cells = [[s.name, f"{s.weights / size:.1f}", f"{s.token / size:.2f}"] for s in sizes]
@@ -150,7 +150,7 @@ def report(
     data = {
         "weights": total,
         "kv_cache": None if cache is None else _bytes_of(cache),
-        "prompt": {"tokens": AT_ONCE, "bytes": prompt},
+        "prompt": {"tokens": LARGEST_CHUNK, "bytes": prompt},
         "sizes": [
             {"name": s.name, "bytes": s.weights, "bytes_a_token": s.token}
             | ({"speculative": s.speculative} if speculative.what else {})
@@ -314,7 +314,7 @@ def spread(
 
     Raises: ValueError for a model whose layers cannot be spread.
     """
-    prompt = prompt_bytes(model, AT_ONCE)
+    prompt = prompt_bytes(model, LARGEST_CHUNK)
     limits, longest = [wired_limit(gib) - prompt for gib in macs], context_of(model.config)
     layers = model.get_submodule(find_loop(model).layers)
     rows: list[dict[str, Any]] = []

@@ -22,7 +22,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ..._text import first_line
-from ..engine.device import Died
+from ..engine.loop import Died
 from ..engine.memory import RETRY_AFTER, Level, is_out_of_memory
 from ..prefix_cache.memory import LONGEST
 from .answer import Item

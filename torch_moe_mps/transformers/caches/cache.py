@@ -87,7 +87,7 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if is_plain:
         for layer in cache.layers:
             if isinstance(layer, DeferredLayer):
-                layer.show_pending()
+                layer.show_uncommitted()
         _note_unknown(module, _grow(cache, CACHE_BITS if quantizes else None))
         positions = kwargs.get("position_ids", args[2] if len(args) > 2 else None)
         if positions is not None:
@@ -173,13 +173,6 @@ def as_held(layer: Any, bits: int) -> dict[str, Any]:
     if getattr(cls, "bits", None) is not None and can_be_quantized(layer.keys, layer.values):
         held |= {name: QuantizedStates.empty(held[name], held[name].shape[2]) for name in ("keys", "values")}
     return held
-
-
-def pools_padding(config: PreTrainedConfig) -> bool:
-    """Whether a layer of a model's cache makes one entry of several tokens, padding among them."""
-    plain: list[Any] = [type(layer) for layer in DynamicCache(config=config).layers]
-    classes: Iterator[Any] = filter(None, map(growing_class, plain))
-    return any(cls.pools_padding for cls in classes)
 
 
 def _decoders(model: nn.Module) -> Iterator[nn.Module]:
