@@ -508,7 +508,10 @@ def test_damaged_checkpoints_are_one_line(damage, checkpoint, tmp_path, refused)
 def test_what_does_not_fit_is_one_line(checkpoint, tmp_path, refused):
     (tmp_path / "there").mkdir()
     for arguments, message in (
-        ([checkpoint, tmp_path / "new", "--bits", 5, "--mode", "mxfp4"], "bits must be 4 for mode mxfp4"),
+        (
+            [checkpoint, tmp_path / "new", "--bits", 5, "--mode", "mxfp4"],
+            "--bits must be 4 with --mode mxfp4, got 5",
+        ),
         (
             [checkpoint, tmp_path / "new", "--group-size", 128],
             "must be of an input dimension that is a multiple",

@@ -131,25 +131,32 @@ def _convert(options: argparse.Namespace) -> None:
         raise ValueError(f"--importance must be auto or a file, got {options.importance}")
     if options.importance is not None and options.bits == 1:
         raise ValueError("--importance must be of formats with 2 bits and more, got --bits 1")
-    for option, value, allowed in (
-        ("--bits", options.bits, BITS[options.mode]),
-        ("--group-size", options.group_size, GROUP_SIZES[options.mode]),
-    ):
-        if value not in (None, *allowed):
-            raise ValueError(f"{option} must be {one_of(allowed)} with --mode {options.mode}, got {value}")
+    _check_format(options)
     if options.recipe is not None and (options.bits is not None or options.mode != "affine"):
         raise ValueError("--recipe already sets the bits; leave out --bits and --mode")
     if options.adapter is not None:
         adapter_config(options.adapter)
         _check_package("peft", "--adapter", "adapters")
     if packs(options):
-        for option, value in (("--group-size", options.group_size), ("--importance", options.importance)):
-            if value is not None:
-                raise ValueError(
-                    f"{option} of a GGUF file needs --bits, without which it is converted as it is"
-                )
-        if options.to == "mlx":
-            raise ValueError("--to mlx of a GGUF file needs --bits: MLX does not have its formats")
+        _check_packed(options)
+
+
+def _check_format(options: argparse.Namespace) -> None:
+    for option, value, allowed in (
+        ("--bits", options.bits, BITS[options.mode]),
+        ("--group-size", options.group_size, GROUP_SIZES[options.mode]),
+    ):
+        if value not in (None, *allowed):
+            raise ValueError(f"{option} must be {one_of(allowed)} with --mode {options.mode}, got {value}")
+
+
+def _check_packed(options: argparse.Namespace) -> None:
+    """Raises: ValueError for options of a GGUF file that stays in its formats."""
+    for option, value in (("--group-size", options.group_size), ("--importance", options.importance)):
+        if value is not None:
+            raise ValueError(f"{option} of a GGUF file needs --bits, without which it is converted as it is")
+    if options.to == "mlx":
+        raise ValueError("--to mlx of a GGUF file needs --bits: MLX does not have its formats")
 
 
 def says_a_format(options: argparse.Namespace) -> bool:

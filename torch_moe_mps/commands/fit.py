@@ -167,30 +167,32 @@ def report(
 
 def _of_formats(sizes: Sequence[Size]) -> list[str]:
     """A table of the sizes whose kinds of weights have several formats, and of the recipes with names."""
-    rows = []
-    for size in sizes:
-        found: dict[str, set[str]] = {}
-        for target in size.targets:
-            for parameter, format in target.formats.items():
-                is_down = target.kind == "experts" and parameter == "down_proj"
-                found.setdefault(_DOWN if is_down else KINDS[target.kind], set()).add(str(format))
-        several = len({*map(frozenset, found.values())}) > 1
-        if size.name != _STORED and (size.name in NAMED or several):
-            rows.append((size.name, found))
+    every = {size.name: _by_kind(size.targets) for size in sizes if size.name != _STORED}
+    rows = {name: own for name, own in every.items() if name in NAMED or len({*own.values()}) > 1}
     if not rows:
         return []
-    kinds = [kind for kind in (_DOWN, *KINDS.values()) if any(kind in found for _, found in rows)]
-    cells = [[name, *(" and ".join(sorted(found.get(kind, "-"))) for kind in kinds)] for name, found in rows]
+    kinds = [kind for kind in (_DOWN, *KINDS.values()) if any(kind in own for own in rows.values())]
+    cells = [[name, *(own.get(kind, "-") for kind in kinds)] for name, own in rows.items()]
     lines = ["", *aligned([["formats", *kinds], *cells], 1 + len(kinds))]
-    if any(name not in NAMED for name, _ in rows):
+    if rows.keys() - NAMED.keys():
         few, share = f"fewer bits than {AUTO_BITS}", f"{SHARE:.0%}"
         lines.append(
             f"With {few}, linear layers beside experts have {AUTO_BITS} up to {share} of all weights,"
         )
         lines.append(f"embeddings and output head from {share} on.")
-    if any(name in NAMED for name, _ in rows):
+    if rows.keys() & NAMED.keys():
         lines.append(f"{', '.join(NAMED)}: convert --recipe NAME")
     return lines
+
+
+def _by_kind(targets: Iterable[Target]) -> dict[str, str]:
+    """{kind of weights: its formats}"""
+    found: dict[str, set[str]] = {}
+    for target in targets:
+        for parameter, format in target.formats.items():
+            is_down = target.kind == "experts" and parameter == "down_proj"
+            found.setdefault(_DOWN if is_down else KINDS[target.kind], set()).add(str(format))
+    return {kind: " and ".join(sorted(formats)) for kind, formats in found.items()}
 
 
 def _of_bounds(

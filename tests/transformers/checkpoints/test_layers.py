@@ -479,7 +479,7 @@ def state(model: nn.Module) -> tuple:
 WRONG = {
     "the pattern 'q_prj' fits no weight": {"keep": ("q_prj",)},
     "linear_bits must be bits, a format or None, got '4'": {"linear_bits": "4"},
-    "bits must be 1 or 2": {"linear_bits": 7},
+    "bits must be 1, 2": {"linear_bits": 7},
     "must have bits, group_size and mode, got bit": {"overrides": {"lm_head": {"bit": 4}}},
     "group_size must be 32, 64 or 128 for mode affine, got 48": {"group_size": 48},
     "mode must be": {"mode": "nf4"},

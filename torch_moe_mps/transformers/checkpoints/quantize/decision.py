@@ -1,7 +1,7 @@
 """Decides which weights are quantised, and to which format, for in place, loading and planning."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -51,17 +51,10 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
     result = Weights({}, {}, {}, recipe.notes)
     reasons = Reasons(model)
     for name, target in every.items():
-        alike = [every[other] for other in together.get(name, [name]) if other in every]
-        kind = "embeddings" if any(other.kind == "embeddings" for other in alike) else target.kind
-        wanted = {p: recipe.format_of([other.path(p) for other in alike], kind) for p in target.parameters}
-        target.formats = {parameter: format for parameter, format in wanted.items() if format is not None}
-        target.formats = {part: _fitting(target, part, format) for part, format in target.formats.items()}
-        reason = None if target.kind == "experts" else reasons.of(name, target.module)
-        if reason is None and len(target.formats) < len(wanted):
-            reason = "kept by the recipe"
-        if reason is None and target.kind != "experts":
-            weight: Any = target.module.weight
-            reason = _does_not_fit(target.rows_first(weight), target.formats["weight"])
+        target.formats = _formats(
+            target, [every[other] for other in together.get(name, [name]) if other in every], recipe
+        )
+        reason = _reason(target, reasons)
         if reason is None:
             result.targets[name] = target
         else:
@@ -72,6 +65,24 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
         result.dense[name] = f"{original_class(module).__name__} is no linear layer"
         result.sizes[name] = matrix.nbytes
     return result
+
+
+def _formats(target: Target, alike: Sequence[Target], recipe: Recipe) -> dict[str, Format]:
+    """{parameter: the recipe's format}; `alike` are the targets that share the weight, and this one."""
+    kind = "embeddings" if any(other.kind == "embeddings" for other in alike) else target.kind
+    wanted = {p: recipe.format_of([other.path(p) for other in alike], kind) for p in target.parameters}
+    return {part: _fitting(target, part, format) for part, format in wanted.items() if format is not None}
+
+
+def _reason(target: Target, reasons: Reasons) -> str | None:
+    """Why a target stays dense."""
+    reason = None if target.kind == "experts" else reasons.of(target.name, target.module)
+    if reason is None and len(target.formats) < len(target.parameters):
+        return "kept by the recipe"
+    if reason is None and target.kind != "experts":
+        weight: Any = target.module.weight
+        return _does_not_fit(target.rows_first(weight), target.formats["weight"])
+    return reason
 
 
 def note_exceptions(model: nn.Module, recipe: Recipe) -> None:
