@@ -11,6 +11,7 @@ of the package that use an operator while they are imported import torch_moe_mps
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.abc
 import os
@@ -42,8 +43,24 @@ def autoload() -> None:
     try:
         if os.environ.get("MOE_MPS_AUTOLOAD") != "0":
             _FINDER.wait_for(_LIBRARIES)
+        else:
+            _Finder().wait_for({"transformers.quantizers.auto": _name_the_package})
     except Exception as error:
         _warn(f"torch_moe_mps will not be loaded with transformers ({error})")
+
+
+def _name_the_package(module: Any) -> None:
+    """Checkpoints of the package are refused by its name, where transformers would miss a quant_method."""
+    own = module.AutoHfQuantizer.supports_quant_method
+
+    @functools.wraps(own)
+    def supports(stored: Any) -> bool:
+        if isinstance(stored, dict) and "quant_method" not in stored and stored.get("library") == _PACKAGE:
+            says = "`import torch_moe_mps` reads it, which MOE_MPS_AUTOLOAD=0 leaves to you"
+            raise ValueError(f"the checkpoint is quantised by torch_moe_mps: {says}")
+        return bool(own(stored))
+
+    module.AutoHfQuantizer.supports_quant_method = staticmethod(supports)
 
 
 def register_when_imported() -> None:
@@ -59,20 +76,20 @@ class _Finder(importlib.abc.MetaPathFinder):
     they import more of transformers, those of its modules wait for the other modules of `functions`, too.
 
     Attributes:
-        functions: the name of the function for each module.
+        functions: the function for each module, or its name in torch_moe_mps._registration.
         missed: modules whose import began before this finder waited for them. Those in the middle of it, such
             as a module of transformers that imports torch, get their call after the next import.
     """
 
     def __init__(self) -> None:
-        self.functions: dict[str, str] = {}
+        self.functions: dict[str, str | Callable[[Any], None]] = {}
         self.missed: list[str] = []
         self._due: list[str] = []
         self._importing: list[str] = []
         self._calling = False
         self._searching: set[str] = set()
 
-    def wait_for(self, functions: Mapping[str, str]) -> None:
+    def wait_for(self, functions: Mapping[str, str | Callable[[Any], None]]) -> None:
         """Calling this again with the same modules, as a reload of the package does, changes nothing."""
         self.missed += [name for name in functions if name in sys.modules and name not in self.functions]
         self.functions |= functions
@@ -160,10 +177,12 @@ def _is_own(module: str) -> bool:
     return module.partition(".")[0] == _PACKAGE
 
 
-def _register(module: str, function: str) -> None:
+def _register(module: str, function: str | Callable[[Any], None]) -> None:
     """Whatever goes wrong must not break the import of transformers."""
     try:
-        register = getattr(importlib.import_module("torch_moe_mps._registration"), function)
+        register = function
+        if isinstance(function, str):
+            register = getattr(importlib.import_module("torch_moe_mps._registration"), function)
     except Exception as error:
         _warn(f"torch_moe_mps cannot be imported, models of transformers run their own code ({error})")
         return

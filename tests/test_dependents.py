@@ -9,7 +9,18 @@ import pytest
 from support import dependents
 from support.dependents import REPOSITORY, TESTS
 
-ROOMS = ("attention", "basics", "caches", "capture", "checkpoints", "door", "families", "graphs", "modules")
+ROOMS = (
+    "attention",
+    "basics",
+    "caches",
+    "capture",
+    "checkpoints",
+    "door",
+    "families",
+    "graphs",
+    "modules",
+    "trials",
+)
 MODELS, LONG = "transformers/models/test_mps.py", "ops/test_any_arguments.py"
 
 
@@ -38,11 +49,11 @@ def test_a_rule_has_the_tests_of_its_room():
     tests = names("torch_moe_mps/transformers/modules/rules/formulas.py")
     others = modules("hyper_connections", "recurrent_layers", "rotary_tables", "routers", "sampling", "loss")
     assert folder("transformers/modules") - tests >= others
-    assert tests >= modules("near_twins", "decode_rules", "traced", "unknown_classes", "linear_attention")
+    assert tests >= modules("near_misses", "decode_rules", "traced", "unknown_classes", "linear_attention")
     assert not tests & (folder("commands") | folder("ops") | folder("transformers/checkpoints"))
     rotary = names("torch_moe_mps/transformers/modules/rules/rotary.py")
-    assert modules("rotary_tables", "near_twins") <= rotary and not rotary & modules("routers", "loss")
-    shared = names("torch_moe_mps/transformers/modules/rules/trial.py")
+    assert modules("rotary_tables", "near_misses") <= rotary and not rotary & modules("routers", "loss")
+    shared = names("torch_moe_mps/transformers/trials/comparing.py")
     assert modules("rotary_tables", "hyper_connections", "recurrent_layers") <= shared
 
 

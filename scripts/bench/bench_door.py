@@ -59,6 +59,10 @@ def chat(text: Any = "a", **more: Any) -> dict[str, Any]:
     return GOOD | {"messages": [{"role": "user", "content": text}], "max_tokens": 20} | more
 
 
+def nested(depth: int) -> Any:
+    return json.loads("[" * depth + "]" * depth)
+
+
 def tools(count: int) -> list[dict[str, Any]]:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     about = {"description": "d" * 100, "parameters": schema}
@@ -85,9 +89,9 @@ def seen(*urls: str) -> dict[str, Any]:
 
 KINDS = {
     "numbers": Kind(TEXTS, lambda context: {"prompt": [1] * 900_000, "max_tokens": 3}),
-    "objects": Kind(CHAT, lambda context: chat(metadata=[{"a": n} for n in range(120_000)])),
-    "deep": Kind(CHAT, lambda context: chat(metadata=[json.loads("[" * 90 + "]" * 90)] * 1400)),
-    "string": Kind(CHAT, lambda context: chat(metadata="x" * 9_000_000)),
+    "objects": Kind(CHAT, lambda context: chat(metadata=[{"a": n} for n in range(60_000 + context)])),
+    "deep": Kind(CHAT, lambda context: chat(metadata=[nested(90)] * ((60_000 + context) // 91))),
+    "string": Kind(CHAT, lambda context: chat(metadata="x" * (8_000_000 + 32 * context))),
     "escapes": Kind(CHAT, lambda context: chat(metadata="\N{GRINNING FACE}" * 600_000)),
     "text": Kind(CHAT, lambda context: chat("a b " * 500_000)),
     "prompt": Kind(CHAT, lambda context: chat(secrets.token_hex(context // 16))),

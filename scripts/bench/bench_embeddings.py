@@ -38,7 +38,7 @@ dispatches a layer instead of 12. A head with one score stays dense. The report 
 names what does.
 
 Where no product takes the sum, as in a dense model's captured token or where attention and MLP stand side by
-side, the sum and the LayerNorm behind it are one dispatch (`fused_residual_layer_norm`): a layer of Phi takes 6
+side, the sum and its LayerNorm are one dispatch (`fused_residual_layer_norm`): a layer of Phi takes 6
 in place of 7, one of dense StarCoder2 10 in place of 12. By itself a LayerNorm is one dispatch, as in torch,
 whose kernel takes weight and bias, too; ours reads rows at any distance and weights of another dtype. It is
 no part of the product behind it, as an RMSNorm of one token is: for one more kernel in every format that

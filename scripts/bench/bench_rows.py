@@ -24,22 +24,22 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 import torch_moe_mps
 
 if TYPE_CHECKING:
-    from torch_moe_mps.serving.engine.batch import Batch
+    from torch_moe_mps.serving.engine.engine import Engine
 
 
-def answers(model, count: int) -> "Batch":
+def answers(model, count: int) -> "Engine":
     """A batch of answers that do not end, behind their prompts."""
-    from torch_moe_mps.serving.engine.batch import (
-        Batch,  # they ask torch for MPS, which the simulator comes before
+    from torch_moe_mps.serving.engine.engine import (
+        Engine,  # they ask torch for MPS: the simulator comes first
     )
     from torch_moe_mps.serving.engine.job import Job
 
-    batch = Batch(model, None, count)
+    batch = Engine(model, None, count)
     config = GenerationConfig(max_new_tokens=10**6, eos_token_id=None, pad_token_id=0)
     for number in range(count):
         ids = torch.arange(1, 5 + number)[None]
-        batch.waiting.append(Job({"input_ids": ids}, config, lambda token: False, lambda reason: None))
-    while batch.waiting or len(batch.answers) < count:
+        batch.submit(Job({"input_ids": ids}, config, lambda token: False, lambda reason: None))
+    while batch.waiting or len(batch.pool.batch.sequences) < count:
         batch.step()
     return batch
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Prints how exact LoRA on quantised weights is, what memory a step takes, and how many kernels a backward dispatches.
+"""Prints the accuracy of LoRA on quantised weights, the memory of a step, and the dispatches of a backward.
 
 Tiny random models in 4 bits, with an adapter of rank 4 on queries, outputs and experts, beside PEFT's own on
 dense models with the same values: gradients against float64, 20 steps of AdamW, the bytes that a step takes

@@ -19,7 +19,7 @@ def is_room(name: str) -> bool:
 
 def folder(name: str) -> str:
     """The name of a room as CONTRIBUTING has it."""
-    return "transformers/*.py, the door" if name == "transformers" else f"{name.replace('.', '/')}/"
+    return "transformers/*.py, public API" if name == "transformers" else f"{name.replace('.', '/')}/"
 
 
 def imports_between() -> set[tuple[str, str]]:

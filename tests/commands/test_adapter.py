@@ -137,6 +137,20 @@ def test_adapters_of_other_models(folders, capsys, monkeypatch, tmp_path, sizes,
     assert message in error and error.startswith("torch-moe-mps: error: ")
 
 
+@pytest.mark.slow("loads two models")
+def test_perplexity_beside_a_model_of_another_shape(folders, capsys, tmp_path):
+    """The adapter is the measured model's alone."""
+    with tiny_models.groups_of_32():
+        other = tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=27, hidden_size=128)
+    other.save_pretrained(tmp_path / "other")
+    tokenizer_of(LETTERS, unk_token="?", pad_token="?").save_pretrained(tmp_path / "other")
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 3)
+    options = ("--text", text, "--window", 64, "--tokens", 64, "--against", tmp_path / "other")
+    assert run("perplexity", folders[0], *options, "--adapter", folders[1]) == 0
+    assert "KL divergence" in capsys.readouterr().out
+
+
 def test_an_adapter_of_nan(folders, capsys, tmp_path):
     shutil.copytree(folders[1], tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"

@@ -234,6 +234,15 @@ def test_layout_and_card(folder, trained):
     assert ET.parse(output / "loss.svg").getroot().tag.endswith("svg")
 
 
+@pytest.mark.slow("one step of training")
+def test_names_of_files_that_the_locale_cannot_decode(folder, tmp_path):
+    """As Python decodes them in LANG=C without its UTF-8 mode."""
+    output = tmp_path / "\udcc3\udcb6"
+    assert run(folder, output, "--steps", 1) == 0
+    title = (output / "README.md").read_bytes().decode()
+    assert "# ö" in title
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

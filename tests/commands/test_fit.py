@@ -139,9 +139,14 @@ def test_a_large_model_from_its_config_alone(whole_qwen3, capsys):
 
     assert main(["fit", str(whole_qwen3)]) == 0
     output = capsys.readouterr().out
-    shown = (REPOSITORY / "README.md").read_text().partition("$ torch-moe-mps fit")[2].partition("\n\n")[0]
-    shown = [line.strip() for line in shown.splitlines()[1:]]
+    shown = (REPOSITORY / "docs/memory.md").read_text().partition("Shortened:\n\n")[2].partition("\n\n")[0]
+    shown = [line.strip() for line in shown.splitlines()]
     assert len(shown) == 4 and {*shown} <= {line.rstrip() for line in output.splitlines()}
+    formats = table(output, "formats")
+    assert formats["small"] == ["iq4_xs", "q3_k", "affine6_64", "q3_k"]
+    assert formats["fast"] == ["iq4_xs"] * 4 and formats["best"] == ["q5_k", "iq4_xs", "affine6_64", "iq4_xs"]
+    assert formats["4 bit"] == ["affine4_64", "affine4_64", "affine6_64", "affine4_64"]
+    assert not formats.keys() & {"as it is", "16 bit", "8 bit", "6 bit"}
     assert f"{(quantised + layers * attention + dense) / 1e9:.2f} billion weights" in output
     assert f"{cache / 1e6:.3f} GB for each 1,000 tokens" in output
     sizes = {f"{bits} bit": [nbytes(bits, quantised), nbytes(bits, read)] for bits in (8, 6, 5, 4, 3, 2)}
@@ -407,7 +412,7 @@ def test_the_memory_beside_states_has_room_for_drafts(architecture):
     with torch.no_grad():
         model(torch.ones(1, 5, dtype=torch.long), **cache_argument(model, cache))
         rows.join(cache, 5)
-    pending = [layer.pending for layer in rows.cache.layers if hasattr(layer, "pending")]
+    pending = [layer.uncommitted for layer in rows.cache.layers if hasattr(layer, "uncommitted")]
     held = sum(p.nbytes for each in pending for p in each.values() if p.is_floating_point())
     assert 0 < held <= found.beside <= 1.7 * held
     assert found.memory(5) - found.beside >= found.at(5)

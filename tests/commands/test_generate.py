@@ -289,13 +289,6 @@ def test_what_a_chat_template_refuses_is_one_line(checkpoint, tmp_path, refused)
     assert error == "the model's chat template: System role not supported"
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_next", "minimax"])
-def test_states_that_cannot_be_cut_take_no_drafts(architecture, tmp_path, refused):
-    write(tmp_path, architecture)
-    error = refused("generate", tmp_path, "-p", "a", "--speculative", "lookup", progress=True)
-    assert "is for a model whose cache can be cut, got the recurrent states of" in error
-
-
 def test_a_pipe_that_is_closed_ends_it_quietly(checkpoint):
     """As `| head -c 1` does."""
     arguments = ["generate", str(checkpoint), "-p", "hello", "--max-tokens", "200", "--device", "cpu"]

@@ -12,7 +12,8 @@ from support.serving import client_of
 from transformers import DynamicCache
 
 from torch_moe_mps.commands import main
-from torch_moe_mps.serving.engine.generating import Generating, images_of
+from torch_moe_mps.pipeline.generating import Generating
+from torch_moe_mps.serving.engine.inputs import images_of
 from torch_moe_mps.serving.prefix_cache.memory import CachedPrefix, Images, PrefixCache
 
 

@@ -140,7 +140,7 @@ def test_a_stop_that_is_held_back(client):
         ({"top_logprobs": 2}, "'top_logprobs' must be with 'logprobs' true, got 2."),
         (
             {"logprobs": True, "extra_body": {"generation_config": '{"num_beams": 2}'}},
-            "'generation_config' must be of num_beams 1 with 'logprobs', got 2.",
+            "'generation_config' must be of num_beams 1: the server searches no beams, got 2.",
         ),
     ],
 )

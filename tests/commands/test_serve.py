@@ -23,7 +23,7 @@ import transformers
 from support import serving, tiny_models
 from support.mtp import with_mtp
 from support.processes import COMMAND, Forked
-from support.serving import expected_text, letters, quantised, said
+from support.serving import expected_text, letters, said
 from support.sweep import in_sweep
 
 from torch_moe_mps._install import install_command
@@ -31,8 +31,7 @@ from torch_moe_mps.commands import early, main, serve
 from torch_moe_mps.commands import serving as serving_of_commands
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.sources import load
-from torch_moe_mps.serving.engine.generating import Generating
-from torch_moe_mps.serving.engine.speculation import Speculation
+from torch_moe_mps.pipeline.generating import Generating
 from torch_moe_mps.serving.prefix_cache import disk
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.width import Width
@@ -213,21 +212,16 @@ def test_the_memory_of_kept_prompts_is_bounded(checkpoint, computed):
             assert computed[0] == count
 
 
-@pytest.mark.parametrize("way", ["interrupt", "end"])
-def test_a_long_prompt_ends_with_its_piece(way, checkpoint, monkeypatch, computed):
-    """What was computed of it is kept."""
-    monkeypatch.setattr("torch_moe_mps.serving.engine.prefill.AT_ONCE", 16)
+def test_a_long_prompt_of_a_pipeline_ends_with_its_chunk(checkpoint, monkeypatch, computed):
+    """What was computed of it is cached."""
+    monkeypatch.setattr("torch_moe_mps.serving.engine.prefill.LARGEST_CHUNK", 16)
     generating = Generating(load(options("chat", checkpoint), str(checkpoint), "cpu"), PrefixCache(1 << 30))
     ids = torch.arange(100)[None] % 26
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3}
-    hook = generating.model.register_forward_hook(
-        lambda *_: getattr(generating, way)() if len(computed) == 2 else None
-    )
+    hook = generating.model.register_forward_hook(lambda *_: generating.end() if len(computed) == 2 else None)
     assert torch.equal(generating.generate(**given), ids) and computed == [16, 16]
     hook.remove()
     assert len(generating.prompts.kept[0].ids) == 32
-    if way == "interrupt":
-        assert generating.generate(**given).shape[1] == 103 and sum(computed) == 102
 
 
 def test_conversations_side_by_side(checkpoint, tmp_path):
@@ -254,12 +248,12 @@ def test_conversations_side_by_side(checkpoint, tmp_path):
             assert choice.finish_reason == "stop" and choice.logprobs.content
         drawn = create(messages=said("a"), n=3, seed=1, **asked | {"temperature": 2})
         assert len({choice.message.content for choice in drawn.choices}) == 3
-        beams = {"generation_config": '{"num_beams": 2, "max_new_tokens": 6}'}
-        searched = create(messages=said("ab"), extra_body=beams, **asked | {"max_tokens": 6})
-        assert searched.choices[0].message.content == expected_text(checkpoint, "ab", 6, num_beams=2)
-        with pytest.raises(openai.BadRequestError, match="of num_return_sequences 1"):
-            many = {"generation_config": '{"num_beams": 2, "num_return_sequences": 2}'}
-            create(messages=said("a"), extra_body=many, **asked)
+        for settings, expected in (
+            ('{"num_beams": 2}', "of num_beams 1: the server searches no beams, got 2"),
+            ('{"num_return_sequences": 2}', "of num_return_sequences 1"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=expected):
+                create(messages=said("a"), extra_body={"generation_config": settings}, **asked)
     assert [*(tmp_path / "kept").iterdir()]
 
 
@@ -332,31 +326,6 @@ def test_a_checkpoints_own_layers_draft(tmp_path, monkeypatch, capsys):
 
 
 @torch.no_grad()
-def test_the_draft_keeps_its_prompts(checkpoint):
-    """In a second turn it computes what is new, too."""
-    model = quantised(checkpoint)
-    with tiny_models.groups_of_32(), tiny_models.sizes(num_hidden_layers=1):
-        draft = tiny_models.tiny_model("llama", vocab_size=27).eval()
-    counts = []
-    draft.model.register_forward_pre_hook(
-        lambda module, args, kwargs: counts.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    generating = Generating(model, PrefixCache(1 << 30), Speculation({"assistant_model": draft}))
-    ids = torch.arange(60)[None] % 26
-    for first in (60, 9, 9):
-        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
-        expected = model.generate(ids, **given)
-        del counts[:]
-        assert torch.equal(generating.generate(input_ids=ids, **given), expected)
-        assert 1 <= counts[0] <= first and max(counts[1:]) < 9
-        ids = torch.cat([expected, ids[:, :5]], 1)
-    other = torch.cat([ids[:, :30], torch.full((1, 9), 3)], 1)  # a conversation that begins alike
-    del counts[:]
-    expected = model.generate(other, **given | {"attention_mask": torch.ones_like(other)})
-    given["attention_mask"] = torch.ones_like(other)
-    assert torch.equal(generating.generate(input_ids=other, **given), expected) and counts[0] == 9
-
-
 def test_a_chat_is_kept_in_a_file(checkpoint, tmp_path, monkeypatch, capsys, computed):
     """The next chat computes its system prompt no more; a file that is something else is left alone."""
     arguments = ["--system-prompt", "thequickbrownfox" * 4, "--set", "max_new_tokens=4", "--device", "cpu"]

@@ -111,7 +111,7 @@ def test_an_assistant_is_quantised_as_the_last_layer(folders, tmp_path):
         formats = [str(format) for module in modules for format in formats_in(module).values()]
         assert {*formats} == {expected} and len(formats) == 15
         found = Answered(model, many, [settings(12)] * 2, source, width=3)
-        assert found.answers == plain and found.batch.speculative.rejected > 0
+        assert found.answers == plain and found.batch.drafts.drafting.rejected > 0
 
 
 @pytest.mark.parametrize("command", ["generate", "serve", "chat"])

@@ -12,7 +12,7 @@ import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.bench import Bench
-from torch_moe_mps.serving.engine.generating import Generating
+from torch_moe_mps.pipeline.generating import Generating
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 # {architecture: its sizes}: compressed keys, recurrent states, and states of a convolution alone.

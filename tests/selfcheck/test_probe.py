@@ -17,10 +17,18 @@ pytestmark = linux_only
 SMALL = probe.Sizes(
     **{"dispatches": 20, "buffers": (1, 5), "reads": (1 << 16, 1 << 18), "idle": (0.0, 0.01)},
     **{"groups": 2, "fma_steps": 2, "matrix_steps": 2, "repeats": 1, "live_steps": 2, "bank_steps": 4},
-    **{"fragment_steps": 2, "queued": 3, "sustained": 0.01},
+    **{"fragment_steps": 2, "queued": 3, "sustained": 0.01, "expert_groups": 1, "expert_steps": 1},
 )
 RATES = (
-    *("dispatch_us", "wake_us", "read_gbs", "fma_tmacs", "matrix_tmacs", "first_read_after_idle_ms"),
+    *(
+        "dispatch_us",
+        "wake_us",
+        "read_gbs",
+        "expert_reads_gbs",
+        "fma_tmacs",
+        "matrix_tmacs",
+        "first_read_after_idle_ms",
+    ),
     *("live_numbers", "bank_conflicts", "fragments_tmacs", "sustained_tmacs"),
 )
 AS_ASSUMED = {
@@ -72,6 +80,22 @@ def test_what_is_launched(simulated):
         read(1)
     (counted,) = counters
     assert size == 6 * 2 * probe.THREADS * 64 and counted.buffers[0].bytes_read == size
+
+
+def test_reads_of_experts(simulated):
+    """Each layer's eight once: at random places, and side by side."""
+    size, of_expert = 1 << 20, probe.THREADS * 64
+    with simulated.counters() as counters:
+        probe.expert_reads(SMALL._replace(reads=(size,)))
+    layers = size // of_expert // probe.EXPERTS
+    assert [counted.kernel for counted in counters] == 2 * 2 * layers * ["probe_read_pieces_f32"]
+    read = {counted.buffers[0].distinct_bytes_read for counted in counters}
+    assert read == {probe.EXPERTS * of_expert}
+    data, out = torch.arange(4096.0).to("mps"), torch.empty(2 * 32, device="mps")
+    starts = torch.tensor([512, 0], dtype=torch.int32).to("mps")
+    probe._run("probe_read_pieces", [data, starts, out], 2, 32, 2)
+    pieces = torch.arange(4096.0).view(1024, 4)[[*range(512, 768), *range(256)]]
+    assert torch.equal(out.cpu(), pieces.view(2, 8, 32, 4).sum((1, 3)).flatten())
 
 
 # Faults of different parts, which are compiled together.
@@ -186,6 +210,7 @@ def test_threads_that_a_pipeline_does_not_allow_are_not_asked_for(simulated, mon
 # Of an imagined M1 Max: 32 cores at 1.2 GHz, 320 GB/s, 16 cycles a product of halves.
 PAGE = AS_ASSUMED | {
     "machine": {"gpu": "Apple M1 Max", "macos": "15.1 (24B83)", "cores": 32, "cores_planned_for": 32},
+    "expert_reads_gbs": {"experts": 210.0, "stream": 300.0},
     "read_gbs": {"16": 900.0, "200": 330.0, "2048": 320.0},
     "fma_tmacs": 32 * 128 * 1.2e9 / 1e12,
     "matrix_tmacs": {"half": 32 * 4 * 1.2e9 * 512 / 16 / 1e12, "float": 32 * 4 * 1.2e9 * 512 / 20 / 1e12},
@@ -226,7 +251,8 @@ def test_the_model_takes_a_page(simulated, tmp_path, capsys, costs):
     assert model.main(["--facts", str(file), "--token"]) == 0
     out = capsys.readouterr().out
     assert "  us of a dependent dispatch: 4.5 (3 to 6)\n" in out
-    assert "| Qwen3-30B-A3B | M1 Max, measured | 5.4 | 293 | 6.7 | 7.8-8.8 |" in out
+    assert "  reads of experts, times those of a stream: 0.7 (0.6 to 0.75)\n" in out
+    assert "| Qwen3-30B-A3B | M1 Max, measured | 5.4 | 293, 341 | 6.7 | 7.2 | 8.2 | 7.8-8.8 |" in out
     assert fit.fitted(str(file)).gpu.dram_bytes_per_us == pytest.approx(320e3)
 
 

@@ -9,8 +9,8 @@ from support.sweep import covering
 from transformers import GenerationConfig
 
 import torch_moe_mps
-from torch_moe_mps.serving.engine.batch import Batch
-from torch_moe_mps.serving.engine.generating import Generating
+from torch_moe_mps.pipeline.generating import Generating
+from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
@@ -48,8 +48,8 @@ CHANGES = {
 def in_a_batch(model, prompts: PrefixCache) -> list[int]:
     tokens: list[int] = []
     config = GenerationConfig(max_new_tokens=8, eos_token_id=None, pad_token_id=0)
-    batch = Batch(model, prompts, 2)
-    batch.waiting.append(Job({"input_ids": IDS}, config, tokens.append, lambda reason: None))
+    batch = Engine(model, prompts, 2)
+    batch.submit(Job({"input_ids": IDS}, config, tokens.append, lambda reason: None))
     while batch.has_work:
         batch.step()
     return tokens
@@ -81,10 +81,10 @@ def test_an_answer_is_that_of_the_active_adapter(answer):
 def test_an_answer_that_began_with_another_adapter_is_not_kept():
     adapted = with_two_adapters()
     model, prompts = adapted.get_base_model(), PrefixCache(1 << 30)
-    batch = Batch(model, prompts, 2)
+    batch = Engine(model, prompts, 2)
     config = GenerationConfig(max_new_tokens=8, eos_token_id=None, pad_token_id=0)
     for _ in range(2):
-        batch.waiting.append(Job({"input_ids": IDS}, config, lambda token: False, lambda reason: None))
+        batch.submit(Job({"input_ids": IDS}, config, lambda token: False, lambda reason: None))
     batch.step()
     adapted.set_adapter("b")
     while batch.has_work:

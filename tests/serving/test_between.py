@@ -16,9 +16,9 @@ from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionBlock
 
 import torch_moe_mps
-from torch_moe_mps.serving.engine import batch as batches
-from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine import engine as engines
 from torch_moe_mps.serving.engine.between import Between
+from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 
@@ -59,7 +59,7 @@ class Beside:
         self.own, self.inputs, layer = made()
         model = copy.deepcopy(self.own).to(device)
         torch_moe_mps.accelerate(model)
-        monkeypatch.setattr(batches, "_STEPS", 0)
+        monkeypatch.setattr(engines, "STEPS", 0)
         self.events, forward = [], layer.forward
 
         def forward_noted(*given, **named):
@@ -69,8 +69,8 @@ class Beside:
         monkeypatch.setattr(layer, "forward", forward_noted)
         self.does = lambda: False
         self.victim = Asked(torch.tensor([[3, 4, 5]]), 50, self.taken)
-        self.batch = Batch(model, PrefixCache(1 << 30), 4)
-        self.batch.waiting.append(self.victim.job)
+        self.batch = Engine(model, PrefixCache(1 << 30), 4)
+        self.batch.submit(self.victim.job)
         while len(self.victim.tokens) < 2:
             self.batch.step()
         del self.events[:]
@@ -135,12 +135,12 @@ def test_an_encoder_stops_where_its_answer_ends(monkeypatch, ends):
     def does() -> bool:
         if beside.events[-2:] == ["layer", "token"]:
             if ends == "error":
-                monkeypatch.setattr(beside.batch, "_step", fails)
+                monkeypatch.setattr(beside.batch.decoding, "_step", fails)
             else:
                 seeing.job.cancel()
         return False
 
-    def fails() -> None:
+    def fails(*given) -> None:
         monkeypatch.undo()
         raise error
 

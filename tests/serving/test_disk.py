@@ -12,10 +12,9 @@ from support.models import eager
 from transformers import GenerationConfig
 
 import torch_moe_mps
-from torch_moe_mps.serving.engine.batch import Batch
 from torch_moe_mps.serving.engine.engine import Engine
-from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.job import Job
+from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
@@ -54,8 +53,8 @@ class Asked:
 def answer(model, disk: Disk | None, *asked: Asked) -> PrefixCache:
     """Answers by a new server, which ends."""
     prompts = PrefixCache(MEMORY, disk=disk)
-    batch = Batch(model, prompts, 4)
-    batch.waiting.extend(each.job for each in asked)
+    batch = Engine(model, prompts, 4)
+    batch.submit(*(each.job for each in asked))
     while batch.has_work:
         batch.step()
         prompts.store()
@@ -98,13 +97,6 @@ def test_a_turn_behind_a_restart(architecture, how, tmp_path):
     (kept,) = prompts.kept
     eight = [isinstance(layer.keys, QuantizedStates) for layer in kept.cache.layers if hasattr(layer, "keys")]
     assert "kv_bits" not in how or eight == [True, True]
-    third, alone = turn(second, 3), Disk(tmp_path, MEMORY)
-    generating = Generating(model, PrefixCache(MEMORY, disk=alone))
-    given = {"attention_mask": torch.ones_like(third), "max_new_tokens": 3, "do_sample": False}
-    expected = model.generate(third, pad_token_id=0, **given)
-    assert torch.equal(generating.generate(input_ids=third, pad_token_id=0, **given), expected)
-    assert generating.disk_tokens == third.shape[1] - 2
-    generating.write()
 
 
 @pytest.mark.parametrize("tokens", [70, 64])
@@ -236,8 +228,8 @@ def test_an_end_in_the_middle_of_a_write(tmp_path, monkeypatch):
         return own(self, target)
 
     monkeypatch.setattr(disk_module.Path, "replace", replace)
-    batch = Batch(model, prompts := PrefixCache(MEMORY, disk=disk), 1)
-    batch.waiting.append(first.job)
+    batch = Engine(model, prompts := PrefixCache(MEMORY, disk=disk), 1)
+    batch.submit(first.job)
     while batch.has_work or len(written) < 4:
         batch.step()
         prompts.store()
@@ -259,7 +251,7 @@ def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
         own(self, *given)
 
     monkeypatch.setattr(Disk, "_write_part", slow)
-    engine = Engine(model, PrefixCache(MEMORY, disk=Disk(tmp_path, MEMORY)), 4)
+    engine = EngineThread(model, PrefixCache(MEMORY, disk=Disk(tmp_path, MEMORY)), 4)
     asked = [Asked(LONG[:, n:], 20) for n in range(4)]
     for each in asked:
         engine.submit(each.job)
@@ -286,9 +278,9 @@ def test_what_waits_for_a_slow_disk_is_within_the_memory(tmp_path, monkeypatch):
     octets = octets_of(answer(model, None, Asked(LONG)).kept[0])
     disk = Disk(tmp_path, MEMORY)
     prompts = PrefixCache(int(2.5 * octets), disk=disk)
-    batch, asked = Batch(model, prompts, 1), [Asked(LONG.roll(n)) for n in range(9)]
+    batch, asked = Engine(model, prompts, 1), [Asked(LONG.roll(n)) for n in range(9)]
     for each in asked:
-        batch.waiting.append(each.job)
+        batch.submit(each.job)
         while batch.has_work:
             batch.step()
             prompts.store()

@@ -23,8 +23,8 @@ from support.pages import pages
 from support.scripted import ask
 
 from torch_moe_mps._text import shown
-from torch_moe_mps.serving.engine.batch import Batch
-from torch_moe_mps.serving.engine.device import Died
+from torch_moe_mps.serving.engine.engine import Engine
+from torch_moe_mps.serving.engine.loop import Died
 from torch_moe_mps.serving.http import app, reading, structured
 from torch_moe_mps.serving.http.answers import Answers
 from torch_moe_mps.serving.http.limited import Limited, TooLong
@@ -367,7 +367,7 @@ def test_masks_that_take_too_long_end_their_row(seconds, tokens):
     refused = Refused("too long", "grammar")
     masked = Masked(grammar, 99, Clocked(*seconds), refused)
     bad, good = Asked(ids_of(2, 6), 9, processors=[masked]), Asked(ids_of(1, 5), 9)
-    run(Batch(model_of(), None, 2), bad, good)
+    run(Engine(model_of(), None, 2), bad, good)
     assert bad.reasons == [refused] and len(bad.tokens) == tokens
     assert good.tokens == good.expected(model_of())
 

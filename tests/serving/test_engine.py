@@ -14,14 +14,15 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessor
 
 import torch_moe_mps
-from torch_moe_mps.serving.engine import batch as batch_module
-from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine import engine as engine_module
 from torch_moe_mps.serving.engine.engine import Engine
+from torch_moe_mps.serving.engine.loop import EngineThread
+from torch_moe_mps.serving.engine.scheduler import Times
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
-from torch_moe_mps.transformers import key_order
 from torch_moe_mps.transformers.caches import growing
 from torch_moe_mps.transformers.caches.batched import capacity
+from torch_moe_mps.transformers.trials import batching, memory
 
 MEMORY = 1 << 30
 
@@ -35,19 +36,19 @@ def test_an_error_ends_one_job():
 
     model = model_of()
     good, bad = Asked(ids_of(1, 5), 6), Asked(ids_of(2, 6), 6, processors=[Fails()])
-    run(Batch(model, None, 4), good, bad)
+    run(Engine(model, None, 4), good, bad)
     assert good.reasons == ["length"] and good.tokens == good.expected(model)
     assert isinstance(bad.reasons[0], KeyError) and len(bad.tokens) == 3
 
 
 def test_an_error_of_the_model_ends_all_and_the_next_jobs_run(monkeypatch):
     model = model_of()
-    jobs, batch = [Asked(ids_of(n, 5), 6) for n in range(3)], Batch(model, None, 2)
-    batch.waiting.extend(each.job for each in jobs)
+    jobs, batch = [Asked(ids_of(n, 5), 6) for n in range(3)], Engine(model, None, 2)
+    batch.submit(*(each.job for each in jobs))
     for _ in range(3):
         batch.step()
     with monkeypatch.context() as broken:
-        broken.setattr(batch._rows, "arguments", lambda: {"input_ids": None})
+        broken.setattr(batch.pool.batch.rows, "arguments", lambda: {"input_ids": None})
         batch.step()
     assert [type(each.reasons[0]) for each in jobs[:2]] == [TypeError] * 2
     while batch.has_work:
@@ -58,13 +59,13 @@ def test_an_error_of_the_model_ends_all_and_the_next_jobs_run(monkeypatch):
 def test_a_complete_answer_and_a_cancelled_one_leave():
     model = model_of()
     whole = Asked(ids_of(3, 5), 9)
-    run(Batch(model, None, 4), whole)
+    run(Engine(model, None, 4), whole)
     stops = Asked(ids_of(3, 5), 9, until=lambda token: token == whole.tokens[2])
     gone, late = Asked(ids_of(4, 9), 50), Asked(ids_of(5, 4), 5)
     gone.until = lambda token: len(gone.tokens) == 4 and gone.job.cancel()
     never = Asked(ids_of(6, 4), 5)
     never.job.cancel()
-    run(Batch(model, None, 4), stops, gone, never, late)
+    run(Engine(model, None, 4), stops, gone, never, late)
     assert stops.reasons == ["stop"] and stops.tokens == whole.tokens[:3]
     assert gone.reasons == ["cancelled"] and len(gone.tokens) == 4
     assert never.reasons == ["cancelled"] and not never.tokens
@@ -78,7 +79,7 @@ def test_a_job_begins_without_a_walk_through_the_model(architecture, monkeypatch
     """The others wait: what holds for all jobs is asked once. transformers alone copies the settings."""
     monkeypatch.delitem(sys.modules, "peft", raising=False)  # whose layers may be anywhere
     model, own, walked, copied = model_of(architecture), nn.Module.named_modules, [], []
-    batch = Batch(model, PrefixCache(MEMORY), 4)
+    batch = Engine(model, PrefixCache(MEMORY), 4)
     run(batch, Asked(ids_of(1, 5), 2))
 
     def named_modules(self, *given, **named):
@@ -94,8 +95,8 @@ def test_a_job_begins_without_a_walk_through_the_model(architecture, monkeypatch
     asked = Asked(ids_of(2, 6), 2)
     asked.job.config = Settings(**vars(asked.config))
     monkeypatch.setattr(nn.Module, "named_modules", named_modules)
-    batch.waiting.append(asked.job)
-    batch._read()
+    batch.submit(asked.job)
+    batch._prefill()
     monkeypatch.undo()
     # Who asks where the model is looks at its first parameter alone.
     assert asked.tokens and sum(walked) < len([*model.modules()]) and copied == [1]
@@ -114,7 +115,7 @@ def test_kept_prompts_go_on(architecture):
     """The second turn of a conversation computes what is new in it; so does who shares its begin."""
     model = model_of(architecture)
     prompts = PrefixCache(MEMORY)
-    batch = Batch(model, prompts, 4)
+    batch = Engine(model, prompts, 4)
     first, beside = Asked(ids_of(1, 70), 5), Asked(ids_of(2, 6), 9)
     run(batch, first, beside)
     turn = torch.cat((first.job.inputs["input_ids"], torch.tensor([first.tokens]), ids_of(3, 4)), 1)
@@ -123,7 +124,7 @@ def test_kept_prompts_go_on(architecture):
     assert second.tokens == second.expected(model)
     assert second.job.cached_tokens == 74
     assert second.read[0] == (74, 79) and second.read[-1] == (79, 79)
-    assert batch.cached_tokens == 74 and batch.read_tokens == 70 + 6 + 5
+    assert batch.counts.cached == 74 and batch.counts.computed == 70 + 6 + 5
     cached = []
     for shared in (66, 40):
         begins = Asked(torch.cat((turn[:, :shared], ids_of(shared, 9)), 1), 3)
@@ -137,16 +138,16 @@ def test_kept_prompts_go_on(architecture):
 def test_memory_is_for_answers_first():
     """Of kept prompts the one that was used longest ago goes; who does not fit waits."""
     model, prompts = model_of(), PrefixCache(MEMORY)
-    batch = Batch(model, prompts, 8, MEMORY)
+    batch = Engine(model, prompts, 8, MEMORY)
     run(batch, Asked(ids_of(1, 60), 2))
     (kept,) = prompts.kept
-    batch.memory = int(batch._bytes * (capacity(2, 72) + 72))
+    batch.budget.memory = int(batch.budget.token * (capacity(2, 72) + 72))
     jobs = [Asked(ids_of(n, 60), 12) for n in range(2, 6)]
     most = 0
-    batch.waiting.extend(each.job for each in jobs)
+    batch.submit(*(each.job for each in jobs))
     while batch.has_work:
         batch.step()
-        most = max(most, len(batch.answers))
+        most = max(most, len(batch.pool.batch.sequences))
     assert most == 2
     for each in jobs:
         assert each.tokens == each.expected(model)
@@ -156,13 +157,13 @@ def test_memory_is_for_answers_first():
 def test_a_prompt_that_is_read_lies_beside_the_rows():
     """Until it joins them its cache is one of its own; who has no room for that waits."""
     model, most = model_of(), 0
-    batch = Batch(model, None, 8, MEMORY)
+    batch = Engine(model, None, 8, MEMORY)
     run(batch, Asked(ids_of(1, 60), 2))
-    batch.memory = int(batch._bytes * (capacity(2, 72) + 30))
-    batch.waiting.extend(Asked(ids_of(n, 60), 12).job for n in range(2, 4))
+    batch.budget.memory = int(batch.budget.token * (capacity(2, 72) + 30))
+    batch.submit(*(Asked(ids_of(n, 60), 12).job for n in range(2, 4)))
     while batch.has_work:
         batch.step()
-        most = max(most, len(batch.answers))
+        most = max(most, len(batch.pool.batch.sequences))
     assert most == 1
 
 
@@ -171,15 +172,15 @@ def test_the_cache_of_a_draft_is_planned():
     model, most = model_of("llama"), {}
     for speculative in (None, model):
         prompts = PrefixCache(0)
-        batch = Batch(model, prompts, 8, MEMORY, speculative=drafting_of(model, speculative, prompts, "a", 3))
+        batch = Engine(model, prompts, 8, MEMORY, drafting=drafting_of(model, speculative, prompts, "a", 3))
         run(batch, Asked(ids_of(1, 60), 12))
-        batch.memory = int(1.2 * batch._bytes * (capacity(2, 72) + 72))
+        batch.budget.memory = int(1.2 * batch.budget.token * (capacity(2, 72) + 72))
         jobs = [Asked(ids_of(n, 60), 12) for n in range(2, 5)]
         most[speculative] = 0
-        batch.waiting.extend(each.job for each in jobs)
+        batch.submit(*(each.job for each in jobs))
         while batch.has_work:
             batch.step()
-            most[speculative] = max(most[speculative], len(batch.answers))
+            most[speculative] = max(most[speculative], len(batch.pool.batch.sequences))
         for each in jobs:
             assert each.tokens == each.expected(model)
     assert [*most.values()] == [2, 1]
@@ -189,14 +190,14 @@ def test_prompts_are_given_up_as_answers_grow(monkeypatch):
     """Where the rows move to larger memory, not only where one begins."""
     monkeypatch.setattr(growing, "LEAST_SLOTS", 8)
     model, prompts = model_of("llama"), PrefixCache(MEMORY)
-    batch = Batch(model, prompts, 4, MEMORY)
+    batch = Engine(model, prompts, 4, MEMORY)
     run(batch, *(Asked(ids_of(n, 60), 2) for n in range(3)))
     assert len(prompts.kept) == 3
     held = []
     grows = Asked(ids_of(4, 8), 20, until=lambda token: held.append(len(prompts.kept)))
-    batch.waiting.append(grows.job)
+    batch.submit(grows.job)
     batch.step()
-    batch.memory = int(50 * batch._bytes)
+    batch.budget.memory = int(50 * batch.budget.token)
     run(batch)
     assert grows.reasons == ["length"] and grows.tokens == grows.expected(model)
     assert held[0] == 4 and held[-1] == 1 and [len(kept.ids) for kept in prompts.kept] == [27]
@@ -223,17 +224,17 @@ def test_short_prompts_that_wait_are_read_in_the_time_of_one_piece(monkeypatch):
     """Of 30 ms each, three in that of four steps of 25 ms; no long one is among them."""
     model = model_of()
     clock = Clocked(model)
-    monkeypatch.setattr(batch_module.time, "perf_counter", lambda: clock.seconds)
-    talks, batch = Asked(ids_of(1, 4), 40), Batch(clock, None, 8)
-    batch.waiting.append(talks.job)
+    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: clock.seconds)
+    talks, batch = Asked(ids_of(1, 4), 40), Engine(clock, None, 8)
+    batch.submit(talks.job)
     batch.step()
-    batch._step_seconds = 0.025
+    batch.times.step = 0.025
     short, long = [Asked(ids_of(n, 21), 9) for n in range(2, 7)], Asked(ids_of(9, 65), 9)
-    batch.waiting.extend(each.job for each in (*short, long))
+    batch.submit(*(each.job for each in (*short, long)))
     begun = []
     for _ in range(4):
         batch.step()
-        batch._step_seconds = 0.025
+        batch.times.step = 0.025
         begun.append(sum(bool(each.tokens) for each in (*short, long)))
     assert begun == [3, 5, 6, 6]
     run(batch)
@@ -247,15 +248,15 @@ def test_the_longest_gap_between_tokens(monkeypatch):
     model = eager(tiny_models.tiny_model("llama", num_hidden_layers=1, max_position_embeddings=1 << 14))
     torch_moe_mps.accelerate(model)
     clock = Clocked(model)
-    monkeypatch.setattr(batch_module.time, "perf_counter", lambda: clock.seconds)
+    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: clock.seconds)
     at: list[float] = []
     talks = Asked(ids_of(1, 4), 10**6, until=lambda token: at.append(clock.seconds))
-    batch = Batch(clock, None, 2)
-    batch.waiting.append(talks.job)
+    batch = Engine(clock, None, 2)
+    batch.submit(talks.job)
     for _ in range(4):
         batch.step()
     reads, begun = Asked(ids_of(2, 8192), 1), len(clock.pieces)
-    batch.waiting.append(reads.job)
+    batch.submit(reads.job)
     while not reads.reasons:
         batch.step()
     talks.job.cancel()
@@ -269,13 +270,13 @@ def test_the_longest_gap_between_tokens(monkeypatch):
 def test_a_long_prompt_is_read_between_tokens(monkeypatch):
     """Between two tokens of the others, one piece at most is read."""
     model = model_of()
-    monkeypatch.setattr(Batch, "_piece", lambda self: 100)
+    monkeypatch.setattr(Times, "chunk", lambda self, is_decoding: 100)
     events: list[str] = []
     talks = Asked(ids_of(1, 4), 12, until=lambda token: events.append("token"))
     reads = Asked(ids_of(2, 350), 1)
     reads.job.on_progress = lambda read, of: events.append(f"{read}")
-    batch = Batch(model, None, 2)
-    batch.waiting.append(talks.job)
+    batch = Engine(model, None, 2)
+    batch.submit(talks.job)
     batch.step()
     run(batch, reads)
     assert events[1:10] == ["token", "0", "100", "token", "200", "token", "300", "token", "350"]
@@ -289,11 +290,11 @@ def told(events: list[str], name: str, asked: Asked) -> Asked:
 
 def test_a_short_prompt_overtakes_a_long_one(monkeypatch):
     """One before a long one that waits, and one between two pieces. All answers are those alone."""
-    monkeypatch.setattr(Batch, "_piece", lambda self: 100)
+    monkeypatch.setattr(Times, "chunk", lambda self, is_decoding: 100)
     model, events = model_of(), list[str]()
     long = [told(events, name, Asked(ids_of(n, 350), 2)) for n, name in enumerate("ab")]
     short = [told(events, name, Asked(ids_of(3 + n, 20), 2)) for n, name in enumerate("xyz")]
-    run(Batch(model, None, 8), *long, *short)
+    run(Engine(model, None, 8), *long, *short)
     first = ["x0", "x20", "a0", "a100", "y0", "y20", "a200", "z0", "z20", "a300", "a350"]
     assert events == [*first, "b0", "b100", "b200", "b300", "b350"]
     for asked in (*long, *short):
@@ -302,12 +303,12 @@ def test_a_short_prompt_overtakes_a_long_one(monkeypatch):
 
 def test_a_long_prompt_waits_for_one_short_one_at_most(monkeypatch):
     """Short ones that come for ever begin one before each long one, and one between its pieces."""
-    monkeypatch.setattr(Batch, "_piece", lambda self: 100)
-    events, batch = list[str](), Batch(model_of(), None, 8)
+    monkeypatch.setattr(Times, "chunk", lambda self, is_decoding: 100)
+    events, batch = list[str](), Engine(model_of(), None, 8)
     long = [told(events, name, Asked(ids_of(n, 150), 1)) for n, name in enumerate("ab")]
-    batch.waiting.extend(each.job for each in long)
+    batch.submit(*(each.job for each in long))
     for n in range(12):
-        batch.waiting.append(told(events, "x", Asked(ids_of(3 + n, 20), 1)).job)
+        batch.submit(told(events, "x", Asked(ids_of(3 + n, 20), 1)).job)
         batch.step()
     one_of_each = ["x0", "x20", "{0}0", "{0}100", "x0", "x20", "{0}150"]
     expected = [event.format(name) for name in "ab" for event in one_of_each]
@@ -317,14 +318,14 @@ def test_a_long_prompt_waits_for_one_short_one_at_most(monkeypatch):
 @pytest.mark.parametrize(("who", "how"), covering(("long", "short"), ("leaves", "fails", "all end")))
 def test_a_prompt_that_ends_while_two_are_read(who, how, monkeypatch):
     """The short one has two pieces, as states are kept before its end; the other answer is that alone."""
-    monkeypatch.setattr(Batch, "_piece", lambda self: 100)
+    monkeypatch.setattr(Times, "chunk", lambda self, is_decoding: 100)
     model, events = model_of("qwen3_next"), list[str]()
     long = told(events, "a", Asked(ids_of(1, 250), 2))
     short = told(events, "x", Asked(ids_of(2, 90), 2))
-    batch = Batch(model, None, 4)
-    batch.waiting.append(long.job)
+    batch = Engine(model, None, 4)
+    batch.submit(long.job)
     batch.step()
-    batch.waiting.append(short.job)
+    batch.submit(short.job)
     while "x58" not in events:
         batch.step()
     assert events == ["a0", "a100", "x0", "x58"] and batch.active == 2
@@ -348,13 +349,13 @@ def test_many_answers_to_one_request_leave_room_for_others():
     events, most = list[str](), 0
     many = [told(events, f"a{n} ", Asked(ids_of(n, 5), 6, place=n)) for n in range(6)]
     other = [told(events, f"b{n} ", Asked(ids_of(9 + n, 5), 6)) for n in range(2)]
-    batch = Batch(model_of(), None, 4)
-    batch.waiting.extend(asked.job for asked in many)
+    batch = Engine(model_of(), None, 4)
+    batch.submit(*(asked.job for asked in many))
     for _ in range(3):
         batch.step()
         most = max(most, batch.active)
     assert most == 3
-    batch.waiting.extend(asked.job for asked in other)
+    batch.submit(*(asked.job for asked in other))
     while batch.has_work:
         batch.step()
         most = max(most, batch.active)
@@ -372,21 +373,21 @@ def test_half_of_the_rows_are_left_by_many_answers_to_several_requests():
         return [Asked(ids_of(n, 5), 9, place=n, request=own) for n in range(count)]
 
     def later() -> int:
-        return sum(answer.job.place > 0 for answer in batch._begun)
+        return sum(each.place > 0 and each.has_begun for each in batch.pool.sequences)
 
-    batch, rows = Batch(model_of(), None, 6), []
-    batch.waiting.extend(each.job for each in request(9))
+    batch, rows = Engine(model_of(), None, 6), []
+    batch.submit(*(each.job for each in request(9)))
     for _ in range(7):
         batch.step()
         rows.append(batch.active)
     assert max(rows) == 5
     batch.end_all()
     hostile, rows, waited, good = [each for _ in range(4) for each in request(5)], [], [], None
-    batch.waiting.extend(each.job for each in hostile)
+    batch.submit(*(each.job for each in hostile))
     for count in range(24):
         if count % 8 == 7:
             (good,) = request(1)
-            batch.waiting.append(good.job)
+            batch.submit(good.job)
             waited.append(count)
         batch.step()
         rows.append(later())
@@ -399,10 +400,10 @@ def test_half_of_the_rows_are_left_by_many_answers_to_several_requests():
 def test_what_is_tried_for_two_answers_is_tried_before_the_first(monkeypatch):
     """On the thread that makes the engine, and only where two have drafts."""
     model, threads = model_of(), []
-    monkeypatch.setattr(key_order, "_reasons", {})
-    monkeypatch.setattr(key_order, "_tried", lambda model: threads.append(threading.current_thread().name))
+    memory.forget()
+    monkeypatch.setattr(batching, "_tried", lambda model: threads.append(threading.current_thread().name))
     for speculative, most, tried in ((None, 4, 0), ("lookup", 1, 0), ("lookup", 4, 1)):
-        engine = Engine(model, None, most, speculative=drafting_of(model, speculative, None, "a"))
+        engine = EngineThread(model, None, most, drafting=drafting_of(model, speculative, None, "a"))
         jobs = [Asked(ids_of(n, 5), 9) for n in range(3)]
         for each in jobs:
             engine.submit(each.job)
@@ -418,8 +419,8 @@ def test_requests_take_turns():
     def request(name: str, count: int) -> list[Asked]:
         return [told(events, f"{name}{n} ", Asked(ids_of(n, 5), 1, place=n)) for n in range(count)]
 
-    batch, asked = Batch(model_of(), None, 4), [*request("a", 4), *request("b", 4)]
-    batch.waiting.extend(each.job for each in asked)
+    batch, asked = Engine(model_of(), None, 4), [*request("a", 4), *request("b", 4)]
+    batch.submit(*(each.job for each in asked))
     for _ in range(4):
         batch.step()
     later = request("c", 2)
@@ -429,21 +430,10 @@ def test_requests_take_turns():
     assert all(each.reasons == ["length"] for each in (*asked, *later))
 
 
-def test_a_piece_takes_as_long_as_some_steps():
-    batch = Batch(model_of(), None, 2)
-    assert batch._piece() == 2048  # nobody waits
-    batch.answers = [None]
-    assert batch._piece() == 256  # nothing is known yet
-    batch._step_seconds, batch._token_seconds = 0.025, 0.001
-    assert batch._piece() == 100
-    batch._step_seconds = 1e-6
-    assert batch._piece() == 64
-
-
 def test_the_engine_on_its_thread(tmp_path):
     model = model_of()
     prompts = PrefixCache(MEMORY, file=str(tmp_path / "prompt.safetensors"))
-    engine = Engine(model, prompts, 4)
+    engine = EngineThread(model, prompts, 4)
     jobs = [Asked(ids_of(n, 3 + n), 4 + n) for n in range(6)]
     for each in jobs:
         engine.submit(each.job)
@@ -474,7 +464,7 @@ def test_the_engine_on_its_thread(tmp_path):
 def test_jobs_that_come_while_beams_are_searched():
     """They begin between its tokens; a cancelled search ends within a step."""
     model, ended = model_of(), []
-    engine = Engine(model, PrefixCache(MEMORY), 4)
+    engine = EngineThread(model, PrefixCache(MEMORY), 4)
     beams, plain, gone, after = (Asked(ids_of(n, 5 + n), new) for n, new in enumerate((40, 5, 40, 5)))
     for each in (beams, gone):
         each.config.num_beams = 3
@@ -497,4 +487,4 @@ def test_a_pipeline_is_refused():
     model = eager(tiny_models.tiny_model("llama"))
     model.pipeline = object()
     with pytest.raises(ValueError, match="need a model in one process, got a pipeline"):
-        Batch(model, None, 2)
+        Engine(model, None, 2)

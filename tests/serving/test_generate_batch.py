@@ -13,9 +13,9 @@ from tokenizers import decoders
 from transformers import GenerationConfig, LogitsProcessor
 
 import torch_moe_mps
-from torch_moe_mps.serving.engine.generating import Generating
+from torch_moe_mps.pipeline.generating import Generating
 from torch_moe_mps.serving.engine.job import Job
-from torch_moe_mps.serving.engine.sampling import Chooser, choose
+from torch_moe_mps.serving.engine.sampling import Sampler, sample
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 LENGTHS = (3, 20, 9, 5, 14, 7, 4, 11, 6, 8, 12, 10)
@@ -100,13 +100,21 @@ def test_an_end_of_a_model_beyond_its_vocabulary_ends_nothing(end, monkeypatch):
     assert 5 not in expected and len(expected) == 4 and torch.equal(found, expected)
 
 
+def test_a_model_that_is_not_accelerated_and_counts_positions_itself():
+    """Bamba's own code counts positions from the first token of a call: decode tells them, too."""
+    model, many = eager(tiny_models.tiny_model("bamba")), prompts(3)
+    found = torch_moe_mps.generate_batch(model, many, config(6), progress=False)
+    for ids, tokens in zip(many, found, strict=True):
+        assert torch.equal(tokens, alone(model, ids, generation_config=config(6)))
+
+
 def test_states_in_rows_that_the_own_code_keeps_in_modules(caplog):
     """RecurrentGemma's, which lie in the cache: three answers together, and a kept prompt, by the oracle
     without a cache."""
     own, model, many = tiny_models.tiny_model("recurrent_gemma"), model_of("recurrent_gemma"), prompts(3)
     with caplog.at_level(logging.WARNING, "torch_moe_mps"):
         answers = torch_moe_mps.generate_batch(model, many, config(4), progress=False)
-    assert not [record for record in caplog.records if "one by one" in record.getMessage()]
+    assert not [record for record in caplog.records if "sequentially" in record.getMessage()]
     generating = Generating(model, PrefixCache(1 << 20))
     for ids, answer in zip(many, answers, strict=True):
         expected = alone(own, ids, generation_config=config(4), use_cache=False)
@@ -220,8 +228,8 @@ def test_a_model_that_cannot_be_batched_runs_sequentially(caplog):
         found = torch_moe_mps.generate_batch(model, many, config(4), progress=False)
     for ids, answer in zip(many, found, strict=True):
         assert torch.equal(answer, alone(model, ids, generation_config=config(4)))
-    (line,) = [record.getMessage() for record in caplog.records if "one by one" in record.getMessage()]
-    assert "has no rows" in line
+    (line,) = [record.getMessage() for record in caplog.records if "sequentially" in record.getMessage()]
+    assert "cannot be batched" in line
 
 
 def test_a_model_without_a_cache(caplog):
@@ -231,7 +239,7 @@ def test_a_model_without_a_cache(caplog):
         answers = torch_moe_mps.generate_batch(model, many, config(4), progress=False)
     for ids, answer in zip(many, answers, strict=True):
         assert torch.equal(answer, alone(own, ids, generation_config=config(4)))
-    (line,) = [record.getMessage() for record in caplog.records if "one by one" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "sequentially" in record.getMessage()]
     assert "has states that are in no cache" in line
 
 
@@ -260,7 +268,7 @@ def test_beams_are_searched_one_prompt_at_a_time(caplog):
         plain = GenerationConfig(**{**own.to_diff_dict(), **dict.fromkeys(as_dict, False)})
         assert torch.equal(found[number], alone(model, ids, generation_config=plain)), number
     assert answers.ended == [2, 1, 3, 0]
-    (line,) = [record.getMessage() for record in caplog.records if "one by one" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "sequentially" in record.getMessage()]
     assert "beam search is generate()'s" in line
 
 
@@ -272,7 +280,7 @@ def test_logits_without_a_likeliest_token_end_the_answer(settings):
     logits[1, 7] = torch.nan
     logits[2] = -torch.inf
     logits[3, 5] = torch.inf if not settings else 100.0
-    token, nan, nothing, most = choose([Chooser(model_of(), job) for _ in logits], logits).read()
+    token, nan, nothing, most = sample([Sampler(model_of(), job) for _ in logits], logits).read()
     assert isinstance(token, int) and most == 5
     for error in (nan, nothing):
         assert isinstance(error, RuntimeError) and "got NaN, +inf or -inf alone" in str(error)
@@ -286,10 +294,10 @@ def test_rows_without_a_seed_are_drawn_in_one_launch(seeds, fills):
         Job({"input_ids": ids}, config(do_sample=True), lambda token: False, print, seed=seed)
         for seed in seeds
     ]
-    choosers = [Chooser(model_of(), job) for job in jobs]
+    samplers = [Sampler(model_of(), job) for job in jobs]
     logits = torch.randn(1, 96, generator=torch.Generator().manual_seed(0)).expand(4, 96)
     with Launches() as counted:
-        draws = [choose(choosers, logits).read() for _ in range(8)]
+        draws = [sample(samplers, logits).read() for _ in range(8)]
     assert counted.counts["exponential_"] == 8 * fills
     first, second, third, fourth = map(list, zip(*draws, strict=True))
     assert first != second and first != third and (second == fourth) == (seeds[1] == 5)

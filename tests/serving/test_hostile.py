@@ -10,8 +10,8 @@ from support.jobs import Asked, ids_of, model_of
 from support.sweep import in_sweep
 from transformers import LogitsProcessor
 
-from torch_moe_mps.serving.engine.batch import Batch
 from torch_moe_mps.serving.engine.engine import Engine
+from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 OFTEN = ("gpt_oss", "qwen3_next")  # windows with sinks beside caches that grow; recurrent states
@@ -77,8 +77,8 @@ def expected(architecture: str, number: int, length: int) -> list[int]:
     asked = victim(number, length)
     if asked.job.seed is None:
         return asked.expected(model_of(architecture))
-    batch = Batch(model_of(architecture), None, 1)
-    batch.waiting.append(asked.job)
+    batch = Engine(model_of(architecture), None, 1)
+    batch.submit(asked.job)
     while batch.has_work:
         batch.step()
     return asked.tokens
@@ -127,7 +127,7 @@ def test_victims_have_the_answers_of_victims_alone(architecture, count):
     victims = [victim(number, lengths[number]) for number in range(VICTIMS) for _ in range(1 + count // 12)]
     jobs = victims + [hostile(draws) for _ in range(count)]
     draws.shuffle(jobs)
-    engine = Engine(model, PrefixCache(1 << 30), 4)
+    engine = EngineThread(model, PrefixCache(1 << 30), 4)
     for each in jobs:
         engine.submit(each.job)
     try:

@@ -5,7 +5,7 @@ import torch
 from support.jobs import Asked, ids_of, model_of, run
 from support.sweep import in_sweep
 
-from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 # Layers that all sequences share, and layers that each has for itself.
@@ -27,8 +27,8 @@ def test_what_is_kept_of_an_answer(architecture, late):
     on mps: all that was computed is kept, and the next turn is the model's own.
     """
     model, prompts = model_of(architecture), PrefixCache(1 << 30)
-    batch = Batch(model, prompts, 4)
-    batch._reads_late = late
+    batch = Engine(model, prompts, 4)
+    batch.decoding.reads_late = late
     length, stops, gone, ends = (Asked(ids_of(number, LENGTH + number), 7) for number in range(4))
     stops.until = lambda token: len(stops.tokens) == 4
     gone.until = lambda token: len(gone.tokens) == 3 and gone.job.cancel()
@@ -52,16 +52,16 @@ def test_what_is_kept_of_an_answer(architecture, late):
 def test_answers_that_begin_with_anothers_prompt(architecture, late):
     """While that one is being generated, and again and again: each is the one alone."""
     model = model_of(architecture)
-    batch = Batch(model, PrefixCache(1 << 30), 6)
-    batch._reads_late = late
+    batch = Engine(model, PrefixCache(1 << 30), 6)
+    batch.decoding.reads_late = late
     first = Asked(ids_of(1, LENGTH), 14)
     asked = [first]
-    batch.waiting.append(first.job)
+    batch.submit(first.job)
     for number in range(4):
         batch.step()
         ids = torch.cat((first.job.inputs["input_ids"], ids_of(number, number)), 1)
         asked.append(Asked(ids, 9 + number))
-        batch.waiting.append(asked[-1].job)
+        batch.submit(asked[-1].job)
     run(batch)
     for number, each in enumerate(asked):
         assert each.tokens == each.expected(model), number
@@ -72,7 +72,7 @@ def test_answers_that_begin_with_anothers_prompt(architecture, late):
 def test_a_short_prompt_that_begins_as_a_kept_one(architecture):
     """Shorter than a window, which is 5 of DeepSeek-V4: compressed keys give no token back all the same."""
     model = model_of(architecture)
-    batch = Batch(model, PrefixCache(1 << 30), 2)
+    batch = Engine(model, PrefixCache(1 << 30), 2)
     for number, shared in enumerate((0, 2, 1)):
         ids = torch.cat((ids_of(9, 3)[:, :shared], ids_of(number, 3 - shared)), 1)
         asked = Asked(ids, 1 + number)

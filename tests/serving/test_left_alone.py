@@ -17,11 +17,11 @@ import torch_moe_mps
 from torch_moe_mps.commands import serving
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.bench import Bench
+from torch_moe_mps.pipeline.generating import Generating
+from torch_moe_mps.pipeline.speculation import Speculation
 from torch_moe_mps.serving.engine.defaults import choice
-from torch_moe_mps.serving.engine.engine import Engine
-from torch_moe_mps.serving.engine.generating import Generating
 from torch_moe_mps.serving.engine.job import Job
-from torch_moe_mps.serving.engine.speculation import Speculation
+from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.http.preparing import prepare
 from torch_moe_mps.serving.http.request import Chat, Request
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
@@ -75,7 +75,7 @@ def by_batch(model):
 
 
 def by_engine(model):
-    engine, ended = Engine(model, PrefixCache(1 << 20), 2), []
+    engine, ended = EngineThread(model, PrefixCache(1 << 20), 2), []
     engine.submit(Job({"input_ids": IDS}, GenerationConfig(**SETTINGS), lambda token: False, ended.append))
     while not ended:
         engine.run(lambda: None).result()
@@ -83,7 +83,7 @@ def by_engine(model):
 
 
 def by_chat(model):
-    generating = Generating(model, PrefixCache(1 << 20), Speculation({"prompt_lookup_num_tokens": 2}))
+    generating = Generating(model, PrefixCache(1 << 20), Speculation())
     for _ in range(2):
         generating.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), **SETTINGS)
 

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import http.server
 import socket
+import threading
 import time
 from typing import Any
 
@@ -200,3 +201,26 @@ def test_what_is_no_picture_is_one_line(monkeypatch):
     with pytest.raises(Refused) as raised:
         opened(Media(), as_url(picture(0)))
     assert raised.value.status == 413
+
+
+def test_names_that_are_slow_to_look_up_delay_no_other_work(monkeypatch):
+    """Forty of them, and a function on another thread of the event loop."""
+    goes_on, asked = threading.Event(), []
+
+    def getaddrinfo(host, *given, **named):
+        asked.append(host)
+        goes_on.wait(60)
+        raise OSError("no such name")
+
+    async def others() -> list[Any]:
+        parts = [{"type": "image", "url": f"http://a{n}.example/", "field": "image"} for n in range(40)]
+        fetches = [asyncio.ensure_future(NAMED.fetch([part])) for part in parts]
+        while len(asked) < 40:
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(asyncio.to_thread(int), 60)
+        goes_on.set()
+        return await asyncio.gather(*fetches, return_exceptions=True)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    results = asyncio.run(others())
+    assert all(str(result) == "'image' cannot be fetched: no such name." for result in results)

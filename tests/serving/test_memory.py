@@ -16,11 +16,11 @@ from transformers import DynamicCache, GenerationConfig
 
 import torch_moe_mps
 from torch_moe_mps.macs import machine_memory
-from torch_moe_mps.serving.engine.engine import Engine
-from torch_moe_mps.serving.engine.generating import Generating
+from torch_moe_mps.pipeline.generating import Generating
+from torch_moe_mps.pipeline.thread import PipelineThread
 from torch_moe_mps.serving.engine.job import Job
+from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.engine.memory import Level, Memory
-from torch_moe_mps.serving.engine.one_by_one import OneByOne
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache import memory as prompts_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
@@ -110,7 +110,7 @@ def test_kept_prompts_take_no_more_than_their_memory_at_any_time():
     model, memory = small(), 1 << 30
     for count in (5, 2):
         prompts = Watched(memory)
-        engine = Engine(model, prompts, 1)
+        engine = EngineThread(model, prompts, 1)
         for number in range(5):
             answered(engine, ids_of(number, 30))
         engine.close()
@@ -121,7 +121,7 @@ def test_kept_prompts_take_no_more_than_their_memory_at_any_time():
 def test_a_prompt_is_given_up_where_a_copy_of_its_beginning_has_no_room():
     """Who adds to a part of it copies that part."""
     model, prompts = small(), PrefixCache(1 << 30)
-    engine = Engine(model, prompts, 1)
+    engine = EngineThread(model, prompts, 1)
     answered(engine, ids_of(1, 30))
     engine.close()
     (kept,) = prompts.kept
@@ -179,9 +179,10 @@ def test_kept_prompts_go_where_the_system_is_short(kind, has_disk, tmp_path):
     prompts = PrefixCache(1 << 30, disk=Disk(tmp_path, 1 << 30) if has_disk else None)
     memory = Memory(model, pressure)
     if kind == "side by side":
-        generator = Engine(model, prompts, 4, memory)
+        generator = EngineThread(model, prompts, 4, memory)
     else:
-        generator = OneByOne(Generating(model, prompts), memory)
+        generating = Generating(model, prompts)
+        generator = PipelineThread(generating, generating, memory)
     expected = answered(generator, IDS)
     assert len(prompts.kept) == 1
     pressure.level = Level.WARN

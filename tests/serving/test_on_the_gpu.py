@@ -12,7 +12,7 @@ from support.waits import Waits
 from transformers import GenerationConfig
 
 import torch_moe_mps
-from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
@@ -80,12 +80,12 @@ def test_rows_of_the_engine(architecture, simulated):
     jobs[1].config.eos_token_id = whole[2]
     gone = Asked(20, settings(60))
     gone.on_token = lambda token: gone.note(token) or (len(gone.tokens) == 3 and gone.cancel())
-    batch = Batch(model, PrefixCache(1 << 30), 8)
-    batch.waiting.extend([*jobs, gone])
+    batch = Engine(model, PrefixCache(1 << 30), 8)
+    batch.submit(*jobs, gone)
     rows = set()
     while batch.has_work:
         batch.step()
-        rows.add(len(batch.answers))
+        rows.add(len(batch.pool.batch.sequences))
     assert {1, min(8, count)} <= rows and gone.reason == "cancelled"
     for job in jobs:
         assert job.tokens == expected(plain, job), job.inputs
@@ -96,7 +96,7 @@ def test_rows_of_the_engine(architecture, simulated):
     turn = torch.cat((first.inputs["input_ids"], torch.tensor([first.tokens]), torch.tensor([[7, 8]])), 1)
     again = Asked(0, settings(5))
     again.inputs = {"input_ids": turn}
-    batch.waiting.append(again)
+    batch.submit(again)
     while batch.has_work:
         batch.step()
     assert again.cached_tokens >= turn.shape[1] - 3 and again.tokens == expected(plain, again)
@@ -108,10 +108,10 @@ def test_no_token_of_several_waits(simulated):
     _, model = models("qwen3_moe")
     ways = ({}, {"do_sample": True, "temperature": 0.8, "top_k": 20}, {"repetition_penalty": 1.3})
     for way in ways:
-        batch = Batch(model, None, 4)
+        batch = Engine(model, None, 4)
         with simulated.dropped(), Waits() as waits:  # which do not depend on what is computed
             jobs = [Asked(number, settings(16, **way), waits) for number in range(4)]
-            batch.waiting.extend(jobs)
+            batch.submit(*jobs)
             while batch.has_work:
                 batch.step()
         for job in jobs:
@@ -133,10 +133,10 @@ def test_drafts_are_verified_by_few_programs(architecture, simulated):
     answers = [expected(plain, job) for job in jobs]
     source = Partly([job.inputs["input_ids"][0] for job in jobs], answers, 0.8)
     prompts = PrefixCache(1 << 30)
-    batch = Batch(model, prompts, 2, speculative=drafting_of(model, source, prompts, "a", 3))
-    batch.waiting.extend(jobs)
+    batch = Engine(model, prompts, 2, drafting=drafting_of(model, source, prompts, "a", 3))
+    batch.submit(*jobs)
     while batch.has_work:
         batch.step()
     assert [job.tokens for job in jobs] == answers
-    assert batch.speculative.accepted > 8 and batch.speculative.rejected > 2
+    assert batch.drafts.drafting.accepted > 8 and batch.drafts.drafting.rejected > 2
     assert 1 <= len(captures_of(model).programs) <= 3, str(captures_of(model))

@@ -8,6 +8,11 @@ from support.speculative import Answered, Partly, prompts, settings
 from support.sweep import in_sweep
 
 import torch_moe_mps
+from torch_moe_mps.transformers.caches.batched import BatchedCache
+from torch_moe_mps.transformers.caches.prompt_cache import new_cache
+from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.deferred_states import deferrable_layers
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 ARCHITECTURES = ("deepseek_v4", "glm5_next", "minimax_m3_vl", "qwen4_exp")
 
@@ -29,4 +34,29 @@ def test_sequences_are_batched(architecture):
     plain = Answered(model, many, [settings(12)] * 3, most=3)
     assert plain.answers == expected and max(seen) == 3
     drafted = Answered(model, many, [settings(12)] * 3, Partly(many, expected), most=3, width=3)
-    assert drafted.answers == expected and drafted.batch.speculative.accepted > 3
+    assert drafted.answers == expected and drafted.batch.drafts.drafting.accepted > 3
+
+
+@pytest.mark.slow("captures of steps of two sequences, and of one")
+@pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ("qwen4_exp",)))
+@pytest.mark.parametrize("lengths", in_sweep([(20, 9), (20,)], [(20, 9)]), ids=str)
+@torch.no_grad()
+def test_steps_are_captured(architecture, lengths):
+    """A program for each way in which pools of the sequences end; logits are those without a cache."""
+    model, steps = eager(tiny_models.tiny_model(architecture)), 30
+    torch_moe_mps.accelerate(model, capture=True)
+    rows, talks, expected = BatchedCache(model, deferrable_layers(model)), [], []
+    for number, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(number)
+        ids, cache = torch.randint(2, 90, (1, length + steps), generator=generator), new_cache(model)
+        model(input_ids=ids[:, :length], **cache_argument(model, cache), use_cache=True)
+        rows.join(cache, length)
+        talks.append(ids[:, length:])
+        expected.append(model(input_ids=ids, use_cache=False).logits[:, length:])
+    expected, reasons = torch.cat(expected), []
+    for step, token in enumerate(torch.cat(talks).split(1, 1)):
+        out = model(input_ids=token, **cache_argument(model, rows.cache), **rows.arguments())
+        rows.advance()
+        reasons.append(captures_of(model).reason)
+        assert (out.logits[:, 0] - expected[:, step]).abs().max() < 1e-5 * expected.abs().max()
+    assert reasons.count(None) > steps - 12 and 1 <= len(captures_of(model).programs) <= 4

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 import torch_moe_mps
 from torch_moe_mps._faults import Mark
-from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.attention.attention import NAME
@@ -76,11 +76,11 @@ class Answer(Job):
         return round(idle), round(busy)
 
 
-def generate(*answers: Answer, speculative=None) -> None:
-    batch = Batch(model_on_mps(), None, len(answers), speculative=speculative)
-    batch.waiting.extend(answers)
-    while batch.has_work:
-        batch.step()
+def generate(*answers: Answer, drafting=None) -> None:
+    engine = Engine(model_on_mps(), None, len(answers), drafting=drafting)
+    engine.submit(*answers)
+    while engine.has_work:
+        engine.step()
 
 
 def timed(simulated, many: int, milliseconds: float, **settings) -> tuple[float, float]:
@@ -116,18 +116,18 @@ def test_a_prompt_is_prefilled_between_steps(simulated):
     host = 1e-3
 
     def joined(times) -> Answer:
-        batch = Batch(model_on_mps(), None, 2)
+        engine = Engine(model_on_mps(), None, 2)
         going, more = Answer(0, host, times), Answer(1, prompt=60)
 
         def note(token: int) -> bool:
             if len(going.tokens) == 9:
-                batch.waiting.append(more)
+                engine.submit(more)
             return going.note(token)
 
         going.on_token = note
-        batch.waiting.append(going)
-        while batch.has_work:
-            batch.step()
+        engine.submit(going)
+        while engine.has_work:
+            engine.step()
         assert going.reason == more.reason == "length"
         return going
 
@@ -148,7 +148,7 @@ def test_a_step_that_verifies_drafts_is_read_before_the_next(simulated):
     def drafted(times=None) -> Answer:
         answer = Answer(0, 1e-4, times)
         source = Partly(*known, right=1.0)
-        generate(answer, speculative=drafting_of(model_on_mps(), source, None, "test", 3))
+        generate(answer, drafting=drafting_of(model_on_mps(), source, None, "test", 3))
         assert answer.tokens == plain.tokens and source.accepted_tokens > 8
         return answer
 
@@ -173,9 +173,7 @@ def test_a_fault_is_raised_where_its_tokens_are_read(simulated):
     alone = Answer(0)
     generate(alone)  # captures
     goes_on = set()
-    for buffer in range(
-        60, 64
-    ):  # two of them end a step, behind which the next is committed
+    for buffer in range(60, 64):  # two of them end a step, behind which the next is committed
         with simulated.timeline(executed, _COMMAND) as times:
             answer = Answer(0, 1e-3, times)
             with simulated.failing("timeout", buffer):

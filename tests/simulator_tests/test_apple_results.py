@@ -368,6 +368,12 @@ def test_tokens_by_hand():
     most = 293 * 6e-3 + (0.71e9 + 1.02e9 / 0.60) / rate * 1e3
     assert (token.ms(gpu, 3, 0.75), token.ms(gpu, 6, 0.60)) == pytest.approx((least, most))
     assert dense.ms(gpu, 3, 0.60) == dense.ms(gpu, 3, 1.0)  # without experts
+    # 4 heads of keys and of values, of 128 16-bit elements, in 48 layers; a merge in each from 256 keys on
+    behind = 341 * 3e-3 + (1.73e9 + 4096 * 48 * 2 * 4 * 128 * 2) / rate * 1e3
+    assert token.behind(4096).ms(gpu, 3, 1.0) == pytest.approx(behind)
+    assert (token.behind(255).launches, token.behind(256).launches) == (293, 341)
+    ultra = apple.GPUS["M3 Ultra"]
+    assert of_tokens.starts(ultra, (3, 6)) == (5.4, 6) and of_tokens.starts(ultra, (4, 4)) == (4, 4)
     rows = [*of_tokens.table([gpu, apple.GPUS["M4 Max"], apple.GPUS["M3 Ultra"]])]
     page = (REPOSITORY / "docs" / "speed.md").read_text()
     assert [row for row in rows if row.startswith("|") and row not in page] == []

@@ -7,6 +7,7 @@
 | Python in `tests/` or `scripts/` | tests that import it, and tests that name its file |
 | Python of the package | the folder of its room, and tests that import it other than through a door |
 | a rule of `modules/` | the folder of its room, and tests that import it themselves |
+| a trial of `trials/` | the folders of its room and of `modules/`, and tests that import it |
 | an operator's family in `ops/` | tests that name one of its operators, and a model of each router |
 | `.mm`, `.metal` and their headers | the same, for the families whose sources include the file |
 | a text, a table, pinned values | tests that name it, itself or in a module of `tests/` that they import |
@@ -62,6 +63,7 @@ EVERYTHING = re.compile(
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Calls of every operator in every format, for minutes: only `scripts/test` runs them.
 ANY_ARGUMENTS = TESTS / "ops" / "test_any_arguments.py"
+TRIALS = PACKAGE / "transformers" / "trials"
 RULES = PACKAGE / "transformers" / "modules" / "rules"
 # Models on the simulated GPU: how operators work together.
 MODELS = TESTS / "transformers" / "models" / "test_mps.py"
@@ -375,6 +377,8 @@ def dependents(path: Path) -> set[Path]:
             }
         else:
             importing = {test for test in all_tests() if path in reached(test)}
+        if path.parent == TRIALS:
+            importing |= {*tests_in(TESTS / "transformers" / "modules")}
         return importing | (room(path) if in_package else naming(path.name))
     if path.parent.name == "pinned":
         return {*tests_in(path.parents[1])}

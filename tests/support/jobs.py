@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 import torch_moe_mps
 from support import tiny_models
 from support.models import eager
-from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 
 
@@ -56,8 +56,8 @@ class Asked:
         return model.generate(ids, generation_config=self.config)[0, ids.shape[1] :].tolist()
 
 
-def run(batch: Batch, *asked: Asked) -> None:
-    batch.waiting.extend(each.job for each in asked)
+def run(batch: Engine, *asked: Asked) -> None:
+    batch.submit(*(each.job for each in asked))
     for _ in range(10_000):
         if not batch.has_work:
             return

@@ -289,7 +289,7 @@ def conversations(folder: str) -> dict[str, Any]:
     from torch_moe_mps.commands.arguments import parser
     from torch_moe_mps.serving.engine import prefill as prompt_reader
 
-    prompt_reader.AT_ONCE = 16
+    prompt_reader.LARGEST_CHUNK = 16
     given = ["serve", folder, "--device", "cpu", "--speculative", "lookup", "--prompt-memory", "0"]
     model = serving._stage(parser().parse_args(given), folder, "cpu")
     counts: list[int] = []

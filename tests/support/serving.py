@@ -41,7 +41,8 @@ def answers_by_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets serve and chat answer one after the other by `generate`, as a pipeline's first process does."""
 
     def generator(options, most, model, folder, device):
-        return commands.OneByOne(commands._answering(options, model, folder, device))
+        generating = commands._answering(options, model, folder)
+        return commands.PipelineThread(generating, generating)
 
     monkeypatch.setattr(commands, "_generator", generator)
 

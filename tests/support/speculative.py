@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from transformers import GenerationConfig
 
-from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
@@ -56,8 +56,8 @@ class Answered:
         """`options`: `width` of the drafts, `seeds`, `likely` and `processors` of each prompt, `until`."""
         kept = PrefixCache(1 << 30)
         width, until = options.get("width"), options.get("until", lambda tokens: False)
-        self.batch = Batch(
-            model, kept, most, None, speculative=drafting_of(model, speculative, kept, "a", width)
+        self.batch = Engine(
+            model, kept, most, None, drafting=drafting_of(model, speculative, kept, "a", width)
         )
         self.answers, self.reasons = [[] for _ in many], [None for _ in many]
         self.jobs, self.steps = [], 0
@@ -77,7 +77,7 @@ class Answered:
                     **more,
                 )
             )
-        self.batch.waiting.extend(self.jobs)
+        self.batch.submit(*self.jobs)
         while self.batch.has_work:
             self.batch.step()
             self.steps += 1

@@ -96,9 +96,9 @@ def test_drafts_come_from_one_generator(model, monkeypatch):
     model.generate(IDS, do_sample=False, prompt_lookup_num_tokens=2, **HOW)
     ((args, kwargs),) = calls
     assert not args and kwargs.keys() >= {"generation_config", "logits_processor"}
-    from transformers.generation.candidate_generator import AssistedCandidateGenerator
+    from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-    generator = AssistedCandidateGenerator
+    generator = PromptLookupCandidateGenerator
     assert {"get_candidates", "update_candidate_strategy"} <= {*dir(generator)}
     assert [*inspect.signature(generator.update_candidate_strategy).parameters][1:] == [
         "input_ids",

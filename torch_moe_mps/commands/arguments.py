@@ -637,14 +637,14 @@ def _finetune(command: argparse.ArgumentParser) -> None:
 
     Each line of DATA is a JSON object with "messages" (of "role" and "content"), "prompt" and "completion",
     or "text". The loss is on answers and completions, and on all of a text. With --method dpo a line has
-    "prompt", "chosen" and "rejected", with grpo "prompt" and what the reward reads. Memory and parameters are
-    printed before weights are loaded, and what does not fit is refused. Ctrl-C ends with a checkpoint. The
-    other commands take the folder as --adapter.
+    "prompt", "chosen" and "rejected", with grpo "prompt" and the columns of the reward. Memory and parameters
+    are printed before weights are loaded, and what does not fit is refused. Ctrl-C ends with a checkpoint.
+    The other commands take the folder as --adapter.
 
     examples:
       torch-moe-mps finetune Qwen/Qwen3-30B-A3B chats.jsonl --bits 4 --output adapter
       torch-moe-mps finetune Qwen/Qwen3-30B-A3B chats.jsonl --bits 4 --dry-run   # only what it would take
-      torch-moe-mps finetune qwen3-4bit chats.jsonl --output adapter --resume    # behind its last checkpoint
+      torch-moe-mps finetune qwen3-4bit chats.jsonl --output adapter --resume    # from its last checkpoint
       torch-moe-mps finetune qwen3-4bit chats.jsonl --expert-rank 0              # a small adapter
       torch-moe-mps finetune qwen3-4bit sums.jsonl --method grpo --reward reward.py --learning-rate 1e-5
     """
@@ -654,7 +654,7 @@ def _finetune(command: argparse.ArgumentParser) -> None:
     add(
         "--output", default="adapter", metavar="DIR", help="folder to write; a new one, or --resume (adapter)"
     )
-    ways = "sft: from answers; dpo: from better and worse ones; grpo: by a reward (sft)"
+    ways = "sft: supervised; dpo: from preferences; grpo: by a reward (sft)"
     add("--method", choices=("sft", "dpo", "grpo"), default="sft", help=ways)
     rewards = "with a function reward(prompts, completions, **columns), a number for each completion"
     add("--reward", metavar="FILE", help=f"of grpo: Python {rewards}")
@@ -666,15 +666,15 @@ def _finetune(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of grpo: tokens of an answer (256)",
     )
-    add("--resume", action="store_true", help="go on behind the last checkpoint in DIR")
+    add("--resume", action="store_true", help="continue from the last checkpoint in DIR")
     add("--dry-run", action="store_true", help="print parameters and memory, and train nothing")
-    add("--rank", type=_integer(1), default=16, metavar="R", help="of linear layers (16)")
+    add("--rank", type=_integer(1), default=16, metavar="R", help="LoRA rank of linear layers (16)")
     add(
         "--expert-rank",
         type=_integer(0),
         default=4,
         metavar="R",
-        help="of each expert; 0 leaves experts out (4)",
+        help="LoRA rank of each expert; 0 leaves experts out (4)",
     )
     add(
         "--targets",
@@ -682,16 +682,16 @@ def _finetune(command: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="linear layers with an adapter, such as q_proj,v_proj (all but the head)",
     )
-    add("--batch", type=_integer(1), default=4, metavar="N", help="lines of a step (4)")
-    add("--epochs", type=_POSITIVE, default=3, metavar="N", help="how often each line is read (3)")
+    add("--batch", type=_integer(1), default=4, metavar="N", help="lines per step (4)")
+    add("--epochs", type=_POSITIVE, default=3, metavar="N", help="passes over the data (3)")
     add("--steps", type=_integer(1), metavar="N", help="in place of --epochs")
-    add("--learning-rate", type=_POSITIVE, default=2e-4, metavar="X", help="its highest (2e-4)")
+    add("--learning-rate", type=_POSITIVE, default=2e-4, metavar="X", help="peak learning rate (2e-4)")
     add(
         "--max-length",
         type=_integer(2),
         default=2048,
         metavar="N",
-        help="tokens of a line, the others are cut (2048)",
+        help="truncate lines to N tokens (2048)",
     )
     held = "lines that only measure the loss, before and after (a tenth, 100 at most)"
     add("--held-out", type=_integer(0), metavar="N", help=held)
@@ -700,7 +700,7 @@ def _finetune(command: argparse.ArgumentParser) -> None:
         "--seed",
         type=_integer(0, (1 << 32) - 1),
         default=0,
-        help="of the order of lines and the first weights (0)",
+        help="of the order of lines and the initial weights (0)",
     )
     _add(command, "--bits", "--group-size", "--device", "--dtype", *_FROM_THE_HUB)
     command.set_defaults(shares=None, kv_bits=16)  # it is for one process, without a cache

@@ -24,14 +24,13 @@ from transformers import DynamicCache, GenerationConfig
 
 from .._faults import gpu_busy, synchronize
 from ..macs import this_mac
+from ..pipeline.generating import Generating
+from ..pipeline.speculation import Speculation
 from ..pipeline.torchrun import is_first_process, processes, sum_of_processes
 from ..selfcheck import tensor_units
-from ..serving.engine.batch import Batch
 from ..serving.engine.defaults import settings_of_draw
-from ..serving.engine.generating import Generating
+from ..serving.engine.engine import Engine
 from ..serving.engine.job import Job
-from ..serving.engine.speculation import Speculation
-from ..serving.engine.stand_in import call_generate
 from ..serving.prefix_cache.memory import PrefixCache
 from ..serving.speculative.drafting import Drafting
 from ..transformers.basics.scoped import Seeded
@@ -126,7 +125,7 @@ def run(options: argparse.Namespace) -> None:
     bench = Bench(model, options, None if bandwidth is None else bandwidth * 1e9, cache)
     if options.speculative not in (None, NO_DRAFTS):
         if processes() > 1:
-            bench.speculation = speculation_of(options, model, source, device)
+            bench.speculation = speculation_of(options, model, source)
         else:
             bench.speculative = drafts_of(options, model, source, device, bench.prompts)
     # Random tokens repeat nothing, and nobody drafts what follows them.
@@ -311,7 +310,7 @@ class Bench:
         def generate(cache: Any) -> None:
             arguments = {} if cache is None else cache_argument(self.model, cache)
             before = gpu_busy()
-            call_generate(self.model, ids, attention_mask=torch.ones_like(ids), **arguments, **how).tolist()
+            self.model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, **how).tolist()
             self._synchronize()
             busy.append(gpu_busy() - before)
 
@@ -398,11 +397,11 @@ class _Answered:
             return False
 
         config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
-        batch = Batch(model, prompts, 1, speculative=speculative)
-        batch.waiting.append(Job({"input_ids": ids}, config, take, reasons.append))
+        engine = Engine(model, prompts, 1, drafting=speculative)
+        engine.submit(Job({"input_ids": ids}, config, take, reasons.append))
         self.steps = 0
-        while batch.has_work:
-            batch.step()
+        while engine.has_work:
+            engine.step()
             self.steps += bool(times)
         if isinstance(reasons[0], Exception):
             raise reasons[0]

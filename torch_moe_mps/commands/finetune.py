@@ -211,10 +211,13 @@ def _save(
     save_adapter(adapted, output)
     losses = [(int(row["step"]), row["loss"]) for row in about["curve"]]
     held_out = (about["before"], about["after"]) if "after" in about else None
-    (output / _CURVE).write_text(
-        loss_curve(f"{options.model} on {Path(options.data).name}", losses, held_out), encoding="utf-8"
-    )
-    card = adapter_card(output.name, options, about, len(tokens), sum(tokens))
-    (output / CARD).write_text(card, encoding="utf-8")
+    curve = loss_curve(f"{options.model} on {Path(options.data).name}", losses, held_out)
+    _write_text(output / _CURVE, curve)
+    _write_text(output / CARD, adapter_card(output.name, options, about, len(tokens), sum(tokens)))
     _write(output, about)
     print(f"wrote {output}. To ask it:\n{use_of_adapter(str(output), options.model, options)}")
+
+
+def _write_text(file: Path, text: str) -> None:
+    """Writes UTF-8; names of files that the locale cannot decode are written as the octets they have."""
+    file.write_text(text, encoding="utf-8", errors="surrogateescape")

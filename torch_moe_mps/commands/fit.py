@@ -18,7 +18,7 @@ from ..ops.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
-from ..serving.engine.prefill import AT_ONCE
+from ..serving.engine.scheduler import LARGEST_CHUNK
 from ..serving.prefix_cache.memory import LONGEST, prompt_bytes
 from ..serving.speculative import LOOKUP, MTP
 from ..serving.speculative.dflash import is_dflash, require_assistant
@@ -30,7 +30,10 @@ from ..transformers.checkpoints.layouts.gguf.reading import GgufLayout
 from ..transformers.checkpoints.layouts.own.config import QuantizationConfig
 from ..transformers.checkpoints.quantize.decision import weights_of
 from ..transformers.checkpoints.quantize.recipe import (
+    AUTO_BITS,
+    KINDS,
     SAME,
+    SHARE,
     Recipe,
     no_such_weight,
     recipe_of,
@@ -50,6 +53,7 @@ from .speculative import cache_beside
 
 BITS = (8, 6, 5, 4, 3, 2)
 _DENSE, _STORED = "16 bit", "as it is"
+_DOWN = "down projections of experts"
 _CHECK = Check("fit")
 
 
@@ -117,14 +121,15 @@ def report(
     speculative: Drafts,
 ) -> tuple[str, dict[str, Any]]:
     """The tables, for all Macs or for one, and the numbers in them."""
-    prompt, total = prompt_bytes(model, AT_ONCE), sum(p.numel() for p in model.parameters())
+    prompt, total = prompt_bytes(model, LARGEST_CHUNK), sum(p.numel() for p in model.parameters())
     lines = [f"{type(model).__name__}, {total / 1e9:.2f} billion weights", *_of_cache(cache, kv_bits)]
     lines.append(
-        f"a prompt takes at most {prompt / 1e9:.3f} GB for {AT_ONCE:,} tokens, which are read at once"
+        f"a prompt takes at most {prompt / 1e9:.3f} GB for {LARGEST_CHUNK:,} tokens, which are read at once"
     )
     size, unit = unit_of(total)
     cells = [[s.name, f"{s.weights / size:.1f}", f"{s.token / size:.2f}"] for s in sizes]
     lines += ["", *aligned([["weights", unit, f"{unit} read for a token"], *cells], 1)]
+    lines += _of_formats(sizes)
     if speculative.what:
         own = ", ".join(f"{s.speculative / size:.2f} ({s.name})" for s in sizes)
         lines += ["", f"chat and serve load {speculative.what} for drafts, of {own} {unit};"]
@@ -145,7 +150,7 @@ def report(
     data = {
         "weights": total,
         "kv_cache": None if cache is None else _bytes_of(cache),
-        "prompt": {"tokens": AT_ONCE, "bytes": prompt},
+        "prompt": {"tokens": LARGEST_CHUNK, "bytes": prompt},
         "sizes": [
             {"name": s.name, "bytes": s.weights, "bytes_a_token": s.token}
             | ({"speculative": s.speculative} if speculative.what else {})
@@ -158,6 +163,34 @@ def report(
     }
     more, bounds = _of_bounds(mac, cache, context, sizes)
     return "\n".join([*lines, "", *more]), data | bounds
+
+
+def _of_formats(sizes: Sequence[Size]) -> list[str]:
+    """A table of the sizes whose kinds of weights have several formats, and of the recipes with names."""
+    rows = []
+    for size in sizes:
+        found: dict[str, set[str]] = {}
+        for target in size.targets:
+            for parameter, format in target.formats.items():
+                is_down = target.kind == "experts" and parameter == "down_proj"
+                found.setdefault(_DOWN if is_down else KINDS[target.kind], set()).add(str(format))
+        several = len({*map(frozenset, found.values())}) > 1
+        if size.name != _STORED and (size.name in NAMED or several):
+            rows.append((size.name, found))
+    if not rows:
+        return []
+    kinds = [kind for kind in (_DOWN, *KINDS.values()) if any(kind in found for _, found in rows)]
+    cells = [[name, *(" and ".join(sorted(found.get(kind, "-"))) for kind in kinds)] for name, found in rows]
+    lines = ["", *aligned([["formats", *kinds], *cells], 1 + len(kinds))]
+    if any(name not in NAMED for name, _ in rows):
+        few, share = f"fewer bits than {AUTO_BITS}", f"{SHARE:.0%}"
+        lines.append(
+            f"With {few}, linear layers beside experts have {AUTO_BITS} up to {share} of all weights,"
+        )
+        lines.append(f"embeddings and output head from {share} on.")
+    if any(name in NAMED for name, _ in rows):
+        lines.append(f"{', '.join(NAMED)}: convert --recipe NAME")
+    return lines
 
 
 def _of_bounds(
@@ -279,7 +312,7 @@ def spread(
 
     Raises: ValueError for a model whose layers cannot be spread.
     """
-    prompt = prompt_bytes(model, AT_ONCE)
+    prompt = prompt_bytes(model, LARGEST_CHUNK)
     limits, longest = [wired_limit(gib) - prompt for gib in macs], context_of(model.config)
     layers = model.get_submodule(find_loop(model).layers)
     rows: list[dict[str, Any]] = []

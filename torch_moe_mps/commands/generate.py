@@ -10,70 +10,78 @@ import time
 from typing import Any
 
 import torch
+from transformers import TextStreamer
 
 from ..macs import machine_memory
 from ..serving.engine.defaults import choice, settings_of_answer
-from ..serving.engine.generating import Generating
+from ..serving.engine.engine import Engine
+from ..serving.engine.job import Job
+from ..serving.generate_batch import Answer, generate_all
 from ..serving.prefix_cache.memory import PrefixCache
-from ..transformers.caches.cache import pools_padding
 from .arguments import NO_DRAFTS
 from .interrupts import at_ctrl_c
 from .settings import settings_of
-from .sources import check_generates, context_of, folder_of, load, tokenizer_of, usable_device, with_adapter
-from .speculative import speculation_of
+from .sources import (
+    check_adapter,
+    check_generates,
+    context_of,
+    folder_of,
+    load,
+    tokenizer_of,
+    usable_device,
+    with_adapter,
+)
+from .speculative import drafts_of
 
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, RuntimeError with a one-line message."""
     asked = choice(settings_of(options))
-    prompts = options.texts
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
     check_generates(options, folder)
     reader = _processor(options, folder) if options.image else tokenizer_of(folder, options.trust_remote_code)
-    words = {"tokenizer": getattr(reader, "tokenizer", reader)}  # for stop_strings
-    is_assisted = options.speculative not in (None, NO_DRAFTS)  # and takes one sequence
-    size = 1 if is_assisted else options.batch
-    batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-    inputs = [_inputs(options, reader, some) for some in batches]
-    lengths = [batch["input_ids"].shape[1] for batch in inputs]
+    tokenizer = getattr(reader, "tokenizer", reader)
+    inputs = [_inputs(options, reader, prompt) for prompt in options.texts]
+    lengths = [each["input_ids"].shape[1] for each in inputs]
     if min(lengths) == 0:
         raise ValueError("the prompt must have at least 1 token, got none")
+    check_adapter(options, folder)
     model = with_adapter(options, load(options, folder, device))
     limit = context_of(model.config)
     if max(lengths) >= limit:
         raise ValueError(f"the prompt must have fewer than the model's {limit} tokens, got {max(lengths)}")
-    if len(batches) < len(prompts) and pools_padding(model.config):
-        batches = [[prompt] for prompt in prompts]
-        inputs = [_inputs(options, reader, some) for some in batches]
-    kept = PrefixCache(machine_memory(), file=options.prompt_cache)
-    generating = Generating(model, kept, speculation_of(options, model, folder, device))
-    if options.prompts is None:
-        with at_ctrl_c(generating.end):
-            config = settings_of_answer(model, asked, lengths[0], limit)
-            _stream(generating, reader, inputs[0].to(model.device), {"generation_config": config, **words})
-            kept.write(model)
-        if generating.has_ended:
-            raise KeyboardInterrupt
+    cache, drafting = PrefixCache(machine_memory(), file=options.prompt_cache), None
+    if options.speculative not in (None, NO_DRAFTS):
+        drafting = drafts_of(options, model, folder, device, cache)
+    engine = Engine(model, cache, options.batch, drafting=drafting)
+    streamer = _Streamer(tokenizer, lengths[0]) if options.prompts is None else None
+    answers, jobs = list[Answer](), list[Job]()
+    for given, length in zip(inputs, lengths, strict=True):
+        config = settings_of_answer(model, asked, length, limit)
+        answer = Answer(given["input_ids"][0].tolist(), config, tokenizer, streamer, lambda: None)
+        config.stop_strings = None  # the answer looks for them
+        answers.append(answer)
+        jobs.append(Job(dict(given), config, answer.take, answer.end))
+    engine.submit(*jobs)
+    if streamer is None:
+        for prompt, answer in zip(options.texts, answers, strict=True):
+            generate_all(engine, answers, until=lambda answer=answer: answer.has_ended)
+            text = reader.decode(answer.tokens, skip_special_tokens=True)
+            print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False), flush=True)
     else:
-        for some, batch in zip(batches, inputs, strict=True):
-            start = batch["input_ids"].shape[1]
-            config = settings_of_answer(model, asked, start, limit)
-            given = {**batch.to(model.device), "generation_config": config, **words}
-            answers = generating.generate(**given)[:, start:]
-            for prompt, answer in zip(some, answers, strict=True):
-                text = reader.decode(answer, skip_special_tokens=True)
-                print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False), flush=True)
-    if generating.speculation is not None:
-        print(generating.speculation, file=sys.stderr)
+        with at_ctrl_c(jobs[0].cancel):
+            generate_all(engine, answers)
+            print(streamer, file=sys.stderr)
+            cache.write(model)
+        if jobs[0].is_cancelled:
+            raise KeyboardInterrupt
+    if drafting is not None:
+        print(drafting, file=sys.stderr)
 
 
-def _inputs(options: argparse.Namespace, reader: Any, prompts: list[str]) -> Any:
-    """The arguments of `generate`, padded on the left."""
-    tokenizer = getattr(reader, "tokenizer", reader)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-    tokenizer.padding_side = "left"
+def _inputs(options: argparse.Namespace, reader: Any, prompt: str) -> Any:
+    """The inputs of the model."""
     template = getattr(reader, "chat_template", None)
     if options.image and not template:
         raise ValueError(
@@ -82,13 +90,11 @@ def _inputs(options: argparse.Namespace, reader: Any, prompts: list[str]) -> Any
     if options.raw or not template:
         if options.system_prompt:
             raise ValueError("--system-prompt is for a chat template, and none is used")
-        return tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        return reader(prompt, return_tensors="pt", return_token_type_ids=False)
     system = [{"role": "system", "content": options.system_prompt}] if options.system_prompt else []
-    chats = [[*system, {"role": "user", "content": _content(options, prompt)}] for prompt in prompts]
+    chat = [*system, {"role": "user", "content": _content(options, prompt)}]
     wanted = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
-    if not options.image:  # with one there is one prompt, and processors take no `padding` here
-        wanted["padding"] = True
-    return reader.apply_chat_template(chats, **wanted)
+    return reader.apply_chat_template([chat], **wanted)
 
 
 def _content(options: argparse.Namespace, prompt: str) -> Any:
@@ -106,27 +112,26 @@ def _processor(options: argparse.Namespace, folder: str) -> Any:
     return processor
 
 
-def _stream(generating: Generating, reader: Any, inputs: Any, settings: dict[str, Any]) -> None:
-    """Writes the answer while it is generated, and its speed to stderr."""
-    from transformers import TextStreamer
+class _Streamer(TextStreamer):
+    """Writes an answer while it is generated; as text: its speed."""
 
-    class Timed(TextStreamer):
-        tokens, first = 0, 0.0
+    def __init__(self, tokenizer: Any, prompt: int):
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self._prompt, self._count = prompt, 0
+        self._start = self._first = self._end = time.perf_counter()
 
-        def put(self, value: torch.Tensor) -> None:
-            if not self.next_tokens_are_prompt:
-                self.tokens += value.numel()
-                self.first = self.first or time.perf_counter()
-            is_several = value.numel() > 1 and not self.next_tokens_are_prompt
-            for token in value.split(1) if is_several else [value]:
-                super().put(token)
+    def put(self, value: torch.Tensor) -> None:
+        if self._count == 0:
+            self._first = time.perf_counter()
+        self._count += 1
+        super().put(value)
 
-    start = time.perf_counter()
-    streamer = Timed(getattr(reader, "tokenizer", reader), skip_prompt=True, skip_special_tokens=True)
-    generating.generate(**inputs, **settings, streamer=streamer)
-    prompt, seconds = inputs["input_ids"].shape[1], time.perf_counter() - streamer.first
-    rate = f", then {(streamer.tokens - 1) / seconds:.1f} tokens/s" if streamer.tokens > 1 else ""
-    print(
-        f"{prompt} tokens of prompt in {streamer.first - start:.1f} s, {streamer.tokens} generated{rate}",
-        file=sys.stderr,
-    )
+    def end(self) -> None:
+        super().end()
+        self._end = time.perf_counter()
+
+    def __str__(self) -> str:
+        seconds = self._end - self._first
+        rate = f", then {(self._count - 1) / seconds:.1f} tokens/s" if self._count > 1 and seconds > 0 else ""
+        prefill = f"{self._prompt} tokens of prompt in {self._first - self._start:.1f} s"
+        return f"{prefill}, {self._count} generated{rate}"

@@ -23,7 +23,15 @@ from ..transformers.upstream.calls import cache_argument
 from .card import keep_figures
 from .places import utf8_text
 from .results import write_json
-from .sources import check_generates, folder_of, load_stored, tokenizer_of, usable_device, with_adapter
+from .sources import (
+    check_adapter,
+    check_generates,
+    folder_of,
+    load_stored,
+    tokenizer_of,
+    usable_device,
+    with_adapter,
+)
 
 # Tokens whose probabilities are kept of the model to compare with; all others are one class.
 LIKELIEST = 1024
@@ -70,6 +78,7 @@ def _measured(
     options: argparse.Namespace, source: str, device: str, pieces: list[Tensor], folder: Path | None
 ) -> tuple["Means", str]:
     """Means of a model over the text, and the dtype of its activations."""
+    check_adapter(options, source)
     model = with_adapter(options, load_stored(options, source, device))
     means = measure(WithQuantizedCache(model) if options.kv_bits == CACHE_BITS else model, pieces, folder)
     return means, str(model.dtype).removeprefix("torch.")

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ..macs import machine_memory
+from ..pipeline.generating import Generating
+from ..pipeline.thread import PipelineThread
 from ..pipeline.torchrun import is_first_process, processes
 from ..selfcheck.machine import cache_folder
 from ..serving.engine.encoder import Encoder, encoder_of
-from ..serving.engine.engine import Engine
-from ..serving.engine.generating import Generating
 from ..serving.engine.job import Generator
+from ..serving.engine.loop import EncoderThread, EngineThread
 from ..serving.engine.memory import MOST_ROWS, Memory
-from ..serving.engine.one_by_one import OneByOne
 from ..serving.http.served import Served
 from ..serving.media.loading import Media
 from ..serving.prefix_cache.disk import Disk
@@ -26,6 +26,7 @@ from .caches import kv_cache
 from .early import alone
 from .interrupts import at_ctrl_c
 from .sources import (
+    check_adapter,
     check_generates,
     context_of,
     folder_of,
@@ -57,8 +58,9 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
         if processes() > 1:  # all load at the same time
             model, encoder = _stage(options, folder, device), None
             stack.enter_context(model.pipeline.leading())
-            generator: Generator = OneByOne(model.pipeline.answering, Memory(model))
+            generator: Generator = PipelineThread(model, model.pipeline.answering, Memory(model))
         else:
+            check_adapter(options, folder)
             model = with_adapter(options, load(options, folder, device))
             encoder = _encoder(options, model, processor, folder)
             generator = _generator(options, most, model, folder, device)
@@ -105,11 +107,11 @@ def rows_of(options: argparse.Namespace) -> int:
 def _generator(options: argparse.Namespace, most: int, model: Any, folder: str, device: str) -> Generator:
     """A generator of one conversation after the other, or of several as far as the memory goes."""
     if not model.can_generate():
-        return OneByOne(None)
+        return EncoderThread()
     prompts = prompts_of(options)
     speculative = drafts_of(options, model, folder, device, prompts)
     memory = Memory(model, beside=speculative.modules if speculative else ())
-    return Engine(model, prompts, most, memory, speculative)
+    return EngineThread(model, prompts, most, memory, speculative)
 
 
 def _closed(generator: Generator) -> None:
@@ -174,11 +176,11 @@ def follow(options: argparse.Namespace) -> None:
 def _stage(options: argparse.Namespace, folder: str, device: str) -> Any:
     """The part of a model in this process."""
     model = load(options, folder, device)
-    model.pipeline.answering = _answering(options, model, folder, device)
+    model.pipeline.answering = _answering(options, model, folder)
     return model
 
 
-def _answering(options: argparse.Namespace, model: Any, folder: str, device: str) -> Generating:
+def _answering(options: argparse.Namespace, model: Any, folder: str) -> Generating:
     """`generate` with kept prompts; all processes keep those that the first one keeps."""
     prompts = prompts_of(options) if is_first_process() else PrefixCache(sys.maxsize)
-    return Generating(model, prompts, speculation_of(options, model, folder, device))
+    return Generating(model, prompts, speculation_of(options, model, folder))

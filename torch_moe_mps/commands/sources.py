@@ -147,22 +147,23 @@ def _is_quiet(options: argparse.Namespace) -> bool:
     return getattr(options, "log_level", None) == "error" or not torchrun.is_first_process()
 
 
-def _check_adapter(name: str, skeleton: Any) -> None:
-    """Refuses an adapter of another model before the weights are loaded.
-
-    Args:
-        skeleton: the dense model on the meta device, whose adapters have the same names and shapes.
+def check_adapter(options: argparse.Namespace, folder: str) -> None:
+    """Refuses an --adapter that does not fit the model in a folder, before its weights are loaded.
 
     Raises: ValueError that names a tensor.
     """
+    if options.adapter is None:
+        return
     from peft import LoraConfig, get_peft_model
 
     from ..transformers.adapters.lora import check_stored, quiet
 
-    folder = place_of_adapter(name, weights=True)
+    adapter, (_, dense) = place_of_adapter(options.adapter, weights=True), skeleton_of(options, folder)
+    config = LoraConfig.from_pretrained(adapter)
+    config.init_lora_weights = False  # some ways to initialise read the weights
     with quiet(), torch.device("meta"):
-        adapted = get_peft_model(skeleton, LoraConfig.from_pretrained(folder))
-    check_stored(folder, adapted)
+        adapted = get_peft_model(dense, config)
+    check_stored(adapter, adapted)
 
 
 def with_adapter(options: argparse.Namespace, model: Any) -> Any:
@@ -192,12 +193,10 @@ def load_stored(
         own = {} if dtype is None else {"dtype": dtype}
         return torchrun.load(folder, options.shares, **asked | own)
 
-    source = Source(folder, loading_options(options))
-    if (adapter := getattr(options, "adapter", None)) is not None:
-        _check_adapter(adapter, source.skeleton())
     if options.dtype != "auto" or trains or torchrun.processes() > 1:
         return loaded(None)
     quantises = asked.get("bits") is not None
+    source = Source(folder, loading_options(options))
     model, activations = load_in_best(source, quantises, device, loaded)
     if activations.dtype is not None:
         report = getattr(getattr(model, "hf_quantizer", None), "report", None)

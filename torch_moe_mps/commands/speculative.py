@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from .._text import first_line
+from ..pipeline.speculation import Speculation
 from ..serving.engine.ranges import vocabulary_of
-from ..serving.engine.speculation import Speculation
 from ..serving.prefix_cache.memory import PrefixCache
 from ..serving.speculative import LOOKUP, MTP
 from ..serving.speculative.asked import drafting_of
@@ -16,12 +16,10 @@ from ..serving.speculative.dflash import is_dflash, require_assistant
 from ..serving.speculative.draft import require_tokens
 from ..serving.speculative.drafting import Drafting
 from ..transformers.checkpoints.source import Source
-from ..transformers.mtp import has_mtp, recipe_of_last_layer, require_mtp
+from ..transformers.mtp import has_mtp, recipe_of_last_layer
 from .arguments import NO_DRAFTS
 from .caches import KVCache, block_cache, kv_cache
 from .sources import folder_of, loading_options, skeleton_of, tokenizer_of
-
-_OF_GENERATE = 8  # tokens that `generate` looks up
 
 
 def drafts_of(
@@ -54,30 +52,17 @@ def _by_default(model: Any, prompts: PrefixCache) -> Drafting | None:
     return drafting_of(model, LOOKUP, prompts, "--speculative")
 
 
-def speculation_of(options: argparse.Namespace, model: Any, folder: str, device: str) -> Speculation | None:
-    """The drafts of `generate`; None for none.
+def speculation_of(options: argparse.Namespace, model: Any, folder: str) -> Speculation | None:
+    """The drafts of a pipeline, which are looked up; None for none.
 
-    Raises: ValueError for a model whose states cannot be cut back to the tokens that were accepted, and for a
-        checkpoint without MTP layers.
+    Raises: ValueError for a model whose states cannot be cut back to the tokens that were accepted.
     """
     if options.speculative in (None, NO_DRAFTS):
         return None
     if model._is_stateful or not model._supports_default_dynamic_cache():
-        expected = "a model whose cache can be cut"
+        expected = "a model whose cache can be cut, in a pipeline"
         raise ValueError(f"--speculative is for {expected}, got the recurrent states of {folder}")
-    if options.speculative == LOOKUP:
-        return Speculation({"prompt_lookup_num_tokens": _OF_GENERATE})
-    if options.speculative == MTP:
-        require_mtp(model)
-        return Speculation({"use_mtp": True})
-    draft, draft_folder = _draft(options, model, device)
-    arguments: dict[str, Any] = {"assistant_model": draft}
-    if is_dflash(draft.config):
-        arguments["speculation_type"] = "dflash"
-    elif _differ(options, model, folder, draft, draft_folder):
-        own, other = (tokenizer_of(name, options.trust_remote_code) for name in (folder, draft_folder))
-        arguments |= {"tokenizer": own, "assistant_tokenizer": other}
-    return Speculation(arguments)
+    return Speculation()
 
 
 def draft_cache(options: argparse.Namespace, dtype: torch.dtype) -> KVCache | None:

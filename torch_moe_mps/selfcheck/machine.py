@@ -101,18 +101,6 @@ def tuned_before() -> Any:
     return _kept().get("tuned", {})
 
 
-def twin_before(key: str) -> dict[str, Any] | None:
-    """The verdict that `remember_twin` has kept."""
-    twins = _kept().get("twins")
-    found = twins.get(key) if isinstance(twins, dict) else None
-    return found if isinstance(found, dict) else None
-
-
-def remember_twin(key: str, verdict: Mapping[str, Any]) -> None:
-    """Keeps the verdict of a small model beside its own code."""
-    _keep(twins={**_kept().get("twins", {}), key: verdict})
-
-
 def _kept() -> dict[str, Any]:
     """Contents of the file; nothing if it is missing, damaged, or of another machine."""
     try:

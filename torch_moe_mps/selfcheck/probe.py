@@ -24,6 +24,7 @@ from .journal import noted
 
 THREADS = 256  # in a threadgroup
 SIMDGROUPS = THREADS // 32
+EXPERTS = 8  # read by a token
 CHAINS = 8  # kProbeChains of probe.metal
 FMAS = 8 * CHAINS  # in a step
 MATRIX = 8 * 8 * 8  # multiply-adds of two matrices
@@ -43,6 +44,8 @@ class Sizes(NamedTuple):
     reads: tuple[int, ...] = (16 << 20, 200 << 20, 2 << 30)  # bytes
     idle: tuple[float, ...] = (0.0, 1.0, 3.0)  # seconds
     groups: int = 1024
+    expert_groups: int = 64  # threadgroups of an expert, each of which reads so many steps: 2 MiB
+    expert_steps: int = 2
     fma_steps: int = 8000
     matrix_steps: int = 4000
     live_steps: int = 1000
@@ -148,7 +151,7 @@ def bfloat_rounding(sizes: Sizes) -> dict[str, Any]:
 
 def threadgroup_memory(sizes: Sizes) -> dict[str, bool]:
     """Whether a kernel with 20 KiB of threadgroup memory of its own is right behind one to which the encoder
-    gave 28 of the 32 KiB that there are: the length is set back to 0 between them."""
+    gave 28 of the 32 KiB that there are: the length is set back between them."""
     given, own = torch.zeros(2, 32, dtype=torch.int32, device="mps")
     torch.ops.moe_mps._probe_memory(given, own, GIVEN_MEMORY)
     lanes = 31 - torch.arange(32)
@@ -234,6 +237,30 @@ def reads(sizes: Sizes) -> dict[str, float]:
         times = max(1, min(20, sizes.reads[-1] // size))  # small ones again, from the GPU's caches
         seconds = _best(partial(read, times), sizes.repeats)
         result[f"{size / 2**20:g}"] = _digits(of_one * times / seconds / 1e9)
+    return result
+
+
+def expert_reads(sizes: Sizes) -> dict[str, float]:
+    """GB/s of the pieces that tokens read of their experts, eight at random places for each layer, and of as
+    many pieces one behind the other."""
+    of_group = THREADS * 4 * 16 * sizes.expert_steps
+    size = max(filter(_is_held, sizes.reads), default=sizes.reads[0])
+    experts = size // (of_group * sizes.expert_groups)
+    layers = max(1, min(48, experts // EXPERTS))
+    data = torch.zeros(size // 4, device="mps")
+    out = torch.empty(EXPERTS * sizes.expert_groups * THREADS, device="mps")
+    chosen = torch.randperm(experts, generator=torch.Generator().manual_seed(0))[: layers * EXPERTS]
+    result = {}
+    for name, of in (("experts", chosen), ("stream", torch.arange(len(chosen)))):
+        pieces = of[:, None] * sizes.expert_groups + torch.arange(sizes.expert_groups)
+        starts = (pieces * (of_group // 16)).int().view(layers, -1).to("mps")
+
+        def token(starts: Tensor = starts) -> None:
+            for layer in starts:
+                _run("probe_read_pieces", [data, layer, out], len(layer), steps=sizes.expert_steps)
+
+        seconds = _best(token, sizes.repeats)
+        result[name] = _digits(pieces.numel() * of_group / seconds / 1e9)
     return result
 
 
@@ -391,6 +418,7 @@ PARTS: dict[str, Callable[[Sizes], Any]] = {
     "wake_us": wake,
     "told_us": told,
     "read_gbs": reads,
+    "expert_reads_gbs": expert_reads,
     "fma_tmacs": fma_rate,
     "matrix_tmacs": matrix_rates,
     "live_numbers": live_numbers,

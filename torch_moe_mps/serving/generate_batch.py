@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from .._progress import Progress
-from .engine.batch import Batch
+from .engine.engine import Engine
 from .engine.job import Job, Reason, as_errors
 from .engine.memory import MOST_ROWS, Memory
 from .engine.ranges import check_job
@@ -84,14 +84,14 @@ def generate_batch(
     kept = PrefixCache(Memory(model).free // _SHARE_OF_PROMPTS)
     drafting = drafting_of(model, speculative, kept, _NAME, draft_width)
     memory = Memory(model, beside=drafting.modules if drafting else ()).free
-    batch = Batch(model, kept, MOST_ROWS, memory, speculative=drafting)
-    answers: list[_Answer] = []
+    engine = Engine(model, kept, MOST_ROWS, memory, drafting=drafting)
+    answers, jobs = list[Answer](), list[Job]()
     with Progress("Generating", many, "answer", wanted=progress) as bar:
         for number, prompt in enumerate(prompts):
             config = _config(model, configs[number])
             ids = _ids(prompt, number, tokenizer)
             before = [] if model.config.is_encoder_decoder else ids[0].tolist()
-            answer = _Answer(before, config, tokenizer, streamers[number], bar.update)
+            answer = Answer(before, config, tokenizer, streamers[number], bar.update)
             if (config.num_beams or 1) == 1:
                 config.stop_strings = None  # the answer looks for them
             own = [*(processors[number] or ())]
@@ -105,18 +105,29 @@ def generate_batch(
                 tokenizer=tokenizer,
             )
             check_job(model, job)
-            batch.waiting.append(job)
             answers.append(answer)
-        while batch.has_work:
-            batch.step()
-            error = next((answer.error for answer in answers if answer.error is not None), None)
-            if error is not None:
-                batch.end_all()
-                raise error
+            jobs.append(job)
+        engine.submit(*jobs)
+        generate_all(engine, answers)
     return [torch.tensor(answer.tokens, dtype=torch.int64) for answer in answers]
 
 
-class _Answer:
+def generate_all(
+    engine: Engine, answers: Sequence["Answer"], until: Callable[[], bool] = lambda: False
+) -> None:
+    """Generates all that is submitted, or until somebody says so.
+
+    Raises: the first error of an answer, which ends the others.
+    """
+    while engine.has_work and not until():
+        engine.step()
+        error = next((answer.error for answer in answers if answer.error is not None), None)
+        if error is not None:
+            engine.end_all()
+            raise error
+
+
+class Answer:
     """Answer to one prompt, as it grows.
 
     Args:
@@ -136,6 +147,7 @@ class _Answer:
             raise ValueError(f"{_NAME}: tokenizer must be there for stop_strings, got None")
         self.tokens: list[int] = []
         self.error: Exception | None = None
+        self.has_ended = False
         self._tokenizer, self._streamer, self._count = tokenizer, streamer, count
         self._stops = [stop] if isinstance(stop, str) else [*stop]
         # A token has an octet at least, so that a stop string lies in so many tokens.
@@ -158,6 +170,7 @@ class _Answer:
         return any((start := after.rfind(stop)) >= 0 and start + len(stop) > known for stop in self._stops)
 
     def end(self, reason: Reason | Exception) -> None:
+        self.has_ended = True
         if isinstance(reason, Exception):
             self.error = reason
         elif self._streamer is not None:

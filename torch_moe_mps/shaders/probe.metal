@@ -106,6 +106,24 @@ constant constexpr uint kProbeOwnMemory = 5120;  // numbers of 4 bytes: 20 of 32
   out[i] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
+// The same of a piece for each threadgroup, which begins at vector starts[group].
+[[kernel]] void probe_read_pieces_f32(device const float4* data [[buffer(0)]],
+                                      device const uint* starts [[buffer(1)]],
+                                      device float* out [[buffer(2)]],
+                                      constant ProbeParams& params [[buffer(3)]],
+                                      uint group [[threadgroup_position_in_grid]],
+                                      uint t [[thread_index_in_threadgroup]],
+                                      uint threads [[threads_per_threadgroup]]) {
+  float4 sums[4] = {float4(0.0f), float4(0.0f), float4(0.0f), float4(0.0f)};
+  device const float4* from = data + starts[group] + t;
+  for (uint step = 0; step < params.steps; ++step) {
+    UNROLL for (uint n = 0; n < 4; ++n) sums[n] += from[n * threads];
+    from += 4 * threads;
+  }
+  const float4 sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  out[group * threads + t] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
 [[kernel]] void probe_fma_f32(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
                               constant ProbeParams& params [[buffer(2)]],
                               uint i [[thread_position_in_grid]]) {

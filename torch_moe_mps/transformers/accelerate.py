@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._faults import synchronize
 from .attention.implementations import (
+    WEIGHING,
     attention_layers,
     choose_implementations,
     require_kv_bits,
@@ -32,8 +33,9 @@ from .install import drop_forward_of_class, is_rewritten, restore_module, rewrit
 from .modules.experts import IMPLEMENTATION, NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
 from .modules.rules.formulas import check_traces
-from .modules.rules.trial import on_the_cpu
 from .self_check import begin, check_replacements, is_wanted, use_tensor_units
+from .trials.comparing import on_the_cpu
+from .trials.memory import counted, told
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # names of routers in blocks
@@ -98,7 +100,7 @@ def accelerate(
     _require_module("accelerate", model)
     require_torch("accelerate", model)
     _require_known(recipe)
-    report = Report()
+    report, before = Report(), counted()
     wanted = requested_recipe(bits, group_size, mode, **recipe)
     _require_layers_of(model, wanted)
     weighed = given_importance("accelerate", importance, model, wanted is not None)
@@ -106,7 +108,7 @@ def accelerate(
     keeps_own = False
     if _is_of_transformers(model):
         from .capture.calls import wanted_capture
-        from .twin import settle
+        from .trials.untested import settle
 
         capture = wanted_capture(capture)
         formats = wanted is not None and wanted.experts is not None
@@ -133,6 +135,7 @@ def accelerate(
         restore(model)
         report.rows.clear()
         _replace(model, report, kv_bits, capture)
+    report.trials = told(before)
     report.tensor_units = use_tensor_units(model, check)
     report.kept_on_cpu = kept_on_cpu(model)
     report.own_on_cpu = said_of(model, report.done())
@@ -223,7 +226,8 @@ def restore(model: nn.Module) -> nn.Module:
 
     State of the process stays until it ends, and changes nothing for models that are not accelerated:
     registrations with transformers (implementations, readers of our checkpoints and of GGUF files,
-    `save_pretrained`, which describes quantised weights, and `num_parameters`, which counts them); functions
+    `save_pretrained`, which describes quantised weights, `num_parameters`, which counts them, and a config's
+    `output_attentions`, which names "eager" in place of our implementation); functions
     around its attention `sdpa`, around the mask of that, around ours for biases of relative positions, and
     around methods of attention classes that expand latents or mask chosen keys; names that begin with
     _moe_mps_ in the files of models whose functions were replaced.
@@ -248,6 +252,7 @@ def restore(model: nn.Module) -> nn.Module:
         for attribute, (config, implementation) in previous.items():
             setattr(config, attribute, implementation)
             _BEFORE.pop(config, None)
+            WEIGHING.pop(config, None)
         previous.clear()
         restore_module(module)
     return model

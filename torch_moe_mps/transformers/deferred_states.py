@@ -1,10 +1,10 @@
-"""Layers of a model whose states may lag behind, and modules that forget their states in front of several
-tokens, as a twin of each module that reads some shows.
+"""Layers of a model whose state updates may be deferred, and modules that forget their states in front of
+several tokens, as a twin of each module that reads some shows.
 """
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from .caches.deferred_states import KINDS, AnyKind, can_defer, committed, deferr
 from .caches.prompt_cache import new_cache
 from .caches.state import LayerState, copy_of_layer
 from .install import is_rewritten, run_as, runs_with_cache
-from .modules.rules.trial import Forms, LinearCache, agrees, first_form, on_the_cpu, tried, twin_of, width_of
+from .trials.comparing import agrees, on_the_cpu, tried
+from .trials.forms import first_form
+from .trials.twins import LinearCache, twin_of, width_of
 from .upstream.caches import STATE_METHODS, CacheLayerMixin, LinearAttentionLayer
 from .upstream.calls import cache_argument, needed_arguments
 
@@ -51,7 +53,7 @@ def forgets_states(model: PreTrainedModel) -> bool:
     layers = _layers_with_states(model)
     readers = {type(module): (module, number) for module, number in _readers(model, layers)}
     return not all(
-        first_form(module, _pieces, cls, len(layers[number].conv_states))
+        first_form(module, (2,), _chunks, cls, len(layers[number].conv_states))
         for cls, (module, number) in readers.items()
     )
 
@@ -77,7 +79,7 @@ def _kind_of(module: nn.Module, states: int) -> AnyKind | None:
     """
     if not is_rewritten(module):
         return None
-    kind: AnyKind | None = first_form(module, _kinds, type(module), states)
+    kind: AnyKind | None = first_form(module, KINDS, _kinds, type(module), states)
     return None if kind is None else kind.of(module)
 
 
@@ -100,10 +102,9 @@ def _readers(model: nn.Module, layers: dict[int, Any]) -> Iterator[tuple[nn.Modu
             yield module, number
 
 
-def _kinds(module: nn.Module, cls: type[nn.Module], states: int) -> Forms:
-    """All kinds, of which one holds where a twin of the module takes its states back."""
-    twin = _twin_that_runs(module)
-    return Forms(KINDS, functools.partial(_takes_back, twin, states))
+def _kinds(module: nn.Module, cls: type[nn.Module], states: int) -> Callable[[AnyKind], bool]:
+    """Whether a twin of the module takes its states back, by a kind of them."""
+    return functools.partial(_takes_back, _twin_that_runs(module), states)
 
 
 def _twin_that_runs(module: nn.Module) -> Any:
@@ -114,9 +115,9 @@ def _twin_that_runs(module: nn.Module) -> Any:
     return twin
 
 
-def _pieces(module: nn.Module, cls: type[nn.Module], states: int) -> Forms:
-    """Two pieces of a prompt, which hold where a twin of the module goes on behind the first one."""
-    return Forms((2,), lambda pieces: _goes_on(_twin_that_runs(module), states))
+def _chunks(module: nn.Module, cls: type[nn.Module], states: int) -> Callable[[int], bool]:
+    """Whether a twin of the module goes on behind the first of two chunks of a prompt."""
+    return lambda _: _goes_on(_twin_that_runs(module), states)
 
 
 def _goes_on(twin: nn.Module, states: int) -> bool:

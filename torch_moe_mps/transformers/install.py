@@ -32,7 +32,7 @@ from .basics.state import (
 from .modules.experts import runs_own_code
 from .modules.functions import InPlace, with_operators
 from .modules.rules import FUNCTION_RULES, MODULE_RULES
-from .modules.rules.trial import on_the_cpu
+from .trials.comparing import on_the_cpu
 from .upstream.calls import Binder, cache_name, in_place
 
 

@@ -13,8 +13,9 @@ from . import families
 from .accelerate import PREPARED_BY, accelerate
 from .attention.implementations import LAYER_HOOKS, NEEDS_OUR_KERNEL
 from .attention.indexer import rewrite_indexer
+from .caches.declared import GROWING_CLASSES
 from .caches.in_layers import OWN_CACHES
-from .caches.layers import FORGETS, GROWING_CLASSES
+from .caches.layers import FORGETS
 from .capture.candidates import CANDIDATES
 from .checkpoints.quantize.in_place import LOADED
 from .families import Family

@@ -20,7 +20,7 @@ simdgroup executes is counted at published costs (--facts), with bytes and live 
 come from the headers of the installed wheel and are launched as MLX would.
 
 It is not: a measurement. It knows nothing of spilling, of Apple's order of instructions, of the start and end
-of a dispatch, of caches between threadgroups. Times are lower bounds. Against published measurements of MLX's
+of a dispatch, of caches between threadgroups. Against published measurements of MLX's
 kernels of 100 us and more it is within 0.75 and 1.25, but for one (--published). Under 15 % is a tie.
 Dispatches under 50 us are not predicted. Read slots and bounds first.
 

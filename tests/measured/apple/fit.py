@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from simulator.apple.facts import (
     COSTS,
     DRAM_REACH,
+    EXPERT_READS,
     GPUS,
     LANES,
     M1,
@@ -88,6 +89,9 @@ def _fitted(page: dict[str, Any]) -> Fitted:
     lines += [
         f"  {what}: {value:.4g} ({was if was is None else f'{was:.4g}'})" for what, value, was in compared
     ]
+    reads, (slowest, fastest) = page["expert_reads_gbs"], EXPERT_READS
+    reach = float(reads["experts"]) / float(reads["stream"])
+    lines.append(f"  reads of experts, times those of a stream: {reach:.3g} ({slowest:g} to {fastest:g})")
     least, most = START_US
     lines.append(f"  us of a dependent dispatch: {start:.4g} ({least:.4g} to {most:.4g})")
     rates = {int(count): float(of["tmacs"]) for count, of in page["live_numbers"].items()}

@@ -6,17 +6,20 @@ Both are sums: reading weights, and starting launches.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from simulator.apple.facts import EXPERT_READS, GPUS, START_US, Gpu
+from simulator.apple.facts import EXPERT_READS, GPUS, START_US, ULTRA_START_US, Gpu
+
+SPLIT_KEYS = 256  # from so many on, chunks of keys are merged in a launch more (csrc/attention_plan.mm)
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a model in 4 bit at a short context: bytes of weights and recurrent states, those of experts
-    among them, and launches that wait for each other.
+    """A token of a model in 4 bit: bytes of weights and recurrent states, those of experts among them, and
+    launches that wait for each other, behind fewer keys than SPLIT_KEYS.
 
     Attributes:
         launches_of_few: of a step of two to eight tokens.
         chosen, of: how many experts a token chooses, and of how many.
+        layers, key_bytes: layers of attention, and bytes that all of them have for a key.
     """
 
     model: str
@@ -26,6 +29,13 @@ class Token:
     launches_of_few: int
     chosen: int = 1
     of: int = 1
+    layers: int = 0
+    key_bytes: float = 0.0
+
+    def behind(self, keys: int) -> "Token":
+        """The same behind so many keys."""
+        merges = self.layers if keys >= SPLIT_KEYS else 0
+        return replace(self, nbytes=self.nbytes + keys * self.key_bytes, launches=self.launches + merges)
 
     def verifying(self, tokens: int) -> "Token":
         """A step of several tokens that choose without regard to each other: each expert is read once."""
@@ -46,9 +56,9 @@ class Token:
 
 # Launches of a layer, and 5 outside of layers (tests/transformers/models/test_launches.py).
 TOKENS = (
-    Token("Qwen3-30B-A3B", 1.73e9, 1.02e9, 48 * 6 + 5, 48 * 10 + 5, 8, 128),
-    Token("Llama 3.2 1B", 0.70e9, 0, 16 * 5 + 5, 16 * 8 + 5),
-    Token("Llama 3.1 8B", 4.22e9, 0, 32 * 5 + 5, 32 * 8 + 5),
+    Token("Qwen3-30B-A3B", 1.73e9, 1.02e9, 48 * 6 + 5, 48 * 10 + 5, 8, 128, 48, 48 * 4 * 256 * 2),
+    Token("Llama 3.2 1B", 0.70e9, 0, 16 * 5 + 5, 16 * 8 + 5, 1, 1, 16, 16 * 8 * 128 * 2),
+    Token("Llama 3.1 8B", 4.22e9, 0, 32 * 5 + 5, 32 * 8 + 5, 1, 1, 32, 32 * 8 * 256 * 2),
 )
 # Linear attention in 36 of 48 layers; bytes of weights are those that `fit` prints for the recipe fast. Each
 # step reads and writes the states, 32 heads of 128 x 128 in float32, and copies none behind drafts.
@@ -140,24 +150,37 @@ PUBLISHED = (
 )
 
 
+def starts(gpu: Gpu, start_us: tuple[float, float]) -> tuple[float, float]:
+    """Of a launch at least and at most: an Ultra's take longer, unless they were measured."""
+    return ULTRA_START_US if gpu.name.endswith("Ultra") and start_us == START_US else start_us
+
+
+KEYS = (1_000, 4_096)
+
+
 def table(gpus: list[Gpu], start_us: tuple[float, float] = START_US) -> Iterator[str]:
     """The lines of a table in Markdown; `start_us` of a launch at least and at most."""
-    yield "| model | chip | reading, ms | launches | at least, ms | with slow experts, ms |"
-    yield "| --- | --- | ---: | ---: | ---: | ---: |"
+    behind = " | ".join(f"behind {keys:,} keys, ms" for keys in KEYS)
+    yield f"| model | chip | reading, ms | launches | few keys, ms | {behind} | slow experts, few keys, ms |"
+    yield f"| --- | --- | ---: | ---: | ---: |{' ---: |' * len(KEYS)} ---: |"
     for token in TOKENS:
         for gpu in gpus:
-            least = token.ms(gpu, start_us[0], 1.0)
-            slow = (token.ms(gpu, *of) for of in zip(start_us, reversed(EXPERT_READS), strict=True))
+            own = starts(gpu, start_us)
+            slow = (token.ms(gpu, *of) for of in zip(own, reversed(EXPERT_READS), strict=True))
             expected = "-".join(dict.fromkeys(f"{ms:.1f}" for ms in slow))
-            reading = f"{token.bytes_ms(gpu):.1f} | {token.launches} | {least:.1f}"
+            launches = f"{token.launches}, {token.behind(SPLIT_KEYS).launches}"
+            times = (token.behind(keys).ms(gpu, own[0], 1.0) for keys in (0, *KEYS))
+            cells = " | ".join(f"{ms:.1f}" for ms in times)
+            reading = f"{token.bytes_ms(gpu):.1f} | {launches} | {cells}"
             yield f"| {token.model} | {gpu.name} | {reading} | {expected} |"
     yield ""
     yield f"| predicted | chip | without drafts, tokens/s | {' | '.join(each.text for each in DRAFTED)} |"
     yield f"| --- | --- | ---: |{' ---: |' * len(DRAFTED)}"
     for token in (*TOKENS, OF_STATES):
         for gpu in gpus:
-            plain = 1e3 / token.ms(gpu, start_us[0], 1.0)
-            gains = [each.gain(token, gpu, start_us[0]) for each in DRAFTED]
+            start = starts(gpu, start_us)[0]
+            plain = 1e3 / token.ms(gpu, start, 1.0)
+            gains = [each.gain(token, gpu, start) for each in DRAFTED]
             cells = " | ".join(f"{plain * gain:.0f} ({gain:.2f})" for gain in gains)
             yield f"| {token.model} | {gpu.name} | {plain:.0f} | {cells} |"
     yield ""

@@ -71,4 +71,4 @@ def test_wrong_drafts_are_one_line(caplog):
     with caplog.at_level(logging.WARNING, "torch_moe_mps"):
         Answered(model_of("llama"), prompts(1), [settings(3)], model_of("unlimited_ocr"), width=2)
     (line,) = [record.getMessage() for record in caplog.records if "drafts no" in record.getMessage()]
-    assert "the draft cannot be cut: a " in line and "has no rows" in line
+    assert "the draft cannot be cut: a " in line and "cannot be batched" in line

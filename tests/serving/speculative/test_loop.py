@@ -14,10 +14,10 @@ from support.sweep import in_sweep
 from transformers import LogitsProcessor
 
 import torch_moe_mps
-from torch_moe_mps.serving.engine import batch as batch_of
-from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.serving.engine import drafts as drafts_of
+from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
-from torch_moe_mps.serving.engine.sampling import Chooser
+from torch_moe_mps.serving.engine.sampling import Sampler
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.serving.speculative.verify import verified
@@ -66,7 +66,7 @@ def test_answers_are_those_without_drafts(architecture):
     configs = [settings(10), settings(15, do_sample=True, temperature=1.5), settings(20)]
     found = compared(model, configs, most=2, width=5, seeds=[1, 2, 3])
     if architecture in OFTEN:
-        assert found.batch.speculative.accepted > 8 and found.steps < 0.85 * found.plain.steps
+        assert found.batch.drafts.drafting.accepted > 8 and found.steps < 0.85 * found.plain.steps
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
@@ -82,7 +82,7 @@ def test_answers_end_inside_of_drafts(architecture):
         found = Answered(
             model, many, [settings(new, **more)], Partly(many, [whole], 1.0), width=7, until=until
         )
-        (answer,), (kept,), (job,) = found.answers, found.batch.prompts.kept, found.jobs
+        (answer,), (kept,), (job,) = found.answers, found.batch.prefix_cache.kept, found.jobs
         assert answer == whole[: len(answer)] and len(answer) < 12
         # The prompt gives a token, and each step one that is not drafted.
         assert 1 + found.steps + job.accepted_tokens + job.rejected_tokens <= new
@@ -183,8 +183,8 @@ def test_answers_go_on_together_where_keys_need_their_order(caplog):
     with caplog.at_level(logging.WARNING, "torch_moe_mps"):
         steps = steps_of(model_of("gpt_neo"), (True, False))
     assert sum(map(max, steps)) < 9
-    (line,) = [each.getMessage() for each in caplog.records if "go on by" in each.getMessage()]
-    assert line.endswith("hold in each: attention of GPTNeoForCausalLM goes by the places of keys")
+    (line,) = [each.getMessage() for each in caplog.records if "as many draft tokens" in each.getMessage()]
+    assert line.endswith("as all others do: attention of GPTNeoForCausalLM goes by the places of keys")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_states_are_copied_for_drafts_alone(architecture, lags, right, wrong, mo
     """
     model, many, copies = model_of(architecture), prompts(1), []
     if not lags:
-        monkeypatch.setattr(batch_of, "deferrable_layers", lambda model: {})
+        monkeypatch.setattr(drafts_of, "deferrable_layers", lambda model: {})
     (answer,) = Answered(model, many, [settings(13)]).answers
     hold, take_back = BatchedCache.hold, BatchedCache.take_back
     monkeypatch.setattr(BatchedCache, "hold", lambda rows: copies.append("held") or hold(rows))
@@ -226,14 +226,14 @@ def test_an_answer_waits_until_there_is_room_for_what_is_pending(architecture):
     with torch.no_grad():
         model(many[0][None], **cache_argument(model, cache))
     rows.join(cache, len(many[0]))
-    layers = [vars(layer).get("pending", {}).values() for layer in rows.cache.layers]
+    layers = [vars(layer).get("uncommitted", {}).values() for layer in rows.cache.layers]
     pending = sum(p.nbytes for p in itertools.chain(*layers) if p.is_floating_point())
     assert (pending > 0) == (architecture != "qwen3_moe")
-    batch._bytes = batch._beside = 0.0  # what tokens take counts apart
-    batch.memory = 4 * pending
-    assert batch._make_room(3, 20, 0)
-    batch.memory -= 1
-    assert not batch._make_room(3, 20, 0)
+    batch.budget.token = batch.budget.drafts = 0.0  # what tokens take counts apart
+    batch.budget.memory = 4 * pending
+    assert batch.budget.needed(3, 20, 0) <= batch.budget.memory
+    batch.budget.memory -= 1
+    assert batch.budget.needed(3, 20, 0) > batch.budget.memory
 
 
 def test_a_model_that_reads_prompts_whole_is_named(caplog):
@@ -278,14 +278,14 @@ def test_drawn_tokens_have_the_distribution_of_the_model(draws):
     config = settings(8, do_sample=True, temperature=0.7, top_k=5)
     job = Job({"input_ids": torch.tensor([[5, 6]])}, config, lambda token: False, lambda reason: None)
     torch.manual_seed(0)
-    chooser = Chooser(model, job)
+    sampler = Sampler(model, job)
     logits = torch.randn(2, 8)
     expected = (logits.double() / 0.7).softmax(-1)
     expected[expected < expected.topk(5).values[:, -1:]] = 0
     expected /= expected.sum(-1, keepdim=True)
     counts = torch.zeros(2, 8, dtype=torch.float64)
     for _ in range(draws // rows):
-        made = verified([chooser] * rows, logits.expand(rows, 2, 8), [1] * rows, [[draft]] * rows)
+        made = verified([sampler] * rows, logits.expand(rows, 2, 8), [1] * rows, [[draft]] * rows)
         assert all(len(own) == 1 + (own[0] == draft) for own in made)
         counts[0] += torch.tensor([own[0] for own in made]).bincount(minlength=8)
         counts[1] += torch.tensor([own[1] for own in made if len(own) > 1]).bincount(minlength=8)
@@ -316,7 +316,7 @@ def test_a_source_is_told_of_each_answer_that_has_ended(most):
         ended.append(number)
 
     kept = PrefixCache(1 << 30)
-    batch = Batch(model, kept, most, None, speculative=drafting_of(model, source, kept, "a", None))
+    batch = Engine(model, kept, most, None, drafting=drafting_of(model, source, kept, "a", None))
     jobs = [
         Job({"input_ids": ids[None]}, settings(6), lambda token: False, functools.partial(ends, number))
         for number, ids in enumerate(many)
@@ -324,7 +324,7 @@ def test_a_source_is_told_of_each_answer_that_has_ended(most):
     jobs[1].processors.append(Fails())
     jobs[2].on_progress = lambda read, of: jobs[2].cancel() if read == 0 else None
     jobs[3].on_token = lambda token: jobs[3].cancel()
-    batch.waiting.extend(jobs)
+    batch.submit(*jobs)
     while batch.has_work:
         batch.step()
     assert sorted(ended) == [0, 1, 2, 3, 4] and len(left) == 5

@@ -123,7 +123,7 @@ def test_a_source_that_raises_ends_for_one_sequence(caplog):
         found = Answered(model, many * 2, [settings(8)] * 2, [bad, Fixed(answer=answer)], width=2)
     (line,) = [record.getMessage() for record in caplog.records if "drafts no tokens" in record.getMessage()]
     assert line.startswith("torch_moe_mps: Fixed drafts no tokens for a sequence: ValueError: drafts must be")
-    assert found.answers == [answer] * 2 and found.batch.speculative.accepted >= 8 and bad.asked == 2
+    assert found.answers == [answer] * 2 and found.batch.drafts.drafting.accepted >= 8 and bad.asked == 2
 
 
 def test_a_source_that_raises_for_one_of_two_sequences():

@@ -77,6 +77,13 @@ START_US = fact(
     "1.3 to 2.05 at best (kryptic-sh/infr #14, penta2himajin/qwisp #143), 10 with a kernel on an M5 Pro "
     "(mlx-lm #1676)",
 )
+ULTRA_START_US = fact(
+    "the same of an Ultra, whose two dies have to agree",
+    (5.4, 6),
+    "inferred",
+    "M1 to M3 Ultra",
+    "a review of this package in November 2026; nobody has published one",
+)
 TENSOR_MACS = fact(
     "tensor units: multiply-adds of 16-bit operands a cycle and core",
     512,

@@ -5,7 +5,7 @@ import torch
 from support import tiny_models
 from support.launches import launches, prompted
 from support.memory import Memory
-from support.models import in_parts
+from support.models import assert_close, in_parts, prompt
 from support.sweep import covering, in_sweep
 from support.values import EACH_DTYPE
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -149,6 +149,40 @@ def test_the_models_code_where_it_is_needed(monkeypatch):
     assert len(calls) == 4
     with torch.no_grad():
         assert call(q.clone().requires_grad_())[1] is None and len(calls) == 4
+
+
+def test_a_config_that_asks_for_weights():
+    """transformers takes `config.output_attentions` beside "eager" alone, which the model came with."""
+    model, ids = tiny_models.tiny_model("gpt_oss").eval(), prompt()
+    model.set_attn_implementation("eager")
+    expected = model(ids, output_attentions=True).attentions
+    torch_moe_mps.accelerate(model)
+    assert model.config._attn_implementation == "moe_mps"
+    for _ in range(2):
+        model.config.output_attentions = True
+        for weights, own in zip(model(ids).attentions, expected, strict=True):
+            assert_close(weights, own, 1e-5)
+        model.config.output_attentions = False
+        assert model(ids).attentions is None and model.config._attn_implementation == "moe_mps"
+    model.config.output_attentions = True
+    torch_moe_mps.accelerate(model)
+    assert_close(model(ids).attentions[0], expected[0], 1e-5)
+    torch_moe_mps.restore(model)
+    model.config.output_attentions = False
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.slow("imports torch's compiler")
+@pytest.mark.filterwarnings("error:.*lru_cache")
+def test_torch_compile_warns_of_no_cache_of_ours():
+    module = layer()
+    q, k, v = inputs("cpu", torch.float32, 2, 10)
+
+    def call(q):
+        return attention(module, q, k, v, None, scaling=0.3, s_aux=module.sinks)[0]
+
+    with torch.no_grad():
+        assert_close(torch.compile(call, backend="eager")(q), call(q), 1e-5)
 
 
 def test_masks_of_key_heads():

@@ -132,15 +132,6 @@ def test_sets_change_rarely(simulated, monkeypatch):
     assert len(made) == 1 and resident(simulated, model) == {True}
 
 
-def test_no_set_where_the_environment_says_so(simulated, monkeypatch):
-    monkeypatch.setenv("MOE_MPS_RESIDENCY", "0")
-    gc.collect()
-    before = simulated.residency_sets()
-    model = model_on_mps()
-    run(model)
-    assert resident(simulated, model) == {False} and simulated.residency_sets() == before
-
-
 def test_memory_is_asked_for_while_the_gpu_rests(simulated):
     """About twice a second, for macOS 26, and by no thread of torch's; never while the GPU has work."""
     gc.collect()
@@ -187,8 +178,21 @@ def test_a_server_that_waits_leaves_the_memory_to_others(simulated):
         torch.ops.moe_mps._ask_until_idle(180.0)
 
 
-def test_macos_14_has_no_sets(simulated, monkeypatch):
-    monkeypatch.setenv("SIMULATED_MACOS", "14")
+def test_memory_is_not_asked_for_beside_work(simulated):
+    """A request takes its turn in a pause: not in half a second in which something was encoded."""
+    gc.collect()
+    model, x = model_on_mps(), torch.ones(1, 8, device="mps")
+    asked, end = simulated.residency_requests(), time.monotonic() + 1.6
+    while time.monotonic() < end:
+        OPS.rms_norm(x, None, 1e-6)
+    assert simulated.residency_requests() == asked
+    del model
+
+
+@pytest.mark.parametrize(("name", "value"), [("SIMULATED_MACOS", "14"), ("MOE_MPS_RESIDENCY", "0")])
+def test_without_sets(simulated, monkeypatch, name, value):
+    """On macOS 14, and where the user wants none."""
+    monkeypatch.setenv(name, value)
     gc.collect()
     before = simulated.residency_sets()
     model = model_on_mps()

@@ -18,13 +18,13 @@ from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
 from torch_moe_mps.transformers.deferred_states import deferrable_layers
-from torch_moe_mps.transformers.key_order import reason_for_order
+from torch_moe_mps.transformers.trials.batching import reason_for_order
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 # They give no logits of text.
 OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}
 # Caches without rows that could come and go.
-REFUSED = {"unlimited_ocr": "a UnlimitedOcrDynamicReferenceSlidingWindowLayer has no rows"}
+REFUSED = {"unlimited_ocr": "a UnlimitedOcrDynamicReferenceSlidingWindowLayer cannot be batched"}
 ARCHITECTURES = sorted(
     {*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - OTHERS - REFUSED.keys()
 )
@@ -378,7 +378,7 @@ def test_a_row_alone_has_taken_its_tokens_in(architecture):
     batch.verify(4, [3, 1])
     for row, talk in enumerate(talks[:2]):
         cache = batch.rows.alone(row)
-        assert [*map(type, cache.layers)] == kinds and not hasattr(cache.layers[0], "pending")
+        assert [*map(type, cache.layers)] == kinds and not hasattr(cache.layers[0], "uncommitted")
         out = model(torch.tensor([[talk.token]]), **cache_argument(model, cache), use_cache=True)
         assert_close(out.logits[:, -1], talk.logits[talk.done], 3e-5)
     batch.join(talks[2])  # beside rows with tokens that are pending

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import torch_moe_mps
+from torch_moe_mps.pipeline.generating import Generating
 from torch_moe_mps.serving.engine import prefill as prompt_reader
-from torch_moe_mps.serving.engine.generating import Generating
-from torch_moe_mps.serving.engine.prefill import PromptReader
+from torch_moe_mps.serving.engine.prefill import Prefill
 from torch_moe_mps.serving.prefix_cache import memory as prompts
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole
 from torch_moe_mps.transformers.upstream.calls import cache_argument
@@ -61,7 +61,7 @@ def turns(length: int) -> dict:
 @pytest.mark.parametrize("architecture", in_sweep(FORGETTING, ("jamba",)))
 def test_prompts_that_are_read_whole(architecture, monkeypatch, capsys):
     """A first turn and one behind it have the tokens of transformers' own generate()."""
-    monkeypatch.setattr(prompt_reader, "AT_ONCE", 8)
+    monkeypatch.setattr(prompt_reader, "LARGEST_CHUNK", 8)
     model = model_of(architecture, FORGETTING[architecture])
     generating = Generating(model, prompts.PrefixCache(1 << 30))
     for length in (20, 30):
@@ -85,7 +85,7 @@ def test_prompts_in_pieces_behind_kept_ones(architecture, sizes, monkeypatch):
     """Of Mamba-1, in heads or not, once accelerated, of a model whose own code counts positions anew in each
     call, and of one that insists on a cache of its own.
     """
-    monkeypatch.setattr(prompt_reader, "AT_ONCE", 8)
+    monkeypatch.setattr(prompt_reader, "LARGEST_CHUNK", 8)
     model = model_of(architecture, sizes)
     expected = [model.generate(**turns(length)) for length in (20, 30)]
     torch_moe_mps.accelerate(model)
@@ -101,7 +101,7 @@ def test_prompts_in_pieces_behind_kept_ones(architecture, sizes, monkeypatch):
     assert read == [8, 8, 1, 3, *steps, 7, 3, 3, *steps]
 
 
-def read_all(reader: PromptReader, model) -> list[int]:
+def read_all(prefill: Prefill, model) -> list[int]:
     """Tokens of each call of a model that reads a prompt."""
     sizes = []
 
@@ -109,24 +109,24 @@ def read_all(reader: PromptReader, model) -> list[int]:
         sizes.append(input_ids.shape[1])
         return model(input_ids=input_ids, **given, **cache_argument(model, cache))
 
-    while reader.pieces:
-        reader.read(call)
+    while prefill.chunks:
+        prefill.compute(call)
     return sizes
 
 
 @pytest.mark.parametrize(("whole", "sizes"), [(False, [8, 8, 8, 6]), (True, [30])])
 def test_a_reader_takes_one_piece_where_it_must(whole, sizes, monkeypatch):
-    monkeypatch.setattr(prompt_reader, "AT_ONCE", 8)
+    monkeypatch.setattr(prompt_reader, "LARGEST_CHUNK", 8)
     model = tiny_model("qwen3_moe")
-    reader = PromptReader(model, IDS, None, reads_whole=whole)
-    assert reader.pieces == len(sizes) and read_all(reader, model) == sizes
+    prefill = Prefill(model, IDS, None, reads_whole=whole)
+    assert prefill.chunks == len(sizes) and read_all(prefill, model) == sizes
 
 
 def test_states_are_kept_of_the_first_and_the_last_places(monkeypatch):
     """Two of each, of all places at which they may be."""
-    for name in ("AT_ONCE", "_EVERY"):
+    for name in ("LARGEST_CHUNK", "_EVERY"):
         monkeypatch.setattr(prompt_reader, name, 4)
     model = tiny_model("lfm2_moe")
-    reader = PromptReader(model, IDS, prompts.PrefixCache(1 << 30))
-    read_all(reader, model)
-    assert [*reader.kept.states] == [4, 8, 24, 28]
+    prefill = Prefill(model, IDS, prompts.PrefixCache(1 << 30))
+    read_all(prefill, model)
+    assert [*prefill.cached.states] == [4, 8, 24, 28]

@@ -8,6 +8,7 @@ from support.models import assert_close, output, prompt, tiny
 
 import torch_moe_mps
 from torch_moe_mps.commands.recipes import arguments_of_recipe
+from torch_moe_mps.transformers.basics.report import QuantizationReport
 from torch_moe_mps.transformers.checkpoints.quantize.decision import weights_of
 from torch_moe_mps.transformers.checkpoints.quantize.recipe import requested_recipe
 from torch_moe_mps.transformers.modules.linears import formats_in
@@ -75,6 +76,18 @@ def test_what_users_of_models_get(shape, bits, embedding, attention):
     assert all(str(f) == f"affine{bits}_64" for target in experts for f in target.formats.values())
     head = weights_of(model, requested_recipe(bits)).targets["lm_head"]
     assert str(head.formats["weight"]) == f"affine{embedding}_64"
+
+
+def test_the_report_says_why_some_weights_have_more_bits():
+    weights = weights_of(of_shape(*SMALL_MOE), requested_recipe(4))
+    embeddings, linears = weights.notes
+    assert embeddings.startswith("embeddings and output head in affine6_64, as they are ")
+    assert embeddings.endswith("% of the weights (embedding_bits='same': in affine4_64)")
+    assert linears.startswith("linear layers in affine6_64, as they are ")
+    assert linears.endswith("% of the weights (linear_bits='same': in affine4_64)")
+    same = requested_recipe(4, embedding_bits="same", linear_bits="same")
+    assert not weights_of(of_shape(*SMALL_MOE), same).notes
+    assert embeddings in str(QuantizationReport(notes=weights.notes))
 
 
 @pytest.mark.parametrize(

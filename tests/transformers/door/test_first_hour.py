@@ -37,10 +37,10 @@ def folder(quantised, tmp_path_factory):
 
 @pytest.mark.sweep
 def test_without_the_package(folder, quantised, tmp_path):
-    """transformers refuses, as it would fill weights that it does not know with random values; reading the
-    pickle of a layer imports the package."""
+    """It is named, as transformers would fill weights that it does not know with random values; reading the
+    pickle of a layer imports the package, and then the checkpoint is read."""
     (tmp_path / "layer.pickle").write_bytes(pickle.dumps(quantised.model.layers[0]))
-    said, layer = python(
+    said, layer, method = python(
         """
         import pickle, sys
         from transformers import AutoModelForCausalLM
@@ -50,12 +50,17 @@ def test_without_the_package(folder, quantised, tmp_path):
             print("torch_moe_mps" in sys.modules, str(error).splitlines()[0])
         layer = pickle.load(open(sys.argv[2], "rb"))
         print(type(layer).__name__, hasattr(type(layer.self_attn), "_moe_mps_original_class"))
+        print(AutoModelForCausalLM.from_pretrained(sys.argv[1]).config.quantization_config.quant_method)
         """,
         str(folder),
         str(tmp_path / "layer.pickle"),
         MOE_MPS_AUTOLOAD="0",
     ).splitlines()
-    assert said.startswith("False The model's quantization config from the arguments has no `quant_method`")
+    assert said == (
+        "False the checkpoint is quantised by torch_moe_mps: `import torch_moe_mps` reads it, which "
+        "MOE_MPS_AUTOLOAD=0 leaves to you"
+    )
+    assert method == "moe_mps"
     assert layer == "Qwen3MoeDecoderLayer True"
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_moe_mps
 from torch_moe_mps.transformers.basics import own_on_cpu
 from torch_moe_mps.transformers.capture.surroundings import default_device
-from torch_moe_mps.transformers.modules.rules.trial import on_the_cpu
+from torch_moe_mps.transformers.trials.comparing import on_the_cpu
 
 
 class Called(TorchDispatchMode):

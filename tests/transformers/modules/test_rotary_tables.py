@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbed
 import torch_moe_mps
 from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules.rules import constants
-from torch_moe_mps.transformers.modules.rules.trial import tried
+from torch_moe_mps.transformers.trials.comparing import tried
 
 KINDS = {
     "default": {},

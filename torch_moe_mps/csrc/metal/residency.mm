@@ -58,8 +58,9 @@ struct Sets {
 
 Sets& sets = *new Sets;
 
-// Asks for the memory of all sets as long as there are any and the process computes now and then. It encodes
-// nothing.
+// Asks for the memory of all sets in pauses of the work, as long as there are any. It encodes nothing.
+// Not while the GPU works: what it uses is resident anyway, and macOS has panicked where sets were
+// asked for beside much work.
 void keep_asking() {
   std::unique_lock<std::mutex> lock(sets.mutex);
   int64_t encoded = encoded_dispatches();

@@ -1,126 +1,313 @@
-"""A `Generator` of several jobs at a time: a `Batch` on a thread of its own, the only one on the device."""
+"""The engine: continuous batching of sequences, with chunked prefill between their steps."""
 
-import queue
-import sys
-from typing import Any
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from ...transformers.key_order import reason_against_rows, reason_for_order
-from ..prefix_cache.memory import PrefixCache
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..._faults import synchronize
+from ...transformers.caches.batched import NotBatchable, batch_capacity, capacity
+from ...transformers.caches.deferred_states import bytes_beside
+from ...transformers.caches.state import LayerState
+from ..prefix_cache.memory import CachedPrefix, PrefixCache
 from ..speculative.drafting import Drafting
-from .batch import Batch
-from .device import OnDevice, Work
-from .job import Job
-from .memory import Memory, is_short, is_watched
+from .abilities import Abilities
+from .decoding import Decoding
+from .drafts import Drafts
+from .executor import Executor
+from .groups import Single
+from .job import Job, Reason
+from .own_generate import generate_alone
+from .pool import Pool
+from .ranges import check_job
+from .sampling import Sampler, sample
+from .scheduler import STEPS, Budget, Plan, Scheduler, Times
+from .sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 
-class Engine(OnDevice):
-    """Generates jobs together.
+class _Left(Exception):
+    """The sequence has ended whose prompt is being computed."""
+
+
+@dataclass
+class Counts:
+    """Tokens of all prompts so far: computed, and taken from the prefix cache."""
+
+    computed: int = 0
+    cached: int = 0
+
+
+class Engine:
+    """Generates the answers of jobs, on the thread that calls `step`.
+
+    Sequences are batched where the model's cache can be; otherwise each decodes in a call of its own. Beams,
+    and models with a `generate` of their own, run by that, one at a time, and the others go on between its
+    tokens. Which error ends which sequence: see `isolation`.
 
     Args:
-        model: of transformers; in a pipeline, jobs are generated one by one instead (`OneByOne`).
-        prompts: keeps what was computed; None keeps nothing.
-        most: jobs at once.
-        memory: the budget of their caches and the kept prompts; None is no limit.
-        speculative: of tokens; None for none.
-
-    Raises: ValueError for a model in a pipeline.
+        prefix_cache: of what was computed; None caches nothing.
+        most: sequences at once.
+        memory: bytes for sequences and cached prefixes, of which those unused longest are evicted first; None
+            is no limit. One sequence runs in any case.
+        take: takes new jobs, between two tokens of one that `generate` generates. Returns: whether to go on.
+        drafting: drafts tokens of the sequences of a batch; None for none.
     """
 
     def __init__(
         self,
-        model: Any,
-        prompts: PrefixCache | None,
+        model: PreTrainedModel,
+        prefix_cache: PrefixCache | None,
         most: int,
-        memory: Memory | None = None,
-        speculative: Drafting | None = None,
+        memory: int | None = None,
+        take: Callable[[], bool] = lambda: True,
+        drafting: Drafting | None = None,
     ):
-        super().__init__(prompts)
-        self.most, self.memory = most, memory
-        room = None if memory is None else memory.free
-        self._batch = Batch(model, prompts, most, room, self._take_work, speculative)
-        self._submitted = 0
-        if not self._batch.reads_whole:  # trials that would hold the first answers up
-            reason_against_rows(model)
-            if speculative is not None and most > 1:
-                reason_for_order(model)
-        self._thread.start()
+        if hasattr(model, "pipeline"):
+            raise ValueError(
+                "torch_moe_mps: several answers at once need a model in one process, got a pipeline: it "
+                "generates one after the other"
+            )
+        self.model, self.prefix_cache, self.counts = model, prefix_cache, Counts()
+        self.budget, self.times = Budget(most, memory, capacity, batch_capacity), Times()
+        self.abilities, self.drafts = Abilities(model), Drafts(model, drafting, self.budget)
+        self.pool = Pool(model, prefix_cache, self.drafts)
+        self.executor = Executor(model, self.abilities, lambda: self.drafts.states)
+        others = self.drafts, prefix_cache, self.budget, self.times
+        self.decoding = Decoding(self.pool, self.executor, *others)
+        self._scheduler, self._take_jobs = Scheduler(), take
 
     @property
-    def mtp_layers(self) -> int:
-        """How many layers of the checkpoint draft for the model."""
-        return 0 if self._batch.speculative is None else self._batch.speculative.layers
+    def has_work(self) -> bool:
+        return bool(self.pool.sequences)
 
     @property
     def active(self) -> int:
-        return self._batch.active
+        """How many sequences have begun."""
+        return sum(each.has_begun for each in self.pool.sequences)
 
     @property
-    def waiting(self) -> int:
-        return len(self._batch.waiting) + self._submitted
+    def waiting(self) -> list[Sequence]:
+        """The sequences that have not begun."""
+        return [each for each in self.pool.sequences if not each.has_begun]
+
+    def submit(self, *jobs: Job) -> None:
+        """Lets jobs wait for their turn; one that is asked for with something wrong ends."""
+        for job in jobs:
+            sequence = Sequence(job, turn=self._scheduler.turn_of(job.place))
+            self.pool.sequences.append(sequence)
+            with self.pool.isolation.one(sequence):
+                check_job(self.model, job)
+                sequence.alone = self.abilities.alone(job.config)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Computes at most a chunk of a prompt, and a token of each decoding sequence.
+
+        One that `generate` must generate is generated to its end, and the steps of the others come between.
+        """
+        try:
+            self._step()
+        except torch.AcceleratorError as fault:
+            self.pool.fail_all(fault)
+
+    def _step(self) -> None:
+        """A step. Raises: torch.AcceleratorError."""
+        with self.pool.isolation.step():
+            self.pool.end_cancelled()
+            self._prefill()
+            self.decoding.step()
+
+    def end_all(self, reason: Reason | Exception = "cancelled") -> None:
+        """Ends all sequences; what was computed is cached."""
+        for sequence in [*self.pool.sequences]:
+            self.pool.end(sequence, reason)
+
+    # Prefill
+
+    def _prefill(self) -> None:
+        """Computes a chunk of a prompt, and short prompts that wait, in the time that one chunk may take."""
+        before = begun = time.perf_counter()
+        has_begun = self._prefill_next()
+        while has_begun and not self._is_prefilling:
+            now = time.perf_counter()
+            if now - begun + now - before > STEPS * self.times.step:
+                break
+            before, has_begun = now, self._prefill_next(is_short=True)
 
     @property
-    def read_tokens(self) -> int:
-        return self._batch.read_tokens
+    def _is_prefilling(self) -> bool:
+        """Whether a prompt is not whole that was begun, or must be computed again."""
+        return any(each.phase in ("waiting", "prefill") and each.has_begun for each in self.pool.sequences)
 
-    @property
-    def cached_tokens(self) -> int:
-        return self._batch.cached_tokens
+    def _prefill_next(self, is_short: bool = False) -> bool:
+        """Computes a chunk of a prompt. Returns: whether one has begun.
 
-    @property
-    def draft_tokens(self) -> tuple[int, int]:
-        speculative = self._batch.speculative
-        return (0, 0) if speculative is None else (speculative.accepted, speculative.rejected)
+        Args:
+            is_short: whether it must be one of the shortest, next in turn.
+        """
+        self.drafts.measure(self.pool.batch.sequences)
+        plan = self._scheduler.plan(self.pool.sequences, self.budget, self.times, is_short)
+        if plan.evict is not None:
+            self.decoding.evict(plan.evict)
+        has_begun = plan.admit is not None and self._admit(plan)
+        sequence: Sequence | None = plan.prefill
+        if has_begun and plan.admit.phase == "prefill":
+            sequence = plan.admit
+        if sequence is None or sequence.phase != "prefill":
+            return has_begun
+        self._scheduler.prefilled(sequence, self.pool.sequences)
+        logits = None
+        with self.pool.isolation.one(sequence):
+            logits = self._compute_chunk(sequence, plan.chunk)
+        if logits is not None:
+            self.decoding.settle(self.pool.batch)  # for all: rows change where one joins
+            with self.pool.isolation.one(sequence):
+                self._join(sequence)
+                if not sequence.tokens and sequence.sampler is not None:
+                    self.pool.take(sequence, *sample([sequence.sampler], logits).read())
+        return has_begun
 
-    def submit(self, job: Job) -> None:
-        def take() -> None:
-            self._submitted -= 1
-            self._batch.waiting.append(job)
-
-        with self._lock:
-            is_late = self._closed
-            if not is_late:
-                self._submitted += 1
-                self._work.put(Work(take, job.end))
-        if is_late:
-            job.end(self.death or "cancelled")
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._work.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        prompts = self._prompts
-        while self._take_work():
-            if self._batch.has_work:
-                self._batch.step()
-            if prompts is not None:
-                prompts.store(is_short(self.memory))
-        self._batch.end_all()
-        if prompts is not None:
-            prompts.write(self._batch.model)
-        if sum(self.draft_tokens):
-            print(self._batch.speculative, file=sys.stderr)
-
-    def _jobs(self) -> list[Job]:
-        return self._batch.jobs
-
-    def _take_work(self) -> bool:
-        """Does what was asked for; waits where there is nothing to generate. Returns: whether to go on."""
-        prompts = self._prompts
-        while not self._closed:
-            pause = None if prompts is None else prompts.pause(is_watched(self.memory))
-            try:
-                work = self._work.get(not self._batch.has_work, pause)
-            except queue.Empty:
-                return True
-            if work is not None:
-                work.do()
-        while True:  # everything that came before the end
-            try:
-                work = self._work.get_nowait()
-            except queue.Empty:
+    def _admit(self, plan: Plan) -> bool:
+        """Begins a sequence, unless its prefix is still read. Returns: whether it has begun, or ended."""
+        sequence: Sequence = plan.admit
+        with self.pool.isolation.one(sequence):
+            if not self._is_restored(sequence):
                 return False
-            if work is not None:
-                work.do()
+        self._scheduler.admitted(plan)
+        with self.pool.isolation.one(sequence):
+            if sequence.phase == "ended":
+                return True
+            if sequence.alone is None:
+                self._begin(sequence)
+            else:
+                self.pool.enter(sequence, "decoding")
+                self.pool.end(sequence, self._generate(sequence, sequence.alone))
+        return True
+
+    def _is_restored(self, sequence: Sequence) -> bool:
+        """Whether memory has what the disk has of a prompt; a part of it is read where it has not."""
+        cache = self.prefix_cache
+        if cache is None or sequence.has_begun or self.abilities.reads_whole:
+            return True
+        if sequence.restoring is None:
+            for other in self.pool.of_phase("restoring"):  # it was the next before
+                if other.restoring is not None:
+                    other.restoring.leave()
+                other.restoring, other.phase = None, "waiting"
+            sequence.restoring = cache.restoring(self.model, sequence.job.inputs)
+        restoring = sequence.restoring
+        if restoring is not None:
+            sequence.phase = "restoring"
+            if not restoring.step(wait=not self.pool.is_decoding):
+                return False
+            cache.take_back(restoring)
+            sequence.job.disk_tokens, sequence.restoring = len(restoring.ids), None
+        return True
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Begins the prefill of a sequence, or begins it again."""
+        if sequence.prefill is not None:
+            sequence.prefill = self.executor.begin_again(sequence)
+            self.drafts.left(sequence)
+            sequence.row = self.drafts.row_of(sequence)
+            return self.pool.enter(sequence, "prefill")
+        job, prefill, whole = (
+            sequence.job,
+            self.executor.begin(sequence.job, self.prefix_cache),
+            sequence.prompt_tokens,
+        )
+        cached = len(prefill.cached.ids)
+        job.cached_tokens, job.disk_tokens = cached, min(job.disk_tokens, cached)
+        self.counts.cached += cached
+        self.counts.computed += whole - cached
+        sequence.sampler = Sampler(self.model, job)
+        job.tell(cached, whole)
+        sequence.prefill, sequence.row = prefill, self.drafts.row_of(sequence)
+        self.pool.enter(sequence, "prefill")
+
+    def _compute_chunk(self, sequence: Sequence, chunk: int) -> Tensor | None:
+        """Computes a chunk of a prompt. Returns: the logits [1, V] behind its end."""
+        prefill, started = sequence.prefill, time.perf_counter()
+        assert prefill is not None
+        start, has_images = len(prefill.cached.ids), prefill.has_new_images
+        try:
+            out = self.executor.prefill(prefill, chunk, lambda: self._decode_beside(sequence))
+        except _Left:
+            return None
+        is_whole, tokens = prefill.chunks == 0, len(prefill.cached.ids)
+        self.drafts.computed([sequence], [start], out, [tokens - start])
+        if is_whole or self.pool.is_decoding:
+            synchronize(self.executor.device)
+            if not has_images:  # their encoder takes a time of its own
+                self.times.token = (time.perf_counter() - started) / (tokens - start)
+        if not sequence.tokens:
+            sequence.job.tell(tokens, sequence.prompt_tokens)
+        return out.logits[:, -1] if is_whole else None
+
+    def _decode_beside(self, sequence: Sequence) -> None:
+        """A step of the others while images of a prompt are encoded, if it is time for one.
+
+        Raises: _Left where the sequence has ended meanwhile.
+        """
+        if not self.pool.is_decoding:
+            return
+        synchronize(self.executor.device)
+        if time.perf_counter() - self.times.ended < STEPS * self.times.step:
+            return
+        with self.pool.isolation.step():
+            self.pool.end_cancelled()
+            self.decoding.step()
+        if sequence.phase == "ended":
+            raise _Left
+
+    def _join(self, sequence: Sequence) -> None:
+        """Lets a sequence decode, in the batch where it can.
+
+        Its prompt is cached there, as it was copied to a row; a single one writes behind it, and is cached at
+        its end.
+        """
+        prefill = sequence.prefill
+        assert prefill is not None
+        cached = prefill.cached
+        self._measure(cached)
+        self.pool.enter(sequence, "decoding")
+        try:
+            if self.abilities.not_batchable is not None:
+                raise NotBatchable(self.abilities.not_batchable)
+            self.pool.batch.join(sequence)
+        except NotBatchable as error:
+            self.abilities.say_alone(str(error))
+            self.pool.groups.append(Single(sequence))
+            return
+        self.drafts.begin(self.pool.batch, sequence, self.abilities.reads_whole)
+        self.pool.cache(sequence, cached)
+
+    def _measure(self, cached: CachedPrefix) -> None:
+        """Notes the bytes of a sequence."""
+        if cached.cache is None:
+            return
+        layers = cached.cache.layers
+        held = sum(LayerState(layer).memory() for layer in layers)
+        self.budget.token = max(self.budget.token, held / len(cached.ids))
+        if self.drafts.drafting is not None:
+            kinds = [[k] if (k := self.drafts.deferrable.get(n)) else [] for n in range(len(layers))]
+            self.budget.state = max(self.budget.state, sum(map(bytes_beside, layers, kinds)))
+
+    def _generate(self, sequence: Sequence, reason: str) -> Reason:
+        """Generates a sequence by the model's `generate`, with a step of the others between its tokens."""
+        self.abilities.say_alone(reason)
+        job = sequence.job
+
+        def ends() -> bool:
+            if goes_on := self._take_jobs():
+                self._step()  # a fault ends this one, too
+            return job.is_cancelled or not goes_on
+
+        self.counts.computed += sequence.prompt_tokens
+        return generate_alone(self.model, job, ends)

@@ -31,12 +31,16 @@ def _no_progress(read: int, of: int) -> None:
 
 @contextmanager
 def as_errors() -> Iterator[None]:
-    """Block with somebody's own function, in which SystemExit is an error as any other: it ends no thread."""
+    """Block in which SystemExit is an error as any other, and so is KeyboardInterrupt on any thread but the
+    main one: neither ends a thread.
+    """
     try:
         yield
-    except (Exception, KeyboardInterrupt):
+    except Exception:
         raise
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # a Ctrl-C is the caller's
         raise RuntimeError(f"moe_mps: a function of an answer raised {error!r}") from error
 
 
@@ -66,7 +70,6 @@ class Job:
         images: in the inputs, from `images_of`; None lets the thread of the device hash them.
 
     Attributes:
-        turn: in which it begins, once it waits with others.
         cached_tokens: of the prompt, kept and not computed again; known before the first token.
         disk_tokens: of these, read from a disk.
         accepted_tokens, rejected_tokens: that were drafted and verified so far.
@@ -84,7 +87,6 @@ class Job:
     place: int = 0
     request: object = None
     images: "Images | None" = None
-    turn: int | None = None
     cached_tokens: int = 0
     accepted_tokens: int = 0
     rejected_tokens: int = 0

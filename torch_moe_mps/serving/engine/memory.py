@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ...macs import machine_memory
 from ..prefix_cache.memory import prompt_bytes
-from .prefill import AT_ONCE
+from .scheduler import LARGEST_CHUNK
 
 # Answers at once: before the M5, matmuls of 16 rows take nearly twice as long as those of 8, and on all GPUs
 # experts do, of which each has a few of the rows.
@@ -74,7 +74,7 @@ class Memory:
             )
             self.weights = sum(tensor.nbytes for tensor in {id(part): part for part in parts}.values())
         try:
-            self.step = prompt_bytes(model, AT_ONCE)
+            self.step = prompt_bytes(model, LARGEST_CHUNK)
         except (AttributeError, ValueError):  # an encoder, or a model without layers
             self.step = 0
         self._pressure, self._asked, self._level = pressure, -_EVERY, Level.NORMAL

@@ -1,4 +1,4 @@
-"""The next token of each row of a batch: rows with equal settings are drawn together."""
+"""Sampling: the next token of each sequence; those with equal settings are sampled together."""
 
 import time
 from collections.abc import Sequence
@@ -12,11 +12,15 @@ from ..._faults import Mark
 from ...transformers.basics.overflow import is_missing, no_distribution
 from ...transformers.modules.sampling import Sampling
 from .job import Job, as_errors
-from .stand_in import in_order
 
 
-class Chooser:
-    """How the tokens of one job are chosen.
+def in_order(processors: Any) -> Any:
+    """A list of processors with those in front that are `is_first`."""
+    return type(processors)(sorted(processors, key=lambda item: not getattr(item, "is_first", False)))
+
+
+class Sampler:
+    """Samples the tokens of one job.
 
     Args:
         model: whose generation config completes the job's.
@@ -24,7 +28,7 @@ class Chooser:
     Attributes:
         model: the same.
         sampling: the processors of its logits.
-        generator: of the drawn tokens.
+        generator: of the sampled tokens.
         repeats: whether it draws the same numbers each time, as with a seed.
         ends: the tokens that end the answer.
         most: how many tokens the answer may have.
@@ -121,8 +125,8 @@ def _completed(model: Any, config: GenerationConfig, ids: Tensor) -> GenerationC
     return config
 
 
-class Chosen:
-    """The next token of each row, on the device; the host may compute more before it reads them.
+class Sampled:
+    """The sampled token of each row, on the device; the host may compute more before it reads them.
 
     Args:
         tokens: [B].
@@ -131,7 +135,7 @@ class Chosen:
         model: whose logits they were.
 
     Attributes:
-        rows: which of the rows that were chosen for are left, in the order of their answers.
+        rows: which of the rows are left, in the order of their sequences.
     """
 
     def __init__(self, tokens: Tensor, invalid: Tensor, errors: dict[int, Exception], model: Any):
@@ -181,28 +185,28 @@ def _begun_copy(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor, non_blocking=True)
 
 
-def choose(choosers: Sequence[Chooser], logits: Tensor) -> Chosen:
+def sample(samplers: Sequence[Sampler], logits: Tensor) -> Sampled:
     """The next token of each row, from logits [B, V] of the model."""
     kinds: dict[Any, list[int]] = {}
     rows, errors = dict[int, Tensor | None](), dict[int, Exception]()
-    for row, chooser in enumerate(choosers):
+    for row, sampler in enumerate(samplers):
         try:
-            rows[row] = chooser.processed(logits[row : row + 1])
+            rows[row] = sampler.processed(logits[row : row + 1])
         except torch.AcceleratorError:
             raise
         except Exception as error:  # a processor has raised: it is this row's
             errors[row], rows[row] = error, logits[row : row + 1].float()
-        kinds.setdefault((rows[row] is None, chooser.kind), []).append(row)
+        kinds.setdefault((rows[row] is None, sampler.kind), []).append(row)
     made = []
     for (is_plain, _), of_kind in kinds.items():
         if not is_plain:
             scores = torch.cat([rows[row] for row in of_kind])  # type: ignore[misc]  # none is None
-        elif len(of_kind) == len(choosers):
+        elif len(of_kind) == len(samplers):
             scores = logits
         else:
             scores = logits[of_kind]
         try:
-            made.append(_of_kind([choosers[row] for row in of_kind], scores))
+            made.append(_of_kind([samplers[row] for row in of_kind], scores))
         except torch.AcceleratorError:
             raise
         except Exception as error:  # their settings, which are the same, are wrong
@@ -214,25 +218,25 @@ def choose(choosers: Sequence[Chooser], logits: Tensor) -> Chosen:
         order = [row for of_kind in kinds.values() for row in of_kind]
         back = torch.tensor(order).argsort().to(logits.device)
         tokens, invalid = (torch.cat(each)[back] for each in zip(*made, strict=True))
-    for row, chooser in enumerate(choosers):
-        chooser.take(tokens[row : row + 1])
-    return Chosen(tokens, invalid, errors, choosers[0].model)
+    for row, sampler in enumerate(samplers):
+        sampler.take(tokens[row : row + 1])
+    return Sampled(tokens, invalid, errors, samplers[0].model)
 
 
-def _of_kind(choosers: list[Chooser], scores: Tensor) -> tuple[Tensor, Tensor]:
+def _of_kind(samplers: list[Sampler], scores: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens [R] of rows with equal settings, and whether each had no distribution."""
-    sampling = choosers[0].sampling
+    sampling = samplers[0].sampling
     if not sampling.draws:
         scores = sampling.known(None, scores.float()) if sampling.known else scores
         likeliest = scores.max(-1)
         return likeliest.indices, is_missing(likeliest.values)
 
     def fill(draws: Tensor) -> None:
-        if any(chooser.repeats for chooser in choosers):
-            for row, chooser in zip(draws, choosers, strict=True):
-                chooser.draw(row)
+        if any(sampler.repeats for sampler in samplers):
+            for row, sampler in zip(draws, samplers, strict=True):
+                sampler.draw(row)
         else:  # in one launch
-            choosers[0].draw(draws)
+            samplers[0].draw(draws)
 
     invalid = torch.zeros(len(scores), dtype=torch.int32, device=scores.device)
     tokens = sampling.draw(scores, fill, invalid)

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ..._text import first_line
-from ..engine.device import Died
+from ..engine.loop import Died
 from ..engine.memory import RETRY_AFTER, Level, is_out_of_memory
 from ..prefix_cache.memory import LONGEST
 from .answer import Item
@@ -107,11 +107,11 @@ class Server:
             ]
             for path in (EMBEDDINGS, RERANK):
                 encode = functools.partial(self._encode, path)
-                routes.append(Route(start + path.removeprefix("/v1"), encode, methods=["POST"]))
+                routes.append(self._counted(start + path.removeprefix("/v1"), encode))
             for protocol in (ChatCompletions(), Completions(), Responses(), Messages()):
                 answer = functools.partial(self._answer, protocol)
                 path = start + protocol.path.removeprefix("/v1")
-                routes.append(Route(path, answer, methods=["POST"]))
+                routes.append(self._counted(path, answer))
                 if protocol.counts is not None:
                     count = functools.partial(self._count, protocol)
                     routes.append(Route(f"{path}/{protocol.counts}", count, methods=["POST"]))
@@ -129,21 +129,30 @@ class Server:
 
     # Answers
 
+    def _counted(self, path: str, answer: Callable[[Asked], Awaitable[Response]]) -> Route:
+        """A path whose requests are counted, by the status of the protocol's error, too."""
+
+        async def counted(asked: Asked) -> Response:
+            with self.metrics.counted(protocol_path) as request:
+                try:
+                    return await answer(asked)
+                except Exception as error:
+                    refused = refused_by(error)
+                    request.status = refused.status
+                    return refusal(protocol_path, refused)
+
+        protocol_path = path if path.startswith("/v1") else f"/v1{path}"
+        return Route(path, counted, methods=["POST"])
+
     async def _answer(self, protocol: Protocol, asked: Asked) -> Response:
-        with self.metrics.counted(protocol.path) as counted:
-            try:
-                self._check_memory()
-                coming = _Coming()
-                async with self.reading.place(asked) as client:
-                    request = await self._prepare(protocol, asked, client, coming)
-                _say("%s: begins, prompt %d tokens", protocol.path, coming.answers.prompt_tokens)
-                if request.stream:
-                    return self._streamed(protocol, request, coming)
-                return JSONResponse(await self._whole(protocol, request, coming))
-            except Exception as error:
-                refused = refused_by(error)
-                counted.status = refused.status
-                return refusal(protocol.path, refused)
+        self._check_memory()
+        coming = _Coming()
+        async with self.reading.place(asked) as client:
+            request = await self._prepare(protocol, asked, client, coming)
+        _say("%s: begins, prompt %d tokens", protocol.path, coming.answers.prompt_tokens)
+        if request.stream:
+            return self._streamed(protocol, request, coming)
+        return await self._whole(protocol, request, coming)
 
     async def _prepare(self, protocol: Protocol, asked: Asked, client: Client, coming: "_Coming") -> Request:
         """The request that is asked, with its answers in `coming`. Raises: Refused."""
@@ -181,13 +190,13 @@ class Server:
                 await self.served.media.fetch(parts)
         return kind, request
 
-    async def _whole(self, protocol: Protocol, request: Request, coming: "_Coming") -> dict[str, Any]:
+    async def _whole(self, protocol: Protocol, request: Request, coming: "_Coming") -> Response:
         try:
             coming.answers.submit(self.served.generator)
             while await coming.next(None) is not None:
                 pass
             self._check_ended(coming.answers)
-            return protocol.whole(request, coming.answers, self.served)
+            return await _in_json(lambda: protocol.whole(request, coming.answers, self.served))
         finally:
             self._ended(protocol, coming.answers)
 
@@ -263,19 +272,13 @@ class Server:
             self._check_model(body)
             return Texts(path, body, self.served)
 
-        with self.metrics.counted(path) as counted:
-            try:
-                async with self.reading.place(asked) as client:
-                    _, texts = await self._read(asked, client, read)
-                begun = time.monotonic()
-                result = await asyncio.wrap_future(self.served.generator.run(texts.compute))
-                count, seconds = sum(map(len, texts.ids)), time.monotonic() - begun
-                _say("%s: %d texts of %d tokens in %.2f s", path, len(texts.ids), count, seconds)
-                return JSONResponse(texts.answer(result))
-            except Exception as error:
-                refused = refused_by(error)
-                counted.status = refused.status
-                return refusal(path, refused)
+        async with self.reading.place(asked) as client:
+            _, texts = await self._read(asked, client, read)
+        begun = time.monotonic()
+        result = await asyncio.wrap_future(self.served.generator.run(texts.compute))
+        count, seconds = sum(map(len, texts.ids)), time.monotonic() - begun
+        _say("%s: %d texts of %d tokens in %.2f s", path, len(texts.ids), count, seconds)
+        return await _in_json(lambda: texts.answer(result))
 
     # The server itself
 
@@ -351,6 +354,11 @@ class _Coming:
             return ()
         self._ended += item is None
         return number, item
+
+
+async def _in_json(value: Callable[[], Any]) -> Response:
+    """The response of a value that may be long: probabilities of tokens, vectors."""
+    return Response(await asyncio.to_thread(lambda: in_json(value())), media_type="application/json")
 
 
 def _say(line: str, *values: object) -> None:

@@ -1,4 +1,4 @@
-"""What a request becomes before it is generated: prompts as inputs of the model, settings, and jobs."""
+"""A request, prepared for generation: prompts as inputs of the model, settings, and jobs."""
 
 import copy
 import functools
@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from ..._text import first_line
 from ..engine.defaults import settings_of_answer
 from ..engine.encoder import NO_TEXT
-from ..engine.generating import images_of
+from ..engine.inputs import images_of
 from ..engine.job import Job, prompt_length
 from ..engine.penalties import Penalties
 from ..engine.ranges import check_settings, unserved_settings, vocabulary_of
@@ -37,7 +37,7 @@ _MOST_MESSAGES, _MOST_TOOLS = 10_000, 1024
 
 @dataclass
 class Prompt:
-    """What all answers to a prompt have in common.
+    """The common part of all answers to a prompt.
 
     Args:
         text: of the prompt, by which the parser knows what it begins of the answer; None where all is text.
@@ -249,6 +249,8 @@ def _settings(served: Served, request: Request, length: int) -> Any:
     if (config.num_return_sequences or 1) > 1:
         got = config.num_return_sequences
         raise wrong("generation_config", "of num_return_sequences 1 (see 'n')", got)
+    if (config.num_beams or 1) > 1:
+        raise wrong("generation_config", "of num_beams 1: the server searches no beams", config.num_beams)
     config.stop_strings = None
     for tokens in config.sequence_bias or ():
         if tokens[0] >= vocabulary:
@@ -297,16 +299,16 @@ def _processors(served: Served, request: Request, prompt: Prompt) -> tuple[list[
     """
     made: list[Any] = []
     if request.frequency or request.presence:
-        _check_processors(served, "frequency_penalty" if request.frequency else "presence_penalty")
+        served.check_processors("frequency_penalty" if request.frequency else "presence_penalty")
         made.append(Penalties(prompt_length(prompt.inputs), request.frequency, request.presence))
     if (form := _form(served, request, prompt)) is not None:
-        _check_one_sequence(served, prompt, request.form_field)
+        served.check_processors(request.form_field)
         check_size(form, request.form_field)
         tokenizer, vocabulary = served.template.tokenizer, vocabulary_of(served.model)
         made.append(served.grammars.mask(tokenizer, prompt.config, vocabulary, form, request.form_field))
     logprobs = None
     if request.logprobs is not None:
-        _check_one_sequence(served, prompt, "logprobs")
+        served.check_processors("logprobs")
         logprobs = Logprobs(served.template.tokenizer, request.logprobs)
         made.append(logprobs)
     return made, logprobs
@@ -317,14 +319,3 @@ def _form(served: Served, request: Request, prompt: Prompt) -> Any:
     if request.forced is None:
         return request.form
     return grammar(request.forced, served.template.form, served.template.family, prompt.text or "")
-
-
-def _check_processors(served: Served, field: str) -> None:
-    if served.in_pipeline:
-        raise Refused(f"'{field}' is not supported by a pipeline.", field)
-
-
-def _check_one_sequence(served: Served, prompt: Prompt, field: str) -> None:
-    _check_processors(served, field)
-    if (prompt.config.num_beams or 1) > 1:
-        raise wrong("generation_config", f"of num_beams 1 with '{field}'", prompt.config.num_beams)

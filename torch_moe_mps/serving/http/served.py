@@ -11,7 +11,7 @@ from ..engine.job import Generator
 from ..engine.ranges import unknown_token, vocabulary_of
 from ..media.decoding import Limits, limits_of
 from ..media.loading import Media
-from .request import wrong
+from .request import Refused, wrong
 from .structured import Grammars
 from .template import READERS, ChatTemplate
 
@@ -52,7 +52,7 @@ class Served:
 
     @functools.cached_property
     def limits(self) -> Limits:
-        """Of the pictures and the sound of a request."""
+        """Limits of the pictures and the sound of a request."""
         memory = self.generator.memory
         return limits_of(self.template.processor, None if memory is None else memory.free)
 
@@ -60,6 +60,11 @@ class Served:
     def reads_media(self) -> bool:
         """Whether messages may have pictures or sound."""
         return any(map(self.template.reads, READERS))
+
+    def check_processors(self, field: str) -> None:
+        """Raises: Refused for a field that needs a processor of logits, where there are none."""
+        if self.in_pipeline:
+            raise Refused(f"'{field}' is not supported by a pipeline.", field)
 
     def check_tokens(self, ids: Any, field: str) -> None:
         """Raises: Refused for tokens that the model does not know."""

@@ -5,12 +5,16 @@ import functools
 import socket
 import ssl
 from collections.abc import Container
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 
 from ..._text import first_line
 from ..http.request import Refused
 from .addresses import is_public
+
+# More threads than one client has requests: its names may be slow to look up.
+_RESOLVERS = ThreadPoolExecutor(64, "resolver")
 
 
 async def fetched(url: str, field: str, hosts: Container[str], most: int) -> bytes:
@@ -47,7 +51,8 @@ async def _addresses(asked: httpx2.URL, is_named: bool) -> list[str]:
     port = asked.port or (443 if asked.scheme == "https" else 80)
     if port > 65535:
         raise OSError(f"the port is {port}")
-    found = await asyncio.get_running_loop().getaddrinfo(asked.host, port, type=socket.SOCK_STREAM)
+    asks = functools.partial(socket.getaddrinfo, asked.host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_RESOLVERS, asks)
     addresses = [str(address[0]) for *_, address in found]
     for address in addresses:
         if not is_named and not is_public(address):
@@ -60,7 +65,7 @@ async def _content(asked: httpx2.URL, address: str, most: int) -> bytes:
     """Raises: OSError, httpx2.HTTPError, OverflowError."""
     headers = {"host": asked.netloc.decode(), "accept-encoding": "identity"}
     place = asked.copy_with(host=address, username=None, password=None)
-    names = {"sni_hostname": asked.host}  # whose certificate the server must show
+    names = {"sni_hostname": asked.host}  # the server must show its certificate
     # A connection is of one request: those that are kept are known by their address alone.
     client = httpx2.AsyncClient(verify=_certificates(), trust_env=False, timeout=None)
     async with client, client.stream("GET", place, headers=headers, extensions=names) as answer:

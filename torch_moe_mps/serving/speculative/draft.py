@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ...transformers.caches.batched import BatchedCache, NotBatchable
 from ...transformers.caches.prompt_cache import reads_whole, takes_layers
 from ...transformers.upstream.calls import cache_argument
-from ..engine.prefill import PromptReader
+from ..engine.prefill import Prefill
 from ..engine.ranges import vocabulary_of
 from ..prefix_cache.memory import PrefixCache
 from .drafter import Row
@@ -104,10 +104,10 @@ class Draft:
     def _begin(self, row: Row) -> _Cached:
         """Reads all tokens but the last one, behind which the first draft begins."""
         ids, rows = torch.tensor([row.tokens[:-1]]), BatchedCache(self._draft)
-        reader = PromptReader(self._draft, ids, self.prompts)
-        while reader.pieces:
-            reader.read(self._called)
-        kept = reader.kept
+        prefill = Prefill(self._draft, ids, self.prompts)
+        while prefill.chunks:
+            prefill.compute(self._called)
+        kept = prefill.cached
         self.prompts.put(kept)
         try:
             rows.join(kept.cache, len(kept.ids))

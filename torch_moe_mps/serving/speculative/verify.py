@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..engine.sampling import Chooser, choose
+from ..engine.sampling import Sampler, sample
 
 Choice = int | Exception
 
 
 def verified(
-    choosers: Sequence[Chooser], logits: Tensor, known: Sequence[int], drafts: Sequence[Sequence[int]]
+    samplers: Sequence[Sampler], logits: Tensor, known: Sequence[int], drafts: Sequence[Sequence[int]]
 ) -> list[list[Choice]]:
     """The accepted draft tokens of each row and the token behind them, or an error at the end.
 
@@ -28,22 +28,22 @@ def verified(
         logits: [B, T, V], of tokens that are known and drafts behind them.
         known: how many tokens of each row are not drafts; a row that knows more than T gets no token.
     """
-    made: list[list[Choice]] = [[] for _ in choosers]
+    made: list[list[Choice]] = [[] for _ in samplers]
     rows = [row for row, count in enumerate(known) if count <= logits.shape[1]]
-    plain = [row for row in rows if not choosers[row].sampling.others]
+    plain = [row for row in rows if not samplers[row].sampling.others]
     places = [(row, known[row] - 1 + n) for row in plain for n in range(len(drafts[row]) + 1)]
     if places:
         for row in plain:
-            choosers[row].begin_draws()
-        chosen = choose([choosers[row] for row, _ in places], _at(logits, places)).read()
+            samplers[row].begin_draws()
+        chosen = sample([samplers[row] for row, _ in places], _at(logits, places)).read()
         for (row, _), token in zip(places, chosen, strict=True):
             made[row].append(token)
         for row in plain:
             made[row] = _held(made[row], drafts[row])
-            choosers[row].end_draws(len(made[row]))
+            samplers[row].end_draws(len(made[row]))
     for row in rows:
-        if choosers[row].sampling.others:
-            made[row] = _one_by_one(choosers[row], logits[row, known[row] - 1 :], drafts[row])
+        if samplers[row].sampling.others:
+            made[row] = _one_by_one(samplers[row], logits[row, known[row] - 1 :], drafts[row])
     return made
 
 
@@ -63,12 +63,12 @@ def _held(tokens: Sequence[Choice], drafts: Sequence[int]) -> list[Choice]:
     return [*tokens[: count + 1]]
 
 
-def _one_by_one(chooser: Chooser, logits: Tensor, drafts: Sequence[int]) -> list[Choice]:
+def _one_by_one(sampler: Sampler, logits: Tensor, drafts: Sequence[int]) -> list[Choice]:
     """Tokens from logits [T, V], each chosen when the one before it is known."""
     made: list[Choice] = []
     for n in range(len(drafts) + 1):
-        (token,) = choose([chooser], logits[n : n + 1]).read()
+        (token,) = sample([sampler], logits[n : n + 1]).read()
         made.append(token)
-        if n == len(drafts) or token != drafts[n] or token in chooser.ends:
+        if n == len(drafts) or token != drafts[n] or token in sampler.ends:
             break
     return made

@@ -33,6 +33,7 @@ _SPECIAL = frozenset(("position_bias", "cache", "softcap", "s_aux"))  # argument
 _ADDED = frozenset(("position_bias", "sinks"))  # arguments of `attention` that the operator lacks
 # Arguments of an attention function behind module, query, key, value and mask that are understood here.
 _UNDERSTOOD = _SPECIAL | _ADDED | {"scaling", "dropout", "is_causal", "sliding_window"}
+_added: dict[Any, frozenset[str]] = {}  # {attention function or class: what is not understood of it}
 _COLLECTED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -188,13 +189,14 @@ def attention(
     return out, weights if has_weights else None
 
 
-@functools.lru_cache(maxsize=1024)
 def _not_taken(own: Any, others: frozenset[str]) -> frozenset[str]:
     """The `others`, and arguments that a release has added to an attention function or that of a class."""
-    function = _attention_of(own) if isinstance(own, type) else own
-    names = () if function is None else [*inspect.signature(function).parameters.values()][5:]
-    added = {item.name for item in names if item.kind not in _COLLECTED}
-    return others | (added - _UNDERSTOOD)
+    if own not in _added:  # a dictionary: torch.compile warns of functools' caches
+        function = _attention_of(own) if isinstance(own, type) else own
+        names = () if function is None else [*inspect.signature(function).parameters.values()][5:]
+        added = {item.name for item in names if item.kind not in _COLLECTED}
+        _added[own] = frozenset(added - _UNDERSTOOD)
+    return others | _added[own]
 
 
 def _attention_of(cls: type) -> Callable[..., tuple[Tensor, Tensor | None]] | None:

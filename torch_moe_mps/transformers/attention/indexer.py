@@ -20,11 +20,12 @@ from ..caches.held import HeldIndex
 from ..modules.experts import is_observed
 from ..modules.rules.constants import constant
 from ..modules.rules.rope import TURNS, Turn, tables_and_options
-from ..modules.rules.trial import LEAST_HEADS, HeldKeys, has_parts, numbers, twin_of, untied
+from ..trials.forms import has_parts
+from ..trials.indexers import IndexerTrial, form_by_trial
+from ..trials.twins import LEAST_HEADS, HeldKeys, numbers, twin_of, untied
 from ..upstream.calls import CACHE, cache_name
 from .causal_mask import CausalMask
 from .chosen_keys import Choice
-from .indexer_trial import IndexerTrial, form_by_trial
 
 ops = torch.ops.moe_mps
 
@@ -156,11 +157,18 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
         return None
     depends_on(module, "qk_rope_head_dim")
     depends_on(module, "use_rope")
-    form = form_by_trial(module, _trial, tuple(names), rotary, width)
+    forms = [IndexerForm(tuple(names), turn, rotary) for turn in (None, *TURNS) if _fits(turn, rotary, width)]
+    form = form_by_trial(module, forms, _trial, tuple(names), rotary, width)
     if form is None:
         return None
     state_of(module).formula = form
     return indexer_forward, [Done("index_topk"), Done("rope_cache_")]
+
+
+def _fits(turn: Turn | None, rotary: int, width: int) -> bool:
+    """Whether a turn by tables of a width stays within the heads."""
+    columns = 0 if turn is None else rotary // (2 if turn.half_of_table else 1)
+    return turn is None or columns * (2 if turn.doubled else 1) <= width
 
 
 def _trial(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -> IndexerTrial:
@@ -175,17 +183,11 @@ def _trial(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -
         "position_ids": torch.arange(_BEFORE, keys).expand(_BATCH, -1) * 1000,
     }
     arguments = {name: value for name, value in every.items() if name in names}
-
-    def fits(turn: Turn | None) -> bool:
-        columns = 0 if turn is None else rotary // (2 if turn.half_of_table else 1)
-        return turn is None or columns * (2 if turn.doubled else 1) <= width
-
     return IndexerTrial(
         held=lambda: HeldKeys(before, twin.layer_idx),
         own=lambda cache: own(twin, hidden, **arguments, **{str(cache_name(own)): cache}),
         ours=lambda form, cache: _choice(twin, form, hidden, arguments | {CACHE: cache}, keys),
         is_same=_is_same,
-        forms=[IndexerForm(names, turn, rotary) for turn in filter(fits, (None, *TURNS))],
     )
 
 

@@ -24,7 +24,7 @@ from ..caches.growing import latents_together
 from ..caches.quantized_states import QuantizedStates
 from ..modules.experts import is_observed
 from ..modules.linears import QuantizedLinear
-from ..modules.rules.trial import tried
+from ..trials.comparing import tried
 
 ops = torch.ops.moe_mps
 

@@ -35,6 +35,7 @@ class QuantizationReport:
         measured: {measurement of a checkpoint: figures}, by `torch-moe-mps perplexity`.
         activations: the dtype of activations beside the weights, and why; None where the caller said it.
         sizes: {name in `skipped`: bytes, where it is dense}.
+        notes: lines about weights that have another format than was asked for, with the reason.
     """
 
     modules: dict[str, list[QuantizedProjection]] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class QuantizationReport:
     measured: Mapping[str, str] = field(default_factory=dict)
     activations: str | None = None
     sizes: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def dense_bytes(self) -> int:
@@ -72,7 +74,7 @@ class QuantizationReport:
     def __str__(self) -> str:
         """Equal layers share a line, with the mean and the largest of their errors; the last line sums up."""
         lines = [f"{name}: shares the weight of {other}" for name, other in self.shared.items()]
-        lines += self._skipped()
+        lines += [*self._skipped(), *self.notes]
         lines += [f"{about}: {figures}" for about, figures in self.measured.items()]
         if self.modules:
             weighed = [] if self.importance is None else [f"errors weighed by the {self.importance}"]
@@ -184,6 +186,7 @@ class Report:
     quantization: QuantizationReport | None = None
     compiled: str | None = None
     checked: str | None = None
+    trials: str | None = None  # how many there were
     twin: str | None = None  # the result for a small model, behind a transformers that is not known
     tensor_units: str | None = None
     tuned: Callable[[], str | None] | None = None  # asked when it is printed
@@ -229,7 +232,7 @@ class Report:
         table = [*aligned(lines, 4), ""] if self.rows else []
         if self.quantization is not None:
             table += [str(self.quantization), ""]
-        lines_about = [self.twin, self.compiled, self.checked, self.tensor_units]
+        lines_about = [self.twin, self.trials, self.compiled, self.checked, self.tensor_units]
         lines_about += [self.kept_on_cpu, self.own_on_cpu]
         lines_about += [asked() for asked in (self.tuned, self.capture, self.growth) if asked is not None]
         about = [line for line in lines_about if line is not None]

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..._extension import host_library
 
-SWITCH = "MOE_MPS_RESIDENCY"  # in the environment: "0" makes no set
 REST = 10.0  # seconds between two sets of a model: kernel panics are reported where sets change often
 
 
@@ -72,8 +71,8 @@ MOVED: set[Resident] = set()
 
 
 def keep_resident(model: nn.Module) -> None:
-    """Keeps a model's weights resident from now on, wherever they move."""
-    if host_library() is None or os.environ.get(SWITCH) == "0":
+    """Keeps a model's weights resident from now on, wherever they move, unless MOE_MPS_RESIDENCY is 0."""
+    if host_library() is None or os.environ.get("MOE_MPS_RESIDENCY") == "0":
         return
     if model not in _residents:
         _residents[model] = Resident(model)

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
 
 from ..basics.key_range import NO_END, RANGE
-from ..upstream.caches import DummyLayer, LinearAttentionCacheLayerMixin, chosen_together
+from ..upstream.caches import chosen_together
 from . import growing
+from .declared import Batched, declared
 from .deferred_states import AnyKind, DeferredLayer, can_defer, committed, deferred
 from .in_layers import is_in_layers
 from .layers import Made
@@ -62,13 +63,13 @@ class BatchedCache:
     Attributes:
         cache: of all rows; None without any.
         lengths: how many tokens each row has.
-        are_states: layers have states that hold all tokens, such as recurrent ones, and do not lag behind.
+        are_states: layers have states of all tokens, as recurrent ones, whose update is not deferred.
     """
 
     are_states = False
 
     def __init__(self, model: PreTrainedModel, deferrable: Mapping[int, AnyKind] = {}):
-        """`deferrable`: {number of a layer whose states may lag behind: of which kind they are}."""
+        """`deferrable`: {number of a layer whose update may be deferred: the kind of its states}."""
         self.cache: DynamicCache | None = None
         self.lengths: list[int] = []
         self._device, self._moved = model.device, list[int]()
@@ -82,7 +83,7 @@ class BatchedCache:
         self._held: dict[int, dict[Name, Tensor]] = {}  # copies of states, by layer
         self._held_layers: dict[int, list[Any]] = {}  # and of layers of each row
         self._deferrable, self._defers, self._has_keys = deferrable, False, False
-        # How many tokens of each row are pending where states lag, as it is and as the device was told.
+        # How many uncommitted tokens of each row are accepted, as it is and as the device was told.
         self._pending, self._told = list[int](), list[int]()
         self._counts = _column([])
 
@@ -114,6 +115,8 @@ class BatchedCache:
 
         Raises: NotBatchable, or whatever ends it midway; the rows are as they were then.
         """
+        if not is_in_layers(cache):
+            raise NotBatchable(f"its cache is a {type(cache).__name__}, or has layers that are not declared")
         separate = [number for number, layer in enumerate(cache.layers) if self._is_separate(layer)]
         _check(cache, separate)
         held = [] if self.cache is None else [LayerState(layer) for layer in self.cache.layers]
@@ -214,6 +217,10 @@ class BatchedCache:
         positions = self._positions
         if tokens > 1:
             positions = positions + torch.arange(tokens, device=self._device)
+        if len(self) == 1 and self._separate and not self._moved[0]:
+            return {
+                "use_cache": True
+            }  # a model that counts tokens by such a layer need not compare positions
         return {"position_ids": positions, "use_cache": True, **mask}
 
     def make_room(self, tokens: int) -> None:
@@ -318,14 +325,14 @@ class BatchedCache:
             self._show_separate(number)
         shared = [self.cache.layers[number] for number in self._shared(self.cache.layers)]
         self._left = min(map(_room, shared), default=growing.LEAST_SLOTS)
-        lag = [layer for layer in self.cache.layers if isinstance(layer, DeferredLayer)]
-        self._defers, self._has_keys = bool(lag), bool(self._separate) or any(map(_memories, shared))
+        deferring = [layer for layer in self.cache.layers if isinstance(layer, DeferredLayer)]
+        self._defers, self._has_keys = bool(deferring), bool(self._separate) or any(map(_memories, shared))
         is_cut = all(gives_back(layers[0]) for layers in self._separate.values())
-        self.are_states = not is_cut or (not lag and any(map(_states, shared)))
-        if lag:
+        self.are_states = not is_cut or (not deferring and any(map(_states, shared)))
+        if deferring:
             self._counts = _column(self._pending).to(self._device)
             self._told = self._pending
-        for layer in lag:
+        for layer in deferring:
             layer.set_counts(self._counts)
         while self._context < self.end + self._left:  # one size for all, so that strides of masks stay
             self._context *= 2
@@ -411,16 +418,14 @@ def _own_tensor(value: Any) -> Any:
 
 def _check(cache: Any, separate: Sequence[int]) -> None:
     """Raises: NotBatchable for a cache that cannot be a row: the reason is for a person."""
-    if not is_in_layers(cache) or cache.offloading:
-        kind = "is offloaded" if is_in_layers(cache) else f"is a {type(cache).__name__}"
-        raise NotBatchable(f"its cache {kind}")
+    if cache.offloading:
+        raise NotBatchable("its cache is offloaded")
     for number, layer in enumerate(cache.layers):
         if number in separate:
             continue
         kind = type(layer).__name__.removeprefix("Growing")
-        is_known = isinstance(layer, (Made, LinearAttentionCacheLayerMixin, DummyLayer))
-        if not is_known:
-            raise NotBatchable(f"a {kind} has no rows that could come and go")
+        if declared(layer).batched is Batched.NEVER:
+            raise NotBatchable(f"a {kind} cannot be batched")
         if getattr(layer, "record_past", False):
             raise NotBatchable("its cache holds draft tokens")
         for name, tensor in LayerState(layer).tensors().items():
@@ -450,7 +455,7 @@ def _memories(layer: Any) -> list[_Memory]:
     by_id: dict[int, _Memory] = {}
     for name, tensor in LayerState(layer).tensors().items():
         memory: Any = getattr(tensor, growing.MEMORY, None)
-        if memory is None or name.key in layer.made_again:
+        if memory is None or name.key in layer.declared.derived:
             continue
         view = tensor.packed if isinstance(tensor, QuantizedStates) else tensor
         whole = memory.packed if isinstance(memory, QuantizedStates) else memory

@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache
 
+from .declared import declaration_of
+
 # Functions of a model's config: the class of ours for a cache that its code insists on, or None.
 OWN_CACHES: list[Callable[[Any], Any]] = []
 
@@ -33,4 +35,6 @@ def cache_for(config: Any) -> DynamicCache:
 
 
 def is_in_layers(cache: Any) -> bool:
-    return type(cache) is DynamicCache or isinstance(cache, InLayers)
+    """Whether all states of a cache lie in layers whose classes are declared."""
+    is_known = type(cache) is DynamicCache or isinstance(cache, InLayers)
+    return is_known and all(declaration_of(type(layer)) is not None for layer in cache.layers)

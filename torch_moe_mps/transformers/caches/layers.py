@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ..upstream.caches import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from . import growing
+from .declared import GROWING_CLASSES, Declared, declaration_of
 from .held import HeldPools
 from .quantized_states import can_be_quantized
+from .state import LayerState
 
-# Functions of a model's own class of layers: the class that grows in place, or None if that is another's.
-GROWING_CLASSES: list[Callable[[Any], Any]] = []
 # Trials of a model: whether its modules forget the states of a layer where several tokens follow.
 FORGETS: list[Callable[[Any], bool]] = []
 
@@ -31,7 +31,8 @@ def growing_class(plain: type, bits: int | None = None) -> type | None:
         return None
     bases = (base,) if issubclass(base, plain) else (base, plain) if base.is_first else (plain, base)
     # transformers registers a class under its _layer_type for all models, so this one must have none.
-    return type(f"Growing{plain.__name__}", bases, {"_layer_type": None, "plain": plain, "bits": bits})
+    own = {"_layer_type": None, "plain": plain, "bits": bits, "declared": declaration_of(plain)}
+    return type(f"Growing{plain.__name__}", bases, own)
 
 
 def _base_of(plain: Any) -> Any:
@@ -64,16 +65,16 @@ class Made(CacheLayerMixin):
         bits: 8 where it holds keys and values in 8 bits.
         pools_padding: it makes one entry of several tokens, padding among them.
         is_first: its methods stand in for those of `plain`, too.
-        made_again: attributes that copies, pickles and rows make again.
+        declared: what it holds; None of a class that is not known.
         needs_order: attention sees its tokens by their order: they lie in it.
     """
 
     pools_padding = False
     is_first = False
-    made_again: tuple[str, ...] = ()
     needs_order = False
     plain: Any
     bits: int | None
+    declared: Declared
     keys: Any
     values: Any
 
@@ -81,8 +82,8 @@ class Made(CacheLayerMixin):
         """A copied or pickled layer has no room. A dense one is a plain one, which needs no package."""
         state = {
             name: growing.compact(value)
-            for name, value in self.__dict__.items()
-            if name not in self.made_again
+            for name, value in LayerState(self).values().items()
+            if name not in self.declared.derived
         }
         if self.bits is not None:
             return _empty_layer, (self.plain, self.bits), state
@@ -185,7 +186,6 @@ class Growing(Made, DynamicLayer):
 class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
     """A layer that holds all tokens, and the keys of an indexer."""
 
-    made_again = ("pools",)
     rate = 0  # tokens for each pool
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ from transformers import DynamicCache, PreTrainedModel
 from ..._faults import synchronize
 from ..._text import first_line
 from ..basics.state import kv_bits_of
-from ..upstream.caches import LinearAttentionCacheLayerMixin
 from .cache import counts_tokens, keeps_states
+from .declared import Trim, declared
 from .in_layers import InLayers, cache_for, is_in_layers
 from .layers import FORGETS, growing_class
 from .state import LayerState, copy_of_cache, copy_of_layer
@@ -64,11 +64,10 @@ def reads_whole(model: PreTrainedModel) -> bool:
 
 def can_be_cut(layer: Any) -> bool:
     """Whether a layer of a cache still has what any prefix of its tokens needs."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin) or not gives_back(layer):
-        return False
-    if getattr(layer, "is_sliding", False):
-        return bool(layer.cumulative_length < layer.sliding_window)
-    return True
+    trim = declared(layer).trim
+    return trim is Trim.TOKENS or (
+        trim is Trim.WINDOW and bool(layer.cumulative_length < layer.sliding_window)
+    )
 
 
 def runs_on(cache: DynamicCache) -> bool:
@@ -76,19 +75,17 @@ def runs_on(cache: DynamicCache) -> bool:
 
     `generate` may compute one behind the last that it returns: then such a cache holds all of these.
     """
-    linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
-    return linear or not all(map(gives_back, cache.layers))
+    return not all(map(gives_back, cache.layers))
 
 
 def gives_back(layer: Any) -> bool:
-    """Whether tokens can be taken back from a layer of keys: not from keys of several tokens."""
-    kind: Any = type(layer)
-    return bool(getattr(growing_class(kind) or layer, "is_croppable", True))
+    """Whether tokens can be taken back from a layer: not from states, nor from keys of several tokens."""
+    return declared(layer).trim is not Trim.COPY
 
 
 def fits_one_prefix(layer: Any) -> bool:
     """Whether the state of a layer may fit no other number of tokens: a recurrent one, a window."""
-    return isinstance(layer, LinearAttentionCacheLayerMixin) or bool(getattr(layer, "is_sliding", False))
+    return declared(layer).trim is not Trim.TOKENS
 
 
 def kept_states(cache: DynamicCache) -> dict[int, dict[str, Any]]:

@@ -8,7 +8,7 @@ compute alone.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ from ..basics.deferred import Deferred
 from ..upstream.caches import CacheLayerMixin
 from ..upstream.calls import cache_name
 from ..upstream.utilities import GradientCheckpointingLayer
-from .held import HeldEntries, HeldIndex
+from .declared import Batched, Declared, declared
 from .state import copy_of_cache
 
 _TABLES = "position_embeddings"  # the argument of modules that may have tables of all tokens
@@ -36,11 +36,12 @@ class Separate(CacheLayerMixin):
     """
 
     _layer_type = None
+    declared = Declared(batched=Batched.EACH)
 
-    def __init__(self, layers: Sequence[Any]):
+    def __init__(self, layers: Iterable[Any]):
         super().__init__()
         self.layers, self.is_initialized = [*layers], True
-        self.is_sliding = bool(getattr(layers[0], "is_sliding", False))
+        self.is_sliding = bool(getattr(self.layers[0], "is_sliding", False))
 
     def get_seq_length(self) -> int:
         """Tokens of the longest sequence."""
@@ -76,7 +77,8 @@ class Separate(CacheLayerMixin):
         new = positions.shape[-1] - max(layer.indexer_position_ids.shape[-1] for layer in self.layers)
         for row, layer in enumerate(self.layers):
             count = layer.indexer_position_ids.shape[-1] + new
-            layer.indexer_position_ids = positions[:, row : row + 1, positions.shape[-1] - count :]
+            own = positions[:, row : row + 1, positions.shape[-1] - count :]
+            layer.indexer_position_ids = own.contiguous()  # so that strides do not follow the longest
 
 
 def is_separate(layer: Any, pools: bool) -> bool:
@@ -85,7 +87,8 @@ def is_separate(layer: Any, pools: bool) -> bool:
     Args:
         pools: whether indexers of the model choose several keys together.
     """
-    return isinstance(layer, HeldEntries) or (pools and isinstance(layer, HeldIndex))
+    batched = declared(layer).batched
+    return batched is Batched.EACH or (pools and batched is Batched.BY_KEYS)
 
 
 class _Own(NamedTuple):

@@ -1,8 +1,7 @@
-"""State that the layers of a cache hold from call to call, by name.
+"""State that the layers of a cache hold from call to call, by name, as their classes declare it.
 
-transformers' layers, and ours that stand in for them, keep their state in their attributes: tensors, numbers,
-and dictionaries of such for layers of several states. Only this file knows that; whoever copies, saves,
-counts or captures a cache asks here. `growing` has the memories that the tensors of a layer are views of.
+Tensors and numbers are attributes of a layer, or lie in dictionaries that are. Whoever copies, saves, counts
+or captures a cache asks here. `growing` has the memories that the tensors of a layer are views of.
 """
 
 import copy
@@ -12,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
+from .declared import declared
 from .quantized_states import QuantizedStates
 
 OWN = ""  # the dictionary of a layer's own attributes
@@ -29,22 +28,27 @@ class Name(NamedTuple):
 class LayerState:
     """The state of one layer, which stays the layer's own: what changes it changes the layer.
 
-    Attributes:
-        dictionaries: the names of the attributes that are dictionaries, in their order.
+    Raises: ValueError for a layer of a class that is not declared.
     """
 
     def __init__(self, layer: Any):
-        (self._held,) = dictionaries_of(layer, ())
-        self.dictionaries = [name for name, value in self._held.items() if type(value) is dict]
+        self._held, self._declared = attributes_of(layer), declared(layer)
+
+    @property
+    def dictionaries(self) -> list[str]:
+        """The names of the attributes that are dictionaries."""
+        return [name for name in self._declared.mappings if name in self._held]
 
     def values(self) -> dict[str, Any]:
         """All attributes, in dictionaries that are copies."""
-        return {name: dict(value) if type(value) is dict else value for name, value in self._held.items()}
+        held, mappings = self._held, self._declared.mappings
+        names = (name for name in self._declared.names if name in held)
+        return {name: dict(held[name]) if name in mappings else held[name] for name in names}
 
     def items(self) -> Iterator[tuple[Name, Any]]:
         """Names and values, but for the dictionaries themselves."""
-        for name, value in self._held.items():
-            if type(value) is dict:
+        for name, value in self.values().items():
+            if name in self._declared.mappings:
                 yield from ((Name(name, key), inner) for key, inner in value.items())
             else:
                 yield Name(OWN, name), value
@@ -58,13 +62,14 @@ class LayerState:
         return sum(part.nbytes for part in held)
 
     def put(self, values: Mapping[Name, Any]) -> None:
-        """Gives the layer other values in place of those of these names."""
+        """Overwrites these entries of the layer's state."""
         for (dictionary, key), value in values.items():
             (self._held if dictionary == OWN else self._held[dictionary])[key] = value
 
     def replace(self, values: Mapping[str, Any]) -> None:
         """Gives the layer these attributes, as `values` returns them, and leaves it no others."""
-        self._held.clear()
+        for name in self._declared.names:
+            self._held.pop(name, None)
         self._held.update(values)
 
 
@@ -74,8 +79,11 @@ def parts(states: Tensor) -> tuple[Tensor, ...]:
 
 
 def dictionaries_of(layer: Any, names: Iterable[str]) -> list[dict[Any, Any]]:
-    """The dictionaries that hold the state of a layer: its attributes, and those of them with these names."""
-    own = layer.__dict__
+    """The dictionaries that hold the state of a layer: its attributes, and those of them with these names.
+
+    A captured step reads and writes them in place.
+    """
+    own = attributes_of(layer)
     return [own, *[own[name] for name in names]]
 
 
@@ -96,9 +104,9 @@ def copy_of_cache(cache: Any, layers: list[Any]) -> Any:
     return copied
 
 
-def attributes_of(cache: Cache) -> dict[str, Any]:
-    """Attributes of a cache itself: its layers and lists of states beside them, and settings."""
-    return cache.__dict__
+def attributes_of(held: Any) -> dict[str, Any]:
+    """All attributes of a cache, or of a layer: its state, and settings."""
+    return vars(held)
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -13,7 +13,9 @@ from transformers import Cache, DynamicCache, StaticCache
 
 from ..attention.causal_mask import CausalMask
 from ..caches.cache import STATES, QuantizedCache
+from ..caches.declared import declaration_of
 from ..caches.in_layers import is_in_layers
+from ..caches.separate import Separate
 from ..caches.state import attributes_of, copy_of_cache, copy_of_layer, dictionaries_of, parts
 from ..upstream.caches import GROWING
 
@@ -51,10 +53,17 @@ def is_cache(name: Any, value: Any) -> bool:
 
 
 def layers_of(cache: Any) -> list[Any]:
-    return getattr(cache, "layers", [])  # neither a list nor None has some
+    """The layers of a cache, and in place of one that each sequence has for itself those of all sequences."""
+    layers = getattr(cache, "layers", [])  # neither a list nor None has some
+    if not any(type(layer) is Separate for layer in layers):
+        return layers
+    return [one for layer in layers for one in (layer.layers if type(layer) is Separate else (layer,))]
 
 
 def is_known(cache: Any) -> bool:
+    """Whether a cache, and all of its layers, are of classes whose states are known."""
+    if not all(declaration_of(type(layer)) is not None for layer in layers_of(cache)):
+        return False
     if type(cache) is list:
         return all(type(states) is Tensor for states in cache)
     is_of_a_model = isinstance(cache, DynamicCache) and type(cache).__module__.startswith(
@@ -105,4 +114,8 @@ def empty_copy(cache: Any) -> Any:
     """A cache with layers like those of another one, which share nothing that changes."""
     if type(cache) is list:
         return [*cache]
-    return copy_of_cache(cache, [copy_of_layer(layer) for layer in cache.layers])
+    return copy_of_cache(cache, [*map(_copy, cache.layers)])
+
+
+def _copy(layer: Any) -> Any:
+    return Separate(map(copy_of_layer, layer.layers)) if type(layer) is Separate else copy_of_layer(layer)

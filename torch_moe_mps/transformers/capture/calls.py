@@ -37,7 +37,6 @@ from ..basics.self_check_state import is_on_mps, refused
 from ..basics.wide_logits import wide_logits
 from ..caches.cache import FOLLOWS, takes_states
 from ..caches.held import HeldEntries
-from ..caches.separate import Separate
 from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator, symbols_end
 from ..modules.sampling import OPERATOR, current, sampling
@@ -156,7 +155,7 @@ class Captures:
         if not self._is_candidate(arguments):
             with checked_at_once(model):
                 return own(model, **arguments)
-        reason = forbidden() or _by_its_cache(arguments)
+        reason = forbidden() or _positions_by_hand(arguments)
         if reason is None:
             result = self._run(model, arguments)
             if result is not None:
@@ -362,16 +361,14 @@ class Captures:
         return Capture(fingerprint, match, evaluate, program.run, make, handover, operators, seconds)
 
 
-def _by_its_cache(arguments: dict[str, Any]) -> str | None:
-    """Why a call runs module by module: sequences have layers of their own, or its positions may be others.
+def _positions_by_hand(arguments: dict[str, Any]) -> str | None:
+    """Why a call runs module by module whose layers count tokens, if its positions may be others.
 
     The GPU has them, so to compare them takes as long as a token. Those of `generate` follow from its cache.
     """
-    layers = getattr(cache_among(arguments), "layers", ())
-    if any(isinstance(layer, Separate) for layer in layers):
-        return "each sequence has layers of a cache for itself"
     if FOLLOWS.get() or arguments.get("position_ids") is None:
         return None
+    layers = getattr(cache_among(arguments), "layers", ())
     counts = any(isinstance(layer, HeldEntries) for layer in layers)
     return "position_ids are compared with the cache, outside of generate()" if counts else None
 

@@ -142,7 +142,8 @@ class Quantizer(Lifecycle, HfQuantizer):
         leave_out(model, self.layout.absent)
         report = QuantizationReport()
         if self.streams or config.wanted is not None:  # a report of the checkpoint's weights is wanted
-            dense, report.skipped, report.sizes = weights_of(model, recipe := config.recipe())
+            weights = weights_of(model, recipe := config.recipe())
+            dense, report.skipped, report.sizes, report.notes = weights
             note_exceptions(model, recipe)
             self.wanted, self.report = Wanted(dense), report
             if config.importance is not None:

@@ -11,10 +11,8 @@ from transformers.generation import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 __all__ = [
-    "AssistedCandidateGenerator",
     "GenerationMixin",
     "GenerationMode",
     "LogitsProcessorList",

@@ -27,11 +27,13 @@ class Weights(NamedTuple):
         targets: {name: target} of those that are quantised.
         dense: {name: reason} of those that stay dense.
         sizes: {name: bytes} of those.
+        notes: of the recipe, see there.
     """
 
     targets: dict[str, Target]
     dense: dict[str, str]
     sizes: dict[str, int]
+    notes: tuple[str, ...]
 
 
 def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
@@ -42,11 +44,11 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
 
     Raises: ValueError for a pattern of the recipe that fits nothing.
     """
-    result = Weights({}, {}, {})
     every = quantizable(model)
     recipe.check_patterns(paths_of(every))
     together = sharing(model, every, tied_layers(model))
     recipe = recipe.of_sizes(_sizes(every, together))
+    result = Weights({}, {}, {}, recipe.notes)
     reasons = Reasons(model)
     for name, target in every.items():
         alike = [every[other] for other in together.get(name, [name]) if other in every]

@@ -66,7 +66,9 @@ def quantize_model(
         quantize_experts raises.
     """
     weights = weights_of(model, recipe)
-    report = QuantizationReport(skipped=weights.dense | _packed(model), sizes=weights.sizes)
+    report = QuantizationReport(
+        skipped=weights.dense | _packed(model), sizes=weights.sizes, notes=weights.notes
+    )
     if importance is not None:
         report.importance = importance.give(model, weights.targets)
     quantize_targets("quantize", model, weights.targets, report, progress)

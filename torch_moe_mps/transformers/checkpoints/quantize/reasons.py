@@ -13,8 +13,9 @@ from ...basics.interface import experts_of, is_quantized, projections
 from ...basics.state import original_class
 from ...graphs.nodes import tensor_of
 from ...graphs.patterns import match, uncast
-from ...modules.rules.trial import agrees, bare_twin, on_the_cpu, tried
 from ...modules.traced import Input, Sizes, everywhere, path_of, remembered, trace
+from ...trials.comparing import agrees, on_the_cpu, tried
+from ...trials.twins import bare_twin
 from ..absent import around_text
 from .target import is_conv1d
 from .weight_uses import weights_read_by, weights_written_by

@@ -18,6 +18,7 @@ AUTO = "auto"
 # they make half of the loss of a trained Mixture of Experts in 4 bits, in 4 % of its weights
 # (docs/quality_moe.md).
 AUTO_BITS, SHARE = 6, 0.1
+KINDS = {"experts": "experts", "linears": "linear layers", "embeddings": "embeddings and output head"}
 OF_MTP = "mtp."  # begins names of weights of MTP layers, which are no part of a model
 
 
@@ -33,6 +34,7 @@ class Recipe:
         large_embeddings: the format of embeddings that are a tenth of the weights; None is no other.
         small_linears: the format of linear layers that are at most a tenth of the weights, beside experts;
             None is no other.
+        notes: lines of a report about kinds that have another format because of their share.
     """
 
     experts: Format | None
@@ -41,6 +43,7 @@ class Recipe:
     overrides: Mapping[str, Format | None] = field(default_factory=dict)
     large_embeddings: Format | None = None
     small_linears: Format | None = None
+    notes: tuple[str, ...] = ()
 
     def format_of(self, names: Collection[str], kind: str) -> Format | None:
         """The format of the weight with these names, which is one of "experts", "linears" or "embeddings"."""
@@ -51,13 +54,18 @@ class Recipe:
 
     def of_sizes(self, sizes: Mapping[str, int]) -> "Recipe":
         """The recipe for a model with so many weights of each kind."""
-        share = SHARE * sum(sizes.values())
+        total = sum(sizes.values())
         changed: dict[str, Any] = {}
-        if self.large_embeddings and sizes["embeddings"] >= share:
+        if self.large_embeddings and sizes["embeddings"] >= SHARE * total:
             changed["embeddings"] = self.large_embeddings
-        if self.small_linears and sizes["experts"] and sizes["linears"] <= share:
+        if self.small_linears and sizes["experts"] and sizes["linears"] <= SHARE * total:
             changed["linears"] = self.small_linears
-        return replace(self, **changed)
+        notes = (
+            f"{KINDS[kind]} in {format}, as they are {sizes[kind] / total:.0%} of the weights "
+            f"({kind[:-1]}_bits='same': in {self.experts})"
+            for kind, format in changed.items()
+        )
+        return replace(self, **changed, notes=(*notes,))
 
     def of_mtp(self) -> list[str]:
         """The patterns of the exceptions that are for MTP layers alone."""

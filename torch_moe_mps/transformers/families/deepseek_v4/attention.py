@@ -20,7 +20,8 @@ from ...modules.linears import GroupedLinear
 from ...modules.rules.constants import beside, constant
 from ...modules.rules.formulas import is_norm
 from ...modules.rules.rotary import is_fixed
-from ...modules.rules.trial import Tried, agrees, made_alike
+from ...trials.comparing import agrees
+from ...trials.forms import Tried, made_alike
 from ...upstream.caches import DynamicCache
 from .cache import GrowingCompressed
 

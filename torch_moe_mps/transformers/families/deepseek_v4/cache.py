@@ -8,11 +8,22 @@ import torch
 from torch import Tensor
 
 from ...caches import growing
+from ...caches.declared import INDEX, SHARED, STATE, WINDOW, Batched, Declared, Trim
 from ...caches.held import HeldEntries
 from ...caches.layers import GrowingWindow, Made
+from ...caches.state import OWN, LayerState
 
 # Attributes of a layer of compressed keys.
 _POOLS, _BIASES = "_moe_mps_pools", "_moe_mps_biases"
+_HELD = Declared(
+    mappings={
+        "compressed_kv": INDEX, "buffer_kv": INDEX, "buffer_gate": INDEX, "overlap_kv": INDEX,
+        "overlap_gate": INDEX, "entry_count": None, _POOLS: STATE, _BIASES: SHARED,
+    },
+    numbers=("compress_rate", "is_in_order"),
+    derived=frozenset(("is_in_order",)),
+    trim=Trim.COPY,
+)  # fmt: skip
 
 
 @runtime_checkable
@@ -38,10 +49,10 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
         compressed_kv: {name of a compressor: [B, N, D], its entries}.
     """
 
+    declared = WINDOW.with_more(_HELD, batched=Batched.EACH)
     is_first = True
     is_croppable = False
     pools_padding = True
-    made_again = ("is_in_order",)
     compress_rate: int
     compressed_kv: dict[str, Any]
     entry_count: dict[str, int]
@@ -169,10 +180,10 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
     def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._change_batch(change)
         self.values = self.keys
-        for place, held in self.__dict__.items():
-            for name, tensor in held.items() if type(held) is dict and place != _BIASES else ():
-                if isinstance(tensor, Tensor):
-                    held[name] = growing.with_slots(tensor, change)
+        state = LayerState(self)
+        tensors = state.tensors().items()
+        held = {name: tensor for name, tensor in tensors if name.dictionary not in (OWN, _BIASES)}
+        state.put({name: growing.with_slots(tensor, change) for name, tensor in held.items()})
 
 
 def _may_write(held: Tensor, new: Tensor) -> bool:

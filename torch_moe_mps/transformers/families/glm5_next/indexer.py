@@ -9,14 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention.chosen_keys import Choice
-from ...attention.indexer_trial import IndexerTrial, form_by_trial
 from ...attention.pools import BATCH, BEFORE, POOLS, RATE, TOKENS, fits, is_same, layer_of, pools_of
 from ...basics.report import Done
 from ...basics.state import original_class
 from ...caches.held import HeldPools
 from ...modules.experts import is_observed
 from ...modules.rules.constants import beside, constant
-from ...modules.rules.trial import HeldKeys, has_parts, numbers, twin_of
+from ...trials.forms import has_parts
+from ...trials.indexers import IndexerTrial, form_by_trial
+from ...trials.twins import HeldKeys, numbers, twin_of
 from .mask import EVERYTHING
 
 _PADDED = "_moe_mps_padded"  # the attribute of a mask of padding that says whether it hides anything
@@ -109,7 +110,7 @@ def rewrite_kpool_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
         or not fits(module.n_heads, module.head_dim, module.index_kpool)
     ):
         return None
-    return (kpool_forward, [Done("index_topk")]) if form_by_trial(module, _trial) else None
+    return (kpool_forward, [Done("index_topk")]) if form_by_trial(module, (True,), _trial) else None
 
 
 def _trial(module: Any) -> IndexerTrial:
@@ -124,7 +125,6 @@ def _trial(module: Any) -> IndexerTrial:
         own=lambda cache: original_class(module).forward(twin, hidden, q_resid, shown, cache),
         ours=lambda _, layer: _choice(twin, hidden, q_resid, layer),
         is_same=_is_same,
-        forms=(True,),
     )
 
 

@@ -18,7 +18,8 @@ from ...basics.deferred import Deferred
 from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import original_class
-from ...modules.rules.trial import agrees, bare_twin, on_the_cpu, tried
+from ...trials.comparing import agrees, on_the_cpu, tried
+from ...trials.twins import bare_twin
 
 _ATEN = torch.ops.aten
 # Operators that a model applies to its bias: they give an element for each element.

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from ...basics.report import Done
 from ...basics.state import original_class
 from ...modules.experts import is_observed
-from ...modules.rules.trial import Tried, agrees, twin_of
+from ...trials.comparing import agrees
+from ...trials.forms import Tried
+from ...trials.twins import twin_of
 
 ops = torch.ops.moe_mps
 

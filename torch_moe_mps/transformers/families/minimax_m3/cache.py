@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from ...caches import growing
+from ...caches.declared import BLOCKS
 from ...caches.held import HeldIndex
 from ...caches.layers import Growing, Made
 from ...upstream.caches import DynamicLayer
@@ -25,6 +26,7 @@ def growing_layer(plain: Any) -> type | None:
 class GrowingBlocks(Growing, HeldIndex):
     """A layer that holds all tokens, and the keys by which an indexer chooses blocks."""
 
+    declared = BLOCKS
     is_first = True
     idx_keys: Any
 

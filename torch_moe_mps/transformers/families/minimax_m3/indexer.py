@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from ....ops.index import MAX_INDEX_WIDTH
 from ...attention.chosen_keys import Choice
-from ...attention.indexer_trial import IndexerTrial, form_by_trial
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
 from ...caches.held import HeldIndex
 from ...modules.experts import NAME, is_observed
 from ...modules.rules.formulas import is_norm, norm_arguments
 from ...modules.rules.rope import WHOLE_TURNS, Turn, tables_and_options
-from ...modules.rules.trial import HeldKeys, has_parts, numbers, twin_of
+from ...trials.forms import has_parts
+from ...trials.indexers import IndexerTrial, form_by_trial
+from ...trials.twins import HeldKeys, numbers, twin_of
 
 ops = torch.ops.moe_mps
 
@@ -98,7 +99,7 @@ def rewrite_block_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | No
     fits = width % 4 == 0 and 0 < width <= MAX_INDEX_WIDTH and hasattr(module, "config")
     if not fits or not all(is_norm(norm, True) for norm in _norms(module)):
         return None
-    turn = form_by_trial(module, _trial)
+    turn = form_by_trial(module, WHOLE_TURNS, _trial)
     if turn is None:
         return None
     state_of(module).formula = turn
@@ -119,7 +120,6 @@ def _trial(module: Any) -> IndexerTrial:
         own=lambda cache: original_class(module).forward(twin, hidden, tables, cache, positions),
         ours=lambda turn, layer: _chosen(twin, turn, hidden, tables, layer, *norms),
         is_same=_is_same,
-        forms=WHOLE_TURNS,
     )
 
 

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from ...attention.causal_mask import CausalMask
 from ...attention.chosen_keys import Choice
-from ...attention.indexer_trial import IndexerTrial, form_by_trial
 from ...attention.pools import BATCH, BEFORE, POOLS, RATE, TOKENS, fits, is_same, layer_of, pools_of
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
 from ...caches.held import HeldPools
 from ...modules.experts import is_observed
 from ...modules.rules.rope import WHOLE_TURNS, Turn, tables_and_options
-from ...modules.rules.trial import HeldKeys, has_parts, numbers, twin_of
+from ...trials.forms import has_parts
+from ...trials.indexers import IndexerTrial, form_by_trial
+from ...trials.twins import HeldKeys, numbers, twin_of
 
 ops = torch.ops.moe_mps
 
@@ -96,7 +97,8 @@ def rewrite_qsa_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
         return None
     if not fits(module.index_n_heads, module.index_head_dim, module.compress_ratio):
         return None
-    turn = form_by_trial(module, _trial) if all(hasattr(norm, "eps") for norm in _norms(module)) else None
+    has_norms = all(hasattr(norm, "eps") for norm in _norms(module))
+    turn = form_by_trial(module, WHOLE_TURNS, _trial) if has_norms else None
     if turn is None:
         return None
     state_of(module).formula = turn
@@ -117,5 +119,4 @@ def _trial(module: Any) -> IndexerTrial:
         own=lambda cache: original_class(module).forward(twin, hidden, tables, shown, cache),
         ours=lambda turn, layer: _choice(twin, turn, hidden, tables, layer),
         is_same=is_same,
-        forms=WHOLE_TURNS,
     )

@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...basics.pending import pending_of
 from ...basics.report import Done
 from ...basics.state import original_class, with_own
+from ...basics.uncommitted import uncommitted_of
 from ...caches.deferred_states import DeferredLayer
 from ...modules.experts import is_observed
 from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, scan
-from ...modules.rules.trial import LinearCache, Tried, agrees, twin_of
+from ...trials.comparing import agrees
+from ...trials.forms import Tried
+from ...trials.twins import LinearCache, twin_of
 from ...upstream.caches import LinearAttentionCacheLayerMixin
 
 ops = torch.ops.moe_mps
@@ -115,7 +117,7 @@ def recurrent_block(
             input_bias=unit.input_gate_bias.view(-1),
             decay_bias=unit.recurrent_gate_bias.view(-1),
             branch=branch,
-            **pending_of(state, mixed.shape[1]),
+            **uncommitted_of(state, mixed.shape[1]),
         ),
     )
     return block.linear_out(out), None

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from ....ops.hyper_connection import MAX_STREAMS
 from ...basics.report import Done
 from ...basics.state import STATE, original_class, state_of
-from .trial import agrees, twin_of, verdict
+from ...trials.comparing import agrees
+from ...trials.forms import first_form
+from ...trials.twins import twin_of
 
 ops = torch.ops.moe_mps
 
@@ -52,27 +54,35 @@ def rewrite_hyper_connection(module: nn.Module) -> tuple[Callable, list[Done]] |
     rows = (count, 2 * count, (2 + count) * count)
     if fn.dim() != 2 or fn.shape[0] not in rows or fn.shape[1] % (4 * count):
         return None
-    mixing = verdict(module, _mixing_of, tensors, rows.index(fn.shape[0]) + 1)
+    mixing = _mixing_of(module, tensors, rows.index(fn.shape[0]) + 1)
+    mixing = first_form(module, (mixing,), _trial, tensors)
     if mixing is None:
         return None
     state_of(module).formula = mixing
     return connection_forward, [Done("hyper_connection")]
 
 
-def _mixing_of(module: Any, tensors: tuple[str, str, str], parts: int) -> Mixing | None:
-    """Formula of a module, if it gives the results of that for random numbers."""
+def _mixing_of(module: Any, tensors: tuple[str, str, str], parts: int) -> Mixing:
+    """The only formula that a module with such tensors may have."""
     eps = getattr(module, "hc_eps", getattr(module, "eps", None))
     numbers = {
-        "norm_eps": module.input_norm.eps,
+        "norm_eps": getattr(module.input_norm, "eps", None),
         "eps": eps,
         "iterations": getattr(module, "hc_sinkhorn_iters", 1),
         "post_factor": getattr(module, "hc_post_magnitude", 2.0),
         "post_eps": eps if parts == 2 else 0.0,
     }
-    mixing = Mixing(tensors, numbers, parts)
+    return Mixing(tensors, numbers, parts)
+
+
+def _trial(module: Any, tensors: tuple[str, str, str]) -> Callable[[Mixing], bool]:
     twin = twin_of(module)
-    state_of(twin).formula = mixing
     columns = module._parameters[tensors[0]].shape[1]
     streams = torch.randn(2, 3, module.hc_mult, columns // module.hc_mult)
     own = original_class(module).forward(twin, streams)
-    return mixing if agrees(connection_forward(twin, streams), own) else None
+
+    def holds(mixing: Mixing) -> bool:
+        state_of(twin).formula = mixing
+        return agrees(connection_forward(twin, streams), own)
+
+    return holds

@@ -17,9 +17,9 @@ from torch import Tensor
 from ....ops.rope import rope
 from ...basics.own_on_cpu import own_is_faster
 from ...basics.report import Done
+from ...trials.comparing import agrees, tried
 from ..functions import InPlace
 from .constants import beside
-from .trial import agrees, tried
 
 _PAIRS = ("half", "interleaved", "interleaved_to_half")
 _HEADS, _TOKENS, _WIDTH = 3, 5, 16

@@ -1,4 +1,4 @@
-"""What is remembered of one module says nothing of its near twin: of a subclass, with another attribute, or
+"""What is remembered of one module says nothing of a near miss: of a subclass, with another attribute, or
 with a child of another class. Every rule, with the plain module first and with its twin first.
 """
 
@@ -35,8 +35,10 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 import torch_moe_mps
 from torch_moe_mps.transformers.accelerate import PREPARED_BY
 from torch_moe_mps.transformers.install import is_rewritten, rewrite
+from torch_moe_mps.transformers.modules import rules
 from torch_moe_mps.transformers.modules.recognise import Rows
-from torch_moe_mps.transformers.modules.rules import MODULE_RULES, trial
+from torch_moe_mps.transformers.modules.rules import MODULE_RULES
+from torch_moe_mps.transformers.trials import memory
 
 IDS = torch.randint(1, 90, (2, 22), generator=torch.Generator().manual_seed(0))
 
@@ -152,10 +154,10 @@ def near(case: Case, module: nn.Module, change: str) -> nn.Module:
 
 
 def forget() -> None:
-    """What is remembered of modules: verdicts of trials, and what was found by traces."""
-    trial._verdicts.clear()
+    """Forgets the results of trials and of traces."""
+    memory.forget()
     for name, file in [*sys.modules.items()]:
-        own = [*vars(file).values()] if name.startswith(trial.__package__) else []
+        own = [*vars(file).values()] if name.startswith(rules.__package__) else []
         for function in (each.call_of if isinstance(each, Rows) else each for each in own):
             if inspect.isfunction(function) and "known" in function.__code__.co_freevars:
                 inspect.getclosurevars(function).nonlocals["known"].clear()
@@ -198,7 +200,7 @@ def output(model: nn.Module, case: Case, module: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.sweep) for case in MORE)], ids=str
 )
-def test_a_near_twin(case, change):
+def test_a_near_miss(case, change):
     """It gives what its own code gives, if anything runs in its place."""
     if (change == "attribute" and case.attribute is None) or (change == "child" and case.child is None):
         return

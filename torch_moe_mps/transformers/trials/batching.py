@@ -4,33 +4,29 @@ Keys that hold their positions may lie in any order, but for layers with a windo
 windows that the model's own code cuts out of all keys, go by the places where the keys lie.
 """
 
-import json
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .._text import first_line
-from .basics.classes import class_before
-from .caches.batched import BatchedCache
-from .caches.cache import grow_cache
-from .caches.prompt_cache import new_cache
-from .shrunk import VOCABULARY, WINDOW, small_model
-from .twin import TOLERANCE, apart
-from .upstream.calls import cache_argument
+from ..._text import first_line
+from ..basics.classes import class_before
+from ..caches.batched import BatchedCache
+from ..caches.cache import grow_cache
+from ..caches.prompt_cache import new_cache
+from ..upstream.calls import cache_argument
+from .comparing import TOLERANCE, apart
+from .memory import recall_of_model
+from .small_models import VOCABULARY, WINDOW, small_model
 
 _LENGTHS = (3 * WINDOW, 3 * WINDOW - 5)  # tokens of the conversations
 _DRAFTS = 4  # tokens of each, of which one row keeps all
-_Reasons = dict[tuple[type, str], str | None]  # {class and config of a model: what was found}
-_reasons: _Reasons = {}
-_against_rows: _Reasons = {}
 
 
 def reason_for_order(model: PreTrainedModel) -> str | None:
     """Why keys in the caches of a model must lie in their order, for a person; None where any will do."""
-    return _known(model, _reasons, _tried)
+    return recall_of_model(model, lambda: _tried(model), _tried)
 
 
 def reason_against_rows(model: PreTrainedModel) -> str | None:
@@ -41,17 +37,7 @@ def reason_against_rows(model: PreTrainedModel) -> str | None:
     """
     if any(hasattr(module, "inv_freq") for module in model.modules()):
         return None
-    return _known(model, _against_rows, _tried_rows)
-
-
-def _known(
-    model: PreTrainedModel, reasons: _Reasons, tried: Callable[[PreTrainedModel], str | None]
-) -> str | None:
-    cls: Any = class_before(model)
-    key = cls, json.dumps(model.config.to_dict(), sort_keys=True, default=str)
-    if key not in reasons:
-        reasons[key] = tried(model)
-    return reasons[key]
+    return recall_of_model(model, lambda: _tried_rows(model), _tried_rows)
 
 
 def _tried(model: PreTrainedModel) -> str | None:

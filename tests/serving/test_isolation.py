@@ -1,6 +1,8 @@
-"""A row is an island: what raises in one answer ends that answer, and those beside it are as alone."""
+"""Isolation: an error of one sequence ends that sequence; the tokens of those beside it are as alone."""
 
 import functools
+import operator
+import shutil
 import threading
 
 import pytest
@@ -10,11 +12,16 @@ from support.sweep import covering
 from transformers import LogitsProcessor
 from transformers.generation import TopKLogitsWarper
 
-from torch_moe_mps.serving.engine import batch as batch_module
-from torch_moe_mps.serving.engine.batch import Batch
+from torch_moe_mps.pipeline.generating import Generating
+from torch_moe_mps.pipeline.thread import PipelineThread
+from torch_moe_mps.serving.engine import engine as engine_module
 from torch_moe_mps.serving.engine.engine import Engine
-from torch_moe_mps.serving.engine.generating import Generating
-from torch_moe_mps.serving.engine.one_by_one import OneByOne
+from torch_moe_mps.serving.engine.job import Job
+from torch_moe_mps.serving.engine.loop import EngineThread
+from torch_moe_mps.serving.engine.prefill import Prefill
+from torch_moe_mps.serving.engine.sampling import Sampler
+from torch_moe_mps.serving.prefix_cache import disk as disk_module
+from torch_moe_mps.serving.prefix_cache.disk import Disk, Restoring
 from torch_moe_mps.serving.prefix_cache.memory import Images, PrefixCache
 from torch_moe_mps.transformers.caches import batched, growing
 
@@ -100,7 +107,7 @@ def test_what_raises_in_one_row_ends_that_row(what):
     plain = Asked(ids_of(1, 5), 9)
     masked = Asked(ids_of(3, 4), 9, processors=[Process(lambda ids, scores: scores)])
     late = Asked(ids_of(1, 5), 9)
-    batch = Batch(model_of(), PrefixCache(MEMORY), 3)
+    batch = Engine(model_of(), PrefixCache(MEMORY), 3)
     run(batch, plain, bad, masked, late)
     assert len(bad.reasons) == 1 and isinstance(bad.reasons[0], Exception), bad.reasons
     for number, length, each in ((1, 5, plain), (3, 4, masked), (1, 5, late)):
@@ -120,9 +127,9 @@ def test_scores_of_another_dtype_and_tokens_that_a_processor_changes():
         return asked
 
     expected, victim, bad = drawn(), drawn(Process(lambda ids, scores: scores)), drawn(Process(spoils))
-    run(Batch(model_of(), None, 1), expected)
+    run(Engine(model_of(), None, 1), expected)
     prompts = PrefixCache(MEMORY)
-    batch = Batch(model_of(), prompts, 2)
+    batch = Engine(model_of(), prompts, 2)
     run(batch, victim, bad)
     assert victim.tokens == expected.tokens == bad.tokens
     same = Asked(torch.full((1, 6), 7), 6)
@@ -135,24 +142,23 @@ def test_an_end_that_raises_ends_no_other(ends):
     bad, good = Asked(ids_of(2, 6), 3), Asked(ids_of(1, 5), 9)
     bad.until = lambda token: ends == "stop" or (ends == "cancelled" and bad.job.cancel())
     bad.job.on_end = lambda reason: bad.reasons.append(reason) or _raise(SystemExit("mine"))
-    run(Batch(model_of(), None, 3), bad, good)
+    run(Engine(model_of(), None, 3), bad, good)
     assert bad.reasons == [ends] and good.tokens == alone(1, 5, 9)
 
 
-@pytest.mark.parametrize("name", ["_rows.alone", "prompts.put"])
+@pytest.mark.parametrize("name", ["pool.batch.rows.alone", "prefix_cache.put"])
 def test_an_answer_whose_prompt_cannot_be_kept_is_whole(name, monkeypatch):
     bad, good = Asked(ids_of(2, 6), 3), Asked(ids_of(1, 5), 9)
-    batch = Batch(model_of(), PrefixCache(MEMORY), 3)
-    where, attribute = name.split(".")
+    batch = Engine(model_of(), PrefixCache(MEMORY), 3)
+    where, attribute = name.rsplit(".", 1)
+    home = operator.attrgetter(where)(batch)
 
     def fails(*arguments):
         if len(bad.tokens) == 3:
             raise MemoryError(name)
 
-    run_own = getattr(getattr(batch, where), attribute)
-    monkeypatch.setattr(
-        getattr(batch, where), attribute, lambda *given: fails() or run_own(*given), raising=True
-    )
+    run_own = getattr(home, attribute)
+    monkeypatch.setattr(home, attribute, lambda *given: fails() or run_own(*given), raising=True)
     run(batch, bad, good)
     assert bad.reasons == good.reasons == ["length"]
     assert bad.tokens == alone(2, 6, 3) and good.tokens == alone(1, 5, 9)
@@ -170,10 +176,10 @@ def test_an_answer_whose_prompt_cannot_be_kept_is_whole(name, monkeypatch):
 def test_a_row_that_cannot_join_leaves_the_others_as_they_were(home, part, number, monkeypatch):
     """At the first layer, at another, and behind all."""
     bad, good, late = Asked(ids_of(2, 16), 5), Asked(ids_of(1, 5), 9), Asked(ids_of(3, 30), 5)
-    batch, own, left = Batch(model_of(), None, 3), getattr(home, part), [number]
-    batch.waiting.append(good.job)
+    batch, own, left = Engine(model_of(), None, 3), getattr(home, part), [number]
+    batch.submit(good.job)
     batch.step()
-    own_join = batch._rows.join
+    own_join = batch.pool.batch.rows.join
 
     def fails(*given):
         left[0] -= 1
@@ -186,7 +192,7 @@ def test_a_row_that_cannot_join_leaves_the_others_as_they_were(home, part, numbe
             broken.setattr(home, part, fails)
             own_join(*given)
 
-    monkeypatch.setattr(batch._rows, "join", join)
+    monkeypatch.setattr(batch.pool.batch.rows, "join", join)
     run(batch, bad, late)
     assert left[0] < 0 and isinstance(bad.reasons[0], MemoryError)
     assert good.tokens == alone(1, 5, 9) and late.tokens == alone(3, 30, 5)
@@ -203,7 +209,7 @@ def test_a_fault_of_the_gpu_ends_all():
         bad, good, late = Asked(ids_of(2, 6), 6), Asked(ids_of(1, 5), 20), Asked(ids_of(1, 5), 9)
         _settings(**settings)(bad)
         bad.job.processors.append(Process(fails, 8))
-        batch = Batch(model_of(), None, 2)
+        batch = Engine(model_of(), None, 2)
         run(batch, good, bad)
         assert good.reasons == bad.reasons == [fault]
         run(batch, late)
@@ -211,16 +217,106 @@ def test_a_fault_of_the_gpu_ends_all():
     beams, good = Asked(ids_of(2, 6), 12), Asked(ids_of(1, 5), 20)
     _settings(num_beams=2)(beams)
     good.job.processors.append(Process(fails, 8))
-    run(Batch(model_of(), None, 2), good, beams)
+    run(Engine(model_of(), None, 2), good, beams)
     assert good.reasons == beams.reasons == [fault]
+
+
+# The calls that the engine makes for one sequence: (class, method, whether it is for this sequence).
+def _of_prompt(length):
+    """Whether a call has the prompt of the sequence that fails, which alone has so many tokens."""
+
+    def fits(self, *given):
+        for value in (self, *given):
+            for name in ("_all", "ids", "_ids"):
+                if isinstance(ids := getattr(value, name, None), torch.Tensor):
+                    return ids.numel() >= length
+            if isinstance(value, dict) and "input_ids" in value:
+                return value["input_ids"].numel() == length
+        return False
+
+    return fits
+
+
+_LONG = 40  # tokens of the prompt that fails; the others have fewer
+CALLS = {
+    "look up on the disk": (PrefixCache, "restoring", _of_prompt(_LONG)),
+    "read a part from the disk": (Restoring, "step", _of_prompt(_LONG - 8)),
+    "restore": (PrefixCache, "take_back", _of_prompt(_LONG - 8)),
+    "prefill chunk": (Prefill, "compute", _of_prompt(_LONG)),
+    "settings": (Sampler, "__init__", lambda self, model, job: job.inputs["input_ids"].numel() == _LONG),
+    "sample": (Sampler, "processed", lambda self, logits: self.most == 5),
+    "admit": (batched.BatchedCache, "join", lambda self, cache, tokens, moved: tokens == _LONG),
+    "copy out of the batch": (batched.BatchedCache, "alone", lambda self, row: self.lengths[row] > _LONG),
+    "keep": (PrefixCache, "put", lambda self, kept: len(kept.ids) > _LONG),
+    "progress": (Job, "tell", lambda self, *given: self.inputs["input_ids"].numel() == _LONG),
+    "hand out": (Job, "take", lambda self, token: self.inputs["input_ids"].numel() == _LONG),
+}
+KINDS = (lambda: RuntimeError(NO_MEMORY), lambda: RuntimeError("mine"), KeyboardInterrupt)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The prompt that fails, on a disk."""
+    where = tmp_path_factory.mktemp("prompts")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(disk_module, "BLOCK", 16)
+        prompts = PrefixCache(MEMORY, disk=Disk(where, MEMORY))
+        batch = Engine(model_of(), prompts, 1)
+        run(batch, Asked(ids_of(2, _LONG), 2))
+        while prompts.is_storing:
+            prompts.store()
+        prompts.write(model_of())
+    return where
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_in_any_call_for_one_sequence_leaves_the_others(call, folder, tmp_path, monkeypatch):
+    """Out of memory, an error, and an interrupt on the thread of the device, with two sequences beside it."""
+    monkeypatch.setattr(disk_module, "BLOCK", 16)
+    home, name, is_for = CALLS[call]
+    own = getattr(home, name)
+    for number, kind in enumerate(KINDS):
+        raised = []
+
+        def fails(self, *given, raised=raised, kind=kind, **named):
+            if is_for(self, *given) and not raised:
+                raised.append(kind())
+                raise raised[0]
+            return own(self, *given, **named)
+
+        disk = Disk(shutil.copytree(folder, tmp_path / str(number)), MEMORY)
+        batch = Engine(model_of(), PrefixCache(MEMORY, disk=disk), 3)
+        first, bad, last = Asked(ids_of(1, 5), 9), Asked(ids_of(2, _LONG), 5), Asked(ids_of(3, 4), 9)
+        with monkeypatch.context() as broken:
+            broken.setattr(home, name, fails)
+            died = []
+            thread = threading.Thread(target=_run, args=(died, batch, first, bad, last))
+            thread.start()
+            thread.join(60)
+        assert raised and died == [], (call, raised, died)
+        for length, which, each in ((5, 1, first), (4, 3, last)):
+            assert (each.reasons, each.tokens) == (["length"], alone(which, length, 9)), (call, kind)
+        (reason,) = bad.reasons
+        if call in ("copy out of the batch", "keep"):  # the answer is whole
+            assert reason == "length" and bad.tokens == alone(2, _LONG, 5)
+        else:
+            assert isinstance(reason, Exception), (call, reason)
+            assert raised[0] in (reason, reason.__cause__)
+
+
+def _run(died, batch, *asked):
+    try:
+        run(batch, *asked)
+    except BaseException as error:
+        died.append(error)
 
 
 NO_MEMORY = "MPS backend out of memory (MPS allocated: 20.00 GB, max allowed: 22.90 GB)"
 
 
-def fails_once(batch: Batch, fits) -> None:
+def fails_once(batch: Engine, fits) -> None:
     """Lets the first call of the model that fits fail behind its layers, which then have its tokens."""
-    own, left = batch._called, [1]
+    own, left = batch.executor._call, [1]
 
     def called(cache, **inputs):
         out = own(cache, **inputs)
@@ -229,20 +325,20 @@ def fails_once(batch: Batch, fits) -> None:
             raise RuntimeError(NO_MEMORY)
         return out
 
-    batch._called = called
+    batch.executor._call = called
 
 
 @pytest.mark.parametrize(("architecture", "at"), covering(("qwen3_moe", "qwen3_next"), (2, 5)))
 def test_a_step_without_memory_ends_the_answer_with_the_fewest_tokens(architecture, at, monkeypatch):
     """The others are read again, and go on; half of the kept prompts are given up."""
-    monkeypatch.setattr(batch_module, "_STEPS", 0)  # one begins in a step, so that the last has the fewest
+    monkeypatch.setattr(engine_module, "STEPS", 0)  # one begins in a step, so that the last has the fewest
     model, prompts = model_of(architecture), PrefixCache(MEMORY)
-    batch = Batch(model, prompts, 3)
+    batch = Engine(model, prompts, 3)
     run(batch, Asked(ids_of(4, 40), 2), Asked(ids_of(5, 40), 2))
     first, drawn, last = Asked(ids_of(1, 5), 12), Asked(ids_of(2, 6), 12), Asked(ids_of(3, 9), 12)
     for each in (drawn, twin := Asked(ids_of(2, 6), 12)):
         each.job.seed, each.config.do_sample = 5, True
-    run(Batch(model, None, 1), twin)
+    run(Engine(model, None, 1), twin)
     fails_once(batch, lambda ids: len(ids) == 3 and len(last.tokens) == at)
     run(batch, first, drawn, last)
     assert [str(reason) for reason in last.reasons] == [NO_MEMORY] and len(last.tokens) == at
@@ -255,14 +351,14 @@ def test_a_step_without_memory_ends_the_answer_with_the_fewest_tokens(architectu
 
 def test_a_step_without_memory_ends_answers_with_images(monkeypatch):
     """Tokens alone do not read their prompts again."""
-    monkeypatch.setattr(batch_module, "_STEPS", 0)
+    monkeypatch.setattr(engine_module, "STEPS", 0)
     good, seen, last = Asked(ids_of(1, 5), 9), Asked(ids_of(2, 6), 9), Asked(ids_of(3, 9), 9)
-    batch = Batch(model_of(), None, 3)
+    batch = Engine(model_of(), None, 3)
     fails_once(batch, lambda ids: len(ids) == 3 and len(last.tokens) == 2)
-    batch.waiting.extend(each.job for each in (good, seen, last))
-    while len(batch.answers) < 2:
+    batch.submit(*(each.job for each in (good, seen, last)))
+    while len(batch.pool.batch.sequences) < 2:
         batch.step()
-    batch.answers[1].reader.images = Images("of it", 0, 2)
+    batch.pool.groups[0].sequences[1].prefill.images = Images("of it", 0, 2)
     run(batch)
     assert [str(each.reasons[0]) for each in (seen, last)] == [NO_MEMORY] * 2
     assert good.tokens == alone(1, 5, 9) and good.reasons == ["length"]
@@ -270,7 +366,7 @@ def test_a_step_without_memory_ends_answers_with_images(monkeypatch):
 
 def test_a_prompt_without_memory_ends_alone():
     good, bad, late = Asked(ids_of(1, 5), 9), Asked(ids_of(2, 16), 9), Asked(ids_of(2, 16), 5)
-    batch = Batch(model_of(), PrefixCache(MEMORY), 3)
+    batch = Engine(model_of(), PrefixCache(MEMORY), 3)
     fails_once(batch, lambda ids: ids.shape[1] == 16)
     run(batch, good, bad, late)
     assert str(bad.reasons[0]) == NO_MEMORY and bad.tokens == []
@@ -279,8 +375,10 @@ def test_a_prompt_without_memory_ends_alone():
 
 def test_an_answer_alone_without_memory_ends_alone(monkeypatch):
     good, bad, late = Asked(ids_of(1, 5), 9), Asked(ids_of(2, 6), 9), Asked(ids_of(2, 6), 5)
-    batch = Batch(model_of(), PrefixCache(MEMORY), 3)
-    monkeypatch.setattr(batch._rows, "join", lambda *given: _raise(batched.NotBatchable("it has none")))
+    batch = Engine(model_of(), PrefixCache(MEMORY), 3)
+    monkeypatch.setattr(
+        batch.pool.batch.rows, "join", lambda *given: _raise(batched.NotBatchable("it has none"))
+    )
     fails_once(batch, lambda ids: len(bad.tokens) == 4 and ids[0].tolist() == bad.tokens[-1:])
     run(batch, bad, good, late)
     assert str(bad.reasons[0]) == NO_MEMORY and len(bad.tokens) == 4
@@ -288,7 +386,7 @@ def test_an_answer_alone_without_memory_ends_alone(monkeypatch):
 
 
 def test_one_by_one_an_end_that_raises_ends_no_thread():
-    one = OneByOne(Generating(model_of()))
+    one = PipelineThread(generating := Generating(model_of()), generating)
     bad, good = Asked(ids_of(2, 6), 3), Asked(ids_of(1, 5), 9)
     bad.job.on_end = lambda reason: _raise(SystemExit("mine"))
     for each in (bad, good):
@@ -297,10 +395,10 @@ def test_one_by_one_an_end_that_raises_ends_no_thread():
     one.close()
 
 
-@pytest.mark.parametrize("at", ["_end_cancelled", "_end_all"])
+@pytest.mark.parametrize("at", ["end_cancelled", "fail_all"])
 def test_the_thread_of_an_engine_outlives_an_error_or_says_why_it_died(at, monkeypatch):
     """Nobody waits for ever: what is generated, what waits and what comes later end with the reason."""
-    engine = Engine(model_of(), PrefixCache(MEMORY), 1)
+    engine = EngineThread(model_of(), PrefixCache(MEMORY), 1)
     jobs = [Asked(ids_of(n, 5), 10**6) for n in (1, 2)]
     futures = []
     began = threading.Event()
@@ -314,14 +412,14 @@ def test_the_thread_of_an_engine_outlives_an_error_or_says_why_it_died(at, monke
     engine.submit(jobs[1].job)
 
     def break_it():
-        monkeypatch.setattr(engine._batch, at, fails)
-        if at == "_end_all":
-            monkeypatch.setattr(engine._batch, "_step", fails)
+        monkeypatch.setattr(engine._engine.pool, at, fails)
+        if at == "fail_all":
+            monkeypatch.setattr(engine._engine.decoding, "_step", fails)
         futures.append(engine.run(lambda: 5))
 
     engine.run(break_it).result(60)
-    assert all(each.done.wait(60) for each in jobs[: 1 if at == "_end_cancelled" else 2])
-    if at == "_end_cancelled":
+    assert all(each.done.wait(60) for each in jobs[: 1 if at == "end_cancelled" else 2])
+    if at == "end_cancelled":
         monkeypatch.undo()
         assert isinstance(jobs[0].reasons[0], RuntimeError) and engine.death is None
         jobs[1].job.cancel()
@@ -340,7 +438,7 @@ def test_the_thread_of_an_engine_outlives_an_error_or_says_why_it_died(at, monke
 
 
 def test_one_by_one_a_thread_that_dies_says_why():
-    one = OneByOne(Generating(model_of()))
+    one = PipelineThread(generating := Generating(model_of()), generating)
     job, late = Asked(ids_of(1, 5), 9), Asked(ids_of(1, 5), 9)
     job.job.on_progress = lambda read, of: setattr(one, "active", "many")
     for each in (job, late):

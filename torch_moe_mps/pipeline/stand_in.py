@@ -1,13 +1,12 @@
 """The engine's calls of a model's own `generate`: what they change of it is never put onto the model."""
 
-import contextlib
 import functools
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...transformers.caches.cache import counts_tokens
-from ...transformers.caches.prompt_cache import runs_on
-from ...transformers.upstream.calls import cache_among
+from ..serving.engine.sampling import in_order
+from ..transformers.caches.cache import counts_tokens
+from ..transformers.caches.prompt_cache import runs_on
+from ..transformers.upstream.calls import cache_among
 
 
 def call_generate(model: Any, *args: Any, counting: Any = None, **given: Any) -> Any:
@@ -30,34 +29,6 @@ def call_generate(model: Any, *args: Any, counting: Any = None, **given: Any) ->
     if pipeline is not None:
         return pipeline.generate(*args, by=stand_in, **given)
     return stand_in.generate(*args, **given)
-
-
-def in_order(processors: Any) -> Any:
-    """A list of processors with those in front that are `is_first`."""
-    return type(processors)(sorted(processors, key=lambda item: not getattr(item, "is_first", False)))
-
-
-def turning(model: Any) -> dict[str, Any]:
-    """{name: a module} of those that turn positions by `rope_deltas`, of the prompt that they read last."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "rope_deltas")}
-
-
-@contextlib.contextmanager
-def turned(modules: Mapping[str, Any], moved: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the block, modules turn positions that are moved: those of a prompt with images.
-
-    Args:
-        modules: of `turning`, which have their own again behind the block.
-        moved: {name: the deltas}; None for those that are not in it.
-    """
-    before = {name: module.rope_deltas for name, module in modules.items()}
-    try:
-        for name, module in modules.items():
-            module.rope_deltas = moved.get(name)
-        yield
-    finally:
-        for name, module in modules.items():
-            module.rope_deltas = before[name]
 
 
 # Slots of a stand-in: its dictionary is the model's.

@@ -18,13 +18,15 @@ from support.sweep import in_sweep
 import torch_moe_mps
 from torch_moe_mps import _versions
 from torch_moe_mps.selfcheck import machine
-from torch_moe_mps.transformers import restore, shrunk, supported, twin
+from torch_moe_mps.transformers import restore, supported
 from torch_moe_mps.transformers.basics.classes import class_before
 from torch_moe_mps.transformers.basics.report import Done
 from torch_moe_mps.transformers.basics.self_check_state import OWN_CODE
 from torch_moe_mps.transformers.capture.calls import captures_of
 from torch_moe_mps.transformers.graphs.passes import PASSES
 from torch_moe_mps.transformers.modules.rules import MODULE_RULES
+from torch_moe_mps.transformers.trials import memory, small_models
+from torch_moe_mps.transformers.trials import untested as trial
 
 # Mixers of recurrent layers, whose forwards take a cache, and what gives tiny models such layers.
 MIXERS = {
@@ -44,8 +46,10 @@ def untested(simulated, monkeypatch, tmp_path):
     monkeypatch.setattr(_versions, "TRANSFORMERS", ("5.0",))
     monkeypatch.setenv(machine.SWITCH, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    memory.forget()
     yield tmp_path
     OWN_CODE.clear()
+    memory.forget()
 
 
 def tiny(architecture: str, **overrides):
@@ -59,6 +63,12 @@ def accelerated(model, **options) -> tuple[object, list[str]]:
         warnings.simplefilter("always")
         report = torch_moe_mps.accelerate(model, **options)
     return report, [str(one.message) for one in said if "torch_moe_mps" in str(one.message)]
+
+
+def of_models(folder: Path) -> list[list]:
+    """Verdicts on whole models in the user's cache folder."""
+    (file,) = folder.rglob("trials-*.json")
+    return [value for name, value in json.loads(file.read_text()).items() if name.startswith("_compared ")]
 
 
 def runs_own(model, cls: str) -> list[bool]:
@@ -147,11 +157,13 @@ def test_a_wrong_formula_is_left_out_and_the_verdict_is_kept(untested, put_rule,
     assert torch.equal(torch.random.get_rng_state(), state) and "Qwen3MoeRMSNorm differs" in said[0]
     assert "differs from its own code, and keeps it" in str(report)
     assert torch.allclose(output(model, prompt()), expected, atol=1e-5)
-    (kept,) = json.loads(machine.cache_file().read_text())["twins"].values()
-    assert kept["own"] == ["Qwen3MoeRMSNorm"]
-    monkeypatch.setattr(twin, "small_model", None)  # nothing is compared again
+    ((own, *_),) = of_models(untested)
+    assert own == ["Qwen3MoeRMSNorm"]
+    memory.forget()
+    monkeypatch.setattr(trial, "small_model", None)  # nothing is compared again
     again, said_again = accelerated(tiny("qwen3_moe"))
-    assert said_again == said and str(again) == str(report)
+    assert said_again == said and str(again.twin) == str(report.twin)
+    assert "1 run" in str(report) and "1 known from an earlier start" in str(again)
 
 
 @pytest.mark.parametrize("again", in_sweep((False, True), (True,)))
@@ -160,8 +172,9 @@ def test_a_quantised_model_agrees(untested, again):
         model = tiny("qwen3_moe")
     report, said = accelerated(model, bits=4, group_size=32)
     if again:
-        (kept,) = untested.rglob("selfcheck-*.json")
+        (kept,) = untested.rglob("trials-*.json")
         kept.unlink()
+        memory.forget()
         report, said = accelerated(model)
     assert not said and "a small Qwen3MoeForCausalLM agrees with its own code" in str(report)
 
@@ -179,7 +192,7 @@ def test_a_part_of_a_model_agrees(untested):
 def test_a_change_of_the_config_is_another_verdict(untested):
     accelerated(tiny("qwen3_moe"))
     accelerated(tiny("qwen3_moe", norm_topk_prob=True))
-    assert len(json.loads(machine.cache_file().read_text())["twins"]) == 2
+    assert len(of_models(untested)) == 2
 
 
 def test_a_wrong_pass_leaves_tokens_module_by_module(untested):
@@ -271,7 +284,7 @@ def test_small_models_have_all_kinds_of_layers(architecture):
     config = tiny_models.model_class(architecture).config_class()
     with torch.device("meta"):
         large = tiny_models.model_class(architecture)(config)
-    small = shrunk.small_model(large, twin.said)
+    small = small_models.small_model(large, trial.said)
     assert sum(weight.numel() for weight in small.parameters()) < 3e7
     classes = [{type(module) for module in model.modules()} for model in (large, small)]
     assert classes[0] == classes[1]

@@ -1,36 +1,34 @@
 """Compares an architecture with its own code, once, behind a transformers that this release does not know.
 
 A release is tested with some versions of transformers (`_versions.TRANSFORMERS`). Behind another one, a small
-model of the same class (`shrunk`) says a few tokens by its own code and by ours, on the CPU. Classes that
-differ keep their own code: such a model is slower, and not wrong.
+model of the same class (`small_models`) says a few tokens by its own code and by ours, on the CPU. Classes
+that differ keep their own code: such a model is slower, and not wrong.
 """
 
 import contextlib
 import functools
-import hashlib
-import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .._extension import PACKAGE
-from .._text import first_line
-from .._versions import untested
-from ..selfcheck.journal import noted
-from ..selfcheck.machine import SWITCH, remember_twin, twin_before
-from .basics.classes import class_before
-from .basics.interface import experts_of, is_quantized
-from .basics.own_on_cpu import all_operators
-from .basics.report import Report
-from .basics.self_check_state import OWN_CODE
-from .shrunk import VOCABULARY, CannotBeShrunk, fill, small_model
+from ..._text import first_line
+from ..._versions import untested
+from ...selfcheck.journal import noted
+from ...selfcheck.machine import SWITCH
+from ..basics.classes import class_before
+from ..basics.interface import experts_of, is_quantized
+from ..basics.own_on_cpu import all_operators
+from ..basics.report import Report
+from ..basics.self_check_state import OWN_CODE
+from .comparing import TOLERANCE, apart
+from .memory import recall_of_model
+from .small_models import VOCABULARY, CannotBeShrunk, fill, small_model
 
-TOLERANCE = 1e-4  # times the largest logit
 TOKENS = 7  # behind the prompt: of its calls the third is captured, and others follow
 _PROMPT = 9
 _SEEDS = (0, 1)  # two draws of weights: where a router is undecided, rounding decides
@@ -114,14 +112,12 @@ def _require_experts(function: str, model: PreTrainedModel, verdict: Verdict, qu
 
 
 def _judged(model: PreTrainedModel, replace: Replace, restore: Restore) -> Verdict:
-    key = _key(model)
-    before = twin_before(key)
-    if before is not None:
-        return Verdict(**before | {"own": tuple(before["own"])})
-    with noted(f"comparing a small {_name(model)} with its own code"):
-        verdict = _compared(model, replace, restore)
-    remember_twin(key, verdict._asdict())
-    return verdict
+    def compare() -> list[Any]:
+        with noted(f"comparing a small {_name(model)} with its own code"):
+            return [*_compared(model, replace, restore)]
+
+    own, *rest = recall_of_model(model, compare, _compared)
+    return Verdict(tuple(own), *rest)
 
 
 def _outermost(model: nn.Module) -> Iterator[PreTrainedModel]:
@@ -134,24 +130,6 @@ def _outermost(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 def _name(model: nn.Module) -> str:
     return class_before(model).__name__
-
-
-def _key(model: PreTrainedModel) -> str:
-    """Names what a verdict holds for: class, config, the version of transformers, and our code."""
-    values = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "dtype")}
-    cls = class_before(model)
-    facts = (cls.__module__, cls.__qualname__, json.dumps(values, sort_keys=True, default=str), _code())
-    digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
-    return f"{cls.__name__} {transformers.__version__} {digest}"
-
-
-@functools.cache
-def _code() -> str:
-    """Identifies our code: a checkout changes without a new version."""
-    digest = hashlib.sha256()
-    for path in sorted((PACKAGE / "transformers").rglob("*.py")):
-        digest.update(path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 # --- the comparison
@@ -185,19 +163,6 @@ def _at_fault(classes: Sequence[type], agrees: Callable[[Sequence[type]], bool])
         first, second = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         rest = first if agrees(first) else second
     return rest[0] if rest and agrees(rest) else None
-
-
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Leaves random numbers, gradients and defaults of the process as they are."""
-    dtype = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
 
 
 @contextlib.contextmanager

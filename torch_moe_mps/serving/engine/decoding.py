@@ -1,0 +1,129 @@
+"""Decoding: the next tokens of all groups, with draft tokens where they pay."""
+
+import time
+
+import torch
+
+from ..prefix_cache.memory import PrefixCache
+from .drafts import Drafts
+from .executor import Executor
+from .groups import Batched, Group
+from .pool import Pool
+from .sampling import Sampled, sample
+from .scheduler import Budget, Times
+
+
+class Decoding:
+    """Steps of the sequences of a pool.
+
+    Attributes:
+        reads_late: whether the next step is issued before the host reads the tokens of the last one: mps
+            would wait for it meanwhile.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        executor: Executor,
+        drafts: Drafts,
+        prefix_cache: PrefixCache | None,
+        budget: Budget,
+        times: Times,
+    ):
+        self._pool, self._executor, self._drafts = pool, executor, drafts
+        self._prefix_cache, self._budget, self._times = prefix_cache, budget, times
+        self.reads_late = executor.device.type == "mps"
+
+    def step(self) -> None:
+        """Computes a token of each decoding sequence. Raises: whatever ends a step of the batch."""
+        started = time.perf_counter()
+        self._step(self._pool.batch)
+        for group in self._pool.groups[1:]:
+            with self._pool.isolation.one(group.sequences[0]):
+                self._step(group)
+        self._times.ended = time.perf_counter()
+        if self._pool.is_decoding:
+            self._times.step = self._times.ended - started
+
+    def settle(self, group: Group) -> None:
+        """Reads the tokens of the last step."""
+        sampled, group.sampled = group.sampled, None
+        if sampled is not None:
+            self._hand_out(group, sampled)
+
+    def evict(self, room: int) -> None:
+        """Evicts cached prefixes until they take at most so many bytes, with those of drafters."""
+        drafting = self._drafts.drafting
+        if self._prefix_cache is not None:
+            self._prefix_cache.shrink(room if drafting is None else drafting.shrink(room))
+
+    def _step(self, group: Group) -> None:
+        if any(len(each.tokens) + 1 >= each.most for each in group.sequences):
+            self.settle(group)  # none has a token behind its last one
+        drafts = None
+        if isinstance(group, Batched) and group.sequences:
+            drafts = self._drafts.draft(group, lambda: self.settle(group))
+            if drafts is not None:
+                self._verify(group, drafts)
+        if drafts is None and group.sequences:
+            self._decode(group)
+
+    def _decode(self, group: Group) -> None:
+        """Computes the next token of each sequence without drafts."""
+        started, sequences, before = time.perf_counter(), [*group.sequences], group.sampled
+        if isinstance(group, Batched):
+            self._make_room(group, 1)
+        firsts = group.lengths
+        out = self._executor.decode(group)
+        if group.is_batched:
+            self._drafts.computed(sequences, firsts, out, [1] * len(sequences))
+        group.sampled = sample([each.sampler for each in sequences if each.sampler], out.logits[:, -1])
+        if before is not None:
+            self._hand_out(group, before)
+        if not self.reads_late:
+            self.settle(group)
+        if group.is_batched and (before is not None or not self.reads_late):
+            self._drafts.took(sequences, time.perf_counter() - started)
+
+    def _verify(self, group: Batched, drafts: list[list[int]]) -> None:
+        """Computes some tokens of each sequence together: those that are known, and drafts behind them.
+
+        Each sequence goes on by its accepted tokens, as far as all rows can keep them in the cache. What is
+        accepted beyond stays known, and is computed again.
+        """
+        drafting = self._drafts.drafting
+        assert drafting is not None
+        started, sequences = time.perf_counter(), [*group.sequences]
+        rows = [each.row for each in sequences if each.row is not None]
+        inputs, known = self._drafts.tokens(group, drafts)
+        tokens = len(inputs[0])
+        self._make_room(group, tokens)
+        self._drafts.hold(group, tokens, known)
+        firsts = group.lengths
+        out = self._executor.verify(group, torch.tensor(inputs).to(self._executor.device))
+        made = self._drafts.accepted(group, out.logits, known, drafts)
+        before = [len(each.tokens) for each in sequences]
+        reasons = [self._pool.give(each, own) for each, own in zip(sequences, made, strict=True)]
+        given = [len(each.tokens) - count for each, count in zip(sequences, before, strict=True)]
+        right = [count + max(0, new - 1) for count, new in zip(known, given, strict=True)]
+        kept = self._drafts.take_back(group, tokens, right)
+        self._drafts.computed(sequences, firsts, out, kept)
+        drafting.verified(rows, [max(0, len(own) - 1) for own in made], drafts)
+        seconds = (drafting.seconds if any(drafts) else 0.0) + time.perf_counter() - started
+        drafting.width.took(rows, tokens, seconds, given)
+        for sequence, reason in zip(sequences, reasons, strict=True):
+            if reason is not None:
+                self._pool.end(sequence, reason)
+
+    def _make_room(self, group: Batched, tokens: int) -> None:
+        """Evicts cached prefixes that lie where the batch must, if its cache moves to larger memory."""
+        if group.rows.is_full(tokens):
+            self._drafts.measure(group.sequences)
+            room = self._budget.cached(self._pool.sequences)
+            if room is not None:
+                self.evict(room)
+
+    def _hand_out(self, group: Group, sampled: Sampled) -> None:
+        tokens = sampled.read()
+        for sequence, token in zip([*group.sequences], tokens, strict=True):
+            self._pool.take(sequence, token)

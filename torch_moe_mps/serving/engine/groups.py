@@ -1,0 +1,119 @@
+"""Groups: decoding sequences that share a cache. A sequence that is not batchable is a group of one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...transformers.caches.batched import BatchedCache
+from .sampling import Sampled
+from .sequence import Sequence
+
+Call = Callable[..., Any]  # calls the model: (cache, **inputs)
+
+
+class Group(ABC):
+    """Sequences whose next tokens one call computes.
+
+    Attributes:
+        sequences: by row.
+        sampled: the tokens of the last step, which the host has not read; None where it has.
+    """
+
+    is_batched = False
+
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []
+        self.sampled: Sampled | None = None
+
+    @property
+    @abstractmethod
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence in the cache."""
+
+    @abstractmethod
+    def compute(self, call: Call, ids: Tensor) -> Any:
+        """Computes the next tokens [B, T]. Returns: what the call returns."""
+
+    @abstractmethod
+    def copy_of(self, sequence: Sequence) -> Any:
+        """The cache of one sequence, whatever the others do from now on."""
+
+    def leave(self, sequence: Sequence) -> None:
+        """Removes a sequence, whose row the last one takes."""
+        row = self.sequences.index(sequence)
+        if self.sampled is not None:
+            self.sampled.leave(row)
+        self.sequences[row] = self.sequences[-1]
+        self.sequences.pop()
+        sequence.is_batched = False
+
+    def computed(self, sequence: Sequence) -> list[int]:
+        """The generated tokens of a sequence that are in the cache."""
+        count = self.lengths[self.sequences.index(sequence)] - sequence.prompt_tokens
+        return sequence.tokens[: max(0, count)]
+
+    def next_tokens(self, device: torch.device) -> Tensor:
+        """The last token [B, 1] of each sequence."""
+        if self.sampled is not None:
+            return self.sampled.inputs()
+        return torch.tensor([[each.tokens[-1]] for each in self.sequences]).to(device)
+
+
+class Batched(Group):
+    """Sequences that are rows of one cache."""
+
+    is_batched = True
+
+    def __init__(self, model: Any, deferrable: Mapping[int, Any]):
+        super().__init__()
+        self.rows = BatchedCache(model, deferrable)
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.rows.lengths
+
+    def join(self, sequence: Sequence) -> None:
+        """Copies the cache of a sequence in, as the last row. Raises: NotBatchable."""
+        prefill = sequence.prefill
+        assert prefill is not None
+        self.rows.join(prefill.cached.cache, len(prefill.cached.ids), prefill.moved)
+        self.sequences.append(sequence)
+        sequence.is_batched = True
+
+    def compute(self, call: Call, ids: Tensor) -> Any:
+        others = self.rows.arguments(ids.shape[1])  # may move the cache
+        out = call(self.rows.cache, input_ids=ids, **others)
+        self.rows.advance(ids.shape[1])
+        return out
+
+    def copy_of(self, sequence: Sequence) -> Any:
+        return self.rows.alone(self.sequences.index(sequence))
+
+    def leave(self, sequence: Sequence) -> None:
+        self.rows.leave(self.sequences.index(sequence))
+        super().leave(sequence)
+
+
+class Single(Group):
+    """A sequence that decodes in the cache of its prompt."""
+
+    def __init__(self, sequence: Sequence):
+        super().__init__()
+        assert sequence.prefill is not None
+        self.sequences, self._prefill = [sequence], sequence.prefill
+        self._length = len(self._prefill.cached.ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self._length]
+
+    def compute(self, call: Call, ids: Tensor) -> Any:
+        out = self._prefill.decode(call, ids, self._length)
+        self._length += ids.shape[1]
+        return out
+
+    def copy_of(self, sequence: Sequence) -> Any:
+        return self._prefill.cached.cache  # nobody else's

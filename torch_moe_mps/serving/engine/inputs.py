@@ -1,0 +1,65 @@
+"""The inputs of a job: which of them are images or sound, and whether its prefix can be cached."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..prefix_cache.memory import Images
+from .ranges import placeholders_of
+
+_OF_TEXT = ("token_type_ids", "mm_token_type_ids")  # all zeros where there is only text
+_FROM_STATES = ("use_mtp", "speculation_type")  # settings of transformers' drafts from a model's states
+# Inputs that are images or sound.
+_IMAGES = re.compile("pixel_|image_|video_|audio_|input_features")
+
+
+def beside_tokens(given: dict[str, Any]) -> dict[str, Tensor]:
+    names = sorted({*given} - {"input_ids", "attention_mask"})
+    return {name: given[name] for name in names if isinstance(given[name], Tensor)}
+
+
+def images_of(model: Any, given: dict[str, Any]) -> Images | None:
+    """The images, or the sound, of a request; None if it is text alone."""
+    result = {name: value for name, value in beside_tokens(given).items() if name not in _OF_TEXT}
+    if not result:
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in result.items():
+        digest.update(f"{name} {value.dtype} {[*value.shape]}".encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    ids, tokens = given["input_ids"][0].tolist(), placeholders_of(model)
+    where = [position for position, token in enumerate(ids) if token in tokens]
+    return Images(digest.hexdigest(), *((where[0], where[-1] + 1) if where else (0, len(ids))))
+
+
+def is_one_prompt(model: Any, given: dict[str, Any]) -> bool:
+    """Whether a request is one sequence, without padding, in a cache that grows."""
+    settings = vars(given.get("generation_config") or model.generation_config)
+    settings = settings | {name: value for name, value in given.items() if name in settings}
+    mask, beside = given.get("attention_mask"), beside_tokens(given)
+    images = any(map(_IMAGES.match, beside))
+    return (
+        given["input_ids"].shape[0] == 1
+        and (mask is None or bool((mask == 1).all()))
+        and all(_IMAGES.match(name) or name in _OF_TEXT for name in beside)
+        and (images or not any(bool(value.any()) for value in beside.values()))
+        and _keeps_one_cache(settings)
+    )
+
+
+def _keeps_one_cache(settings: Mapping[str, Any]) -> bool:
+    """Whether `generate` computes one sequence in a cache that grows.
+
+    transformers' drafts from states of the model read those of the whole prompt, which none are kept of.
+    """
+    return (
+        settings.get("cache_implementation") in (None, "dynamic")
+        and settings.get("use_cache") is not False
+        and (settings.get("num_beams") or 1) == 1
+        and (settings.get("num_return_sequences") or 1) == 1
+        and not any(settings.get(name) for name in _FROM_STATES)
+    )

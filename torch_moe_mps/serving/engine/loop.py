@@ -1,0 +1,234 @@
+"""The loop on the one thread that uses the device: torch's mps does not bear two."""
+
+import logging
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+from ..._text import first_line
+from ...transformers.trials.batching import reason_for_order
+from ..prefix_cache.disk import Disk
+from ..prefix_cache.memory import PrefixCache
+from ..speculative.drafting import Drafting
+from .encoder import NO_TEXT
+from .engine import Engine
+from .job import Job
+from .memory import Memory, is_short, is_watched
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Died(RuntimeError):
+    """The thread of the device has ended by an error: nothing is generated any more."""
+
+
+class Work(NamedTuple):
+    """Something to do on the thread, and what is told where it cannot be done."""
+
+    do: Callable[[], None]
+    refuse: Callable[[Exception], object]
+
+
+class DeviceThread:
+    """A thread of its own, and the work that waits for it. A subclass starts the thread, and has `_run`.
+
+    Args:
+        prompts: that are kept; None keeps none.
+
+    Attributes:
+        death: why the thread has ended, if an error has ended it: all jobs end by that, later ones, too.
+    """
+
+    def __init__(self, prompts: PrefixCache | None) -> None:
+        self._prompts = prompts
+        self.death: Died | None = None
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._lock, self._closed = threading.Lock(), False
+        self._thread = threading.Thread(target=self._live, name="device", daemon=True)
+
+    def run(self, function: Callable[[], T]) -> "Future[T]":
+        future: Future[T] = Future()
+
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._lock:
+            if self.death is not None:
+                future.set_exception(self.death)
+            elif self._closed:
+                future.cancel()
+            else:
+                self._work.put(Work(call, future.set_exception))
+        return future
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._work.put(None)
+        self._thread.join()
+
+    def prompts_held(self) -> tuple[int, int]:
+        kept = [] if self._prompts is None else [*self._prompts.kept]
+        return len(kept), sum(prompt.octets for prompt in kept)
+
+    @property
+    def disk(self) -> Disk | None:
+        return None if self._prompts is None else self._prompts.disk
+
+    def _live(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            kind = f"{type(error).__name__}: {first_line(error)}"
+            logger.critical("torch_moe_mps: the thread of the device has died: %s", kind, exc_info=error)
+            with self._lock:
+                self._closed = True
+                self.death = death = Died(f"torch_moe_mps: the thread of the device has died: {kind}")
+            while not self._work.empty():
+                if (work := self._work.get()) is not None:
+                    work.refuse(death)
+            for job in self._jobs():
+                job.end(death)
+
+    def _run(self) -> None:
+        """Does the work until None comes."""
+        raise NotImplementedError
+
+    def _jobs(self) -> list[Job]:
+        """Jobs that have begun or wait on the thread, and have not ended."""
+        raise NotImplementedError
+
+
+class EncoderThread(DeviceThread):
+    """A `Generator` for a model that generates nothing: jobs are refused, and functions run."""
+
+    most, memory, active, waiting, read_tokens, cached_tokens, draft_tokens = 1, None, 0, 0, 0, 0, (0, 0)
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        job.end(self.death or ValueError(f"torch_moe_mps: {NO_TEXT}"))
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work.do()
+
+    def _jobs(self) -> list[Job]:
+        return []
+
+
+class EngineThread(DeviceThread):
+    """A `Generator` of several jobs at a time: an `Engine` on a thread of its own.
+
+    Args:
+        model: of transformers, in one process.
+        prefix_cache: of what was computed; None caches nothing.
+        most: jobs at once.
+        memory: the budget of their caches and the cached prefixes; None is no limit.
+        drafting: drafts tokens; None for none.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prefix_cache: PrefixCache | None,
+        most: int,
+        memory: Memory | None = None,
+        drafting: Drafting | None = None,
+    ):
+        super().__init__(prefix_cache)
+        self.most, self.memory = most, memory
+        room = None if memory is None else memory.free
+        self._engine = Engine(model, prefix_cache, most, room, self._take_work, drafting)
+        self._submitted = 0
+        if not self._engine.abilities.reads_whole:  # trials that would hold the first answers up
+            _ = self._engine.abilities.not_batchable
+            if drafting is not None and most > 1:
+                reason_for_order(model)
+        self._thread.start()
+
+    @property
+    def mtp_layers(self) -> int:
+        """How many layers of the checkpoint draft for the model."""
+        drafting = self._engine.drafts.drafting
+        return 0 if drafting is None else drafting.layers
+
+    @property
+    def active(self) -> int:
+        return self._engine.active
+
+    @property
+    def waiting(self) -> int:
+        return len(self._engine.waiting) + self._submitted
+
+    @property
+    def read_tokens(self) -> int:
+        return self._engine.counts.computed
+
+    @property
+    def cached_tokens(self) -> int:
+        return self._engine.counts.cached
+
+    @property
+    def draft_tokens(self) -> tuple[int, int]:
+        drafting = self._engine.drafts.drafting
+        return (0, 0) if drafting is None else (drafting.accepted, drafting.rejected)
+
+    def submit(self, job: Job) -> None:
+        def take() -> None:
+            self._submitted -= 1
+            self._engine.submit(job)
+
+        with self._lock:
+            is_late = self._closed
+            if not is_late:
+                self._submitted += 1
+                self._work.put(Work(take, job.end))
+        if is_late:
+            job.end(self.death or "cancelled")
+
+    def _run(self) -> None:
+        prefix_cache = self._prompts
+        while self._take_work():
+            if self._engine.has_work:
+                self._engine.step()
+            if prefix_cache is not None:
+                prefix_cache.store(is_short(self.memory))
+        self._engine.end_all()
+        if prefix_cache is not None:
+            prefix_cache.write(self._engine.model)
+        if sum(self.draft_tokens):
+            print(self._engine.drafts.drafting, file=sys.stderr)
+
+    def _jobs(self) -> list[Job]:
+        return [sequence.job for sequence in self._engine.pool.sequences]
+
+    def _take_work(self) -> bool:
+        """Does what was asked for; waits where there is nothing to generate. Returns: whether to go on."""
+        prefix_cache = self._prompts
+        while not self._closed:
+            pause = None if prefix_cache is None else prefix_cache.pause(is_watched(self.memory))
+            try:
+                work = self._work.get(not self._engine.has_work, pause)
+            except queue.Empty:
+                return True
+            if work is not None:
+                work.do()
+        while True:  # everything that came before the end
+            try:
+                work = self._work.get_nowait()
+            except queue.Empty:
+                return False
+            if work is not None:
+                work.do()

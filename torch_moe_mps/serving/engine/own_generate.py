@@ -1,0 +1,114 @@
+"""A job by the model's own `generate`: beams, and models that have one of their own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from ..._faults import raise_fault, synchronize
+from ...transformers.basics.scoped import Seeded
+from ...transformers.upstream.generation import as_text
+from .job import Job, Reason, prompt_length
+from .prefill import turned, turning
+
+
+def generate_alone(model: Any, job: Job, ends: Callable[[], bool]) -> Reason:
+    """Generates a job, of whose prompt nothing is cached.
+
+    Args:
+        ends: asked between tokens: whether the answer ends there.
+    """
+    length, tokens = prompt_length(job.inputs), Tokens(job)
+    job.tell(0, length)
+    with Seeded(model.device, job.own_seed) as numbers:
+
+        def ends_there() -> bool:
+            with numbers.outside():  # others may sample tokens meanwhile
+                return ends()
+
+        steps, has_beams = Steps(ends_there, tokens, model.device), (job.config.num_beams or 1) > 1
+        more: dict[str, Any] = {} if has_beams else {"streamer": steps}
+        inputs, settings = settings_of(model, job)
+        with turned(turning(model), {}):
+            result = model.generate(**inputs, **settings, **more, stopping_criteria=[steps])
+        if has_beams:  # there is nothing to show before the end
+            tokens.put(inputs["input_ids"])
+            begun = 1 if model.config.is_encoder_decoder else length  # tokens in front of the answer
+            tokens.put(getattr(result, "sequences", result)[0, begun:])
+        if steps.error is not None:
+            raise steps.error
+    if tokens.is_complete:
+        return "stop"
+    return "cancelled" if ends() else "length"
+
+
+def settings_of(model: Any, job: Job) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The inputs of a job on the device, and the other arguments of `generate`."""
+    settings: dict[str, Any] = {"generation_config": job.config, **as_text(model)}
+    if job.processors:
+        settings["logits_processor"] = job.processors
+    if job.config.stop_strings:
+        settings["tokenizer"] = job.tokenizer
+    return {name: value.to(model.device) for name, value in job.inputs.items()}, settings
+
+
+class Tokens:
+    """A streamer that hands tokens to a job.
+
+    Attributes:
+        ended: whether no token is wanted any more.
+        is_complete: whether the answer has ended by a token of its own or a stop.
+    """
+
+    def __init__(self, job: Job):
+        last = job.config.eos_token_id
+        self._last = set(last) if isinstance(last, list) else {last}
+        self._job, self._is_prompt = job, True
+        self.is_complete = False
+
+    @property
+    def ended(self) -> bool:
+        return self.is_complete or self._job.is_cancelled
+
+    def put(self, value: Tensor) -> None:
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        for token in value.reshape(-1).tolist():
+            if self.ended:
+                return
+            self.is_complete = self._job.take(token) or token in self._last
+
+    def end(self) -> None:
+        """The job is told by the thread."""
+
+
+class Steps(StoppingCriteria):
+    """Between the steps of `generate`: shows their tokens, and ends it.
+
+    A streamer that raises, because the client has gone, stops generation, too: `generate` returns then, with
+    a cache that is whole. An error of the GPU leaves `generate`: the cache is not.
+    """
+
+    def __init__(self, is_ended: Callable[[], bool], streamer: Any, device: torch.device):
+        self.is_ended, self.streamer, self.device = is_ended, streamer, device
+        self.error: Exception | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        ends = self.is_ended() or self.error is not None or getattr(self.streamer, "ended", False)
+        return input_ids.new_full((len(input_ids),), ends).bool()
+
+    def put(self, value: Tensor) -> None:
+        raise_fault()
+        try:
+            if self.error is None:
+                self.streamer.put(value.reshape(-1))  # several tokens, where candidates were accepted
+        except Exception as error:
+            self.error = error
+
+    def end(self) -> None:
+        synchronize(self.device)
+        if self.error is None and self.streamer is not None:
+            self.streamer.end()

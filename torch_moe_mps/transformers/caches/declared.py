@@ -1,0 +1,171 @@
+"""Declarations of what the layers of a cache hold.
+
+Each class of layers, transformers' and ours, is declared once: its tensors with their axes, its numbers, how
+tokens are taken back, whether its update can be deferred, and how sequences are batched. Whatever copies,
+cuts, saves, counts, batches or captures a cache reads the declaration. A layer of another class is left to
+transformers' code: it is neither batched, kept nor captured.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+
+class Axes(NamedTuple):
+    """The dimensions of a tensor: that of sequences, and that of tokens, None where it has none of these."""
+
+    batch: int | None = 0
+    time: int | None = None
+
+
+class Trim(Enum):
+    """How the last tokens are taken back: any, while a window has not moved on, or by a copy from before."""
+
+    TOKENS = "tokens"
+    WINDOW = "window"
+    COPY = "copy"
+
+
+class Batched(Enum):
+    """How the sequences of a batch lie in a layer.
+
+    Side by side with a common end; so unless indexers of the model choose several keys together; each in a
+    layer of its own; not at all.
+    """
+
+    ALIGNED = "aligned"
+    BY_KEYS = "by keys"
+    EACH = "each"
+    NEVER = "never"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Contents of a layer of a cache, by the names of its attributes. A layer may lack some of them.
+
+    Attributes:
+        tensors: {attribute: axes}, or None in place of a tensor.
+        mappings: {attribute: axes of the tensors in this dictionary, None where it has numbers}.
+        numbers: attributes that are numbers, dtypes and devices.
+        derived: attributes that copies, pickles and batches make again of the others.
+        trim, batched: as these say.
+        defers: whether the update of its states can wait until it is known which tokens are accepted.
+    """
+
+    tensors: Mapping[str, Axes] = field(default_factory=dict)
+    mappings: Mapping[str, Axes | None] = field(default_factory=dict)
+    numbers: tuple[str, ...] = ()
+    derived: frozenset[str] = frozenset()
+    trim: Trim = Trim.TOKENS
+    batched: Batched = Batched.ALIGNED
+    defers: bool = False
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """All attributes."""
+        return (*self.tensors, *self.mappings, *self.numbers)
+
+    def with_more(self, other: "Declared | None" = None, **changed: Any) -> "Declared":
+        """A declaration of what both hold, taken back as the stricter one says, with some fields changed."""
+        if other is None:
+            return dataclasses.replace(self, **changed)
+        order = [*Trim]
+        return Declared(
+            {**self.tensors, **other.tensors},
+            {**self.mappings, **other.mappings},
+            (*self.numbers, *(name for name in other.numbers if name not in self.numbers)),
+            self.derived | other.derived,
+            max(self.trim, other.trim, key=order.index),
+            self.batched,
+            self.defers or other.defers,
+        ).with_more(**changed)
+
+
+# Functions of a model's own class of layers: the class that grows in place, or None if that is another's.
+GROWING_CLASSES: list[Callable[[Any], Any]] = []
+
+TOKENS, INDEX, STATE, SHARED = Axes(0, 2), Axes(0, 1), Axes(0), Axes(None)
+_KEYS = Declared({"keys": TOKENS, "values": TOKENS}, numbers=("is_initialized", "device", "dtype"))
+_SIZES = ("max_cache_len", "batch_size", "max_batch_size", "num_heads", "k_head_dim", "v_head_dim")
+_STATIC = _KEYS.with_more(Declared({"cumulative_length": SHARED}, numbers=_SIZES))
+_STATIC_WINDOW = _STATIC.with_more(
+    Declared(numbers=("cumulative_length_int", "_is_croppable"), trim=Trim.WINDOW)
+)
+WINDOW = _KEYS.with_more(
+    Declared(
+        {"_sliding_window_tensor": SHARED},
+        numbers=("sliding_window", "cumulative_length", "record_past"),
+        trim=Trim.WINDOW,
+    )
+)
+_INDEX = Declared(
+    {"indexer_keys": INDEX, "indexer_position_ids": Axes(1, 2), "pools": INDEX},
+    numbers=("is_indexer_initialized", "indexer_dtype", "indexer_device", "rate", "is_padded"),
+    derived=frozenset(("pools",)),
+)
+_LINEAR = Declared(
+    mappings={
+        "conv_states": STATE, "recurrent_states": STATE, "is_conv_states_initialized": None,
+        "is_recurrent_states_initialized": None, "has_previous_state": None, "conv_kernel_size": None,
+    },
+    numbers=("number_of_states", "device", "dtype", "record_past"),
+    trim=Trim.COPY,
+    defers=True,
+)  # fmt: skip
+BLOCKS = _KEYS.with_more(Declared({"idx_keys": TOKENS}), batched=Batched.BY_KEYS)
+# {name of a class of transformers: what it holds}
+_OF_TRANSFORMERS = {
+    "DynamicLayer": _KEYS,
+    "DynamicSlidingWindowLayer": WINDOW,
+    "DynamicIndexedLayer": _KEYS.with_more(_INDEX, batched=Batched.BY_KEYS),
+    "LinearAttentionLayer": _LINEAR,
+    "LinearAttentionAndFullAttentionLayer": _KEYS.with_more(_LINEAR),
+    "LinearAttentionAndSlidingWindowAttentionLayer": WINDOW.with_more(_LINEAR),
+    "DummyLayer": _KEYS,
+    "UnlimitedOcrDynamicReferenceSlidingWindowLayer": WINDOW.with_more(
+        Declared(
+            {"prefill_keys": TOKENS, "prefill_values": TOKENS},
+            numbers=("prefill_length", "prefill_cumulative_length"),
+        ),
+        batched=Batched.NEVER,
+    ),
+    "StaticLayer": _STATIC,
+    "StaticSlidingWindowLayer": _STATIC_WINDOW,
+    "StaticIndexedLayer": _STATIC.with_more(
+        _INDEX.with_more(Declared({"indexer_cumulative_length": SHARED}))
+    ),
+    "LinearAttentionAndStaticFullAttentionLayer": _STATIC.with_more(_LINEAR),
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer": _STATIC_WINDOW.with_more(_LINEAR),
+    "MiniMaxM3VLSparseStaticCacheLayer": _STATIC.with_more(
+        Declared({"idx_keys": TOKENS, "idx_cumulative_length": SHARED})
+    ),
+}
+
+
+def declaration_of(cls: Any) -> Declared | None:
+    """The declaration of a class of layers; None for an unknown one."""
+    found: Declared | None = _declaration_of(cls)
+    return found
+
+
+@functools.cache
+def _declaration_of(cls: Any) -> Declared | None:
+    own: Declared | None = getattr(cls, "declared", None)
+    if own is None and cls.__module__.partition(".")[0] == "transformers":
+        own = _OF_TRANSFORMERS.get(cls.__name__)
+    if own is not None:
+        return own
+    growing: Any = next(filter(None, (of(cls) for of in GROWING_CLASSES)), None)
+    return None if growing is None else growing.declared
+
+
+def declared(layer: Any) -> Declared:
+    """The declaration of a layer. Raises: ValueError for a class without one."""
+    found = declaration_of(type(layer))
+    if found is None:
+        kind = type(layer).__name__
+        raise ValueError(f"torch_moe_mps: layers of a cache must be of declared classes, got a {kind}")
+    return found

@@ -1,0 +1,65 @@
+"""Whether two ways of computing something agree on random numbers."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 1e-4  # between the logits of two models, times the largest
+
+
+@contextlib.contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """Tensors made without a device are on the CPU, where the generators of random ones are."""
+    is_default = torch.get_default_device().type == "cpu"  # else a mode is asked in each call of torch
+    with contextlib.nullcontext() if is_default else torch.device("cpu"):
+        yield
+
+
+def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
+    """The result of a function of the model; None if it raises, as for arguments that it does not know.
+
+    Its random numbers are the same each time.
+    """
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)  # not those of devices, whose state would stay
+            return function(*arguments, **options)
+    except torch.AcceleratorError:  # the GPU has failed
+        raise
+    except Exception:  # it is not ours: any error may come of it
+        return None
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Leaves random numbers, gradients and defaults of the process as they are."""
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+def agrees(a: object, b: object, rtol: float = 1e-5) -> bool:
+    """Whether two results are tensors that are equal up to rounding, or as many of them; None is in both.
+
+    Sums round as their largest parts do, so what is near 0 may differ by as much of the largest value.
+    """
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(
+            x is y is None or agrees(x, y, rtol) for x, y in zip(a, b, strict=True)
+        )
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return False
+    if a.shape != b.shape or a.dtype != b.dtype or not b.is_floating_point():
+        return False
+    values = b[b.isfinite()].abs()
+    largest = max(1.0, values.max().item()) if values.numel() else 1.0
+    return torch.allclose(a, b, rtol, 1e-5 * largest)

@@ -1,0 +1,141 @@
+"""Twins of modules, with a few random numbers, and the caches that they run with."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..basics.state import STATE, original_class
+from ..caches.held import HeldPools
+from ..caches.in_layers import InLayers
+from ..upstream.caches import LinearAttentionLayer
+from .comparing import tried
+
+_DIRECTIONS = 4  # so that queries and keys differ in more than their length
+LEAST_HEADS = 2  # enough to tell an indexer's relu from nothing: one head's keys come in the same order
+ATTRIBUTES_OF_MODULES = {*vars(nn.Module()), STATE}
+
+
+class LinearCache(InLayers):
+    """A cache of one layer, with so many states of each kind, for linear attention of any model."""
+
+    def __init__(self, states: int = 1) -> None:
+        super().__init__()
+        self.layers = [LinearAttentionLayer(states)]
+
+    def states(self) -> list[Tensor]:
+        (layer,) = self.layers
+        result = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+        return [state for state in result if state is not None]
+
+
+def bare_twin(module: nn.Module) -> Any:
+    """A module of the same class with the same attributes, without parameters, buffers and children.
+
+    `copy.copy` would rewrite the copy of a rewritten module, and both would share one state.
+    """
+    cls: Any = original_class(module)
+    twin = cls.__new__(cls)
+    nn.Module.__init__(twin)
+    own = {name: value for name, value in vars(module).items() if name not in ATTRIBUTES_OF_MODULES}
+    vars(twin).update(own)
+    return twin.eval()
+
+
+def width_of(twin: nn.Module, run: Callable[[Tensor], Any]) -> int:
+    """Elements of a token that a module takes: the first width of its layers with which it runs.
+
+    Args:
+        run: calls it with [1, 1, width].
+    """
+    widths = [getattr(part, name, 0) for name in ("in_features", "in_channels") for part in twin.modules()]
+    runs = (width for width in widths if width and tried(run, torch.zeros(1, 1, width)) is not None)
+    return next(runs)
+
+
+class FewDirections(nn.Module):
+    """A linear layer of the same sizes whose output depends on few directions of its input."""
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.directions = torch.randn(layer.in_features, _DIRECTIONS) * layer.in_features**-0.5
+        self.rows = torch.randn(_DIRECTIONS, layer.out_features)
+        self.bias = None if layer.bias is None else torch.randn(layer.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        return (self.directions @ self.rows).T
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x @ self.directions @ self.rows
+        return out if self.bias is None else out + self.bias
+
+
+def twin_of(module: Any, **attributes: Any) -> Any:
+    """A module of the same class on the CPU: random parameters, the same buffers, other attributes."""
+    if hasattr(module, "out_features"):
+        return FewDirections(module)
+    twin = bare_twin(module)
+    for name, parameter in module._parameters.items():
+        twin.register_parameter(name, None if parameter is None else _random(parameter.shape))
+    for name, buffer in module._buffers.items():
+        value = None if buffer is None else buffer.detach().cpu()
+        twin.register_buffer(
+            name, value.float() if value is not None and value.is_floating_point() else value
+        )
+    for name, child in module._modules.items():
+        twin._modules[name] = None if child is None else twin_of(child)
+    vars(twin).update(attributes)
+    return twin
+
+
+def _random(shape: Sequence[int]) -> nn.Parameter:
+    """About 1 for rows; of matrices so that products have the size of what they multiply."""
+    values = torch.rand(shape) + 0.25 if len(shape) < 2 else torch.randn(shape) * shape[-1] ** -0.5
+    return nn.Parameter(values, requires_grad=False)
+
+
+def numbers(*shape: int) -> Tensor:
+    """Random ones about 0, the same for each shape."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) - 0.5
+
+
+def untied(q: Tensor, k: Tensor) -> Tensor:
+    """[B, T]: for which tokens at most one key has no head with a score above zero.
+
+    relu leaves of others the score 0, and which of equal scores comes first is open.
+
+    Args:
+        q: [B, T, H, D].
+        k: [B, S, D].
+    """
+    scores = torch.einsum("bthd,bsd->bths", q, k).relu().sum(2)
+    return (scores == 0).sum(-1) < 2
+
+
+class HeldKeys(HeldPools):
+    """A cache of one layer that is its own layer: it holds an indexer's keys and has no room for more."""
+
+    def __init__(self, keys: Tensor, layer_idx: int = 0):
+        self.keys, self.layers = keys, {layer_idx: self}
+
+    @property
+    def indexer_keys(self) -> Tensor:
+        return self.keys
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[-2]
+
+    def update_indexer(self, keys: Tensor, layer_idx: int = 0) -> Tensor:
+        self.keys = torch.cat((self.keys, keys), -2)
+        return self.keys
+
+    def index_slots(self, new: Tensor) -> None:
+        return None
+
+    def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
+        return pool(0, count)
+
+    indexed = get_seq_length
