@@ -180,9 +180,11 @@ def _is_own(module: str) -> bool:
 def _register(module: str, function: str | Callable[[Any], None]) -> None:
     """Whatever goes wrong must not break the import of transformers."""
     try:
-        register = function
-        if isinstance(function, str):
-            register = getattr(importlib.import_module("torch_moe_mps._registration"), function)
+        register: Callable[[Any], None] = (
+            getattr(importlib.import_module("torch_moe_mps._registration"), function)
+            if isinstance(function, str)
+            else function
+        )
     except Exception as error:
         _warn(f"torch_moe_mps cannot be imported, models of transformers run their own code ({error})")
         return

@@ -212,13 +212,13 @@ def test_sampled_tokens_are_drawn_as_the_checkpoint_says(own, drawn, monkeypatch
     model, asked = tiny_models.tiny_model("llama"), []
     model.generation_config.update(**own)
 
-    def noted(model, ids, **given):
+    def noted(ids, **given):
         settings = {name: given[name] for name in given if hasattr(model.generation_config, name)}
         config, _ = model._prepare_generation_config(None, **settings)
         asked.append((config.do_sample, config.temperature, config.top_k))
         return ids
 
-    monkeypatch.setattr(bench, "call_generate", noted)
+    monkeypatch.setattr(model, "generate", noted)
     options = argparse.Namespace(prompt=4, max_tokens=2, turn=2, depth=[0], repeats=1)
     assert [row.test for row in bench.Bench(model, options).rows()] == ["pp4", "tg2", "tg2 sampled"]
     assert [do_sample for do_sample, *_ in asked] == [False, False, True, True]

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
     engine.submit(*jobs)
     if streamer is None:
         for prompt, answer in zip(options.texts, answers, strict=True):
-            generate_all(engine, answers, until=lambda answer=answer: answer.has_ended)
+            generate_all(engine, answers, until=answer)
             text = reader.decode(answer.tokens, skip_special_tokens=True)
             print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False), flush=True)
     else:

@@ -112,14 +112,12 @@ def generate_batch(
     return [torch.tensor(answer.tokens, dtype=torch.int64) for answer in answers]
 
 
-def generate_all(
-    engine: Engine, answers: Sequence["Answer"], until: Callable[[], bool] = lambda: False
-) -> None:
-    """Generates all that is submitted, or until somebody says so.
+def generate_all(engine: Engine, answers: Sequence["Answer"], until: "Answer | None" = None) -> None:
+    """Generates all that is submitted, or until one of the answers has ended.
 
     Raises: the first error of an answer, which ends the others.
     """
-    while engine.has_work and not until():
+    while engine.has_work and not (until is not None and until.has_ended):
         engine.step()
         error = next((answer.error for answer in answers if answer.error is not None), None)
         if error is not None:

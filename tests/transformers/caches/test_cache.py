@@ -10,7 +10,7 @@ import torch
 from support.memory import Memory
 from support.models import in_parts
 from support.sweep import in_sweep, rows_in_sweep
-from support.tiny_models import tiny_config, tiny_model
+from support.tiny_models import tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import (
     DynamicIndexedLayer,
@@ -23,7 +23,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 
 import torch_moe_mps
 from torch_moe_mps.transformers.caches import growing
-from torch_moe_mps.transformers.caches.cache import QuantizedCache, grow_cache, growing_class, pools_padding
+from torch_moe_mps.transformers.caches.cache import QuantizedCache, grow_cache, growing_class
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
@@ -593,12 +593,6 @@ def test_caches_that_stay_as_they_are_are_said():
         warnings.simplefilter("error")
         for cache in (QuantizedCache(model.config), DynamicCache(config=model.config), None):
             grow_cache(decoder, (), cache_argument(decoder, cache))
-
-
-def test_layers_tell_what_pools_padding():
-    """DeepSeek-V4's entries have no mask; pools of an indexer are not made of padding."""
-    names = ("deepseek_v4", "qwen3_moe", "gpt_oss", "glm5_next", "qwen4_exp", "jamba", "minimax_m3_vl")
-    assert [name for name in names if pools_padding(tiny_config(name))] == ["deepseek_v4"]
 
 
 @pytest.mark.parametrize("function", [torch_moe_mps.accelerate, torch_moe_mps.from_pretrained])

@@ -111,7 +111,10 @@ class DeviceThread:
 class EncoderThread(DeviceThread):
     """A `Generator` for a model that generates nothing: jobs are refused, and functions run."""
 
-    most, memory, active, waiting, read_tokens, cached_tokens, draft_tokens = 1, None, 0, 0, 0, 0, (0, 0)
+    memory: Memory | None = None
+    most = 1
+    active = waiting = read_tokens = cached_tokens = 0
+    draft_tokens = (0, 0)
 
     def __init__(self) -> None:
         super().__init__(None)

@@ -19,7 +19,12 @@ def generate_alone(model: Any, job: Job, ends: Callable[[], bool]) -> Reason:
 
     Args:
         ends: asked between tokens: whether the answer ends there.
+
+    Raises: ValueError for processors with `is_first`: `generate` calls its own before them.
     """
+    if any(getattr(each, "is_first", False) for each in job.processors):
+        kind = type(model).__name__
+        raise ValueError(f"torch_moe_mps: logprobs must be left out for {kind}, which generates by itself")
     length, tokens = prompt_length(job.inputs), Tokens(job)
     job.tell(0, length)
     with Seeded(model.device, job.own_seed) as numbers:

@@ -14,7 +14,7 @@ STEPS = 4  # steps of decoding sequences that a chunk takes, about
 
 
 class Candidate(Protocol):
-    """The part of a `Sequence` that the scheduler reads."""
+    """A `Sequence`, as the scheduler reads it."""
 
     @property
     def phase(self) -> str: ...
@@ -97,7 +97,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Plan:
-    """The work before the next step.
+    """The admission and the chunk before the next step.
 
     Attributes:
         admit: a waiting sequence that begins.

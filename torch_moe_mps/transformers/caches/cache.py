@@ -175,13 +175,6 @@ def as_held(layer: Any, bits: int) -> dict[str, Any]:
     return held
 
 
-def pools_padding(config: PreTrainedConfig) -> bool:
-    """Whether a layer of a model's cache makes one entry of several tokens, padding among them."""
-    plain: list[Any] = [type(layer) for layer in DynamicCache(config=config).layers]
-    classes: Iterator[Any] = filter(None, map(growing_class, plain))
-    return any(cls.pools_padding for cls in classes)
-
-
 def _decoders(model: nn.Module) -> Iterator[nn.Module]:
     """The innermost models of transformers that take a cache; calls of the outer models reach them."""
     result = {m for m in model.modules() if isinstance(m, PreTrainedModel) and takes_cache(m)}

@@ -63,13 +63,11 @@ class Made(CacheLayerMixin):
     Attributes:
         plain: the class of transformers that it does the same as.
         bits: 8 where it holds keys and values in 8 bits.
-        pools_padding: it makes one entry of several tokens, padding among them.
         is_first: its methods stand in for those of `plain`, too.
         declared: what it holds; None of a class that is not known.
         needs_order: attention sees its tokens by their order: they lie in it.
     """
 
-    pools_padding = False
     is_first = False
     needs_order = False
     plain: Any

@@ -52,7 +52,6 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
     declared = WINDOW.with_more(_HELD, batched=Batched.EACH)
     is_first = True
     is_croppable = False
-    pools_padding = True
     compress_rate: int
     compressed_kv: dict[str, Any]
     entry_count: dict[str, int]

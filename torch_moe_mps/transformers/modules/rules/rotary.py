@@ -144,11 +144,14 @@ def _tables(module: nn.Module, layer_type: str | None) -> Tables | None:
         return [*rotary_tables(ids, frequencies, scaling, torch.float32, layout, axes)]
 
     plain, spatial = (_own_tables(module, x, item, layer_type) for item in (ids[0], ids))
-    for layout in _LAYOUTS if plain is not None else ():
-        if all(map(agrees, ours(ids[0], layout), plain)):
-            axes = None if spatial is None else _axes([ours(item, layout) for item in ids], spatial, layout)
-            is_right = axes is not None and all(map(agrees, ours(ids, layout, _on(x.device, axes)), spatial))
-            return Tables(layout, axes if is_right else None)
+    for layout in _LAYOUTS:
+        if plain is None or not all(map(agrees, ours(ids[0], layout), plain)):
+            continue
+        axes = None if spatial is None else _axes([ours(item, layout) for item in ids], spatial, layout)
+        if spatial is None or axes is None:
+            return Tables(layout, None)
+        is_right = all(map(agrees, ours(ids, layout, _on(x.device, axes)), spatial))
+        return Tables(layout, axes if is_right else None)
     return None
 
 
