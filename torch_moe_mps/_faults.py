@@ -14,6 +14,15 @@ def raise_fault() -> None:
         torch.ops.moe_mps._raise_fault()
 
 
+def gpu_busy() -> float:
+    """Seconds that the GPU has worked for this process so far, by its own clock; 0 without mps.
+
+    Counts the command buffers that have operators of this package, once Metal has told of their end: it has
+    of all behind `synchronize`.
+    """
+    return 0.0 if host_library() is None else float(torch.ops.moe_mps._gpu_busy())
+
+
 class Mark:
     """The command buffer that mps encodes into now: `wait` waits for it and for no later one.
 

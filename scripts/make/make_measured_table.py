@@ -17,7 +17,7 @@ DOCUMENT = paths.REPOSITORY / "docs" / "speed.md"
 MARK = "<!-- scripts/make/make_measured_table.py writes what follows, up to the next heading -->\n"
 HEAD = (
     *("chip", "GPU cores", "memory, GB", "macOS", "torch", "model", "prompt, tokens/s", "tokens/s"),
-    *("at 4,096", "GPU idle, us a buffer", "check"),
+    *("at 4,096", "GPU idle, us a token", "check"),
 )
 
 

@@ -35,7 +35,7 @@ def run(*arguments) -> int:
 def rows(output: str) -> dict[str, list[str]]:
     """{test: cells} of the table, without its head."""
     lines = [line.split("|")[1:-1] for line in output.splitlines() if line.startswith("| ")]
-    assert [len(line) for line in lines] == [9] * len(lines)
+    assert [len(line) for line in lines] == [10] * len(lines)
     return {line[3].strip(): [cell.strip() for cell in line] for line in lines[2:]}
 
 

@@ -64,11 +64,11 @@ MACHINE = {
 }
 RESULTS = {
     "quick": {"machine": MACHINE, "failures": []},
-    "probe": {"machine": MACHINE, "told_us": {"between_buffers": 3.25, "behind_wait": 20.0}},
+    "probe": {"machine": MACHINE, "told_us": {"between_buffers": 3.25}},
     "bench": {
         "rows": [
             {"test": "pp512", "rate": 1234.567, "unit": "t/s"},
-            {"test": "tg128", "rate": 98.7654, "unit": "t/s"},
+            {"test": "tg128", "rate": 98.7654, "unit": "t/s", "gpu_idle": 125.04e-6},
             {"test": "tg128 @ d4096", "rate": 80.0, "unit": "t/s"},
             {"test": "ttft128 @ d4096", "rate": 95.0, "unit": "ms"},
         ]
@@ -91,12 +91,12 @@ def test_what_was_measured_lies_beside_it(phases, tmp_path, capsys):
         **{"version": 1, "chip": "M4 Max", "gpu_cores": 40, "memory_gb": 64, "macos": "15.1 (24B83)"},
         **{"torch": "2.13.0", "torch_moe_mps": "0.2.0", "versions": {"transformers": "5.24.0"}},
         "verdicts": dict.fromkeys(RESULTS, "done") | {"check": "failed: nothing printed (exit code 1)"},
-        **{"failures": 0, "model": ".../Qwen3-30B-A3B", "gpu_idle_us": 3.25},
+        **{"failures": 0, "model": ".../Qwen3-30B-A3B", "gpu_idle_us": 125.0},
         "tokens_s": {"pp512": 1234.57, "tg128": 98.77, "tg128 @ d4096": 80.0},
     }
     assert measured_table().table(folder).splitlines()[2] == (
         "| M4 Max | 40 | 64 | 15.1 (24B83) | 2.13.0 | .../Qwen3-30B-A3B "
-        "| 1,234.6 | 98.8 | 80.0 | 3.25 | passes |"
+        "| 1,234.6 | 98.8 | 80.0 | 125.0 | passes |"
     )
     file.write_text(file.read_text().replace('"gpu_cores": 40', '"gpu_cores": "40"'))
     with pytest.raises(ValueError, match=r"m4-max\.json: gpu_cores must be int, got '40'"):

@@ -8,6 +8,7 @@ import torch
 from support import tiny_models
 
 import torch_moe_mps
+from torch_moe_mps._faults import gpu_busy
 from torch_moe_mps.ops._samples import packet, sample_arguments
 from torch_moe_mps.transformers.capture.calls import SWITCH
 
@@ -220,6 +221,20 @@ def test_a_buffer_that_mpsgraph_commits_takes_its_work_along(simulated):
                 torch_moe_mps.synchronize()
 
 
+def test_time_that_the_gpu_has_worked(simulated):
+    """By its own clock: what the host does between the buffers does not count."""
+    norm, arguments = packet("rms_norm"), sample_arguments("rms_norm", "mps", torch.float32)
+    before = gpu_busy()
+    with simulated.timeline(lambda dispatch: 0.5, 0.25) as times:
+        for count in (1, 3):
+            for _ in range(count):
+                norm(**arguments)
+            torch_moe_mps.synchronize()
+            times.work(10.0)
+        assert times.idle > 10
+    assert gpu_busy() - before == pytest.approx(2.0)
+
+
 @pytest.mark.parametrize("schedule", LATE)
 def test_times_that_are_told_late(simulated, schedule):
     """Of the tuner: a buffer whose time has not come yet has taken no time."""
@@ -232,4 +247,4 @@ def test_times_that_are_told_late(simulated, schedule):
                 for _ in range(count):
                     norm(**arguments)
             torch.mps.synchronize()
-            assert torch.ops.moe_mps._buffer_seconds() == [0.5, 1.0]
+            assert torch.ops.moe_mps._buffer_seconds() == pytest.approx([0.5, 1.0])

@@ -323,7 +323,8 @@ def timeline(run: Callable[[shaderlib.Dispatch], float], a_command: float = 0.0)
     `Timeline.work`, and where it waits: to the end of the buffer that it waits for, or of all of them.
 
     Operators of aten take the GPU no time. They run on the CPU, for which the open buffer is committed: on a
-    Mac it would stay open. Completion handlers are called as the schedule says.
+    Mac it would stay open. Completion handlers are called when the host's clock has passed a buffer's end and
+    the host waits or works: whoever waits for a handler alone waits for ever.
     """
     torch.mps.synchronize()
     _runtime().simulator_time_host(True, a_command)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig
 
-from .._faults import synchronize
+from .._faults import gpu_busy, synchronize
 from ..macs import this_mac
 from ..pipeline.generating import Generating
 from ..pipeline.speculation import Speculation
@@ -65,6 +65,8 @@ class Timing:
         launches, host: for one generated token, how many of this package's kernels and of torch's operators
             run (an operator launches one kernel or more) module by module, and the seconds until the host has
             issued them, as one call where tokens are captured; the GPU may finish later.
+        gpu_busy, gpu_idle: for one generated token, the seconds that the GPU works by its own clock, and the
+            rest of the token's time; None off mps.
     """
 
     test: str
@@ -80,20 +82,27 @@ class Timing:
     width: float | None = None
     launches: int | None = None
     host: float | None = None
+    gpu_busy: float | None = None
+    gpu_idle: float | None = None
 
     def line(self, model: str, size: str, device: str) -> str:
         """A row of the table."""
         share = "" if self.share is None else f"{100 * self.share:.0f} %"
         host = "" if self.host is None else f"{1e3 * self.host:.2f}"
         launches = "" if self.launches is None else str(self.launches)
+        gpu = ""
+        if self.gpu_busy is not None and self.gpu_idle is not None:
+            gpu = f"{1e3 * self.gpu_busy:.2f} + {1e3 * self.gpu_idle:.2f}"
         measured = f"{self.rate:.2f} ± {self.spread:.2f}{'' if self.unit == 't/s' else f' {self.unit}'}"
-        cells = [model, size, device, self.test, measured, share, f"{self.memory / 1e9:.2f}", launches, host]
+        memory = f"{self.memory / 1e9:.2f}"
+        cells = [model, size, device, self.test, measured, share, memory, launches, host, gpu]
         return "| " + " | ".join(cells) + " |"
 
 
 HEAD = """\
-| model | size | device | test | t/s | of the bound | memory, GB | launches/token | host, ms/token |
-| --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |"""
+| model | size | device | test | t/s | of the bound | memory, GB | launches/token | host, ms/token \
+| GPU busy + idle, ms |
+| --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -296,12 +305,21 @@ class Bench:
         tokens, ids = self.options.max_tokens, self.ids[:, : depth + 1]
         how |= {"eos_token_id": [self.vocabulary], "pad_token_id": 0, "max_new_tokens": tokens}
 
+        busy = list[float]()  # seconds of each run
+
         def generate(cache: Any) -> None:
             arguments = {} if cache is None else cache_argument(self.model, cache)
+            before = gpu_busy()
             self.model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, **how).tolist()
+            self._synchronize()
+            busy.append(gpu_busy() - before)
 
         name = f"tg{tokens}{kind}" + (f" @ d{depth}" if depth else "")
-        row = self._rate(name, tokens, self._repeated(cache, generate), depth)
+        seconds = self._repeated(cache, generate)
+        row = self._rate(name, tokens, seconds, depth)
+        if self.device.type == "mps":
+            row.gpu_busy = statistics.mean(busy[1:]) / tokens
+            row.gpu_idle = statistics.mean(seconds) / tokens - row.gpu_busy
         if self.bandwidth is not None:
             bytes_read = self.weights + (self.cache.at(depth) if self.cache else 0)
             row.share = row.rate * bytes_read / self.bandwidth

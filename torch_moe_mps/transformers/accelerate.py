@@ -82,7 +82,8 @@ def accelerate(
             in the environment is what None means.
 
     A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
-    From macOS 15 on its weights stay resident until the model is gone or restored.
+    From macOS 15 on its weights stay resident until the model is gone or restored; not with
+    MOE_MPS_RESIDENCY=0 in the environment.
     The first time on a machine, each operator that the model uses is compared with the CPU. Where one fails,
     the modules that it would replace run unmodified, and a warning names it. Behind a transformers that this
     release was not tested with, a small model of the same class is compared with its own code likewise.

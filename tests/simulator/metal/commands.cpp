@@ -42,11 +42,12 @@ struct State {
   std::atomic<bool> dropping = false, validating = true;
 
   uint64_t commits = 0;
-  std::atomic<double> clock = 0;  // of the GPU, seconds
-  bool timed = false;             // the host has a clock, too
-  double host = 0;                // its time, seconds by the GPU's clock
-  double a_command = 0;           // seconds of the host to encode one
-  double idle = 0;                // seconds that the GPU has waited for the host
+  std::atomic<double> clock = 0;                       // of the GPU, seconds
+  bool timed = false;                                  // the host has a clock, too
+  double host = 0;                                     // its time, seconds by the GPU's clock
+  double a_command = 0;                                // seconds of the host to encode one
+  double idle = 0;                                     // seconds that the GPU has waited for the host
+  std::vector<std::shared_ptr<CommandBuffer>> untold;  // have run, and end later by the host's clock
 
   std::atomic<bool> tracing = false;
   std::string trace;
@@ -320,6 +321,20 @@ void tell(const Buffers& buffers) {
   }).detach();
 }
 
+// Calls the handlers of buffers that have ended by the host's clock, or of all.
+void tell_ended(bool all = false) {
+  State& s = state();
+  Buffers ended;
+  {
+    std::lock_guard<std::mutex> lock(s.mutex);
+    const auto is_later = [&](const auto& buffer) { return !all && buffer->end > s.host; };
+    const auto first = std::stable_partition(s.untold.begin(), s.untold.end(), is_later);
+    ended.assign(first, s.untold.end());
+    s.untold.erase(first, s.untold.end());
+  }
+  for (const auto& buffer : ended) tell(*buffer);
+}
+
 // Without a finding. The next synchronisation raises one, and no command behind it runs.
 bool run(const std::vector<Command>& commands) {
   for (const Command& command : commands) {
@@ -364,8 +379,14 @@ void run(const char* event) {
     if (runs && failure == Failure::kNone) runs = run(buffer->commands);
     buffer->end = state().clock;
     end(*buffer, failure);
-    if (state().seed % 4 < 2) tell({buffer});
+    if (state().timed) {
+      const std::lock_guard<std::mutex> lock(state().mutex);
+      state().untold.push_back(buffer);
+    } else if (state().seed % 4 < 2) {
+      tell({buffer});
+    }
   }
+  if (state().timed) return tell_ended();
   if (state().seed % 4 >= 2 && !buffers.empty()) tell(buffers);
 }
 
@@ -446,14 +467,20 @@ void wait_for(const CommandBuffer& buffer) {
   if (buffer.status == Status::kNotEnqueued)
     fail("waitUntilCompleted: the command buffer is not committed, so that nothing would end the wait");
   if (buffer.status == Status::kCommitted) run("wait\n");
-  std::lock_guard<std::mutex> lock(s.mutex);
-  s.host = std::max(s.host, buffer.end);
+  {
+    std::lock_guard<std::mutex> lock(s.mutex);
+    s.host = std::max(s.host, buffer.end);
+  }
+  tell_ended();
 }
 
 void wait_for_all() {
   State& s = state();
-  std::lock_guard<std::mutex> lock(s.mutex);
-  s.host = std::max(s.host, s.clock.load());
+  {
+    std::lock_guard<std::mutex> lock(s.mutex);
+    s.host = std::max(s.host, s.clock.load());
+  }
+  tell_ended();
 }
 
 void wait_for_handlers() {
@@ -502,6 +529,7 @@ void simulator_advance_clock(double seconds) {
 }
 
 void simulator_time_host(int timed, double a_command) {
+  simulator::tell_ended(true);
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   s.timed = timed;
@@ -512,8 +540,11 @@ void simulator_time_host(int timed, double a_command) {
 
 void simulator_advance_host(double seconds) {
   auto& s = state();
-  std::lock_guard<std::mutex> lock(s.mutex);
-  s.host += seconds;
+  {
+    std::lock_guard<std::mutex> lock(s.mutex);
+    s.host += seconds;
+  }
+  simulator::tell_ended();
 }
 
 double simulator_host_clock(void) {

@@ -11,6 +11,7 @@ from support.sweep import in_sweep
 from transformers import DynamicCache
 
 import torch_moe_mps
+from torch_moe_mps.transformers.basics import residency
 from torch_moe_mps.transformers.basics.residency import MOVED
 from torch_moe_mps.transformers.capture.calls import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_argument
@@ -75,6 +76,7 @@ def test_all_weights_are_resident_until_the_model_is_gone(simulated, sets):
 def test_weights_that_move_follow(simulated, sets, monkeypatch):
     """Quantised, joined, loaded anew, and moved to the CPU and back."""
     monkeypatch.setenv("MOE_MPS_CAPTURE", "1")
+    monkeypatch.setattr(residency, "REST", 0.0)
     model = model_on_mps()
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
     assert resident(simulated, model) == {True}
@@ -102,25 +104,46 @@ def test_weights_that_move_follow(simulated, sets, monkeypatch):
 
 
 def test_what_has_left_holds_no_memory(simulated):
-    """Nobody has to call the model: its set lets a weight go as soon as that is freed."""
+    """Nobody has to call the model: its set ends as soon as a weight is freed."""
     model = model_on_mps()
     gc.collect()
     buffers, sets = simulated.live_buffers(), simulated.residency_sets()
     weight = model.model.embed_tokens.weight
     weight.data = weight.data.to("cpu")
-    assert simulated.live_buffers() == buffers - 1 and simulated.residency_sets() == sets
+    assert simulated.live_buffers() == buffers - 1 and simulated.residency_sets() == sets - 1
     model.to("cpu")
     gc.collect()
     assert simulated.live_buffers() < buffers - 20
 
 
-def test_memory_is_asked_for_as_long_as_the_model_lives(simulated):
-    """About twice a second, for macOS 26, and by no thread of torch's."""
+def test_sets_change_rarely(simulated, monkeypatch):
+    """A weight that is new in every call ends one set, and no call makes one until the model has rested."""
+    model = model_on_mps()
+    made = []
+    keep = torch.ops.moe_mps._keep_resident
+    monkeypatch.setattr(torch.ops.moe_mps, "_keep_resident", lambda tensors: made.append(1) or keep(tensors))
+    monkeypatch.setattr(residency, "REST", 1e6)
+    for _ in range(3):
+        model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach().clone())
+        run(model)
+    assert not made and resident(simulated, model) == {False}
+    monkeypatch.setattr(residency, "REST", 0.0)
+    run(model)
+    assert len(made) == 1 and resident(simulated, model) == {True}
+
+
+def test_memory_is_asked_for_while_the_gpu_rests(simulated):
+    """About twice a second, for macOS 26, and by no thread of torch's; never while the GPU has work."""
     gc.collect()
     others, model = simulated.residency_sets(), model_on_mps()
     with simulated.one_thread():
         run(model)
-        asked, end = simulated.residency_requests(), time.monotonic() + 20
+        torch.ops.moe_mps.rms_norm(torch.ones(1, 64).to("mps"), torch.ones(64).to("mps"), 1e-6)
+        asked = simulated.residency_requests()
+        time.sleep(1.2)  # nobody waits for the norm: the simulator does not compute it
+        assert simulated.residency_requests() == asked
+        torch_moe_mps.synchronize("mps")
+        end = time.monotonic() + 20
         while simulated.residency_requests() < asked + 2 * (others + 1):
             assert time.monotonic() < end
             time.sleep(0.05)
@@ -137,6 +160,7 @@ def test_a_server_that_waits_leaves_the_memory_to_others(simulated):
     gc.collect()
     model = model_on_mps()
     run(model)
+    torch_moe_mps.synchronize("mps")
     torch.ops.moe_mps._ask_until_idle(0.0)
     try:
         time.sleep(0.6)  # an interval that has begun
@@ -145,6 +169,7 @@ def test_a_server_that_waits_leaves_the_memory_to_others(simulated):
         assert simulated.residency_requests() == asked
         torch.ops.moe_mps._ask_until_idle(5.0)
         run(model)
+        torch_moe_mps.synchronize("mps")
         end = time.monotonic() + 20
         while simulated.residency_requests() == asked:
             assert time.monotonic() < end
@@ -175,14 +200,12 @@ def test_without_sets(simulated, monkeypatch, name, value):
     assert resident(simulated, model) == {False} and simulated.residency_sets() == before
 
 
-def test_memory_that_torch_frees_first_stays_until_it_is_let_go(simulated):
+def test_memory_that_torch_frees_first_stays_until_the_set_ends(simulated):
     """The host retains it: nothing says that Metal's set does."""
     buffers, sets = simulated.live_buffers(), simulated.residency_sets()
-    for forget in (lambda number: OPS._let_go(number, 0), lambda number: None):
-        weights = [torch.zeros(1000).to("mps"), torch.zeros(1000).to("mps")]
-        number = OPS._keep_resident(weights)
-        del weights
-        assert simulated.live_buffers() == buffers + 2
-        forget(number)
-        OPS._end_residency(number)
-        assert simulated.live_buffers() == buffers and simulated.residency_sets() == sets
+    weights = [torch.zeros(1000).to("mps"), torch.zeros(1000).to("mps")]
+    number = OPS._keep_resident(weights)
+    del weights
+    assert simulated.live_buffers() == buffers + 2
+    OPS._end_residency(number)
+    assert simulated.live_buffers() == buffers and simulated.residency_sets() == sets

@@ -39,6 +39,9 @@ Work& watch_work(at::mps::MPSStream* stream);
 // queue, behind watch_work.
 bool has_queued_work(at::mps::MPSStream* stream);
 
+// Whether the GPU has not finished all that it was given, on any stream. From any thread.
+bool has_incomplete_work();
+
 // Raises torch.AcceleratorError if a command buffer has failed, as far as Metal has told. Each stream's users
 // are told once: what one computes, another may read.
 void raise_fault();

@@ -44,6 +44,7 @@ struct State {
   const Stream* stream = nullptr;
   int64_t number = 0;
   bool is_raised = true;
+  double busy = 0, until = 0;  // seconds that the GPU has worked, and when it last ended a buffer
 };
 
 State& state = *new State;  // handlers may come while the process ends
@@ -90,6 +91,9 @@ void complete(Stream& stream, id<MTLCommandBuffer> buffer, const CommandBuffer& 
     stream.incomplete.erase(found);
   }
   state.completed.notify_all();
+  const double start = [buffer GPUStartTime], end = [buffer GPUEndTime];
+  state.busy += end - (start < state.until && state.until < end ? state.until : start);
+  state.until = end;
   if (!failed || watched.number <= stream.raised) return;
   const bool is_earlier = state.stream == &stream && watched.number < state.number;
   if (!state.is_raised && !is_earlier) return;
@@ -121,6 +125,11 @@ CommandBuffer& watched(at::mps::MPSStream* on) {
     }
   }];
   return *made;
+}
+
+double gpu_busy() {
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  return state.busy;
 }
 
 // Watches the buffer that the current stream encodes into, also where only torch has. Returns: its number.
@@ -207,6 +216,12 @@ bool has_queued_work(at::mps::MPSStream* stream) {
   return stream_of(stream).incomplete.size() > 2;  // the third is encoded into
 }
 
+bool has_incomplete_work() {
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  return std::any_of(state.streams.begin(), state.streams.end(),
+                     [](const auto& stream) { return !stream.second.incomplete.empty(); });
+}
+
 void raise_fault() {
   if (state.faults == 0) return;
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
@@ -235,5 +250,7 @@ void raise_fault() {
 
 MOE_FUNCTION("_watch() -> int", watch)
 MOE_FUNCTION("_wait_for_buffer(int number) -> ()", wait_for_buffer)
+// Seconds that the GPU has worked on watched buffers of which Metal has told.
+MOE_FUNCTION("_gpu_busy() -> float", gpu_busy)
 // Behind a wait.
 MOE_FUNCTION("_raise_fault() -> ()", raise_fault_behind_wait)

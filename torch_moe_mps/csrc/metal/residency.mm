@@ -1,7 +1,9 @@
 // Residency sets, which keep memory ready for the GPU where macOS would take it back after about a second
 // without work. They come with macOS 15; before, nothing happens. macOS 26 takes back that of a set, too,
-// unless it is asked for again and again (llama.cpp#17766). Who computes nothing for some minutes is not
-// asked for: a server that waits leaves the memory to other programs, and gets it back with its next work.
+// unless it is asked for again and again (llama.cpp#17766). It is not asked for while the GPU works, which
+// keeps the memory anyway, nor after some minutes without work: a server that waits leaves the memory to
+// other programs, and gets it back with its next work. Kernel panics are reported where sets change often: a
+// set never changes here, it is made whole and ends whole.
 #include <ATen/core/Tensor.h>
 #include <ATen/mps/MPSStream.h>
 #import <Metal/Metal.h>
@@ -11,10 +13,12 @@
 #include <condition_variable>
 #include <map>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <vector>
 
 #include "encoder.h"
+#include "faults.h"
 #include "function.h"
 
 // Declared here: SDKs before macOS 15, one of which may have built this, have no such types.
@@ -23,7 +27,6 @@
 @end
 @protocol MoeResidencySet <NSObject>
 - (void)addAllocation:(id)allocation;
-- (void)removeAllocation:(id)allocation;
 - (void)removeAllAllocations;
 - (void)commit;
 - (void)requestResidency;
@@ -38,8 +41,7 @@ namespace {
 
 struct Set {
   id<MoeResidencySet> set;
-  std::vector<id> allocations;           // one for each tensor, retained; nil once that is let go
-  std::map<const void*, int64_t> users;  // how many tensors lie in an allocation
+  std::vector<id> allocations;  // retained
 };
 
 constexpr std::chrono::milliseconds kAskedEvery(500);
@@ -57,7 +59,7 @@ struct Sets {
 Sets& sets = *new Sets;
 
 // Asks for the memory of all sets in pauses of the work, as long as there are any. It encodes nothing.
-// Not while work is encoded: what the GPU uses is resident anyway, and macOS has panicked where sets were
+// Not while the GPU works: what it uses is resident anyway, and macOS has panicked where sets were
 // asked for beside much work.
 void keep_asking() {
   std::unique_lock<std::mutex> lock(sets.mutex);
@@ -65,11 +67,12 @@ void keep_asking() {
   auto worked = std::chrono::steady_clock::now();
   while (!sets.changed.wait_for(lock, kAskedEvery, [] { return sets.held.empty(); })) {
     const auto now = std::chrono::steady_clock::now();
-    if (const int64_t count = encoded_dispatches(); count != encoded) {
+    const bool works = has_incomplete_work();
+    if (const int64_t count = encoded_dispatches(); works || count != encoded) {
       encoded = count;
       worked = now;
-      continue;
     }
+    if (works) continue;
     if (std::chrono::duration<double>(now - worked).count() >= sets.idle) continue;
     @autoreleasepool {
       for (const auto& [number, set] : sets.held) [set.set requestResidency];
@@ -94,13 +97,14 @@ int64_t keep_resident(at::TensorList tensors) {
     [descriptor setInitialCapacity:tensors.size()];
     Set made{
         [static_cast<id<MoeResidencyDevice>>(device) newResidencySetWithDescriptor : descriptor error : nil],
-        {},
         {}};
     [descriptor release];
     if (made.set == nil) return 0;
+    std::set<const void*> added;
     for (const at::Tensor& tensor : tensors) {
       const id allocation = allocation_of(tensor);
-      if (made.users[(__bridge const void*)allocation]++ == 0) [made.set addAllocation:allocation];
+      if (!added.insert((__bridge const void*)allocation).second) continue;
+      [made.set addAllocation:allocation];
       made.allocations.push_back([allocation retain]);
     }
     [made.set commit];
@@ -110,24 +114,6 @@ int64_t keep_resident(at::TensorList tensors) {
     if (!sets.has_thread) std::thread(keep_asking).detach();
     sets.has_thread = true;
     return sets.last;
-  }
-}
-
-// Lets one tensor's memory go, which torch may have freed already.
-void let_go(int64_t number, int64_t tensor) {
-  const std::lock_guard<std::mutex> lock(sets.mutex);
-  const auto found = sets.held.find(number);
-  if (found == sets.held.end()) return;
-  Set& set = found->second;
-  const id allocation = set.allocations.at(tensor);
-  if (allocation == nil) return;
-  set.allocations[tensor] = nil;
-  @autoreleasepool {
-    if (--set.users[(__bridge const void*)allocation] == 0) {
-      [set.set removeAllocation:allocation];
-      [set.set commit];
-    }
-    [allocation release];
   }
 }
 
@@ -155,7 +141,6 @@ void ask_until_idle(double seconds) {
 }  // namespace moe_mps
 
 MOE_FUNCTION("_keep_resident(Tensor[] tensors) -> int", keep_resident)
-MOE_FUNCTION("_let_go(int set, int tensor) -> ()", let_go)
 MOE_FUNCTION("_end_residency(int set) -> ()", end_residency)
 // After how many seconds without work the memory is no longer asked for; 180 unless somebody says so.
 MOE_FUNCTION("_ask_until_idle(float seconds) -> ()", ask_until_idle)

@@ -9,6 +9,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from ..._faults import gpu_busy
 from .answers import Answers
 from .served import Served
 
@@ -64,6 +65,7 @@ class Metrics:
         yield _counter("cached_tokens", "tokens that the prefix cache had", generator.cached_tokens)
         yield _counter("accepted_draft_tokens", "draft tokens that were accepted", accepted)
         yield _counter("rejected_draft_tokens", "draft tokens that were rejected", rejected)
+        yield _counter("gpu_busy_seconds", "time that the GPU has worked, by its own clock", gpu_busy())
         yield _gauge("rows_active", "answers that are generated now", generator.active)
         yield _gauge("rows_most", "answers that are generated together, at most", generator.most)
         yield _gauge("requests_waiting", "answers that wait", generator.waiting)

@@ -8,6 +8,7 @@ ready anyway, and they are small beside the weights.
 
 import itertools
 import os
+import time
 import weakref
 from typing import Any
 
@@ -16,17 +17,20 @@ from torch import Tensor, nn
 
 from ..._extension import host_library
 
+REST = 10.0  # seconds between two sets of a model: kernel panics are reported where sets change often
+
 
 class Resident:
     """The weights of one model, and the set that their memory is in.
 
-    A weight that leaves its memory, as in `quantize`, `load_state_dict(assign=True)` or `to`, leaves the set
-    at once, and is in a new one when the model is called the next time.
+    The set ends when a weight leaves its memory, as in `quantize`, `load_state_dict(assign=True)`, `to`. The
+    next call of the model makes a new one, `REST` seconds after the last at the earliest.
     """
 
     def __init__(self, model: nn.Module):
         self.model = weakref.ref(model)
         self.set = 0
+        self.made = -REST
         self.watched: list[weakref.finalize] = []
         self.with_model = weakref.finalize(model, self.end)
         self.with_model.atexit = False
@@ -36,32 +40,27 @@ class Resident:
         model = self.model()
         if model is None:
             return
-        before, self.set = self.set, 0
+        self.end()
         weights = {
             weight.untyped_storage()._cdata: weight.detach()
             for weight in itertools.chain(model.parameters(), model.buffers())
             if type(weight) in (Tensor, nn.Parameter) and weight.device.type != "meta" and weight.numel() > 0
         }
-        on_mps = {key: weight for key, weight in weights.items() if weight.device.type == "mps"}
+        on_mps = [weight for weight in weights.values() if weight.device.type == "mps"]
         if on_mps:
-            self.set = torch.ops.moe_mps._keep_resident([*on_mps.values()])
-        self._end(before)
-        places = {key: place for place, key in enumerate(on_mps)}
-        for key, weight in weights.items():
-            left = weakref.finalize(weight.untyped_storage(), _left, weakref.ref(self), places.get(key))
+            self.set, self.made = torch.ops.moe_mps._keep_resident(on_mps), time.monotonic()
+        for weight in weights.values():
+            left = weakref.finalize(weight.untyped_storage(), _left, weakref.ref(self))
             left.atexit = False
             self.watched.append(left)
 
     def end(self) -> None:
         """Gives all memory back."""
-        before, self.set = self.set, 0
-        self._end(before)
-
-    def _end(self, number: int) -> None:
         MOVED.discard(self)
         for left in self.watched:
             left.detach()
         self.watched.clear()
+        number, self.set = self.set, 0
         if number:
             torch.ops.moe_mps._end_residency(number)
 
@@ -94,10 +93,11 @@ def end_residency(model: nn.Module) -> None:
 
 
 def follow_moved() -> None:
-    """Keeps resident what has moved, of all models. Each call of a decoder begins with it."""
+    """Makes the sets of models whose weights have moved. Each call of a decoder begins with it."""
     if MOVED and not torch._C._len_torch_dispatch_stack():  # not while a token is recorded
         for resident in [*MOVED]:
-            resident.hold()
+            if time.monotonic() >= resident.made + REST:
+                resident.hold()
 
 
 def _loaded(model: nn.Module, keys: Any) -> None:
@@ -106,10 +106,8 @@ def _loaded(model: nn.Module, keys: Any) -> None:
         MOVED.add(resident)
 
 
-def _left(resident: "weakref.ref[Resident]", place: int | None) -> None:
-    """Free the place that a deleted weight had in the set, if it was in it."""
-    if (own := resident()) is None:
-        return
-    if place is not None and own.set:
-        torch.ops.moe_mps._let_go(own.set, place)
-    MOVED.add(own)
+def _left(resident: "weakref.ref[Resident]") -> None:
+    """Ends the set that a deleted weight was in, once for all weights that leave before the next call."""
+    if (own := resident()) is not None:
+        own.end()
+        MOVED.add(own)
