@@ -147,7 +147,7 @@ class Pool:
             self.cache(sequence, prefix)
 
     def _prefix_of(self, sequence: Sequence) -> CachedPrefix | None:
-        """The computed prefix of a sequence: a part of its prompt, or its tokens, too; None while it waits."""
+        """The computed prefix of a sequence, with its tokens; None while it waits."""
         prefill = sequence.prefill
         if prefill is None or prefill.prefix_cache is None or sequence.phase == "waiting":
             return None
