@@ -41,7 +41,8 @@ def test_a_checkout_installs_in_a_fresh_environment():
     project = (REPOSITORY / "pyproject.toml").read_text()
     needed = re.search(r"^requires = \[(.*)\]$", project, re.MULTILINE).group(1)
     needed += re.search(r"^dependencies = \[(.*)\]$", project, re.MULTILINE).group(1)
-    assert {*shlex.split(first)[2:]} == {*re.findall('"(.*?)"', needed)}
+    compiles_side_by_side = {"ninja"}
+    assert {*shlex.split(first)[2:]} == {*re.findall('"(.*?)"', needed)} | compiles_side_by_side
     assert install.startswith("pip install --no-build-isolation ")
     assert all(command.startswith("torch-moe-mps ") for command in others) and len(others) == 2
 

@@ -24,7 +24,7 @@ from .journal import noted
 
 THREADS = 256  # in a threadgroup
 SIMDGROUPS = THREADS // 32
-EXPERTS = 8  # of a token
+EXPERTS = 8  # read by a token
 CHAINS = 8  # kProbeChains of probe.metal
 FMAS = 8 * CHAINS  # in a step
 MATRIX = 8 * 8 * 8  # multiply-adds of two matrices

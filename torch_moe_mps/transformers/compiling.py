@@ -22,7 +22,7 @@ from .modules.linears import formats_in
 
 BEHIND = "torch_moe_mps compiles kernels of prompts"  # the name of the thread
 SOFTMAX_HEADS = ("head_dim", "head_dim"), ("qk_head_dim", "v_head_dim")  # attributes of modules
-WIDTHS = (64, 128, 256, 512)  # of values, that a library of attention takes at most
+WIDTHS = (64, 128, 256, 512)  # elements of values, the most that a library of attention takes
 OLDEST_TORCH = tuple(map(int, TORCH[0].split(".")))
 
 

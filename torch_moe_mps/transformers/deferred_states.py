@@ -1,5 +1,5 @@
-"""Layers of a model whose states may lag behind, and modules that forget their states in front of several
-tokens, as a twin of each module that reads some shows.
+"""Layers of a model whose state updates may be deferred, and modules that forget their states in front of
+several tokens, as a twin of each module that reads some shows.
 """
 
 import functools

@@ -226,7 +226,7 @@ def test_an_answer_waits_until_there_is_room_for_what_is_pending(architecture):
     with torch.no_grad():
         model(many[0][None], **cache_argument(model, cache))
     rows.join(cache, len(many[0]))
-    layers = [vars(layer).get("pending", {}).values() for layer in rows.cache.layers]
+    layers = [vars(layer).get("uncommitted", {}).values() for layer in rows.cache.layers]
     pending = sum(p.nbytes for p in itertools.chain(*layers) if p.is_floating_point())
     assert (pending > 0) == (architecture != "qwen3_moe")
     batch.budget.token = batch.budget.drafts = 0.0  # what tokens take counts apart

@@ -378,7 +378,7 @@ def test_a_row_alone_has_taken_its_tokens_in(architecture):
     batch.verify(4, [3, 1])
     for row, talk in enumerate(talks[:2]):
         cache = batch.rows.alone(row)
-        assert [*map(type, cache.layers)] == kinds and not hasattr(cache.layers[0], "pending")
+        assert [*map(type, cache.layers)] == kinds and not hasattr(cache.layers[0], "uncommitted")
         out = model(torch.tensor([[talk.token]]), **cache_argument(model, cache), use_cache=True)
         assert_close(out.logits[:, -1], talk.logits[talk.done], 3e-5)
     batch.join(talks[2])  # beside rows with tokens that are pending

@@ -165,7 +165,7 @@ def test_own_code_goes_on_with_the_states_of_the_cache():
 
 
 @torch.no_grad()
-def test_own_code_refuses_states_that_lag():
+def test_own_code_refuses_uncommitted_tokens():
     """It knows nothing of what is pending behind them."""
     model = accelerated(capture=False)
     reading = Reading(model, talk(11))
@@ -174,7 +174,7 @@ def test_own_code_refuses_states_that_lag():
         reading.cache.layers[number] = deferred(reading.cache.layers[number], kind)
     reading.all(1)
     model.model.layers[0].temporal_block.rg_lru.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="a state that lags behind is written in place alone"):
+    with pytest.raises(RuntimeError, match="a state with uncommitted tokens is written in place alone"):
         reading.on(1)
 
 

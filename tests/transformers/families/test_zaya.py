@@ -63,7 +63,7 @@ def test_prompts_and_steps(form):
 
 
 @torch.no_grad()
-def test_own_code_refuses_states_that_lag():
+def test_own_code_refuses_uncommitted_tokens():
     """It knows nothing of what is pending behind them."""
     model = own_model()
     torch_moe_mps.accelerate(model)
@@ -73,5 +73,5 @@ def test_own_code_refuses_states_that_lag():
         cache.layers[number] = deferred(cache.layers[number], kind)
     model(torch.tensor([[8]]), **cache_argument(model, cache), use_cache=True)
     model.model.layers[0].self_attn.qkv_proj.conv_qk_depthwise.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="a state that lags behind is written in place alone"):
+    with pytest.raises(RuntimeError, match="a state with uncommitted tokens is written in place alone"):
         model(torch.tensor([[9]]), **cache_argument(model, cache), use_cache=True)

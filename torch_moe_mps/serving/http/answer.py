@@ -34,7 +34,7 @@ def text_stream(tokenizer: Any, skips_special: bool) -> Callable[[int], str | No
         return lambda token: stream.step(backend, token)
     ids, shown = list[int](), 0
 
-    def step(token: int) -> str | None:  # of a tokenizer in Python
+    def step(token: int) -> str | None:  # for a tokenizer in Python
         nonlocal shown
         ids.append(token)
         before, whole = (

@@ -1,4 +1,4 @@
-"""What the server has done, as Prometheus reads it."""
+"""Counters of the server, as Prometheus reads them."""
 
 import contextlib
 from collections.abc import Iterator

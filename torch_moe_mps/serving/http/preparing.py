@@ -1,4 +1,4 @@
-"""What a request becomes before it is generated: prompts as inputs of the model, settings, and jobs."""
+"""A request, prepared for generation: prompts as inputs of the model, settings, and jobs."""
 
 import copy
 import functools
@@ -37,7 +37,7 @@ _MOST_MESSAGES, _MOST_TOOLS = 10_000, 1024
 
 @dataclass
 class Prompt:
-    """What all answers to a prompt have in common.
+    """The common part of all answers to a prompt.
 
     Args:
         text: of the prompt, by which the parser knows what it begins of the answer; None where all is text.

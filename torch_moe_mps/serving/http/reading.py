@@ -27,7 +27,7 @@ _MOST_VALUES, _MOST_CONTAINERS = 1 << 20, 1 << 16
 _MOST_IN_TEXT = 1 << 18  # brackets more, of texts: at most as many as the context has tokens
 _SHORT = 1 << 16  # bytes of a body that is read beside long ones
 MOST_OF_CLIENT = 32  # requests of one address that are read, or wait for it
-_AT_ONCE = 2  # of these, on threads of one kind
+_AT_ONCE = 2  # at a time of one client, on threads of one kind
 _RETRY_AFTER, _DRAINS = 1, 5.0  # seconds; the latter for the body of a request that is refused
 
 

@@ -44,7 +44,7 @@ def unsupported(field: str, got: object) -> Refused:
 
 def read_json(text: str | bytes) -> Any:
     """The value of a text in JSON. Raises: ValueError."""
-    import msgspec  # which chat does without
+    import msgspec  # chat does without it
 
     try:
         return msgspec.json.decode(text)

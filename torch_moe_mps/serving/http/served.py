@@ -52,7 +52,7 @@ class Served:
 
     @functools.cached_property
     def limits(self) -> Limits:
-        """Of the pictures and the sound of a request."""
+        """Limits of the pictures and the sound of a request."""
         memory = self.generator.memory
         return limits_of(self.template.processor, None if memory is None else memory.free)
 

@@ -65,7 +65,7 @@ async def _content(asked: httpx2.URL, address: str, most: int) -> bytes:
     """Raises: OSError, httpx2.HTTPError, OverflowError."""
     headers = {"host": asked.netloc.decode(), "accept-encoding": "identity"}
     place = asked.copy_with(host=address, username=None, password=None)
-    names = {"sni_hostname": asked.host}  # whose certificate the server must show
+    names = {"sni_hostname": asked.host}  # the server must show its certificate
     # A connection is of one request: those that are kept are known by their address alone.
     client = httpx2.AsyncClient(verify=_certificates(), trust_env=False, timeout=None)
     async with client, client.stream("GET", place, headers=headers, extensions=names) as answer:

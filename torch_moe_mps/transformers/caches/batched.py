@@ -63,13 +63,13 @@ class BatchedCache:
     Attributes:
         cache: of all rows; None without any.
         lengths: how many tokens each row has.
-        are_states: layers have states that hold all tokens, such as recurrent ones, and do not lag behind.
+        are_states: layers have states of all tokens, as recurrent ones, whose update is not deferred.
     """
 
     are_states = False
 
     def __init__(self, model: PreTrainedModel, deferrable: Mapping[int, AnyKind] = {}):
-        """`deferrable`: {number of a layer whose states may lag behind: of which kind they are}."""
+        """`deferrable`: {number of a layer whose update may be deferred: the kind of its states}."""
         self.cache: DynamicCache | None = None
         self.lengths: list[int] = []
         self._device, self._moved = model.device, list[int]()
@@ -83,7 +83,7 @@ class BatchedCache:
         self._held: dict[int, dict[Name, Tensor]] = {}  # copies of states, by layer
         self._held_layers: dict[int, list[Any]] = {}  # and of layers of each row
         self._deferrable, self._defers, self._has_keys = deferrable, False, False
-        # How many tokens of each row are pending where states lag, as it is and as the device was told.
+        # How many uncommitted tokens of each row are accepted, as it is and as the device was told.
         self._pending, self._told = list[int](), list[int]()
         self._counts = _column([])
 
@@ -325,14 +325,14 @@ class BatchedCache:
             self._show_separate(number)
         shared = [self.cache.layers[number] for number in self._shared(self.cache.layers)]
         self._left = min(map(_room, shared), default=growing.LEAST_SLOTS)
-        lag = [layer for layer in self.cache.layers if isinstance(layer, DeferredLayer)]
-        self._defers, self._has_keys = bool(lag), bool(self._separate) or any(map(_memories, shared))
+        deferring = [layer for layer in self.cache.layers if isinstance(layer, DeferredLayer)]
+        self._defers, self._has_keys = bool(deferring), bool(self._separate) or any(map(_memories, shared))
         is_cut = all(gives_back(layers[0]) for layers in self._separate.values())
-        self.are_states = not is_cut or (not lag and any(map(_states, shared)))
-        if lag:
+        self.are_states = not is_cut or (not deferring and any(map(_states, shared)))
+        if deferring:
             self._counts = _column(self._pending).to(self._device)
             self._told = self._pending
-        for layer in lag:
+        for layer in deferring:
             layer.set_counts(self._counts)
         while self._context < self.end + self._left:  # one size for all, so that strides of masks stay
             self._context *= 2

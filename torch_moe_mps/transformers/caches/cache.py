@@ -87,7 +87,7 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if is_plain:
         for layer in cache.layers:
             if isinstance(layer, DeferredLayer):
-                layer.show_pending()
+                layer.show_uncommitted()
         _note_unknown(module, _grow(cache, CACHE_BITS if quantizes else None))
         positions = kwargs.get("position_ids", args[2] if len(args) > 2 else None)
         if positions is not None:

@@ -1,8 +1,25 @@
-"""Layers of linear attention whose states lag behind: tokens are taken back without a copy of them.
+"""Deferred state updates: draft tokens are taken back from recurrent states without a copy of these.
 
-A call of several tokens leaves the states as they were in front of these, and keeps the few numbers that each
-of them adds: the next call takes in those that were right, in the kernels that read and write the states
-anyway. A token alone is always right, and takes the states to where they are.
+A recurrent state cannot forget a token, and a copy in front of each verification step would read and write it
+once more. So a call of several tokens does not update the states. It keeps the few numbers that each of its
+tokens adds to a state, and the next call updates the states with those of the tokens that were accepted, in
+the kernels that read and write the states anyway.
+
+Invariant: between two calls, a layer has for each sequence
+
+- its states behind all committed tokens,
+- `uncommitted`: the inputs of the last call's tokens, at most MAX_PENDING, in a form for each kind of state,
+- a count: how many of these tokens, from the first on, are accepted.
+
+The next call reads its states as `update(state, uncommitted[:count])`. A call of several tokens writes this
+state, and its own inputs in place of the old ones (`keep` of the operators); a call of one token, which is
+always accepted, writes the state behind that token, and the count is 0 then. To reject tokens is to lower the
+count, which moves nothing.
+
+Where it stands: the operators `causal_conv1d_update_`, `linear_attention_`, `selective_scan_` and `rg_lru_`
+take `pending_` (the uncommitted inputs), `counts` and `keep`. `basics.uncommitted` leads modules from a state
+to its arguments. `BatchedCache` sets the counts. `transformers.deferred_states` tries which layers of a model
+may defer. `committed` gives a row's states for a cache of its own, as prefixes are cached.
 """
 
 import functools
@@ -15,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ...ops.linear_attention import MAX_PENDING, SCANNED_CHANNELS, pending_width, selective_pending_shape
-from ..basics.pending import set_before, set_pending
+from ..basics.uncommitted import set_before, set_uncommitted
 from ..upstream.caches import LinearAttentionLayer
 from .declared import STATE, Declared, declaration_of
 from .state import LayerState, copy_of_layer
@@ -45,19 +62,19 @@ class Kind(NamedTuple):
     def fits(self, state: Tensor) -> bool:
         return state.dim() == 4 and state.dtype == torch.float32
 
-    def pending_shape(self, state: Tensor) -> tuple[int, ...]:
+    def uncommitted_shape(self, state: Tensor) -> tuple[int, ...]:
         rows, heads, key_width, value_width = self._of_operator(state).shape
         return rows, heads, MAX_PENDING, pending_width(key_width, value_width, self.is_wide)
 
-    def take_in(self, state: Tensor, pending: Tensor, count: int) -> None:
-        """Takes so many of the tokens pending into the state of one row."""
+    def commit(self, state: Tensor, uncommitted: Tensor, count: int) -> None:
+        """Takes so many of the uncommitted tokens into the state of one row."""
         state = self._of_operator(state)
         _, heads, key_width, value_width = state.shape
         none = state.new_empty((1, 0, heads))
         keys, values = (state.new_empty((1, 0, heads, width)) for width in (key_width, value_width))
         decay = keys if self.is_wide else none
         ops.linear_attention_(
-            keys, keys, values, decay, state, 1.0, delta=self.delta, **_counted(pending, count)
+            keys, keys, values, decay, state, 1.0, delta=self.delta, **_counted(uncommitted, count)
         )
 
     def _of_operator(self, state: Tensor) -> Tensor:
@@ -83,25 +100,25 @@ class Selective:
         is_in_heads = state.dim() == 4 and state.shape[2] > SCANNED_CHANNELS
         return (state.dim() == 3 or is_in_heads) and state.dtype == torch.float32
 
-    def pending_shape(self, state: Tensor) -> tuple[int, ...]:
+    def uncommitted_shape(self, state: Tensor) -> tuple[int, ...]:
         rows, *heads, channels, states = state.shape
         groups, width = selective_pending_shape(channels, states)
         return rows, prod(heads) * groups, MAX_PENDING, width
 
-    def take_in(self, state: Tensor, pending: Tensor, count: int) -> None:
+    def commit(self, state: Tensor, uncommitted: Tensor, count: int) -> None:
         if state.dim() == 4:
             assert self.rates is not None
-            parts = zip(self.rates, state.unbind(1), pending.chunk(state.shape[1], 1), strict=True)
-            for rates, own, its_pending in parts:
-                Selective(rates).take_in(own, its_pending, count)
+            parts = zip(self.rates, state.unbind(1), uncommitted.chunk(state.shape[1], 1), strict=True)
+            for rates, own, its_inputs in parts:
+                Selective(rates).commit(own, its_inputs, count)
             return
         _, channels, states = state.shape
         x, b = (state.new_empty((1, 0, size)) for size in (channels, states))
-        ops.selective_scan_(x, x, b, b, state, self.rates, **_counted(pending, count))
+        ops.selective_scan_(x, x, b, b, state, self.rates, **_counted(uncommitted, count))
 
 
 class OfChannels(NamedTuple):
-    """The same where channels have one number each, as RG-LRUs: what is pending are the states themselves."""
+    """The same where channels have one number each, as RG-LRUs: uncommitted are the states themselves."""
 
     def of(self, module: Any) -> "OfChannels":
         return self
@@ -109,11 +126,11 @@ class OfChannels(NamedTuple):
     def fits(self, state: Tensor) -> bool:
         return state.dim() == 2
 
-    def pending_shape(self, state: Tensor) -> tuple[int, ...]:
+    def uncommitted_shape(self, state: Tensor) -> tuple[int, ...]:
         return (*state.shape, MAX_PENDING)
 
-    def take_in(self, state: Tensor, pending: Tensor, count: int) -> None:
-        state.copy_(pending[..., count - 1])
+    def commit(self, state: Tensor, uncommitted: Tensor, count: int) -> None:
+        state.copy_(uncommitted[..., count - 1])
 
 
 AnyKind = Kind | Selective | OfChannels
@@ -124,24 +141,24 @@ KINDS: tuple[AnyKind, ...] = (
 
 
 class DeferredLayer(LinearAttentionLayer):
-    """A layer with convolutions, a recurrence or both, all behind by the same tokens.
+    """A layer with convolutions, a recurrence or both, all behind the same tokens.
 
     Attributes:
-        committed_class: the class of the layer where nothing is pending.
-        pending: inputs of each state for the last tokens, and how many of these are right in each row.
+        committed_class: the class of the layer without uncommitted tokens.
+        uncommitted: inputs of each state for the last tokens, and how many of these are right in each row.
     """
 
     committed_class: Any
-    pending: dict[Any, Tensor]
+    uncommitted: dict[Any, Tensor]
 
-    def show_pending(self) -> None:
-        """Lets whoever reads the states see what is pending behind them."""
-        counts = self.pending[_COUNTS]
+    def show_uncommitted(self) -> None:
+        """Lets whoever reads the states see the uncommitted tokens behind them."""
+        counts = self.uncommitted[_COUNTS]
         for name, state in states_of(self).items():
-            set_pending(state, self.pending[name], counts)
+            set_uncommitted(state, self.uncommitted[name], counts)
 
     def set_counts(self, counts: Tensor) -> None:
-        self.pending[_COUNTS] = counts
+        self.uncommitted[_COUNTS] = counts
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         positions = self.conv_states[state_idx]
@@ -150,14 +167,14 @@ class DeferredLayer(LinearAttentionLayer):
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         if recurrent_states is not self.recurrent_states[state_idx]:
-            raise RuntimeError("torch_moe_mps: a state that lags behind is written in place alone")
+            raise RuntimeError("torch_moe_mps: a state with uncommitted tokens is written in place alone")
         return recurrent_states
 
 
 @functools.cache
 def _deferred_class(plain: type) -> type:
     # transformers registers a class under its _layer_type for all models, so this one must have none.
-    held, base = Declared(mappings={"pending": STATE}), declaration_of(plain)
+    held, base = Declared(mappings={"uncommitted": STATE}), declaration_of(plain)
     assert base is not None
     own = {"_layer_type": None, "committed_class": plain, "declared": base.with_more(held)}
     return type(f"Deferred{plain.__name__}", (DeferredLayer, plain), own)
@@ -175,7 +192,7 @@ def _defers(layer: Any) -> bool:
 
 
 def can_defer(layer: Any) -> bool:
-    """Whether a layer has states of the kind that may lag behind."""
+    """Whether a layer has states of the kind whose update may be deferred."""
     if not _defers(layer) or isinstance(layer, DeferredLayer):
         return False
     states = states_of(layer)
@@ -186,33 +203,33 @@ def can_defer(layer: Any) -> bool:
 
 
 def deferred(layer: Any, kind: AnyKind) -> DeferredLayer:
-    """A layer like this one, whose states it shares, with nothing pending.
+    """A layer like this one, whose states it shares, without uncommitted tokens.
 
     Args:
         kind: of its recurrent states.
     """
     states = states_of(layer)
-    pending: dict[Any, Tensor] = {
-        name: s.new_empty(_pending_shape(name, s, kind)) for name, s in states.items()
+    uncommitted: dict[Any, Tensor] = {
+        name: s.new_empty(_uncommitted_shape(name, s, kind)) for name, s in states.items()
     }
     state = next(iter(states.values()))
-    pending[_COUNTS] = torch.zeros(len(state), 1, dtype=torch.int32, device=state.device)
-    made = copy_of_layer(layer, pending=pending)
+    uncommitted[_COUNTS] = torch.zeros(len(state), 1, dtype=torch.int32, device=state.device)
+    made = copy_of_layer(layer, uncommitted=uncommitted)
     cls: Any = type(layer)
     made.__class__ = _deferred_class(cls)
     return made
 
 
-def _pending_shape(name: tuple[str, int], state: Tensor, kind: AnyKind) -> tuple[int, ...]:
+def _uncommitted_shape(name: tuple[str, int], state: Tensor, kind: AnyKind) -> tuple[int, ...]:
     is_of_positions = name[0] == _POSITIONS
-    return (*state.shape[:2], MAX_PENDING) if is_of_positions else kind.pending_shape(state)
+    return (*state.shape[:2], MAX_PENDING) if is_of_positions else kind.uncommitted_shape(state)
 
 
 def bytes_beside(layer: Any, kinds: Iterable[AnyKind] = KINDS) -> int:
-    """The most bytes that drafts take beside the states of a layer: for what is pending, or for a copy.
+    """The most bytes that drafts take beside the states of a layer: for uncommitted tokens, or for a copy.
 
     Args:
-        kinds: that the layer may be of, where its states lag.
+        kinds: that the layer may be of, where they are deferred.
     """
     if not _defers(layer):
         return 0
@@ -222,33 +239,36 @@ def bytes_beside(layer: Any, kinds: Iterable[AnyKind] = KINDS) -> int:
     beside = 0
     for name, state in states.items():
         fitting = [kind for kind in kinds if name[0] == _POSITIONS or kind.fits(state)] or kinds
-        beside += max(prod(_pending_shape(name, state, kind)) for kind in fitting) * state.element_size()
+        beside += max(prod(_uncommitted_shape(name, state, kind)) for kind in fitting) * state.element_size()
     return beside
 
 
 def committed(layer: DeferredLayer, count: int, kind: AnyKind) -> Any:
-    """A plain layer with the states of one row, which it writes, behind so many of the tokens pending.
+    """A plain layer with the states of one row, which it writes, behind so many of the uncommitted tokens.
 
     Args:
         kind: of its recurrent states.
     """
     if count > 0:
         for name, state in states_of(layer).items():
-            take_in = _take_in_positions if name[0] == _POSITIONS else kind.take_in
-            take_in(state, layer.pending[name], count)
+            commit = _commit_positions if name[0] == _POSITIONS else kind.commit
+            commit(state, layer.uncommitted[name], count)
     made = object.__new__(layer.committed_class)
     values = LayerState(layer).values()
-    del values["pending"]
+    del values["uncommitted"]
     LayerState(made).replace(values)
     return made
 
 
-def _counted(pending: Tensor, count: int) -> dict[str, Tensor]:
+def _counted(uncommitted: Tensor, count: int) -> dict[str, Tensor]:
     """Arguments of an operator that takes so many tokens into the state of one row."""
-    return {"pending_": pending, "counts": torch.tensor([[count]], dtype=torch.int32).to(pending.device)}
+    return {
+        "pending_": uncommitted,
+        "counts": torch.tensor([[count]], dtype=torch.int32).to(uncommitted.device),
+    }
 
 
-def _take_in_positions(state: Tensor, pending: Tensor, count: int) -> None:
+def _commit_positions(state: Tensor, uncommitted: Tensor, count: int) -> None:
     channels = state.shape[1]
     none, weight = state.new_empty((1, 0, channels)), state.new_empty((channels, 1))
-    ops.causal_conv1d_update_(none, state, weight, **_counted(pending, count))
+    ops.causal_conv1d_update_(none, state, weight, **_counted(uncommitted, count))

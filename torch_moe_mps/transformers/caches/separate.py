@@ -78,7 +78,7 @@ class Separate(CacheLayerMixin):
         for row, layer in enumerate(self.layers):
             count = layer.indexer_position_ids.shape[-1] + new
             own = positions[:, row : row + 1, positions.shape[-1] - count :]
-            layer.indexer_position_ids = own.contiguous()  # whose strides do not follow the longest
+            layer.indexer_position_ids = own.contiguous()  # so that strides do not follow the longest
 
 
 def is_separate(layer: Any, pools: bool) -> bool:

@@ -49,7 +49,7 @@ class OwnCode:
         self.found: str | None = None
 
     def look(self, frame: FrameType, event: str, argument: object) -> None:
-        """Raises: NotCapturable, in the place of the user's function."""
+        """Hook for sys.setprofile. Raises: NotCapturable in user code."""
         if event == "call" and frame.f_code.co_filename not in _known:
             self._look_at(frame)
 

@@ -26,7 +26,7 @@ Rule = Callable[[types.FunctionType], InPlace | None]
 
 
 def with_operators(forward: Callable, rule: Rule) -> tuple[Callable, list[Done]]:
-    """(forward whose functions are replaced by those that `rule` gives, rows of a report for them).
+    """Returns (forward with the functions that `rule` recognises replaced, the report's rows for them).
 
     A decorated forward is looked through: its wrappers are copied around the new one.
     """

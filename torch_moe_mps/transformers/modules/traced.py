@@ -371,7 +371,7 @@ def _outside(module: nn.Module) -> tuple:
 
 
 def _is_alike(module: nn.Module, seen: dict[Path, Any]) -> bool:
-    """Whether a module has the recorded attributes of another one; they become guards of this one, too."""
+    """True if a module's attributes equal the recorded ones, which then become its guards."""
     owners: dict[Path, Any] = {(): module}
     values: dict[Path, Any] = {}
     for path, described in seen.items():

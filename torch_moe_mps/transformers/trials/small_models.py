@@ -1,4 +1,4 @@
-"""Small models of the classes of a large one: with smaller sizes, and layers of each of its kinds."""
+"""Small models of the class of a large one, with layers of each of its kinds."""
 
 import copy
 import itertools
@@ -117,7 +117,7 @@ def _layers(model: nn.Module, text: PreTrainedConfig) -> nn.ModuleList:
 
 
 def _kind(layer: nn.Module) -> Hashable:
-    """Equal for layers of the same modules with the same switches, whatever their sizes.
+    """Key of a layer: the classes of its modules, and their bool and str attributes.
 
     Modules of torch, PEFT and this package, which may stand for each other, do not count.
     """

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...basics.pending import pending_of
+from ...basics.uncommitted import uncommitted_of
 from ...modules.rules.recurrent_layers import is_seen, masked
 
 ops = torch.ops.moe_mps
@@ -27,7 +27,7 @@ def lightning_layer(
     shape = hidden_states.shape[0], heads, width, width
     state = torch.zeros(shape, device=mixed.device) if held is None else held.float()
     q, k, v = mixed.split_with_sizes([width] * 3, -1)
-    pending = pending_of(state, q.shape[1])
+    pending = uncommitted_of(state, q.shape[1])
     out = ops.linear_attention_(q, k, v, -layer.slope_rate.view(-1), state, 1.0, delta=False, **pending)
     norm = layer.norm
     out = ops.rms_norm_gated(out.flatten(2), gate, norm.weight, norm.variance_epsilon, activation="sigmoid")

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...basics.pending import pending_of
 from ...basics.report import Done
 from ...basics.state import original_class, with_own
+from ...basics.uncommitted import uncommitted_of
 from ...caches.deferred_states import DeferredLayer
 from ...modules.experts import is_observed
 from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, scan
@@ -117,7 +117,7 @@ def recurrent_block(
             input_bias=unit.input_gate_bias.view(-1),
             decay_bias=unit.recurrent_gate_bias.view(-1),
             branch=branch,
-            **pending_of(state, mixed.shape[1]),
+            **uncommitted_of(state, mixed.shape[1]),
         ),
     )
     return block.linear_out(out), None

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...basics.pending import pending_of
 from ...basics.state import with_own
+from ...basics.uncommitted import uncommitted_of
 from ...modules.rules.recurrent_layers import convolution, masked, own_selective_layer, scan, with_cache
 
 ops = torch.ops.moe_mps
@@ -23,7 +23,7 @@ def heads_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tenso
 
     def scanned(state: Tensor) -> Tensor:
         """Results of all heads, one behind the other as what is pending of them."""
-        pending, results = pending_of(state, x.shape[1]), []
+        pending, results = uncommitted_of(state, x.shape[1]), []
         for number, (own, its_gate) in enumerate(of_heads):
             given = {**pending}
             if pending:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...basics.pending import pending_of
 from ...basics.report import Done
 from ...basics.state import original_class
+from ...basics.uncommitted import uncommitted_of
 from ...modules.experts import is_observed
 from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, masked
 from ...trials.comparing import agrees
@@ -54,7 +54,7 @@ def _delayed(module: Any, x: Tensor, cache: Any) -> Tensor:
         if cache is not None:
             state = cache.update_recurrent_state(state, number)
     one = state.unsqueeze(-1)
-    pending = pending_of(state, x.shape[1])
+    pending = uncommitted_of(state, x.shape[1])
     return ops.causal_conv1d_update_(values, one, None, None, "none", before=1, **pending)[:, :-1]
 
 

@@ -95,7 +95,7 @@ def activate_in_linears(graph: fx.Graph) -> None:
         if not alike or passed["residual"] is not None or passed["activation"] is not None:
             continue
         first = in_shape(value, active, active)
-        if first is None or not _show([active], [tensor_of(first)]):
+        if first is None or not _set_values([active], [tensor_of(first)]):
             continue
         options = {"activated": tensor_of(beneath(value)).shape[-1], "factor": 1 / divisor}
         active.replace_all_uses_with(first)
@@ -171,7 +171,7 @@ def _order(call: fx.Node, ends: list[fx.Node], sources: Tensor, sizes: list[int]
     weight, parts = tensor_of(arguments(call)["packed"]), tensor_of(call).split_with_sizes(sizes, -1)
     order = _constant(call, sources.argsort().int().to(weight.device), [])
     both = [(part, tensor_of(end).shape) for end, part in zip(ends, parts, strict=True)]
-    if not all(can_view(*one) for one in both) or not _show(ends, [part.view(of) for part, of in both]):
+    if not all(can_view(*one) for one in both) or not _set_values(ends, [part.view(of) for part, of in both]):
         return
     ordered = changed(call, call, order=order)
     split = put(call, aten.split_with_sizes.default, parts, ordered, sizes, -1)
@@ -209,7 +209,7 @@ def _join(group: list[fx.Node]) -> None:
         return
     result = tensor_of(first).new_empty((*tensor_of(first).shape[:-1], sum(rows)))
     parts = result.split_with_sizes(rows, -1)
-    if not _show(group, parts):
+    if not _set_values(group, parts):
         return
     matrix = {name: _constant(first, joined_rows(item, rows), item) for name, item in weights.items()}
     if is_call(first, aten.mm):
@@ -245,18 +245,18 @@ def _constant(before: fx.Node, tensor: Tensor | None, parts: list[Tensor | None]
     return node
 
 
-def _show(nodes: Sequence[fx.Node], values: Sequence[Tensor]) -> bool:
-    """Gives nodes, and the views of them, other values. Returns: whether what reads them can read these."""
+def _set_values(nodes: Sequence[fx.Node], values: Sequence[Tensor]) -> bool:
+    """Sets node values and re-derives their views. Returns: False if a reader rejects the layout."""
     shown: dict[fx.Node, Any] = {}
-    if not all(_can_show(*item, shown) for item in zip(nodes, values, strict=True)):
+    if not all(_can_take(*item, shown) for item in zip(nodes, values, strict=True)):
         return False
     for node, value in shown.items():
         node.meta[VALUE] = value
     return True
 
 
-def _can_show(node: fx.Node, value: Any, shown: dict[fx.Node, Any]) -> bool:
-    """Whether what reads a node can read another value in its place; adds the views of it to `shown`.
+def _can_take(node: fx.Node, value: Any, shown: dict[fx.Node, Any]) -> bool:
+    """Whether every reader of a node takes another value in its place; adds its views to `shown`.
 
     aten's operators give the strides of what they read, so views of their results may fail, too.
     """
@@ -266,16 +266,16 @@ def _can_show(node: fx.Node, value: Any, shown: dict[fx.Node, Any]) -> bool:
         is_view = target is ITEM or (_moves(user) and not is_call(user, *_COPIES))
         if not is_view and (not is_operator(user) or target.namespace != "aten" or target._schema.is_mutable):
             continue
-        args: Any = fx.node.map_aggregate(user.args, lambda item: _as_shown(item, shown))
+        args: Any = fx.node.map_aggregate(user.args, lambda item: _as_taken(item, shown))
         if is_call(user, aten.view, aten._unsafe_view) and not can_view(*args):
             return False
         result = target(*args, **user.kwargs)
-        if (is_view or _layout(result) != _layout(user.meta[VALUE])) and not _can_show(user, result, shown):
+        if (is_view or _layout(result) != _layout(user.meta[VALUE])) and not _can_take(user, result, shown):
             return False
     return True
 
 
-def _as_shown(value: Any, shown: dict[fx.Node, Any]) -> Any:
+def _as_taken(value: Any, shown: dict[fx.Node, Any]) -> Any:
     """An argument of a node, as its operator takes it."""
     return shown.get(value, value.meta[VALUE]) if isinstance(value, fx.Node) else as_given(value)
 

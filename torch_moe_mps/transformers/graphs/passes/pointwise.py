@@ -16,6 +16,13 @@ _UNARY = {getattr(aten, name): name for name in UNARY if name != "to"}
 _UNARY |= {aten._to_copy: "to", aten.clone: "to"}
 _BINARY = {aten.add: "add", aten.sub: "sub", aten.mul: "mul", aten.div: "div"}
 _BINARY |= {aten.maximum: "max", aten.minimum: "min"}
+Step = tuple[Any, ...]  # an operation, and the places of its operands; None is the step before
+# {call: its steps}
+_STEPS: dict[Any, tuple[Step, ...]] = {packet: ((name, 0),) for packet, name in _UNARY.items()}
+_STEPS |= {packet: ((name, 0, 1),) for packet, name in _BINARY.items()}
+_STEPS |= {aten.pow: (("mul", 0, 0),)}
+# Values that other arguments must have, as far as a call has them.
+_FIXED = {"alpha": 1, "beta": 1, "rounding_mode": None, "threshold": 20, "exponent": 2}
 # Views that only add, drop or repeat dimensions of size 1.
 _VIEWS = (aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.expand, aten.alias, aten.detach)
 # For each dimension of a value, that of the result; None where the value has size 1 and is repeated.
@@ -190,28 +197,24 @@ def _operands(call: fx.Node) -> list[Any]:
     return list(arguments(call).values())[: 2 if is_call(call, *_BINARY) else 1]
 
 
-def _operation(call: fx.Node) -> list[tuple[Any, ...]] | None:
-    """(operation, places of its operands; None is the operation before) of a call; None for another one."""
+def _operation(call: fx.Node) -> tuple[Step, ...] | None:
+    """The steps of a call; None for one that is no operation on elements."""
     packet: Any = getattr(call.target, "overloadpacket", None)
-    known = packet in _UNARY or packet in _BINARY or packet in (aten.clamp, aten.pow)
-    if not known or not call.users:
+    if not call.users or (packet not in _STEPS and packet is not aten.clamp):
         return None
     passed = arguments(call)
-    others = {name: value for name, value in passed.items() if name in ("alpha", "beta", "rounding_mode")}
-    if any(value not in (None, 1) for value in others.values()) or passed.get("threshold", 20) != 20:
+    if any(passed.get(name, value) not in (None, value) for name, value in _FIXED.items()):
         return None
     operands = _operands(call)
     if not is_node(operands[0]) or not all(_can_read(operand, call) for operand in operands):
         return None
-    if packet is aten.clamp:
-        low, high = passed["min"], passed["max"]
-        sides = [name for name, value in (("max", low), ("min", high)) if value is not None]
-        return [(name, 0 if number == 0 else None, number + 1) for number, name in enumerate(sides)]
-    if packet is aten.pow:
-        return [("mul", 0, 0)] if passed.get("exponent") == 2 else None
-    if packet in _UNARY:
-        return [(_UNARY[packet], 0)]
-    return [(_BINARY[packet], 0, 1)]
+    return _STEPS[packet] if packet in _STEPS else _clamped(passed)
+
+
+def _clamped(passed: dict[str, Any]) -> tuple[Step, ...]:
+    """The steps of a clamp: one for each limit, the second of what the first has made."""
+    sides = [step for step, limit in (("max", "min"), ("min", "max")) if passed[limit] is not None]
+    return tuple((name, 0 if number == 0 else None, number + 1) for number, name in enumerate(sides))
 
 
 def _can_read(value: Any, call: fx.Node) -> bool:

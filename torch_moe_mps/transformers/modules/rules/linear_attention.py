@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ....ops.linear_attention import MAX_KEY_WIDTH
-from ...basics.pending import pending_of, state_before
 from ...basics.report import Done
+from ...basics.uncommitted import state_before, uncommitted_of
 from ...trials.comparing import agrees, tried
 from ..functions import InPlace
 
@@ -43,7 +43,7 @@ def causal_conv(function: Callable, *args: Any, **named: Any) -> Tensor:
 
 def _refuse_pending(state: Tensor | None) -> None:
     """Raises: RuntimeError for a state that other code would take for one that is not behind."""
-    if state is not None and pending_of(state, 1):
+    if state is not None and uncommitted_of(state, 1):
         raise RuntimeError("torch_moe_mps: the model's own code cannot read a state with pending tokens")
 
 
@@ -56,7 +56,7 @@ def _convolved(
     known = all(tensor.dtype in ACTIVATION_DTYPES and tensor.device == x.device for tensor in present)
     if name is None or not known or conv_state.shape[-1] < weight.shape[-1] - 1:
         return None
-    pending = pending_of(conv_state, x.shape[-1])
+    pending = uncommitted_of(conv_state, x.shape[-1])
     return ops.causal_conv1d_update_(x.mT, conv_state, weight, bias, name, **pending).mT
 
 
@@ -86,7 +86,7 @@ def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
         _refuse_pending(state)
         return function(*args, **options)
     q, k, v = args
-    pending = {} if state is None else pending_of(state, v.shape[1])
+    pending = {} if state is None else uncommitted_of(state, v.shape[1])
     eps = _L2NORM_EPS if options.get("use_qk_l2norm_in_kernel") else None
     if state is None:
         state = q.new_zeros((v.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)

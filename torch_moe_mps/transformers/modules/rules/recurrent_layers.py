@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...basics.pending import pending_of
 from ...basics.report import Done
 from ...basics.state import RUNS_OWN, original_class, with_own
+from ...basics.uncommitted import uncommitted_of
 from ...trials.comparing import agrees
 from ...trials.forms import Tried
 from ...trials.twins import LinearCache, twin_of, width_of
@@ -74,7 +74,7 @@ def convolved(
         if cache is not None:
             cache.update_conv_state(state, number, conv_kernel_size=length)
             state = cache.get_conv_state(number)
-    options = {"before": before or 0} | pending_of(state, x.shape[1])
+    options = {"before": before or 0} | uncommitted_of(state, x.shape[1])
     return ops.causal_conv1d_update_(x, state, weight, bias, activation, **options)
 
 
@@ -141,7 +141,7 @@ def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Ten
             gate_activation="sigmoid",
             norm_weight=layer.o_norm.weight,
             norm_eps=layer.o_norm.variance_epsilon,
-            **pending_of(state, x.shape[1]),
+            **uncommitted_of(state, x.shape[1]),
         ),
     )
     return layer.o_proj(out.flatten(2))
@@ -154,7 +154,7 @@ def mamba_scan(layer: Any, projected: Tensor, cache: Any, mask: Tensor | None) -
     gate, mixed, step = projected.split_with_sizes([inner, inner + 2 * groups * states, heads], -1)
     before = None if cache is None else cache.get_conv_state(layer.layer_idx)
     # Tokens whose states lag may be drafts, each of which is a step.
-    is_step = before is not None and (tokens[1] == 1 or bool(pending_of(before, tokens[1])))
+    is_step = before is not None and (tokens[1] == 1 or bool(uncommitted_of(before, tokens[1])))
     mixed = masked(convolution(layer, mixed, cache), mask)
     v, k, q = mixed.split_with_sizes([inner, groups * states, groups * states], -1)
     least = 0.0 if is_step else layer.time_step_limit[0]  # the model's step has no limit
@@ -178,7 +178,7 @@ def mamba_scan(layer: Any, projected: Tensor, cache: Any, mask: Tensor | None) -
             beta_activation="softplus",
             beta_min=least or None,
             skip=layer.D,
-            **pending_of(state, tokens[1]),
+            **uncommitted_of(state, tokens[1]),
         ),
     )
     return out.flatten(2), gate
@@ -227,7 +227,7 @@ def selective_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> T
         (*mixed.shape[::2], states),
         x,
         lambda state: ops.selective_scan_(
-            mixed, step, b, c, state, layer.A_log, **options, **pending_of(state, x.shape[1])
+            mixed, step, b, c, state, layer.A_log, **options, **uncommitted_of(state, x.shape[1])
         ),
     )
     return layer.out_proj(out)

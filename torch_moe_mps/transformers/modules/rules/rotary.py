@@ -139,23 +139,25 @@ def _tables(module: nn.Module, layer_type: str | None) -> Tables | None:
     x = torch.zeros(1, dtype=torch.float32, device=frequencies.device)
     if frequencies.dim() != 1 or not _fits(x, ids[0], frequencies):
         return None
-    options = {} if layer_type is None else {"layer_type": layer_type}
-
-    def own(ids: Tensor) -> Any:
-        tables = tried(original_class(module).forward, module, x, ids, **options)
-        is_pair = isinstance(tables, tuple) and len(tables) == 2
-        return [t.float() for t in tables] if is_pair and all(isinstance(t, Tensor) for t in tables) else None
 
     def ours(ids: Tensor, layout: str, axes: Tensor | None = None) -> list[Tensor]:
         return [*rotary_tables(ids, frequencies, scaling, torch.float32, layout, axes)]
 
-    plain, spatial = own(ids[0]), own(ids)
+    plain, spatial = (_own_tables(module, x, item, layer_type) for item in (ids[0], ids))
     for layout in _LAYOUTS if plain is not None else ():
         if all(map(agrees, ours(ids[0], layout), plain)):
             axes = None if spatial is None else _axes([ours(item, layout) for item in ids], spatial, layout)
             is_right = axes is not None and all(map(agrees, ours(ids, layout, _on(x.device, axes)), spatial))
             return Tables(layout, axes if is_right else None)
     return None
+
+
+def _own_tables(module: nn.Module, x: Tensor, ids: Tensor, layer_type: str | None) -> list[Tensor] | None:
+    """The tables that the module's own forward gives for positions; None where it gives something else."""
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    tables = tried(original_class(module).forward, module, x, ids, **options)
+    is_pair = isinstance(tables, tuple) and len(tables) == 2 and all(isinstance(t, Tensor) for t in tables)
+    return [table.float() for table in tables] if is_pair else None
 
 
 def _axes(found: list[list[Tensor]], tables: list[Tensor], layout: str) -> tuple[int, ...] | None:
