@@ -250,7 +250,7 @@ def test_conversations_side_by_side(checkpoint, tmp_path):
         assert len({choice.message.content for choice in drawn.choices}) == 3
         for settings, expected in (
             ('{"num_beams": 2}', "of num_beams 1: the server searches no beams, got 2"),
-            ('{"num_return_sequences": 2}', "of num_return_sequences 1"),
+            ('{"num_beams": 2, "num_return_sequences": 2}', "of num_return_sequences 1"),
         ):
             with pytest.raises(openai.BadRequestError, match=expected):
                 create(messages=said("a"), extra_body={"generation_config": settings}, **asked)

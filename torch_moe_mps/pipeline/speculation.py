@@ -5,7 +5,7 @@ from typing import Any
 
 from ..transformers.basics.state import Beside
 
-_TOKENS = 8  # looked up at once
+_TOKENS = 8  # tokens looked up
 
 
 class Speculation(Beside):

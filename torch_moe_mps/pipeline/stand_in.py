@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-from ..serving.engine.sampling import in_order
 from ..transformers.caches.cache import counts_tokens
 from ..transformers.caches.prompt_cache import runs_on
 from ..transformers.upstream.calls import cache_among
@@ -14,8 +13,7 @@ def call_generate(model: Any, *args: Any, counting: Any = None, **given: Any) ->
 
     The first step of assisted generation skips what its cache has, as that of plain generation does. And a
     cache that no token can be taken back from (`runs_on`) need not be given back as it was: otherwise
-    transformers would wait for each token before it computes the next. Processors with `is_first` get the
-    logits before the settings of `generate` change them; transformers would call them behind penalties.
+    transformers would wait for each token before it computes the next.
 
     Args:
         counting: a `Speculation`, which counts what is drafted and accepted.
@@ -52,9 +50,6 @@ def _class_of(original: type) -> type:
         own = getattr(self, _MODEL).prepare_inputs_for_generation
         return own(ids, next_sequence_length=next_sequence_length, **given)
 
-    def processors(self: Any, *others: Any, **named: Any) -> Any:
-        return in_order(getattr(self, _MODEL)._get_logits_processor(*others, **named))
-
     def candidates(self: Any, *others: Any, **named: Any) -> Any:
         made, counting = (
             getattr(self, _MODEL)._get_candidate_generator(*others, **named),
@@ -64,7 +59,6 @@ def _class_of(original: type) -> type:
 
     members: dict[str, Any] = {
         "prepare_inputs_for_generation": prepare,
-        "_get_logits_processor": processors,
         "_get_candidate_generator": candidates,
         **{name: _handed_on(name) for name in _OF_THE_MODEL},
     }

@@ -11,7 +11,7 @@ from ...transformers.caches.batched import BatchedCache
 from .sampling import Sampled
 from .sequence import Sequence
 
-Call = Callable[..., Any]  # the model: (cache, **inputs)
+Call = Callable[..., Any]  # calls the model: (cache, **inputs)
 
 
 class Group(ABC):

@@ -147,7 +147,7 @@ class Pool:
             self.cache(sequence, prefix)
 
     def _prefix_of(self, sequence: Sequence) -> CachedPrefix | None:
-        """The computed prefix of a sequence: of its prompt, or with its tokens; None while it waits."""
+        """The computed part of a sequence that is admitted: of its prompt, then its tokens, too."""
         prefill = sequence.prefill
         if prefill is None or prefill.prefix_cache is None or sequence.phase == "waiting":
             return None

@@ -14,7 +14,7 @@ STEPS = 4  # steps of decoding sequences that a chunk takes, about
 
 
 class Candidate(Protocol):
-    """A `Sequence`, as the scheduler reads it."""
+    """The part of a `Sequence` that the scheduler reads."""
 
     @property
     def phase(self) -> str: ...
@@ -97,7 +97,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Plan:
-    """The admission and the chunk before the next step.
+    """The work before the next step.
 
     Attributes:
         admit: a waiting sequence that begins.
