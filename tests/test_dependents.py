@@ -193,7 +193,7 @@ def test_what_any_kernel_may_use_has_all_operators_of_its_shaders():
     """None are left out where nothing is said."""
     shader = dependents.SHADERS / "quantized.metal"
     quantized = dependents.operators_of(shader)
-    assert quantized >= {"embedding_quantized", "heads_quantized", "moe_experts_quantized", "expert_qmm"}
+    assert quantized >= {"embedding_quantized", "moe_experts_quantized", "expert_qmm"}
     shared = [f for f in dependents.included(shader) if f.parent.name in ("common", "params", "formats")]
     found = [dependents.operators_of(file) for file in shared]
     assert len(found) > 10 and any(found) and all(names >= quantized for names in found if names)

@@ -171,10 +171,11 @@ def _counting(counts: list[int], own):
     return counted
 
 
-@pytest.mark.parametrize("kind", ["side by side", "one by one"])
-@pytest.mark.parametrize("has_disk", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "has_disk"), [("side by side", True), ("side by side", False), ("one by one", False)]
+)
 def test_kept_prompts_go_where_the_system_is_short(kind, has_disk, tmp_path):
-    """To the disk where there is one, though nobody asks; an answer comes back from there."""
+    """To the disk where there is one, though nobody asks; an answer comes from there. A pipeline has none."""
     model, pressure = small(), Pressure()
     prompts = PrefixCache(1 << 30, disk=Disk(tmp_path, 1 << 30) if has_disk else None)
     memory = Memory(model, pressure)

@@ -26,6 +26,7 @@ from .._faults import gpu_busy, synchronize
 from ..macs import this_mac
 from ..pipeline.generating import Generating
 from ..pipeline.speculation import Speculation
+from ..pipeline.stand_in import call_generate
 from ..pipeline.torchrun import is_first_process, processes, sum_of_processes
 from ..selfcheck import tensor_units
 from ..serving.engine.defaults import settings_of_draw
@@ -310,7 +311,7 @@ class Bench:
         def generate(cache: Any) -> None:
             arguments = {} if cache is None else cache_argument(self.model, cache)
             before = gpu_busy()
-            self.model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, **how).tolist()
+            call_generate(self.model, ids, attention_mask=torch.ones_like(ids), **arguments, **how).tolist()
             self._synchronize()
             busy.append(gpu_busy() - before)
 

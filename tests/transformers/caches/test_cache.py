@@ -540,7 +540,7 @@ def test_the_kernels_of_a_cache_in_8_bits(simulated, architecture):
     with torch.no_grad(), simulated.trace() as commands:
         model(IDS[:, :1].to("mps"), **cache_argument(model, cache))
     kernels = [line.split()[0] for line in str(commands).splitlines() if " grid " in line]
-    assert kernels.count("write_cache_quantized_affine8_f32") == 2 * len(cache.layers)
+    assert kernels.count("write_cache_quantized_f32") == 2 * len(cache.layers)
     assert kernels.count("attention8_64_affine8_f32") == len(cache.layers)
 
 

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..._extension import PACKAGE
 from ..._faults import raise_fault
@@ -30,6 +29,9 @@ from ...selfcheck.machine import SWITCH, cache_folder, read_object, write_object
 from ..basics.bounded import Bounded
 from ..basics.classes import class_before
 from ..basics.state import CLASS_MARK, OUR_FORWARD
+
+if TYPE_CHECKING:  # it takes transformers' quantizers, which ours must come before
+    from transformers import PreTrainedModel
 
 _STARTED = time.time()  # a file that was changed since may not be the code that runs
 _OWN = "_moe_mps_"  # begins the names that this package adds to the globals of a model's file
@@ -70,7 +72,7 @@ def recall(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def recall_of_model(model: PreTrainedModel, find: Callable[[], Any], trial: Callable) -> Any:
+def recall_of_model(model: "PreTrainedModel", find: Callable[[], Any], trial: Callable) -> Any:
     """find(), once for models of these classes and this config, whatever their weights.
 
     Args:
