@@ -190,7 +190,7 @@ def attention(
 
 
 def _not_taken(own: Any, others: frozenset[str]) -> frozenset[str]:
-    """The `others`, and arguments that a release has added to an attention function or that of a class."""
+    """The `others`, and arguments that a release has added to an attention function or a class's."""
     if own not in _added:  # a dictionary: torch.compile warns of functools' caches
         function = _attention_of(own) if isinstance(own, type) else own
         names = () if function is None else [*inspect.signature(function).parameters.values()][5:]
@@ -251,7 +251,7 @@ def attend(
     scores: Scores,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Result of the operator `attention`, [B, T, Hq, Dv] in `dtype` or that of the queries.
+    """Result of the operator `attention`, [B, T, Hq, Dv] in `dtype` or the queries' dtype.
 
     Keys that an indexer chooses are chosen here, for some tokens of a prompt at a time.
     """

@@ -50,7 +50,7 @@ class Choice(NamedTuple):
         )
 
     def as_mask(self, mask: Tensor | None, heads: int, tokens: int, keys: int) -> Tensor:
-        """The mask of attention, [B, 1 or Hk, T, S]: what `mask` shows of what is chosen.
+        """The mask of attention, [B, 1 or Hk, T, S]: the selected keys that `mask` shows.
 
         None shows a token everything.
         """

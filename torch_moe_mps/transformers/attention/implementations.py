@@ -134,7 +134,7 @@ def give_weights_by_own_code(config_class: Any) -> None:
 
 
 def _change(config: Any, before: str, after: str) -> None:
-    """Names another implementation in a config, and in those of its parts that name the same."""
+    """Names another implementation in a config, and in its parts that name the same."""
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
     names = [name for name, part in parts.items() if getattr(part, IMPLEMENTATION, None) == before]
     setattr(config, IMPLEMENTATION, dict.fromkeys(("", *names), after))

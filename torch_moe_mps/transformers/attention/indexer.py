@@ -42,7 +42,7 @@ class IndexerForm(NamedTuple):
 
     Attributes:
         names: of what its forward takes behind the hidden states, the cache as CACHE.
-        turn: the form of `rope` in which both turn, None if they do not.
+        turn: the form of `rope` for both, None if they do not turn.
         rotary: the width of its tables.
     """
 
@@ -102,7 +102,7 @@ def _choice(
 def _into_cache(
     indexer: Any, form: IndexerForm, q: Tensor | None, k: Tensor, given: dict[str, Any]
 ) -> tuple[Tensor | None, Tensor]:
-    """The queries, turned; the keys k [B, T, D], normed and turned, behind those of the cache."""
+    """The queries, turned; the keys k [B, T, D], normed and turned, behind the cached ones."""
     norm, cache, dtype = indexer.k_norm, given.get(CACHE), k.dtype
     cos, sin, options = None, None, dict[str, Any]()  # where nothing turns
     if form.turn is not None:
@@ -140,7 +140,7 @@ def _queries(indexer: Any, hidden: Tensor, given: dict[str, Any]) -> Tensor:
 
 
 def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
-    """(forward, what it runs) for an indexer, else None."""
+    """(forward, what runs) for an indexer, else None."""
     if not has_parts(module, _LAYERS, _NUMBERS):
         return None
     own = original_class(module).forward

@@ -144,7 +144,7 @@ class Latents:
         return _product(layer, form, rows, own, transposed=True, tail=tail).transpose(1, 2)
 
     def taken_back(self, sums: Tensor) -> Tensor:
-        """[B, T, Hq, L] float32, the sums of latents, as those of values: [B, T, Hq, V]."""
+        """[B, T, Hq, L] float32, the sums of latents, as sums of values: [B, T, Hq, V]."""
         form: Expansion = self.module.__dict__[STATE].expansion
         layer = getattr(self.module, form.projection)
         options = {} if type(layer) is nn.Linear else {"dtype": self.latents.dtype}
@@ -183,7 +183,7 @@ def _operator_for(layer: Any) -> str | None:
 def use_latents(module: nn.Module) -> list[Done]:
     """Lets an attention layer that runs on the operator `attention`, and expands latents, attend to these.
 
-    Returns: what is added to the report; nothing for other layers.
+    Returns: the report's addition; nothing for other layers.
     """
     expansion = expansion_of(module)
     operator = None if expansion is None else _operator_for(getattr(module, expansion.projection))

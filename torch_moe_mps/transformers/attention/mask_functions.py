@@ -24,7 +24,7 @@ class Box(NamedTuple):
 
 
 def order_of(function: Callable, tokens: range, keys: range) -> tuple[int | None, int] | None:
-    """(window, lookahead) of a mask in which the position alone decides, None for all others.
+    """(window, lookahead) of a mask by position alone, None for all others.
 
     Args:
         function: of (batch entry, head, position of a token, position of a key).
@@ -87,7 +87,7 @@ class _Unreadable:
 
 
 class _Seen(_Unreadable):
-    """The pairs in any of some boxes, none of which is within another."""
+    """The pairs in any of some boxes, none within another."""
 
     device = None
 
@@ -115,7 +115,7 @@ _BOUNDS = {(1, -1): ("most", -1), (-1, 1): ("least", 1), (0, 1): ("last", -1), (
 
 
 class _Position(_Unreadable):
-    """`token` * the position of a token + `key` * that of a key + `more`."""
+    """`token` * the position of a token + `key` * the position of a key + `more`."""
 
     def __init__(self, tokens: range, token: int, key: int, more: float = 0) -> None:
         self.tokens, self.token, self.key, self.more = tokens, token, key, more

@@ -1,4 +1,4 @@
-"""Indexers that choose pools of neighbouring keys, by one key for each pool: what those of families share.
+"""Indexers that select pools of neighbouring keys, by one key for each pool: the families' common part.
 
 Each complete pool has its key once, beside those that the cache holds; a token also reads its own pool while
 that is incomplete. While a token may choose all pools, the indexer only adds its own keys to the cache.
@@ -39,7 +39,7 @@ def fits(heads: int, width: int, rate: int) -> bool:
 
 
 def is_same(own: Tensor, found: Choice) -> bool:
-    """Whether a mask shows what is chosen, of tokens whose pools have no equal scores."""
+    """True if a mask shows the selected keys, of tokens whose pools have no equal scores."""
     known = untied(found.q, found.k)
     keys = BEFORE + TOKENS
     order = torch.ones(TOKENS, keys, dtype=torch.bool).tril(BEFORE)

@@ -46,7 +46,7 @@ class NotBatchable(ValueError):
 
 
 class _Memory(NamedTuple):
-    """Memory in which several tensors of a layer lie side by side.
+    """A buffer with several tensors of a layer side by side.
 
     `columns`: name, first column and width of each.
     """
@@ -106,7 +106,7 @@ class BatchedCache:
         return sum(LayerState(layer).memory() for layer in chain(layers, own))
 
     def join(self, cache: DynamicCache, tokens: int, moved: int = 0) -> None:
-        """Copies a conversation in, as the last row; its cache stays as it is.
+        """Admits a sequence as the last row, by copy; its own cache is unchanged.
 
         Args:
             cache: of the conversation alone, one row without padding.
@@ -313,7 +313,7 @@ class BatchedCache:
         return [number for number in range(len(layers)) if number not in self._separate]
 
     def _show_separate(self, number: int) -> None:
-        """Puts the rows' own layers into the cache; that of a single row is what it is alone."""
+        """Puts the rows' own layers into the cache; a single row has its plain layer."""
         assert self.cache is not None
         layers = self._separate[number]
         self.cache.layers[number] = layers[0] if len(layers) == 1 else Separate(layers)
@@ -451,7 +451,7 @@ def _kind(memory: Any) -> tuple[Any, ...]:
 
 
 def _memories(layer: Any) -> list[_Memory]:
-    """The memories of a layer, with what lies in them; without what it makes again of them."""
+    """The buffers of a layer and their contents, without attributes derived from them."""
     by_id: dict[int, _Memory] = {}
     for name, tensor in LayerState(layer).tensors().items():
         memory: Any = getattr(tensor, growing.MEMORY, None)
@@ -486,7 +486,7 @@ def _put(layer: Any, held: _Memory, base: Any, rows: int, start: int, tokens: in
 
 
 def _show(layer: Any, held: _Memory) -> None:
-    """Gives a layer the tokens of a memory, the last of which is the last one that is written there."""
+    """Gives a layer the tokens of a buffer, up to the last one that is written there."""
     whole = growing.view_of(held.memory, held.start, held.tokens)
     for name, column, width in held.columns:
         part = whole
@@ -503,7 +503,7 @@ def batch_capacity(rows: int) -> int:
 def _larger(memory: Any, rows: int, tokens: int) -> Any:
     """Memory like another one, of so many rows and tokens.
 
-    It is zero at first: where a model's own code attends, what is hidden counts nothing, but is read.
+    It is zero at first: a model's eager attention reads hidden tokens, too, with weight zero.
     """
 
     def larger(part: Tensor) -> Tensor:

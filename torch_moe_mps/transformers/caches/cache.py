@@ -154,7 +154,7 @@ def _note_positions(cache: Any, positions: Tensor) -> None:
 class QuantizedCache(DynamicCache):
     """A DynamicCache that holds keys and values in 8 bits, about half of the memory of 16.
 
-    Heads whose width is no multiple of 32 stay as they are.
+    Heads whose width is no multiple of 32 stay in 16 bits.
 
     Args:
         config: of the model that will use the cache.
@@ -202,7 +202,7 @@ def hands_cache_on(model: PreTrainedModel) -> bool:
 
 
 def counts_tokens(cache: Any) -> bool:
-    """Whether a cache has keys, or takes them, by which it counts its tokens: those of Mamba have none."""
+    """True if a cache has keys, or takes them, to count its tokens by. Mamba's have none."""
     layers = getattr(cache, "layers", ())
     return not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 

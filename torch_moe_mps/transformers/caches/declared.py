@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Axes(NamedTuple):
-    """The dimensions of a tensor: that of sequences, and that of tokens, None where it has none of these."""
+    """The dimensions of sequences and of tokens in a tensor; None where it lacks one."""
 
     batch: int | None = 0
     time: int | None = None

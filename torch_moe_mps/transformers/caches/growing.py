@@ -205,7 +205,7 @@ def copied(states: Tensor, room: int) -> Tensor:
 
 
 def view_of(memory: Tensor, start: int, tokens: int) -> Tensor:
-    """A view of tokens the last of which is, from now on, the last one that is written in the memory."""
+    """A view of tokens; its last one is from now on the last one written in the buffer."""
     setattr(memory, END, start + tokens)
     return part_of(memory, start, tokens)
 

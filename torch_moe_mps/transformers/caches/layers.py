@@ -63,8 +63,8 @@ class Made(CacheLayerMixin):
     Attributes:
         plain: the class of transformers that it does the same as.
         bits: 8 where it holds keys and values in 8 bits.
-        is_first: its methods stand in for those of `plain`, too.
-        declared: what it holds; None of a class that is not known.
+        is_first: its methods replace the methods of `plain`, too.
+        declared: its declaration; None for an unknown class.
         needs_order: attention sees its tokens by their order: they lie in it.
     """
 
@@ -150,7 +150,7 @@ class Growing(Made, DynamicLayer):
         return None
 
     def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Takes all keys and values, of which the last `tokens` are new. Returns: what attention reads."""
+        """Takes all keys and values, the last `tokens` new. Returns: the tensors that attention reads."""
         self.keys, self.values = keys, values
         return keys, values
 

@@ -44,7 +44,7 @@ def _cut(layer: Any, tokens: int) -> Any:
 
 
 def _behind(before: Any, after: Any) -> Any:
-    """The part of a tensor behind another one, which it begins with; any other value as it is."""
+    """The part of a tensor behind the one that it begins with; any other value itself."""
     if not isinstance(after, Tensor) or not isinstance(before, Tensor):
         return after
     grown = [dim for dim in range(after.dim()) if before.shape[dim] != after.shape[dim]]
@@ -75,7 +75,7 @@ class Joined:
             classes: {index of a layer: its class in transformers, the bits of its keys and values}
             end: the tokens that the cache then has.
 
-        Raises: ValueError for other layers than those of the cache, and for layers of other lengths.
+        Raises: ValueError for layers of another cache, and for layers of other lengths.
         """
         layers = [*self.cache.layers]
         while len(layers) <= max(part, default=-1):

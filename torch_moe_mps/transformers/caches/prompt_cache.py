@@ -98,7 +98,7 @@ def kept_states(cache: DynamicCache) -> dict[int, dict[str, Any]]:
 
 
 def prefix(cache: DynamicCache, tokens: int, states: States) -> DynamicCache:
-    """A cache with the first tokens of another, which stays as it is.
+    """A cache with the first tokens of another, which is unchanged.
 
     Keys and values are views: a cache that grows in place copies them before it writes.
 
@@ -319,5 +319,5 @@ def plain_class(layer: Any) -> type:
 
 
 def copied(value: Any) -> Any:
-    """A tensor in memory of its own, any other value as it is."""
+    """A tensor in memory of its own; any other value itself."""
     return value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""Keys or values of a cache in 8 bits: a tensor that the operator `attention` reads as it is."""
+"""Keys or values of a cache in 8 bits, which the operator `attention` reads without decoding."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ class QuantizedStates(Deferred):
     def empty(cls, like: Tensor, tokens: int, widths: Sequence[int] = ()) -> "QuantizedStates":
         """Uninitialised, for `tokens` tokens of the states `like`, [B, Hk, T, D].
 
-        `widths`: of several that lie side by side, of which `like` is one.
+        `widths`: of several that lie side by side, `like` among them.
         """
         *rows, _, width = like.shape
         size = group_size(math.gcd(*(widths or (width,))))

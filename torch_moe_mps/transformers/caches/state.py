@@ -57,7 +57,7 @@ class LayerState:
         return {name: value for name, value in self.items() if isinstance(value, Tensor)}
 
     def memory(self) -> int:
-        """Bytes of what is held, without the room behind it."""
+        """Bytes of the held tokens, without free slots."""
         held = chain.from_iterable(map(parts, self.tensors().values()))
         return sum(part.nbytes for part in held)
 
@@ -79,7 +79,7 @@ def parts(states: Tensor) -> tuple[Tensor, ...]:
 
 
 def dictionaries_of(layer: Any, names: Iterable[str]) -> list[dict[Any, Any]]:
-    """The dictionaries that hold the state of a layer: its attributes, and those of them with these names.
+    """The dictionaries that hold the state of a layer: its attributes, and its attributes of these names.
 
     A captured step reads and writes them in place.
     """

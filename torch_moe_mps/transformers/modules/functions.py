@@ -64,7 +64,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code, and that of functions within."""
+    """Code, and the code of functions within."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -73,7 +73,7 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @functools.lru_cache(maxsize=4096)
 def _rebuilt(function: Callable, replaced: tuple) -> Callable | None:
-    """A function with these (name, function, ours) replaced, None where a wrapper hides what it wraps.
+    """A function with these (name, function, ours) replaced, None where a wrapper hides its function.
 
     All layers of a class share the one that is made, so torch.compile compiles it once.
     """

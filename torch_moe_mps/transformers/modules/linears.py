@@ -173,7 +173,7 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 class QuantizedLinear(QuantizedLayer):
     """nn.Linear on `torch.ops.moe_mps.linear_quantized`; gradients reach its input and its bias.
 
-    Attributes: those of QuantizedLayer with out_features rows and in_features columns, and `bias`
+    Attributes: as of QuantizedLayer with out_features rows and in_features columns, and `bias`
         [out_features] or None.
         is_head: whether it gives a model's logits, which `wide_logits` asks for in float32.
     """
@@ -244,7 +244,7 @@ class OrderedLinear(QuantizedLinear):
 
 
 class GroupedLinear(QuantizedLinear):
-    """A QuantizedLinear whose rows are those of several matrices, each for one group of the inputs.
+    """A QuantizedLinear of several matrices, row after row, each for one group of the inputs.
 
     Attributes:
         n_groups: the matrices are [n_groups, out_features / n_groups, in_features].
@@ -277,7 +277,7 @@ class GroupedLinear(QuantizedLinear):
 class QuantizedEmbedding(QuantizedLayer):
     """nn.Embedding on `torch.ops.moe_mps.embedding_quantized`, for inference.
 
-    Attributes: those of QuantizedLayer with num_embeddings rows and embedding_dim columns; `padding_idx`; and
+    Attributes: as of QuantizedLayer with num_embeddings rows and embedding_dim columns; `padding_idx`; and
         `scale`, by which rows are multiplied in the dtype of the model, or None.
     """
 

@@ -58,7 +58,7 @@ class Call(NamedTuple):
     groups: int = 1
 
     def by_place(self, args: tuple, named: dict[str, Any]) -> tuple:
-        """Arguments in their order; none where they are not those of the forward."""
+        """Arguments in their order; none where the forward takes others."""
         names = self.inputs[len(args) :]
         return (*args, *map(named.get, names)) if named.keys() == {*names} else ()
 
@@ -70,7 +70,7 @@ class Rows:
         name: of the rule.
         inputs: for each argument of the forward the names that stand for it in formulas: "X Y" where X is
             the argument in its own dtype and Y in another one.
-        rows: (formula, operator), in the order in which they are tried. The operator takes the inputs, then
+        rows: (formula, operator), tried in this order. The operator takes the inputs, then
             parameters of the module, then numbers.
         widest: rows of more columns are left to the model's own code.
     """

@@ -208,7 +208,7 @@ def current() -> Sampling | None:
 def sampling(processors: Any, config: Any, device: torch.device, model: Any) -> Iterator[Any]:
     """Stand-in for the processors of logits inside the block.
 
-    They are left as they are where transformers' own code draws the tokens: where scores are wanted, or the
+    They are unchanged where transformers' own code samples the tokens: where scores are wanted, or the
     operator has failed the self-check.
 
     Raises: RuntimeError at the end if a token had no distribution.

@@ -143,7 +143,7 @@ def _plainly() -> Iterator[None]:
 
 
 class _Watch:
-    """Shows a forward what a module has, and notes what is read."""
+    """Shows a forward a module's attributes, and notes the ones that it reads."""
 
     def __init__(self, recorder: Recorder, dtype: torch.dtype | None):
         self.recorder = recorder
@@ -261,7 +261,7 @@ def _of_class(cls: type, name: str) -> Any:
 
 
 def _look(owner: Any, name: str) -> Any:
-    """An attribute as it is stored, or _MISSING."""
+    """A stored attribute, or _MISSING."""
     if not isinstance(owner, nn.Module):
         return getattr(owner, name, _MISSING)
     if type(owner) is QuantizedLinear and name == "weight":

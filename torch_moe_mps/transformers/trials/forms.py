@@ -67,7 +67,7 @@ class Tried:
     apart: tuple[str, ...] = ()
 
     def __call__(self, module: nn.Module) -> tuple[Callable, list[Done]] | None:
-        """(forward, what it runs), or None."""
+        """(forward, what runs), or None."""
         return (self.forward, [*self.operators]) if self.matches(module) else None
 
     def matches(self, module: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """Attention to a window of tokens and to keys that stand for several tokens each.
 
-A layer is recognised by what it computes: its own forward and the one here run on a small layer of its class,
+A layer is recognised by its results: its own forward and the one here run on a small layer of its class,
 for a prompt, tokens behind it and a few more, and have to give the same results and the same cache.
 """
 
@@ -137,7 +137,7 @@ def _projected(layer: Any, out: Tensor, cos: Tensor, sin: Tensor, turn: dict[str
 
 
 def rewrite_compressed_attention(module: nn.Module) -> tuple[Callable, list[Done]] | None:
-    """(forward, what it runs) for attention to a window and to compressed keys, else None."""
+    """(forward, what runs) for attention to a window and to compressed keys, else None."""
     found = _LAYER(module)
     if found is None:
         return None

@@ -102,7 +102,7 @@ def _weighted(indexer: Any, packed: Tensor, first: int, last: int) -> Tensor:
 
 
 def rewrite_kpool_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
-    """(forward, what it runs) for an indexer of pools that are weighed, else None."""
+    """(forward, what runs) for an indexer of pools that are weighed, else None."""
     has = has_parts(module, _PARTS, _NUMBERS) and getattr(module, "index_kpool_always_select_tail", False)
     if (
         not has
@@ -129,7 +129,7 @@ def _trial(module: Any) -> IndexerTrial:
 
 
 def _is_same(own: Tensor, choice: Choice) -> bool:
-    """Whether the indices of keys, -1 for none, are those of the chosen pools."""
+    """True if the indices of keys, -1 for none, belong to the selected pools."""
     keys = BEFORE + TOKENS
     mask = torch.zeros(BATCH, TOKENS, keys + 1, dtype=torch.bool)
     mask.scatter_(2, torch.where(own < 0, keys, own).long(), True)

@@ -1,7 +1,7 @@
 """Biases of relative positions, without memory for each pair of a token and a key until something looks.
 
 Each token has a bias for each distance of a key: a product of its states with a matrix. The attention of this
-package takes the biases by distance, and of a prompt those of some tokens at a time.
+package takes the biases by distance, for some tokens of a prompt at a time.
 """
 
 import functools
@@ -28,13 +28,13 @@ MOST_BYTES = 128 * 2**20  # for biases that a prompt has at a time
 
 
 class BiasOfStates(Deferred):
-    """[B, Hq, T, S]: what is added to scores.
+    """[B, Hq, T, S], added to scores.
 
     Attributes:
         states: [B, T, Hq, R].
         bank: [R, E], the biases at each distance.
         make: gives the elements by the model's own code.
-        steps: what was done to them since, of which each is (function, arguments, options) behind the bias.
+        steps: applied to them since, each (function, arguments, options) behind the bias.
     """
 
     states: Tensor
@@ -208,7 +208,7 @@ def _bias(module: nn.Module, states: Tensor, keys: int, make: Callable[[], Tenso
 
 
 def rewrite_relative_bias(module: nn.Module) -> tuple[Callable, list[Done]] | None:
-    """(forward, what it runs) for a module that makes such a bias, else None."""
+    """(forward, what runs) for a module that makes such a bias, else None."""
     if not makes_relative_bias(module):
         return None
     forward = projected_forward if module._modules else relative_forward
@@ -262,7 +262,7 @@ def _linear_and_norm(module: nn.Module) -> Any:
 
 
 class _Gives(nn.Module):
-    """Child of a twin that notes what it is given, and gives what it was made with."""
+    """Child of a twin that notes its arguments, and returns its own result."""
 
     def __init__(self, result: Tensor):
         super().__init__()

@@ -89,7 +89,7 @@ def block_of_experts(block: Any, layer_input: Tensor) -> Tensor:
 
 
 def rewrite_part(module: nn.Module) -> tuple[Any, list[Done]] | None:
-    """(forward, what it runs) for a marked router or its experts, else None."""
+    """(forward, what runs) for a marked router or its experts, else None."""
     if not getattr(module, _IN_ORDER, False):
         return None
     return _ROUTER(module) or _EXPERTS(module)

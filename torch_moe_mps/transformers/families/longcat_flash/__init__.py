@@ -1,4 +1,4 @@
-"""LongCat-Flash: experts of which some give back their input."""
+"""LongCat-Flash: some experts return their input."""
 
 from .. import Family
 from .experts import experts

@@ -1,4 +1,4 @@
-"""The cache of MiniMax-01 with all states in its layers, so that they are those of any other model."""
+"""The cache of MiniMax-01 with all states in its layers, as other models have them."""
 
 from transformers import DynamicCache
 

@@ -92,7 +92,7 @@ def _chosen(
 
 
 def rewrite_block_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
-    """(forward, what it runs) for an indexer of blocks, else None."""
+    """(forward, what runs) for an indexer of blocks, else None."""
     if not has_parts(module, _LAYERS, _NUMBERS):
         return None
     width: Any = module.head_dim

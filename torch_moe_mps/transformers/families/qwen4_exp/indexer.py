@@ -1,4 +1,4 @@
-"""An indexer that chooses pools of keys, of which it takes the mean."""
+"""An indexer that selects pools of keys by their means."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,7 @@ def qsa_forward(
     attention_mask: Tensor,
     cache: Any,
 ) -> Tensor:
-    """The forward of a rewritten indexer: a mask of what is chosen, which is made when attention asks."""
+    """The forward of a rewritten indexer: a mask of the selected keys, made when attention asks."""
     layer = layer_of(indexer, cache)
     runs = (
         type(attention_mask) is CausalMask
@@ -92,7 +92,7 @@ def _norms(indexer: Any) -> tuple[Any, Any]:
 
 
 def rewrite_qsa_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
-    """(forward, what it runs) for an indexer of pools by their means, else None."""
+    """(forward, what runs) for an indexer of pools by their means, else None."""
     if not has_parts(module, _PARTS, _NUMBERS) or module.index_kv_heads != 1:
         return None
     if not fits(module.index_n_heads, module.index_head_dim, module.compress_ratio):

@@ -1,4 +1,4 @@
-"""Tables of the whole context, which the indexer makes, and of which most layers read those of new tokens;
+"""Tables of the whole context, which the indexer makes; most layers read the rows of new tokens;
 and the mean over streams.
 """
 

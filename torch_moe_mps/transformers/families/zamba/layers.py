@@ -22,7 +22,7 @@ def heads_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tenso
     of_heads = [*zip(mixed.chunk(heads, -1), gate.chunk(heads, -1), strict=True)]
 
     def scanned(state: Tensor) -> Tensor:
-        """Results of all heads, one behind the other as what is pending of them."""
+        """Results of all heads, one behind the other, like their uncommitted tokens."""
         pending, results = uncommitted_of(state, x.shape[1]), []
         for number, (own, its_gate) in enumerate(of_heads):
             given = {**pending}

@@ -14,7 +14,7 @@ _held = Bounded(64)
 def constant(key: Any, make: Callable[[], Tensor], count: int = 0) -> Tensor:
     """Result of `make`, held by its key as long as it has `count` rows or more.
 
-    A fake tensor, as it is made while a token is captured, is not held.
+    A fake tensor, made while a token is captured, is not held.
     """
     result: Tensor | None = _held.get(key)
     if result is None or len(result) < count:

@@ -27,7 +27,7 @@ class Mixing(NamedTuple):
     Attributes:
         tensors: the names of its parameters.
         numbers: arguments of the operator.
-        parts: those of fn.
+        parts: of fn.
     """
 
     tensors: tuple[str, str, str]
@@ -44,7 +44,7 @@ def connection_forward(module: nn.Module, hidden_streams: Tensor) -> Any:
 
 
 def rewrite_hyper_connection(module: nn.Module) -> tuple[Callable, list[Done]] | None:
-    """(forward, what it runs) for a module that mixes the streams of a hyper-connection, else None."""
+    """(forward, what runs) for a module that mixes the streams of a hyper-connection, else None."""
     own = module._parameters
     tensors = next((names for names in _TENSORS if all(own.get(name) is not None for name in names)), None)
     count, norm = getattr(module, "hc_mult", 0), module._modules.get("input_norm")

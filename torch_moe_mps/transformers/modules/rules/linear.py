@@ -49,7 +49,7 @@ class Joined:
         return True
 
     def _note_changes(self) -> None:
-        """Writing to a part counts as writing to the whole, of which the CPU keeps what it has decoded."""
+        """Writing to a part counts as writing to the whole, whose decoded values the CPU keeps."""
         now = changes(self.parts)
         if now != self.changes:
             self.changes = now

@@ -129,7 +129,7 @@ def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
 
 
 def rewrite_mlp(module: nn.Module) -> tuple[Callable, list[Done]] | None:
-    """(forward, what it runs) for an MLP of quantised layers, else None."""
+    """(forward, what runs) for an MLP of quantised layers, else None."""
     formula = mlp_formula(module)
     if formula is None:
         return None

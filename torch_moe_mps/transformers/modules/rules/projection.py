@@ -130,7 +130,7 @@ def projection_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Ten
 
 
 def rewrite_projection(module: nn.Module) -> tuple[Callable, list[Done]] | None:
-    """(forward, what it runs) for a quantised layer with what its module does to the result, else None."""
+    """(forward, what runs) for a quantised layer and its module's work on the result, else None."""
     formula = projection_of(module)
     if formula is None:
         return None

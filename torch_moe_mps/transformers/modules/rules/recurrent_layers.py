@@ -1,6 +1,6 @@
 """Whole layers of linear attention: Kimi's delta attention, Mamba-2, Mamba-1, and what families add.
 
-A layer is recognised by what it computes: its own forward and the one here run on a twin of it, for a prompt,
+A layer is recognised by its results: its own forward and the one here run on a twin of it, for a prompt,
 a token behind it and a few more, and have to give the same results and states of the cache.
 """
 
@@ -30,7 +30,7 @@ SCAN, CONVOLUTION = "linear_attention_", "causal_conv1d_update_"
 
 
 def _in_a_row(owner: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
-    """Pass x through those of these layers that a module has, one behind the other."""
+    """Pass x through the layers that a module has of these, one behind the other."""
     for layer in (owner._modules[name] for name in names if name in owner._modules):
         x = layer(x)  # type: ignore[misc]  # none of them is None
     return x
@@ -148,7 +148,7 @@ def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Ten
 
 
 def mamba_scan(layer: Any, projected: Tensor, cache: Any, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Results of the heads of Mamba-2, [B, T, C], and its gate, from those of the first projection."""
+    """Results of the heads of Mamba-2, [B, T, C], and its gate, from the first projection's."""
     heads, width, groups, states = layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size
     inner, tokens = heads * width, projected.shape[:2]
     gate, mixed, step = projected.split_with_sizes([inner, inner + 2 * groups * states, heads], -1)

@@ -73,7 +73,7 @@ class RopeCall(NamedTuple):
         tensors: that turn, 2 for q and k.
         is_complex: it takes one table, cos + i sin.
         dims: of what turns, 4, or 3 without a batch.
-        options: what it gets by name.
+        options: passed by name.
     """
 
     tensors: int

@@ -63,7 +63,7 @@ def rotary_tables(
     """cos and sin of position * frequency, times `scaling`.
 
     Args:
-        layout: "pairs": a column for each pair; "halves": those of all pairs, twice, one after the other;
+        layout: "pairs": a column for each pair; "halves": all pairs' columns, twice, one after the other;
             "interleaved": the column of each pair twice in a row.
         axes: [2, R / 2]: 1 where a pair turns by positions in height, and in width, else 0.
     """
@@ -110,7 +110,7 @@ def _fits(x: Tensor, position_ids: Tensor, frequencies: Tensor, axes: tuple[int,
 
 
 def rewrite_rotary(module: nn.Module) -> tuple[Callable, list[Done]] | None:
-    """(forward, what it runs) for a module that computes these tables, else None."""
+    """(forward, what runs) for a module that computes these tables, else None."""
     types = getattr(module, "rope_type", None)
     depends_on(module, "rope_type")
     names = {None: types} if isinstance(types, str) else types

@@ -122,7 +122,7 @@ def _are_tokens(tokens: Any, x: Tensor) -> bool:
 
 
 def rewrite_router(module: nn.Module) -> tuple[Callable, list[Done]] | None:
-    """(forward, what it runs) for a router, else None.
+    """(forward, what runs) for a router, else None.
 
     Raises Unsupported with the reason why moe_router does not compute what a router does.
     """
@@ -232,7 +232,7 @@ def _router(traced: Traced, names: list[str]) -> Router:
 
 
 def _product(first: fx.Node, logits: fx.Node) -> tuple[fx.Node, float, Any]:
-    """The matmul of logits, what it is multiplied with, and its (x, weight, bias); `first` are the logits."""
+    """The matmul of logits, its factor, and its (x, weight, bias); `first` are the logits."""
     scaled = match("PRODUCT * SCALE", logits) or {"PRODUCT": logits, "SCALE": 1.0}
     product, scale = scaled["PRODUCT"], scaled["SCALE"]
     linear = linear_of(product)

@@ -136,7 +136,7 @@ def _scored(chosen: Any, choice: Any, bias: Any, ids: fx.Node) -> tuple[fx.Node,
     of_ids = _rows_of(ids)
 
     def source(value: Any) -> Any:
-        """Where the chosen values come from: from what is chosen by, or from what is gathered."""
+        """Source of the selected values: the scores that select, or the gathered ones."""
         value = _rows_of(value)
         if value.target is ITEM:
             return choice if bias is None and value.args == (of_ids.args[0], 0) else None
