@@ -23,7 +23,7 @@ FORM: dict[str, tuple[type, ...]] = {
     "failures": (int, type(None)),  # findings of the quick check
     "model": (str, type(None)),
     "tokens_s": (dict,),  # {test of `bench`: tokens a second}
-    "gpu_idle_us": (float, type(None)),  # of a generated token behind no context
+    "gpu_idle_us": (float, type(None)),  # for a generated token behind no context
 }
 
 

@@ -129,7 +129,7 @@ class Answer:
     """Answer to one prompt, as it grows.
 
     Args:
-        before: the tokens in front of it, in which a stop string may begin.
+        before: the tokens in front of it, where a stop string may begin.
     """
 
     def __init__(

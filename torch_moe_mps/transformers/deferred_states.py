@@ -31,7 +31,7 @@ _RIGHT = (3, 1)  # accepted draft tokens, of two rows
 def deferrable_layers(model: PreTrainedModel) -> dict[int, AnyKind]:
     """{number of a layer whose tokens can be taken back without a copy of its states: the kind of these}.
 
-    None in a model that is compiled: its graphs do not see what is pending behind a state.
+    None in a model that is compiled: its graphs do not see uncommitted tokens.
     """
     layers = _layers_with_states(model)
     if not layers or any(map(_is_compiled, model.modules())):
@@ -45,7 +45,7 @@ def deferrable_layers(model: PreTrainedModel) -> dict[int, AnyKind]:
 
 @on_the_cpu()
 def forgets_states(model: PreTrainedModel) -> bool:
-    """Whether modules begin anew where several tokens follow those of a cache.
+    """True if modules ignore cached state when they get several tokens.
 
     So does the own code of Mamba-1, and what a trial cannot run may. Of modules that run the same code, one
     is tried.

@@ -52,7 +52,7 @@ class Decoding:
             self._hand_out(group, sampled)
 
     def evict(self, room: int) -> None:
-        """Evicts cached prefixes until they take at most so many bytes, with those of drafters."""
+        """Evicts cached prefixes, drafters' included, until they take at most so many bytes."""
         drafting = self._drafts.drafting
         if self._prefix_cache is not None:
             self._prefix_cache.shrink(room if drafting is None else drafting.shrink(room))

@@ -57,7 +57,7 @@ class Executor:
         """Computes the next chunk of a prompt. Returns: what the model returns.
 
         Args:
-            beside: called between the modules of an encoder of images or sound; what it raises ends the call.
+            beside: called between the modules of an encoder of images or sound; its exceptions end the call.
         """
         between = self._between.calling(self._unturned(beside)) if prefill.has_new_images else nullcontext()
         with between:

@@ -84,7 +84,7 @@ class Pool:
     # Ends
 
     def end(self, sequence: Sequence, reason: Reason | Exception) -> None:
-        """Ends a sequence. What is computed is cached, unless by an error, behind which it may be wrong."""
+        """Ends a sequence and caches its computed prefix, except after an error, when it may be wrong."""
         if sequence.phase != "ended":
             self._leave(sequence, None if isinstance(reason, Exception) else self._prefix_of(sequence))
             sequence.job.end(reason)

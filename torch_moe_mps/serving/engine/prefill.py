@@ -29,7 +29,7 @@ def turning(model: Any) -> dict[str, Any]:
 
 @contextmanager
 def turned(modules: Mapping[str, Any], moved: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the block, modules turn positions that are moved: those of a prompt with images.
+    """Inside the block, modules turn the moved positions of a prompt with images.
 
     Args:
         modules: of `turning`, which have their own again behind the block.
@@ -50,7 +50,7 @@ class Prefill:
 
     Args:
         ids: [1, T], on the CPU.
-        prefix_cache: None for a prompt of which nothing is cached.
+        prefix_cache: None for a prompt that is not cached.
         images: of the prompt.
         beside: inputs of the model that images are given as. Without them, a prompt whose images are not
             cached is the caller's to compute.
@@ -177,7 +177,7 @@ def _is_marked(position: int, prompt: int) -> bool:
 
 
 def _mark(kept: CachedPrefix) -> None:
-    """Keeps the states of what is computed so far, if they fit no longer prompt."""
+    """Keeps the states of the computed prefix, if they fit no longer prompt."""
     if states := kept_states(kept.cache):
         kept.states[len(kept.ids)] = states
     for position in sorted(kept.states)[_FIRST:-_LAST]:

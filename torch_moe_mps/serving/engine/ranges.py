@@ -130,7 +130,7 @@ def check_settings(config: GenerationConfig, own: GenerationConfig, vocabulary: 
     """Checks settings before an answer begins.
 
     Args:
-        own: the model's own settings, whose tokens are as they are.
+        own: the model's own settings, whose tokens are not checked.
         vocabulary: how many tokens the model knows.
 
     Raises: ValueError for the first that is out of its range.

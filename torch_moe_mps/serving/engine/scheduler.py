@@ -131,7 +131,7 @@ class Scheduler:
         return self._turn + place
 
     def plan(self, sequences: Sequence[Any], budget: Budget, times: Times, is_short: bool = False) -> Plan:
-        """The next plan for sequences in the order in which they came to their phases.
+        """The next plan for sequences, in the order of entering their phases.
 
         Args:
             is_short: whether only a prompt of the shortest chunk may begin, next in its turn.

@@ -23,7 +23,7 @@ class Sequence:
         alone: why the model's own `generate` must generate it, for a person; None where the engine does.
         phase: "waiting" to be admitted, for the first time or preempted; "restoring" its prefix from the
             disk; "prefill"; "decoding"; or "ended".
-        turn: the round of admissions in which it begins.
+        turn: its round of admissions.
         restoring: the read of its prefix, in that phase.
         prefill: of its prompt; it has the cache. None before it is admitted.
         tokens: generated, as far as the host has read them.

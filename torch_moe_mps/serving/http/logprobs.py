@@ -23,7 +23,7 @@ class Entry:
     """A token of an answer.
 
     Args:
-        octets: of its text, of which it may be a part of a character; None where nothing says which.
+        octets: of its text, maybe a part of a character; None where they are unknown.
         top: the most probable tokens at its place.
         offset: of its text in the answer.
     """
@@ -93,7 +93,7 @@ class Logprobs(LogitsProcessor):
 
 
 def text_of(tokenizer: Any, token: int) -> tuple[str, list[int] | None]:
-    """A token's text and its octets, which may be a part of a character, of which the text has a sign."""
+    """A token's text and its octets; a part of a character is a replacement sign in the text."""
     once = tokenizer.decode([token])
     twice = tokenizer.decode([token, token])  # a blank in front is left out of the first
     text = twice[len(once) :] if twice.startswith(once) else once

@@ -96,7 +96,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Forced:
-    """Tools one of which must be called: the one that is named, or any.
+    """Tools for a forced call: of the named one, or of any.
 
     Args:
         parallel: whether there may be several calls.
@@ -210,7 +210,7 @@ class Fields:
     """The fields that a path knows; others are ignored, as agents send new ones every month.
 
     Args:
-        checks: {field: what it must be where it is not null}.
+        checks: {field: the check of its value unless it is null}.
         needed: must be there.
         others: fields that are read in another place, or change no answer.
         nothing: {field that this server has no answer to: the values that ask for nothing}.

@@ -37,7 +37,7 @@ def schema_of(asked: Any, field: str) -> dict[str, Any] | None:
     Args:
         asked: what a request has in `field`: `response_format` of chats, `format` in the `text` of responses.
 
-    Raises: Refused for what is no format.
+    Raises: Refused for another value.
     """
     if asked is None:
         return None

@@ -51,7 +51,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def family(self) -> str | None:
-        """xgrammar's name of the form in which the model calls tools; None where it is not known."""
+        """xgrammar's name of the model's form of tool calls; None where it is unknown."""
         return family_of(self.form)
 
     @functools.cached_property

@@ -44,7 +44,7 @@ async def fetched(url: str, field: str, hosts: Container[str], most: int) -> byt
 
 
 async def _addresses(asked: httpx2.URL, is_named: bool) -> list[str]:
-    """The addresses of a host, each of which was checked: a name may mean another one each time.
+    """The checked addresses of a host: a name may mean another one each time.
 
     Raises: OSError.
     """

@@ -73,7 +73,7 @@ class _Snapshot:
 class Disk:
     """A folder of prompts, of at most so many bytes: those unused longest go first.
 
-    Where the disk is full, they go, too, and `most` becomes what is left.
+    Where the disk is full, they go, too, and `most` becomes their remaining size.
 
     All but the writing and reading of files is done by the thread of the device, in parts between its steps.
 
@@ -111,7 +111,7 @@ class Disk:
             return sum(self._files.values())
 
     def use(self, model: Any, adapters: Any) -> None:
-        """Prompts are of this model from now on, as it is, with what its adapters add."""
+        """Prompts are of this model from now on, with the current adapters."""
         if adapters not in self._keys:
             text = json.dumps(key_of(model), sort_keys=True)
             self._keys[adapters] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -125,7 +125,7 @@ class Disk:
         return not self._fault and (self._copying is not None or bool(self._pending))
 
     def note(self, ids: Tensor, cache: Any, states: dict[int, dict[int, dict[str, Any]]]) -> None:
-        """Takes a prompt to be written, as it is now."""
+        """Queues a prompt for writing, in its current state."""
         if self._fault or not is_in_layers(cache) or not len(ids):
             return
         copied = copy_of_cache(cache, [copy_of_layer(layer) for layer in cache.layers])
@@ -139,10 +139,10 @@ class Disk:
         self._pending.append(snapshot)
 
     def shrink(self, memory: int, held: Mapping[int, int]) -> None:
-        """Gives up what is not written yet, the oldest first, until all take at most so many bytes.
+        """Drops unwritten prefixes, the oldest first, until all take at most so many bytes.
 
         Args:
-            held: {address: bytes} of prompts that stay, which may be what is not written.
+            held: {address: bytes} of prompts that stay, unwritten ones among them.
         """
         room = max(0, memory - sum(held.values()))
         while self._pending:
@@ -152,7 +152,7 @@ class Disk:
             self._pending.popleft()
 
     def forget(self) -> None:
-        """Gives up what is not written yet, whose memory is needed."""
+        """Drops unwritten prefixes, whose memory is needed."""
         self._pending.clear()
 
     def store(self, wait: bool = False) -> None:
@@ -193,7 +193,7 @@ class Disk:
             log.warning("a prompt is not kept in %s: %s", self.folder, first_line(error))
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the queued prefixes."""
         while self.is_storing:
             self.store(wait=True)
         self._queue.put(_Wait)
@@ -201,7 +201,7 @@ class Disk:
         os.close(self._held)
 
     def _parts(self, snapshot: _Snapshot) -> Iterator[tuple[str, int, Part]]:
-        """(name, last position, part) of what is in no file of a prompt."""
+        """(name, last position, part) of the parts of a prompt that no file has."""
         ids, cache = snapshot.ids, snapshot.cache
         has_blocks = not all(map(fits_one_prefix, cache.layers))
         for number, name in enumerate(snapshot.names if has_blocks else ()):
@@ -319,7 +319,7 @@ class Disk:
     def failed(self, name: str, error: Exception) -> None:
         """Logs that a part cannot be used, and removes its file unless memory or file handles were short.
 
-        `RuntimeError` is torch's, for an allocation; what is wrong in a file raises others.
+        `RuntimeError` is torch's, for an allocation; a damaged file raises others.
         """
         log.warning("%s is left out: %s", self.folder / name, first_line(error))
         if isinstance(error, MemoryError | RuntimeError) or getattr(error, "errno", None) in _PASSES:
@@ -336,7 +336,7 @@ class Restoring:
     """A prompt that is read, part by part, while others are answered.
 
     Attributes:
-        ids, cache: what is there, once `step` says so; `ids` is empty where nothing is.
+        ids, cache: the stored prefix, once `step` says so; `ids` is empty where none is.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Prompts that were computed are kept: the next one computes what is new in it.
+"""Cached prefixes in memory: a prompt computes only its new part.
 
 Conversations share what they begin with, such as a system prompt, and the one that was used longest ago makes
 room for others.
@@ -59,7 +59,7 @@ class CachedPrefix:
         number: counts all that were put.
         storages: its memory when it was put, {address: bytes}.
         octets: of these.
-        adapters: added by the model where it was computed; None of a file is what it adds now.
+        adapters: active when it was computed; None of a file means the active ones.
     """
 
     ids: Tensor
@@ -176,7 +176,7 @@ class PrefixCache:
         del self.kept[:first]
 
     def halve(self) -> None:
-        """Gives up the older half of what is kept, and what the disk has not written: there is no memory."""
+        """Evicts the older half of the cached prefixes and the unwritten ones: memory ran out."""
         if self.disk is not None:
             self.disk.forget()
         self.shrink(self.octets // 2)

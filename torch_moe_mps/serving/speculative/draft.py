@@ -21,7 +21,7 @@ _NAME = "moe_mps::speculative"
 
 
 def require_tokens(model: Any, draft: Any, alike: bool = True) -> None:
-    """Raises: ValueError for a draft whose tokens are not those of the model that verifies its drafts.
+    """Raises: ValueError for a draft model with another vocabulary than the target model.
 
     Args:
         alike: whether their tokenizers have the same texts for them.

@@ -60,7 +60,7 @@ class Source(Protocol):
     """
 
     def draft(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
-        """Tokens that may follow those of each row, at most `row.most`; none where nothing is known."""
+        """Draft tokens of each row, at most `row.most`; none where nothing is known."""
 
     def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         """Takes how many of the last drafts of each row held; their tokens, and the one behind them, are

@@ -24,7 +24,7 @@ class Drafting:
 
     Args:
         model: that verifies the drafts.
-        sources: of the drafts: each row has those of the first one that has some, and pays.
+        sources: drafters; each row has the drafts of the first one that has some, and pays.
         width: chooses how many there are.
 
     Attributes:
@@ -200,7 +200,7 @@ class Drafting:
 
     @contextmanager
     def _fails(self, number: int, rows: Sequence[Row]) -> Iterator[None]:
-        """Block of a source: what it raises ends its drafts for these sequences, and nothing else."""
+        """Block of a drafter: its exceptions end its drafts for these sequences, and nothing else."""
         try:
             with as_errors():
                 yield

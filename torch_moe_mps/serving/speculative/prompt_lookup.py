@@ -79,7 +79,7 @@ class Lookup:
     """A `Source` of repetitions.
 
     Args:
-        prompts: that are kept, in which it looks, too; None for the conversation alone.
+        prompts: the prefix cache, searched, too; None for the sequence alone.
     """
 
     is_cheap = True

@@ -1,4 +1,4 @@
-"""Verification of drafts: the tokens that the model chooses, as long as they are those that were drafted.
+"""Verification of draft tokens: accepted as long as the target model samples the same tokens.
 
 A draft holds if it is the token that would have been chosen without it: the likeliest, or the one that is
 drawn. So each token has the model's distribution, whatever was drafted: a draft g holds with the probability

@@ -90,7 +90,7 @@ class Width:
     ) -> tuple[float, float]:
         """Tokens of each row that a step is expected to give, and its seconds.
 
-        Where rows are even, what is right beside a wrong draft is computed again: by a step without drafts.
+        Where rows are even, tokens beside a rejected draft are computed again, by a step without drafts.
 
         Args:
             rows: the acceptance rate, how many tokens a row can have, how many of them are known.

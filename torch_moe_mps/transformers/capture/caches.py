@@ -53,7 +53,7 @@ def is_cache(name: Any, value: Any) -> bool:
 
 
 def layers_of(cache: Any) -> list[Any]:
-    """The layers of a cache, and in place of one that each sequence has for itself those of all sequences."""
+    """The layers of a cache; a layer that each sequence has for itself counts once a sequence."""
     layers = getattr(cache, "layers", [])  # neither a list nor None has some
     if not any(type(layer) is Separate for layer in layers):
         return layers
@@ -111,7 +111,7 @@ def slots_of(cache: Any, layers: list[tuple[type, list[str]]], masks: list[Causa
 
 
 def empty_copy(cache: Any) -> Any:
-    """A cache with layers like those of another one, which share nothing that changes."""
+    """A cache with layers like another one's, which share nothing that changes."""
     if type(cache) is list:
         return [*cache]
     return copy_of_cache(cache, [*map(_copy, cache.layers)])

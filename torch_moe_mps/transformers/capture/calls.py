@@ -75,7 +75,7 @@ Make = Callable[[list[Tensor], Any], Any]
 class Capture(NamedTuple):
     """A captured kind of calls.
 
-    `make` gives what a call returns, from its tensors and its cache; `operators` are what it calls, in order.
+    `make` gives a call's result, from its tensors and its cache; `operators`: its calls, in order.
     A model's programs share a fingerprint.
     """
 
@@ -471,7 +471,7 @@ def tokens_of(model: nn.Module) -> Callable[[], str | None]:
 
 
 def never_captured(model: nn.Module, wanted: bool | None) -> str | None:
-    """Why tokens are not captured that would be where this model is, and as it is wanted."""
+    """Reason why decode steps are not captured on this device and with these options, or None."""
     may_be = wanted is not False and host_library() is not None and (bool(wanted) or is_on_mps(model))
     says_tokens = any(isinstance(m, PreTrainedModel) and m.can_generate() for m in model.modules())
     if captures_of(model) is not None or not may_be or not says_tokens:

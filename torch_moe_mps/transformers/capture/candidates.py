@@ -11,6 +11,6 @@ DRAFTING: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def are_by_layers(config: Any) -> bool:
-    """Whether transformers takes candidates from such layers, in the order in which it asks a config."""
+    """True if transformers takes candidates from such layers, by the order of its questions to a config."""
     before = (config.assistant_early_exit, config.prompt_lookup_num_tokens)
     return before == (None, None) and bool(getattr(config, "use_mtp", None))  # transformers 5.23 has none

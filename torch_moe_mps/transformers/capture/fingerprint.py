@@ -230,7 +230,7 @@ class Watched(NamedTuple):
     container: Any
 
     def inside(self, key: Any) -> str:
-        """The path of a value in a dictionary; those of a module are its attributes for all who read it."""
+        """The path of a value in a dictionary; a module's dictionaries count as its attributes."""
         if not isinstance(key, str):  # torch's DispatchKey cannot be compared with one
             return f"{self.path}[{key!r}]"
         return self.path if key in _OF_MODULES else f"{self.path}.{key}".removeprefix(".")
@@ -248,7 +248,7 @@ class _Reached:
     """Objects that a model leads to, except through tensors, classes and names that functions look up.
 
     Attributes:
-        watched: objects that may change, those of modules first.
+        watched: objects that may change, modules' first.
         modules: the model, its modules, and those that are attributes but not registered.
         classes: of all objects, and of caches.
     """
@@ -313,9 +313,9 @@ def _members(classes: Iterable[type]) -> list[Any]:
 
 
 def _note_first(classes: Iterable[type], files: Iterable[Any]) -> None:
-    """Lets Python note in classes and files what it notes when they are copied, or warn, for the first time.
+    """Triggers the notes that Python makes in classes and files at their first copy or warning.
 
-    Else a call that does so, in a process in which none has done so before, would look like a change.
+    Otherwise the first such call in a process would look like a change.
     """
     for cls in classes:
         copyreg._slotnames(cls)  # type: ignore[attr-defined]  # a function that pickle calls by this name, too
@@ -325,7 +325,7 @@ def _note_first(classes: Iterable[type], files: Iterable[Any]) -> None:
 
 
 def _files(classes: Iterable[type]) -> Iterator[Any]:
-    """Names in the files of libraries' classes, and in those of the functions that they import."""
+    """Names in the files of libraries' classes, and of the functions that they import."""
     names = {cls.__module__ for cls in classes if not _is_of(cls.__module__, _UNWATCHED)}
     packages = tuple({name.partition(".")[0] for name in names})
     of_names = (vars(sys.modules.get(name, types)) for name in names)

@@ -76,7 +76,7 @@ class Match(NamedTuple):
         attributes: what of the cache stays.
         layers: (class, names of dictionaries) of each layer of the cache.
         slots: what the cache and the masks hold.
-        readers: for each symbol the kind, the number and the place of what it is read from.
+        readers: for each symbol the kind, the number and the place of its source.
         sources: for each view the input that it is a view of.
         ends: for each kind of memory's end: (start, its symbol, length, its symbol), the symbol -1 for none.
         ends_of: gives the end of each memory, from those.

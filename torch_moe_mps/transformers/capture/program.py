@@ -127,7 +127,7 @@ class _Assembly:
         self._program.add_call(schema.name, schema.overload_name, arguments, lists, results, last)
 
     def _last_uses(self, calls: list[fx.Node], results: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-        """{call: what it is the last to read}."""
+        """{call: values that it is the last to read}."""
         seen: set[fx.Node] = set(results)
         last: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(calls):

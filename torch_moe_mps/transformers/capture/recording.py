@@ -146,7 +146,7 @@ class Recording:
         return states
 
     def fixed_input(self, tensor: Tensor) -> Tensor:
-        """The next input, like a tensor whose sizes are those of every call."""
+        """The next input, like a tensor with the sizes of every call."""
         self.inputs.append((tensor, {}))
         return self._recorder.input(tensor, tensor.shape)
 

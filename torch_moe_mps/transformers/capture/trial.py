@@ -49,7 +49,7 @@ def unnoticed_change() -> str | None:
 
 
 def _changes(model: _Model) -> Iterator[str]:
-    """Makes one change of a model after the other, each but the last undone, and says what it is."""
+    """Makes one change of a model after the other, each but the last undone, and yields its name."""
     layers, config = model.layers, model.config
     first: Any = layers[0]
     second: Any = layers[1]

@@ -69,7 +69,7 @@ class FakeResults:
         self._alive, self._keys, self._results = {}, {}, Bounded(_MOST_KNOWN)
 
     def empty(self, like: Tensor, sizes: tuple[Any, ...], dtype: torch.dtype | None = None) -> Any:
-        """A fake tensor; the mode's own from_tensor, which keeps what it shares with others, is slow."""
+        """A fake tensor. The mode's own from_tensor, which keeps shared storages, is slow."""
         options: dict[str, Any] = {"dtype": dtype or like.dtype, "device": like.device}
         stride = None if like.is_contiguous() else like.stride()
         key = (*sizes,), stride, *options.values()

@@ -43,7 +43,7 @@ class Fusion:
     it must have their defaults. Behind the first result come those that the formula names with `:=`.
 
     Args:
-        rows: (formula, operator), in the order in which they are tried.
+        rows: (formula, operator), tried in this order.
         where: whether a row applies, from what its names stand for.
     """
 
@@ -130,7 +130,7 @@ class _New:
             item.replace_all_uses_with(shaped)
 
     def _call(self, form: Any) -> tuple[Any, dict[str, Any], Any]:
-        """An operator, its arguments, and what it gives."""
+        """An operator, its arguments, and its result."""
         target = getattr(ours, form.func.id).default
         passed: dict[str, Any] = {}
         known = {argument.name: argument for argument in target._schema.arguments}

@@ -74,7 +74,7 @@ def of_shape(value: fx.Node, shape: Any) -> fx.Node | None:
 
 
 def in_shape(value: fx.Node, like: Any, before: fx.Node) -> fx.Node | None:
-    """A value in a shape, or in that of a node, in front of a node; None if that takes a copy."""
+    """A value in a shape, or a node's shape, in front of a node; None if that takes a copy."""
     shape = tensor_of(like).shape if isinstance(like, fx.Node) else like
     result = of_shape(value, shape)
     if result is not None:
@@ -153,7 +153,7 @@ def _is_written(value: fx.Node, memory: fx.Node) -> bool:
 
 
 def memory_of(value: fx.Node) -> fx.Node:
-    """The node that made the memory in which a value lies."""
+    """The node that made a value's buffer."""
     *_, value = value, *shown(value)
     return value.args[0] if value.target is ITEM else value  # type: ignore[return-value]  # a call
 
@@ -170,7 +170,7 @@ def shown(value: fx.Node) -> Iterator[fx.Node]:
 
 
 def hoist(value: fx.Node, before: fx.Node) -> None:
-    """Moves a value in front of a node, and what it is computed of, where that is behind it: views."""
+    """Moves a value in front of a node, with the views that it is computed from."""
     if before < value:
         for node in value.all_input_nodes:
             hoist(node, before)

@@ -8,9 +8,9 @@ default. `linear(X, W)` is a matmul however it was recorded, `item(R, 0)` one of
 products match in either order, and dimensions count from the last: -1. Casts and other shapes are looked
 through in front of an operator.
 
-    X[..., N, H]            a tensor as it is read, whose last dimensions are N and H, the others `...`
+    X[..., N, H]            a tensor as read, whose last dimensions are N and H, the others `...`
     X[S]                    one of the shape S
-    rms_norm(X, W, *A[S])   *A: all other arguments of the call; S: the shape of what it gives
+    rms_norm(X, W, *A[S])   *A: all other arguments of the call; S: the shape of its result
     rms_norm((T := A + B))  T: what the sum gives, which others may read, too
 """
 
@@ -48,7 +48,7 @@ def match(formula: str, value: Any, bound: Bound | None = None) -> Bound | None:
 
 
 def matches(formula: str, value: Any, bound: Bound | None = None) -> Iterator[Bound]:
-    """All ways in which a node computes a formula."""
+    """All matches of a formula at a node."""
     for result in _match(parsed(formula), value, bound or {}):
         if all(map(is_final, computed(value, leaves(result)))):
             yield result

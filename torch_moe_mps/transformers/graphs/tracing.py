@@ -1,7 +1,7 @@
 """Records the operators that a call of a model runs, as an FX graph, without computing anything.
 
 Tensors are fake, numbers that change from token to token are symbols of a ShapeEnv, and whatever Python asks
-of a symbol is a guard. make_fx does the same; here symbols stay in the arguments as they are and no proxies
+of a symbol is a guard. make_fx does the same; here symbols stay in the arguments and no proxies
 are made, which takes a third of its time.
 """
 
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         graph: placeholders are inputs; nodes of get_attr are constants.
-        symbols: {sympy symbol: what it was at the capture}, in the order of `symbol`.
+        symbols: {sympy symbol: its value at the capture}, in the order of `symbol`.
     """
 
     def __init__(self, look_at: Callable[[FrameType, str, Any], None] | None = None) -> None:

@@ -36,7 +36,7 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Leaves random numbers, gradients and defaults of the process as they are."""
+    """Restores random numbers, gradients and defaults of the process."""
     dtype = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -50,7 +50,7 @@ def apart() -> Iterator[None]:
 def agrees(a: object, b: object, rtol: float = 1e-5) -> bool:
     """Whether two results are tensors that are equal up to rounding, or as many of them; None is in both.
 
-    Sums round as their largest parts do, so what is near 0 may differ by as much of the largest value.
+    Sums round as their largest parts do, so values near 0 may differ by as much of the largest value.
     """
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(

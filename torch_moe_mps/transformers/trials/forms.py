@@ -1,4 +1,4 @@
-"""The form in which a module computes, found by trying them one after the other."""
+"""The form of a module's computation, found by trying them one after the other."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ Begin = Callable[..., Callable[[Any], bool]]
 def first_form(
     module: nn.Module, forms: Sequence[Any], begin: Begin, *arguments: Any, apart: Sequence[str] = ()
 ) -> Any:
-    """The first form in which a module computes, None for none: tried once for all modules that are alike.
+    """The first form that a module computes, None for none: tried once for all modules that are alike.
 
     The module's forward then rests on what they have in common.
 
     Args:
-        forms: in the order in which they are tried; modules that are alike have the same.
+        forms: tried in this order; modules that are alike have the same.
         begin: (module, *arguments) -> (form -> whether the module computes so). It makes what all forms are
             compared with, as a twin and its own results.
         apart: attributes in which modules that compute the same may differ.

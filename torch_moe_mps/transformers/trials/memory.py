@@ -51,7 +51,7 @@ def recall(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
     """find(), which JSON can hold, once for a key: in this process, and in those that run the same code.
 
     Args:
-        key: the trial, and what it rests on: classes, functions, shapes, plain values.
+        key: the trial and its inputs: classes, functions, shapes, plain values.
     """
     found = _known.get(key)
     if found is None:
@@ -188,7 +188,7 @@ def _is_written_for(function: Any, module: str) -> bool:
 
 
 def _has_version(module: str) -> bool:
-    """Whether a version stands for the classes of a module: those of torch, and what all models inherit."""
+    """True if a version stands for the classes of a module: torch's, and the base classes of all models."""
     package = module.partition(".")[0]
     return package in _PACKAGES or (package == "transformers" and ".models." not in module)
 
@@ -205,7 +205,7 @@ def _source_of(module: str) -> str:
 
 
 def _function(value: Any) -> Any:
-    """The function of a property or a class method; any other value as it is."""
+    """The function of a property or a class method; any other value itself."""
     return getattr(value, "fget", getattr(value, "__func__", value))
 
 

@@ -189,7 +189,7 @@ class _Shrink(NamedTuple):
         text: the part of the config that is the decoder's.
         divisor: of its widths and heads.
         layers: how many it has.
-        kept: those of them that a small model has.
+        kept: the ones that a small model has.
         narrow: whether other parts get smaller widths, too.
     """
 

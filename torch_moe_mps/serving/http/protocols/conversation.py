@@ -25,7 +25,7 @@ def text_part(text: str) -> Part:
 
 
 def content(value: Any, where: str) -> list[Part]:
-    """The parts of a content. Raises: Refused for what is none."""
+    """The parts of a content. Raises: Refused for another value."""
     if isinstance(value, str):
         return [text_part(value)] if value else []
     if not isinstance(value, list):
@@ -105,7 +105,7 @@ def call(name: Any, function: str, arguments: Any) -> dict[str, Any]:
 
 
 def arguments(value: Any, say: Say) -> Any:
-    """The arguments of a call as an object; what is no object in JSON stays a text."""
+    """The arguments of a call as an object; any other JSON stays a text."""
     if isinstance(value, dict):
         return value
     try:

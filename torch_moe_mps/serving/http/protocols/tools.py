@@ -73,7 +73,7 @@ def grammar(forced: Forced, form: dict[str, Any] | None, family: str | None, pro
 
 
 class Parser(ResponseParser):
-    """transformers' own, but of a call inside of which an answer ends it makes none.
+    """transformers' own, without a call that is cut off by the end of an answer.
 
     What stands where a call should be and is none is part of the text.
     """
@@ -128,7 +128,7 @@ def _is_call(event: dict[str, Any]) -> bool:
 
 
 def family_of(form: dict[str, Any] | None) -> str | None:
-    """The family of xgrammar a call of which this form of answers reads; None for none."""
+    """The family of xgrammar whose calls this form of answers reads; None for none."""
     from xgrammar import get_model_structural_tag
 
     name = {"name": "probe"}

@@ -1,7 +1,7 @@
 """Passes over a recorded graph before it becomes a program: they join patterns of operators into one.
 
-A pass is a function of the graph that finds a pattern and puts calls in its place. What it replaces is left
-without readers, and dropped. A pass may not change the order in which memory is read and written: it
+A pass is a function of the graph that finds a pattern and puts calls in its place. Replaced calls have
+no readers left, and are dropped. A pass may not change the order of reads and writes: it
 inserts at the pattern's last call, and inputs must be unchanged until there (`is_unchanged`).
 """
 

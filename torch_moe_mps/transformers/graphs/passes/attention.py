@@ -42,7 +42,7 @@ def turn_in_attention(graph: fx.Graph) -> None:
 
 
 def _ends_with(cache: fx.Node, place: fx.Node) -> bool:
-    """Whether the last token of a cache [B, H, S, D] is that of a place in the same memory."""
+    """True if the last token of a cache [B, H, S, D] lies at a place in the same buffer."""
     if memory_of(cache) is not memory_of(place):
         return False
     (shape, stride, offset), (other_shape, other_stride, other_offset) = (

@@ -1,7 +1,7 @@
 """Linear layers with one input (q, k and v; gate and up; a router and a gate) as one operator.
 
 `basics/joined.py` lays their rows one behind the other, and the layers' parameters become views of them: the
-operator reads what is written into them later.
+operator reads later writes into them.
 """
 
 from collections import defaultdict

@@ -45,7 +45,7 @@ def join_elements(graph: fx.Graph) -> None:
 
 
 def split_dimensions(graph: fx.Graph) -> None:
-    """F(view(G(X))) -> view(F(G(X))) or F(G(view(X))): a chain has one shape, that of most dimensions."""
+    """F(view(G(X))) -> view(F(G(X))) or F(G(view(X))): a chain has one shape, with most dimensions."""
     made = [*graph.nodes]
     for call in (*made, *reversed(made)):  # to what reads it, and to what it reads
         if _operation(call) is None or not tensor_of(call).is_contiguous():

@@ -135,7 +135,7 @@ def write_into_cache(graph: fx.Graph) -> None:
 
 
 class _Norm(NamedTuple):
-    """A call of rms_norm, and its argument in the shape of what it is looked for in."""
+    """A call of rms_norm, and its argument in the shape of the searched value."""
 
     call: fx.Node
     x: fx.Node
@@ -311,7 +311,7 @@ def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
 
 
 def _are_written_once(turned: _Write, other: _Write, read: list[fx.Node]) -> bool:
-    """Whether two writes go into memories of a call's arguments, none of which is read beside them."""
+    """True if two writes go into buffers of a call's arguments, and nothing else reads these."""
     memories = {memory_of(turned.place), memory_of(other.place)}
     return (
         not turned.call.users

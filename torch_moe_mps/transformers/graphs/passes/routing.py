@@ -112,7 +112,7 @@ def _options_of(router: fx.Node) -> dict[str, Any] | None:
 
 
 def _of_router(value: Any) -> fx.Node | None:
-    """A router's result before it was cast; None for what is none."""
+    """A router's result before its cast; None for another value."""
     while is_call(value, aten._to_copy) and is_final(value):
         value = value.args[0]
     is_result = value.target is ITEM and is_call(value.args[0], *_ROUTERS) and is_final(value)

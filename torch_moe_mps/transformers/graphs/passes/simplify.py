@@ -123,7 +123,7 @@ def _is_neutral(value: Any, call: fx.Node) -> bool:
 
 
 def share_views(graph: fx.Graph) -> None:
-    """Replaces a view by an equal one that was made before, or by what it shows where the two are alike."""
+    """Replaces a view by an earlier equal one, or by its base where the two are alike."""
     views: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if not _is_tensor_view(node):
@@ -159,7 +159,7 @@ def share_equal(graph: fx.Graph) -> None:
 
 
 def _is_returned(value: fx.Node) -> bool:
-    """Whether a call's memory is that of a result, which may be written later."""
+    """True if a call's buffer is a result's, which may be written later."""
     memory = memory_of(value)
     return any(memory_of(node) is memory for node in value.graph.output_node().all_input_nodes)
 
