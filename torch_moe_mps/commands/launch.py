@@ -173,7 +173,7 @@ def _server(options: argparse.Namespace, key: str | None) -> Iterator[Server]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends a server as Ctrl-C does: kept prompts are written."""
+    """Ends a server as Ctrl-C does: cached prefixes are written."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
     try:

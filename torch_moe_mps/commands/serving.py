@@ -40,12 +40,12 @@ from .sources import (
 )
 from .speculative import draft_cache, drafts_of, speculation_of
 
-_DISK = 16.0  # GB of kept prompts, where nobody says how many
+_DISK = 16.0  # GB of cached prefixes, by default
 
 
 @contextmanager
 def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterator[Served]:
-    """The model, which answers inside the block; its kept prompts are written behind it.
+    """The model, which answers inside the block; its cached prefixes are written behind it.
 
     Raises: ValueError, OSError, ImportError with a one-line message.
     """
@@ -142,7 +142,7 @@ def _encoder(options: argparse.Namespace, model: Any, processor: Any, folder: st
 
 
 def prompts_of(options: argparse.Namespace) -> PrefixCache:
-    """Where chat and serve keep prompts."""
+    """The prefix cache of chat and serve."""
     gigabytes = machine_memory() / 8e9 if options.prompt_memory is None else options.prompt_memory
     memory = int(gigabytes * 1e9)
     if options.command == "chat":
@@ -151,7 +151,7 @@ def prompts_of(options: argparse.Namespace) -> PrefixCache:
 
 
 def disk_of(options: argparse.Namespace) -> Disk | None:
-    """Where the server keeps prompts beside memory; a line says where, or why nowhere."""
+    """The disk of the server's prefix cache, or None; a line says where it lies, or why there is none."""
     if options.prompt_disk == 0 or processes() > 1:
         return None
     try:
@@ -181,6 +181,6 @@ def _stage(options: argparse.Namespace, folder: str, device: str) -> Any:
 
 
 def _answering(options: argparse.Namespace, model: Any, folder: str) -> Generating:
-    """`generate` with kept prompts; all processes keep those that the first one keeps."""
+    """`generate` with a prefix cache; all processes keep the prefixes of the first one."""
     prompts = prompts_of(options) if is_first_process() else PrefixCache(sys.maxsize)
     return Generating(model, prompts, speculation_of(options, model, folder))

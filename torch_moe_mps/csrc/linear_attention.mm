@@ -83,6 +83,28 @@ Scan scan_of(int64_t key_width, int64_t value_width, bool delta, bool channels) 
   return {kind + std::to_string(rows), ceil_div(value_width, columns)};
 }
 
+// Strides and sizes of the tensors; everything else is zero.
+LinearAttentionParams sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
+                               const OptionalTensor& beta, const OptionalTensor& gate, const Tensor& state) {
+  LinearAttentionParams params{};
+  params.q = token_strides(q);
+  params.k = token_strides(k);
+  params.v = token_strides(v);
+  params.g = token_strides(g);
+  params.beta = token_strides(beta);
+  params.gate = token_strides(gate);
+  params.state_batch_stride = state.stride(0);
+  params.state_head_stride = state.stride(1);
+  params.state_row_stride = state.stride(2);
+  params.state_column_stride = state.stride(3);
+  params.tokens = q.size(1);
+  params.key_heads = q.size(2);
+  params.heads = v.size(2);
+  params.key_width = q.size(3);
+  params.value_width = v.size(3);
+  return params;
+}
+
 Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g_,
                          const Tensor& state, double scale, const OptionalTensor& beta, bool delta,
                          std::optional<double> l2norm_eps, std::string_view decay,
@@ -102,22 +124,7 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   const OptionalTensor g = channels ? rows_contiguous(*g_) : g_;
   const OptionalTensor a_log = contiguous(a_log_), dt_bias = contiguous(dt_bias_), skip = contiguous(skip_);
   const OptionalTensor gate = rows_contiguous(gate_);
-  LinearAttentionParams params{};
-  params.q = token_strides(q);
-  params.k = token_strides(k);
-  params.v = token_strides(v);
-  params.g = token_strides(g);
-  params.beta = token_strides(beta);
-  params.gate = token_strides(gate);
-  params.state_batch_stride = state.stride(0);
-  params.state_head_stride = state.stride(1);
-  params.state_row_stride = state.stride(2);
-  params.state_column_stride = state.stride(3);
-  params.tokens = q.size(1);
-  params.key_heads = q.size(2);
-  params.heads = v.size(2);
-  params.key_width = q.size(3);
-  params.value_width = v.size(3);
+  LinearAttentionParams params = sizes_of(q, k, v, g, beta, gate, state);
   params.decay = code_of(decay, {"log", "softplus", "sigmoid", "times_beta"});
   params.g_dtype = dtype_code(g);
   params.beta_activation = code_of(beta_activation, {"none", "sigmoid", "softplus"});

@@ -39,8 +39,8 @@ class Groups(NamedTuple):
     counts: list[int]
     pairs: Tensor
 
-    def pieces(self, size: int) -> Iterator["Groups"]:
-        """The same pairs in pieces of at most `size`; an expert is cut only if it has more."""
+    def chunks(self, size: int) -> Iterator["Groups"]:
+        """The same pairs in chunks of at most `size`; an expert is cut only if it has more."""
         experts: list[int] = []
         counts: list[int] = []
         first = filled = 0
@@ -103,9 +103,9 @@ class Product(NamedTuple):
         """
         rows = rows.float() if self.in_float32 else rows
         out = rows.new_empty(rows.shape[0], self.columns)
-        pieces = zip(groups.experts, rows.split(groups.counts), out.split(groups.counts), strict=True)
-        for expert, piece, result in pieces:
-            _product(piece, self.matrix(expert), result)
+        parts = zip(groups.experts, rows.split(groups.counts), out.split(groups.counts), strict=True)
+        for expert, part, result in parts:
+            _product(part, self.matrix(expert), result)
         return out
 
     def of(self, row: Tensor, expert: int) -> Tensor:
@@ -119,7 +119,7 @@ def project_slots(
     """[T, K, N]: product + bias for every pair, zero for sentinels. `shape` of the stack begins with E, N."""
     source = x.flatten(end_dim=-2)
     out = x.new_zeros(ids.numel(), shape[1])
-    for groups in group_by_expert(ids, shape[0]).pieces(PAIRS_AT_ONCE):
+    for groups in group_by_expert(ids, shape[0]).chunks(PAIRS_AT_ONCE):
         rows = source[groups.pairs if x.dim() == 3 else groups.pairs // ids.shape[1]]
         out[groups.pairs] = add_bias(product(rows, groups), groups, ids, bias).to(x.dtype)
     return out.view(*ids.shape, shape[1])
@@ -164,7 +164,7 @@ def combine_experts(
                 total += mlp.row(x, expert).mul_(scale)
         return around.added_to(total).to(x.dtype)
     scales = weights.reshape(-1, 1)
-    for groups in group_by_expert(ids, num_experts).pieces(PAIRS_AT_ONCE):
+    for groups in group_by_expert(ids, num_experts).chunks(PAIRS_AT_ONCE):
         tokens = groups.pairs // ids.shape[1]
         total.index_add_(0, tokens, mlp.rows(x[tokens], groups, ids).mul_(scales[groups.pairs]))
     return around.added_to(total).to(x.dtype)
@@ -253,8 +253,8 @@ def expert_outer(a: Tensor, b: Tensor, ids: Tensor, experts: int) -> Tensor:
     out = left.new_zeros(experts, a.shape[2], b.shape[-1])
     groups = group_by_expert(ids, experts)
     rows = groups.pairs if b.dim() == 3 else groups.pairs // ids.shape[1]
-    pieces = zip(left[groups.pairs].split(groups.counts), right[rows].split(groups.counts), strict=True)
-    for expert, (of_a, of_b) in zip(groups.experts, pieces, strict=True):
+    parts = zip(left[groups.pairs].split(groups.counts), right[rows].split(groups.counts), strict=True)
+    for expert, (of_a, of_b) in zip(groups.experts, parts, strict=True):
         torch.mm(of_a.t(), of_b, out=out[expert])
     return out
 

@@ -16,7 +16,7 @@ BETA_ACTIVATIONS = ("none", "sigmoid", "softplus")
 MAX_KEY_WIDTH = 256
 MAX_STATES = 16  # for each channel of selective_scan_
 MAX_PENDING = 8  # tokens that a state is behind
-SCANNED_CHANNELS = 128  # in a group of selective_scan_, whose pending tokens lie together
+SCANNED_CHANNELS = 128  # in a group of selective_scan_, whose uncommitted tokens lie together
 _PENDING = "counts only with pending_"
 
 

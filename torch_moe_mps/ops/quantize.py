@@ -69,7 +69,7 @@ def quantize_by_importance(
         return _empty(weight, format)
     importance = counted(importance.unflatten(-1, (1, -1, format.group_size)))
     outputs, room = _empty(weight, format), weight.new_empty(0)
-    for index in pieces(weight, CHUNK):
+    for index in chunks(weight, CHUNK):
         piece = weight[index].unflatten(-1, (-1, format.group_size))
         if room.numel() == 0:  # for all of them: new memory costs as much as the arithmetic
             room = weight.new_empty(5, piece.numel(), dtype=torch.float32)
@@ -88,8 +88,8 @@ def quantize_by_importance(
     return outputs
 
 
-def pieces(weight: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
-    """Indices (matrices, rows) of pieces of [E, R, C] of about so many elements; a piece is a view, whatever
+def chunks(weight: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
+    """Indices (matrices, rows) of chunks of [E, R, C] of about so many elements; a chunk is a view, whatever
     the strides. None is larger than the first."""
     matrices, rows, columns = weight.shape
     some_rows = max(1, min(rows, count // max(1, columns)))

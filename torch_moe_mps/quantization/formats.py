@@ -44,7 +44,7 @@ from ..ops._formats import (
     pack,
     unpack,
 )
-from ..ops.quantize import CHUNK, pieces, quantize_by_importance
+from ..ops.quantize import CHUNK, chunks, quantize_by_importance
 from .superblocks import quantize_superblocks
 
 SEARCHED = 1 << 22  # weights that are quantised by importance at a time: a GPU is full of them
@@ -98,7 +98,7 @@ def _check_weight(weight: Tensor, format: Format) -> None:
 
 def check_finite(check: Check, argument: str, stack: Tensor) -> None:
     """Checks sums of magnitudes, which no range of values exceeds; takes 6 % of the time of quantising."""
-    for index in pieces(stack, CHUNK):
+    for index in chunks(stack, CHUNK):
         if not torch.isfinite(stack[index].abs().sum(dtype=torch.float32)):
             check.fail(argument, "finite", "NaN, inf or a range over that of float32")
 
@@ -191,7 +191,7 @@ def quantize_stack(
     count = CHUNK if importance is None else SEARCHED
     if in_superblocks:
         count = CHUNK if device.type == "cpu" else IN_SUPERBLOCKS
-    for index in pieces(stack, count):
+    for index in chunks(stack, count):
         piece = stack[index].to(device)
         weights = None if importance is None else importance[index[0]]
         if weights is None and not in_superblocks:

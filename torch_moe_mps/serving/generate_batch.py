@@ -17,7 +17,7 @@ from .prefix_cache.memory import PrefixCache
 from .speculative.asked import drafting_of
 
 _NAME = "moe_mps::generate_batch"
-_SHARE_OF_PROMPTS = 4  # the part of free memory that keeps prompts, so that others may begin with them
+_SHARE_OF_PROMPTS = 4  # the prefix cache's part of free memory
 
 
 def generate_batch(

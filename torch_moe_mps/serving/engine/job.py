@@ -177,7 +177,7 @@ class Generator(Protocol):
         """Where prompts are kept beside memory."""
 
     def close(self) -> None:
-        """Ends all jobs within a step as cancelled, writes the files of kept prompts, and ends the thread."""
+        """Ends all jobs within a step as cancelled, writes the prefix cache's files, and ends the thread."""
 
 
 def prompt_length(inputs: dict[str, Any]) -> int:

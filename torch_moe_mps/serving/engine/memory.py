@@ -81,7 +81,7 @@ class Memory:
 
     @property
     def free(self) -> int:
-        """Bytes that answers and kept prompts may take."""
+        """Bytes that sequences and cached prefixes may take."""
         return max(0, self.total - self.weights - self.step)
 
     @property

@@ -134,10 +134,10 @@ def _is_same(module: nn.Module, forward: Callable) -> bool:
     twin.rg_lru.recurrent_states = None
     x = torch.randn(2, 8, twin.linear_x.in_features)
     places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])
-    pieces = [slice(0, 5), slice(5, 6), slice(6, 7), slice(7, 8)]
+    chunks = [slice(0, 5), slice(5, 6), slice(6, 7), slice(7, 8)]
     own, cache = copy.deepcopy(twin), LinearCache()
     theirs, ours = [], []
-    for piece in pieces:
+    for piece in chunks:
         arguments = x[:, piece], places[:, piece], None
         theirs.append(original_class(module).forward(own, *arguments)[0])
         ours.append(forward(twin, *arguments, cache=cache)[0])

@@ -70,7 +70,7 @@ def _is_same(module: nn.Module, forward: Callable) -> bool:
     found = []
     for run in (own, in_place(own, forward)):
         copied, cache = copy.deepcopy(twin), LinearCache()
-        pieces = (
+        chunks = (
             (x[:, :5], mask, None),
             (x[:, :5], mask, cache),
             (x[:, 5:6], None, cache),
@@ -78,7 +78,7 @@ def _is_same(module: nn.Module, forward: Callable) -> bool:
         )
         results = [
             run(copied, piece, **cache_argument(own, held), conv_mask=hidden)
-            for piece, hidden, held in pieces
+            for piece, hidden, held in chunks
         ]
         layer = cache.layers[0]
         found.append(

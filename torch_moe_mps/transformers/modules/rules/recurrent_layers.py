@@ -153,7 +153,7 @@ def mamba_scan(layer: Any, projected: Tensor, cache: Any, mask: Tensor | None) -
     inner, tokens = heads * width, projected.shape[:2]
     gate, mixed, step = projected.split_with_sizes([inner, inner + 2 * groups * states, heads], -1)
     before = None if cache is None else cache.get_conv_state(layer.layer_idx)
-    # Tokens whose states lag may be drafts, each of which is a step.
+    # Uncommitted tokens may be drafts, each of them a step.
     is_step = before is not None and (tokens[1] == 1 or bool(uncommitted_of(before, tokens[1])))
     mixed = masked(convolution(layer, mixed, cache), mask)
     v, k, q = mixed.split_with_sizes([inner, groups * states, groups * states], -1)
@@ -255,13 +255,13 @@ def _matches_module(module: nn.Module, forward: Callable) -> bool:
     found = []
     for run in (in_place(own, getattr(forward, RUNS_OWN, own)), in_place(own, forward)):
         copied, cache, results = copy.deepcopy(twin), LinearCache(), []
-        pieces = (
+        chunks = (
             (x[:, :5], mask, None),
             (x[:, :5], mask, cache),
             (x[:, 5:6], None, cache),
             (x[:, 6:], None, cache),
         )
-        for piece, own_mask, states in pieces:
+        for piece, own_mask, states in chunks:
             given = needed_arguments(own, states) | {"attention_mask": own_mask}
             results.append(run(copied, piece, **given))
         outs = [result[0] if isinstance(result, tuple) else result for result in results]
