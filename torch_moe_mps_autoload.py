@@ -31,7 +31,7 @@ _LIBRARIES = {
     "transformers.modeling_utils": "register_models",
     "transformers.integrations.moe": "register_experts",
     "transformers.integrations.gguf.gguf_config_mapping": "register_gguf",
-    "transformers.quantizers.auto": "register_quantizer",
+    "transformers.quantizers": "register_quantizer",  # whole: ours takes a class of another of its modules
     "trl.trainer.utils": "register_trl",
 }
 _TORCH = {"torch": "register_operators"}

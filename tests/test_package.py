@@ -52,6 +52,18 @@ def test_import_waits_for_torch_and_transformers():
     ]
 
 
+def test_quantizers_that_are_imported_first():
+    """By a module that imports them alone: the package's quantizer is among them, without a warning."""
+    code = """
+        import warnings
+        warnings.filterwarnings("error", message="torch_moe_mps")
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+        from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+        print("moe_mps" in AUTO_QUANTIZER_MAPPING)
+    """
+    assert python(code) == "True"
+
+
 def test_public_names_are_listed_before_their_first_use():
     assert {*torch_moe_mps.__all__} <= {*python("import torch_moe_mps; print(*dir(torch_moe_mps))").split()}
 
