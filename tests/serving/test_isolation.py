@@ -364,13 +364,17 @@ def test_a_step_without_memory_ends_answers_with_images(monkeypatch):
     assert good.tokens == alone(1, 5, 9) and good.reasons == ["length"]
 
 
-def test_a_prompt_without_memory_ends_alone():
+def test_a_prompt_without_memory_ends_alone(monkeypatch):
+    """And half of the cached prefixes are evicted, once."""
+    halved = list[PrefixCache]()
+    monkeypatch.setattr(PrefixCache, "halve", lambda cache: halved.append(cache))
     good, bad, late = Asked(ids_of(1, 5), 9), Asked(ids_of(2, 16), 9), Asked(ids_of(2, 16), 5)
     batch = Engine(model_of(), PrefixCache(MEMORY), 3)
     fails_once(batch, lambda ids: ids.shape[1] == 16)
     run(batch, good, bad, late)
     assert str(bad.reasons[0]) == NO_MEMORY and bad.tokens == []
     assert good.tokens == alone(1, 5, 9) and late.tokens == alone(2, 16, 5)
+    assert halved == [batch.prefix_cache]
 
 
 def test_an_answer_alone_without_memory_ends_alone(monkeypatch):

@@ -56,6 +56,12 @@ CASES = {
     "no long one between chunks": ([*decoding(), One("p", "prefill", 500), One("a", **LONG)], 8, None, "p"),
     "no third prompt": ([One("p", "prefill", 500), One("q", "prefill"), One("a")], 8, None, "q"),
     "a preempted one first": ([One("a"), One("p", tokens=4)], 8, "p", None),
+    "a preempted one behind a prompt that is computed": (
+        [*decoding(), One("q", "prefill", 500), One("p", tokens=4)],
+        8,
+        None,
+        "q",
+    ),
     "first answers where half are later": (
         [*(One(f"d{n}", "decoding", place=n) for n in (1, 2)), One("a", place=3), One("b", turn=9)],
         4,
@@ -116,6 +122,14 @@ def test_prefixes_are_evicted_for_a_sequence_that_fits(case):
     memory, prompt = case
     plan = Scheduler().plan([*decoding(), One("a", prompt_tokens=prompt)], budget(8, memory), MEASURED)
     assert (plan.admit is not None, plan.evict) == MEMORY[case]
+
+
+def test_sequences_that_decode_alone_take_memory():
+    """Beside a batch of 2 x 15 tokens, one of its own of 25: 45 of 100 bytes are left for cached prefixes."""
+    alone = One("g", "decoding", prompt_tokens=20, alone="not batchable", tokens=5)
+    batched = decoding(2)
+    assert budget(8, 100).cached([*batched, alone]) == 100 - 2 * 15 - 25
+    assert budget(8, 100).cached(batched) == 100 - 2 * 15
 
 
 def test_one_sequence_runs_whatever_it_takes():
