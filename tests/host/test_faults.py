@@ -8,7 +8,7 @@ import torch
 from support import tiny_models
 
 import torch_moe_mps
-from torch_moe_mps._faults import gpu_busy
+from torch_moe_mps._faults import Mark, gpu_busy
 from torch_moe_mps.ops._samples import packet, sample_arguments
 from torch_moe_mps.transformers.capture.calls import SWITCH
 
@@ -70,6 +70,25 @@ def test_a_wait_raises_it(simulated):
         with pytest.raises(RuntimeError, match="Caused GPU Timeout Error"):
             torch_moe_mps.synchronize()
     torch_moe_mps.synchronize()
+
+
+@pytest.mark.parametrize("schedule", range(4))
+def test_a_wait_for_one_buffer_raises_the_fault_of_an_earlier_one(simulated, schedule):
+    """A step has several buffers, and Metal may tell of the last one first."""
+    arguments = sample_arguments("rms_norm", "mps", torch.float32)
+    torch.ops.moe_mps._commit_every(1)
+    simulated.set_schedule(schedule)
+    for _ in range(20):
+        with simulated.failing("timeout"):
+            try:  # with an odd schedule a call may know it
+                for _ in range(40):
+                    packet("rms_norm")(**arguments)
+                Mark(torch.device("mps")).wait()
+            except torch.AcceleratorError as fault:
+                assert "Caused GPU Timeout Error" in str(fault)
+            else:
+                pytest.fail("nobody says that the first buffer failed")
+        torch_moe_mps.synchronize()
 
 
 def test_a_buffer_that_nobody_was_told_of_is_not_taken_for_an_old_one(simulated):

@@ -144,6 +144,16 @@ int64_t watch() {
   return number;
 }
 
+// Waits until Metal has told how a stream's buffers up to this number ended. The host has waited for them.
+void hear_up_to(at::mps::MPSStream* stream, int64_t last) {
+  std::unique_lock<std::mutex> lock(state.mutex);
+  const auto& incomplete = stream_of(stream).incomplete;
+  const bool heard = state.completed.wait_for(
+      lock, kToldWithin, [&] { return incomplete.empty() || incomplete.begin()->first > last; });
+  TORCH_CHECK(heard, "moe_mps: Metal has not told how a command buffer ended, ", kToldWithin.count(),
+              " s behind a wait for it: `torch-moe-mps check` writes a report for an issue");
+}
+
 // Waits until Metal has told of all that the current stream was given.
 void hear() {
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
@@ -156,13 +166,7 @@ void hear() {
       newest = of.buffer == (__bridge void*)open ? of.last - 1 : of.last;
     }
   });
-  const int64_t last = newest;
-  std::unique_lock<std::mutex> lock(state.mutex);
-  const auto& incomplete = stream_of(stream).incomplete;
-  const bool heard = state.completed.wait_for(
-      lock, kToldWithin, [&] { return incomplete.empty() || incomplete.begin()->first > last; });
-  TORCH_CHECK(heard, "moe_mps: Metal has not told how a command buffer ended, ", kToldWithin.count(),
-              " s behind a wait for it: `torch-moe-mps check` writes a report for an issue");
+  hear_up_to(stream, newest);
 }
 
 void raise_fault_behind_wait() {
@@ -192,10 +196,8 @@ void wait_for_buffer(int64_t number) {
       [waited waitUntilCompleted];
       [waited release];
     }
-    std::unique_lock<std::mutex> lock(state.mutex);
-    const auto& incomplete = stream_of(stream).incomplete;
-    state.completed.wait_for(lock, kToldWithin, [&] { return incomplete.count(number) == 0; });
   }
+  hear_up_to(stream, number);  // Metal may tell of a later buffer first
   raise_fault();
 }
 
