@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 
 from ..nodes import arguments, aten, calls, is_call, is_final, is_view, memory_of, put, tensor_of, written
-from ..patterns import uncast
 from ..tracing import ITEM, VALUE, Number, as_given, as_recorded, key_of
 
 _ONE = 1, (aten.ones, aten.ones_like, aten.new_ones)
@@ -118,8 +117,9 @@ def _is_neutral(value: Any, call: fx.Node) -> bool:
     number, made_by = _NEUTRAL[getattr(call.target, "overloadpacket", None)]
     if not isinstance(value, fx.Node):
         return bool(value == number)
-    made = uncast(value)
-    return is_call(made, *made_by) and is_final(made)
+    while is_call(value, aten._to_copy) or _shows_numbers(value):
+        value = value.args[0]
+    return is_call(value, *made_by) and is_final(value)
 
 
 def share_views(graph: fx.Graph) -> None:
@@ -192,6 +192,13 @@ def _showing(value: fx.Node) -> Iterator[fx.Node]:
         yield user
         if memory_of(user) is memory_of(value):
             yield from _showing(user)
+
+
+def _shows_numbers(value: Any) -> bool:
+    """Whether a value shows numbers of another one, in its dtype."""
+    if not isinstance(value, fx.Node) or not _is_tensor_view(value):
+        return False
+    return tensor_of(value).dtype == tensor_of(value.args[0]).dtype  # type: ignore[arg-type]  # a view's tensor
 
 
 def _is_tensor_view(node: fx.Node) -> bool:
