@@ -46,13 +46,9 @@ def make_new_tensors(graph: fx.Graph) -> None:
     place = {node: number for number, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         own, operator = node.args[0] if node.args else None, _out_of_place(node)
-        if operator is None or not isinstance(own, fx.Node) or own.op != "call_function":
+        if operator is None or not isinstance(own, fx.Node):
             continue
-        memory = memory_of(own)
-        if memory is not (own.args[0] if own.target is ITEM else own):
-            continue  # it is a view
-        before = [user for user in own.users if place[user] < place[node]]
-        if any(memory_of(user) is memory for user in before if not _out_of_place(user)):
+        if not _is_shown_by_none(own, [user for user in own.users if place[user] < place[node]]):
             continue
         index = arguments(node).get("index")
         values = [item for item in node.all_input_nodes if item is not index]
@@ -63,6 +59,14 @@ def make_new_tensors(graph: fx.Graph) -> None:
         graph.erase_node(node)
         for user in [user for user in own.users if place[user] > now]:
             user.replace_input_with(own, new)
+
+
+def _is_shown_by_none(value: fx.Node, readers: list[fx.Node]) -> bool:
+    """True for a tensor that a call has made, if no result of these readers lies in its memory."""
+    memory = memory_of(value)
+    if value.op != "call_function" or memory is not (value.args[0] if value.target is ITEM else value):
+        return False  # it is a view
+    return not any(memory_of(user) is memory for user in readers if not _out_of_place(user))
 
 
 def positions_in_one(graph: fx.Graph) -> None:
