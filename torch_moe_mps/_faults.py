@@ -1,5 +1,5 @@
-"""Faults of a device: waits that see whether the GPU has finished, which those of torch do not ask, and memory
-that has run out."""
+"""Faults of a device: waits that see whether the GPU has finished, which those of torch do not ask, and
+memory that has run out."""
 
 import re
 from collections.abc import Iterator
