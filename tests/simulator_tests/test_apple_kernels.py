@@ -169,10 +169,9 @@ def sampling(dtype: torch.dtype) -> Iterator[Call]:
     """A token of a vocabulary as large as Qwen3's; the same where nothing limits what is drawn from."""
     torch.manual_seed(0)
     logits, draws = 3 * on_device(1, 151_936, dtype=dtype), on_device(1, 151_936).abs()
-    invalid = torch.zeros(1, dtype=torch.int32, device="mps")
     for label, how in {"top-k and top-p": (0.7, 20, 0.8), "top-p": (1.0, 0, 0.9), "all": ()}.items():
-        call = functools.partial(torch.ops.moe_mps.sample_, logits, draws, invalid, *how)
-        yield f"sample_ of {label}", call, {}, logits.numel()
+        call = functools.partial(torch.ops.moe_mps.sample, logits, draws, None, *how)
+        yield f"sample of {label}", call, {}, logits.numel()
 
 
 def adapters(dtype: torch.dtype) -> Iterator[Call]:

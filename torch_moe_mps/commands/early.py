@@ -47,12 +47,14 @@ def importing_torch(command: str) -> Iterator[None]:
         yield
         return
     print(f"torch-moe-mps {command}: importing torch", file=sys.stderr, flush=True)
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def alone(options: argparse.Namespace) -> str | None:
