@@ -16,13 +16,12 @@ from simulator import apple
 from simulator.build import compile_shader
 from simulator.shaderlib import kernels_of
 from simulator.testing import linux_only
-from support.oracles_experts import numbers_of
+from support.oracles_experts import SEARCHED, numbers_of
 from support.pinned import assert_pinned
 from support.quantized_layers import GGUF_FORMATS, place, random_quantized
 from support.sweep import in_sweep
 
 from torch_moe_mps.ops._formats import FORMATS as FORMATS_BY_NAME
-from torch_moe_mps.ops._formats import INTEGERS
 
 pytestmark = linux_only
 M1, M3 = apple.GPUS["M1"], apple.GPUS["M3"]
@@ -429,7 +428,7 @@ GROUPS = {
     "int1": (functools.partial(quantised, name="affine1_64"), of_format("affine1_64")),
 }
 # Types of GGUF that this package writes, too.
-GROUPS |= {name: (functools.partial(quantised, name=name), of_format(name)) for name in sorted(INTEGERS)}
+GROUPS |= {name: (functools.partial(quantised, name=name), of_format(name)) for name in sorted(SEARCHED)}
 # What the names of libraries start with; together they are all of them.
 KINDS = [
     "norms",
