@@ -1,7 +1,7 @@
 """Kernels that may spill on one generation of GPUs: those with more registers than it is known to give.
 
-By our own counts, in tests/pinned/: what Apple's compiler makes of a kernel, metal-tt says (scripts/macos/apple_registers).
-A variant with fewer registers shortens the list.
+By our own counts, in tests/pinned/: what Apple's compiler makes of a kernel, metal-tt says
+(scripts/macos/apple_registers). A variant with fewer registers shortens the list.
 """
 
 import re
