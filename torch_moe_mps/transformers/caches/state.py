@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..basics.reads import attributes_of
 from .declared import declared
 from .quantized_states import QuantizedStates
 
@@ -102,11 +103,6 @@ def copy_of_cache(cache: Any, layers: list[Any]) -> Any:
             setattr(copied, name, [*value])
     copied.layers = layers
     return copied
-
-
-def attributes_of(held: Any) -> dict[str, Any]:
-    """All attributes of a cache, or of a layer: its state, and settings."""
-    return vars(held)
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
