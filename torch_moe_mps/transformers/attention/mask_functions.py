@@ -139,7 +139,7 @@ class _Element(_Unreadable):
     def __init__(self, numbers: set[float] | None) -> None:
         self.numbers = numbers
 
-    def __eq__(self, other: object) -> _Seen:  # type: ignore[override]  # as tensors compare
+    def __eq__(self, other: object) -> _Seen:  # type: ignore[override]  # tensors compare so
         return _Seen(maybe=[Box()])
 
     def __ge__(self, other: float) -> _Seen:
