@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..basics.reads import attributes_of
-from .declared import declared
+from .declared import SHARED, Axes, declared
 from .quantized_states import QuantizedStates
 
 OWN = ""  # the dictionary of a layer's own attributes
@@ -56,6 +56,11 @@ class LayerState:
 
     def tensors(self) -> dict[Name, Tensor]:
         return {name: value for name, value in self.items() if isinstance(value, Tensor)}
+
+    def axes(self, name: Name) -> Axes:
+        """The dimensions of sequences and of tokens in a tensor."""
+        known = self._declared.tensors.get(name.key) if name.dictionary == OWN else None
+        return known or self._declared.mappings.get(name.dictionary) or SHARED
 
     def memory(self) -> int:
         """Bytes of the held tokens, without free slots."""
