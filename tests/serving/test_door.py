@@ -25,10 +25,10 @@ from support.scripted import ask
 from torch_moe_mps._text import shown
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.loop import Died
+from torch_moe_mps.serving.engine.memory import memory_in_use
 from torch_moe_mps.serving.http import app, reading, structured
 from torch_moe_mps.serving.http.answers import Answers
 from torch_moe_mps.serving.http.limited import Limited, TooLong
-from torch_moe_mps.serving.http.metrics import memory_in_use
 from torch_moe_mps.serving.http.request import Refused
 from torch_moe_mps.serving.http.structured import Masked
 from torch_moe_mps.serving.media.loading import Media

@@ -3,13 +3,12 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..._faults import gpu_busy
+from ..engine.memory import memory_in_use
 from .answers import Answers
 from .served import Served
 
@@ -94,12 +93,3 @@ def _counter(name: str, text: str, value: float) -> Metric:
 
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"moe_mps_{name}", text, value=value)
-
-
-def memory_in_use(model: Any) -> int:
-    """Bytes that a model's device has in use; on the CPU, of the model's parameters and buffers."""
-    device = getattr(model, "device", None)
-    if device is not None and device.type == "mps":
-        return int(torch.mps.driver_allocated_memory())
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return sum(tensor.nbytes for tensor in tensors.values())

@@ -91,7 +91,7 @@ class Client:
 
 
 def client_of(address: str) -> str:
-    """The address that a client is counted by: of IPv6 its network of 64 bits, as one host has all of that."""
+    """The address that a client is counted by: of IPv6 its network of 64 bits: a host has all of it."""
     try:
         place = ipaddress.ip_address(address)
     except ValueError:  # a Unix socket, or the name that a proxy gives
