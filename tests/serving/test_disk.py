@@ -17,6 +17,7 @@ from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
+from torch_moe_mps.serving.prefix_cache.files import Files, Writer
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.transformers.caches.parts import Joined
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
@@ -233,7 +234,7 @@ def test_an_end_in_the_middle_of_a_write(tmp_path, monkeypatch):
     while batch.has_work or len(written) < 4:
         batch.step()
         prompts.store()
-    os.close(disk._held)  # as the system does
+    os.close(disk.files._held)  # as the system does
     assert len([*tmp_path.glob("*/*.new")]) == 1
     second = Asked(turn(first, 5))
     answer(model, Disk(tmp_path, MEMORY), second)
@@ -243,14 +244,14 @@ def test_an_end_in_the_middle_of_a_write(tmp_path, monkeypatch):
 def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
     """Answers end while the writer is in its first file; all is written once it goes on."""
     model, goes_on, calls = model_of("qwen3_moe"), threading.Event(), []
-    own = Disk._write_part
+    own = Writer._write
 
     def slow(self, *given):
         calls.append(len(calls))
         assert goes_on.wait(60)
         own(self, *given)
 
-    monkeypatch.setattr(Disk, "_write_part", slow)
+    monkeypatch.setattr(Writer, "_write", slow)
     engine = EngineThread(model, PrefixCache(MEMORY, disk=Disk(tmp_path, MEMORY)), 4)
     asked = [Asked(LONG[:, n:], 20) for n in range(4)]
     for each in asked:
@@ -268,13 +269,13 @@ def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
 @pytest.mark.slow("nine answers")
 def test_what_waits_for_a_slow_disk_is_within_the_memory(tmp_path, monkeypatch):
     """Prompts that no memory is left for are given up, written or not; the last ones are written."""
-    model, goes_on, own = model_of("qwen3_moe"), threading.Event(), Disk._write_part
+    model, goes_on, own = model_of("qwen3_moe"), threading.Event(), Writer._write
 
     def slow(self, *given):
         assert goes_on.wait(60)
         own(self, *given)
 
-    monkeypatch.setattr(Disk, "_write_part", slow)
+    monkeypatch.setattr(Writer, "_write", slow)
     octets = octets_of(answer(model, None, Asked(LONG)).kept[0])
     disk = Disk(tmp_path, MEMORY)
     prompts = PrefixCache(int(2.5 * octets), disk=disk)
@@ -303,12 +304,12 @@ def test_the_folder_is_bounded(tmp_path):
     disk = Disk(tmp_path, MEMORY)
     first, second = Asked(LONG), Asked(LONG.flip(1))
     answer(model, disk, first)
-    most = int(disk.nbytes * 1.6)
+    most = int(disk.files.nbytes * 1.6)
     for asked in (second, Asked(turn(first, 5)), Asked(LONG.roll(9))):
         disk = Disk(tmp_path, most)
         answer(model, disk, asked)
         files = [path.stat().st_size for path in tmp_path.glob("*/*")]
-        assert sum(files) == disk.nbytes <= most
+        assert sum(files) == disk.files.nbytes <= most
     again = Asked(turn(first, 5))
     answer(model, Disk(tmp_path, most), again)
     assert 0 < again.job.disk_tokens < 70 and again.tokens == again.expected(model)
@@ -322,7 +323,7 @@ def test_a_full_disk_fails_no_answer(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     disk = Disk(tmp_path, MEMORY)
-    monkeypatch.setattr(Disk, "_write_file", full)
+    monkeypatch.setattr(Files, "_write_file", full)
     asked = Asked(LONG)
     answer(model, disk, asked)
     assert asked.tokens == asked.expected(model)
@@ -332,20 +333,20 @@ def test_a_full_disk_fails_no_answer(tmp_path, monkeypatch, capsys):
 
 def test_a_disk_that_gets_full_keeps_the_last_prompts(tmp_path, monkeypatch, caplog, capsys):
     """Old ones make room, as if the folder had been that small; what is in the way is no longer written."""
-    model, disk, own = model_of("qwen3_moe"), Disk(tmp_path, MEMORY), Disk._write_file
+    model, disk, own = model_of("qwen3_moe"), Disk(tmp_path, MEMORY), Files._write_file
     first, second = Asked(LONG), Asked(LONG.flip(1))
     answer(model, disk, first)
-    room = int(disk.nbytes * 1.3)
+    room = int(disk.files.nbytes * 1.3)
 
     def write(self, path, octets):
         if sum(file.stat().st_size for file in tmp_path.glob("*/*")) + len(octets) > room:
             raise OSError(errno.ENOSPC, "No space left on device")
         own(self, path, octets)
 
-    monkeypatch.setattr(Disk, "_write_file", write)
+    monkeypatch.setattr(Files, "_write_file", write)
     answer(model, disk := Disk(tmp_path, MEMORY), second)
     files = [path.stat().st_size for path in tmp_path.glob("*/*")]
-    assert sum(files) == disk.nbytes <= disk.most <= room
+    assert sum(files) == disk.files.nbytes <= disk.files.most <= room
     again = Asked(turn(second, 5))
     answer(model, Disk(tmp_path, MEMORY), again)
     assert again.job.disk_tokens == 75 and again.tokens == again.expected(model)

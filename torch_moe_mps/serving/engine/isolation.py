@@ -10,7 +10,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -19,10 +19,16 @@ from .job import as_errors
 from .memory import is_out_of_memory
 from .sequence import Sequence
 
-if TYPE_CHECKING:
-    from .pool import Pool
-
 logger = logging.getLogger(__name__)
+
+
+class Ends(Protocol):
+    """Ends sequences: a `Pool`."""
+
+    def end(self, sequence: Sequence, reason: Exception) -> None: ...
+    def fail_all(self, error: Exception) -> None: ...
+    def preempt(self, error: Exception) -> None: ...
+    def free(self) -> None: ...
 
 
 class Isolation:
@@ -31,7 +37,7 @@ class Isolation:
     All blocks raise torch.AcceleratorError, and a Ctrl-C of the main thread.
     """
 
-    def __init__(self, pool: "Pool"):
+    def __init__(self, pool: Ends):
         self._pool = pool
 
     def one(self, sequence: Sequence) -> AbstractContextManager[None]:
