@@ -93,7 +93,8 @@ def test_a_turn_behind_a_restart(architecture, how, tmp_path):
     second = Asked(turn(first, 5, 7, 9))
     prompts = answer(model, disk, second)
     assert second.tokens == second.expected(model)
-    assert second.job.disk_tokens == second.job.cached_tokens == 75  # all but the last one of the answer
+    usage = second.job.usage
+    assert usage.disk_tokens == usage.cached_tokens == 75  # all but the last one of the answer
     assert (disk.hits, disk.tokens) == (1, 75) and disk.read_bytes > 0 and prompts.computed == 4
     (kept,) = prompts.kept
     eight = [isinstance(layer.keys, QuantizedStates) for layer in kept.cache.layers if hasattr(layer, "keys")]
@@ -106,7 +107,7 @@ def test_a_request_that_is_asked_again(tokens, tmp_path):
     model, first, again = model_of("qwen3_moe"), Asked(LONG[:, :tokens], 1), Asked(LONG[:, :tokens], 1)
     answer(model, Disk(tmp_path, MEMORY), first)
     answer(model, Disk(tmp_path, MEMORY), again)
-    assert again.job.disk_tokens == again.job.cached_tokens == tokens - 1
+    assert again.job.usage.disk_tokens == again.job.usage.cached_tokens == tokens - 1
     assert again.tokens == first.tokens == first.expected(model)
 
 
@@ -120,12 +121,12 @@ def test_a_common_beginning_is_there_once(tmp_path):
     assert all(path.stat().st_mode & 0o77 == 0 for path in tmp_path.rglob("*"))
     third = Asked(torch.cat((LONG[:, :40], LONG[:, 3:8]), 1))
     answer(model, disk := Disk(tmp_path, MEMORY), third)
-    assert third.job.disk_tokens == 32 and third.tokens == third.expected(model)
+    assert third.job.usage.disk_tokens == 32 and third.tokens == third.expected(model)
     with torch.no_grad():
         model.model.layers[0].input_layernorm.weight.mul_(1.5)  # another model
     fourth = Asked(LONG)
     answer(model, Disk(tmp_path, MEMORY), fourth)
-    assert fourth.job.disk_tokens == 0 and fourth.tokens == fourth.expected(model)
+    assert fourth.job.usage.disk_tokens == 0 and fourth.tokens == fourth.expected(model)
 
 
 @pytest.mark.slow("an answer for each damaged file")
@@ -172,7 +173,7 @@ def test_files_under_other_names_are_not_used(architecture, tmp_path, caplog):
         again = [Asked(ids) for ids in asked]
         answer(model, Disk(tmp_path, MEMORY), *again)
         assert [each.tokens for each in again] == [each.expected(model) for each in again]
-        assert [each.job.disk_tokens for each in again] == [0, 0]
+        assert [each.job.usage.disk_tokens for each in again] == [0, 0]
     assert "its header must be" in caplog.text
 
 
@@ -186,7 +187,7 @@ def test_other_files_in_the_folder_are_skipped(tmp_path):
     (state.parent / f"{'b' * 32}.block").mkdir()
     again = Asked(turn(first, 5))
     answer(model, Disk(tmp_path, MEMORY), again)
-    assert again.job.disk_tokens == 75 and again.tokens == again.expected(model)
+    assert again.job.usage.disk_tokens == 75 and again.tokens == again.expected(model)
 
 
 @pytest.mark.slow("an answer for some tensors of each file")
@@ -213,7 +214,7 @@ def test_memory_that_runs_out_between_two_layers(architecture, tmp_path, monkeyp
         again = Asked(ids)
         answer(model, Disk(tmp_path, MEMORY), again)
         assert again.tokens == expected and files <= {*tmp_path.glob("*/*")}
-        assert again.job.disk_tokens < 75
+        assert again.job.usage.disk_tokens < 75
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -238,7 +239,7 @@ def test_an_end_in_the_middle_of_a_write(tmp_path, monkeypatch):
     assert len([*tmp_path.glob("*/*.new")]) == 1
     second = Asked(turn(first, 5))
     answer(model, Disk(tmp_path, MEMORY), second)
-    assert second.job.disk_tokens == 48 and second.tokens == second.expected(model)
+    assert second.job.usage.disk_tokens == 48 and second.tokens == second.expected(model)
 
 
 def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
@@ -263,7 +264,7 @@ def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
     engine.close()
     again = Asked(turn(asked[0], 4))
     answer(model, Disk(tmp_path, MEMORY), again)
-    assert again.job.disk_tokens == 89 and again.tokens == again.expected(model)
+    assert again.job.usage.disk_tokens == 89 and again.tokens == again.expected(model)
 
 
 @pytest.mark.slow("nine answers")
@@ -295,7 +296,7 @@ def test_what_waits_for_a_slow_disk_is_within_the_memory(tmp_path, monkeypatch):
     prompts.write(model)
     again = Asked(turn(asked[-1], 4))
     answer(model, Disk(tmp_path, MEMORY), again)
-    assert again.job.disk_tokens == 75 and again.tokens == again.expected(model)
+    assert again.job.usage.disk_tokens == 75 and again.tokens == again.expected(model)
 
 
 def test_the_folder_is_bounded(tmp_path):
@@ -312,7 +313,7 @@ def test_the_folder_is_bounded(tmp_path):
         assert sum(files) == disk.files.nbytes <= most
     again = Asked(turn(first, 5))
     answer(model, Disk(tmp_path, most), again)
-    assert 0 < again.job.disk_tokens < 70 and again.tokens == again.expected(model)
+    assert 0 < again.job.usage.disk_tokens < 70 and again.tokens == again.expected(model)
 
 
 def test_a_full_disk_fails_no_answer(tmp_path, monkeypatch, capsys):
@@ -349,7 +350,7 @@ def test_a_disk_that_gets_full_keeps_the_last_prompts(tmp_path, monkeypatch, cap
     assert sum(files) == disk.files.nbytes <= disk.files.most <= room
     again = Asked(turn(second, 5))
     answer(model, Disk(tmp_path, MEMORY), again)
-    assert again.job.disk_tokens == 75 and again.tokens == again.expected(model)
+    assert again.job.usage.disk_tokens == 75 and again.tokens == again.expected(model)
     assert "the disk is full" in caplog.text and capsys.readouterr().err == ""
 
 
