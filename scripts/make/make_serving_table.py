@@ -34,8 +34,9 @@ What `chat`, `serve` and `generate_batch` do with each architecture, found out w
 
 "-" stands for a model that does not generate text from tokens alone.
 
-Compressed and indexed attention of four architectures counts from a sequence's first token. A step is shared, but this attention runs once for each of its sequences.
-Launches of a token, of tiny models of two layers (`tests/transformers/models/test_launches.py`):
+Compressed and indexed attention of four architectures counts from a sequence's first token: it runs
+once for each sequence of a step, and everything else once for all. Launches of a token, of tiny models
+of two layers (`tests/transformers/models/test_launches.py`):
 
 | Architecture | One sequence | Four in a step | Four steps alone |
 |---|---|---|---|
