@@ -18,7 +18,7 @@ OF_PROMPTS = (
     *("gemm", "linear", "bucket_pairs", "ids_by_expert", "expert_combine", "expert_down_few", "expert_outer"),
     *("matmul_rows_few", "heads_rows_few", "heads_columns_few", "lora_backward", "lora_outer"),
 )
-# What follows "quantized_" in the names of the libraries of a format.
+# The libraries of a format: behind "quantized_" in their names.
 PARTS = ("", "joined_", "few_", "prompts_", "heads_")
 
 # Libraries of training, of dense experts, and of few models: calls.common_subjects has no call of them.

@@ -1,6 +1,6 @@
 // The experts' kernels for dense weights.
-#include "matmul/formats/dense.h"
 #include "matmul/down_few.h"
+#include "matmul/formats/dense.h"
 #include "matmul/heads.h"
 #include "matmul/normed.h"
 #include "matmul/outer.h"

@@ -32,13 +32,15 @@ built = lambda: {name for name in torch.ops.moe_mps._libraries() if torch.ops.mo
 bits, dtype = int(sys.argv[1]) or None, getattr(torch, sys.argv[2])
 with tiny_models.groups_of_32():
     model = tiny_models.tiny_model("qwen3_moe", dtype).to("mps")
-report = torch_moe_mps.accelerate(model, bits=bits, group_size=32 if bits else None)
+report = torch_moe_mps.accelerate(model, bits=bits, group_size=32 if bits else None, capture=True)
 before, own = built(), libraries_of(model, report.operators())
 assert {*own} <= before
 assert report.compiled in str(report)
 with torch.no_grad():
     for tokens in (1, 40):
-        model(torch.arange(tokens, device="mps")[None])
+        model.generate(torch.arange(1, 1 + tokens, device="mps")[None], max_new_tokens=3, do_sample=False)
+(of_captured_steps,) = (name for name in own if name.startswith("attention_turned"))
+assert any(kernel.split()[2] != "0" for kernel in torch.ops.moe_mps._pipelines(of_captured_steps, []))
 print(before == built(), *sorted(own))
 """
 TOKEN_FIRST = """
@@ -84,8 +86,9 @@ PARTS_LATER = ("quantized_joined", "quantized_few", "quantized_prompts")
         (4, "bfloat16", "quantized_affine4_32_bf16"),
     ],
 )
-def test_nothing_compiles_in_the_first_token(simulated, bits, dtype, experts):
-    """A model compiles nothing for other dtypes and kinds of layers, and only its own weight format."""
+def test_nothing_compiles_while_tokens_are_generated(simulated, bits, dtype, experts):
+    """Nor do captured steps. A model compiles nothing for other dtypes and kinds of layers, and only its own
+    weight format."""
     same, *built = forked(FIRST_TOKEN, bits, dtype).splitlines()[-1].split()
     own = experts.rpartition("_")[2]
     assert same == "True"

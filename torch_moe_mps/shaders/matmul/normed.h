@@ -2,8 +2,8 @@
 #pragma once
 #include "matmul/rows.h"
 
-// matmul_rows for inputs that are normed, by a weight in N. Every simdgroup sums the squares of its inputs for
-// itself: for one token that costs less than a launch, because memory limits the kernel.
+// matmul_rows for inputs that are normed, by a weight in N. Every simdgroup sums the squares of its inputs
+// for itself: for one token that costs less than a launch, because memory limits the kernel.
 template <typename W, int R, typename N>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows_normed(
     MATMUL_BUFFERS(typename W::Element), device const N* norm_weight [[buffer(9)]],
