@@ -162,7 +162,7 @@ def disk_of(options: argparse.Namespace) -> Disk | None:
     except (OSError, ValueError, RuntimeError) as error:
         print(f"torch-moe-mps: prompts are not kept on the disk: {error}", file=sys.stderr)
         return None
-    line = f"Prompts are kept in {folder}, {disk.nbytes / 1e9:.1f} of at most {gigabytes:.1f} GB"
+    line = f"Prompts are kept in {folder}, {disk.files.nbytes / 1e9:.1f} of at most {gigabytes:.1f} GB"
     print(f"{line}; --prompt-disk 0 keeps none", file=sys.stderr)
     return disk
 

@@ -41,16 +41,16 @@ class Answers:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompts that were kept, of each prompt's first answer."""
+        """Tokens of the prompts from the prefix cache, of each prompt's first answer."""
         first: dict[int, int] = {}
         for job in self.jobs:
-            first.setdefault(id(job.inputs), job.cached_tokens)
+            first.setdefault(id(job.inputs), job.usage.cached_tokens)
         return sum(first.values())
 
     @property
     def disk_tokens(self) -> int:
         """Cached tokens that were read from a disk."""
-        return sum({id(job.inputs): job.disk_tokens for job in reversed(self.jobs)}.values())
+        return sum({id(job.inputs): job.usage.disk_tokens for job in reversed(self.jobs)}.values())
 
     @property
     def read_seconds(self) -> float:
@@ -69,7 +69,8 @@ class Answers:
     @property
     def draft_tokens(self) -> tuple[int, int]:
         """Draft tokens that were accepted, and that were rejected."""
-        return sum(job.accepted_tokens for job in self.jobs), sum(job.rejected_tokens for job in self.jobs)
+        each = [job.usage for job in self.jobs]
+        return sum(own.accepted_tokens for own in each), sum(own.rejected_tokens for own in each)
 
     @property
     def drafts_form(self) -> dict[str, int]:

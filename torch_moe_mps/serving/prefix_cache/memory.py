@@ -194,7 +194,7 @@ class PrefixCache:
         try:
             return self.disk.find(model, ids, max((kept.usable(ids) for kept in self.kept), default=0))
         except Exception as error:  # the prompt is computed
-            log.warning("no prompt is read from %s: %s", self.disk.folder, first_line(error))
+            log.warning("no prompt is read from %s: %s", self.disk.files.folder, first_line(error))
             return None
 
     def take_back(self, restored: Restoring) -> None:

@@ -1,9 +1,13 @@
 """The protocol of what drafts tokens, and the conversations that it drafts for."""
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
 
 
 @dataclass
@@ -66,6 +70,38 @@ class Source(Protocol):
         """Takes how many of the last drafts of each row held; their tokens, and the one behind them, are
         among the row's now.
         """
+
+
+class Read(Protocol):
+    """A row, as far as a source has read it."""
+
+    def memory(self) -> int:
+        """Bytes that it holds."""
+
+
+R = TypeVar("R", bound=Read)
+
+
+class RowSource(ABC, Generic[R]):
+    """A `Source` that computes the drafts of one row after the other, from a cache of its own for each."""
+
+    def __init__(self) -> None:
+        self._read: WeakKeyDictionary[Row, R] = WeakKeyDictionary()
+
+    @torch.no_grad()
+    def draft(self, rows: Sequence[Row]) -> list[list[int]]:
+        return [self._of(row) if row.most else [] for row in rows]
+
+    @abstractmethod
+    def _of(self, row: Row) -> list[int]:
+        """Draft tokens of a row, at most `row.most`."""
+
+    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Needs no count: rejected tokens are taken back from the cache, with the draft or the next one."""
+
+    def held(self, row: Row) -> int:
+        read = self._read.get(row)
+        return 0 if read is None else read.memory()
 
 
 def told(source: Source | None, name: str) -> Any:

@@ -62,28 +62,21 @@ class Width:
         many, plain = len(rows), self._seconds.get((len(rows), 1))
         if plain is None or self._counts[many, 1] <= _SAMPLES:
             return 0
-        rates, budget = [*map(self._rate, rows)], min(row.budget for row in rows)
-        highest = min(MOST, max(tokens for of, tokens in self._seconds if of == many))  # one more than before
+        rates, loss = [*map(self._rate, rows)], plain * min(row.budget for row in rows)
+        highest = min(MOST, self._measured(many)[-1])  # one more than before
         least = min(known)  # the width without drafts
         times = [self._predicted(many, 1 + width) for width in range(MOST + 1)]
         of_rows = [*zip(rates, found, known, strict=True)]
-
-        def affordable(first: int, last: int) -> list[int]:
-            more = [n for n in range(first + 1, last + 1) if times[n] - times[first] <= budget * plain]
-            return [first, *more]
-
-        steps = {n: self._step(n, of_rows, times) for n in affordable(least, min(most, highest))}
+        widths = _affordable(times, least, min(most, highest), loss)
+        steps = {width: self._step(width, of_rows, times) for width in widths}
         others = [*steps.values()]  # such as the next ones may be
         if any(known):
-            widths = affordable(0, highest)
+            widths = _affordable(times, 0, highest, loss)
             others = [self._step(n, [(rate, n, 0) for rate in rates], times) for n in widths]
         speed = max(_LEAST_GAIN / plain, *(tokens / seconds for tokens, seconds in others))
         gains = {width: tokens - speed * seconds for width, (tokens, seconds) in steps.items()}
-        best, most_gained = 0, gains[least] if any(known) else -_ROUNDING
-        for width, gained in gains.items():
-            if gained > most_gained:
-                best, most_gained = width, gained
-        return best
+        best = max(gains, key=lambda width: gains[width])
+        return best if gains[best] > (gains[least] if any(known) else -_ROUNDING) else 0
 
     def _step(
         self, width: int, rows: Sequence[tuple[float, int, int]], times: Sequence[float]
@@ -162,7 +155,7 @@ class Width:
         """Seconds of a step: of its kind, or along the line through the nearest ones."""
         if (known := self._seconds.get((many, tokens))) is not None:
             return known
-        measured = sorted(t for rows, t in self._seconds if rows == many)
+        measured = self._measured(many)
         below = max(t for t in measured if t < tokens)
         at = self._seconds[many, below]
         above = [t for t in measured if t > tokens]
@@ -173,3 +166,12 @@ class Width:
         else:
             slope = _SLOPE * at
         return at + max(slope, 0.0) * (tokens - below)
+
+    def _measured(self, many: int) -> list[int]:
+        """The tokens of each row of steps of so many rows whose times are known, the fewest first."""
+        return sorted(tokens for rows, tokens in self._seconds if rows == many)
+
+
+def _affordable(times: Sequence[float], first: int, last: int, loss: float) -> list[int]:
+    """The first width, and those up to the last whose steps take at most so many seconds longer."""
+    return [first, *(n for n in range(first + 1, last + 1) if times[n] - times[first] <= loss)]

@@ -3,14 +3,12 @@
 import json
 from typing import Any
 
-from ...engine.ranges import DRAWS, SETTINGS, integer, number
+from ...engine.ranges import DRAWS, integer
 from ..answer import Answer, Item, Piece
 from ..answers import Answers
 from ..request import (
     OBJECT,
     SHARED,
-    TEXT,
-    YES_OR_NO,
     Chat,
     Fields,
     Forced,
@@ -31,18 +29,12 @@ _FIELDS = Fields(
     SHARED
     | {
         "max_tokens": integer(1),
-        "min_p": DRAWS["min_p"],
-        "model": TEXT,
         "output_config": OBJECT,
         "output_format": OBJECT,
-        "repetition_penalty": SETTINGS["repetition_penalty"],
         "stop_sequences": instance(list, "a list of texts"),
-        "stream": YES_OR_NO,
-        "temperature": number(0, 2),
         "thinking": OBJECT,
         "tool_choice": OBJECT,
         "top_k": DRAWS["top_k"],
-        "top_p": number(0, 1, open_at_low=True),
     },
     needed="messages",
     others=frozenset({
