@@ -98,7 +98,8 @@ class Answers:
         reasons = {_in_words(answer.reason) for answer in self.answers}
         return (
             f"waited {begun - submitted:.2f} s, "
-            f"prompt {self.prompt_tokens} tokens ({self.cached_tokens} kept{disk}) in {first - begun:.2f} s, "
+            f"prompt {self.prompt_tokens} tokens ({self.cached_tokens} cached{disk}) "
+            f"in {first - begun:.2f} s, "
             f"answer {tokens} tokens in {seconds:.2f} s{speed}{drafted}, {', '.join(sorted(reasons))}"
         )
 

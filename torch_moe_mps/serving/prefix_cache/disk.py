@@ -162,7 +162,7 @@ class Disk:
             self._copying = name, end, copy, classes_of(snapshot.cache), event
         except Exception as error:  # a cache that cannot be cut or written
             self._pending.popleft()
-            log.warning("a prompt is not kept in %s: %s", self.files.folder, first_line(error))
+            log.warning("a prefix is not cached in %s: %s", self.files.folder, first_line(error))
 
     def close(self) -> None:
         """Writes the queued prefixes."""

@@ -251,7 +251,7 @@ class PrefixCache:
             self.disk.store()
         if self.kept and is_short and not self.is_storing:
             self.kept = []
-            log.warning("the system is short of memory: no prompt is kept in it")
+            log.warning("the system is short of memory: the prefix cache in it is given up")
             if torch.backends.mps.is_available():
                 torch.mps.empty_cache()
 
@@ -269,10 +269,10 @@ class PrefixCache:
 def _write(file: Path, model: Any, kept: CachedPrefix) -> None:
     try:
         if kept.images is not None:
-            raise ValueError("files keep only text, but it has images")
+            raise ValueError("files cache only text, but it has images")
         save_prompt_cache(file, model, kept.ids, kept.cache, kept.states)
     except (ValueError, OSError) as error:
-        print(f"torch-moe-mps: the prompt is not kept in {file}: {error}", file=sys.stderr)
+        print(f"torch-moe-mps: the prefix is not cached in {file}: {error}", file=sys.stderr)
 
 
 def _begins(kept: CachedPrefix, other: CachedPrefix) -> bool:
