@@ -249,7 +249,7 @@ def test_cases_of_other_operators_are_left_out():
         "transformers/modules/experts.py",
     ):
         assert not only("torch_moe_mps/shaders/norms.metal", f"torch_moe_mps/{file}"), file
-    for file in ("tests/ops/test_operators.py", "tests/host/pinned/traces_norms.txt", "pyproject.toml"):
+    for file in ("tests/ops/test_operators.py", "tests/pinned/traces.txt", "pyproject.toml"):
         assert not only("torch_moe_mps/shaders/norms.metal", file), file
 
     def is_other(**params) -> bool:

@@ -27,6 +27,7 @@ def m5(simulated, monkeypatch):
         torch.ops.moe_mps._allow_tensor_units(name, False)
 
 
+@pytest.mark.pinned
 def test_plan(simulated):
     lines = []
     for tokens in (8, 255, 256, 1024):
@@ -36,7 +37,7 @@ def test_plan(simulated):
         for rows, gated in ((2560, False), (12288, True)):
             plan = torch.ops.moe_mps._plan_linear(tokens, rows, gated, cores=40, tensor_units=True)
             lines.append(f"T {tokens}, {rows} rows{', gated' * gated}: {plan}")
-    assert_pinned(__file__, "plans_tensor_units", "\n".join(lines) + "\n")
+    assert_pinned("plans", "tensor units", "\n".join(lines) + "\n")
 
 
 def kernels_of(simulated, tokens=33, format="affine4_64", dtype=torch.float16) -> list[str]:

@@ -88,7 +88,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 **plain,
             ),
         ],
-        "sample_": [
+        "sample": [
             wrong("above 0 and finite, got 0.0", temperature=0.0),
             wrong("temperature must be above 0 and finite, got inf", temperature=float("inf")),
             wrong("between 0 and 1, got 1.5", top_p=1.5),

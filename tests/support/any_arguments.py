@@ -599,12 +599,12 @@ def tail_of(d: Draws, shape: tuple[int, ...], widths: tuple[int, int], dtype) ->
     return {**tail, "tail_rate": d.one(4, 1, 128), "position": d.one(30, 0, 3, 5000)}
 
 
-def sample_(d):
+def sample(d):
     rows, vocabulary = d.one(1, 3, 0), d.one(300, 1, 31, 1000, 5000)
     return {
         "logits": d.values(rows, vocabulary, scale=d.one(1.0, 3.0, 0.0)),
         "draws": torch.empty(rows, vocabulary).exponential_(generator=d.generator),
-        "invalid_": torch.zeros(rows, dtype=torch.int32),
+        "invalid": d.maybe(lambda: torch.arange(rows) % 2),
         "temperature": d.one(1.0, 0.6, 2.5),
         "top_k": d.one(0, 1, 20, 5000),
         "top_p": d.one(1.0, 0.8, 0.0),

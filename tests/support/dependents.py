@@ -265,13 +265,12 @@ def families_of(path: Path) -> dict[str, list[str]]:
 def kernels_of_operators() -> dict[str, set[str]]:
     """{operator: the kernels that it launches}, as tests/host/test_traces.py pins them."""
     kernels: dict[str, set[str]] = defaultdict(set)
-    for path in (TESTS / "host" / "pinned").glob("traces_*.txt"):
-        operator = ""
-        for line in path.read_text().splitlines():
-            if heading := re.match(r"(\w+): ", line):
-                operator = heading[1]
-            elif launch := re.match(r"  (\w+) grid", line):
-                kernels[operator].add(launch[1])
+    operator = ""
+    for line in (TESTS / "pinned" / "traces.txt").read_text().splitlines():
+        if heading := re.match(r"(\w+): ", line):
+            operator = heading[1]
+        elif launch := re.match(r"  (\w+) grid", line):
+            kernels[operator].add(launch[1])
     return kernels
 
 
@@ -381,7 +380,7 @@ def dependents(path: Path) -> set[Path]:
             importing |= {*tests_in(TESTS / "transformers" / "modules")}
         return importing | (room(path) if in_package else naming(path.name))
     if path.parent.name == "pinned":
-        return {*tests_in(path.parents[1])}
+        return {test for test in naming("assert_pinned") if f'"{path.stem}"' in test.read_text()}
     folders = () if in_package else relative.parts[:-1]  # a test may read all that is in one
     quoted = {f'"{name}"' for name in folders} - {'"docs"', '"tests"', '"scripts"'}
     tests = set().union(*map(naming, quoted | {path.name if path.suffix else f'"{path.name}"'}))

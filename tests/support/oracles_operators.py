@@ -444,11 +444,13 @@ def experts(a, gate_up: np.ndarray, down: np.ndarray, rounded_weight: bool) -> l
     ]
 
 
-def sample_(a):
+def sample(a):
     """Not known where the race, or what is kept, is as near as float32 tells."""
     logits, draws = exact(a.logits), exact(a.draws)
     rows, vocabulary = logits.shape
-    tokens, invalid = np.full(rows, a.otherwise), a.invalid_.numpy().copy()
+    tokens, invalid = np.full(rows, a.otherwise), np.zeros(rows, np.int64)
+    if a.invalid is not None:
+        invalid |= a.invalid.numpy() != 0
     known = np.ones(rows, bool)
     for row in range(rows):
         scores = logits[row] / a.temperature
@@ -468,7 +470,7 @@ def sample_(a):
         known[row] = len(best) == 1 or races[best[1]] < races[best[0]] * (1 - 1e-5)
         known[row] &= a.top_p == 1 or abs(before - share).min() > 1e-6 * share
         known[row] &= a.min_p == 0 or abs(weights - a.min_p).min() > 1e-6 * a.min_p
-    return [Expected(tokens, known=known), Expected(invalid)]
+    return [Expected(np.stack((tokens, invalid)), known=np.stack((known, np.ones(rows, bool))))]
 
 
 def index_topk(a):

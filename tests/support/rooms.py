@@ -10,7 +10,7 @@ FLOORS = (
     "_versions",
     "_text",
     "_progress",
-    "_choices",
+    "_weight_formats",
     "_install",
     "_hub",
     "_svg",

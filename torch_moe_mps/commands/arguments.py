@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from .._choices import BITS, GROUP_SIZES, MODES, one_of
+from .._text import one_of
+from .._weight_formats import BITS, GROUP_SIZES, MODES
 from ..serving.speculative import LOOKUP, MTP
 
 RECIPES = ("small", "fast", "best")

@@ -18,8 +18,8 @@ from transformers import GenerationConfig
 
 from .. import __version__
 from .._text import split_gguf
+from .._weight_formats import ROWS
 from ..macs import BANDWIDTHS, machine_memory
-from ..ops._formats import GGUF
 from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.activations import chosen, range_of
 from ..transformers.checkpoints.calibration import importance_for
@@ -89,7 +89,8 @@ def _planned(
     """
     files, sizes_of = [str(file) for file in _weights(source)], sizes_in_mlx if to_mlx else None
     plan = planned(about, model, files, **recipe, sizes_of=sizes_of)
-    if to_mlx and (others := GGUF.keys() & {weight.format for weight in plan.weights}):
+    foreign = {name for name, row in ROWS.items() if not row.is_of_mlx}
+    if to_mlx and (others := foreign & {weight.format for weight in plan.weights}):
         has_not = " and ".join(sorted(others))
         raise ValueError(f"--to mlx needs --bits, and a --mode of MLX's, which does not have {has_not}")
     if speculative:

@@ -23,7 +23,7 @@ from .basics.own_on_cpu import said_of
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
 from .basics.self_check_state import own_code, refusal
-from .basics.state import NOTHING, STATE, kv_bits_of, state_of
+from .basics.state import kv_bits_of, state_in, state_of
 from .basics.wide_logits import mark_head
 from .checkpoints.quantize.importance import Importance, given_importance
 from .checkpoints.quantize.in_place import keep_when_saving, quantize_model
@@ -248,7 +248,7 @@ def restore(model: nn.Module) -> nn.Module:
         for module in model.modules():
             restore_cache(module)
     for module in model.modules():
-        previous = module.__dict__.get(STATE, NOTHING).previous
+        previous = state_in(module).previous
         for attribute, (config, implementation) in previous.items():
             setattr(config, attribute, implementation)
             _BEFORE.pop(config, None)

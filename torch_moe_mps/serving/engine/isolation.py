@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
+from ..._faults import is_out_of_memory
 from ..._text import first_line
 from .job import as_errors
-from .memory import is_out_of_memory
 from .sequence import Sequence
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,6 @@ prompts share the rest: prompts are given up for answers, and an answer waits un
 """
 
 import ctypes
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,9 +22,6 @@ from .scheduler import LARGEST_CHUNK
 # experts do, of which each has a few of the rows.
 MOST_ROWS = 8
 _OF_THE_MACHINE = 0.75  # the share of its memory that a model with all that it computes may take on a CPU
-_NO_MEMORY = re.compile(
-    "out of memory|allocate memory|not enough memory|insufficient memory|invalid buffer size", re.I
-)
 _EVERY = 1.0  # seconds between two questions to the system
 RETRY_AFTER = 10  # seconds after which a client may ask a system again that was short of memory
 
@@ -106,14 +102,3 @@ def is_short(memory: Memory | None) -> bool:
 
 def is_watched(memory: Memory | None) -> bool:
     return memory is not None and memory.is_watched
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that an allocation has failed, as torch's on any device do.
-
-    A fault of the GPU is none, whatever it says: what was computed before is lost with it.
-    """
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    is_fault = isinstance(error, torch.AcceleratorError)
-    return isinstance(error, RuntimeError) and not is_fault and bool(_NO_MEMORY.search(str(error)))

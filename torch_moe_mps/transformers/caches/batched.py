@@ -395,10 +395,11 @@ def _check(cache: Any, separate: Sequence[int]) -> None:
             raise NotBatchable(f"a {kind} cannot be batched")
         if getattr(layer, "record_past", False):
             raise NotBatchable("its cache holds draft tokens")
-        for name, tensor in LayerState(layer).tensors().items():
-            memory = getattr(tensor, growing.MEMORY, None)
-            if memory is None and tensor.dim() > 0 and tensor.shape[0] != 1 and tensor.numel() > 0:
-                raise NotBatchable(f"{name.key} of a {kind} is of {tensor.shape[0]} rows")
+        state = LayerState(layer)
+        for name, tensor in state.tensors().items():
+            memory, batch = getattr(tensor, growing.MEMORY, None), state.axes(name).batch
+            if memory is None and batch is not None and tensor.numel() > 0 and tensor.shape[batch] != 1:
+                raise NotBatchable(f"{name.key} of a {kind} is of {tensor.shape[batch]} sequences")
             if memory is None and name.key in ("keys", "values") and tensor.dim() > 1:
                 raise NotBatchable(f"a {kind} does not grow in place")
 
