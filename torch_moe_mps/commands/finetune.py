@@ -62,9 +62,7 @@ def _run(options: argparse.Namespace) -> None:
     ranks = memory.Ranks(options.rank, options.expert_rank, options.targets)
     targets = memory.short_names(model, memory.targets_in(model, options.targets))
     tokens = task.tokens if task else [len(example.ids) for example in (*examples, *held_out)]
-    length, rows = max(tokens), options.batch  # all answers to a prompt, by GRPO
-    if options.method != "grpo":
-        rows = min(rows, len(tokens)) * (2 if options.method == "dpo" else 1)  # better answers and worse ones
+    rows, length = _rows(options, len(tokens)), max(tokens)
     weights, size = size_when_loaded(options, source, model, folder)
     peak = memory.peak_of(model, weights, ranks, rows, length, size)
     print(_predicted(peak, memory.parameters_of(model, ranks), rows, length), flush=True)
@@ -78,14 +76,10 @@ def _run(options: argparse.Namespace) -> None:
     adapter = targets, ranks, options.model
     training = _training(options, model, adapter, task or examples, pad)
     adapted = training.trainer.model
-
-    def note_loss(when: str) -> None:
-        if held_out and (when == "after" or when not in about):
-            about[when] = steps.held_out_loss(adapted, held_out, options.batch, pad)
-        if held_out:
-            print(f"held-out loss {when}: {about[when]:.4f}", flush=True)
-
-    note_loss("before")
+    if held_out:
+        if "before" not in about:
+            about["before"] = steps.held_out_loss(adapted, held_out, options.batch, pad)
+        print(f"held-out loss before: {about['before']:.4f}", flush=True)
     _write(output, about)
     with at_ctrl_c(training.end):
         is_done = training.run(options.resume)
@@ -93,9 +87,18 @@ def _run(options: argparse.Namespace) -> None:
         print(f"{output} has a checkpoint: the same command with --resume goes on behind it", file=sys.stderr)
         raise KeyboardInterrupt
     about["curve"] = training.curve()
-    note_loss("after")
+    if held_out:
+        about["after"] = steps.held_out_loss(adapted, held_out, options.batch, pad)
+        print(f"held-out loss after: {about['after']:.4f}")
     print(f"{_memory_taken(device) / 1e9:.2f} GB of memory were taken, at most: {_counted(device)}")
     _save(options, adapted, output, about, tokens[: len(tokens) - len(held_out)])
+
+
+def _rows(options: argparse.Namespace, examples: int) -> int:
+    """Rows of a step: of GRPO all answers to a prompt, of DPO better answers and worse ones."""
+    if options.method == "grpo":
+        return int(options.batch)
+    return min(options.batch, examples) * (2 if options.method == "dpo" else 1)
 
 
 def _training(

@@ -65,7 +65,7 @@ class Width:
         rates, loss = [*map(self._rate, rows)], plain * min(row.budget for row in rows)
         highest = min(MOST, self._measured(many)[-1])  # one more than before
         least = min(known)  # the width without drafts
-        times = [self._predicted(many, 1 + width) for width in range(MOST + 1)]
+        times = self._times(many)
         of_rows = [*zip(rates, found, known, strict=True)]
         widths = _affordable(times, least, min(most, highest), loss)
         steps = {width: self._step(width, of_rows, times) for width in widths}
@@ -150,6 +150,10 @@ class Width:
         own, others = row.held[row.source], self._held[row.source]
         of_all = (others.hits + _WEIGHT * _PRIOR) / (others.tries + _WEIGHT)
         return (own.hits + _WEIGHT * of_all) / (own.tries + _WEIGHT)
+
+    def _times(self, many: int) -> list[float]:
+        """Seconds of a step of so many rows, for each width."""
+        return [self._predicted(many, 1 + width) for width in range(MOST + 1)]
 
     def _predicted(self, many: int, tokens: int) -> float:
         """Seconds of a step: of its kind, or along the line through the nearest ones."""
