@@ -229,7 +229,7 @@ def _of_kind(samplers: list[Sampler], scores: Tensor) -> Tensor:
         if any(sampler.repeats for sampler in samplers):
             for row, sampler in zip(draws, samplers, strict=True):
                 sampler.draw(row)
-        else:  # in one launch
+        else:  # in one dispatch
             samplers[0].draw(draws)
 
     sampled = sampling.draw(scores, fill)

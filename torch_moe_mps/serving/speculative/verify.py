@@ -21,7 +21,7 @@ def verified(
 ) -> list[list[Choice]]:
     """The accepted draft tokens of each row and the token behind them, or an error at the end.
 
-    Rows without processors of their own are chosen together, in one launch where their settings are equal;
+    Rows without processors of their own are chosen together, in one dispatch where their settings are equal;
     the tokens of others one by one, as each of their processors reads the token before.
 
     Args:
