@@ -118,7 +118,7 @@ def test_an_import_changes_no_other_module():
         for path in PACKAGE.rglob("*.py")
     }
     assert len(changes.pop(WIRING)) > 8
-    assert {path: found for path, found in changes.items() if found} == {"__main__.py": ["sys.exit(main())"]}
+    assert {path: found for path, found in changes.items() if found} == {"__main__.py": ["sys.exit(run())"]}
 
 
 def test_every_family_is_wired():
