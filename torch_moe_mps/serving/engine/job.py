@@ -139,7 +139,7 @@ class Generator(Protocol):
 
     Attributes:
         most: jobs that are generated together, at most.
-        active: jobs that are generated now, those whose prompt is being read included.
+        active: jobs that are generated now, those in prefill included.
         waiting: jobs that were submitted and have not begun.
         read_tokens: of all prompts so far that were computed.
         cached_tokens: of all prompts so far, from the prefix cache.

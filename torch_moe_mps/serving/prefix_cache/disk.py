@@ -47,7 +47,7 @@ _PASSES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR) 
 
 @dataclass
 class _Snapshot:
-    """A prompt as it was when it was kept, and the parts of it that are still to be copied."""
+    """A prefix as it was when it was cached, and the parts of it that are still to be copied."""
 
     ids: Tensor
     cache: DynamicCache
