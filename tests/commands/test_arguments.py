@@ -12,8 +12,9 @@ import pytest
 from support.processes import environment, python
 
 import torch_moe_mps
-from torch_moe_mps._choices import BITS, GROUP_SIZES, MODES, one_of
 from torch_moe_mps._install import install_command
+from torch_moe_mps._text import one_of
+from torch_moe_mps._weight_formats import BITS, GROUP_SIZES, MODES
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parse, parser
 from torch_moe_mps.commands.early import importing_torch

@@ -204,7 +204,7 @@ def test_an_interrupt_at_every_seventh_line():
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
-def test_a_quantised_model_stays_in_its_format_and_the_report_says_so(architecture):
+def test_a_quantised_model_stays_in_its_format_and_the_report_says_so(architecture, shipped_defaults):
     with tiny_models.groups_of_32():
         model = eager(tiny_models.tiny_model(architecture))
     first = torch_moe_mps.accelerate(model, bits=8, group_size=32).quantization

@@ -60,15 +60,9 @@ class Memory:
         pressure: Callable[[], Level] | None = _pressure_of_macos if sys.platform == "darwin" else None,
         beside: Sequence[nn.Module] = (),
     ):
-        if model.device.type == "mps":
-            self.total = torch.mps.recommended_max_memory()
-            self.weights = torch.mps.driver_allocated_memory()
-        else:
-            self.total = int(_OF_THE_MACHINE * machine_memory())
-            parts = (
-                part for module in (model, *beside) for part in (*module.parameters(), *module.buffers())
-            )
-            self.weights = sum(tensor.nbytes for tensor in {id(part): part for part in parts}.values())
+        on_gpu = model.device.type == "mps"
+        share = torch.mps.recommended_max_memory() if on_gpu else _OF_THE_MACHINE * machine_memory()
+        self.total, self.weights = int(share), memory_in_use(model, *beside)
         try:
             self.step = prompt_bytes(model, LARGEST_CHUNK)
         except (AttributeError, ValueError):  # an encoder, or a model without layers
@@ -92,6 +86,14 @@ class Memory:
         if self._pressure is not None and now >= self._asked + _EVERY:
             self._asked, self._level = now, self._pressure()
         return self._level
+
+
+def memory_in_use(*modules: nn.Module) -> int:
+    """Bytes that the device of modules has in use; on a CPU, of their parameters and buffers."""
+    tensors = {id(each): each for module in modules for each in (*module.parameters(), *module.buffers())}
+    if any(tensor.device.type == "mps" for tensor in tensors.values()):
+        return int(torch.mps.driver_allocated_memory())
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def is_short(memory: Memory | None) -> bool:

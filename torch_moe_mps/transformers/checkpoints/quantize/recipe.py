@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ....ops._formats import INTEGERS
 from ....quantization import Format, requested_format
 
 SAME = "same"
@@ -56,7 +55,7 @@ class Recipe:
         """The recipe for a model with so many weights of each kind."""
         total = sum(sizes.values())
         changed: dict[str, Any] = {}
-        if self.large_embeddings and sizes["embeddings"] >= SHARE * total:
+        if self.large_embeddings and sizes["embeddings"] and sizes["embeddings"] >= SHARE * total:
             changed["embeddings"] = self.large_embeddings
         if self.small_linears and sizes["experts"] and sizes["linears"] <= SHARE * total:
             changed["linears"] = self.small_linears
@@ -127,7 +126,7 @@ def requested_recipe(
         for pattern, value in (overrides or {}).items()
     }
     exceptions |= dict.fromkeys([keep] if isinstance(keep, str) else keep)
-    more = usual.is_affine or usual.mode in INTEGERS
+    more = usual.is_affine or usual.integers is not None
     auto = _format("bits", AUTO_BITS, usual) if more and usual.bits < AUTO_BITS else None
     own = {"linear_bits": linear_bits, "embedding_bits": embedding_bits}
     linears, embeddings = (_format(name, SAME if b == AUTO else b, usual) for name, b in own.items())
