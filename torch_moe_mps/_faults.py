@@ -1,11 +1,17 @@
-"""Waits that see whether the GPU has finished what it was given: torch's own do not ask."""
+"""Faults of a device: waits that see whether the GPU has finished, which those of torch do not ask, and
+memory that has run out."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from ._extension import host_library
+
+_NO_MEMORY = re.compile(
+    "out of memory|allocate memory|not enough memory|insufficient memory|invalid buffer size", re.I
+)
 
 
 def raise_fault() -> None:
@@ -81,3 +87,14 @@ def synchronized(device: torch.device | str) -> Iterator[None]:
             raise fault from error
         raise
     synchronize(device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocation has failed, as torch's on any device do.
+
+    A fault of the GPU is none, whatever it says: what was computed before is lost with it.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    is_fault = isinstance(error, torch.AcceleratorError)
+    return isinstance(error, RuntimeError) and not is_fault and bool(_NO_MEMORY.search(str(error)))

@@ -122,7 +122,7 @@ def test_kept_prompts_go_on(architecture):
     second = Asked(turn, 4)
     run(batch, second)
     assert second.tokens == second.expected(model)
-    assert second.job.cached_tokens == 74
+    assert second.job.usage.cached_tokens == 74
     assert second.read[0] == (74, 79) and second.read[-1] == (79, 79)
     assert batch.counts.cached == 74 and batch.counts.computed == 70 + 6 + 5
     cached = []
@@ -130,7 +130,7 @@ def test_kept_prompts_go_on(architecture):
         begins = Asked(torch.cat((turn[:, :shared], ids_of(shared, 9)), 1), 3)
         run(batch, begins)
         assert begins.tokens == begins.expected(model)
-        cached.append(begins.job.cached_tokens)
+        cached.append(begins.job.usage.cached_tokens)
         prompts.kept = prompts.kept[-1:]  # it has for others what the first had for it
     assert cached == ([66, 40] if architecture == "qwen3_moe" else [38, 38])
 

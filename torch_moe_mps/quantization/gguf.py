@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops._checks import Check
-from ..ops._formats import FORMATS, GRIDS, Format, QuantizedWeight, pack, pack_octets
+from ..ops._formats import FORMATS, Format, QuantizedWeight, pack, pack_octets
 
 # A block's codes [n, values], what goes into the scales [n, bytes] and into the biases [n, halves].
 Parts = tuple[Tensor, Tensor, Tensor | None]
@@ -259,7 +259,7 @@ def blocks_of(
 ) -> QuantizedWeight:
     """from_blocks for a weight [..., R, C] whose rows, of all matrices, are read some at a time."""
     (sizes, made_of), format = _BLOCKS[name.lower()], _format(name)
-    bits = 8 if format.name in GRIDS else format.bits  # types of points come packed
+    bits = format.bits if format.points is None else 8  # types of points come packed
     out = QuantizedWeight.empty(shape, torch.float16, torch.device(device), format)
     for rows, (words, *targets) in _some_rows(out, shape[-1]):
         codes, *scales = made_of(*some(rows).reshape(-1, sum(sizes)).split(sizes, -1))

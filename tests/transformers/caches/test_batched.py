@@ -303,7 +303,7 @@ def test_a_join_moves_one_row():
         for layer, one in zip(batch.rows.cache.layers, cache.layers, strict=True):
             assert len(layer.keys) == 3 and len(one.keys) == 1
         batch.rows.join(cache, 20)
-    marks = 4 * (batch.rows._context + 64)  # which tokens are hidden, and the positions
+    marks = 4 * (batch.rows._places._context + 64)  # which tokens are hidden, and the positions
     assert row <= moved.bytes <= 1.1 * row + marks
     with Moved() as moved:
         batch.rows.leave(3)

@@ -207,7 +207,7 @@ class Engine:
             if not restoring.step(wait=not self.pool.is_decoding):
                 return False
             cache.take_back(restoring)
-            sequence.job.disk_tokens, sequence.restoring = len(restoring.ids), None
+            sequence.job.usage.disk_tokens, sequence.restoring = len(restoring.ids), None
         return True
 
     def _begin(self, sequence: Sequence) -> None:
@@ -217,13 +217,10 @@ class Engine:
             self.drafts.left(sequence)
             sequence.row = self.drafts.row_of(sequence)
             return self.pool.enter(sequence, "prefill")
-        job, prefill, whole = (
-            sequence.job,
-            self.executor.begin(sequence.job, self.prefix_cache),
-            sequence.prompt_tokens,
-        )
+        job, usage, whole = sequence.job, sequence.job.usage, sequence.prompt_tokens
+        prefill = self.executor.begin(job, self.prefix_cache)
         cached = len(prefill.cached.ids)
-        job.cached_tokens, job.disk_tokens = cached, min(job.disk_tokens, cached)
+        usage.cached_tokens, usage.disk_tokens = cached, min(usage.disk_tokens, cached)
         self.counts.cached += cached
         self.counts.computed += whole - cached
         sequence.sampler = Sampler(self.model, job)

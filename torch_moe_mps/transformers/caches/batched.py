@@ -12,10 +12,12 @@ The layers stay what they are: a tensor with a memory (`growing`) has tokens, wh
 other one is a state of each row. Shapes: B rows, S tokens.
 """
 
+import copy
 import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
 
-from ..basics.key_range import NO_END, RANGE
 from ..upstream.caches import chosen_together
 from . import growing
 from .declared import Batched, declared
@@ -32,6 +33,7 @@ from .in_layers import is_in_layers
 from .layers import Made
 from .prompt_cache import gives_back
 from .quantized_states import QuantizedStates
+from .rows import Places, Uncommitted
 from .separate import Separate, is_separate
 from .state import LayerState, Name, copy_of_cache, copy_of_layer, parts
 
@@ -57,6 +59,16 @@ class _Memory(NamedTuple):
     columns: list[tuple[Name, int, int]]
 
 
+class _Held(NamedTuple):
+    """Copies by which tokens are taken back from what holds all of them.
+
+    `states`: of rows together, by layer; `layers`: of each row, by layer.
+    """
+
+    states: Mapping[int, dict[Name, Tensor]] = MappingProxyType({})
+    layers: Mapping[int, list[Any]] = MappingProxyType({})
+
+
 class BatchedCache:
     """The cache of several conversations with a model, and the arguments of their next tokens.
 
@@ -77,15 +89,11 @@ class BatchedCache:
         config = model.config.get_text_config(decoder=True)
         self._is_separate = functools.partial(is_separate, pools=max(chosen_together(config).values()) > 1)
         self._separate: dict[int, list[Any]] = {}  # {number of a layer: the layers of all rows}
-        self._context = max(getattr(config, "max_position_embeddings", None) or 0, _LEAST_CONTEXT)
-        self._shown = self._range = self._positions = torch.empty(0, device=self._device)
+        context = max(getattr(config, "max_position_embeddings", None) or 0, _LEAST_CONTEXT)
+        self._places, self._has_keys = Places(self._device, context), False
         self._left = 0  # steps until a layer has no room for a token
-        self._held: dict[int, dict[Name, Tensor]] = {}  # copies of states, by layer
-        self._held_layers: dict[int, list[Any]] = {}  # and of layers of each row
-        self._deferrable, self._defers, self._has_keys = deferrable, False, False
-        # How many uncommitted tokens of each row are accepted, as it is and as the device was told.
-        self._pending, self._told = list[int](), list[int]()
-        self._counts = _column([])
+        self._held = _Held()
+        self._deferrable, self._uncommitted = deferrable, Uncommitted()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -122,7 +130,7 @@ class BatchedCache:
         held = [] if self.cache is None else [LayerState(layer) for layer in self.cache.layers]
         before, values = {**vars(self)}, [state.values() for state in held]
         self.lengths, self._moved, self._order = [*self.lengths], [*self._moved], [*self._order]
-        self._pending = [*self._pending]
+        self._places, self._uncommitted = copy.copy(self._places), copy.copy(self._uncommitted)
         self._separate = {number: [*layers] for number, layers in self._separate.items()}
         try:
             self._join(cache, tokens, moved, separate)
@@ -161,14 +169,15 @@ class BatchedCache:
         self.lengths.append(length)
         self._moved.append(moved)
         self._order.append(deque(range(length)))
-        self._pending.append(0)
+        self._uncommitted.rows = [*self._uncommitted.rows, 0]
         self._changed()
 
     def leave(self, row: int) -> None:
         """Gives a row up: the last one takes its number and its place."""
         assert self.cache is not None
         last = len(self) - 1
-        lists: tuple[list[Any], ...] = self.lengths, self._moved, self._order, self._pending
+        self._uncommitted.rows = [*self._uncommitted.rows]
+        lists: tuple[list[Any], ...] = self.lengths, self._moved, self._order, self._uncommitted.rows
         for of_rows in lists:
             of_rows[row] = of_rows[last]
             del of_rows[last]
@@ -195,7 +204,7 @@ class BatchedCache:
             for number, layer in enumerate(self.cache.layers)
         ]
         layers = [
-            committed(one, self._pending[row], self._deferrable[number])
+            committed(one, self._uncommitted.rows[row], self._deferrable[number])
             if isinstance(one, DeferredLayer)
             else one
             for number, one in enumerate(layers)
@@ -205,23 +214,12 @@ class BatchedCache:
     def arguments(self, tokens: int = 1) -> dict[str, Any]:
         """Arguments of the call for the next tokens of each row, beside the tokens [B, T] and the cache."""
         self.make_room(tokens)
-        if self._defers and self._pending != self._told:
-            self._counts.copy_(_column(self._pending))
-            self._told = self._pending
-        end = self.end + tokens
-        mask = {}
-        if len(self) > 1 and self._has_keys:
-            shown = self._shown[: len(self), :end]
-            setattr(shown, RANGE, (self._range,))
-            mask = {"attention_mask": shown}
-        positions = self._positions
-        if tokens > 1:
-            positions = positions + torch.arange(tokens, device=self._device)
+        self._uncommitted.update()
         if len(self) == 1 and self._separate and not self._moved[0]:
-            return {
-                "use_cache": True
-            }  # a model that counts tokens by such a layer need not compare positions
-        return {"position_ids": positions, "use_cache": True, **mask}
+            return {"use_cache": True}  # a model that counts tokens by such a layer compares no positions
+        mask = self._places.mask(self.end + tokens) if self._has_keys else None
+        more = {} if mask is None else {"attention_mask": mask}
+        return {"position_ids": self._places.positions(tokens), "use_cache": True, **more}
 
     def make_room(self, tokens: int) -> None:
         """Moves the rows to larger memory where there is no room for so many tokens of each."""
@@ -236,10 +234,9 @@ class BatchedCache:
         for order, length in zip(self._order, self.lengths, strict=True):
             order.extend(range(length, length + tokens))
         self.lengths = [length + tokens for length in self.lengths]
-        self._positions = self._positions + tokens
+        self._places.advance(tokens)
         self._left -= tokens
-        if self._defers:
-            self._pending = [tokens if tokens > 1 else 0] * len(self)
+        self._uncommitted.advance(tokens)
 
     def hold(self) -> None:
         """Copies states that hold all tokens, so that all tokens behind these can be taken back together.
@@ -248,15 +245,12 @@ class BatchedCache:
         that are right in front of a wrong draft takes more.
         """
         assert self.cache is not None
-        self._held = {
+        states = {
             number: {n: state.clone() for n, state in _states(self.cache.layers[number]).items()}
             for number in self._shared(self.cache.layers)
         }
-        self._held_layers = {
-            number: [*map(_own, layers)]
-            for number, layers in self._separate.items()
-            if not gives_back(layers[0])
-        }
+        whole = {n: layers for n, layers in self._separate.items() if not gives_back(layers[0])}
+        self._held = _Held(states, {number: [*map(_own, layers)] for number, layers in whole.items()})
 
     def take_back(self, tokens: Sequence[int]) -> None:
         """Undoes the last tokens of each row, for which there was room: the others are as they were.
@@ -271,8 +265,7 @@ class BatchedCache:
                 order.pop()
         self.lengths = [length - count for length, count in zip(self.lengths, tokens, strict=True)]
         self._left += least
-        if self._defers:
-            self._pending = [pending - count for pending, count in zip(self._pending, tokens, strict=True)]
+        self._uncommitted.take_back(tokens)
         behind = {row: count - least for row, count in enumerate(tokens) if count > least}
         for number in self._shared(self.cache.layers):
             layer = self.cache.layers[number]
@@ -281,24 +274,24 @@ class BatchedCache:
                 _move(layer, row, count, self.lengths[row])
         for number, layers in self._separate.items():
             for layer, count in zip(layers, tokens, strict=True):
-                if count > 0 and number not in self._held_layers:
+                if count > 0 and number not in self._held.layers:
                     layer.crop(-count)
         for row, count in behind.items():
             self._order[row].rotate(-min(count, self.lengths[row]))
         if behind:
-            self._place()
+            self._places.place(self.lengths, self._moved, self.end + self._left)
         else:
-            self._positions = self._positions - least
+            self._places.advance(-least)
         self._restore([row for row, count in enumerate(tokens) if count > 0])
 
     def _restore(self, rows: list[int]) -> None:
         """Gives rows the states that are held; where all get them, the copies take their place."""
         assert self.cache is not None
-        for number, layers in self._held_layers.items():
+        for number, layers in self._held.layers.items():
             for row in rows:
                 self._separate[number][row] = layers[row]
             self._show_separate(number)
-        for number, held in self._held.items():
+        for number, held in self._held.states.items():
             layer = self.cache.layers[number]
             for name, state in _states(layer).items():
                 if len(rows) == len(self):
@@ -306,7 +299,7 @@ class BatchedCache:
                     continue
                 for row in rows:
                     state[row].copy_(held[name][row])
-        self._held, self._held_layers = {}, {}
+        self._held = _Held()
 
     def _shared(self, layers: Sequence[Any]) -> list[int]:
         """The numbers of layers that all rows have together."""
@@ -326,30 +319,11 @@ class BatchedCache:
         shared = [self.cache.layers[number] for number in self._shared(self.cache.layers)]
         self._left = min(map(_room, shared), default=growing.LEAST_SLOTS)
         deferring = [layer for layer in self.cache.layers if isinstance(layer, DeferredLayer)]
-        self._defers, self._has_keys = bool(deferring), bool(self._separate) or any(map(_memories, shared))
+        self._has_keys = bool(self._separate) or any(map(_memories, shared))
         is_cut = all(gives_back(layers[0]) for layers in self._separate.values())
         self.are_states = not is_cut or (not deferring and any(map(_states, shared)))
-        if deferring:
-            self._counts = _column(self._pending).to(self._device)
-            self._told = self._pending
-        for layer in deferring:
-            layer.set_counts(self._counts)
-        while self._context < self.end + self._left:  # one size for all, so that strides of masks stay
-            self._context *= 2
-        self._place()
-
-    def _place(self) -> None:
-        """Makes the masks and positions of rows, on the device: until rows move, none is copied."""
-        places = [
-            [self.end - n, NO_END, n + moved] for n, moved in zip(self.lengths, self._moved, strict=True)
-        ]
-        of_rows = torch.tensor(places).to(self._device)
-        self._range, self._positions = of_rows[:, :2].int(), of_rows[:, 2:].contiguous()
-        if len(self) > 1:
-            shown = torch.arange(self._context, device=self._device) >= self._range[:, :1]
-            if shown.stride() != (self._context, 1):
-                shown = shown.contiguous()
-            self._shown = shown
+        self._uncommitted.tell(deferring, self._device)
+        self._places.place(self.lengths, self._moved, self.end + self._left)
 
 
 def capacity(rows: int, tokens: int) -> int:
@@ -428,10 +402,11 @@ def _check(cache: Any, separate: Sequence[int]) -> None:
             raise NotBatchable(f"a {kind} cannot be batched")
         if getattr(layer, "record_past", False):
             raise NotBatchable("its cache holds draft tokens")
-        for name, tensor in LayerState(layer).tensors().items():
-            memory = getattr(tensor, growing.MEMORY, None)
-            if memory is None and tensor.dim() > 0 and tensor.shape[0] != 1 and tensor.numel() > 0:
-                raise NotBatchable(f"{name.key} of a {kind} is of {tensor.shape[0]} rows")
+        state = LayerState(layer)
+        for name, tensor in state.tensors().items():
+            memory, batch = getattr(tensor, growing.MEMORY, None), state.axes(name).batch
+            if memory is None and batch is not None and tensor.numel() > 0 and tensor.shape[batch] != 1:
+                raise NotBatchable(f"{name.key} of a {kind} is of {tensor.shape[batch]} sequences")
             if memory is None and name.key in ("keys", "values") and tensor.dim() > 1:
                 raise NotBatchable(f"a {kind} does not grow in place")
 
@@ -590,10 +565,6 @@ def _copied(layer: Any, tokens: int) -> Any:
     LayerState(copied).put({name: state.clone() for name, state in _states(layer).items()})
     _count(copied, tokens)
     return copied
-
-
-def _column(numbers: list[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)[:, None]
 
 
 def _free_slots(held: _Memory) -> int:

@@ -3,8 +3,8 @@
 #include "matmul/formats/grid.h"
 #include "matmul/formats/small_scales.h"
 
-// Codes are numbers of points; _formats.py says where their bits are. (sign * point) * scale, or, with one
-// bit a value, (point +- 1/8) * scale. Scales are (2 s + 1) times a half for 256.
+// Codes are numbers of points; _weight_formats.py says where their bits are. (sign * point) * scale, or, with
+// one bit a value, (point +- 1/8) * scale. Scales are (2 s + 1) times a half for 256.
 template <typename T, int kBits, int kGroup, int kScaleBits, int kNumberBits, int kStreamBits>
 struct GridCodes {
   typedef T Element;
