@@ -259,7 +259,7 @@ def blocks_of(
 ) -> QuantizedWeight:
     """from_blocks for a weight [..., R, C] whose rows, of all matrices, are read some at a time."""
     (sizes, made_of), format = _BLOCKS[name.lower()], _format(name)
-    bits = format.bits if format.points is None else 8  # types of points come packed
+    bits = format.bits if format.codebook is None else 8  # codebook formats come packed
     out = QuantizedWeight.empty(shape, torch.float16, torch.device(device), format)
     for rows, (words, *targets) in _some_rows(out, shape[-1]):
         codes, *scales = made_of(*some(rows).reshape(-1, sum(sizes)).split(sizes, -1))
