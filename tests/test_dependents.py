@@ -201,7 +201,7 @@ def test_what_any_kernel_may_use_has_all_operators_of_its_shaders():
     assert quantized >= {"embedding_quantized", "moe_experts_quantized", "expert_qmm"}
     shared = [f for f in dependents.included(shader) if f.parent.name in ("common", "params", "formats")]
     found = [dependents.operators_of(file) for file in shared]
-    assert len(found) > 10 and any(found) and all(names >= quantized for names in found if names)
+    assert len(found) > 5 and any(found) and all(names >= quantized for names in found if names)
 
 
 # A type, a constant, a macro or a function, at the beginning of a line.
@@ -240,7 +240,7 @@ def test_headers_include_what_they_use():
 
 def test_cases_of_other_operators_are_left_out():
     """A kernel's operators are those that launch it, of whatever family."""
-    norms, others = {"rms_norm", "rms_norm_gated", "layer_norm", "linear_quantized"}, {"rope", "moe_router"}
+    norms, others = {"rms_norm", "linear_quantized"}, {"rope", "moe_router"}
     for file in ("norms.metal", "norms.h", "params/norms.h"):
         names = only(f"torch_moe_mps/shaders/{file}", "docs/speed.md")
         assert names >= norms and not names & others, file

@@ -183,15 +183,9 @@ def _begun_copy(tensor: Tensor) -> Tensor:
 
 def sample(samplers: Sequence[Sampler], logits: Tensor) -> Sampled:
     """The next token of each row, from logits [B, V] of the model."""
+    rows, errors = _processed(samplers, logits)
     kinds: dict[Any, list[int]] = {}
-    rows, errors = dict[int, Tensor | None](), dict[int, Exception]()
     for row, sampler in enumerate(samplers):
-        try:
-            rows[row] = sampler.processed(logits[row : row + 1])
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:  # a processor has raised: it is this row's
-            errors[row], rows[row] = error, logits[row : row + 1].float()
         kinds.setdefault((rows[row] is None, sampler.kind), []).append(row)
     made = []
     for (is_plain, _), of_kind in kinds.items():
@@ -217,6 +211,22 @@ def sample(samplers: Sequence[Sampler], logits: Tensor) -> Sampled:
     return Sampled(sampled, errors, samplers[0].model)
 
 
+def _processed(
+    samplers: Sequence[Sampler], logits: Tensor
+) -> tuple[list[Tensor | None], dict[int, Exception]]:
+    """The logits [1, V] of each row behind its own processors, None without any; {row: what they raised}."""
+    rows, errors = list[Tensor | None](), dict[int, Exception]()
+    for row, sampler in enumerate(samplers):
+        try:
+            rows.append(sampler.processed(logits[row : row + 1]))
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            errors[row] = error
+            rows.append(logits[row : row + 1].float())
+    return rows, errors
+
+
 def _of_kind(samplers: list[Sampler], scores: Tensor) -> Tensor:
     """The tokens of rows with equal settings, and whether each had no distribution: [2, R] int64."""
     sampling = samplers[0].sampling
@@ -229,7 +239,7 @@ def _of_kind(samplers: list[Sampler], scores: Tensor) -> Tensor:
         if any(sampler.repeats for sampler in samplers):
             for row, sampler in zip(draws, samplers, strict=True):
                 sampler.draw(row)
-        else:  # in one launch
+        else:  # in one dispatch
             samplers[0].draw(draws)
 
     sampled = sampling.draw(scores, fill)

@@ -17,6 +17,7 @@ import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,16 @@ class _Memory(NamedTuple):
     columns: list[tuple[Name, int, int]]
 
 
+class _Held(NamedTuple):
+    """Copies by which tokens are taken back from what holds all of them.
+
+    `states`: of rows together, by layer; `layers`: of each row, by layer.
+    """
+
+    states: Mapping[int, dict[Name, Tensor]] = MappingProxyType({})
+    layers: Mapping[int, list[Any]] = MappingProxyType({})
+
+
 class BatchedCache:
     """The cache of several conversations with a model, and the arguments of their next tokens.
 
@@ -81,8 +92,7 @@ class BatchedCache:
         context = max(getattr(config, "max_position_embeddings", None) or 0, _LEAST_CONTEXT)
         self._places, self._has_keys = Places(self._device, context), False
         self._left = 0  # steps until a layer has no room for a token
-        self._held: dict[int, dict[Name, Tensor]] = {}  # copies of states, by layer
-        self._held_layers: dict[int, list[Any]] = {}  # and of layers of each row
+        self._held = _Held()
         self._deferrable, self._uncommitted = deferrable, Uncommitted()
 
     def __len__(self) -> int:
@@ -235,15 +245,12 @@ class BatchedCache:
         that are right in front of a wrong draft takes more.
         """
         assert self.cache is not None
-        self._held = {
+        states = {
             number: {n: state.clone() for n, state in _states(self.cache.layers[number]).items()}
             for number in self._shared(self.cache.layers)
         }
-        self._held_layers = {
-            number: [*map(_own, layers)]
-            for number, layers in self._separate.items()
-            if not gives_back(layers[0])
-        }
+        whole = {n: layers for n, layers in self._separate.items() if not gives_back(layers[0])}
+        self._held = _Held(states, {number: [*map(_own, layers)] for number, layers in whole.items()})
 
     def take_back(self, tokens: Sequence[int]) -> None:
         """Undoes the last tokens of each row, for which there was room: the others are as they were.
@@ -267,7 +274,7 @@ class BatchedCache:
                 _move(layer, row, count, self.lengths[row])
         for number, layers in self._separate.items():
             for layer, count in zip(layers, tokens, strict=True):
-                if count > 0 and number not in self._held_layers:
+                if count > 0 and number not in self._held.layers:
                     layer.crop(-count)
         for row, count in behind.items():
             self._order[row].rotate(-min(count, self.lengths[row]))
@@ -280,11 +287,11 @@ class BatchedCache:
     def _restore(self, rows: list[int]) -> None:
         """Gives rows the states that are held; where all get them, the copies take their place."""
         assert self.cache is not None
-        for number, layers in self._held_layers.items():
+        for number, layers in self._held.layers.items():
             for row in rows:
                 self._separate[number][row] = layers[row]
             self._show_separate(number)
-        for number, held in self._held.items():
+        for number, held in self._held.states.items():
             layer = self.cache.layers[number]
             for name, state in _states(layer).items():
                 if len(rows) == len(self):
@@ -292,7 +299,7 @@ class BatchedCache:
                     continue
                 for row in rows:
                     state[row].copy_(held[name][row])
-        self._held, self._held_layers = {}, {}
+        self._held = _Held()
 
     def _shared(self, layers: Sequence[Any]) -> list[int]:
         """The numbers of layers that all rows have together."""

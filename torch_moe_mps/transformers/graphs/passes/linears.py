@@ -48,7 +48,7 @@ def join_linears(graph: fx.Graph) -> None:
             groups[x, format, passed["out_dtype"], *map(_kind, weights[:3])].append(call)
     for call in calls(graph, aten.mm):
         x, weight, _ = linear_of(call) or (None, None, None)
-        # Parts of several tokens are copied, which takes as many launches. Large matrices are not moved.
+        # Parts of several tokens are copied, which takes as many dispatches. Large matrices are not moved.
         tokens, rows = tensor_of(call).shape
         if x is not None and _is_parameter(weight) and tokens == 1 and rows <= MOST_ROWS:
             groups[x, *_kind(weight)].append(call)
