@@ -241,10 +241,14 @@ def from_blocks(blocks: Tensor, name: str) -> QuantizedWeight:
     Returns: QuantizedWeight [..., R, C] on the device of `blocks`. The values are ggml's, to the bit but for
         the sign of zeros. Memory other than the result stays under about 25 MiB.
 
-    Raises: ValueError for bytes that are no whole blocks.
+    Raises: ValueError for bytes that are no whole blocks, and for another name.
     """
     check = Check("from_blocks")
     check.dtype("blocks", blocks, (torch.uint8,))
+    if not isinstance(name, str) or name.lower() not in _BLOCKS:
+        check.fail("name", f"one of {', '.join(_BLOCKS)}", repr(name))
+    if blocks.dim() == 0:
+        check.fail("blocks", "of one dimension or more", ())
     size = sum(_BLOCKS[name.lower()][0])
     if blocks.shape[-1] % size != 0:
         check.fail("blocks", f"of rows that are a multiple of {size} bytes", tuple(blocks.shape))
