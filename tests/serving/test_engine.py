@@ -135,6 +135,25 @@ def test_kept_prompts_go_on(architecture):
     assert cached == ([66, 40] if architecture == "qwen3_moe" else [38, 38])
 
 
+def test_sequences_of_checkpoints_that_say_hybrid_are_batched_and_cached(monkeypatch):
+    """As Gemma 2 and 3 on the Hub: `generate` takes that as no wish."""
+    model = model_of()
+    monkeypatch.setattr(model.generation_config, "cache_implementation", "hybrid")
+    batch, rows = Engine(model, PrefixCache(MEMORY), 4), list[int]()
+    asked = [
+        Asked(ids_of(n, 70), 5, until=lambda token: rows.append(len(batch.pool.batch.sequences)))
+        for n in (1, 2)
+    ]
+    again = Asked(ids_of(1, 70), 3)
+    for each in (*asked, again):
+        each.config.cache_implementation = "hybrid"
+    run(batch, *asked)
+    run(batch, again)
+    assert max(rows) == 2 and again.job.usage.cached_tokens == 69
+    for each in (*asked, again):
+        assert each.tokens == each.expected(model)
+
+
 def test_memory_is_for_answers_first():
     """Of kept prompts the one that was used longest ago goes; who does not fit waits."""
     model, prompts = model_of(), PrefixCache(MEMORY)

@@ -12,6 +12,8 @@ from ..prefix_cache.memory import Images
 from .ranges import placeholders_of
 
 _OF_TEXT = ("token_type_ids", "mm_token_type_ids")  # all zeros where there is only text
+# Caches that grow, of `cache_implementation`: "hybrid", which Gemma 2 and 3 say, is no wish for `generate`.
+GROWING = (None, "dynamic", "hybrid")
 _FROM_STATES = ("use_mtp", "speculation_type")  # settings of transformers' drafts from a model's states
 # Inputs that are images or sound.
 _IMAGES = re.compile("pixel_|image_|video_|audio_|input_features")
@@ -57,7 +59,7 @@ def _keeps_one_cache(settings: Mapping[str, Any]) -> bool:
     transformers' drafts from states of the model read those of the whole prompt, which none are kept of.
     """
     return (
-        settings.get("cache_implementation") in (None, "dynamic")
+        settings.get("cache_implementation") in GROWING
         and settings.get("use_cache") is not False
         and (settings.get("num_beams") or 1) == 1
         and (settings.get("num_return_sequences") or 1) == 1
