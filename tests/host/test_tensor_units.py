@@ -13,7 +13,7 @@ from support.quantized_layers import check_layer, check_linear
 import torch_moe_mps
 from torch_moe_mps._extension import TENSOR_VARIABLE, use_of_tensor_units
 from torch_moe_mps._versions import TENSOR_UNITS, dotted
-from torch_moe_mps.selfcheck import tensor_units
+from torch_moe_mps.selfcheck import tensor_units, units
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_an_older_macos_than_they_need_is_named(simulated, monkeypatch):
         ((26, 2, 0), ""),
         ((27, 0, 0), ""),
     ):
-        monkeypatch.setattr(tensor_units, "macos", lambda macos=macos: macos)
+        monkeypatch.setattr(units, "macos", lambda macos=macos: macos)
         assert tensor_units.why_not() == reason
     monkeypatch.setenv("SIMULATED_MACOS", "15")
     needed = f"they need macOS {dotted(TENSOR_UNITS)} or newer"

@@ -22,6 +22,7 @@ from support.quantized_layers import GGUF_FORMATS, place, random_quantized
 from support.sweep import in_sweep
 
 from torch_moe_mps.ops._formats import FORMATS as FORMATS_BY_NAME
+from torch_moe_mps.selfcheck.libraries import PARTS
 
 pytestmark = linux_only
 M1, M3 = apple.GPUS["M1"], apple.GPUS["M3"]
@@ -391,6 +392,7 @@ def quantised(dtype: torch.dtype, name: str) -> Iterator[Call]:
 
 
 WIDTHS = (64, 128, 256, 512)
+OTHER_ROUTERS = ("routing_logits_{}", "hash_router_{}", "bucket_i32", "bucket_i64")
 
 
 def of_widths(name: str, caches: tuple[str, ...] = ("", "affine8_"), widths=WIDTHS) -> list[str]:
@@ -398,13 +400,13 @@ def of_widths(name: str, caches: tuple[str, ...] = ("", "affine8_"), widths=WIDT
 
 
 def of_format(name: str) -> list[str]:
-    return [f"quantized_{part}{name}_{{}}" for part in ("", "prompts_", "heads_")]
+    return [f"quantized_{part}{name}_{{}}" for part in PARTS]
 
 
 # Calls, and the libraries whose kernels they dispatch; {} is a dtype.
 GROUPS = {
-    "norms": (norms, ["norms_{}"]),
-    "rope": (rope, ["rope_{}"]),
+    "norms": (norms, [f"norms_{part}{{}}" for part in ("", "residual_", "gated_", "layer_")]),
+    "rope": (rope, ["rope_{}", "rope_centred_{}"]),
     "attention": (attention, [*of_widths("attention"), "attention_merge_{}", "write_cache_{}"]),
     "selected": (selected, of_widths("attention_selected")),
     "tailed": (tailed, of_widths("attention_tailed", ("",), (512,))),
@@ -418,7 +420,7 @@ GROUPS = {
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
     "combine": (combine, ["combine_{}"]),
     "pointwise": (pointwise, ["pointwise_{}"]),
-    "routing": (routing, ["routing_{}", "hash_router_{}", "bucket_i32", "bucket_i64"]),
+    "routing": (routing, [*(f"routing_{width}_{{}}" for width in (2, 4, 8, 16, 32)), *OTHER_ROUTERS]),
     "lora": (adapters, ["lora_{}"]),
     "dense": (dense, ["experts_{}"]),
     "int4": (functools.partial(quantised, name="affine4_64"), of_format("affine4_64")),
@@ -445,7 +447,7 @@ KINDS = [
 KINDS += ["pointwise", "routing", "hash_router", "sampling", "bucket", "experts"]
 KINDS += [
     f"quantized_{part}{name}"
-    for part in ("", "prompts_", "heads_")
+    for part in PARTS
     for name in (
         *(f"affine{bits}" for bits in (1, 2, 3, 4, 5, 6, 8)),
         "mxfp4",
@@ -473,7 +475,7 @@ def libraries(kind: str, dtype: str) -> list[str]:
 
 def is_of_another_group(name: str) -> bool:
     """Of a format in groups of 32 or 128, which takes the registers of that in 64, as int4 does below."""
-    return re.search("_(32|128)_", name) is not None
+    return re.search(r"\d_(32|128)_", name) is not None
 
 
 def fitting_registers(name: str, path: Path):

@@ -34,8 +34,8 @@ from ..transformers.checkpoints.write.parts import Parts
 from ..transformers.checkpoints.write.plan import LoadPlan, planned
 from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
-from ..transformers.mtp import MTP, check_exceptions, converted_mtp, has_mtp, left_out_mtp, planned_mtp
-from ..transformers.mtp_steps import MtpCounted
+from ..transformers.mtp.layers import MTP, check_exceptions, converted_mtp, has_mtp, left_out_mtp, planned_mtp
+from ..transformers.mtp.steps import MtpCounted
 from ..transformers.upstream.utilities import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import packs, says_a_format

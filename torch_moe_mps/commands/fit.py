@@ -43,7 +43,7 @@ from ..transformers.checkpoints.quantize.sizes import bytes_a_token, quantized_s
 from ..transformers.checkpoints.quantize.target import Target
 from ..transformers.checkpoints.quantizer import layout_of
 from ..transformers.checkpoints.source import Source
-from ..transformers.mtp import bytes_of_mtp, empty_mtp, last_layer
+from ..transformers.mtp.layers import bytes_of_mtp, empty_mtp, last_layer
 from .arguments import NO_DRAFTS
 from .caches import KVCache, kv_cache
 from .recipes import NAMED, arguments_of_recipe

@@ -295,7 +295,7 @@ def _require_layers_of(model: nn.Module, wanted: Recipe | None) -> None:
     found: Any = next((module for module in model.modules() if hasattr(module, "get_decoder")), None)
     if found is None:
         raise ValueError(no_such_weight(own[0]))
-    from .mtp import check_exceptions, checkpoint_of
+    from .mtp.layers import check_exceptions, checkpoint_of
 
     check_exceptions(checkpoint_of(found), found, wanted)
 

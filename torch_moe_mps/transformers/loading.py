@@ -24,7 +24,7 @@ from .checkpoints.quantizer import Quantizer
 from .checkpoints.source import NO_MODEL, Source
 from .compiling import compile_kernels
 from .modules.experts import NAME
-from .mtp import check_exceptions, note_folder
+from .mtp.layers import check_exceptions, note_folder
 from .self_check import allowed, working_kv_bits
 
 

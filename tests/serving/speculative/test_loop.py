@@ -257,7 +257,10 @@ def test_a_source_that_fails_ends_no_answer(draft, caplog):
 
 
 BAD = [
-    ({"speculative": "looked"}, "batch: speculative must be None, 'lookup', 'mtp', .*, got 'looked'"),
+    (
+        {"speculative": "looked"},
+        "batch: speculative must be None, 'lookup', 'mtp', a draft model or .*, got 'looked'",
+    ),
     ({"speculative": 3}, "got a int"),
     ({"speculative": "lookup", "draft_width": 0}, "batch: draft_width must be from 1 to 7, got 0"),
     ({"speculative": "lookup", "draft_width": 100}, "got 100"),

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ...transformers.caches.batched import forgetting, make_room, take_back
 from ...transformers.caches.state import LayerState
-from ...transformers.mtp_steps import mtp_steps, new_mtp_cache
+from ...transformers.mtp.steps import mtp_steps, new_mtp_cache
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
 from .drafter import Row, RowSource
 
