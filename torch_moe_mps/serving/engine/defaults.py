@@ -97,4 +97,5 @@ def _with_end(ends: Any, tokenizer: Any, vocabulary: int) -> Any:
     """Tokens that end an answer, with the tokenizer's if the model knows it."""
     last = tokenizer.eos_token_id
     known = [*ends] if isinstance(ends, list) else [] if ends is None else [ends]
-    return ends if last is None or last in known or last >= vocabulary else [*known, last]
+    is_new = type(last) is int and last < vocabulary and last not in known
+    return [*known, last] if is_new else ends
