@@ -181,7 +181,7 @@ class RMSNormGated(nn.Module):
             factor=1.0,
         )  # fmt: skip
         tensors = [gate, x, weight, output, output, output]
-        launch("norms", "rms_norm_gated", tensors, params, [len(x), 1, 1], simdgroups * _SIMD)
+        launch("norms_gated", "rms_norm_gated", tensors, params, [len(x), 1, 1], simdgroups * _SIMD)
         return output.view(hidden_states.shape)
 
 

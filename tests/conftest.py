@@ -44,6 +44,7 @@ def pytest_configure(config):
         config.add_cleanup(folder.cleanup)
         os.environ["XDG_CACHE_HOME"] = folder.name
     config.addinivalue_line("markers", "on(device): with the fixture device, on the other in the sweep")
+    config.addinivalue_line("markers", "pinned: compares a text with tests/pinned/, and with --pin writes it")
     config.addinivalue_line("markers", "slow(why): over 1.5 CPU seconds, not with `scripts/test --changed`")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of what a shell starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # tests press Ctrl-C in their processes

@@ -14,8 +14,9 @@ from tokenizers import decoders
 from torch.nn.functional import silu
 
 import torch_moe_mps
-from torch_moe_mps._choices import BITS, GROUP_SIZES, one_of
+from torch_moe_mps._text import one_of
 from torch_moe_mps._versions import FAILS, MACOS, MACOS_OF_TORCH, TENSOR_UNITS, TORCH, dotted
+from torch_moe_mps._weight_formats import BITS, GROUP_SIZES
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.ops._registry import WITH_BACKWARD
 from torch_moe_mps.quantization import dequantize

@@ -229,6 +229,36 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
+# Python's own end deletes the module, which prints; and a handler of atexit runs in either.
+ENDS = """
+import atexit, sys
+from torch_moe_mps import commands
+
+class Teardown:
+    def __del__(self):
+        print("taken apart")
+
+kept = Teardown()
+def main():
+    atexit.register(print, "handler")
+    if sys.argv[1] == "raises":
+        raise RuntimeError("of --debug")
+    return 3
+
+commands.main = main
+sys.exit(commands.run())
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"), [("returns", 3, "handler\n"), ("raises", 1, "handler\ntaken apart\n")]
+)
+def test_a_command_ends_without_taking_modules_apart(how, code, said):
+    got = subprocess.run([sys.executable, "-c", ENDS, how], capture_output=True, text=True, env=variables())
+    assert (got.returncode, got.stdout) == (code, said)
+    assert ("RuntimeError: of --debug" in got.stderr) == (how == "raises")
+
+
 def test_commands_say_that_they_import_torch(checkpoint, tmp_path):
     """At once: before the seconds that it takes."""
     commands = [arguments_of(command, checkpoint) for command in RUNS]

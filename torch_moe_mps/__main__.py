@@ -2,6 +2,6 @@
 
 import sys
 
-from .commands import main
+from .commands import run
 
-sys.exit(main())
+sys.exit(run())

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ._install import install_command, pip_install
+from ._weight_formats import ROWS, LikeActivations
 
 # Dispatches after which the stream is committed; 0 leaves that to torch, which commits when somebody waits.
 # Without it, csrc/metal/encoder.mm decides by what they take. Committing early took executorch#17671 from 125
@@ -74,11 +75,14 @@ def _warn(fault: str) -> None:
 
 
 def activate(library: Path) -> None:
-    """Load a host library, point it to the shader sources, and tell it what the environment says."""
+    """Load a host library; tell it where the shaders are, the formats of weights and the environment."""
     global _loaded
     torch.ops.load_library(str(library))
     _loaded = library
     torch.ops.moe_mps._set_shader_directory(str(SHADERS), os.environ.get(COMPILED_VARIABLE) != "0")
+    for name, row in ROWS.items():
+        like_activations = isinstance(row.scales, LikeActivations)
+        torch.ops.moe_mps._add_format(name, *row.template, row.bits, row.group_size, like_activations)
     torch.ops.moe_mps._commit_every(_commit_interval())
     torch.ops.moe_mps._set_tensor_units(use_of_tensor_units())
 

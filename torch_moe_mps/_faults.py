@@ -1,11 +1,17 @@
-"""Waits that see whether the GPU has finished what it was given: torch's own do not ask."""
+"""Faults of a device: waits that see whether the GPU has finished, which those of torch do not ask, and
+memory that has run out."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from ._extension import host_library
+
+_NO_MEMORY = re.compile(
+    "out of memory|allocate memory|not enough memory|insufficient memory|invalid buffer size", re.I
+)
 
 
 def raise_fault() -> None:
@@ -27,11 +33,14 @@ class Mark:
     """The command buffer that mps encodes into now: `wait` waits for it and for no later one.
 
     Other devices are synchronised; the CPU has nothing to wait for.
+
+    Args:
+        commits: gives the buffer to the GPU.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, commits: bool = False):
         self._device = device
-        self._number = torch.ops.moe_mps._watch() if _is_watched(device) else None
+        self._number = torch.ops.moe_mps._watch(commits) if _is_watched(device) else None
 
     def wait(self) -> None:
         """Waits until the buffer is complete; it is committed if it is still open.
@@ -81,3 +90,14 @@ def synchronized(device: torch.device | str) -> Iterator[None]:
             raise fault from error
         raise
     synchronize(device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocation has failed, as torch's on any device do.
+
+    A fault of the GPU is none, whatever it says: what was computed before is lost with it.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    is_fault = isinstance(error, torch.AcceleratorError)
+    return isinstance(error, RuntimeError) and not is_fault and bool(_NO_MEMORY.search(str(error)))

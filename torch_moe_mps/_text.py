@@ -37,3 +37,9 @@ def _beginning(value: Any) -> Any:
 def first_line(error: object) -> str:
     """The first line of an error or a text that is not empty; "" where there is none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+def one_of(values: tuple[object, ...]) -> str:
+    """The values as an error or a help says them: "32, 64 or 128"."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -12,6 +12,7 @@ TRANSFORMERS = ("5.23", "5.24")
 PEFT = "0.21"  # transformers/adapters/peft.py wraps its functions
 TRL = "1.16"  # one of whose functions transformers/adapters/trl.py wraps
 TENSOR_UNITS = (26, 2)  # mlx#3622
+SDPA_ON_UNITS = (2, 15)  # the first torch whose attention runs on them
 
 
 def dotted(version: tuple[int, ...]) -> str:

@@ -103,12 +103,12 @@ def row_of(model: Any, ids: torch.Tensor, plain: Timed, speculative: Any, option
     if found.answers != plain.found.answers:
         sys.exit(f"the tokens must stay {plain.found.answers}, got {found.answers}")
     (job,) = found.jobs
-    drafted = job.accepted_tokens + job.rejected_tokens
-    share = f"{100 * job.accepted_tokens / drafted:.0f} %" if drafted else "none"
+    drafted = job.usage.accepted_tokens + job.usage.rejected_tokens
+    share = f"{100 * job.usage.accepted_tokens / drafted:.0f} %" if drafted else "none"
     tokens = len(found.answers[0])
     measured = answered(model, ids, options.tokens, speculative=speculative)
     return (
-        f"{tokens} | {tokens / found.steps:.2f} | {job.accepted_tokens} of {drafted} | {share} | "
+        f"{tokens} | {tokens / found.steps:.2f} | {job.usage.accepted_tokens} of {drafted} | {share} | "
         f"{measured.speed / plain.speed:.2f}"
     )
 

@@ -285,12 +285,12 @@ def measure(folder: Path, tokens: int) -> None:
             if own.found.answers != plain.found.answers:
                 raise SystemExit(f"the tokens must stay {plain.found.answers}, got {own.found.answers}")
             (job,) = own.found.jobs
-            count, drafted = len(own.found.answers[0]), job.accepted_tokens + job.rejected_tokens
+            count, drafted = len(own.found.answers[0]), job.usage.accepted_tokens + job.usage.rejected_tokens
             a_step = (count - 1) / own.found.steps  # the first comes with the prompt
             if width is not None:
                 given.setdefault(width, []).append(a_step)
-            held = f"{job.accepted_tokens} of {drafted}"
-            share = f"{100 * job.accepted_tokens / drafted:.0f} %" if drafted else "none"
+            held = f"{job.usage.accepted_tokens} of {drafted}"
+            share = f"{100 * job.usage.accepted_tokens / drafted:.0f} %" if drafted else "none"
             print(
                 f"| {title} | {width or 'measured'} | {count} | {a_step:.2f} | {held} | {share} "
                 f"| {own.speed / plain.speed:.2f} |",

@@ -8,6 +8,7 @@ what a wheel brings: <library>-<key>.metallib, in the names under which the pack
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,7 @@ def is_released(library: str) -> bool:
     """Whether a wheel brings it compiled: what models in bfloat16 run, as nearly all are. All would be some
     hundred megabytes."""
     in_bfloat16 = library.endswith("_bf16") and not library.startswith("tensor_units")
-    return in_bfloat16 or library in ("bucket_i64", "routing_f32")
+    return in_bfloat16 or re.fullmatch(r"bucket_i64|routing_\d+_f32", library) is not None
 
 
 def side_by_side(work: Callable[[str], str], names: list[str]) -> dict[str, str]:

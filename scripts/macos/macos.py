@@ -94,9 +94,10 @@ def resolve(version: str) -> str:
     return max(patches, key=lambda patch: int(patch.rpartition(".")[2]))
 
 
-def unpacked(requirement: str, wanted: str) -> Path:
-    """The files of a package's macOS wheel whose names match, downloaded and unpacked once."""
-    folder = cache_directory() / requirement.replace("==", "-")
+def unpacked(requirement: str, wanted: str, part: str = "") -> Path:
+    """The files of a package's macOS wheel whose names match, downloaded and unpacked once. `part` names
+    them, where others of the same wheel are wanted elsewhere."""
+    folder = cache_directory() / (requirement.replace("==", "-") + part)
     if folder.exists():
         return folder
     with tempfile.TemporaryDirectory(dir=cache_directory()) as scratch:

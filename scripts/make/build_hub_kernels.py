@@ -18,6 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"
 NAME = "moe-mps-linear-attention"
 FAMILIES = ("linear_attention", "norms", "rope")
+LIBRARIES = ("linear_attention", "norms_gated", "rope")
 
 
 def flat(name: str, seen: set[str]) -> str:
@@ -50,8 +51,8 @@ def build(destination: Path, version: int = 1, backend: str = "metal") -> Path:
     (folder / "shaders").mkdir(parents=True)
     for file in (REPOSITORY / "hub_kernels").glob("*.py"):
         shutil.copyfile(file, folder / file.name)
-    for family in FAMILIES:
-        (folder / "shaders" / f"{family}.metal").write_text(flat(f"{family}.metal", set()))
+    for library in LIBRARIES:
+        (folder / "shaders" / f"{library}.metal").write_text(flat(f"{library}.metal", set()))
     shutil.copyfile(REPOSITORY / "LICENSE", folder / "LICENSE")
     (folder / "layout.json").write_text(json.dumps(layout(), indent=1) + "\n")
     files = sorted(file for file in folder.rglob("*") if file.is_file())

@@ -1,6 +1,7 @@
 """The command line before a command runs: help, version, and options that are refused."""
 
 import argparse
+import gc
 import re
 import shlex
 import subprocess
@@ -11,10 +12,12 @@ import pytest
 from support.processes import environment, python
 
 import torch_moe_mps
-from torch_moe_mps._choices import BITS, GROUP_SIZES, MODES, one_of
 from torch_moe_mps._install import install_command
+from torch_moe_mps._text import one_of
+from torch_moe_mps._weight_formats import BITS, GROUP_SIZES, MODES
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parse, parser
+from torch_moe_mps.commands.early import importing_torch
 from torch_moe_mps.commands.settings import read_settings
 from torch_moe_mps.quantization import Format
 
@@ -342,3 +345,19 @@ def test_wrong_arguments_are_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert capsys.readouterr().err == message + "\n"
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_import_of_torch_searches_for_no_garbage(monkeypatch, is_enabled):
+    """Behind it the caller's setting holds again."""
+    monkeypatch.delitem(sys.modules, "torch")
+    before, frozen = gc.isenabled(), gc.get_freeze_count()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with importing_torch("chat"):
+            assert not gc.isenabled()
+        assert gc.isenabled() is is_enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+        if not frozen:
+            gc.unfreeze()

@@ -7,12 +7,14 @@ import signal
 
 import pytest
 import torch
+from simulator import shaderlib
 from support import tiny_models
 from support.checkpoints import add_tokenizer
 from support.launches import Launches
 from transformers import LlamaConfig
 from transformers.generation import utils as generation
 
+import torch_moe_mps
 from torch_moe_mps.commands import bench, main
 from torch_moe_mps.serving.speculative.width import Width
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
@@ -223,3 +225,31 @@ def test_sampled_tokens_are_drawn_as_the_checkpoint_says(own, drawn, monkeypatch
     assert [row.test for row in bench.Bench(model, options).rows()] == ["pp4", "tg2", "tg2 sampled"]
     assert [do_sample for do_sample, *_ in asked] == [False, False, True, True]
     assert asked[-1][1:] == drawn
+
+
+def test_the_gpu_is_busy_with_the_tokens_of_a_run(simulated):
+    """By its own clock, of which Metal tells late: the run that warms up does not count. The rest is idle."""
+    model, seconds, runs = tiny_models.tiny_model("llama").to("mps"), 1e-5, []
+    torch_moe_mps.accelerate(model)
+
+    def executed(dispatch) -> float:
+        shaderlib.execute(dispatch)
+        runs[-1] += 1
+        return seconds
+
+    def generate(model, ids, **how):
+        runs.append(0)
+        if len(runs) == 1:  # the first one does twice as much
+            model.generate(ids, **how)
+        return model.generate(ids, **how)
+
+    simulated.set_schedule(2)
+    options = argparse.Namespace(prompt=4, max_tokens=3, turn=2, depth=[0], repeats=1)
+    with pytest.MonkeyPatch.context() as patch, simulated.clocked(executed):
+        patch.setattr(bench, "call_generate", generate)
+        row = bench.Bench(model, options)._generated("", None, 0, do_sample=False)
+    first, second = runs
+    assert first == 2 * second > 0
+    assert row.gpu_busy == pytest.approx(second * seconds / options.max_tokens)
+    assert row.gpu_busy + row.gpu_idle == pytest.approx(1 / row.rate)
+    assert row.line("model", "size", "mps").split(" | ")[-1].startswith(f"{1e3 * row.gpu_busy:.2f} + ")

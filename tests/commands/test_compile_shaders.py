@@ -113,11 +113,11 @@ def test_a_release_has_the_libraries_of_bfloat16(tmp_path, capsys, monkeypatch):
         "pathlib.Path(sys.argv[3]).write_bytes(pathlib.Path(sys.argv[1]).read_bytes())\n"
     )
     stand_in(monkeypatch, tool, "COMPILER", "LINKER")
-    some = {name: {} for name in ("norms_bf16", "norms_f16", "routing_f32", "tensor_units_dense_bf16")}
+    some = {name: {} for name in ("norms_bf16", "norms_f16", "routing_8_f32", "tensor_units_dense_bf16")}
     folder = folder_of(tmp_path, **some)
     assert compile_shaders.main([str(folder), "--release", str(tmp_path / "made")]) == 0
     made = {path.name: path.read_text() for path in (tmp_path / "made").iterdir()}
-    assert made == {f"{name}-0.metallib": name for name in ("norms_bf16", "routing_f32")}
+    assert made == {f"{name}-0.metallib": name for name in ("norms_bf16", "routing_8_f32")}
     assert compile_shaders.main([str(folder), "--release", str(tmp_path / "wrong")]) == 1
     assert "FAILED: no such symbol" in capsys.readouterr().out
 

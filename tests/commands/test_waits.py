@@ -41,6 +41,7 @@ def answers(monkeypatch) -> list[tuple[int, int]]:
     return seen
 
 
+@pytest.mark.slow("captures programs in the simulator")
 @pytest.mark.parametrize("architecture", ["deepseek_v4", *SLOW])
 def test_no_token_waits(architecture, simulated, answers):
     """Tokens are those of `generate` alone, also of a second turn, behind an answer that has ended early."""

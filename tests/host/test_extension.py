@@ -97,18 +97,18 @@ def test_messages_of_pipelines_and_of_the_compiler(simulated, tmp_path):
     is built. A shader that does not compile is named with the line, though its headers are pasted into it;
     a library without functions, which a compiler of macOS 26.5 returned, with their number."""
     shaders, empty = (Path(shutil.copytree(_extension.SHADERS, tmp_path / n)) for n in ("shaders", "empty"))
-    (empty / "norms.metal").write_text("#include <metal_stdlib>\n")
+    (empty / "norms_residual.metal").write_text("#include <metal_stdlib>\n")
     faults = []
-    for name in ("norms.h", "norms.metal"):
+    for name in ("norms.h", "norms_residual.metal"):
         source = (shaders / name).read_text()
         (shaders / name).write_text(f"{source}static_assert(false);\n")
         faults.append(f"{name}:{source.count(chr(10)) + 1}:")
     narrow, broken, missing, _ = forked(IN_A_FRESH_PROCESS, shaders, empty).split("---")
     message = "moe_mps: norm_add_f32 takes 96 threads a threadgroup, its pipeline on this GPU at most 16"
     assert narrow.splitlines()[0].strip() == message
-    assert broken.strip().startswith("moe_mps: norms_f16 does not compile: ")
+    assert broken.strip().startswith("moe_mps: norms_residual_f16 does not compile: ")
     assert all(fault in broken for fault in faults), broken
-    message = "moe_mps: no Metal function norm_add_bf16: its library norms_bf16 has 0 functions"
+    message = "moe_mps: no Metal function norm_add_bf16: its library norms_residual_bf16 has 0 functions"
     assert missing.strip().splitlines()[0] == message
 
 

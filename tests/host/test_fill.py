@@ -42,6 +42,7 @@ def simdgroups_of_core(name: str, rows: int, inputs: int, cores: int) -> float:
     return int(grid.split("x")[0]) * int(threads) / 32 / cores
 
 
+@pytest.mark.pinned
 def test_simdgroups_of_a_core(simulated):
     lines = []
     for model, (matrices, _) in MODELS.items():
@@ -49,9 +50,10 @@ def test_simdgroups_of_a_core(simulated):
             counts = [simdgroups_of_core(name, rows, inputs, cores) for cores in CORES]
             lines.append(f"{model}, {name}: {' '.join(f'{count:.1f}' for count in counts)}\n")
             assert min(counts) >= 12, (model, name)
-    assert_pinned(__file__, "fill_linear", "".join(lines))
+    assert_pinned("plans", "simdgroups of a core", "".join(lines))
 
 
+@pytest.mark.pinned
 def test_keys_of_the_busiest_core(simulated):
     """Over those of an even share."""
     lines = []
@@ -65,4 +67,4 @@ def test_keys_of_the_busiest_core(simulated):
                 busiest = -(-chunks * blocks * groups // cores) * chunk
                 shares.append(busiest * cores / (keys * blocks * groups))
             lines.append(f"{model}, {keys} keys: {' '.join(f'{share:.2f}' for share in shares)}\n")
-    assert_pinned(__file__, "fill_attention", "".join(lines))
+    assert_pinned("plans", "keys of the busiest core", "".join(lines))

@@ -13,7 +13,7 @@ from support.quantized_layers import check_layer, check_linear
 import torch_moe_mps
 from torch_moe_mps._extension import TENSOR_VARIABLE, use_of_tensor_units
 from torch_moe_mps._versions import TENSOR_UNITS, dotted
-from torch_moe_mps.selfcheck import tensor_units
+from torch_moe_mps.selfcheck import tensor_units, units
 
 
 @pytest.fixture
@@ -27,6 +27,7 @@ def m5(simulated, monkeypatch):
         torch.ops.moe_mps._allow_tensor_units(name, False)
 
 
+@pytest.mark.pinned
 def test_plan(simulated):
     lines = []
     for tokens in (8, 255, 256, 1024):
@@ -36,7 +37,7 @@ def test_plan(simulated):
         for rows, gated in ((2560, False), (12288, True)):
             plan = torch.ops.moe_mps._plan_linear(tokens, rows, gated, cores=40, tensor_units=True)
             lines.append(f"T {tokens}, {rows} rows{', gated' * gated}: {plan}")
-    assert_pinned(__file__, "plans_tensor_units", "\n".join(lines) + "\n")
+    assert_pinned("plans", "tensor units", "\n".join(lines) + "\n")
 
 
 def kernels_of(simulated, tokens=33, format="affine4_64", dtype=torch.float16) -> list[str]:
@@ -76,7 +77,7 @@ def test_an_older_macos_than_they_need_is_named(simulated, monkeypatch):
         ((26, 2, 0), ""),
         ((27, 0, 0), ""),
     ):
-        monkeypatch.setattr(tensor_units, "macos", lambda macos=macos: macos)
+        monkeypatch.setattr(units, "macos", lambda macos=macos: macos)
         assert tensor_units.why_not() == reason
     monkeypatch.setenv("SIMULATED_MACOS", "15")
     needed = f"they need macOS {dotted(TENSOR_UNITS)} or newer"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.on_mps import INT4, matrix, tensor
 from support.operators import plans_for
-from support.pinned import assert_pinned
+from support.pinned import assert_pinned, pinned
 from torch import Tensor
 
 from torch_moe_mps.ops._formats import FORMATS
@@ -43,7 +43,11 @@ def encoded(simulated, family: str) -> Iterator[tuple[str, str]]:
                     yield described(call), str(commands)
 
 
-@pytest.mark.parametrize("family", [*dict.fromkeys(FAMILY_OF.values())])
+FAMILIES = [*dict.fromkeys(FAMILY_OF.values())]
+
+
+@pytest.mark.pinned
+@pytest.mark.parametrize("family", FAMILIES)
 def test_encoded(simulated, family):
     """Kernel and grid; then for each index the buffer and the bytes bound there; then threadgroup memory."""
     lines = []
@@ -51,7 +55,11 @@ def test_encoded(simulated, family):
         lines.append(textwrap.fill(call, 108, subsequent_indent="  "))
         for part in re.split(r": |\n|(?= threadgroup)", commands):
             lines.append(textwrap.fill(part.strip(), 108, initial_indent="  ", subsequent_indent="    "))
-    assert_pinned(__file__, f"traces_{family}", "\n".join(lines) + "\n")
+    assert_pinned("traces", family, "\n".join(lines) + "\n")
+
+
+def test_every_family_is_pinned():
+    assert pinned("traces").keys() == {*FAMILIES}
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ WITH_16_BITS = (
     ("fused_residual_norm", torch.bfloat16),
 )
 # Their oracles say nothing of the odd values that calls at real sizes have.
-OF_ODD_VALUES = ("index_topk", "moe_router", "sample_")
+OF_ODD_VALUES = ("index_topk", "moe_router", "sample")
 
 
 def check_calls_of_the_self_check(
@@ -186,7 +186,7 @@ ANY_SIZE = {
     ("attention", "tail_rate"),
     ("attention", "position"),
     ("index_topk", "top_k"),
-    ("sample_", "top_k"),
+    ("sample", "top_k"),
     ("moe_compute_ids_tpe", "gate_up_rows"),
     ("moe_compute_ids_tpe", "down_rows"),
     ("rope_cache_", "rotary_dim"),

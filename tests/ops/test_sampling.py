@@ -1,4 +1,4 @@
-"""sample_: what it keeps against transformers' own processors and float64, and what it draws."""
+"""sample: what it keeps against transformers' own processors and float64, and what it draws."""
 
 import functools
 from unittest.mock import patch
@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from torch_moe_mps.ops.sampling import sample_
+from torch_moe_mps.ops.sampling import sample
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 CASES = [
@@ -49,9 +49,7 @@ def processed(logits, temperature, top_k, top_p, min_p):
 
 
 def sampled(logits, draws, **how):
-    invalid = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
-    tokens = sample_(logits, draws.to(logits.device), invalid, **how)
-    return tokens.cpu(), invalid.cpu()
+    return sample(logits, draws.to(logits.device), **how).cpu()
 
 
 def last_first(logits, temperature):
@@ -123,4 +121,7 @@ def test_rows_without_a_distribution(device):
         tokens, invalid = sampled(logits.to(device), draws, **OFF | case, otherwise=17)
         assert invalid.tolist() == [0, 1, 1, 1, 0, 0]
         assert tokens[1:4].tolist() == [17] * 3 and tokens[4] >= 500 and tokens[5] == 0
+        before = torch.tensor([0, 0, 1, 0, 1, 3], device=device)  # of the tokens before
+        again, invalid = sampled(logits.to(device), draws, **OFF | case, otherwise=17, invalid=before)
+        assert torch.equal(again, tokens) and invalid.tolist() == [0, 1, 1, 1, 1, 1]
     assert sampled(logits[:0].to(device), draws[:0])[0].shape == (0,)

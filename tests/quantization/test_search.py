@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from support.oracles_experts import dequantise, numbers_of
-from support.oracles_operators import weighted_errors
+from support.ops.quantize import weighted_errors
+from support.oracles_experts import SEARCHED, dequantise, numbers_of
 from support.quantized_layers import ALL_FORMATS
 from support.sweep import covering
 from support.values import DTYPES, awkward_weights
@@ -111,7 +111,7 @@ def test_weights_that_multiply_nothing_stay_near(device, format):
 
 
 @pytest.mark.on("cpu")
-@pytest.mark.parametrize("form", [*ALL_FORMATS, "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"])
+@pytest.mark.parametrize("form", [*ALL_FORMATS, *SEARCHED])
 def test_no_weight_is_further_off_than_the_largest_of_its_group(form, device):
     """A small scale fits few weights that alone have importance; the others stay within the maximum."""
     generator = torch.Generator().manual_seed(0)

@@ -8,13 +8,14 @@ import pytest
 import torch
 from gguf import dequantize as values_of_ggml
 from support.gguf_blocks import SIZES, type_of
+from support.oracles_experts import GGML, SEARCHED
 from support.sweep import in_sweep, rows_in_sweep
 
-from torch_moe_mps.ops._formats import INTEGERS, LEVELS, dequantize_values, pack
+from torch_moe_mps._weight_formats import ROWS, Integers
+from torch_moe_mps.ops._formats import LEVELS, dequantize_values, pack
 from torch_moe_mps.quantization import QuantizedWeight, dequantize, gguf, quantize
 
-BYTES = {"q2_k": 84, "q3_k": 110, "q4_k": 144, "q5_k": 176, "q6_k": 210, "iq4_xs": 136}
-EVERY = sorted(BYTES)
+EVERY = sorted(SEARCHED)
 
 
 def weights(*shape: int) -> torch.Tensor:
@@ -51,7 +52,7 @@ def bits(*tensors: torch.Tensor) -> np.ndarray:
 
 def blocks_of(weight: QuantizedWeight) -> np.ndarray:
     """ggml's blocks of a matrix of 256 columns: `from_blocks` only moves bits and turns some over."""
-    size = 8 * BYTES[weight.format.name]
+    size = 8 * SIZES[weight.format.name][1]
     ones = np.packbits(np.eye(size + 1, size, dtype=np.uint8), axis=1, bitorder="little")
     moved = bits(*gguf.from_blocks(torch.from_numpy(ones), weight.format.name))
     turned, moved = moved[-1], moved[:-1] ^ moved[-1]
@@ -61,14 +62,15 @@ def blocks_of(weight: QuantizedWeight) -> np.ndarray:
 
 
 def test_the_types():
-    assert set(INTEGERS) == set(EVERY) and all(SIZES[name] == (256, BYTES[name]) for name in EVERY)
+    ours = [name for name, row in ROWS.items() if isinstance(row.scales, Integers)]
+    assert sorted(ours) == EVERY and all(SIZES[name][0] == 256 for name in EVERY)
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_ggml_decodes_the_same(name):
     weight = weights(24, 256)
     found = quantize(weight, mode=name, importance=importance_of(256))
-    assert found.nbytes == 24 * BYTES[name] and found.format.name == name
+    assert found.nbytes == 24 * SIZES[name][1] and found.format.name == name
     assert np.array_equal(values_of_ggml(blocks_of(found), type_of(name)), values(found).numpy())
     decoded = dequantize(found, torch.float32)
     assert torch.equal(decoded, values(found)) and (decoded - weight).abs().mean() < 0.02
@@ -76,21 +78,21 @@ def test_ggml_decodes_the_same(name):
 
 def least_error(weight: np.ndarray, importance: np.ndarray, name: str, found: QuantizedWeight) -> float:
     """Of a superblock, in float64: all integers of every group, for d and m around those of a result."""
-    kinds = {"q2_k": (16, 3), "q3_k": (16, 7), "q4_k": (32, 15), "q6_k": (16, 63), "iq4_xs": (32, 15)}
-    size, top = kinds[name]
+    kind = GGML[name]
+    size, top = kind.group_size, 2**kind.bits - 1
     w, k = weight.reshape(-1, 1, size), importance.reshape(-1, 1, size)
     halves = found.biases.numpy().view(np.float16).astype(np.float64).flatten()
     factors = np.linspace(0.94, 1.06, {"q2_k": 11, "q4_k": 5}.get(name, 61))
     best = np.inf
-    if name in ("q2_k", "q4_k"):
-        most = 15 if name == "q2_k" else 63
+    if kind.minima:
+        most = 2**kind.integers.bits - 1
         s, n = (x.reshape(1, -1, 1) for x in np.meshgrid(np.arange(1.0, most + 1), np.arange(most + 1.0)))
         for a, b in product(factors, factors):
             scale, minimum = halves[0] * a * s, halves[1] * b * n
             codes = np.clip(np.rint((w + minimum) / scale), 0, top)
             best = min(best, (k * (codes * scale - minimum - w) ** 2).sum(-1).min(-1).sum())
         return best
-    centre = 128 if name == "q6_k" else 32
+    centre = kind.integers.centre
     s = np.arange(-centre, centre, dtype=np.float64).reshape(1, -1, 1)
     s[s == 0] = 1e-9
     for a in factors:
@@ -172,7 +174,7 @@ NUMBERS = {"q3_k": [*range(-4, 4)], "q6_k": [*range(-32, 32)], "iq4_xs": LEVELS}
 @pytest.mark.parametrize("name", EVERY)
 def test_numbers_of_a_type_come_back(name):
     """Of scales of either sign, the largest of which has one sign only; of types with minima, without any."""
-    integers, format = INTEGERS[name], quantize(weights(1, 256), mode=name).format
+    integers, format = GGML[name].integers, quantize(weights(1, 256), mode=name).format
     numbers, groups = torch.tensor(NUMBERS.get(name, [*range(2**format.bits)])), 256 // format.group_size
     chance = torch.Generator().manual_seed(0)
     codes = torch.randint(len(numbers), (groups, format.group_size), generator=chance)

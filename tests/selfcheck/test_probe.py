@@ -18,6 +18,7 @@ SMALL = probe.Sizes(
     **{"dispatches": 20, "buffers": (1, 5), "reads": (1 << 16, 1 << 18), "idle": (0.0, 0.01)},
     **{"groups": 2, "fma_steps": 2, "matrix_steps": 2, "repeats": 1, "live_steps": 2, "bank_steps": 4},
     **{"fragment_steps": 2, "queued": 3, "sustained": 0.01, "expert_groups": 1, "expert_steps": 1},
+    chunk=(24, 72, 16),
 )
 RATES = (
     *(
@@ -96,6 +97,33 @@ def test_reads_of_experts(simulated):
     probe._run("probe_read_pieces", [data, starts, out], 2, 32, 2)
     pieces = torch.arange(4096.0).view(1024, 4)[[*range(512, 768), *range(256)]]
     assert torch.equal(out.cpu(), pieces.view(2, 8, 32, 4).sum((1, 3)).flatten())
+
+
+@pytest.mark.parametrize(
+    ("own", "sdpa", "advice"), [(0.003, 0.002, {"set": "MOE_MPS_SDPA=1"}), (0.002, 0.003, {})]
+)
+def test_attention_of_a_chunk(simulated, monkeypatch, own, sdpa, advice):
+    """Both kernels compute the same; what is to be set follows from their times."""
+    monkeypatch.setenv("SIMULATED_GPU", "Apple M5 Max")
+    monkeypatch.setattr(torch, "__version__", "2.15.0")
+    seconds, results = iter((own, sdpa)), []
+
+    def timed(call, repeats):
+        results.append(call().float().cpu())
+        return next(seconds)
+
+    monkeypatch.setattr(probe, "_best", timed)
+    found = probe.chunk_of_a_prompt(SMALL)
+    assert found == {"own": 1e3 * own, "torch": 1e3 * sdpa} | advice
+    ours, torchs = results
+    torch.testing.assert_close(ours, torchs.transpose(1, 2), rtol=0.02, atol=0.02)
+
+
+def test_attention_of_a_chunk_elsewhere(simulated):
+    """torch has no kernel for tensor units there, and would keep the scores of all tokens."""
+    assert probe.chunk_of_a_prompt(SMALL) == {
+        "left_out": f"it needs torch 2.15 or newer, this is {torch.__version__}"
+    }
 
 
 # Faults of different parts, which are compiled together.

@@ -17,6 +17,7 @@ from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
+from torch_moe_mps.serving.prefix_cache.files import Files, Writer
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.transformers.caches.parts import Joined
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
@@ -92,7 +93,8 @@ def test_a_turn_behind_a_restart(architecture, how, tmp_path):
     second = Asked(turn(first, 5, 7, 9))
     prompts = answer(model, disk, second)
     assert second.tokens == second.expected(model)
-    assert second.job.disk_tokens == second.job.cached_tokens == 75  # all but the last one of the answer
+    usage = second.job.usage
+    assert usage.disk_tokens == usage.cached_tokens == 75  # all but the last one of the answer
     assert (disk.hits, disk.tokens) == (1, 75) and disk.read_bytes > 0 and prompts.computed == 4
     (kept,) = prompts.kept
     eight = [isinstance(layer.keys, QuantizedStates) for layer in kept.cache.layers if hasattr(layer, "keys")]
@@ -105,7 +107,7 @@ def test_a_request_that_is_asked_again(tokens, tmp_path):
     model, first, again = model_of("qwen3_moe"), Asked(LONG[:, :tokens], 1), Asked(LONG[:, :tokens], 1)
     answer(model, Disk(tmp_path, MEMORY), first)
     answer(model, Disk(tmp_path, MEMORY), again)
-    assert again.job.disk_tokens == again.job.cached_tokens == tokens - 1
+    assert again.job.usage.disk_tokens == again.job.usage.cached_tokens == tokens - 1
     assert again.tokens == first.tokens == first.expected(model)
 
 
@@ -119,12 +121,12 @@ def test_a_common_beginning_is_there_once(tmp_path):
     assert all(path.stat().st_mode & 0o77 == 0 for path in tmp_path.rglob("*"))
     third = Asked(torch.cat((LONG[:, :40], LONG[:, 3:8]), 1))
     answer(model, disk := Disk(tmp_path, MEMORY), third)
-    assert third.job.disk_tokens == 32 and third.tokens == third.expected(model)
+    assert third.job.usage.disk_tokens == 32 and third.tokens == third.expected(model)
     with torch.no_grad():
         model.model.layers[0].input_layernorm.weight.mul_(1.5)  # another model
     fourth = Asked(LONG)
     answer(model, Disk(tmp_path, MEMORY), fourth)
-    assert fourth.job.disk_tokens == 0 and fourth.tokens == fourth.expected(model)
+    assert fourth.job.usage.disk_tokens == 0 and fourth.tokens == fourth.expected(model)
 
 
 @pytest.mark.slow("an answer for each damaged file")
@@ -171,7 +173,7 @@ def test_files_under_other_names_are_not_used(architecture, tmp_path, caplog):
         again = [Asked(ids) for ids in asked]
         answer(model, Disk(tmp_path, MEMORY), *again)
         assert [each.tokens for each in again] == [each.expected(model) for each in again]
-        assert [each.job.disk_tokens for each in again] == [0, 0]
+        assert [each.job.usage.disk_tokens for each in again] == [0, 0]
     assert "its header must be" in caplog.text
 
 
@@ -185,7 +187,7 @@ def test_other_files_in_the_folder_are_skipped(tmp_path):
     (state.parent / f"{'b' * 32}.block").mkdir()
     again = Asked(turn(first, 5))
     answer(model, Disk(tmp_path, MEMORY), again)
-    assert again.job.disk_tokens == 75 and again.tokens == again.expected(model)
+    assert again.job.usage.disk_tokens == 75 and again.tokens == again.expected(model)
 
 
 @pytest.mark.slow("an answer for some tensors of each file")
@@ -212,7 +214,7 @@ def test_memory_that_runs_out_between_two_layers(architecture, tmp_path, monkeyp
         again = Asked(ids)
         answer(model, Disk(tmp_path, MEMORY), again)
         assert again.tokens == expected and files <= {*tmp_path.glob("*/*")}
-        assert again.job.disk_tokens < 75
+        assert again.job.usage.disk_tokens < 75
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -233,24 +235,24 @@ def test_an_end_in_the_middle_of_a_write(tmp_path, monkeypatch):
     while batch.has_work or len(written) < 4:
         batch.step()
         prompts.store()
-    os.close(disk._held)  # as the system does
+    os.close(disk.files._held)  # as the system does
     assert len([*tmp_path.glob("*/*.new")]) == 1
     second = Asked(turn(first, 5))
     answer(model, Disk(tmp_path, MEMORY), second)
-    assert second.job.disk_tokens == 48 and second.tokens == second.expected(model)
+    assert second.job.usage.disk_tokens == 48 and second.tokens == second.expected(model)
 
 
 def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
     """Answers end while the writer is in its first file; all is written once it goes on."""
     model, goes_on, calls = model_of("qwen3_moe"), threading.Event(), []
-    own = Disk._write_part
+    own = Writer._write
 
     def slow(self, *given):
         calls.append(len(calls))
         assert goes_on.wait(60)
         own(self, *given)
 
-    monkeypatch.setattr(Disk, "_write_part", slow)
+    monkeypatch.setattr(Writer, "_write", slow)
     engine = EngineThread(model, PrefixCache(MEMORY, disk=Disk(tmp_path, MEMORY)), 4)
     asked = [Asked(LONG[:, n:], 20) for n in range(4)]
     for each in asked:
@@ -262,19 +264,19 @@ def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
     engine.close()
     again = Asked(turn(asked[0], 4))
     answer(model, Disk(tmp_path, MEMORY), again)
-    assert again.job.disk_tokens == 89 and again.tokens == again.expected(model)
+    assert again.job.usage.disk_tokens == 89 and again.tokens == again.expected(model)
 
 
 @pytest.mark.slow("nine answers")
 def test_what_waits_for_a_slow_disk_is_within_the_memory(tmp_path, monkeypatch):
     """Prompts that no memory is left for are given up, written or not; the last ones are written."""
-    model, goes_on, own = model_of("qwen3_moe"), threading.Event(), Disk._write_part
+    model, goes_on, own = model_of("qwen3_moe"), threading.Event(), Writer._write
 
     def slow(self, *given):
         assert goes_on.wait(60)
         own(self, *given)
 
-    monkeypatch.setattr(Disk, "_write_part", slow)
+    monkeypatch.setattr(Writer, "_write", slow)
     octets = octets_of(answer(model, None, Asked(LONG)).kept[0])
     disk = Disk(tmp_path, MEMORY)
     prompts = PrefixCache(int(2.5 * octets), disk=disk)
@@ -294,7 +296,7 @@ def test_what_waits_for_a_slow_disk_is_within_the_memory(tmp_path, monkeypatch):
     prompts.write(model)
     again = Asked(turn(asked[-1], 4))
     answer(model, Disk(tmp_path, MEMORY), again)
-    assert again.job.disk_tokens == 75 and again.tokens == again.expected(model)
+    assert again.job.usage.disk_tokens == 75 and again.tokens == again.expected(model)
 
 
 def test_the_folder_is_bounded(tmp_path):
@@ -303,15 +305,15 @@ def test_the_folder_is_bounded(tmp_path):
     disk = Disk(tmp_path, MEMORY)
     first, second = Asked(LONG), Asked(LONG.flip(1))
     answer(model, disk, first)
-    most = int(disk.nbytes * 1.6)
+    most = int(disk.files.nbytes * 1.6)
     for asked in (second, Asked(turn(first, 5)), Asked(LONG.roll(9))):
         disk = Disk(tmp_path, most)
         answer(model, disk, asked)
         files = [path.stat().st_size for path in tmp_path.glob("*/*")]
-        assert sum(files) == disk.nbytes <= most
+        assert sum(files) == disk.files.nbytes <= most
     again = Asked(turn(first, 5))
     answer(model, Disk(tmp_path, most), again)
-    assert 0 < again.job.disk_tokens < 70 and again.tokens == again.expected(model)
+    assert 0 < again.job.usage.disk_tokens < 70 and again.tokens == again.expected(model)
 
 
 def test_a_full_disk_fails_no_answer(tmp_path, monkeypatch, capsys):
@@ -322,33 +324,34 @@ def test_a_full_disk_fails_no_answer(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     disk = Disk(tmp_path, MEMORY)
-    monkeypatch.setattr(Disk, "_write_file", full)
+    monkeypatch.setattr(Files, "_write_file", full)
     asked = Asked(LONG)
     answer(model, disk, asked)
     assert asked.tokens == asked.expected(model)
-    line = f"torch-moe-mps: prompts are not kept in {tmp_path} any more: [Errno 28] No space left on device\n"
+    why = "[Errno 28] No space left on device"
+    line = f"torch-moe-mps: no prefixes are cached in {tmp_path} any more: {why}\n"
     assert capsys.readouterr().err == line and not [*tmp_path.glob("*/*")]
 
 
 def test_a_disk_that_gets_full_keeps_the_last_prompts(tmp_path, monkeypatch, caplog, capsys):
     """Old ones make room, as if the folder had been that small; what is in the way is no longer written."""
-    model, disk, own = model_of("qwen3_moe"), Disk(tmp_path, MEMORY), Disk._write_file
+    model, disk, own = model_of("qwen3_moe"), Disk(tmp_path, MEMORY), Files._write_file
     first, second = Asked(LONG), Asked(LONG.flip(1))
     answer(model, disk, first)
-    room = int(disk.nbytes * 1.3)
+    room = int(disk.files.nbytes * 1.3)
 
     def write(self, path, octets):
         if sum(file.stat().st_size for file in tmp_path.glob("*/*")) + len(octets) > room:
             raise OSError(errno.ENOSPC, "No space left on device")
         own(self, path, octets)
 
-    monkeypatch.setattr(Disk, "_write_file", write)
+    monkeypatch.setattr(Files, "_write_file", write)
     answer(model, disk := Disk(tmp_path, MEMORY), second)
     files = [path.stat().st_size for path in tmp_path.glob("*/*")]
-    assert sum(files) == disk.nbytes <= disk.most <= room
+    assert sum(files) == disk.files.nbytes <= disk.files.most <= room
     again = Asked(turn(second, 5))
     answer(model, Disk(tmp_path, MEMORY), again)
-    assert again.job.disk_tokens == 75 and again.tokens == again.expected(model)
+    assert again.job.usage.disk_tokens == 75 and again.tokens == again.expected(model)
     assert "the disk is full" in caplog.text and capsys.readouterr().err == ""
 
 

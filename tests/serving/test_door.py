@@ -25,10 +25,10 @@ from support.scripted import ask
 from torch_moe_mps._text import shown
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.loop import Died
+from torch_moe_mps.serving.engine.memory import memory_in_use
 from torch_moe_mps.serving.http import app, reading, structured
 from torch_moe_mps.serving.http.answers import Answers
 from torch_moe_mps.serving.http.limited import Limited, TooLong
-from torch_moe_mps.serving.http.metrics import memory_in_use
 from torch_moe_mps.serving.http.request import Refused
 from torch_moe_mps.serving.http.structured import Masked
 from torch_moe_mps.serving.media.loading import Media
@@ -46,6 +46,32 @@ ASKED = {
 def here() -> Iterator[scripted.Here]:
     with scripted.server() as server:
         yield server
+
+
+def test_beams_of_a_checkpoint_refuse_no_request(here):
+    """They were refused as if the client had asked for them."""
+    here.served.model.generation_config.update(num_beams=4, num_return_sequences=2)
+    for path, body in ASKED.items():
+        assert ask(here, path, body)[0] == 200, path
+    body = ASKED["/v1/completions"] | {"generation_config": '{"num_beams": 4}'}
+    status, answer = ask(here, "/v1/completions", body)
+    assert status == 400 and "num_beams 1" in answer["error"]["message"]
+
+
+def test_stop_strings_of_a_checkpoint_and_of_settings_end_answers(here):
+    here.served.model.generation_config.stop_strings = ["cd"]
+    here.generator.says = ["abcdef"]
+    body = ASKED["/v1/completions"] | {"max_tokens": 9}
+    for more, text in (
+        ({}, "ab"),
+        ({"stop": "b"}, "a"),
+        ({"generation_config": '{"stop_strings": "e"}'}, "abcd"),
+    ):
+        status, answer = ask(here, "/v1/completions", body | more)
+        assert status == 200 and answer["choices"][0]["text"] == text
+        assert answer["choices"][0]["finish_reason"] == "stop"
+    status, answer = ask(here, "/v1/completions", body | {"generation_config": '{"stop_strings": 5}'})
+    assert status == 400 and "stop_strings" in answer["error"]["message"]
 
 
 def test_a_token_beyond_the_vocabulary_is_refused_by_every_path(here):
@@ -179,6 +205,30 @@ def test_an_address_that_has_many_requests_in_reading_is_told_to_come_again(here
         assert read.value.code == 400
     assert [client.result()[0] for client in clients] == [200] * 3
     assert ask(here, "/v1/completions", short)[0] == 200 and not here.reading.clients
+
+
+def test_clients_of_ipv6_are_counted_by_their_network_of_64_bits(here, monkeypatch):
+    """A host has 2^64 addresses. Those of IPv4 on a socket of IPv6 are counted each, and neighbours are."""
+    monkeypatch.setattr(reading, "MOST_OF_CLIENT", 1)
+
+    def status(address: str) -> int:
+        asked = urllib.request.Request(
+            here.url + "/tokenize", b'{"content": "a"}', {"x-forwarded-for": address}
+        )
+        try:
+            return urllib.request.urlopen(asked, timeout=60).status
+        except urllib.error.HTTPError as refused:
+            return refused.code
+
+    taken = ("2001:db8:1:2::1", "::ffff:192.0.2.1", "fe80::1")
+    for address in taken:
+        here.reading.clients[reading.client_of(address)] = client = reading.Client(here.reading.pools)
+        client.requests = 1
+    assert [status(f"2001:db8:1:{number}") for number in ("2::1", "2:ffff::2", "3::1")] == [429, 429, 200]
+    assert [status(address) for address in ("192.0.2.1", "::ffff:192.0.2.1", "::ffff:192.0.2.2")] == [
+        429, 429, 200
+    ]  # fmt: skip
+    assert [status(address) for address in ("fe80::1", "fe80::2")] == [429, 200]
 
 
 def test_a_client_that_leaves_while_its_request_is_read_gives_its_place_back(here, monkeypatch):

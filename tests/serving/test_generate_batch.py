@@ -303,6 +303,17 @@ def test_rows_without_a_seed_are_drawn_in_one_launch(seeds, fills):
     assert first != second and first != third and (second == fourth) == (seeds[1] == 5)
 
 
+def test_what_a_sampled_token_launches(simulated):
+    """Its numbers, the operator, and one copy to the host, which has the token and whether it is one."""
+    job = Job({"input_ids": torch.arange(3)[None]}, config(do_sample=True), lambda token: False, print)
+    samplers = [Sampler(model_of().to("mps"), job) for _ in range(4)]
+    logits = torch.randn(4, 97, generator=torch.Generator().manual_seed(0)).to("mps")
+    with Launches() as counted, simulated.trace() as commands:
+        sample(samplers, logits).read()
+    assert counted.counts == {"exponential_": 1, "copy_": 1}
+    assert [line.split()[0] for line in commands if " grid " in line] == ["sample_rows_f32"]
+
+
 @pytest.mark.slow("six answers, of beams")
 def test_numbers_of_a_seed_are_those_of_its_answer():
     """Of beams, too, which generate() draws: they depend on no neighbour, and leave torch's numbers alone."""

@@ -42,7 +42,7 @@ def test_what_is_kept_of_an_answer(architecture, late):
         second = Asked(turn(each, number), 4)
         run(batch, second)
         computed = LENGTH + number + len(each.tokens)
-        assert second.job.cached_tokens >= computed - 1, number
+        assert second.job.usage.cached_tokens >= computed - 1, number
         assert second.tokens == second.expected(model), number
 
 

@@ -28,13 +28,10 @@ from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.training.examples import Example
 from torch_moe_mps.training.memory import Ranks
 from torch_moe_mps.training.steps import Plan, Training, with_new_adapter
-from torch_moe_mps.transformers.capture.calls import CAPTURES
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 IDS = prompt(1, 9)
 SETTINGS = {"max_new_tokens": 3, "pad_token_id": 0, "do_sample": False}
-# Attributes that `accelerate` gives a model, which counts its calls in it.
-COUNTS = {CAPTURES}
 
 # Facts that transformers' Trainer changes: it seeds torch, and sets checkpoints of gradients up, with hooks
 # that let inputs ask for gradients, and without a cache in the config.
@@ -53,7 +50,7 @@ def facts(model: nn.Module) -> dict[str, object]:
     found: dict[str, object] = {"random numbers": torch.get_rng_state().tolist()}
     for name, module in model.named_modules():
         found[f"class of {name}"] = type(module)
-        found |= {f"{name}.{key}": plain(value) for key, value in vars(module).items() if key not in COUNTS}
+        found |= {f"{name}.{key}": plain(value) for key, value in vars(module).items()}
     found["config"], found["settings"] = model.config.to_dict(), vars(copy.deepcopy(model.generation_config))
     return found
 

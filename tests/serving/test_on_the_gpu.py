@@ -99,7 +99,7 @@ def test_rows_of_the_engine(architecture, simulated):
     batch.submit(again)
     while batch.has_work:
         batch.step()
-    assert again.cached_tokens >= turn.shape[1] - 3 and again.tokens == expected(plain, again)
+    assert again.usage.cached_tokens >= turn.shape[1] - 3 and again.tokens == expected(plain, again)
 
 
 @pytest.mark.slow("captures two programs in the simulator")

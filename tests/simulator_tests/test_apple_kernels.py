@@ -1,6 +1,6 @@
 """What each kernel of the package costs on Apple GPUs, by the model: a change of cost shows in review.
 
-The texts are of bfloat16, in the folder pinned/ (support/pinned.py).
+The texts are of bfloat16, in tests/pinned/costs.txt (support/pinned.py).
 """
 
 import functools
@@ -16,13 +16,13 @@ from simulator import apple
 from simulator.build import compile_shader
 from simulator.shaderlib import kernels_of
 from simulator.testing import linux_only
-from support.oracles_experts import numbers_of
-from support.pinned import assert_pinned
+from support.oracles_experts import SEARCHED, numbers_of
+from support.pinned import assert_pinned, pinned
 from support.quantized_layers import GGUF_FORMATS, place, random_quantized
 from support.sweep import in_sweep
 
 from torch_moe_mps.ops._formats import FORMATS as FORMATS_BY_NAME
-from torch_moe_mps.ops._formats import INTEGERS
+from torch_moe_mps.selfcheck.libraries import PARTS
 
 pytestmark = linux_only
 M1, M3 = apple.GPUS["M1"], apple.GPUS["M3"]
@@ -169,10 +169,9 @@ def sampling(dtype: torch.dtype) -> Iterator[Call]:
     """A token of a vocabulary as large as Qwen3's; the same where nothing limits what is drawn from."""
     torch.manual_seed(0)
     logits, draws = 3 * on_device(1, 151_936, dtype=dtype), on_device(1, 151_936).abs()
-    invalid = torch.zeros(1, dtype=torch.int32, device="mps")
     for label, how in {"top-k and top-p": (0.7, 20, 0.8), "top-p": (1.0, 0, 0.9), "all": ()}.items():
-        call = functools.partial(torch.ops.moe_mps.sample_, logits, draws, invalid, *how)
-        yield f"sample_ of {label}", call, {}, logits.numel()
+        call = functools.partial(torch.ops.moe_mps.sample, logits, draws, None, *how)
+        yield f"sample of {label}", call, {}, logits.numel()
 
 
 def adapters(dtype: torch.dtype) -> Iterator[Call]:
@@ -393,6 +392,7 @@ def quantised(dtype: torch.dtype, name: str) -> Iterator[Call]:
 
 
 WIDTHS = (64, 128, 256, 512)
+OTHER_ROUTERS = ("routing_logits_{}", "hash_router_{}", "bucket_i32", "bucket_i64")
 
 
 def of_widths(name: str, caches: tuple[str, ...] = ("", "affine8_"), widths=WIDTHS) -> list[str]:
@@ -400,13 +400,13 @@ def of_widths(name: str, caches: tuple[str, ...] = ("", "affine8_"), widths=WIDT
 
 
 def of_format(name: str) -> list[str]:
-    return [f"quantized_{part}{name}_{{}}" for part in ("", "prompts_", "heads_")]
+    return [f"quantized_{part}{name}_{{}}" for part in PARTS]
 
 
 # Calls, and the libraries whose kernels they dispatch; {} is a dtype.
 GROUPS = {
-    "norms": (norms, ["norms_{}"]),
-    "rope": (rope, ["rope_{}"]),
+    "norms": (norms, [f"norms_{part}{{}}" for part in ("", "residual_", "gated_", "layer_")]),
+    "rope": (rope, ["rope_{}", "rope_centred_{}"]),
     "attention": (attention, [*of_widths("attention"), "attention_merge_{}", "write_cache_{}"]),
     "selected": (selected, of_widths("attention_selected")),
     "tailed": (tailed, of_widths("attention_tailed", ("",), (512,))),
@@ -420,7 +420,7 @@ GROUPS = {
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
     "combine": (combine, ["combine_{}"]),
     "pointwise": (pointwise, ["pointwise_{}"]),
-    "routing": (routing, ["routing_{}", "hash_router_{}", "bucket_i32", "bucket_i64"]),
+    "routing": (routing, [*(f"routing_{width}_{{}}" for width in (2, 4, 8, 16, 32)), *OTHER_ROUTERS]),
     "lora": (adapters, ["lora_{}"]),
     "dense": (dense, ["experts_{}"]),
     "int4": (functools.partial(quantised, name="affine4_64"), of_format("affine4_64")),
@@ -429,7 +429,7 @@ GROUPS = {
     "int1": (functools.partial(quantised, name="affine1_64"), of_format("affine1_64")),
 }
 # Types of GGUF that this package writes, too.
-GROUPS |= {name: (functools.partial(quantised, name=name), of_format(name)) for name in sorted(INTEGERS)}
+GROUPS |= {name: (functools.partial(quantised, name=name), of_format(name)) for name in sorted(SEARCHED)}
 # What the names of libraries start with; together they are all of them.
 KINDS = [
     "norms",
@@ -447,7 +447,7 @@ KINDS = [
 KINDS += ["pointwise", "routing", "hash_router", "sampling", "bucket", "experts"]
 KINDS += [
     f"quantized_{part}{name}"
-    for part in ("", "prompts_", "heads_")
+    for part in PARTS
     for name in (
         *(f"affine{bits}" for bits in (1, 2, 3, 4, 5, 6, 8)),
         "mxfp4",
@@ -475,7 +475,7 @@ def libraries(kind: str, dtype: str) -> list[str]:
 
 def is_of_another_group(name: str) -> bool:
     """Of a format in groups of 32 or 128, which takes the registers of that in 64, as int4 does below."""
-    return re.search("_(32|128)_", name) is not None
+    return re.search(r"\d_(32|128)_", name) is not None
 
 
 def fitting_registers(name: str, path: Path):
@@ -595,18 +595,24 @@ def test_attention_of_one_token_waits_for_memory(simulated, shape):
 
 # The group that always runs; the others do in the sweep.
 ALWAYS = ("rope",)
-FORMATS = {"mlx": ("affine", "mx", "nv"), "gguf_blocks": ("q",), "gguf_points": ("iq", "tq")}
+FORMATS = {"mlx": ("affine", "mx", "nv"), "gguf_blocks": ("q",), "gguf_codebooks": ("iq", "tq")}
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("group", in_sweep(GROUPS, ALWAYS))
 def test_costs(simulated, group):
     """Issue slots of a lane on the M1 and M2, and from the M3 on, where bfloat16 is native; 32-bit registers
     on both; threads of a threadgroup as launched, as declared, and as the M1's registers allow (0: it
     spills)."""
-    assert_pinned(__file__, f"costs_{group}", costs(group))
+    assert_pinned("costs", group, costs(group))
+
+
+def test_every_group_is_pinned():
+    assert pinned("costs").keys() == GROUPS.keys()
 
 
 @pytest.mark.sweep
+@pytest.mark.pinned
 @pytest.mark.parametrize("formats", FORMATS)
 def test_registers_of_formats(simulated, formats):
-    assert_pinned(__file__, f"registers_{formats}", registers_of_formats(*FORMATS[formats]))
+    assert_pinned("registers", formats, registers_of_formats(*FORMATS[formats]))

@@ -28,15 +28,17 @@ SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"
 # One of each file but that of the probe, which no operator launches.
 OTHERS = {"probe": [], "bucket": ["bucket_i32"], "tensor_units": ["tensor_units_affine4_64_f16"]}
 OTHERS["quantized"] = [f"quantized_{name}" for name in ("affine4_64_f16", "affine3_32_bf16", "nvfp4_f32")]
-OTHERS |= {f"quantized_{part}": [f"quantized_{part}_affine4_64_f16"] for part in ("prompts", "heads")}
+PARTS_OF_FORMATS = ("joined", "few", "prompts", "heads")
+OTHERS |= {f"quantized_{part}": [f"quantized_{part}_affine4_64_f16"] for part in PARTS_OF_FORMATS}
 OTHERS |= {f"attention{of}": [f"attention{of}_128_f16"] for of in ("", "_turned", "_selected", "_relative")}
-OTHERS["attention_tailed"] = ["attention_tailed_512_f16"]
+OTHERS |= {"attention_tailed": ["attention_tailed_512_f16"], "routing": ["routing_8_f16"]}
 FILES = sorted(path.stem for path in SHADERS.glob("*.metal"))
 LIBRARIES = [name for file in FILES for name in OTHERS.get(file, [f"{file}_f16"])]
 # A simdgroup a row, or a thread an element, and as many registers as it takes.
-UNBOUNDED = ["hash_router_f16", "hyper_connection_f16", "pointwise_f16", "routing_f16"]
+UNBOUNDED = ["hash_router_f16", "hyper_connection_f16", "pointwise_f16", "routing_8_f16"]
+UNBOUNDED += ["routing_logits_f16"]
 # With bounds and without; tensor units; function constants of a format.
-ALWAYS = ("attention_128_f16", "routing_f16", "tensor_units_affine4_64_f16", "quantized_affine4_64_f16")
+ALWAYS = ("attention_128_f16", "routing_8_f16", "tensor_units_affine4_64_f16", "quantized_affine4_64_f16")
 BUFFER_WORDS = {"device", "threadgroup", "thread", "kernel", "constant"}
 SHAPE = (8, 2, 512, 128)  # experts, of them a token, hidden, intermediate
 

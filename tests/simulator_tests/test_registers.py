@@ -1,18 +1,16 @@
 """Kernels that may spill on one generation of GPUs: those with more registers than it is known to give.
 
-By our own counts, which are pinned beside this test: what Apple's compiler makes of a kernel, metal-tt says
-(scripts/macos/apple_registers). The list is a file of pinned/: a variant with fewer registers shortens it.
+By our own counts, in tests/pinned/: what Apple's compiler makes of a kernel, metal-tt says
+(scripts/macos/apple_registers). A variant with fewer registers shortens the list.
 """
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from simulator.apple.facts import REGISTERS
-from support.pinned import assert_pinned
+from support.pinned import assert_pinned, pinned
 
-PINNED = Path(__file__).parent / "pinned"
 COST = re.compile(r"^  (\w+): .*?([\d.]+)(?:/([\d.]+))? registers")
 
 Row = tuple[str, str, float, float]  # library, kernel, registers on the M1 and M2, and from the M3 on
@@ -20,12 +18,13 @@ Row = tuple[str, str, float, float]  # library, kernel, registers on the M1 and 
 
 def counts() -> Iterator[Row]:
     """Of the pinned costs, and for other formats of the pinned registers."""
-    for file in sorted(PINNED.glob("costs_*.txt")):
-        for line in file.read_text().splitlines():
+    for group, text in pinned("costs").items():
+        for line in text.splitlines():
             if found := COST.match(line):
-                yield file.stem.removeprefix("costs_"), found[1], float(found[2]), float(found[3] or found[2])
-    for file in sorted(PINNED.glob("registers_*.txt")):
-        for line in file.read_text().replace("\n  ", " ").splitlines():
+                yield group, found[1], float(found[2]), float(found[3] or found[2])
+    for section, text in pinned("registers").items():
+        lines = [] if section.startswith("over ") else text.replace("\n  ", " ").splitlines()
+        for line in lines:
             name, _, kernels = line.partition(": ")
             for kernel, first, later in re.findall(r"(\w+) ([\d.]+)(?:/([\d.]+))?", kernels):
                 yield name, kernel, float(first), float(later or first)
@@ -46,6 +45,7 @@ def test_pages_are_read_whole():
     assert len(found) > 500 and min(found.values()) > 0
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("generation", ["M1", "M4", "M5"])
 def test_kernels_over_the_registers_of_a_generation(generation):
     """None on an M1; on the others those that are named, with their counts. The M2 is as the M1, and what an
@@ -55,4 +55,4 @@ def test_kernels_over_the_registers_of_a_generation(generation):
     if generation == "M1":
         assert not over(limit, later=False)
     else:
-        assert_pinned(__file__, f"over_{limit}", "\n".join(over(limit, later=True)) + "\n")
+        assert_pinned("registers", f"over {limit}", "\n".join(over(limit, later=True)) + "\n")

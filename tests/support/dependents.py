@@ -63,6 +63,8 @@ EVERYTHING = re.compile(
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Calls of every operator in every format, for minutes: only `scripts/test` runs them.
 ANY_ARGUMENTS = TESTS / "ops" / "test_any_arguments.py"
+# Arguments and oracles of each family of operators, which are imported by name.
+OF_FAMILIES = TESTS / "support" / "ops"
 TRIALS = PACKAGE / "transformers" / "trials"
 RULES = PACKAGE / "transformers" / "modules" / "rules"
 # Models on the simulated GPU: how operators work together.
@@ -265,13 +267,12 @@ def families_of(path: Path) -> dict[str, list[str]]:
 def kernels_of_operators() -> dict[str, set[str]]:
     """{operator: the kernels that it launches}, as tests/host/test_traces.py pins them."""
     kernels: dict[str, set[str]] = defaultdict(set)
-    for path in (TESTS / "host" / "pinned").glob("traces_*.txt"):
-        operator = ""
-        for line in path.read_text().splitlines():
-            if heading := re.match(r"(\w+): ", line):
-                operator = heading[1]
-            elif launch := re.match(r"  (\w+) grid", line):
-                kernels[operator].add(launch[1])
+    operator = ""
+    for line in (TESTS / "pinned" / "traces.txt").read_text().splitlines():
+        if heading := re.match(r"(\w+): ", line):
+            operator = heading[1]
+        elif launch := re.match(r"  (\w+) grid", line):
+            kernels[operator].add(launch[1])
     return kernels
 
 
@@ -315,7 +316,7 @@ def operators_of(path: Path) -> set[str]:
     if path.is_relative_to(PACKAGE / "csrc"):
         sources = {path} | including(path.with_suffix(".h"))
         families = [families_of(source)[source.stem] for source in sources if source.suffix == ".mm"]
-    elif path.parent == PACKAGE / "ops":
+    elif path.parent in (PACKAGE / "ops", OF_FAMILIES):
         using = {path} | {
             other for other in graph() if other.parent == path.parent and path in graph()[other]
         }
@@ -370,6 +371,8 @@ def dependents(path: Path) -> set[Path]:
         return of_source(path) - {ANY_ARGUMENTS} | {MODELS}
     if path.parent == PACKAGE / "ops" and path.stem in operators():
         return of_family(path.stem) - {ANY_ARGUMENTS} | {MODELS}
+    if path.parent == OF_FAMILIES and path.stem in operators():
+        return of_family(path.stem) | {ANY_ARGUMENTS, TESTS / "ops" / "test_errors.py"}
     if path.suffix == ".py":
         if path.parent == RULES:
             importing = {
@@ -381,7 +384,7 @@ def dependents(path: Path) -> set[Path]:
             importing |= {*tests_in(TESTS / "transformers" / "modules")}
         return importing | (room(path) if in_package else naming(path.name))
     if path.parent.name == "pinned":
-        return {*tests_in(path.parents[1])}
+        return {test for test in naming("assert_pinned") if f'"{path.stem}"' in test.read_text()}
     folders = () if in_package else relative.parts[:-1]  # a test may read all that is in one
     quoted = {f'"{name}"' for name in folders} - {'"docs"', '"tests"', '"scripts"'}
     tests = set().union(*map(naming, quoted | {path.name if path.suffix else f'"{path.name}"'}))

@@ -3,13 +3,10 @@
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-# Where the halves of a block are.
-HALVES = {
-    **{"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82)},
-    **{"q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)},
-    **{"q1_0": (0,), "q2_0": (0,), "mxfp4": (), "nvfp4": (), "tq1_0": (52,), "tq2_0": (64,), "iq1_m": ()},
-    **dict.fromkeys(("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"), (0,)),
-}
+from support.oracles_experts import GGML
+
+# Where the halves of a block are: of types that have a format, and of others.
+HALVES = {name: kind.halves for name, kind in GGML.items()} | {"mxfp4": (), "nvfp4": (), "tq1_0": (52,)}
 OTHERS = {"q8_k": (0,), "q8_1": (0, 2)}  # have no format
 
 

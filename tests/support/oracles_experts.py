@@ -202,29 +202,74 @@ def codes_of(packed: Tensor, bits: int) -> np.ndarray:
 
 
 GRIDS = Path(__file__).parents[2] / "torch_moe_mps" / "shaders" / "matmul" / "grids.txt"
-# bits, group_size
-OTHER_FORMATS = {
-    **{"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)},
-    **{"q1_0": (1, 128), "q2_0": (2, 64)},
-    **{"q4_0": (4, 32), "q4_1": (4, 32), "q5_0": (5, 32), "q5_1": (5, 32), "q8_0": (8, 32)},
-    **{"q2_k": (2, 16), "q3_k": (3, 16), "q4_k": (4, 32), "q5_k": (5, 32), "q6_k": (6, 16)},
-    **{"iq4_nl": (4, 32), "iq4_xs": (4, 32), "tq2_0": (2, 256)},
-    **{"iq1_s": (1, 32), "iq1_m": (1, 16), "iq2_xxs": (2, 32), "iq2_xs": (2, 16), "iq2_s": (2, 16)},
-    **{"iq3_xxs": (3, 32), "iq3_s": (3, 32)},
+MLX_FORMATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}  # bits, group_size
+
+
+class Integers(NamedTuple):
+    """Of blocks of 256: factors of scales, less `centre`, and with `minima` others of minima."""
+
+    bits: int
+    centre: int = 0
+    minima: bool = False
+
+
+class Codebook(NamedTuple):
+    """Bits of a small scale, a point's number beyond eight, shifts, and the stream of 32 values."""
+
+    scale: int
+    number: int
+    shifts: int
+    stream: int
+
+
+class Ggml(NamedTuple):
+    """A type of ggml, by its source.
+
+    Attributes:
+        bits, group_size: of a code, and how many values share a scale.
+        halves: the bytes of a block at which its float16 numbers begin.
+        centre: is subtracted from codes.
+        second: a half is added to the values.
+    """
+
+    bits: int
+    group_size: int
+    halves: tuple[int, ...]
+    centre: float = 0
+    second: bool = False
+    integers: Integers | None = None
+    codebook: Codebook | None = None
+
+    @property
+    def minima(self) -> bool:
+        return self.second or (self.integers is not None and self.integers.minima)
+
+
+GGML = {
+    "q1_0": Ggml(1, 128, (0,), centre=0.5),
+    "q2_0": Ggml(2, 64, (0,), centre=1),
+    "q4_0": Ggml(4, 32, (0,), centre=8),
+    "q4_1": Ggml(4, 32, (0, 2), second=True),
+    "q5_0": Ggml(5, 32, (0,), centre=16),
+    "q5_1": Ggml(5, 32, (0, 2), second=True),
+    "q8_0": Ggml(8, 32, (0,), centre=128),
+    "q2_k": Ggml(2, 16, (80, 82), integers=Integers(4, minima=True)),
+    "q3_k": Ggml(3, 16, (108,), centre=4, integers=Integers(6, 32)),
+    "q4_k": Ggml(4, 32, (0, 2), integers=Integers(6, minima=True)),
+    "q5_k": Ggml(5, 32, (0, 2), integers=Integers(6, minima=True)),
+    "q6_k": Ggml(6, 16, (208,), centre=32, integers=Integers(8, 128)),
+    "iq4_nl": Ggml(4, 32, (0,)),
+    "iq4_xs": Ggml(4, 32, (0,), integers=Integers(6, 32)),
+    "tq2_0": Ggml(2, 256, (64,), centre=1),
+    "iq1_s": Ggml(1, 32, (0,), codebook=Codebook(3, 3, 1, 16)),
+    "iq1_m": Ggml(1, 16, (), codebook=Codebook(3, 3, 4, 22)),
+    "iq2_xxs": Ggml(2, 32, (0,), codebook=Codebook(4, 0, 0, 0)),
+    "iq2_xs": Ggml(2, 16, (0,), codebook=Codebook(4, 1, 0, 8)),
+    "iq2_s": Ggml(2, 16, (0,), codebook=Codebook(4, 2, 0, 16)),
+    "iq3_xxs": Ggml(3, 32, (0,), codebook=Codebook(4, 0, 0, 0)),
+    "iq3_s": Ggml(3, 32, (0,), codebook=Codebook(4, 1, 0, 12)),
 }
-# Of blocks of 256: the bits of an integer that is a factor of a scale, what is taken from it, whether there
-# are others for minima.
-INTEGERS = {
-    **{"q2_k": (4, 0, True), "q3_k": (6, 32, False), "q4_k": (6, 0, True), "q5_k": (6, 0, True)},
-    **{"q6_k": (8, 128, False), "iq4_xs": (6, 32, False)},
-}
-# Of types of points: the bits of a small scale, of a point's number beyond eight, of shifts, and of the
-# stream that has them, for 32 values.
-POINTS = {
-    **{"iq1_s": (3, 3, 1, 16), "iq1_m": (3, 3, 4, 22), "iq2_xxs": (4, 0, 0, 0), "iq2_xs": (4, 1, 0, 8)},
-    **{"iq2_s": (4, 2, 0, 16), "iq3_xxs": (4, 0, 0, 0), "iq3_s": (4, 1, 0, 12)},
-}
-CENTRES = {"q1_0": 0.5, "q2_0": 1, "tq2_0": 1, "q4_0": 8, "q5_0": 16, "q8_0": 128, "q3_k": 4, "q6_k": 32}
+SEARCHED = tuple(name for name, kind in GGML.items() if kind.integers)  # `quantize` writes them
 
 
 def numbers_of(format: str) -> tuple[int, int, str]:
@@ -232,22 +277,23 @@ def numbers_of(format: str) -> tuple[int, int, str]:
     affine = re.fullmatch(r"affine(\d)_(\d+)", format)
     if affine:
         return int(affine[1]), int(affine[2]), "affine"
-    return (*OTHER_FORMATS[format], format)
+    return (*(MLX_FORMATS.get(format) or GGML[format][:2]), format)
 
 
 def group_of(format: str) -> int:
     """What columns are a multiple of."""
-    return 256 if format in INTEGERS or format in POINTS else numbers_of(format)[1]
+    in_superblocks = format in GGML and (GGML[format].integers or GGML[format].codebook)
+    return 256 if in_superblocks else numbers_of(format)[1]
 
 
 def dequantise(packed: Tensor, scales: Tensor, biases: Tensor | None, format: str) -> np.ndarray:
     """[..., words] -> [..., words * 32 / bits] in float64."""
     bits, group_size, _ = numbers_of(format)
-    if format in POINTS:
-        return point_values(packed, scales, biases, format)
+    if format in GGML and (codebook := GGML[format].codebook):
+        return point_values(packed, scales, biases, format, codebook)
     shape = *packed.shape[:-1], packed.shape[-1] * 32 // bits
     codes = codes_of(packed, bits).reshape(*shape[:-1], shape[-1] // group_size, group_size)
-    if format[0] in "qit":
+    if format in GGML:
         return ggml_values(codes, scales, biases, format).reshape(shape)
     if biases is not None:
         return (codes * exact(scales)[..., None] + exact(biases)[..., None]).reshape(shape)
@@ -267,17 +313,18 @@ def ggml_values(codes: np.ndarray, scales: Tensor, biases: Tensor | None, format
         from gguf.quants import IQ4_NL  # only here: a machine that replays recordings does without it
 
         codes = np.array(IQ4_NL.kvalues)[codes]
-    codes = codes.astype(np.float64) - CENTRES.get(format, 0)
-    if format not in INTEGERS:
+    codes = codes.astype(np.float64) - GGML[format].centre
+    integers = GGML[format].integers
+    if integers is None:
         values = codes * halves_of(scales)[..., None] * (2 if format == "q1_0" else 1)
         return values if biases is None else values + halves_of(biases)[..., None]
-    bits, centre, minima = INTEGERS[format]
+    bits, centre, minima = integers
     digits = np.unpackbits(scales.cpu().numpy(), axis=-1, bitorder="little")
-    integers = digits.reshape(*codes.shape[:-1], 1 + minima, bits) @ (1 << np.arange(bits)) - centre
+    factors = digits.reshape(*codes.shape[:-1], 1 + minima, bits) @ (1 << np.arange(bits)) - centre
     blocks = *codes.shape[:-2], codes.shape[-2] * codes.shape[-1] // 256
-    factors = halves_of(biases).reshape(*blocks, 1, 1 + minima)
-    products = integers.reshape(*blocks, 256 // codes.shape[-1], 1 + minima) * factors
-    products = products.reshape(integers.shape)
+    halves = halves_of(biases).reshape(*blocks, 1, 1 + minima)
+    products = factors.reshape(*blocks, 256 // codes.shape[-1], 1 + minima) * halves
+    products = products.reshape(factors.shape)
     values = codes * products[..., :1]
     return values - products[..., 1:] if minima else values
 
@@ -296,10 +343,12 @@ def grid_of(format: str) -> np.ndarray:
     return level[np.array(points)[:, None] // len(level) ** np.arange(int(count)) % len(level)]
 
 
-def point_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: str) -> np.ndarray:
-    """Those of ggml's types of points, whose bits the table at the top of ops/_formats.py places."""
+def point_values(
+    packed: Tensor, scales: Tensor, biases: Tensor | None, format: str, kind: Codebook
+) -> np.ndarray:
+    """Values in ggml's codebook formats, whose bits the table at the top of _weight_formats.py places."""
     bits, group_size, _ = numbers_of(format)
-    scale_bits, number_bits, shifts, stream_bits = POINTS[format]
+    scale_bits, number_bits, shifts, stream_bits = kind
     grid, groups = grid_of(format), 32 // group_size
     words = packed.cpu().view(torch.int32).numpy().view(np.uint32).astype(np.int64)
     words = words.reshape(*packed.shape[:-1], packed.shape[-1] // bits, bits)

@@ -5,7 +5,7 @@ import torch
 
 from support.expert_layers import IDS, random_ids, to_device
 from support.layouts import lay
-from support.oracles_experts import INTEGERS, OTHER_FORMATS, POINTS, dequantise, numbers_of
+from support.oracles_experts import GGML, dequantise, numbers_of
 from support.oracles_operators import checked
 from support.sweep import in_sweep
 from support.values import DTYPES, random
@@ -22,7 +22,7 @@ ALL_FORMATS = (
 )
 
 
-GGUF_FORMATS = tuple(name for name in OTHER_FORMATS if name[0] in "qit")
+GGUF_FORMATS = tuple(GGML)
 ONE_BIT = tuple(f"affine1_{group_size}" for group_size in (32, 64, 128))  # not by importance
 EVERY_FORMAT = (*ALL_FORMATS, *ONE_BIT, *GGUF_FORMATS)
 
@@ -68,13 +68,14 @@ def held(values):
 
 def random_ggml_scales(groups, columns, format, seed):
     *rows, count = groups
-    if format in POINTS:
-        return random_point_scales((*rows, columns // 256), columns, format, seed)
-    unit = columns**-0.5 / (64 if format.startswith("iq4") else 2 ** numbers_of(format)[0] / 4)
-    if format not in INTEGERS:
+    kind = GGML[format]
+    if kind.codebook:
+        return random_point_scales((*rows, columns // 256), columns, kind, seed)
+    unit = columns**-0.5 / (64 if format.startswith("iq4") else 2**kind.bits / 4)
+    if not kind.integers:
         scales, biases = (held(random(groups, torch.float32, seed + i) * unit) for i in (1, 2))
-        return scales, biases if format[-1] == "1" else None
-    bits, _, minima = INTEGERS[format]
+        return scales, biases if kind.second else None
+    bits, _, minima = kind.integers
     each = 2 if minima else 1
     generator = torch.Generator().manual_seed(seed + 1)
     octets = torch.randint(256, (*rows, count * each * bits // 8), generator=generator, dtype=torch.uint8)
@@ -82,9 +83,9 @@ def random_ggml_scales(groups, columns, format, seed):
     return octets, held(halves)
 
 
-def random_point_scales(blocks, columns, format, seed):
+def random_point_scales(blocks, columns, kind, seed):
     """Scales up to 15 or 31, and points up to 1, 43 / 8 or 62 / 4."""
-    largest, stream_bits = {1: 8, 2: 80, 3: 250}[numbers_of(format)[0]], POINTS[format][-1]
+    largest, stream_bits = {1: 8, 2: 80, 3: 250}[kind.bits], kind.codebook.stream
     halves = held(random(blocks, torch.float32, seed + 2) * columns**-0.5 / largest)
     if not stream_bits:
         return halves, None

@@ -75,7 +75,7 @@ class Scripted:
         threading.Thread(target=self._say, args=(job, text)).start()
 
     def _say(self, job: Job, text: str) -> None:
-        job.cached_tokens, job.disk_tokens = self.cached, self.of_disk
+        job.usage.cached_tokens, job.usage.disk_tokens = self.cached, self.of_disk
         self.wait(job)
         ids = self._tokenizer(text, add_special_tokens=False).input_ids
         for number, token in enumerate([*ids, self._tokenizer.eos_token_id]):

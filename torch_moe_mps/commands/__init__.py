@@ -5,7 +5,6 @@ Each command NAME has its options in arguments.py, which imports nothing heavy s
 """
 
 import atexit
-import gc
 import importlib
 import os
 import signal
@@ -29,12 +28,29 @@ _ENDED = (signal.SIGTERM, signal.SIGHUP)
 _SPINS = ("GOMP_SPINCOUNT", "1000")
 
 
+def run() -> int:
+    """Run the command of this process, whose end takes no module apart: that would be a second and more.
+
+    Handlers of `atexit` run and threads are joined; an exception of `--debug` ends Python as ever.
+    """
+    codes: list[int] = []
+    atexit.register(_leave, codes)  # the first of the handlers is the last that runs
+    codes.append(main())
+    return codes[0]
+
+
+def _leave(codes: list[int]) -> None:
+    """Ends the process at once with the code of its command, if it has one."""
+    if codes:
+        sys.stdout.flush()
+        os._exit(codes[0])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns: the exit code."""
     if sys.stdout is None:  # closed, as by >&-
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     options, said = parse(sys.argv[1:] if arguments is None else arguments), None
-    atexit.register(gc.freeze)  # Python would search all modules for garbage as it ends, for seconds
     if options.command is None:
         parser().print_help()
         return 0

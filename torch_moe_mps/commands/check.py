@@ -21,7 +21,7 @@ from .._faults import raise_fault
 from .._progress import Progress
 from ..macs import is_known, refusal
 from ..ops import OPERATORS
-from ..ops._formats import MLX_MODES, Format
+from ..ops._formats import Format
 from ..selfcheck import large, probe, tensor_units, tuner
 from ..selfcheck.calls import DTYPES, FORMATS, Subject, common_subjects, subjects
 from ..selfcheck.compare import TOLERANCE, Finding, compare, difference, in_words
@@ -151,7 +151,7 @@ def check_all(
     save("operators", findings)
     has_model = importlib.util.find_spec("transformers") is not None
     if has_model:
-        weights = [format for format in formats if format.mode in MLX_MODES][:1]
+        weights = [format for format in formats if format.row.is_of_mlx][:1]
         findings += check_model(dtypes[-1], weights if quick else [None, *weights])
     else:
         print("Model: not run, transformers is not installed")

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from .._choices import BITS, GROUP_SIZES, one_of
 from .._install import install_command
+from .._text import one_of
+from .._weight_formats import BITS, GROUP_SIZES
 from ..pipeline.torchrun import processes
 from ..serving.speculative import LOOKUP
 from .arguments import MIXED, NO_DRAFTS, RECIPES
@@ -47,16 +48,18 @@ def importing_torch(command: str) -> Iterator[None]:
         yield
         return
     print(f"torch-moe-mps {command}: importing torch", file=sys.stderr, flush=True)
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def alone(options: argparse.Namespace) -> str | None:
-    """The reason for which conversations are answered one after the other; None if nothing speaks for it."""
+    """Why sequences run sequentially, for a person; None where they are batched."""
     return "a pipeline of processes" if processes() > 1 else None
 
 

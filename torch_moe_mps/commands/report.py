@@ -29,7 +29,8 @@ QUESTION = "Why is the sky blue? Answer in one sentence."
 INTERVALS = (16, 32, 64)  # dispatches between commits, beside what the package chooses
 _LIBRARIES = (
     *("attention_128_bf16", "attention_turned_128_bf16", "quantized_affine4_64_bf16"),
-    *("quantized_prompts_affine4_64_bf16", "linear_attention_bf16"),
+    *(f"quantized_{part}affine4_64_bf16" for part in ("joined_", "few_", "prompts_")),
+    "linear_attention_bf16",
 )
 
 

@@ -3,21 +3,20 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <deque>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "metal/library.h"
 
 namespace moe_mps {
 
+// A row of _weight_formats.py.
 struct WeightFormat {
   std::string name;  // "affine4_64", "mxfp4"
-  int64_t bits;
-  std::string type;
-  const char* header;            // shaders/<header>.h has the type
+  int64_t bits, group_size;
+  std::string type, header;      // shaders/<header>.h has the type
   bool scales_like_activations;  // MLX's affine formats have scales in the dtype of a model
-  int64_t group_size = 0;        // in MLX's formats: how many weights share a scale
 
   // Whether a norm within the matmul of one token costs less than a launch. By the cost model, memory limits
   // the kernel from 3 bits on, which hides the norm; with 2 bits, instruction issue would limit it.
@@ -26,14 +25,15 @@ struct WeightFormat {
 
 const WeightFormat& weight_format(std::string_view name);
 
-const std::vector<WeightFormat>& all_formats();
+const std::deque<WeightFormat>& all_formats();
 
 // shaders/quantized.metal for a format.
 Library quantized_library(const WeightFormat& format, c10::ScalarType dtype);
 
 // shaders/quantized_<part>.metal for the weights of a library; dense ones have all kernels in one.
 Library part_of(Library library, const char* file);
-constexpr const char *kOfPrompts = "quantized_prompts", *kOfHeads = "quantized_heads";
+constexpr const char *kJoined = "quantized_joined", *kOfFew = "quantized_few",
+                     *kOfPrompts = "quantized_prompts", *kOfHeads = "quantized_heads";
 
 // shaders/tensor_units.metal for the weights of another library.
 Library tensor_units_library(const Library& library);

@@ -19,16 +19,19 @@ enum class MatmulWork {
   kCombine,  // slots -> output
 };
 
+// What the kernels of a file are for: one token, one token with a norm or a router in front, a few tokens,
+// prompts, prompts on tensor units.
+enum class KernelsOf { kToken, kJoined, kFew, kPrompts, kTensorUnits };
+
 struct MatmulStep {
   MatmulWork work;
   std::string kernel;  // without the suffix of its library
   Size grid{0};
   int64_t threads = 0;
-  int64_t memory = 0;         // bytes of threadgroup memory
-  int64_t indirect = -1;      // at least 0: the number of the grid, computed by kBucket, that replaces `grid`
-  bool tensor_units = false;  // the kernel is one of tensor_units.metal
-  bool of_prompts = false;    // or of quantized_prompts.metal
-  int64_t blocks = 0;         // blocks of rows, one a simdgroup; 0: the grid does not depend on simdgroups
+  int64_t memory = 0;     // bytes of threadgroup memory
+  int64_t indirect = -1;  // at least 0: the number of the grid, computed by kBucket, that replaces `grid`
+  KernelsOf kernels = KernelsOf::kToken;
+  int64_t blocks = 0;          // blocks of rows, one a simdgroup; 0: the grid does not depend on simdgroups
   bool shares_inputs = false;  // the simdgroups of a threadgroup share the inputs of the same rows
   bool norms_inputs = false;   // the kernel norms its inputs; without it they have to come normed
 };

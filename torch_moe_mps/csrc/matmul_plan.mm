@@ -75,6 +75,7 @@ MatmulStep few_step(const MatmulShape& shape, int64_t grid_rows, int64_t cores) 
   const Size grid{splits ? of_rows : whole, grid_rows};
   const char* kernel = splits ? "matmul_rows_few_split" : "matmul_rows_few";
   MatmulStep step{MatmulWork::kFirst, kernel, grid, threads};
+  step.kernels = KernelsOf::kFew;
   step.shares_inputs = splits;
   if (!splits) step.blocks = of_rows;
   return step;
@@ -95,6 +96,7 @@ MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
     step.kernel = "matmul_rows_normed";
   }
   if (step.norms_inputs && shape.norms == InputNorms::kWide) step.kernel += "_wide";
+  if (shape.chosen || step.norms_inputs) step.kernels = KernelsOf::kJoined;
   return step;
 }
 
@@ -109,7 +111,9 @@ MatmulStep second_step(const MatmulShape& shape, Path path) {
   if (path == Path::kFew) {
     const Size grid{ceil_div(shape.columns, kFewDownRows)};
     const int64_t memory = shape.pairs() * kFewDownRows * static_cast<int64_t>(sizeof(float));
-    return {MatmulWork::kSecond, "expert_down_few", grid, kDownThreads, memory};
+    MatmulStep step{MatmulWork::kSecond, "expert_down_few", grid, kDownThreads, memory};
+    step.kernels = KernelsOf::kFew;
+    return step;
   }
   const Size grid{ceil_div(shape.columns, kRowGroupsOfSimdgroup * kSingleRows), shape.tokens};
   const int64_t simdgroups = std::min<int64_t>(shape.slots, kDownSimdgroups) + shape.shared;
@@ -120,8 +124,7 @@ MatmulStep second_step(const MatmulShape& shape, Path path) {
 MatmulStep gemm_step(MatmulWork work, int64_t tile_pairs, bool on_tensor_units) {
   MatmulStep step{work, c10::str("gemm", tile_pairs, on_tensor_units ? "_tensor" : "")};
   step.threads = on_tensor_units ? kTensorThreads : kGemmSimdgroups * kSimdWidth;
-  step.tensor_units = on_tensor_units;
-  step.of_prompts = !on_tensor_units;
+  step.kernels = on_tensor_units ? KernelsOf::kTensorUnits : KernelsOf::kPrompts;
   return step;
 }
 
@@ -197,7 +200,7 @@ MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t inputs, int64_t out
       const Size grid{across, ceil_div(tokens, pairs)};
       if (units != TensorUnits::kInPlace || tokens < pairs || !fills(grid.x * grid.y, cores)) continue;
       MatmulStep step{MatmulWork::kFirst, c10::str("linear", pairs, "_tensor"), grid, kTensorThreads};
-      step.tensor_units = true;
+      step.kernels = KernelsOf::kTensorUnits;
       return step;
     }
     const bool large =

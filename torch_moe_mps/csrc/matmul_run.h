@@ -8,6 +8,7 @@
 
 #include "../shaders/params.h"
 #include "combine.h"
+#include "matmul_plan.h"
 #include "metal/encoder.h"
 #include "metal/library.h"
 #include "norms.h"
@@ -57,6 +58,9 @@ void add_linear(Commands& commands, const at::Tensor& x, const std::optional<Inp
 // The same of two matrices, one behind the other: a feed-forward network's outputs.
 at::Tensor apply_mlp(const at::Tensor& x, const std::optional<InputNorm>& norm, const FeedForward& matrices,
                      const Activation& activation, const OptionalTensor& residual = std::nullopt);
+
+// The library of a step's kernel, for weights of a stack.
+Library library_of(const MatmulStep& step, const MatrixStack& matrix);
 
 void warn_of_copy(const at::Tensor& weight);
 

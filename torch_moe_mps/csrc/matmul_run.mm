@@ -9,7 +9,6 @@
 #include "bucket.h"
 #include "formats.h"
 #include "gpu.h"
-#include "matmul_plan.h"
 #include "metal/work.h"
 #include "tensor_units.h"
 #include "tensors.h"
@@ -36,11 +35,6 @@ MatrixStack bindable(MatrixStack matrix, const Tensor& any) {
   matrix.packed = matrix.scales = matrix.biases = any;
   if (matrix.bias && matrix.bias->numel() == 0) matrix.bias.reset();
   return matrix;
-}
-
-Library library_of(const MatmulStep& step, const MatrixStack& matrix) {
-  if (step.tensor_units) return tensor_units_library(matrix.library);
-  return step.of_prompts ? part_of(matrix.library, kOfPrompts) : matrix.library;
 }
 
 // Whether `pairs` pairs of this matrix's experts are multiplied on tensor units.
@@ -161,7 +155,7 @@ OptionalTensor rows_of(const OptionalTensor& tensor, int64_t start, int64_t coun
 // Dot products, and matrix products whose simdgroups split the inputs, count from the first input on.
 void check_inputs(const MatmulStep& step, const Tensor& x) {
   const bool has_tiles = step.kernel.starts_with("gemm") && !step.shares_inputs;
-  if (!has_tiles && !step.tensor_units) check_counted("an input", x.numel(), x.sizes());
+  if (!has_tiles && step.kernels != KernelsOf::kTensorUnits) check_counted("an input", x.numel(), x.sizes());
 }
 
 // Adds one matmul; `out` has a row for each pair.
@@ -193,7 +187,7 @@ void add_chosen(Commands& commands, const Run& run, const MatmulStep& step, cons
   params.matmul.slots += shared != nullptr;
   if (step.norms_inputs) set_norm(params.matmul, *norm);
   if (shared) params.matmul.shared_activation = shared->activation.kind;
-  Command& command = commands.add(matrix.library, step.kernel);
+  Command& command = commands.add(library_of(step, matrix), step.kernel);
   bind_matmul(command, x, matrix, run.ids, out, params.matmul.slots)
       .stand_in(x)
       .bind(router.logits, router.bias, router.scale, weights)
@@ -210,7 +204,7 @@ void add_second(Commands& commands, const Run& run, const MatmulStep& step, cons
   check_inputs(step, hidden);
   ExpertDownParams params = down_params(hidden, matrix, run.ids, sum);
   params.has_shared_expert = shared != nullptr;
-  Command& command = commands.add(matrix.library, step.kernel);
+  Command& command = commands.add(library_of(step, matrix), step.kernel);
   bind_matmul(command, hidden, matrix, run.ids, out, hidden.size(0));
   bind_sum(command, sum, out).params(params);
   if (run.plan.lists_pairs) {
@@ -230,6 +224,16 @@ void add_combine(Commands& commands, const Run& run, const MatmulStep& step, con
 }
 
 }  // namespace
+
+Library library_of(const MatmulStep& step, const MatrixStack& matrix) {
+  switch (step.kernels) {
+    case KernelsOf::kToken: return matrix.library;
+    case KernelsOf::kJoined: return part_of(matrix.library, kJoined);
+    case KernelsOf::kFew: return part_of(matrix.library, kOfFew);
+    case KernelsOf::kPrompts: return part_of(matrix.library, kOfPrompts);
+    case KernelsOf::kTensorUnits: return tensor_units_library(matrix.library);
+  }
+}
 
 void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputNorm>& norm,
                 const MatrixStack& matrix, const Activation& activation, const OptionalTensor& residual,

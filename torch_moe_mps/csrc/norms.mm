@@ -16,10 +16,19 @@ namespace {
 
 using at::Tensor;
 
+struct NormKernel {
+  const char *file, *name;
+};
+constexpr NormKernel kRms = {"norms", "rms_norm"}, kGated = {"norms_gated", "rms_norm_gated"},
+                     kNormAdd = {"norms_residual", "norm_add"},
+                     kResidual = {"norms_residual", "residual_norm"}, kLayer = {"norms_layer", "layer_norm"},
+                     kResidualLayer = {"norms_layer", "residual_layer_norm"};
+
 // One dispatch for all operators. `residual`, `scalar` and `sum` are nullopt where the kernel has none.
-void add_norm(Commands& commands, const char* kernel, const OptionalTensor& residual, const Tensor& input,
-              const OptionalTensor& weight, const OptionalTensor& scalar, double eps, double weight_offset,
-              const Tensor& output, const OptionalTensor& sum, Gating gating = {}, double factor = 1.0) {
+void add_norm(Commands& commands, const NormKernel& kernel, const OptionalTensor& residual,
+              const Tensor& input, const OptionalTensor& weight, const OptionalTensor& scalar, double eps,
+              double weight_offset, const Tensor& output, const OptionalTensor& sum, Gating gating = {},
+              double factor = 1.0) {
   const int64_t width = input.size(-1);
   const int64_t rows = output.numel() / width;
   const int64_t stride = row_stride(input).value();
@@ -47,7 +56,7 @@ void add_norm(Commands& commands, const char* kernel, const OptionalTensor& resi
   params.weight_offset = static_cast<float>(weight_offset);
   params.factor = static_cast<float>(factor);
 
-  commands.add({"norms", input.scalar_type()}, kernel, output)
+  commands.add({kernel.file, input.scalar_type()}, kernel.name, output)
       .bind(residual)
       .bind_strided(input)
       .bind(weight, scalar, output, sum)
@@ -66,7 +75,7 @@ Tensor rms_norm(const Tensor& input, const OptionalTensor& weight, double eps, d
                 double factor) {
   Tensor output = at::empty(input.sizes(), input.options());
   if (output.numel() == 0) return output;
-  encode_norm("rms_norm", std::nullopt, row_stride(input) ? input : input.contiguous(), contiguous(weight),
+  encode_norm(kRms, std::nullopt, row_stride(input) ? input : input.contiguous(), contiguous(weight),
               std::nullopt, eps, weight_offset, output, std::nullopt,
               Gating{.groups = weight ? weight->numel() / input.size(-1) : 1}, factor);
   return output;
@@ -76,7 +85,7 @@ Tensor layer_norm(const Tensor& input, const OptionalTensor& weight, const Optio
                   double weight_offset) {
   Tensor output = at::empty(input.sizes(), input.options());
   if (output.numel() == 0) return output;
-  encode_norm("layer_norm", std::nullopt, row_stride(input) ? input : input.contiguous(), contiguous(weight),
+  encode_norm(kLayer, std::nullopt, row_stride(input) ? input : input.contiguous(), contiguous(weight),
               contiguous(bias), eps, weight_offset, output, std::nullopt);
   return output;
 }
@@ -97,7 +106,7 @@ Tensor rms_norm_gated(const Tensor& input, const Tensor& gate, const Tensor& wei
 }
 
 // The norms with a residual: their results, and `sum` where the kernel writes one.
-Tensor with_residual(const char* kernel, const Tensor& residual, const Tensor& input,
+Tensor with_residual(const NormKernel& kernel, const Tensor& residual, const Tensor& input,
                      const OptionalTensor& weight, const OptionalTensor& scalar, double eps,
                      double weight_offset, const OptionalTensor& sum = std::nullopt, double factor = 1.0) {
   Tensor output = at::empty(residual.sizes(), residual.options());
@@ -109,12 +118,12 @@ Tensor with_residual(const char* kernel, const Tensor& residual, const Tensor& i
 
 Tensor fused_norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight, double eps,
                       double weight_offset) {
-  return with_residual("norm_add", residual, input, weight, std::nullopt, eps, weight_offset);
+  return with_residual(kNormAdd, residual, input, weight, std::nullopt, eps, weight_offset);
 }
 
 Tensor fused_norm_add_scalar(const Tensor& residual, const Tensor& input, const Tensor& weight,
                              const Tensor& scalar, double eps, double weight_offset) {
-  return with_residual("norm_add", residual, input, weight, scalar, eps, weight_offset);
+  return with_residual(kNormAdd, residual, input, weight, scalar, eps, weight_offset);
 }
 
 std::tuple<Tensor, Tensor> fused_residual_norm(const Tensor& residual, const Tensor& input,
@@ -122,8 +131,8 @@ std::tuple<Tensor, Tensor> fused_residual_norm(const Tensor& residual, const Ten
                                                double weight_offset, double factor) {
   const Tensor sum =
       write_sum ? at::empty(residual.sizes(), residual.options()) : at::empty({0}, residual.options());
-  const Tensor output = with_residual("residual_norm", residual, input, weight, std::nullopt, eps,
-                                      weight_offset, write_sum ? std::optional(sum) : std::nullopt, factor);
+  const Tensor output = with_residual(kResidual, residual, input, weight, std::nullopt, eps, weight_offset,
+                                      write_sum ? std::optional(sum) : std::nullopt, factor);
   return {output, sum};
 }
 
@@ -131,14 +140,13 @@ std::tuple<Tensor, Tensor> fused_residual_layer_norm(const Tensor& residual, con
                                                      const OptionalTensor& weight, const OptionalTensor& bias,
                                                      double eps, double weight_offset) {
   const Tensor sum = at::empty(residual.sizes(), residual.options());
-  const Tensor output =
-      with_residual("residual_layer_norm", residual, input, weight, bias, eps, weight_offset, sum);
+  const Tensor output = with_residual(kResidualLayer, residual, input, weight, bias, eps, weight_offset, sum);
   return {output, sum};
 }
 
 Tensor fused_residual_norm_scalar(const Tensor& residual, const Tensor& input, const Tensor& weight,
                                   const Tensor& scalar, double eps, double weight_offset) {
-  return with_residual("residual_norm", residual, input, weight, scalar, eps, weight_offset);
+  return with_residual(kResidual, residual, input, weight, scalar, eps, weight_offset);
 }
 
 }  // namespace
@@ -150,15 +158,15 @@ std::optional<InputNorm> input_norm(const OptionalTensor& weight, double eps, do
 
 const Tensor& add_norm(Commands& commands, const Tensor& x, const InputNorm& norm) {
   const Tensor& output = commands.keep(at::empty_like(x));
-  add_norm(commands, "rms_norm", std::nullopt, x, norm.weight, std::nullopt, norm.eps, norm.offset, output,
+  add_norm(commands, kRms, std::nullopt, x, norm.weight, std::nullopt, norm.eps, norm.offset, output,
            std::nullopt);
   return output;
 }
 
 void add_gated_norm(Commands& commands, const Tensor& x, const Tensor& gate, const InputNorm& norm,
                     Gating gating, const Tensor& output) {
-  add_norm(commands, "rms_norm_gated", commands.keep(gate.contiguous()), commands.keep(x),
-           commands.keep(norm.weight), std::nullopt, norm.eps, norm.offset, output, std::nullopt, gating);
+  add_norm(commands, kGated, commands.keep(gate.contiguous()), commands.keep(x), commands.keep(norm.weight),
+           std::nullopt, norm.eps, norm.offset, output, std::nullopt, gating);
 }
 
 MOE_OPERATOR(rms_norm)

@@ -20,13 +20,15 @@ Tensor heads_first(const Tensor& x) {
 }
 
 // The keys, or the queries, are there.
-void encode_rope(const char* kernel, const Rotation& rotation, const std::optional<Heads>& q,
-                 const std::optional<Heads>& k, const std::optional<Heads>& v,
-                 const OptionalTensor& k_bias = std::nullopt) {
+void encode_rope(const Rotation& rotation, const std::optional<Heads>& q, const std::optional<Heads>& k,
+                 const std::optional<Heads>& v, const OptionalTensor& k_bias = std::nullopt) {
   const Heads& some = q ? *q : *k;
   const RopeParams params = rope_params(rotation, q, k, v, k_bias);
   Commands commands;
-  commands.add({"rope", some.input.scalar_type()}, kernel, some.output)
+  const c10::ScalarType dtype = some.input.scalar_type();
+  Command& command = k_bias ? commands.add({"rope_centred", dtype}, "rope_centred", some.output)
+                            : commands.add({"rope", dtype}, "rope", some.output);
+  command
       .bind_strided(some.input, k ? k->input : some.input, v ? v->input : some.input, rotation.cos,
                     rotation.sin, q ? q->weight : std::nullopt, k ? k->weight : std::nullopt,
                     v ? v->weight : k_bias, some.output)
@@ -44,7 +46,7 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptionalTensor& k, const 
   const Rotation rotation(q, cos, sin, norms, turn);
   std::optional<Heads> keys;
   if (k) keys = heads_of(*k, norms.k_weight, k_output, rotation.rotary);
-  encode_rope("rope", rotation, heads_of(q, norms.q_weight, output, rotation.rotary), keys, std::nullopt);
+  encode_rope(rotation, heads_of(q, norms.q_weight, output, rotation.rotary), keys, std::nullopt);
   return {output, k_output};
 }
 
@@ -131,7 +133,7 @@ Tensor rope_cache_(const OptionalTensor& q, const Tensor& k, const OptionalTenso
     values = heads_of(*v, norm.weight, written_for(*v, *values_), 0);
     values->params.is_normed = norm.norms;
   }
-  encode_rope(k_bias ? "rope_centred" : "rope", rotation, queries, keys, values, contiguous(k_bias));
+  encode_rope(rotation, queries, keys, values, contiguous(k_bias));
   keep(keys_, keys.output);
   if (v) keep(*values_, values->output);
   return output;

@@ -5,10 +5,12 @@
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <vector>
 
 #include "../shaders/params.h"
 #include "groups.h"
 #include "metal/encoder.h"
+#include "metal/library.h"
 
 namespace moe_mps {
 
@@ -29,6 +31,9 @@ Router router_of(const at::Tensor& logits, int64_t top_k, std::string_view scori
                  const OptionalTensor& per_expert_scale);
 template <>
 struct GroupOf<Router> : MadeBy<router_of> {};
+
+// shaders/routing.metal for each number of experts of a lane.
+std::vector<Library> routing_libraries(c10::ScalarType dtype);
 
 // Memory for what a router chooses.
 Routing empty_routing(const Router& router);

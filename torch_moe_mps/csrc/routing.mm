@@ -53,11 +53,18 @@ void set_normalisation(RouterParams& params, double eps, double minimum) {
   params.norm_min = minimum > 0.0 ? static_cast<float>(minimum) : -std::numeric_limits<float>::infinity();
 }
 
-// How many experts a lane of the kernel holds.
+constexpr int64_t kLeastExperts = 2, kMostExperts = 32;  // that a lane of a kernel holds
+
 int64_t experts_per_lane(int64_t experts) {
-  int64_t count = 2;
+  int64_t count = kLeastExperts;
   while (count * kSimdWidth < experts) count *= 2;
   return count;
+}
+
+Library routing_library(int64_t of_lane, c10::ScalarType dtype) {
+  Library library{"routing", dtype};
+  library.width = of_lane;
+  return library;
 }
 
 Router router_with(const Tensor& logits_, const OptionalTensor& bias, const OptionalTensor& scale,
@@ -127,7 +134,7 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const std::optional
   const int64_t experts_of_group = many ? kLogitsSimdgroups * kLogitsExperts : kLogitsFewExperts;
   Commands commands;
   commands
-      .add({"routing", router.scalar_type()},
+      .add({"routing_logits", router.scalar_type()},
            std::string(norm ? "normed_logits" : "logits") + (many ? "_many" : "_few"), logits)
       .bind(is_wide ? hidden : logits, is_wide ? router : logits, is_wide && norm ? norm->weight : logits,
             bias, logits)
@@ -226,6 +233,13 @@ Routing empty_routing(const Router& router) {
                        router.params.top_k);
 }
 
+std::vector<Library> routing_libraries(c10::ScalarType dtype) {
+  std::vector<Library> all;
+  for (int64_t count = kLeastExperts; count <= kMostExperts; count *= 2)
+    all.push_back(routing_library(count, dtype));
+  return all;
+}
+
 Routing route(const Router& router) {
   // From this many rows, the GPU is full, and threadgroups of one simdgroup cost more than larger ones. Not
   // measured.
@@ -235,10 +249,9 @@ Routing route(const Router& router) {
   if (weights.numel() == 0) return result;
   const Tensor& logits = router.logits;
   const int64_t rows = router.params.rows, rows_per_group = rows < kManyRows ? 1 : 4;
+  const int64_t of_lane = experts_per_lane(logits.size(-1));
   Commands commands;
-  commands
-      .add({"routing", logits.scalar_type()}, "route" + std::to_string(experts_per_lane(logits.size(-1))),
-           logits)
+  commands.add(routing_library(of_lane, logits.scalar_type()), "route" + std::to_string(of_lane), logits)
       .bind(logits, router.bias, router.scale, weights, ids)
       .params(router.params)
       .threadgroups({ceil_div(rows, rows_per_group)}, {rows_per_group * kSimdWidth});

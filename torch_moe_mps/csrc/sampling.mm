@@ -13,15 +13,16 @@ namespace {
 
 using at::Tensor;
 
-Tensor sample_(const Tensor& logits_, const Tensor& draws_, const Tensor& invalid, double temperature,
-               int64_t top_k, double top_p, double min_p, int64_t otherwise) {
+Tensor sample(const Tensor& logits_, const Tensor& draws_, const OptionalTensor& invalid_, double temperature,
+              int64_t top_k, double top_p, double min_p, int64_t otherwise) {
   const int64_t rows = logits_.size(0), vocabulary = logits_.size(1);
-  Tensor tokens = at::empty({rows}, logits_.options().dtype(at::kLong));
-  if (rows == 0) return tokens;
+  Tensor sampled = at::empty({2, rows}, logits_.options().dtype(at::kLong));
+  if (rows == 0) return sampled;
   const Tensor logits = rows_contiguous(logits_), draws = draws_.contiguous();
+  const OptionalTensor invalid = contiguous(invalid_);
   SampleParams params{};
   params.row_stride = logits.stride(0);
-  params.invalid_stride = invalid.stride(0);
+  params.rows = rows;
   params.vocabulary = vocabulary;
   params.top_k = top_k < vocabulary ? top_k : 0;
   const double removed = static_cast<float>(1.0 - top_p);  // rounded as transformers does
@@ -29,20 +30,19 @@ Tensor sample_(const Tensor& logits_, const Tensor& draws_, const Tensor& invali
   params.otherwise = otherwise;
   params.temperature = static_cast<float>(temperature);
   params.min_p = static_cast<float>(min_p);
+  params.has_invalid = invalid.has_value();
   Commands commands;
-  commands.add({"sampling", logits.scalar_type()}, "sample_rows")
+  commands.add({"sampling", logits.scalar_type()}, "sample_rows", draws)
       .bind_strided(logits)
-      .bind(draws)
-      .bind_strided(invalid)
-      .bind(tokens)
+      .bind(draws, invalid, sampled)
       .params(params)
       .threadgroups({rows}, {kSampleThreads});
   commands.encode();
-  return tokens;
+  return sampled;
 }
 
 }  // namespace
 
-MOE_OPERATOR(sample_)
+MOE_OPERATOR(sample)
 
 }  // namespace moe_mps

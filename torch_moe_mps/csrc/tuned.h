@@ -1,7 +1,6 @@
 // Plans that selfcheck/tuner.py has found faster on this GPU than the usual ones, of those that give the same
 // bits.
 #pragma once
-#include "matmul_plan.h"
 #include "matmul_run.h"
 
 namespace moe_mps {

@@ -81,9 +81,10 @@ Listed listed_tunable() {
 
 MatmulStep tuned(MatmulStep step, const MatrixStack& matrix, int64_t pairs) {
   // For matrix products no other number gives the same bits.
-  if (step.tensor_units || step.of_prompts || (table.empty && !listing.wanted)) return step;
+  const bool is_product = step.kernels == KernelsOf::kPrompts || step.kernels == KernelsOf::kTensorUnits;
+  if (is_product || (table.empty && !listing.wanted)) return step;
   if (listing.wanted) {
-    listing.steps.insert_or_assign(name_of(step, matrix, pairs), offered(step, matrix.library));
+    listing.steps.insert_or_assign(name_of(step, matrix, pairs), offered(step, library_of(step, matrix)));
   }
   const std::lock_guard<std::mutex> lock(table.mutex);
   const auto [known, is_new] = table.found.try_emplace(hash_of(step, matrix, pairs), 0);

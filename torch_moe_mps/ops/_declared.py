@@ -27,6 +27,7 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "packed": PACKED_DTYPES,
     "float32": (torch.float32,),
     "int32": (torch.int32,),
+    "int64": (torch.int64,),
 }
 _TENSOR = re.compile(r"(\w*)((?:\|?\[[^\]]*\])*)(?::(\w+))?")
 _SIZE = re.compile(r"([^<>]+)(?:([<>])=(\d+))?")

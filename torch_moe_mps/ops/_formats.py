@@ -1,54 +1,4 @@
-"""The formats of quantised weights: their names, the shapes of their tensors, and what the codes mean.
-
-    mode    bits         group        value                      scales
-    affine  1 to 6, 8    32, 64, 128  q * scale + bias           float32, float16, bfloat16; biases alike
-    mxfp4   4            32           e2m1(q) * 2^(scale - 127)  uint8
-    mxfp8   8            32           e4m3(q) * 2^(scale - 127)  uint8
-    nvfp4   4            16           e2m1(q) * e4m3(scale)      uint8
-
-All are laid out as mlx.core.quantize does: groups of consecutive values along the input dimension; the codes
-of a row one after the other in 32-bit words, the first in the lowest bits, so that codes of 3, 5 and 6 bits
-cross the ends of words. mxfp4 and mxfp8 are OCP microscaling formats.
-
-The modes q2_k to q6_k and iq4_xs are formats of GGUF. These have ggml's values in the same layout: codes q in
-words, and what their blocks hold beside them taken apart into two tensors. d and m are float16, whose bits
-int16 tensors hold: casting a model to another dtype leaves them unchanged. s and n are unsigned integers of a
-few bits.
-
-    name              bits     group  value                              scales                    biases
-    q4_0, q5_0, q8_0  4, 5, 8  32     (q - 8, 16, 128) * d               d                         none
-    q2_0              2        64     (q - 1) * d                        d                         none
-    q1_0              1        128    (2 q - 1) * d                      d                         none
-    q4_1, q5_1        4, 5     32     q * d + m                          d                         m
-    iq4_nl            4        32     level(q) * d                       d                         none
-    q4_k, q5_k        4, 5     32     q * (d * s) - m * n                s and n, of 6 bits each   d, m of 256
-    q2_k              2        16     q * (d * s) - m * n                s and n, of 4 bits each   d, m of 256
-    q3_k              3        16     (q - 4) * (d * (s - 32))           s, of 6 bits              d of 256
-    q6_k              6        16     (q - 32) * (d * (s - 128))         s, of 8 bits              d of 256
-    iq4_xs            4        32     level(q) * (d * (s - 32))          s, of 6 bits              d of 256
-    tq2_0             2        256    (q - 1) * d                        d                         none
-
-Types of points have words for each 32 values: in eight bits each the numbers of points, which are the next 4
-or 8 values in the type's grid (shaders/matmul/grids.txt), and then the signs: the i-th of eight values, in
-the j-th eight, has bit 16 (i % 2) + 4 (i // 2) + j of the last word. x is s of each group, then the upper
-bits of each number, then flags that make 1/8 negative: one for all 32 values, or one for each point.
-
-    name              bits     group  value                          scales                         biases
-    iq3_xxs           3        32     +-point * d * (2 s + 1) / 4    d of 256                       none
-    iq3_s             3        32     +-point * d * (2 s + 1) / 4    x of 4, 8 * 1 bits             d of 256
-    iq2_xxs           2        32     +-point * d * (2 s + 1) / 8    d of 256                       none
-    iq2_xs            2        16     +-point * d * (2 s + 1) / 8    x of 2 * 4 bits                d of 256
-    iq2_s             2        16     +-point * d * (2 s + 1) / 8    x of 2 * 4, 4 * 2 bits         d of 256
-    iq1_s             1        32     (point +- 1/8) * d * (2 s + 1) x of 3, 4 * 3, 1 bits          d of 256
-    iq1_m             1        16     (point +- 1/8) * d * (2 s + 1) x of 2 * 3, 4 * 3, 4 * 1 bits  d of 256
-
-In iq3_xxs, iq2_xxs and iq2_xs the eighth sign is the one that makes the number of minus signs even. The
-four bits in its place are the s of the first two, and upper bits of numbers in iq2_xs. The x of 256 values of
-iq1_m is in two parts: all but s for each 32 values, then their s.
-
-s and n of a row are a stream of bits in uint8, the lowest first, s before n; "of 256": for so many values.
-Every product is a float32, so that a value is rounded once, by the sum.
-"""
+"""Formats of quantised weights by name, the shapes of their tensors, and values that codes stand for."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._choices import BITS, DEFAULTS, GROUP_SIZES, MODES, one_of
+from .._text import one_of
+from .._weight_formats import (
+    BITS,
+    DEFAULTS,
+    GROUP_SIZES,
+    LARGE_BLOCK,
+    MODES,
+    ROWS,
+    Codebook,
+    Floats,
+    Halves,
+    Integers,
+    LikeActivations,
+    Row,
+)
 from ._checks import ACTIVATION_DTYPES, Check
 from ._groups import prefixed
 
@@ -67,54 +31,7 @@ from ._groups import prefixed
 TENSORS = ("packed", "scales", "biases")
 
 
-@dataclass(frozen=True)
-class Integers:
-    """The integers that are factors of a group's scale, and with `minima` of its bias, less `centre`."""
-
-    bits: int
-    minima: bool
-    centre: int
-
-    @property
-    def halves(self) -> int:
-        """Float16 numbers of a superblock: d, and m where there are minima."""
-        return 2 if self.minima else 1
-
-
-INTEGERS = {
-    **{"q2_k": Integers(4, True, 0), "q3_k": Integers(6, False, 32), "q4_k": Integers(6, True, 0)},
-    **{"q5_k": Integers(6, True, 0), "q6_k": Integers(8, False, 128), "iq4_xs": Integers(6, False, 32)},
-}
-GGUF = {
-    **{"q4_0": (4, 32), "q4_1": (4, 32), "q5_0": (5, 32), "q5_1": (5, 32), "q8_0": (8, 32)},
-    **{"q1_0": (1, 128), "q2_0": (2, 64)},
-    **{"iq4_nl": (4, 32), "tq2_0": (2, 256)},
-    **{"iq1_s": (1, 32), "iq1_m": (1, 16), "iq2_xxs": (2, 32), "iq2_xs": (2, 16), "iq2_s": (2, 16)},
-    **{"iq3_xxs": (3, 32), "iq3_s": (3, 32)},
-    **{name: (BITS[name][0], GROUP_SIZES[name][0]) for name in INTEGERS},
-}
-MLX_MODES = tuple(mode for mode in MODES if mode not in INTEGERS)
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A type of points: the bits of s, of a number beyond eight, and of the shifts of 32 values."""
-
-    scale_bits: int
-    number_bits: int
-    shifts: int
-    bits: int  # in `scales`, for 32 values
-
-
-GRIDS = {
-    **{"iq1_s": Grid(3, 3, 1, 16), "iq1_m": Grid(3, 3, 4, 22), "iq2_xxs": Grid(4, 0, 0, 0)},
-    **{"iq2_xs": Grid(4, 1, 0, 8), "iq2_s": Grid(4, 2, 0, 16), "iq3_xxs": Grid(4, 0, 0, 0)},
-    **{"iq3_s": Grid(4, 1, 0, 12)},
-}
-OFFSETS = {"q1_0": 0.5, "q2_0": 1, "tq2_0": 1, "q4_0": 8, "q5_0": 16, "q8_0": 128, "q3_k": 4, "q6_k": 32}
-STEPS = {"q1_0": 2}  # from a code to the next, in scales; elsewhere 1
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-LARGE_BLOCK = 256  # values that share d and m where there are integers
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 INFINITE_E8M0 = 255  # the code of a scale of mxfp4 and mxfp8
 
@@ -152,11 +69,17 @@ class Format:
             object.__setattr__(self, field, value)
 
     @classmethod
-    def _named(cls, name: str, bits: int, group_size: int) -> "Format":
-        """A format that nothing is quantised to, so that no mode of a user's names it."""
+    def _of_row(cls, name: str, row: Row) -> "Format":
+        """Also for a row that nothing is quantised to, so that no mode of a user's names it."""
         format = object.__new__(cls)
-        format._set(bits=bits, group_size=group_size, mode=name, name=name)
+        is_affine = isinstance(row.scales, LikeActivations)
+        mode = "affine" if is_affine else name
+        format._set(bits=row.bits, group_size=row.group_size, mode=mode, name=name)
         return format
+
+    @property
+    def row(self) -> Row:
+        return ROWS[self.name]
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments by which a user asks for this format."""
@@ -168,7 +91,7 @@ class Format:
     @classmethod
     def named(cls, name: str, check: Check = _QUANTIZE, argument: str = "format") -> "Format":
         """Raises: ValueError, which names `check` and the argument, for a name that no format has."""
-        if name not in FORMATS:
+        if not isinstance(name, str) or name not in FORMATS:
             check.fail(argument, "a name such as affine4_64 or mxfp4", repr(name))
         return FORMATS[name]
 
@@ -177,24 +100,38 @@ class Format:
         return self.mode == "affine"
 
     @property
+    def codebook(self) -> Codebook | None:
+        """The scales of a codebook format, else None."""
+        return self.row.scales if isinstance(self.row.scales, Codebook) else None
+
+    @property
+    def integers(self) -> Integers | None:
+        """The scales of a format that has integers as scales, else None."""
+        return self.row.scales if isinstance(self.row.scales, Integers) else None
+
+    @property
     def has_biases(self) -> bool:
-        return self.is_affine or self.stream_bits > 0 or self.name in ("q4_1", "q5_1")
+        scales = self.row.scales
+        return self.is_affine or self.stream_bits > 0 or (isinstance(scales, Halves) and scales.minima)
 
     @property
     def stream_bits(self) -> int:
         """Bits that 32 values take in `scales` where these are a stream of bits, else 0."""
-        if self.name in GRIDS:
-            return GRIDS[self.name].bits
-        integers = INTEGERS.get(self.name)
-        return (
-            0 if integers is None else 32 // self.group_size * integers.bits * (2 if integers.minima else 1)
-        )
+        if self.codebook is not None:
+            return self.codebook.stream_bits
+        return 0 if self.integers is None else 32 // self.group_size * self.integers.bits * self.halves
+
+    @property
+    def halves(self) -> int:
+        """Float16 numbers of a superblock."""
+        return 1 if self.integers is None else self.integers.halves
 
     @property
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
         if self.is_affine:
             return ACTIVATION_DTYPES
-        return (torch.int16,) if self.name in GGUF and not self.stream_bits else (torch.uint8,)
+        in_octets = self.stream_bits > 0 or isinstance(self.row.scales, Floats)
+        return (torch.uint8,) if in_octets else (torch.int16,)
 
     @property
     def bias_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -203,16 +140,15 @@ class Format:
     @property
     def multiple(self) -> int:
         """The number that the input dimension must be a multiple of."""
-        return LARGE_BLOCK if self.name in INTEGERS or self.name in GRIDS else self.group_size
+        return LARGE_BLOCK if isinstance(self.row.scales, Integers | Codebook) else self.group_size
 
     def scales_of(self, columns: int) -> tuple[int, int]:
         """The elements of `scales` and of `biases` for a row."""
         blocks = columns // LARGE_BLOCK
-        if not self.stream_bits:
-            count = blocks if self.name in GRIDS else self.groups(columns)
-            return count, count if self.has_biases else 0
-        halves = INTEGERS[self.name].halves if self.name in INTEGERS else 1
-        return blocks * self.stream_bits, blocks * halves
+        if self.stream_bits:
+            return blocks * self.stream_bits, blocks * self.halves
+        count = self.groups(columns) if self.codebook is None else blocks
+        return count, count if self.has_biases else 0
 
     def words(self, columns: int) -> int:
         return columns * self.bits // 32
@@ -272,13 +208,7 @@ class Format:
         return halves.sum(dtype=torch.float32).isfinite()
 
 
-FORMATS = {
-    format.name: format
-    for mode in MLX_MODES
-    for format in (Format(b, g, mode) for b in BITS[mode] for g in GROUP_SIZES[mode])
-}
-for _name, (_bits, _group_size) in GGUF.items():
-    FORMATS[_name] = Format._named(_name, _bits, _group_size)
+FORMATS = {name: Format._of_row(name, row) for name, row in ROWS.items()}
 
 
 @functools.cache
@@ -357,8 +287,8 @@ def unpack(packed: Tensor, format: Format) -> Tensor:
     if format.mode == "mxfp8":
         return e4m3(octets)
     if format.bits == 4:
-        table = LEVELS if format.name in ("iq4_nl", "iq4_xs") else range(16)
-        values = E2M1_VALUES if format.mode in ("mxfp4", "nvfp4") else tuple(map(float, table))
+        table = LEVELS if format.row.levels else range(16)
+        values = E2M1_VALUES if isinstance(format.row.scales, Floats) else tuple(map(float, table))
         return _pairs_by_table(octets, values)
     return _spread(octets, format.bits).float()
 
@@ -377,11 +307,11 @@ def decode(codes: Tensor, scales: Tensor, biases: Tensor | None, format: Format)
 
 def _scaled(values: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
     """Applies scales and biases in place: the numbers [..., group_size] of codes become values."""
-    if format.name in GGUF:
+    if not format.row.is_of_mlx:
         scales, biases = _scales_of_ggml(scales, biases, format)
     if biases is not None:
         return values.mul_(scales.float().unsqueeze(-1)).add_(biases.float().unsqueeze(-1))
-    if format.name not in GGUF:
+    if format.row.is_of_mlx:
         scales = e4m3(scales) if format.mode == "nvfp4" else e8m0(scales)
     return values.mul_(scales.unsqueeze(-1))
 
@@ -392,9 +322,9 @@ def _halves(bits: Tensor) -> Tensor:
 
 def _scales_of_ggml(scales: Tensor, biases: Tensor | None, format: Format) -> tuple[Tensor, Tensor | None]:
     """The scales and biases [..., groups] in float32."""
-    integers, offset = INTEGERS.get(format.name), OFFSETS.get(format.name)
+    integers, row = format.integers, format.row
     if integers is None or biases is None:
-        factors = _halves(scales) * STEPS.get(format.name, 1)
+        factors = _halves(scales) * row.step
         biases = None if biases is None else _halves(biases)
     else:
         count, groups = integers.halves, LARGE_BLOCK // format.group_size
@@ -402,7 +332,7 @@ def _scales_of_ggml(scales: Tensor, biases: Tensor | None, format: Format) -> tu
         products = (numbers.float() - integers.centre) * _halves(biases).unflatten(-1, (-1, 1, count))
         factors, *minima = products.flatten(-3, -2).unbind(-1)
         biases = -minima[0] if minima else None
-    return factors, biases if offset is None else -offset * factors
+    return factors, -row.offset / row.step * factors if row.offset else biases
 
 
 @functools.cache
@@ -429,23 +359,25 @@ def _number(bits: Tensor) -> Tensor:
     return (bits.int() << places).sum(-1, dtype=torch.int32)
 
 
-def _grid_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
-    """dequantize_values for a type of points; the last dimensions but one are those of 32 values."""
-    grid, table = GRIDS[format.name], grid_points(format.name).to(packed.device)
+def _grid_values(
+    packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format, grid: Codebook
+) -> Tensor:
+    """dequantize_values for a codebook format; the last dimensions but one are those of 32 values."""
+    table = grid_points(format.name).to(packed.device)
     groups, points = 32 // format.group_size, 32 // table.shape[1]
     octets = _octets(packed).unflatten(-1, (-1, 4 * format.bits))
     more = octets.new_empty(*octets.shape[:-1], 0)
     if biases is not None:
-        stream = _flags(scales).flatten(-2).unflatten(-1, (-1, 8 * grid.bits))
-        parts = stream.split((128, 48) if format.name == "iq1_m" else 8 * grid.bits, -1)
+        stream = _flags(scales).flatten(-2).unflatten(-1, (-1, 8 * grid.stream_bits))
+        parts = stream.split((128, 48) if format.name == "iq1_m" else 8 * grid.stream_bits, -1)
         more = torch.cat([part.unflatten(-1, (8, -1)) for part in reversed(parts)], -1).flatten(-3, -2)
     if format.bits > 1:
         signs = _flags(octets[..., -4:]).flatten(-2).unflatten(-1, (2, 4, 4)).transpose(-3, -1)
         signs = signs.flatten(-2)  # [..., eights, values]
-        if grid.bits < 12:
+        if grid.stream_bits < 12:
             more = torch.cat((more, signs[..., 7]), -1)
             signs[..., 7] = signs[..., :7].sum(-1) & 1
-    counts = [groups * grid.scale_bits, points * grid.number_bits, grid.shifts]
+    counts = [groups * grid.scale_bits, points * grid.number_bits, grid.flags]
     scale, upper, shifts = more.split(counts, -1)
     numbers = octets[..., :points] + (_number(upper.unflatten(-1, (points, -1))) << 8)
     values = table[numbers.long()]
@@ -461,8 +393,8 @@ def _grid_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: 
 
 def dequantize_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
     """[..., words], [..., groups] -> [..., columns] float32."""
-    if format.name in GRIDS:
-        return _grid_values(packed, scales, biases, format)
+    if format.codebook is not None:
+        return _grid_values(packed, scales, biases, format, format.codebook)
     groups = unpack(packed, format).unflatten(-1, (-1, format.group_size))
     return _scaled(groups, scales, biases, format).flatten(-2)
 
@@ -473,7 +405,7 @@ class QuantizedWeight:
 
     Attributes:
         packed: [..., R, C * bits / 32], uint32 or the same bits as int32: the codes.
-        scales: [..., R, C / group_size], or of GGUF's formats what the table at the top says.
+        scales: [..., R, C / group_size], or of GGUF's formats what _weight_formats.py says.
         biases: like `scales`, or None where the format has none.
         format: how they are read.
     """

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._choices import GROUP_SIZES
+from .._weight_formats import GROUP_SIZES
 from ._checks import PACKED_DTYPES, Check
 from ._formats import Format, dequantize_values, pack
 from ._registry import operator

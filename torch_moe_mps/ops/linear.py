@@ -1,4 +1,4 @@
-"""Linear layers, dense MLPs and embeddings with weights in the formats of _formats.py."""
+"""Linear layers, dense MLPs and embeddings with weights in the formats of _weight_formats.py."""
 
 import math
 from typing import Any

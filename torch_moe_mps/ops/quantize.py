@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._weight_formats import ROWS
 from ._encoding import E2M1_LARGEST, E4M3_LARGEST, affine_range, e4m3_codes, encode_with, fitting_scales
-from ._formats import FORMATS, GGUF, Format, decode, dequantize_values, e4m3, e8m0, pack
+from ._formats import FORMATS, Format, decode, dequantize_values, e4m3, e8m0, pack
 from ._registry import operator
 from ._sample import Calls, Changes, Sample
 
@@ -34,7 +35,7 @@ def _empty(weight: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor, Tens
 @operator(
     "weight[E, R, C] importance[E, C]:float32",
     _meta_quantize_by_importance,
-    allowed={"to": tuple(name for name in FORMATS if name not in GGUF and FORMATS[name].bits > 1)},
+    allowed={"to": tuple(name for name, row in ROWS.items() if row.is_of_mlx and row.bits > 1)},
 )
 def quantize_by_importance(
     weight: Tensor, importance: Tensor, to: str

@@ -1,4 +1,4 @@
-"""The experts with weights in the formats of _formats.py."""
+"""The experts with weights in the formats of _weight_formats.py."""
 
 import torch
 from torch import Tensor
@@ -97,18 +97,16 @@ def expert_qmm(
             the formula gives infinity: affine codes, scales and biases are multiplied by it separately.
         packed: [E, N, H * bits / 32], uint32 or the same bits as int32.
         scales: [E, N, H / group size]: float32, float16 or bfloat16 in affine formats; uint8 in mxfp4, mxfp8
-            and nvfp4; int16, the bits of a float16, in q1_0, q2_0, q4_0, q4_1, q5_0, q5_1, q8_0 and iq4_nl,
-            and one for 256 values in tq2_0, iq2_xxs and iq3_xxs. In the other types of GGUF a stream of small
-            integers, uint8 [E, N, H * n / 256], with n = 16 in q2_k, q6_k, iq1_s and iq2_s, 12 in q3_k, q4_k,
-            q5_k and iq3_s, 22 in iq1_m, 8 in iq2_xs, and 6 in iq4_xs.
-        biases: like `scales` in affine formats, q4_1 and q5_1; int16, the bits of float16 factors, [E, N,
-            H * 2 / 256] in q2_k, q4_k and q5_k and [E, N, H / 256] in the other types with a stream; else
-            None.
+            and nvfp4. Types of GGUF have int16, the bits of a float16, for each group or for 256 values; or,
+            uint8 [E, N, H * n / 256], a stream of n bytes of small integers for 256 values.
+            _weight_formats.py says which, and an error the shape that it should have.
+        biases: like `scales` in affine formats and where a type of GGUF adds a float16 to a group; int16
+            [E, N, H * n / 256], the bits of n float16 factors, beside a stream; else None.
         ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives a row of zeros.
         format: "affine4_64" for affine codes of 4 bits in groups of 64; also 1, 2, 3, 5, 6 or 8 bits and
             groups of 32 or 128; "mxfp4" and "mxfp8" in groups of 32, "nvfp4" in groups of 16; or a type of
-            GGUF, such as "q4_k", whose values _formats.py defines. H must be a multiple of the group size,
-            and of 256 where scales are small integers, and in types of points.
+            GGUF, such as "q4_k", whose values _weight_formats.py defines. H must be a multiple of the group
+            size, and of 256 where scales are small integers, and in codebook formats.
         bias: [E, N], float32, float16 or bfloat16: of the layer, not of the format.
 
     Returns: [T, K, N] in the dtype of `x`; dequantised and accumulated in float32. For more than 32 tokens

@@ -18,25 +18,25 @@ def _meta_sample(check, logits, temperature, top_p, min_p, otherwise, **_):
         if not 0.0 <= share <= 1.0:
             check.fail(name, "between 0 and 1", share)
     check.between("otherwise", otherwise, 0, check.sizes["V"] - 1)
-    return logits.new_empty(check.sizes["R"], dtype=torch.int64)
+    return logits.new_empty((2, check.sizes["R"]), dtype=torch.int64)
 
 
 @operator(
-    f"logits[R, V<={MAX_VOCABULARY}] draws[R, V]:float32 invalid_[R]:int32",
+    f"logits[R, V<={MAX_VOCABULARY}] draws[R, V]:float32 invalid[R]:int64",
     _meta_sample,
     allowed={"top_k": 0},
 )
-def sample_(
+def sample(
     logits: Tensor,
     draws: Tensor,
-    invalid_: Tensor,
+    invalid: Tensor | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
     otherwise: int = 0,
 ) -> Tensor:
-    """A token of each row, drawn from those that top-k, top-p and min-p keep: in one launch.
+    """A token of each row, drawn from those that top-k, top-p and min-p keep, and whether there was none.
 
     s = logits / temperature in float32; top_k keeps scores that are not below the k-th largest, so ties stay;
     of these, top_p keeps the fewest of the most probable tokens that have the share top_p of the probability,
@@ -52,20 +52,21 @@ def sample_(
     A GPU takes numbers below the normal ones of float32 (2^-126) as zero: scores that differ in such numbers
     alone are equal there.
 
-    A row with NaN, with +inf, or with -inf alone has no distribution: its token is `otherwise`, and its
-    element of `invalid_` becomes 1, where `torch.multinomial` waits for the device to raise an error.
+    A row with NaN, with +inf, or with -inf alone has no distribution: its token is `otherwise`, and it is
+    invalid, where `torch.multinomial` waits for the device to raise an error.
 
     Args:
         logits: [R, V], float32, float16 or bfloat16, V up to 524,288; any strides.
         draws: [R, V] float32, positive; the numbers of one draw for each token.
-        invalid_: [R] int32; the elements of rows that have a distribution stay.
+        invalid: [R] int64; rows where it is not 0 are invalid, too: those of tokens before, for an answer.
         temperature: above 0.
         top_k: so many tokens at least are kept; 0 keeps all.
         top_p: a share, from 0, which keeps one token, to 1, which keeps all.
         min_p: a share; 0 keeps all.
         otherwise: a token.
 
-    Returns: [R] int64.
+    Returns: [2, R] int64: the tokens, and 1 for each invalid row, 0 for others. One tensor, so that a copy
+    to the host has both.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
     """
@@ -86,25 +87,25 @@ def sample_(
     races = (weights / draws).masked_fill(weights < min_p, -1.0).nan_to_num(nan=-1.0, posinf=torch.inf)
     best, tokens = races.masked_fill(scores == -torch.inf, -1.0).max(-1)
     valid = valid.squeeze(-1) & (best >= 0.0)
-    invalid_.masked_fill_(~valid, 1)
-    return torch.where(valid, tokens, otherwise)
+    wrong = ~valid if invalid is None else ~valid | (invalid != 0)
+    return torch.stack((torch.where(valid, tokens, otherwise), wrong.long()))
 
 
 def _draws(s: Sample, *shape: int) -> dict[str, Any]:
     # Not below float16's normal numbers.
     draws = s.values(*shape, dtype=torch.float32).abs() + 0.01
-    return {"draws": draws, "invalid_": torch.zeros(shape[0], dtype=torch.int32, device=s.device)}
+    return {"draws": draws, "invalid": s.integers(2, shape[0], dtype=torch.int64)}
 
 
 CALLS: Calls = {
-    "sample_": lambda s: {
+    "sample": lambda s: {
         **{"logits": s.values(s.T, 300), **_draws(s, s.T, 300)},
         **{"temperature": 0.7, "top_k": 40, "top_p": 0.8, "min_p": 0.02},
     },
 }
 CHANGES: Changes = {
-    "sample_": lambda s: [
-        {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    "sample": lambda s: [
+        {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "invalid": None},
         {"logits": s.values(300, s.T).t(), "top_k": 2},
         {"logits": s.values(s.T, 300).fill_(torch.nan), "otherwise": 7},
     ],

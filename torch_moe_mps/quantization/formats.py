@@ -1,28 +1,9 @@
-"""Quantised weights, written and read: the formats of ops/_formats.py.
+"""Quantised weights, written and read, in the formats of _weight_formats.py; docs/weights.md compares them.
 
-    format                      bits per weight   mean error, normal weights
-    affine, 8 bits, group 64    8.5                0.7 %
-    affine, 6 bits, group 64    6.5                2.3 %
-    affine, 5 bits, group 64    5.5                4.7 %
-    affine, 4 bits, group 32    5                  8.5 %
-    affine, 4 bits, group 64    4.5                9.7 %
-    affine, 4 bits, group 128   4.25              10.7 %
-    affine, 3 bits, group 64    3.5               20.2 %
-    affine, 2 bits, group 64    2.5               41.5 %
-    mxfp8                       8.25               2.3 %
-    mxfp4                       4.25              11.3 %
-    nvfp4                       4.5                9.0 %
-    q6_k                        6.5625             1.7 %
-    q5_k                        5.5                3.6 %
-    q4_k                        4.5                7.3 %
-    iq4_xs                      4.25               7.7 %
-    q3_k                        3.4375            14.9 %
-    q2_k                        2.625             26.6 %
-
-(Scales and biases in 16 bit; rounding to bfloat16 alone is 0.14 %. The error of nvfp4 holds for weights near
-1: its scales have no bits below 2^-9, and groups whose largest magnitude is below 0.006 become zero.)
-All but the last six, which are ggml's and searched (superblocks.py), are written bit for bit as
-mlx.core.quantize does on a CPU, unless importance is given (ops/quantize.py).
+The error of nvfp4 is that of weights near 1: its scales have no bits below 2^-9, and groups whose largest
+magnitude is below 0.006 become zero. Formats whose scales are integers are ggml's and searched
+(superblocks.py). All others are written bit for bit as mlx.core.quantize does on a CPU, unless importance is
+given (ops/quantize.py).
 """
 
 from dataclasses import dataclass
@@ -30,13 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._choices import BITS
 from .._extension import host_library
 from .._faults import synchronize
+from .._weight_formats import BITS
 from ..ops._checks import ACTIVATION_DTYPES, PACKED_DTYPES, Check
 from ..ops._encoding import encode
 from ..ops._formats import (
-    INTEGERS,
     Format,
     QuantizedWeight,
     decode,
@@ -91,6 +71,8 @@ def _check_weight(weight: Tensor, format: Format) -> None:
     check = Check("quantize")
     check.dtype("weight", weight, ACTIVATION_DTYPES)
     check.rank("weight", weight, (2, 3))
+    if weight.is_meta:
+        check.fail("weight", "a tensor with values", "one on meta")
     if weight.shape[-1] % format.multiple != 0:
         expected = f"of a last dimension that is a multiple of {format.multiple}"
         check.fail("weight", expected, tuple(weight.shape))
@@ -127,8 +109,7 @@ def quantize(
             input is, or another number that is not negative; it counts as a thousandth of its group's mean
             at least, and no weight is further off than the largest magnitude of its group. Then
             sum importance * (weight - dequantised)^2 of no group is larger than by MLX's rule, which chooses
-            without it. Modes whose scales are integers, q2_k to q6_k and iq4_xs,
-            always search: None is the same importance for all.
+            without it. Modes whose scales are integers always search: None is the same importance for all.
 
     Returns: QuantizedWeight(packed, scales, biases, format). In mode affine, scales and biases have the dtype
         of `weight`. Memory other than the result stays under about 10 MiB, 25 MiB by importance, and
@@ -170,7 +151,7 @@ def _device_for(stack: Tensor, format: Format, importance: Tensor | None) -> tor
     cpu, mps = torch.device("cpu"), torch.device("mps")
     if stack.device.type not in ("cpu", "mps"):
         return stack.device
-    searches = format.mode in INTEGERS or (importance is not None and host_library())
+    searches = format.integers is not None or (importance is not None and host_library())
     return mps if searches and torch.backends.mps.is_available() else cpu
 
 
@@ -187,14 +168,14 @@ def quantize_stack(
     if importance is not None:  # relative, so that float32 holds the sums
         importance = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         importance = importance.to(device)
-    in_superblocks = format.mode in INTEGERS
+    integers = format.integers
     count = CHUNK if importance is None else SEARCHED
-    if in_superblocks:
+    if integers is not None:
         count = CHUNK if device.type == "cpu" else IN_SUPERBLOCKS
     for index in chunks(stack, count):
         piece = stack[index].to(device)
         weights = None if importance is None else importance[index[0]]
-        if weights is None and not in_superblocks:
+        if weights is None and integers is None:
             groups = piece.float().unflatten(-1, (-1, format.group_size))
             codes, scales, biases = encode(groups, stack.dtype, format)
             packed, scales = pack(codes.flatten(-2), format.bits), scales.to(out.scales.dtype)
@@ -202,9 +183,9 @@ def quantize_stack(
             if errors is not None:
                 errors.add(groups, decode(codes, scales, biases, format))
         else:
-            if in_superblocks:
+            if integers is not None:
                 weights = None if weights is None else weights[:, None]
-                packed, scales, biases, sums = quantize_superblocks(piece.float(), weights, format)
+                packed, scales, biases, sums = quantize_superblocks(piece.float(), weights, format, integers)
             else:
                 packed, scales, biases, sums = quantize_by_importance(piece, weights, format.name)
             if errors is not None:
@@ -223,7 +204,8 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> Ten
     Args:
         weight: as `quantize` returns it. Tensors from elsewhere become one by
             QuantizedWeight(packed, scales, biases, Format.named("affine4_64")); int32 is accepted for uint32.
-        dtype: of the result; None means the dtype of `scales` in mode affine, and bfloat16 in the others.
+        dtype: of the result, one of floats; None means the dtype of `scales` in mode affine, and bfloat16 in
+            the others.
 
     Raises: ValueError for a shape or dtype that does not fit, TypeError for what is no QuantizedWeight.
     """
@@ -234,6 +216,10 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> Ten
             f"moe_mps::dequantize: weight must be a QuantizedWeight, as quantize returns it, got {got}"
         )
     packed, scales, biases, format = weight.packed, weight.scales, weight.biases, weight.format
+    if not isinstance(format, Format):
+        check.fail("format", "a Format", repr(format))
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        check.fail("dtype", "a dtype of floats", repr(dtype))
     check.dtype("packed", packed, PACKED_DTYPES)
     format.check_columns(check, "C, the input dimension of packed,", format.columns(packed.shape[-1]))
     shape = (*packed.shape[:-1], format.columns(packed.shape[-1]))

@@ -1,6 +1,6 @@
 """Superblocks of 256 weights, chosen by importance: the least weighted error that a search finds.
 
-The types are those whose groups have integers as scales (ops/_formats.py): a weight is
+The types are those whose groups have integers as scales (_weight_formats.py): a weight is
 
     number(code) * (d * s) - m * n
 
@@ -24,7 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops._formats import INTEGERS, LARGE_BLOCK, LEVELS, OFFSETS, Format, pack, pack_octets
+from .._weight_formats import LARGE_BLOCK, Integers
+from ..ops._formats import LEVELS, Format, pack, pack_octets
 from ..ops.quantize import counted, fitted_lines
 
 # Starts of a scale without a minimum: the weight of largest magnitude becomes one of the ends of the numbers,
@@ -49,20 +50,23 @@ class Superblocks(NamedTuple):
     n: Tensor
 
 
-def quantize_superblocks(weight: Tensor, importance: Tensor | None, format: Format) -> tuple[Tensor, ...]:
-    """Quantise to one of the types of INTEGERS.
+def quantize_superblocks(
+    weight: Tensor, importance: Tensor | None, format: Format, integers: Integers
+) -> tuple[Tensor, ...]:
+    """Quantise to a format whose scales are integers.
 
     Args:
         weight: float32 [..., C], finite; C a multiple of 256.
         importance: float32 that expands to `weight`, not negative; None is the same for all.
+        format, integers: format, and its scales.
 
-    Returns: packed, scales and biases as _formats.py lays them out, and float32 [..., 2]: sum |w - decoded|
-        and sum |w| of the rows.
+    Returns: packed, scales and biases as _weight_formats.py lays them out, and of the rows sum |w - decoded|
+        and sum |w|, float32 [..., 2].
     """
     size = format.group_size
     groups = weight.reshape(-1, LARGE_BLOCK // size, size)
     importance = _weighed(groups.view(-1, LARGE_BLOCK), importance, weight.shape).view(groups.shape)
-    search = _Search(groups, importance, format)
+    search = _Search(groups, importance, format, integers)
     blocks = search.best()
     alike = torch.zeros_like(blocks.s, dtype=torch.bool)
     while True:
@@ -76,11 +80,12 @@ def quantize_superblocks(weight: Tensor, importance: Tensor | None, format: Form
         alike |= far
         some = far.flatten(1).any(1)
         importance[some] = torch.where(alike[some], importance[some].amax(-1, keepdim=True), importance[some])
-        for part, other in zip(blocks, _Search(groups[some], importance[some], format).best(), strict=True):
+        for part, other in zip(
+            blocks, _Search(groups[some], importance[some], format, integers).best(), strict=True
+        ):
             part[some] = other
     apart = apart.view(weight.shape).sum(-1)
     codes = search.codes(numbers).view(weight.shape)
-    integers = INTEGERS[format.name]
     parts = (blocks.s, blocks.n) if integers.minima else (blocks.s,)
     octets = (torch.cat(parts, -1) + integers.centre).to(torch.uint8)
     halves = torch.cat((blocks.d, blocks.m) if integers.minima else (blocks.d,), -1).half()
@@ -111,13 +116,11 @@ def _weighed(blocks: Tensor, importance: Tensor | None, shape: torch.Size) -> Te
 class _Search:
     """Search for weights [N, groups, size] and their importance."""
 
-    def __init__(self, weights: Tensor, importance: Tensor, format: Format):
+    def __init__(self, weights: Tensor, importance: Tensor, format: Format, integers: Integers):
         self.w, self.k, self.bits = weights, importance, format.bits
-        integers = INTEGERS[format.name]
         self.minima = integers.minima
         self.least, self.most = -integers.centre, 2**integers.bits - 1 - integers.centre
-        self.levels = format.name not in OFFSETS and not self.minima
-        self.offset, codes = OFFSETS.get(format.name, 0), 2**format.bits
+        self.levels, self.offset, codes = format.row.levels, format.row.offset, 2**format.bits
         self.ends = LEVELS[:: codes - 1] if self.levels else (-self.offset, codes - 1 - self.offset)
         self.nearest = _nearest_levels().to(weights.device) if self.levels else None
 

@@ -16,9 +16,10 @@ COMPILERS = 4  # at once, each with memory of its own: Macs begin at 8 GB
 # Beginnings of kernels that one token does not launch: those of prompts, of several tokens, of gradients.
 OF_PROMPTS = (
     *("gemm", "linear", "bucket_pairs", "ids_by_expert", "expert_combine", "expert_down_few", "expert_outer"),
-    *("heads_rows_few", "heads_columns_few", "lora_backward", "lora_outer"),
+    *("matmul_rows_few", "heads_rows_few", "heads_columns_few", "lora_backward", "lora_outer"),
 )
-LIBRARIES_OF_PROMPTS = ("quantized_prompts", "bucket")  # beginnings; they have no other kernels
+# The libraries of a format: behind "quantized_" in their names.
+PARTS = ("", "joined_", "few_", "prompts_", "heads_")
 
 # Libraries of training, of dense experts, and of few models: calls.common_subjects has no call of them.
 UNCOMMON = re.compile(
@@ -71,7 +72,7 @@ def _pipelines_of(name: str, without: Sequence[str] = ()) -> list[str]:
 def libraries(dtypes: Collection[torch.dtype], formats: Collection[Format]) -> list[str]:
     """The names of the libraries for activations of these dtypes and weights in these formats."""
     endings = {DTYPES[dtype] for dtype in dtypes}
-    wanted = {f"quantized_{part}{format}" for format in formats for part in ("", "prompts_", "heads_")}
+    wanted = {f"quantized_{part}{format}" for format in formats for part in PARTS}
     return [
         name
         for name in torch.ops.moe_mps._libraries()

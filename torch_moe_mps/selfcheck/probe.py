@@ -14,13 +14,16 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._extension import _commit_interval, setting
 from .._faults import raise_fault
 from .._text import first_line
+from ..ops.attention import seen_in_order
 from .facts import facts
 from .journal import noted
+from .units import SDPA_VARIABLE, why_no_sdpa
 
 THREADS = 256  # in a threadgroup
 SIMDGROUPS = THREADS // 32
@@ -53,6 +56,7 @@ class Sizes(NamedTuple):
     fragment_steps: int = 64
     queued: int = 40  # buffers
     sustained: float = 5.0  # seconds
+    chunk: tuple[int, int, int] = (2048, 8192, 128)  # tokens, keys, and elements of a head
     repeats: int = 5
 
 
@@ -356,6 +360,23 @@ def after_idle(sizes: Sizes) -> dict[str, float]:
     return result
 
 
+def chunk_of_a_prompt(sizes: Sizes) -> dict[str, Any]:
+    """Milliseconds of attention of a prompt's last chunk to all of it, in heads as Qwen3-30B-A3B has, by our
+    kernel and by torch's for tensor units; `set`: what lets chunks run torch's, where that is faster."""
+    if reason := why_no_sdpa():
+        return {"left_out": reason}
+    tokens, keys, width = sizes.chunk
+    q, k, v = (
+        torch.randn(1, heads, rows, width, dtype=torch.bfloat16, device="mps")
+        for heads, rows in ((32, tokens), (4, keys), (4, keys))
+    )
+    mask = seen_in_order(tokens, keys, keys, None, None, q.device, 0)
+    own = _best(lambda: torch.ops.moe_mps.attention(q, k, v, width**-0.5), sizes.repeats)
+    sdpa = _best(lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), sizes.repeats)
+    result: dict[str, Any] = {"own": _digits(own * 1e3), "torch": _digits(sdpa * 1e3)}
+    return result | ({"set": f"{SDPA_VARIABLE}=1"} if sdpa < own else {})
+
+
 def _is_held(size: int) -> bool:
     return size <= torch.mps.recommended_max_memory() // 2
 
@@ -426,4 +447,5 @@ PARTS: dict[str, Callable[[Sizes], Any]] = {
     "fragments_tmacs": fragments,
     "sustained_tmacs": sustained,
     "first_read_after_idle_ms": after_idle,
+    "chunk_of_a_prompt_ms": chunk_of_a_prompt,
 }

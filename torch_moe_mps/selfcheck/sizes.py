@@ -116,7 +116,7 @@ def _sample(s: Sample) -> list[dict[str, Any]]:
     """More chunks than top-k; many equal scores, also zeros of both signs; rows without a distribution."""
     vocabulary = 33_000
     draws = {"draws": s.values(2, vocabulary, dtype=torch.float32).abs() + 0.01}
-    row = draws | {"logits": s.values(2, vocabulary), "invalid_": torch.zeros(2, dtype=torch.int32)}
+    row = draws | {"logits": s.values(2, vocabulary), "invalid": torch.tensor([0, 1])}
     tied = row | {"logits": s.integers(3, 2, vocabulary, dtype=s.dtype, low=-2)}
     tied["logits"][0, ::7] = -0.0
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -449,7 +449,7 @@ SIZES: Changes = {
     "heads_mm": _heads_mm,
     "hyper_connection": _streams,
     "index_topk": _index_topk,
-    "sample_": _sample,
+    "sample": _sample,
     "hyper_update": lambda s: [s.of("streams[1, 3, 2052]")],
     "heads_quantized": _quantized_heads,
     "embedding_quantized": lambda s: [

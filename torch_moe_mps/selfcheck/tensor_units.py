@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 import torch
 
 from .._extension import TENSOR_VARIABLE, use_of_tensor_units
-from .._versions import TENSOR_UNITS, dotted
-from ..macs import macos
 from ..ops._formats import Format
 from ..ops._sample import FORMAT, E
 from ..ops._samples import sample_arguments
@@ -21,6 +19,7 @@ from .calls import DTYPES, FORMATS, Call, planned_for
 from .compare import Finding
 from .machine import COMMAND, where
 from .once import CallsToCheck, first_failures
+from .units import why_no_units
 
 # Tokens, and steps of inputs as groups: tiles of 32 pairs, and of 64, with a last step that is not full.
 EXPERTS = (64, 3), (256, 3)
@@ -89,9 +88,7 @@ def why_not() -> str:
     """Why no matmul runs on tensor units here; empty if they may."""
     use = use_of_tensor_units()
     if use == "auto":
-        if (system := macos()) is not None and system < TENSOR_UNITS:
-            return f"they need macOS {dotted(TENSOR_UNITS)} or newer, this is {dotted(system)}"
-        return torch.ops.moe_mps._why_no_tensor_units()
+        return why_no_units()
     return f"{TENSOR_VARIABLE}=0" if use == "0" else ""
 
 

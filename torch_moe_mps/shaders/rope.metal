@@ -1,4 +1,3 @@
 #include "rope.h"
 
 INSTANTIATE("rope", rope_heads<MOE_DTYPE, false>)
-INSTANTIATE("rope_centred", rope_heads<MOE_DTYPE, true>)

@@ -191,7 +191,7 @@ struct Race {
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kSampleThreads)]] void sample_rows(
     device const T* logits [[buffer(0)]], device const float* draws [[buffer(1)]],
-    device int* invalid [[buffer(2)]], device long* tokens [[buffer(3)]],
+    device const long* invalid [[buffer(2)]], device long* sampled [[buffer(3)]],
     constant SampleParams& params [[buffer(4)]], uint group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], LANES) {
   constexpr uint kAtOnce = 4;
@@ -228,10 +228,11 @@ template <typename T>
   threadgroup_barrier(mem_flags::mem_threadgroup);
   row.highest = simd_max(values[lane]);
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  const bool was_invalid = params.has_invalid != 0 && invalid[group] != 0;
   if (!isfinite(row.highest)) {
     if (thread_index == 0) {
-      invalid[group * params.invalid_stride] = 1;
-      tokens[group] = params.otherwise;
+      sampled[group] = params.otherwise;
+      sampled[params.rows + group] = 1;
     }
     return;
   }
@@ -261,7 +262,7 @@ template <typename T>
   race.join_lanes();
   if (thread_index == 0) {
     const bool is_drawn = race.token != ~0u;
-    if (!is_drawn) invalid[group * params.invalid_stride] = 1;
-    tokens[group] = is_drawn ? race.token : params.otherwise;
+    sampled[group] = is_drawn ? race.token : params.otherwise;
+    sampled[params.rows + group] = !is_drawn || was_invalid;
   }
 }

@@ -15,14 +15,32 @@ from ..macs import refusal
 from ..ops._samples import FAMILY_OF
 from ..ops.attention import CACHE_BITS
 from ..selfcheck.calls import DTYPES
-from ..selfcheck.libraries import LIBRARIES_OF_PROMPTS, OF_PROMPTS, compile_side_by_side
+from ..selfcheck.libraries import OF_PROMPTS, compile_side_by_side
 from .basics.interface import codes_of, is_experts, is_quantized, projections, weights_in
 from .basics.state import kv_bits_of
 from .modules.linears import formats_in
 
-BEHIND = "torch_moe_mps compiles kernels of prompts"  # the name of the thread
+BEHIND = "torch_moe_mps compiles further kernels"  # the name of the thread
 SOFTMAX_HEADS = ("head_dim", "head_dim"), ("qk_head_dim", "v_head_dim")  # attributes of modules
 WIDTHS = (64, 128, 256, 512)  # elements of values, the most that a library of attention takes
+EXPERTS_OF_LANE = (2, 4, 8, 16, 32)  # the most that a library of routing takes
+# The libraries of operators that do not run that of their family.
+LIBRARY_OF = {
+    "layer_norm": "norms_layer",
+    "fused_residual_layer_norm": "norms_layer",
+    "rms_norm_gated": "norms_gated",
+    "moe_hash_router": "hash_router",
+    "router_logits": "routing_logits",
+    **dict.fromkeys(("fused_norm_add", "fused_norm_add_scalar"), "norms_residual"),
+    **dict.fromkeys(("fused_residual_norm", "fused_residual_norm_scalar"), "norms_residual"),
+}
+# {library of operators: that of what captured steps, or calls with 256 keys or more, run in addition}
+FURTHER = {
+    "norms": "norms_residual",
+    "linear_attention": "norms_gated",
+    "routing": "routing_logits",
+    "attention": "attention_merge",
+}
 OLDEST_TORCH = tuple(map(int, TORCH[0].split(".")))
 
 
@@ -56,28 +74,32 @@ def align_weights(model: nn.Module) -> None:
 
 def compile_kernels(model: nn.Module, operators: Collection[str] = (), strict: bool = True) -> str | None:
     """Compile what a model on mps will run: see libraries_of and compile_libraries."""
-    return None if host_library() is None else compile_libraries(libraries_of(model, operators), strict)
+    if host_library() is None:
+        return None
+    names = libraries_of(model, operators)
+    return compile_libraries(names, strict, [name for name, is_first in names.items() if not is_first])
 
 
-def compile_libraries(names: Iterable[str], strict: bool) -> str | None:
+def compile_libraries(names: Iterable[str], strict: bool, later: Collection[str] = ()) -> str | None:
     """Compile libraries side by side. Returns: one line about it; None if nothing was left to do.
 
     With `strict` nothing is compared behind it: a library that does not compile raises RuntimeError with
-    Metal's message, and kernels that a first token does not launch are compiled while the model runs.
+    Metal's message, and the libraries in `later` and the kernels of prompts are compiled while the model
+    runs.
     """
     new = [name for name in names if not torch.ops.moe_mps._is_built(name)]
     if not new:
         return None
     started = time.perf_counter()
     print(f"torch_moe_mps: compiling {len(new)} Metal libraries", file=sys.stderr, flush=True)
-    first = [name for name in new if not (strict and name.startswith(LIBRARIES_OF_PROMPTS))]
+    first = [name for name in new if not (strict and name in later)]
     findings = compile_side_by_side(first, without=OF_PROMPTS if strict else ())
     if strict and findings:
         raise RuntimeError(findings[0].message)
     if strict:
         threading.Thread(target=compile_side_by_side, args=(new,), name=BEHIND).start()
     seconds = f"{time.perf_counter() - started:.1f} s"
-    seconds += ", kernels of prompts go on" if strict else ""
+    seconds += ", further kernels go on" if strict else ""
     line = f"{len(new)} Metal libraries compiled in {seconds}: {', '.join(new)}"
     print(f"torch_moe_mps: {line}", file=sys.stderr)
     return line
@@ -94,30 +116,59 @@ def tensor_libraries_of(model: nn.Module) -> list[str]:
     return [name for name in torch.ops.moe_mps._libraries(tensor_units=True) if name in used]
 
 
-def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> list[str]:
-    """The names of the libraries that the accelerated modules on mps run, in the package's order: for their
-    weights and for `operators`, which were put in place of others."""
-    used: set[str] = set()
-    families = {"hash_router" if name == "moe_hash_router" else FAMILY_OF[name] for name in operators}
-    parts = ("", "prompts_", "heads_") if "heads" in families else ("", "prompts_")
-    has_experts = False
+def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> dict[str, bool]:
+    """The libraries that the accelerated modules on mps run, for their weights and for `operators`, which
+    were put in place of others.
+
+    Returns: {name: whether a first token may launch its kernels}, in the package's order. The others are of
+        prompts, of captured steps, and of 256 keys or more.
+    """
+    files = {LIBRARY_OF.get(name, FAMILY_OF[name]) for name in operators}
+    first, later = _libraries_of_weights(model, "heads" in files)
+    dtypes = {name.rpartition("_")[2] for name in first}
+    widths = attention_widths(model) if "attention" in files else []
+    routing = routing_libraries(_numbers_of_experts(model)) if "routing" in files else []
+    further = {FURTHER[file] for file in files & FURTHER.keys()}
+    further |= {f"attention_turned_{width}" for width in widths if "rope" in files}
+    files |= {*routing, *(f"attention_{width}" for width in widths)}
+    first.update(f"{file}_{dtype}" for file in files for dtype in dtypes)
+    later.update(f"{file}_{dtype}" for file in further for dtype in dtypes)
+    if dtypes and "router_logits" in operators:  # in float32
+        first.update(f"{file}_f32" for file in routing)
+    if kv_bits_of(model) == CACHE_BITS:
+        first.update(name for dtype in dtypes if widths for name in cache_libraries(model, dtype))
+    return {name: name in first for name in torch.ops.moe_mps._libraries() if name in first | later}
+
+
+def _libraries_of_weights(model: nn.Module, in_heads: bool) -> tuple[set[str], set[str]]:
+    """The libraries that multiply a model's weights in its first token, and those of captured steps, of a few
+    tokens and of prompts.
+
+    Args:
+        in_heads: whether weights are multiplied a head, too.
+    """
+    first, later = set[str](), set[str]()
     for module, dtype in _on_mps(model):
         for format in formats_in(module).values():
-            used.update(f"quantized_{part}{format}_{dtype}" for part in parts)
-        has_experts |= is_experts(module)
-        if is_experts(module) and not is_quantized(module):
-            used.add(f"experts_{dtype}")
-    dtypes = {name.rpartition("_")[2] for name in used}
-    if "attention" in families:
-        has_cache = kv_bits_of(model) == CACHE_BITS
-        families |= {"attention_merge", *(f"attention_{width}" for width in attention_widths(model))}
-        used.update(name for dtype in dtypes if has_cache for name in cache_libraries(model, dtype))
-    if has_experts:
-        used.add("bucket_i64")  # routers give such ids
-    used.update(f"{family}_{dtype}" for family in families for dtype in dtypes)
-    if dtypes and "router_logits" in operators:  # in float32
-        used.add("routing_f32")
-    return [name for name in torch.ops.moe_mps._libraries() if name in used]
+            first.add(f"quantized_{format}_{dtype}")
+            if in_heads:
+                first.add(f"quantized_heads_{format}_{dtype}")
+            later.update(f"quantized_{part}_{format}_{dtype}" for part in ("joined", "few", "prompts"))
+        if is_experts(module):
+            later.add("bucket_i64")  # routers give such ids
+            first.update(() if is_quantized(module) else (f"experts_{dtype}",))
+    return first, later
+
+
+def _numbers_of_experts(model: nn.Module) -> set[int]:
+    modules = (module for module, _ in _on_mps(model) if is_experts(module))
+    return {next(weights_in(module, recurse=False)).shape[0] for module in modules}
+
+
+def routing_libraries(experts: Iterable[int]) -> list[str]:
+    """The names, without a dtype, of the libraries of routers that choose among so many experts."""
+    widths = {next((n for n in EXPERTS_OF_LANE if 32 * n >= count), None) for count in experts}
+    return [f"routing_{width}" for width in widths if width is not None]
 
 
 def head_widths(model: nn.Module, keys: str, values: str) -> set[tuple[int, int]]:

@@ -3,7 +3,6 @@ several tokens, as a twin of each module that reads some shows.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from .caches.deferred_states import KINDS, AnyKind, can_defer, committed, deferr
 from .caches.prompt_cache import new_cache
 from .caches.state import LayerState, copy_of_layer
 from .install import is_rewritten, run_as, runs_with_cache
+from .modules.functions import names_in
 from .trials.comparing import agrees, on_the_cpu, tried
 from .trials.forms import first_form
 from .trials.twins import LinearCache, twin_of, width_of
@@ -67,8 +67,8 @@ def _layers_with_states(model: PreTrainedModel) -> dict[int, Any]:
 
 def _reads_keys_alone(module: nn.Module, layer: Any) -> bool:
     """Whether a module is the attention beside linear attention, in a layer of the cache for both."""
-    names = inspect.unwrap(original_class(module).forward).__code__.co_names
-    return isinstance(layer, CacheLayerMixin) and "update" in names and not STATE_METHODS & {*names}
+    names = names_in(original_class(module).forward)
+    return isinstance(layer, CacheLayerMixin) and "update" in names and not STATE_METHODS & names
 
 
 def _kind_of(module: nn.Module, states: int) -> AnyKind | None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from support.oracles_experts import OTHER_FORMATS, POINTS, point_values
+from support.oracles_experts import GGML, point_values
 from torch import Tensor
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -79,14 +79,21 @@ def codes_of(packed: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Blocks(Format):
-    """One of GGUF's, taken apart. Without levels, `offset` is subtracted from codes. With `integers`, that is
-    how many bits the integers have that are factors of scales, less `centre`, and with `minima` of biases."""
+    """One of GGUF's with scales of its own for each group, taken apart."""
 
-    offset: int = 0
-    levels: bool = False
-    integers: int = 0
-    centre: int = 0
-    minima: bool = False
+    @property
+    def levels(self) -> bool:
+        return self.mode.startswith("iq4")
+
+    @property
+    def integers(self) -> int:
+        """Bits of the integers that are factors of scales, and of minima; 0 where there are none."""
+        kind = GGML[self.mode].integers
+        return kind.bits if kind else 0
+
+    @property
+    def minima(self) -> bool:
+        return GGML[self.mode].minima
 
     def make(self, values, name, experts, rows, inputs, dtype):
         words = (experts, rows, inputs * self.bits // 32)
@@ -113,7 +120,10 @@ class Blocks(Format):
         scales = tensors[f"{name}_scales"][expert]
         biases = tensors[f"{name}_biases"][expert] if f"{name}_biases" in tensors else None
         if self.integers:  # one for each group, and with minima another
-            pairs = codes_of(scales, self.integers).unflatten(-1, (-1, 1 + self.minima)) - self.centre
+            pairs = (
+                codes_of(scales, self.integers).unflatten(-1, (-1, 1 + self.minima))
+                - GGML[self.mode].integers.centre
+            )
             factors = biases.view(torch.float16).double().unflatten(-1, (-1, 1 + self.minima))
             products = pairs * factors.repeat_interleave(256 // self.group, -2)
             scale, bias = products[..., 0], -products[..., -1]
@@ -121,14 +131,16 @@ class Blocks(Format):
             scale = scales.view(torch.float16).double()
             bias = biases.view(torch.float16).double() if self.minima else None
         levels = torch.tensor(LEVELS, dtype=torch.float64, device=codes.device)
-        numbers = levels[codes] if self.levels else codes - self.offset
+        numbers = levels[codes] if self.levels else codes - GGML[self.mode].centre
+        if self.bits == 1:
+            numbers *= 2  # codes are -1 and 1
         result = numbers * self.spread(scale)
         return result + self.spread(bias) if self.minima else result
 
 
 @dataclass(frozen=True)
-class Points(Format):
-    """One of GGUF's whose codes are points of a grid."""
+class Codebook(Format):
+    """One of GGUF's codebook formats."""
 
     def make(self, values, name, experts, rows, inputs, dtype):
         words = (experts, rows, inputs * self.bits // 32)
@@ -137,7 +149,7 @@ class Points(Format):
         halves = values.uniform(
             experts, rows, inputs // 256, dtype=torch.float16, low=-largest, high=largest
         ).view(torch.int16)
-        stream_bits = POINTS[self.mode][-1]
+        stream_bits = GGML[self.mode].codebook.stream
         if not stream_bits:
             return {f"{name}_packed": packed, f"{name}_scales": halves}
         octets = (experts, rows, inputs // 256 * stream_bits)
@@ -147,7 +159,7 @@ class Points(Format):
     def matrix(self, tensors, name, expert):
         parts = [tensors.get(f"{name}_{part}") for part in ("packed", "scales", "biases")]
         own = [None if part is None else part[expert] for part in parts]
-        return torch.from_numpy(point_values(*own, self.mode)).to(parts[0].device)
+        return torch.from_numpy(point_values(*own, self.mode, GGML[self.mode].codebook)).to(parts[0].device)
 
 
 DENSE = Format(0, 0, "")
@@ -159,20 +171,8 @@ FORMATS = {
     "dense": DENSE,
 }
 GGUF = {
-    "q4_0": Blocks(4, 32, "q4_0", offset=8),
-    "q4_1": Blocks(4, 32, "q4_1", minima=True),
-    "q5_0": Blocks(5, 32, "q5_0", offset=16),
-    "q5_1": Blocks(5, 32, "q5_1", minima=True),
-    "q8_0": Blocks(8, 32, "q8_0", offset=128),
-    "q2_k": Blocks(2, 16, "q2_k", integers=4, minima=True),
-    "q3_k": Blocks(3, 16, "q3_k", integers=6, centre=32, offset=4),
-    "q4_k": Blocks(4, 32, "q4_k", integers=6, minima=True),
-    "q5_k": Blocks(5, 32, "q5_k", integers=6, minima=True),
-    "q6_k": Blocks(6, 16, "q6_k", integers=8, centre=128, offset=32),
-    "iq4_nl": Blocks(4, 32, "iq4_nl", levels=True),
-    "iq4_xs": Blocks(4, 32, "iq4_xs", levels=True, integers=6, centre=32),
-    "tq2_0": Blocks(2, 256, "tq2_0", offset=1),
-    **{name: Points(*OTHER_FORMATS[name], name) for name in POINTS},
+    name: (Codebook if kind.codebook else Blocks)(kind.bits, kind.group_size, name)
+    for name, kind in GGML.items()
 }
 
 

@@ -543,7 +543,7 @@ class IndexTopk(OperatorCase, fields="group reduce tokens heads width keys block
 class Sample(OperatorCase, fields="group tokens vocabulary top_k top_p dtype"):
     """A token of each row."""
 
-    operator = "sample_"
+    operator = "sample"
     tensors = "logits[tokens, vocabulary]"
     scales: ClassVar[dict] = {"logits": 3.0}
 
@@ -552,8 +552,7 @@ class Sample(OperatorCase, fields="group tokens vocabulary top_k top_p dtype"):
         return f"{super().name}, top-k {self.top_k}, top-p {self.top_p}"
 
     def others(self, values):
-        invalid = values.integers(self.tokens, dtype=torch.int32, low=0, high=1)
-        return {"draws": values.uniform(self.tokens, self.vocabulary, low=0.01), "invalid_": invalid}
+        return {"draws": values.uniform(self.tokens, self.vocabulary, low=0.01)}
 
     @property
     def options(self):

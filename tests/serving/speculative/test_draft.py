@@ -31,8 +31,8 @@ def test_a_draft_that_is_the_model_drafts_all(architecture):
     found = Answered(model, many, configs, model, width=4, seeds=[1, 2])
     assert found.answers == plain.answers
     likeliest, drawn = found.jobs
-    assert likeliest.rejected_tokens == 0 and likeliest.accepted_tokens == 16
-    assert drawn.rejected_tokens > 0
+    assert likeliest.usage.rejected_tokens == 0 and likeliest.usage.accepted_tokens == 16
+    assert drawn.usage.rejected_tokens > 0
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def compared(model, configs, most=1, width=3, **options) -> Answered:
     found = Answered(model, many, configs, source, most, width=width, **options)
     assert found.answers == plain.answers
     assert found.reasons == plain.reasons
-    assert sum(job.accepted_tokens for job in found.jobs) == source.accepted_tokens
+    assert sum(job.usage.accepted_tokens for job in found.jobs) == source.accepted_tokens
     found.plain = plain
     return found
 
@@ -85,7 +85,7 @@ def test_answers_end_inside_of_drafts(architecture):
         (answer,), (kept,), (job,) = found.answers, found.batch.prefix_cache.kept, found.jobs
         assert answer == whole[: len(answer)] and len(answer) < 12
         # The prompt gives a token, and each step one that is not drafted.
-        assert 1 + found.steps + job.accepted_tokens + job.rejected_tokens <= new
+        assert 1 + found.steps + job.usage.accepted_tokens + job.usage.rejected_tokens <= new
         known = [*many[0].tolist(), *answer]
         assert kept.ids.tolist() == known[: len(kept.ids)] and len(kept.ids) >= len(many[0])
         assert kept.cache.get_seq_length() == len(kept.ids)
@@ -225,7 +225,7 @@ def test_an_answer_waits_until_there_is_room_for_what_is_pending(architecture):
     rows, cache = BatchedCache(model, deferrable_layers(model)), new_cache(model)
     with torch.no_grad():
         model(many[0][None], **cache_argument(model, cache))
-    rows.join(cache, len(many[0]))
+    rows.admit(cache, len(many[0]))
     layers = [vars(layer).get("uncommitted", {}).values() for layer in rows.cache.layers]
     pending = sum(p.nbytes for p in itertools.chain(*layers) if p.is_floating_point())
     assert (pending > 0) == (architecture != "qwen3_moe")
@@ -257,9 +257,12 @@ def test_a_source_that_fails_ends_no_answer(draft, caplog):
 
 
 BAD = [
-    ({"speculative": "looked"}, "drafts must be None, 'lookup', 'mtp', a draft model or .*, got 'looked'"),
+    (
+        {"speculative": "looked"},
+        "batch: speculative must be None, 'lookup', 'mtp', a draft model or .*, got 'looked'",
+    ),
     ({"speculative": 3}, "got a int"),
-    ({"speculative": "lookup", "draft_width": 0}, "width must be from 1 to 7, got 0"),
+    ({"speculative": "lookup", "draft_width": 0}, "batch: draft_width must be from 1 to 7, got 0"),
     ({"speculative": "lookup", "draft_width": 100}, "got 100"),
 ]
 

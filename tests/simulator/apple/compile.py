@@ -66,12 +66,18 @@ def _make(code: str, number: int, name: Path) -> None:
     command = [build.tool("clang++"), *flags, "-include-pch", build.precompiled_library(flags)]
     run([*command, f"-DMSL_KERNEL={number}", "-S", "-emit-llvm", source, "-o", raw])
     text = without_target(raw.read_text())
-    raw.write_text(text)
     path = folder() / f"{build.digest(text, _OPTIMISATIONS)}.ll"
-    build.build_once(path, lambda target: run([build.tool("opt"), *_OPTIMISATIONS, "-S", raw, "-o", target]))
+    build.build_once(path, lambda target: target.write_text(optimised(text)))
     name.write_text(path.name)
     source.unlink()
     raw.unlink()
+
+
+def optimised(text: str, *further: str) -> str:
+    """IR without a target after the passes of `_OPTIMISATIONS`, and then `further` ones."""
+    for options in (_OPTIMISATIONS, *([f"-passes={name}"] for name in further)):
+        text = build.run([build.tool("opt"), *options, "-S"], "opt", input=text)
+    return text
 
 
 def without_target(text: str) -> str:

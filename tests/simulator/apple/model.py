@@ -172,7 +172,7 @@ class Measurement:
         ):
             runs = float(self.counts.blocks[site.block]) / self.fraction
             if runs and accesses:
-                class_ = _class_of(SPACES[int(space)], site.op)
+                class_ = class_of(SPACES[int(space)], site.op)
                 counted = (float(each) * runs / float(accesses) for each in (lanes, sectors, *others))
                 found.append(_Accesses(class_, runs * site.instructions, site.bytes, *counted))
         return found
@@ -213,7 +213,7 @@ class Measurement:
     def steps(self) -> float:
         """How often a simdgroup waits for device memory: the runs of its most frequent load."""
         sites = zip(self.model.sites, self.counts.sites, strict=True)
-        loads = [s.block for s, row in sites if _class_of(SPACES[int(row[3])], s.op) == "devload"]
+        loads = [s.block for s, row in sites if class_of(SPACES[int(row[3])], s.op) == "devload"]
         runs = max((float(self.counts.blocks[block]) for block in loads), default=0.0)
         return runs / max(1, self.counts.groups_run * self.threads // LANES)
 
@@ -284,7 +284,8 @@ class Measurement:
         )
 
 
-def _class_of(space: str, op: str) -> str:
+def class_of(space: str, op: str) -> str:
+    """The class of a load or store in a space."""
     if space == "constant":
         return "constload"
     if space == "private":

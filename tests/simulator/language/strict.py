@@ -352,13 +352,18 @@ def recursive(calls: dict[str, set[str]]) -> list[str]:
     return [f for f in calls if calls[f] and reaches_itself(f)]
 
 
-def check_address_spaces(preprocessed: str) -> list[str]:
-    translator = StrictTranslator(preprocessed, {})
+def syntax_tree(translator: StrictTranslator) -> subprocess.CompletedProcess:
+    """clang's dump of a translated source, in which every kernel is instantiated, with its messages."""
     code = translator.run()
     with tempfile.TemporaryDirectory() as scratch:
         unit = Path(scratch) / "shader.clcpp"
         unit.write_text(code)
-        found = clang([f"-cl-ext={DISABLED}", "-ast-dump", unit])
+        return clang([f"-cl-ext={DISABLED}", "-ast-dump", unit])
+
+
+def check_address_spaces(preprocessed: str) -> list[str]:
+    translator = StrictTranslator(preprocessed, {})
+    found = syntax_tree(translator)
     problems = [in_metal_terms(build.readable(found.stderr))] if found.returncode else []
     # A pointer that names no address space has clang's __generic one.
     found_in_tree = check_tree(found.stdout, translator.kernels)

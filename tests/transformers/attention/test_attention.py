@@ -27,6 +27,8 @@ from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 import torch_moe_mps
+from torch_moe_mps.selfcheck import units
+from torch_moe_mps.selfcheck.units import SDPA_VARIABLE, chunks_run_sdpa
 from torch_moe_mps.transformers.attention.attention import attention, attention_mask
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
@@ -418,6 +420,48 @@ def test_windows(simulated, name):
     with_gradients = model(input_ids=ids[:, :20])[0]
     with_gradients.sum().backward()
     torch.testing.assert_close(with_gradients.detach().float().cpu(), expected[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def with_sdpa(simulated, monkeypatch):
+    """A simulated M5 whose torch has a kernel for its tensor units, which the environment asks for."""
+    monkeypatch.setenv("SIMULATED_GPU", "Apple M5 Max")
+    monkeypatch.setenv(SDPA_VARIABLE, "1")
+    monkeypatch.setattr(torch, "__version__", "2.15.0")
+    chunks_run_sdpa.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    chunks_run_sdpa.cache_clear()
+
+
+LACKING = {
+    "nothing": lambda patch: None,
+    "the switch": lambda patch: patch.delenv(SDPA_VARIABLE),
+    "units": lambda patch: patch.setenv("SIMULATED_GPU", "Apple M4 Max"),
+    "torch": lambda patch: patch.setattr(torch, "__version__", "2.14.1"),
+    "macOS": lambda patch: patch.setattr(units, "macos", lambda: (26, 1)),
+}
+
+
+@pytest.mark.parametrize("lacks", LACKING)
+def test_chunks_run_sdpa_where_it_has_tensor_units(simulated, with_sdpa, lacks):
+    """The second chunk of a prompt; the first does anyway, and few tokens never."""
+    LACKING[lacks](with_sdpa)
+    model = tiny_models.tiny_model("mixtral", num_hidden_layers=1).to("mps").eval()
+    ids = torch.randint(1, 50, (1, 36), generator=torch.Generator().manual_seed(1)).to("mps")
+    kernels, _ = compared(simulated, model, ids, in_windows)
+    assert len(kernels) == (2 if lacks == "nothing" else 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "rows", "window", "count"), [(in_windows, 1, 6, 4), (padded_steps, 3, None, 3)]
+)
+def test_chunks_that_sdpa_would_compute_in_vain(simulated, with_sdpa, call, rows, window, count):
+    """Keys outside of a window, and padding, which sees no key: its results would be NaN."""
+    model = tiny_models.tiny_model("mixtral", num_hidden_layers=1, sliding_window=window).to("mps").eval()
+    ids = torch.randint(1, 50, (rows, 36), generator=torch.Generator().manual_seed(1)).to("mps")
+    kernels, _ = compared(simulated, model, ids, call)
+    assert len(kernels) == count
 
 
 @pytest.mark.parametrize("name", in_sweep(["gemma4", "gpt_oss"], ["gpt_oss"]))

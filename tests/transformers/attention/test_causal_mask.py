@@ -174,6 +174,7 @@ def test_one_token_sees_no_more_for_what_is_joined_to_the_order(past):
         {"or_mask_function": blockwise_overlay(blocks)},
         {"or_mask_function": blockwise_overlay(blocks), "and_mask_function": window},
         {"and_mask_function": and_masks(window, sliding_window_overlay(3), causal_mask_function)},
+        {"and_mask_function": lambda b, h, q, k: k > q - 3},
     ]
     others = [
         {"or_mask_function": lambda b, h, q, k: k == 1, "and_mask_function": or_masks(window, window)},

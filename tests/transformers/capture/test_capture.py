@@ -31,10 +31,11 @@ import torch_moe_mps
 from torch_moe_mps.ops import _registry
 from torch_moe_mps.ops.attention import bits_as_bool
 from torch_moe_mps.transformers.attention.attention import NAME
+from torch_moe_mps.transformers.basics.state import state_in
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.capture import calls, surroundings
 from torch_moe_mps.transformers.capture import fingerprint as fingerprints
-from torch_moe_mps.transformers.capture.calls import CAPTURES, Captures, captures_of
+from torch_moe_mps.transformers.capture.calls import Captures, captures_of
 from torch_moe_mps.transformers.capture.fingerprint import Fingerprint
 from torch_moe_mps.transformers.capture.match import Match
 from torch_moe_mps.transformers.capture.trial import unnoticed_change
@@ -66,7 +67,7 @@ def accelerated(architecture: str, device: str, dtype=torch.float32, sizes=(), *
 
 def without_capture(model: nn.Module) -> nn.Module:
     for module in model.modules():
-        module.__dict__.pop(CAPTURES, None)
+        state_in(module).captures = None
     return model
 
 
@@ -547,7 +548,7 @@ def test_what_the_fingerprint_holds(monkeypatch):
     for _, (prepare, _) in WATCHED.items():
         if prepare is not None:
             prepare(model)
-    fingerprint = Fingerprint(model, captures_of(model))
+    fingerprint = Fingerprint(model)
     found = {}
     for what, (_, change) in WATCHED.items():
         with monkeypatch.context() as patch:
@@ -604,7 +605,7 @@ def test_what_python_notes_at_first_is_no_change():
     if "__slotnames__" in vars(cls):
         del cls.__slotnames__
     vars(file).pop("__warningregistry__", None)
-    fingerprint = Fingerprint(model, captures_of(model))
+    fingerprint = Fingerprint(model)
     copy.copy(model.config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -629,7 +630,7 @@ def test_a_key_that_cannot_be_compared():
 
     model = accelerated("qwen3_moe", "cpu")
     model.model.held = {Key(): [1]}
-    fingerprint = Fingerprint(model, captures_of(model))
+    fingerprint = Fingerprint(model)
     assert fingerprint.holds()
     next(iter(model.model.held.values())).append(2)
     assert not fingerprint.holds() and fingerprint.changed().startswith("model.held[")
@@ -643,7 +644,7 @@ def test_the_end_of_a_class_is_no_change():
     class Unused(DynamicCache):
         pass
 
-    fingerprint = Fingerprint(model, captures_of(model))
+    fingerprint = Fingerprint(model)
     del Unused
     gc.collect()
     assert fingerprint.holds()

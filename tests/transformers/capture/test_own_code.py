@@ -18,8 +18,9 @@ from transformers.dynamic_module_utils import HF_MODULES_CACHE
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import torch_moe_mps
+from torch_moe_mps.transformers.basics.state import state_of
 from torch_moe_mps.transformers.capture import calls
-from torch_moe_mps.transformers.capture.calls import CAPTURES, Captures, captures_of
+from torch_moe_mps.transformers.capture.calls import Captures, captures_of
 from torch_moe_mps.transformers.capture.own_code import is_of_library
 
 MAIN = sys.modules["__main__"]
@@ -214,9 +215,7 @@ class Talk(Conversation):
         super().__init__(model)
 
     def tokens(self, count: int) -> list[torch.Tensor]:
-        self.model.__dict__.pop(CAPTURES, None)
-        if self.captures is not None:
-            self.model.__dict__[CAPTURES] = self.captures
+        state_of(self.model).captures = self.captures
         return super().tokens(count)
 
 

@@ -12,8 +12,9 @@ from transformers import DynamicCache
 import torch_moe_mps
 from torch_moe_mps.transformers.attention import causal_mask
 from torch_moe_mps.transformers.attention.attention import NAME
+from torch_moe_mps.transformers.basics.state import state_in
 from torch_moe_mps.transformers.capture import calls
-from torch_moe_mps.transformers.capture.calls import CAPTURES, captures_of
+from torch_moe_mps.transformers.capture.calls import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 
@@ -47,7 +48,7 @@ def model_of(architecture: str, device: str, **options):
 def not_captured(model):
     other = copy.deepcopy(model)
     for module in other.modules():
-        module.__dict__.pop(CAPTURES, None)
+        state_in(module).captures = None
     return other
 
 

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor
 import torch_moe_mps
 from torch_moe_mps.commands import perplexity
 from torch_moe_mps.serving.engine import encoder
+from torch_moe_mps.transformers.capture.calls import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 
@@ -82,7 +83,7 @@ def test_captured_tokens(device):
             for _ in range(4):
                 out = model(ids[:, :1], **cache_argument(model, cache_among(out)))
                 assert out.logits.dtype == torch.bfloat16
-    assert len(model._moe_mps_capture.programs) == 2
+    assert len(captures_of(model).programs) == 2
 
 
 def test_code_of_a_user_that_generates():

@@ -10,9 +10,10 @@ from support.sweep import in_sweep
 from transformers import DynamicCache
 
 import torch_moe_mps
+from torch_moe_mps.transformers.basics.state import state_of
 from torch_moe_mps.transformers.caches.deferred_states import deferred
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.capture.calls import CAPTURES, captures_of
+from torch_moe_mps.transformers.capture.calls import captures_of
 from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
@@ -68,7 +69,7 @@ def whole(ids: torch.Tensor, **overrides) -> torch.Tensor:
 def test_tokens_are_one_call_and_right(simulated, batch):
     model = accelerated()
     module_by_module = copy.deepcopy(model)
-    module_by_module.__dict__.pop(CAPTURES)
+    state_of(module_by_module).captures = None
     for seed in (0, 1):
         ids = talk(seed, batch)
         result = Reading(model, ids).all(*PIECES)

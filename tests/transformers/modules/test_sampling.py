@@ -153,7 +153,7 @@ def test_logits_without_a_distribution_are_an_error(model):
     with own_code(), pytest.raises(RuntimeError, match="probability tensor contains"):
         generated(model, **how)
     shown = Shown()
-    with pytest.raises(RuntimeError, match="moe_mps::sample_: logits must be finite or -inf"):
+    with pytest.raises(RuntimeError, match="moe_mps::sample: logits must be finite or -inf"):
         generated(model, **how, streamer=shown)
     assert [each.tolist() for each in shown[3:]] == [[11]] and sampling.current() is None
 

@@ -4,12 +4,13 @@ import functools
 
 import pytest
 import torch
+from support import tiny_models
 from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
 
 import torch_moe_mps
 from torch_moe_mps.selfcheck import machine
 from torch_moe_mps.transformers.modules.rules import MODULE_RULES
-from torch_moe_mps.transformers.trials import memory
+from torch_moe_mps.transformers.trials import batching, memory, small_models
 from torch_moe_mps.transformers.trials.forms import Tried, first_form
 
 tried = []
@@ -155,3 +156,32 @@ def test_the_report_counts_trials(folder):
         (line,) = (line for line in str(report).splitlines() if line.startswith("comparisons"))
         lines.append(line)
     assert "own code: 1 run (" in lines[0] and lines[1].endswith("own code: 1 known from an earlier start")
+
+
+def out_of_memory(*_, **__):
+    torch.empty(2**62, dtype=torch.uint8)  # torch's own error on a CPU: a RuntimeError
+
+
+def test_a_trial_that_ran_out_of_memory_is_run_again(folder):
+    """It says nothing of the code: neither this process nor the next takes it for an answer."""
+    errors = [out_of_memory]
+
+    def short(module, *numbers):
+        return errors.pop()() if errors else begin(module, *numbers)
+
+    assert first_form(norm(), ("second",), short) is None
+    assert first_form(norm(), ("second",), short) == "second"
+
+
+@pytest.mark.parametrize("trial", [batching.reason_for_order, batching.reason_against_rows])
+def test_a_small_model_that_ran_out_of_memory_is_tried_again(monkeypatch, folder, trial):
+    model = tiny_models.tiny_model(
+        "nemotron_h", layers_block_type=["mamba", "attention"], num_hidden_layers=2
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(small_models, "fill", out_of_memory)
+        trial(model)
+    assert not [*folder.rglob("trials-*.json")]
+    monkeypatch.setattr(batching, "_is_alike", lambda model, drafts: True)
+    assert trial(model) is None
+    assert [*folder.rglob("trials-*.json")]

@@ -22,13 +22,14 @@ struct Library {
   std::string_view weights_type = {};  // its type,
   const char* weights_header = "";     // and what defines that: shaders/<weights_header>.h
   bool norms_inputs = true;            // the format does; the shader sees MOE_WIDE_NORMS or MOE_NORMS_APART
-  int64_t width =
-      0;  // of attention: for values of heads of up to so many elements; the shader sees MOE_WIDTH
+  // Of attention: for values of heads of up to so many elements. Of routing: for so many experts of a lane.
+  // The shader sees MOE_WIDTH.
+  int64_t width = 0;
 
   std::string suffix() const;  // "_bf16", "_affine4_64_bf16"
   // Whether it needs Metal 4.0, for tensor units. All others are 3.1.
   bool has_tensors() const { return std::string_view(file) == "tensor_units"; }
-  std::string name() const;  // "norms_bf16", "attention_128_affine8_bf16"
+  std::string name() const;  // "norms_bf16", "attention_128_affine8_bf16", "routing_4_f32"
 };
 
 // A compiled kernel, and the limits of its launches.

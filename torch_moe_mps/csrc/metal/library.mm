@@ -14,6 +14,7 @@
 
 #include "../attention_plan.h"
 #include "../formats.h"
+#include "../routing.h"
 #include "../tensor_units.h"
 #include "function.h"
 #include "source.h"
@@ -225,14 +226,19 @@ const std::vector<Library>& all_libraries() {
   static const auto* const all = [] {
     auto* list = new std::vector<Library>{{"bucket", at::kInt}, {"bucket", at::kLong}};
     for (const c10::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
-      for (const char* file : {"norms", "rope", "attention_merge", "write_cache", "index", "pooling",
-                               "linear_attention", "lora", "hyper_connection", "routing", "hash_router",
-                               "combine", "pointwise", "sampling", "quantize", "experts"})
+      for (const char* file :
+           {"norms", "norms_residual", "norms_gated", "norms_layer", "rope", "rope_centred", "routing_logits",
+            "hash_router", "attention_merge", "write_cache"})
         list->push_back({file, dtype});
+      for (const char* file : {"index", "pooling", "linear_attention", "lora", "hyper_connection", "combine",
+                               "pointwise", "sampling", "quantize", "experts"})
+        list->push_back({file, dtype});
+      for (const Library& library : routing_libraries(dtype)) list->push_back(library);
       for (const Library& library : attention_libraries(dtype)) list->push_back(library);
       for (const WeightFormat& format : all_formats()) {
         const Library library = quantized_library(format, dtype);
-        for (const char* file : {library.file, kOfPrompts, kOfHeads}) list->push_back(part_of(library, file));
+        for (const char* file : {library.file, kJoined, kOfFew, kOfPrompts, kOfHeads})
+          list->push_back(part_of(library, file));
       }
     }
     for (const c10::ScalarType dtype : {at::kHalf, at::kBFloat16}) {

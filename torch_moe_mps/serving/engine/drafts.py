@@ -137,7 +137,7 @@ class Drafts:
     def hold(self, group: Batched, tokens: int, known: list[int]) -> None:
         """Copies states that draft tokens would change for good."""
         if group.rows.are_states and tokens > min(known):
-            group.rows.make_room(tokens)  # moves them
+            group.rows.reserve(tokens)  # moves them
             group.rows.hold()
 
     def accepted(
@@ -148,8 +148,8 @@ class Drafts:
         made = verified(samplers, logits, known, drafts)
         for sequence, own, tokens in zip(group.sequences, drafts, made, strict=True):
             count = max(0, len(tokens) - 1)
-            sequence.job.accepted_tokens += count
-            sequence.job.rejected_tokens += len(own) - count
+            sequence.job.usage.accepted_tokens += count
+            sequence.job.usage.rejected_tokens += len(own) - count
         return made
 
     def take_back(self, group: Batched, tokens: int, right: list[int]) -> list[int]:

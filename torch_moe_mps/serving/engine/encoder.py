@@ -115,15 +115,22 @@ def encoder_of(model: Any, tokenizer: Any, folder: Path, name: str) -> Encoder |
     modules = _json(folder / "modules.json")
     if modules is None and model.can_generate():
         return None
-    modules = modules or []
-    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
-    paths = [module["path"] for module, kind in zip(modules, kinds, strict=True) if kind == "Pooling"]
-    config = _json(folder / paths[0] / "config.json") if paths else None
-    pooling = "last" if model.can_generate() else "mean"
-    for kind, (flag, word) in _POOLINGS.items():
-        if config is not None and (config.get(flag) or config.get("pooling_mode") == word):
-            pooling = kind
-    return Encoder(model, tokenizer, pooling, normalizes="Normalize" in kinds or not modules)
+    paths = {
+        str(module.get("type", "")).rpartition(".")[2]: module.get("path", "") for module in modules or ()
+    }
+    config = _json(folder / paths["Pooling"] / "config.json") if "Pooling" in paths else None
+    pooling = _pooling(config or {}) or ("last" if model.can_generate() else "mean")
+    return Encoder(model, tokenizer, pooling, normalizes="Normalize" in paths or not paths)
+
+
+def _pooling(config: dict[str, Any]) -> str | None:
+    """The pooling of a config of sentence-transformers; None where it says none."""
+    named = (
+        kind
+        for kind, (flag, word) in _POOLINGS.items()
+        if config.get(flag) or config.get("pooling_mode") == word
+    )
+    return next(named, None)
 
 
 def _has_scores(model: Any) -> bool:

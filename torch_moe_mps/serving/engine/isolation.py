@@ -8,15 +8,16 @@ that have begun, as their caches may be wrong. A fault of the GPU ends all, wher
 
 import logging
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 
+from ..._faults import is_out_of_memory
 from ..._text import first_line
 from .job import as_errors
-from .memory import is_out_of_memory
+from .sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -24,68 +25,72 @@ logger = logging.getLogger(__name__)
 class Ends(Protocol):
     """Ends sequences: a `Pool`."""
 
-    def fail(self, sequence: Any, error: Exception) -> None:
-        """Ends one, whose cache may be wrong."""
-
-    def fail_all(self, error: Exception) -> None:
-        """Ends all that have begun."""
-
-    def preempt(self, error: Exception) -> None:
-        """Ends the one with the fewest tokens; the others begin again."""
-
-    def free(self) -> None:
-        """Gives memory up after an allocation has failed."""
+    def end(self, sequence: Sequence, reason: Exception) -> None: ...
+    def fail_all(self, error: Exception) -> None: ...
+    def preempt(self, error: Exception) -> None: ...
+    def free(self) -> None: ...
 
 
 class Isolation:
-    """Ends sequences by the errors of blocks."""
+    """Ends the sequences of a pool by the errors of blocks.
 
-    def __init__(self, ends: Ends):
-        self._ends = ends
+    All blocks raise torch.AcceleratorError, and a Ctrl-C of the main thread.
+    """
 
-    @contextmanager
-    def one(self, sequence: Any) -> Iterator[None]:
-        """Block for one sequence. Raises: torch.AcceleratorError, and a Ctrl-C of the main thread."""
-        try:
-            with as_errors():
-                yield
-        except Exception as error:
-            if isinstance(error, torch.AcceleratorError):
-                self._ends.fail(sequence, error)
-                raise
+    def __init__(self, pool: Ends):
+        self._pool = pool
+
+    def one(self, sequence: Sequence) -> AbstractContextManager[None]:
+        """Block for one sequence."""
+
+        def end(error: Exception) -> None:
             self._frees(error)
-            self._ends.fail(sequence, error)
+            self._pool.end(sequence, error)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Block with a step of several sequences. Raises: torch.AcceleratorError, and a Ctrl-C."""
-        try:
-            with as_errors():
-                yield
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
+        return self._block(end, is_of_one=True)
+
+    def step(self) -> AbstractContextManager[None]:
+        """Block with a step of several sequences."""
+
+        def end(error: Exception) -> None:
             if self._frees(error):
-                self._ends.preempt(error)
+                self._pool.preempt(error)
             else:
-                self._ends.fail_all(error)
+                self._pool.fail_all(error)
 
-    @contextmanager
-    def optional(self) -> Iterator[None]:
+        return self._block(end)
+
+    def optional(self) -> AbstractContextManager[None]:
         """Block that caches a prefix: where that fails, the answer is whole all the same."""
-        try:
-            with as_errors():
-                yield
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
+
+        def end(error: Exception) -> None:
             line = first_line(error) or type(error).__name__
             logger.warning("torch_moe_mps: a prefix is not cached: %s", line)
+
+        return self._block(end)
+
+    @contextmanager
+    def _block(self, end: Callable[[Exception], None], is_of_one: bool = False) -> Iterator[None]:
+        """Block whose error is handed to `end`; a fault of the GPU goes on to whoever ends all.
+
+        Args:
+            is_of_one: whether a fault ends the sequence of the block, too: it may be one that runs in no
+                cache of the engine, and is none of all.
+        """
+        try:
+            with as_errors():
+                yield
+        except torch.AcceleratorError as fault:
+            if is_of_one:
+                end(fault)
+            raise
+        except Exception as error:
+            end(error)
 
     def _frees(self, error: Exception) -> bool:
         """Whether an allocation has failed; memory is given up then, of the frames of the error too."""
         if not is_out_of_memory(error):
             return False
         traceback.clear_frames(error.__traceback__)
-        self._ends.free()
+        self._pool.free()
         return True

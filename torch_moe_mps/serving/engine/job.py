@@ -44,6 +44,22 @@ def as_errors() -> Iterator[None]:
         raise RuntimeError(f"moe_mps: a function of an answer raised {error!r}") from error
 
 
+@dataclass
+class Usage:
+    """Tokens that a job has not computed, or has computed ahead.
+
+    Attributes:
+        cached_tokens: of the prompt, from the prefix cache; known before the first token of the answer.
+        disk_tokens: of these, read from a disk.
+        accepted_tokens, rejected_tokens: draft tokens that were verified so far.
+    """
+
+    cached_tokens: int = 0
+    disk_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
+
+
 @dataclass(eq=False)
 class Job:
     """One answer to generate. Its functions are called on the thread of the device, and may not wait.
@@ -59,7 +75,7 @@ class Job:
         on_end: called once, behind the last token, with the reason: "stop" for a token that ends answers and
             for a complete answer, "length" where its length or its time is over, "cancelled", or the error.
             What it raises is logged.
-        on_progress: takes how many tokens of the prompt are read, kept ones included, and how many it has.
+        on_progress: takes how many tokens of the prompt are computed or cached, and how many it has.
         seed: of the drawn tokens; None is one from the system's entropy.
         processors: of this job's logits, such as the mask of a grammar. Their `input_ids` are the prompt with
             the answer so far, [1, T]. Those with `is_first` get the logits before the settings of `config`
@@ -68,11 +84,6 @@ class Job:
         place: among the answers to one request; later ones let other requests go first.
         request: that it answers, known by identity.
         images: in the inputs, from `images_of`; None lets the thread of the device hash them.
-
-    Attributes:
-        cached_tokens: of the prompt, kept and not computed again; known before the first token.
-        disk_tokens: of these, read from a disk.
-        accepted_tokens, rejected_tokens: that were drafted and verified so far.
     """
 
     inputs: dict[str, Tensor]
@@ -87,10 +98,7 @@ class Job:
     place: int = 0
     request: object = None
     images: "Images | None" = None
-    cached_tokens: int = 0
-    accepted_tokens: int = 0
-    rejected_tokens: int = 0
-    disk_tokens: int = 0
+    usage: Usage = field(default_factory=Usage)
     _cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @functools.cached_property
@@ -99,7 +107,7 @@ class Job:
         return secrets.randbits(63) if self.seed is None else self.seed
 
     def cancel(self) -> None:
-        """Ends the job before its next step, or before the next piece of its prompt; from any thread."""
+        """Ends the job before its next step, or before the next chunk of its prompt; from any thread."""
         self._cancelled.set()
 
     @property
@@ -131,10 +139,10 @@ class Generator(Protocol):
 
     Attributes:
         most: jobs that are generated together, at most.
-        active: jobs that are generated now, those whose prompt is being read included.
+        active: jobs that are generated now, those in prefill included.
         waiting: jobs that were submitted and have not begun.
         read_tokens: of all prompts so far that were computed.
-        cached_tokens: of all prompts so far that were kept and not computed again.
+        cached_tokens: of all prompts so far, from the prefix cache.
         draft_tokens: so far, accepted and rejected.
         death: why it generates nothing any more: its thread has ended by an error; None while it lives.
         memory: the budget of the model; None is none.
@@ -170,11 +178,11 @@ class Generator(Protocol):
         """Calls a function on the thread of the device, between two steps."""
 
     def prompts_held(self) -> tuple[int, int]:
-        """How many prompts are kept, and their bytes."""
+        """How many prefixes are cached, and their bytes."""
 
     @property
     def disk(self) -> "Disk | None":
-        """Where prompts are kept beside memory."""
+        """The prefix cache on a disk."""
 
     def close(self) -> None:
         """Ends all jobs within a step as cancelled, writes the prefix cache's files, and ends the thread."""

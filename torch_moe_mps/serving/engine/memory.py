@@ -5,7 +5,6 @@ prompts share the rest: prompts are given up for answers, and an answer waits un
 """
 
 import ctypes
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,9 +22,6 @@ from .scheduler import LARGEST_CHUNK
 # experts do, of which each has a few of the rows.
 MOST_ROWS = 8
 _OF_THE_MACHINE = 0.75  # the share of its memory that a model with all that it computes may take on a CPU
-_NO_MEMORY = re.compile(
-    "out of memory|allocate memory|not enough memory|insufficient memory|invalid buffer size", re.I
-)
 _EVERY = 1.0  # seconds between two questions to the system
 RETRY_AFTER = 10  # seconds after which a client may ask a system again that was short of memory
 
@@ -64,15 +60,9 @@ class Memory:
         pressure: Callable[[], Level] | None = _pressure_of_macos if sys.platform == "darwin" else None,
         beside: Sequence[nn.Module] = (),
     ):
-        if model.device.type == "mps":
-            self.total = torch.mps.recommended_max_memory()
-            self.weights = torch.mps.driver_allocated_memory()
-        else:
-            self.total = int(_OF_THE_MACHINE * machine_memory())
-            parts = (
-                part for module in (model, *beside) for part in (*module.parameters(), *module.buffers())
-            )
-            self.weights = sum(tensor.nbytes for tensor in {id(part): part for part in parts}.values())
+        on_gpu = model.device.type == "mps"
+        share = torch.mps.recommended_max_memory() if on_gpu else _OF_THE_MACHINE * machine_memory()
+        self.total, self.weights = int(share), memory_in_use(model, *beside)
         try:
             self.step = prompt_bytes(model, LARGEST_CHUNK)
         except (AttributeError, ValueError):  # an encoder, or a model without layers
@@ -98,20 +88,17 @@ class Memory:
         return self._level
 
 
+def memory_in_use(*modules: nn.Module) -> int:
+    """Bytes that the device of modules has in use; on a CPU, of their parameters and buffers."""
+    tensors = {id(each): each for module in modules for each in (*module.parameters(), *module.buffers())}
+    if any(tensor.device.type == "mps" for tensor in tensors.values()):
+        return int(torch.mps.driver_allocated_memory())
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
 def is_short(memory: Memory | None) -> bool:
     return memory is not None and memory.level > Level.NORMAL
 
 
 def is_watched(memory: Memory | None) -> bool:
     return memory is not None and memory.is_watched
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that an allocation has failed, as torch's on any device do.
-
-    A fault of the GPU is none, whatever it says: what was computed before is lost with it.
-    """
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    is_fault = isinstance(error, torch.AcceleratorError)
-    return isinstance(error, RuntimeError) and not is_fault and bool(_NO_MEMORY.search(str(error)))

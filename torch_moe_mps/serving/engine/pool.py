@@ -89,10 +89,6 @@ class Pool:
             self._leave(sequence, None if isinstance(reason, Exception) else self._prefix_of(sequence))
             sequence.job.end(reason)
 
-    def fail(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence by an error of its own."""
-        self.end(sequence, error)
-
     def fail_all(self, error: Exception) -> None:
         """Ends all that have begun in the caches of the engine: these may be wrong."""
         failed = [each for each in self.sequences if each.has_begun and each.alone is None]
@@ -125,7 +121,7 @@ class Pool:
         for sequence in left:
             sequence.is_batched = False
             if sequence is last or (sequence.prefill is not None and sequence.prefill.images is not None):
-                self.fail(sequence, error)
+                self.end(sequence, error)
             else:
                 self.enter(sequence, "waiting")
 

@@ -129,8 +129,7 @@ class Sampled:
     """The sampled token of each row, on the device; the host may compute more before it reads them.
 
     Args:
-        tokens: [B].
-        invalid: [B], not 0 where the logits had no distribution.
+        sampled: [2, B] int64: the tokens, and not 0 where the logits had no distribution.
         errors: {row: what its processors raised}.
         model: whose logits they were.
 
@@ -138,19 +137,16 @@ class Sampled:
         rows: which of the rows are left, in the order of their sequences.
     """
 
-    def __init__(self, tokens: Tensor, invalid: Tensor, errors: dict[int, Exception], model: Any):
-        self._model = model
-        self.rows = [*range(len(tokens))]
-        self._tokens, self._errors = tokens, errors
-        # One copy, which torch commits with all that is encoded so far: [2 B] halves of the tokens, and [B].
-        both = torch.cat((tokens.view(torch.int32), invalid.int()))
-        self._mark = Mark(tokens.device)
-        self._copy = _begun_copy(both)
+    def __init__(self, sampled: Tensor, errors: dict[int, Exception], model: Any):
+        self._model, self._errors = model, errors
+        self._tokens = sampled[0]
+        self.rows = [*range(len(self._tokens))]
+        self._mark = Mark(sampled.device)
+        self._copy = _begun_copy(sampled)  # one, which torch commits with all that is encoded so far
 
     def inputs(self) -> Tensor:
         """The tokens [B, 1] of the rows that are left."""
-        is_whole = self.rows == [*range(len(self._tokens))]
-        return (self._tokens if is_whole else self._tokens[self.rows])[:, None]
+        return _rows(self._tokens, self.rows)[:, None]
 
     def leave(self, row: int) -> None:
         """Gives a row up, whose number the last one takes."""
@@ -165,8 +161,7 @@ class Sampled:
         Raises: torch.AcceleratorError if the GPU has failed at it.
         """
         self._mark.wait()
-        many = len(self._tokens)
-        tokens, wrong = self._copy[: 2 * many].view(torch.int64).tolist(), self._copy[2 * many :].tolist()
+        tokens, wrong = self._copy.tolist()
         read: dict[int, int | Exception] = dict(enumerate(tokens))
         read |= {row: no_distribution(self._model) for row, is_wrong in enumerate(wrong) if is_wrong}
         read |= self._errors
@@ -178,6 +173,16 @@ def _place_of(value: Any) -> str:
     return f"{[*value.shape]} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
 
 
+def _rows(tensor: Tensor, rows: list[int], dim: int = 0) -> Tensor:
+    """Rows of a tensor, in this order; all of them are the tensor itself.
+
+    They are sliced: the host would wait for mps to copy their numbers to it.
+    """
+    if rows == [*range(tensor.shape[dim])]:
+        return tensor
+    return torch.cat([tensor.narrow(dim, row, 1) for row in rows], dim)
+
+
 def _begun_copy(tensor: Tensor) -> Tensor:
     """A copy for the host, which is complete once what was encoded before it is waited for."""
     if tensor.device.type == "cpu":
@@ -187,62 +192,68 @@ def _begun_copy(tensor: Tensor) -> Tensor:
 
 def sample(samplers: Sequence[Sampler], logits: Tensor) -> Sampled:
     """The next token of each row, from logits [B, V] of the model."""
+    rows, errors = _processed(samplers, logits)
     kinds: dict[Any, list[int]] = {}
-    rows, errors = dict[int, Tensor | None](), dict[int, Exception]()
     for row, sampler in enumerate(samplers):
-        try:
-            rows[row] = sampler.processed(logits[row : row + 1])
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:  # a processor has raised: it is this row's
-            errors[row], rows[row] = error, logits[row : row + 1].float()
         kinds.setdefault((rows[row] is None, sampler.kind), []).append(row)
     made = []
     for (is_plain, _), of_kind in kinds.items():
-        if not is_plain:
-            scores = torch.cat([rows[row] for row in of_kind])  # type: ignore[misc]  # none is None
-        elif len(of_kind) == len(samplers):
-            scores = logits
+        if is_plain:
+            scores = _rows(logits, of_kind)
         else:
-            scores = logits[of_kind]
+            scores = torch.cat([rows[row] for row in of_kind])  # type: ignore[misc]  # none is None
         try:
             made.append(_of_kind([samplers[row] for row in of_kind], scores))
         except torch.AcceleratorError:
             raise
         except Exception as error:  # their settings, which are the same, are wrong
             errors |= {row: error for row in of_kind if row not in errors}
-            none = torch.zeros(len(of_kind), dtype=torch.int64, device=logits.device)
-            made.append((none, none))
-    tokens, invalid = made[0]
+            made.append(torch.zeros((2, len(of_kind)), dtype=torch.int64, device=logits.device))
+    sampled = made[0]
     if len(made) > 1:
         order = [row for of_kind in kinds.values() for row in of_kind]
-        back = torch.tensor(order).argsort().to(logits.device)
-        tokens, invalid = (torch.cat(each)[back] for each in zip(*made, strict=True))
+        places = [order.index(row) for row in range(len(samplers))]
+        sampled = _rows(torch.cat(made, 1), places, 1)
     for row, sampler in enumerate(samplers):
-        sampler.take(tokens[row : row + 1])
-    return Sampled(tokens, invalid, errors, samplers[0].model)
+        sampler.take(sampled[0, row : row + 1])
+    return Sampled(sampled, errors, samplers[0].model)
 
 
-def _of_kind(samplers: list[Sampler], scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens [R] of rows with equal settings, and whether each had no distribution."""
+def _processed(
+    samplers: Sequence[Sampler], logits: Tensor
+) -> tuple[list[Tensor | None], dict[int, Exception]]:
+    """The logits [1, V] of each row behind its own processors, None without any; {row: what they raised}."""
+    rows, errors = list[Tensor | None](), dict[int, Exception]()
+    for row, sampler in enumerate(samplers):
+        try:
+            rows.append(sampler.processed(logits[row : row + 1]))
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            errors[row] = error
+            rows.append(logits[row : row + 1].float())
+    return rows, errors
+
+
+def _of_kind(samplers: list[Sampler], scores: Tensor) -> Tensor:
+    """The tokens of rows with equal settings, and whether each had no distribution: [2, R] int64."""
     sampling = samplers[0].sampling
     if not sampling.draws:
         scores = sampling.known(None, scores.float()) if sampling.known else scores
         likeliest = scores.max(-1)
-        return likeliest.indices, is_missing(likeliest.values)
+        return torch.stack((likeliest.indices, is_missing(likeliest.values).long()))
 
     def fill(draws: Tensor) -> None:
         if any(sampler.repeats for sampler in samplers):
             for row, sampler in zip(draws, samplers, strict=True):
                 sampler.draw(row)
-        else:  # in one launch
+        else:  # in one dispatch
             samplers[0].draw(draws)
 
-    invalid = torch.zeros(len(scores), dtype=torch.int32, device=scores.device)
-    tokens = sampling.draw(scores, fill, invalid)
-    if tokens is not None:
-        return tokens, invalid
+    sampled = sampling.draw(scores, fill)
+    if sampled is not None:
+        return sampled
     shares = sampling.known(None, scores.float()).softmax(-1)
     draws = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
     fill(draws)
-    return (shares / draws).argmax(-1), shares.isnan().any(-1).int()
+    return torch.stack(((shares / draws).argmax(-1), shares.isnan().any(-1).long()))

@@ -143,9 +143,10 @@ class Scheduler:
         preempted = [each for each in begun if each.phase == "waiting"]
         if preempted and not prefill:
             return Plan(preempted[0], chunk=chunk)
-        if len(begun) >= budget.most or len(prefill) > 1 or (prefill and self._has_overtaken):
-            return Plan(prefill=current, chunk=chunk)
-        chosen, passes = self._next(self._in_turn(sequences, budget.most), bool(prefill), chunk, is_short)
+        chosen, passes = None, False
+        if len(begun) < budget.most and self._may_begin_beside(prefill):
+            waiting = self._in_turn(sequences, budget.most)
+            chosen, passes = self._next(waiting, bool(prefill), chunk, is_short)
         if chosen is None:
             return Plan(prefill=current, chunk=chunk)
         room = budget.cached(sequences, chosen.prompt_tokens) if begun else None
@@ -161,6 +162,10 @@ class Scheduler:
         """Notes whose chunk is computed."""
         first = next((each for each in sequences if each.phase == "prefill"), sequence)
         self._has_overtaken = sequence is not first
+
+    def _may_begin_beside(self, prefill: Sequence[Candidate]) -> bool:
+        """Whether another prompt may begin beside these: beside one, once between two of its chunks."""
+        return not prefill or (len(prefill) == 1 and not self._has_overtaken)
 
     def _next(self, waiting: list[Any], is_reading: bool, chunk: int, is_short: bool) -> tuple[Any, bool]:
         """The next to begin, and whether it passes a longer one: each is passed once."""

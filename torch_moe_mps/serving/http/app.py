@@ -21,9 +21,10 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from ..._faults import is_out_of_memory
 from ..._text import first_line
 from ..engine.loop import Died
-from ..engine.memory import RETRY_AFTER, Level, is_out_of_memory
+from ..engine.memory import RETRY_AFTER, Level
 from ..prefix_cache.memory import LONGEST
 from .answer import Item
 from .answers import Answers

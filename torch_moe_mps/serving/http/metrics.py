@@ -3,13 +3,12 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..._faults import gpu_busy
+from ..engine.memory import memory_in_use
 from .answers import Answers
 from .served import Served
 
@@ -66,11 +65,11 @@ class Metrics:
         yield _counter("accepted_draft_tokens", "draft tokens that were accepted", accepted)
         yield _counter("rejected_draft_tokens", "draft tokens that were rejected", rejected)
         yield _counter("gpu_busy_seconds", "time that the GPU has worked, by its own clock", gpu_busy())
-        yield _gauge("rows_active", "answers that are generated now", generator.active)
-        yield _gauge("rows_most", "answers that are generated together, at most", generator.most)
-        yield _gauge("requests_waiting", "answers that wait", generator.waiting)
-        yield _gauge("kept_prompts", "prompts in the prefix cache", prompts)
-        yield _gauge("kept_prompts_bytes", "memory of the prefix cache", octets)
+        yield _gauge("sequences_active", "sequences that have begun", generator.active)
+        yield _gauge("sequences_most", "sequences at once, at most", generator.most)
+        yield _gauge("sequences_waiting", "sequences that wait", generator.waiting)
+        yield _gauge("cached_prefixes", "prefixes in the prefix cache", prompts)
+        yield _gauge("prefix_cache_bytes", "memory of the prefix cache", octets)
         yield _gauge(
             "memory_bytes", "memory in use by the model and on its device", memory_in_use(self._served.model)
         )
@@ -83,8 +82,8 @@ class Metrics:
             yield _counter("disk_hits", "prompts that were read from the disk", disk.hits)
             yield _counter("disk_tokens", "tokens of these", disk.tokens)
             yield _counter("disk_read_bytes", "bytes of these", disk.read_bytes)
-            yield _counter("disk_written_bytes", "bytes of prompts written", disk.written_bytes)
-            yield _gauge("disk_bytes", "bytes of prompts on the disk", disk.nbytes)
+            yield _counter("disk_written_bytes", "bytes of prompts written", disk.files.written_bytes)
+            yield _gauge("disk_bytes", "bytes of prompts on the disk", disk.files.nbytes)
             yield _gauge("disk_seconds_saved", "time that computing these would have taken", max(0.0, saved))
 
 
@@ -94,12 +93,3 @@ def _counter(name: str, text: str, value: float) -> Metric:
 
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"moe_mps_{name}", text, value=value)
-
-
-def memory_in_use(model: Any) -> int:
-    """Bytes that a model's device has in use; on the CPU, of the model's parameters and buffers."""
-    device = getattr(model, "device", None)
-    if device is not None and device.type == "mps":
-        return int(torch.mps.driver_allocated_memory())
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return sum(tensor.nbytes for tensor in tensors.values())

@@ -7,6 +7,7 @@ number of requests in reading; more are told to come again.
 import asyncio
 import contextlib
 import contextvars
+import ipaddress
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
@@ -54,7 +55,7 @@ class Reading:
     @contextlib.asynccontextmanager
     async def place(self, asked: Asked) -> AsyncIterator["Client"]:
         """Block that reads a request. Raises: Refused with status 429 for too many from one address."""
-        address = asked.client.host if asked.client is not None else ""
+        address = client_of(asked.client.host if asked.client is not None else "")
         client = self.clients.setdefault(address, Client(self.pools))
         if client.requests >= MOST_OF_CLIENT:
             with contextlib.suppress(Refused, TimeoutError):
@@ -87,6 +88,19 @@ class Client:
         async with self._turns[kind]:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._pools[kind], call, function, *arguments)
+
+
+def client_of(address: str) -> str:
+    """The address that a client is counted by: of IPv6 its network of 64 bits: a host has all of it."""
+    try:
+        place = ipaddress.ip_address(address)
+    except ValueError:  # a Unix socket, or the name that a proxy gives
+        return address
+    if isinstance(place, ipaddress.IPv4Address) or place.is_link_local:  # one link shares that network
+        return str(place)
+    if place.ipv4_mapped is not None:  # a client of IPv4 on a socket of IPv6
+        return str(place.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(place), 64), strict=False))
 
 
 async def body_of(asked: Asked, most: int) -> bytes:

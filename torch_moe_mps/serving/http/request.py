@@ -245,6 +245,20 @@ class Fields:
             raise Refused(line, self.needed, "missing_required_parameter")
 
 
+def texts_or_tokens(value: Any, field: str, most: int) -> list[str | list[int]]:
+    """A text, tokens, or a list of at most so many of these, as a list. Raises: Refused."""
+    if _is_text_or_tokens(value):
+        return [value]
+    if isinstance(value, list) and 0 < len(value) <= most and all(map(_is_text_or_tokens, value)):
+        return [*value]
+    raise wrong(field, f"a text, a list of tokens, or a list of at most {most} of these", value)
+
+
+def _is_text_or_tokens(value: Any) -> bool:
+    are_tokens = isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+    return isinstance(value, str) or are_tokens
+
+
 def common(body: dict[str, Any], later: Sequence[str] = ("stream_options",)) -> dict[str, Any]:
     """The parts of a Request that all bodies have, of one that was checked: how tokens are chosen, and how
     they are given out.

@@ -4,21 +4,19 @@ transformers calls it DFlash. The assistant keeps keys and values of the model's
 block are taken back behind its call.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...transformers.attention.attention import MOST_TOKENS
-from ...transformers.caches.batched import make_room, take_back
+from ...transformers.caches.batched import reserve, take_back
 from ...transformers.caches.cache import grow_cache
 from ...transformers.caches.state import LayerState
 from ...transformers.dflash import DFlashStep
-from .drafter import Row
+from .drafter import Row, RowSource
 
 _WAITING = 512  # states of a row that wait until some tokens are drafted; more are read at once
 
@@ -56,8 +54,12 @@ class _Read:
     def end(self) -> int:
         return self.first + sum(states.shape[1] for states in self.waiting)
 
+    def memory(self) -> int:
+        waiting = sum(states.nbytes for states in self.waiting)
+        return waiting + sum(LayerState(layer).memory() for layer in self.cache.layers)
 
-class DFlash:
+
+class DFlash(RowSource[_Read]):
     """A `Source` of an assistant's blocks.
 
     Args:
@@ -68,11 +70,11 @@ class DFlash:
     """
 
     def __init__(self, model: PreTrainedModel, assistant: PreTrainedModel):
+        super().__init__()
         require_assistant(model, assistant.config)
         self.states = tuple(layer + 1 for layer in assistant.config.target_layer_ids)
         self._model, self._config, self.modules = model, assistant.config, [assistant]
         self._step = DFlashStep(model, assistant).eval()
-        self._read: WeakKeyDictionary[Row, _Read] = WeakKeyDictionary()
 
     @torch.no_grad()
     def computed(self, row: Row, first: int, states: Tensor) -> None:
@@ -87,20 +89,6 @@ class DFlash:
         read.waiting.append(states)
         if read.end - read.first > _WAITING:
             self._block(read, row.tokens[read.end : read.end + 1] or row.tokens[-1:])
-
-    @torch.no_grad()
-    def draft(self, rows: Sequence[Row]) -> list[list[int]]:
-        return [self._of(row) if row.most else [] for row in rows]
-
-    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """Needs no count: it reads states of tokens that are right."""
-
-    def held(self, row: Row) -> int:
-        read = self._read.get(row)
-        if read is None:
-            return 0
-        waiting = sum(states.nbytes for states in read.waiting)
-        return waiting + sum(LayerState(layer).memory() for layer in read.cache.layers)
 
     def _of(self, row: Row) -> list[int]:
         read = self._read.get(row)
@@ -119,7 +107,7 @@ class DFlash:
         places = torch.arange(read.first, read.end + block, device=states.device)[None]
         call = self._step if states.shape[1] <= MOST_TOKENS else self._step.block  # prompts do not repeat
         for layer in read.cache.layers:
-            make_room(layer, 1, states.shape[1] + block)  # so that the block can be taken back
+            reserve(layer, 1, states.shape[1] + block)  # so that the block can be taken back
         made: Tensor = call(input_ids=ids, states=states, position_ids=places, cache=read.cache)
         for layer in read.cache.layers:
             take_back(layer, block, layer.get_seq_length() - block)

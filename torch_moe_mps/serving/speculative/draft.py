@@ -1,8 +1,6 @@
 """Drafts of a small model that has the vocabulary of the model which verifies them."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,7 +12,7 @@ from ...transformers.upstream.calls import cache_argument
 from ..engine.prefill import Prefill
 from ..engine.ranges import vocabulary_of
 from ..prefix_cache.memory import PrefixCache
-from .drafter import Row
+from .drafter import Row, RowSource
 from .width import MOST
 
 _NAME = "moe_mps::speculative"
@@ -31,14 +29,17 @@ def require_tokens(model: Any, draft: Any, alike: bool = True) -> None:
         raise ValueError(f"{_NAME}: a draft must have the model's {expected} tokens, got {got} others")
 
 
-class _Cached(NamedTuple):
+class _Read(NamedTuple):
     """A row's cache in the draft, and the tokens that are in it."""
 
     rows: BatchedCache
     tokens: list[int]
 
+    def memory(self) -> int:
+        return self.rows.memory()
 
-class Draft:
+
+class Draft(RowSource[_Read]):
     """A `Source` that generates the likeliest tokens of a model, from a cache of its own for each row.
 
     Args:
@@ -52,32 +53,21 @@ class Draft:
     """
 
     def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, memory: int):
+        super().__init__()
         require_tokens(model, draft)
         kind = type(draft).__name__
         if not takes_layers(draft) or reads_whole(draft):
             raise ValueError(f"{_NAME}: a draft must have a cache that can be cut, got a {kind}")
         self._draft, self.prompts, self.modules = draft, PrefixCache(memory), [draft]
-        self._cached: WeakKeyDictionary[Row, _Cached] = WeakKeyDictionary()
-
-    @torch.no_grad()
-    def draft(self, rows: Sequence[Row]) -> list[list[int]]:
-        return [self._of(row) if row.most else [] for row in rows]
-
-    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """Needs no count: tokens that were drafted wrong are taken back with the next draft."""
-
-    def held(self, row: Row) -> int:
-        cached = self._cached.get(row)
-        return 0 if cached is None else cached.rows.memory()
 
     def _of(self, row: Row) -> list[int]:
-        cached, read = self._cached.get(row) or self._begin(row)
+        cached, read = self._read.get(row) or self._begin(row)
         same = next((n for n, (a, b) in enumerate(zip(read, row.tokens, strict=False)) if a != b), len(read))
         last = len(row.tokens) - 1
         same = min(same, last)
         if same < len(read):
             cached.take_back([len(read) - same])
-        cached.make_room(len(row.tokens) - same + MOST)  # so that these can be taken back
+        cached.reserve(len(row.tokens) - same + MOST)  # so that these can be taken back
         if cached.are_states:
             if same < last:
                 self._likeliest(cached, torch.tensor([row.tokens[same:last]]))
@@ -91,7 +81,7 @@ class Draft:
         if cached.are_states:
             cached.take_back([row.most])
         read = row.tokens[:last] if cached.are_states else [*row.tokens, *drafts[:-1]]
-        self._cached[row] = _Cached(cached, read)
+        self._read[row] = _Read(cached, read)
         return drafts
 
     def _likeliest(self, cached: BatchedCache, tokens: Tensor) -> Tensor:
@@ -101,7 +91,7 @@ class Draft:
         cached.advance(ids.shape[1])
         return out.logits[:, -1:].argmax(-1)
 
-    def _begin(self, row: Row) -> _Cached:
+    def _begin(self, row: Row) -> _Read:
         """Reads all tokens but the last one, behind which the first draft begins."""
         ids, rows = torch.tensor([row.tokens[:-1]]), BatchedCache(self._draft)
         prefill = Prefill(self._draft, ids, self.prompts)
@@ -110,10 +100,10 @@ class Draft:
         kept = prefill.cached
         self.prompts.put(kept)
         try:
-            rows.join(kept.cache, len(kept.ids))
+            rows.admit(kept.cache, len(kept.ids))
         except NotBatchable as error:
             raise ValueError(f"the draft cannot be cut: {error}") from None
-        return _Cached(rows, row.tokens[: len(kept.ids)])
+        return _Read(rows, row.tokens[: len(kept.ids)])
 
     def _called(self, cache: Any, **inputs: Any) -> Any:
         return self._draft(**inputs, **cache_argument(self._draft, cache))

@@ -1,17 +1,21 @@
-"""The protocol of what drafts tokens, and the conversations that it drafts for."""
+"""The protocol of drafters, and the sequences that they draft for."""
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
 
 
 @dataclass
 class Held:
-    """Running counts of drafts that were verified.
+    """Running counts of verified draft tokens.
 
     Attributes:
-        hits, tries: the model's own tokens among them, and all.
+        hits, tries: accepted ones, and all.
     """
 
     hits: float = 0.0
@@ -20,7 +24,7 @@ class Held:
 
 @dataclass(eq=False)
 class Row:
-    """A conversation whose next tokens are drafted.
+    """A sequence whose next tokens are drafted.
 
     Attributes:
         tokens: of its prompt, and of its answer so far.
@@ -28,7 +32,7 @@ class Row:
         likely: tokens that the answer probably has, in their order, such as the text that it changes.
         most: how many tokens may be drafted now.
         source: the number of the source that is asked, or whose drafts these are.
-        held: the counts of each source, by its number.
+        held: counts of accepted drafts of each source, by its number.
         budget: time that drafts may lose before they have to gain, in tokens.
         failed: the numbers of sources that have raised for it, and are not asked for it any more.
     """
@@ -63,9 +67,41 @@ class Source(Protocol):
         """Draft tokens of each row, at most `row.most`; none where nothing is known."""
 
     def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """Takes how many of the last drafts of each row held; their tokens, and the one behind them, are
+        """Takes how many of the last drafts of each row were accepted; these, and the token behind them, are
         among the row's now.
         """
+
+
+class Read(Protocol):
+    """A row, as far as a source has read it."""
+
+    def memory(self) -> int:
+        """Bytes that it holds."""
+
+
+R = TypeVar("R", bound=Read)
+
+
+class RowSource(ABC, Generic[R]):
+    """A `Source` that computes the drafts of one row after the other, from a cache of its own for each."""
+
+    def __init__(self) -> None:
+        self._read: WeakKeyDictionary[Row, R] = WeakKeyDictionary()
+
+    @torch.no_grad()
+    def draft(self, rows: Sequence[Row]) -> list[list[int]]:
+        return [self._of(row) if row.most else [] for row in rows]
+
+    @abstractmethod
+    def _of(self, row: Row) -> list[int]:
+        """Draft tokens of a row, at most `row.most`."""
+
+    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Needs no count: rejected tokens are taken back from the cache, with the draft or the next one."""
+
+    def held(self, row: Row) -> int:
+        read = self._read.get(row)
+        return 0 if read is None else read.memory()
 
 
 def told(source: Source | None, name: str) -> Any:

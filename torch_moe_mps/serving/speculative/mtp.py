@@ -4,20 +4,18 @@ Layer k reads, at place p, the state at p of the model, or of the layer before, 
 the likeliest token behind that one. Behind the last layer's draft, this one goes on from its own states.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...transformers.caches.batched import forgetting, make_room, take_back
+from ...transformers.caches.batched import forgetting, reserve, take_back
 from ...transformers.caches.state import LayerState
-from ...transformers.mtp_steps import mtp_steps, new_mtp_cache
+from ...transformers.mtp.steps import mtp_steps, new_mtp_cache
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
-from .drafter import Row
+from .drafter import Row, RowSource
 
 _WAITING = 64  # states of a row that wait until some tokens are drafted; more are read at once
 _SMALL_GAP = 8  # states that are missing between a cached prefix and the first new one, and stand as zeros
@@ -41,8 +39,12 @@ class _Read:
     states: list[list[Tensor]]
     computed: int
 
+    def memory(self) -> int:
+        waiting = sum(states.nbytes for own in self.states for states in own)
+        return waiting + sum(LayerState(layer).memory() for layer in self.cache.layers)
 
-class Mtp:
+
+class Mtp(RowSource[_Read]):
     """A `Source` of the layers that a model's checkpoint has for drafts.
 
     Args:
@@ -55,12 +57,12 @@ class Mtp:
     states = (-1,)
 
     def __init__(self, model: PreTrainedModel, memory: int):
+        super().__init__()
         self._model, self._steps = model, mtp_steps(model)
         self._layers = range(len(self._steps))
         self.modules, self.layers = [self._steps[0].layers.layers], len(self._steps)
         own = model.config.get_text_config(decoder=True).num_hidden_layers
         self.prompts = PrefixCache(memory * len(self._layers) // own)
-        self._read: WeakKeyDictionary[Row, _Read] = WeakKeyDictionary()
 
     @torch.no_grad()
     def computed(self, row: Row, first: int, states: Tensor) -> None:
@@ -72,20 +74,6 @@ class Mtp:
         read.computed = first + states.shape[1]
         if read.computed - read.next[0] > _WAITING:
             self._read_known(row, read, read.computed - 1)
-
-    @torch.no_grad()
-    def draft(self, rows: Sequence[Row]) -> list[list[int]]:
-        return [self._of(row) if row.most else [] for row in rows]
-
-    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """Needs no count: what was read of wrong drafts is taken back at once."""
-
-    def held(self, row: Row) -> int:
-        read = self._read.get(row)
-        if read is None:
-            return 0
-        waiting = sum(states.nbytes for own in read.states for states in own)
-        return waiting + sum(LayerState(layer).memory() for layer in read.cache.layers)
 
     @torch.no_grad()
     def left(self, row: Row) -> None:
@@ -174,7 +162,7 @@ class Mtp:
         self, read: _Read, layer: int, first: int, states: Tensor, tokens: Tensor
     ) -> tuple[Tensor, Tensor]:
         count = states.shape[1]
-        make_room(read.cache.layers[layer], 1, count)  # so that these can be taken back
+        reserve(read.cache.layers[layer], 1, count)  # so that these can be taken back
         place = first + layer + 1
         positions = torch.arange(place, place + count, device=states.device)[None]
         result: tuple[Tensor, Tensor] = self._steps[layer](

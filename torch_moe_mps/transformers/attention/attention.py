@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ..._extension import host_library
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.attention import MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
+from ...selfcheck.units import chunks_run_sdpa
 from ..basics.deferred import Deferred
 from ..basics.state import NOTHING, STATE
 from ..caches.quantized_states import QuantizedStates
@@ -116,8 +117,9 @@ def _is_operators(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, 
     """Whether a layer's attention is for the operator on MPS, if that takes it."""
     if not getattr(module, STATE, NOTHING).is_attention:
         return False
-    is_fast = _is_few(query.shape[2]) or _beats_sdpa(query, key, value)
-    return isinstance(mask, CausalMask) or (is_fast and _is_causal(module))
+    if isinstance(mask, CausalMask) and not _takes_bools(query, key, value, mask):
+        return True
+    return _is_causal(module) and (_is_few(query.shape[2]) or _beats_sdpa(query, key, value))
 
 
 def attention(
@@ -337,6 +339,14 @@ def _is_few(tokens: int) -> bool:
 def _beats_sdpa(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch's attention on MPS would store the scores of a prompt, or keep the display waiting."""
     return query.shape[3] != value.shape[3] or query.shape[3] > SDPA_HEAD or _is_long(query, key)
+
+
+def _takes_bools(query: Tensor, key: Tensor, value: Tensor, mask: CausalMask) -> bool:
+    """Whether torch's attention computes a chunk of a prompt, with the mask as a bool for each key. It would
+    read the keys outside of a window, too, and its results are NaN for padding."""
+    in_order = mask.lookahead == 0 and not mask.has_window and mask.key_range is None
+    is_chunk = in_order and not _is_few(query.shape[2]) and not isinstance(key, Deferred)
+    return is_chunk and chunks_run_sdpa() and not _beats_sdpa(query, key, value)
 
 
 def _is_long(query: Tensor, key: Tensor) -> bool:

@@ -103,16 +103,16 @@ class CausalMask(Deferred):
     def hides_nothing(self) -> bool:
         tokens, keys = self.shape[_TOKENS:]
         first_sees_all = self.seen - tokens + self.lookahead >= keys - 1
-        return first_sees_all and not self._has_window and self.key_range is None
+        return first_sees_all and not self.has_window and self.key_range is None
 
     @property
     def is_of_first_tokens(self) -> bool:
         """Whether the tokens are the first of the keys, and a window has not begun to move."""
         of_first = self.seen == self.shape[_TOKENS] and self.lookahead == 0
-        return of_first and not self._has_window and self.key_range is None
+        return of_first and not self.has_window and self.key_range is None
 
     @property
-    def _has_window(self) -> bool:
+    def has_window(self) -> bool:
         return self.window is not None and self.window < self.seen
 
     def elements(self) -> Tensor:

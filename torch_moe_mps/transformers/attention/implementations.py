@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ops.attention import CACHE_BITS
 from ..basics.state import original_class, state_of
+from ..modules.functions import names_in
 from .attention import IMPLEMENTATION, NAME, wrap_sdpa
 from .visible import CHOICES
 
@@ -42,7 +43,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
         causal = getattr(module, "is_causal", None)
         if not isinstance(causal, bool):
             continue
-        if "ALL_ATTENTION_FUNCTIONS" not in getattr(_code(module), "co_names", ()):
+        if "ALL_ATTENTION_FUNCTIONS" not in names_in(original_class(module).forward):
             continue
         implementation = _implementation_for(module)
         if implementation == NAME or (implementation is not None and (causal or _has_window(module))):
@@ -76,10 +77,6 @@ def use_attention(layers: Iterable[nn.Module]) -> None:
             prepare(module)
 
 
-def _code(module: nn.Module) -> Any:
-    return getattr(inspect.unwrap(original_class(module).forward), "__code__", None)
-
-
 def _implementation_for(module: nn.Module) -> str | None:
     """The implementation that can run a module on the operator; None if its code knows others.
 
@@ -108,7 +105,7 @@ def _asks(module: nn.Module) -> tuple[list[Any], set[Any]]:
 
     Its bytecode has both. Where it only gets the implementation, the function of eager attention follows.
     """
-    code = _code(module)
+    code: Any = inspect.unwrap(original_class(module).forward).__code__
     loads = itertools.pairwise(dis.get_instructions(code))
     names = [b for a, b in loads if a.argval == "_attn_implementation" and b.opname != "LOAD_GLOBAL"]
     passed = {name for constant in code.co_consts if isinstance(constant, tuple) for name in constant}

@@ -1,9 +1,12 @@
 """Meaning of transformers' functions of masks, read without an element for each pair of a token and a key."""
 
-import inspect
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ..graphs.constants import numbers_of
 
@@ -30,50 +33,54 @@ def order_of(function: Callable, tokens: range, keys: range) -> tuple[int | None
         function: of (batch entry, head, position of a token, position of a key).
         tokens, keys: their positions.
     """
-    unread = _Unreadable()
-    try:
-        result = function(unread, unread, _Position(tokens, 1, 0), _Position(tokens, 0, 1))
-    except Exception:  # it asks for what positions do not tell
+    seen = _seen_by(function, (tokens[0], tokens[-1]))
+    if seen is None or seen.maybe or len(seen.boxes) != 1:
         return None
-    if type(result) is not _Seen or len(result.boxes) != 1:
-        return None
-    (box,) = result.boxes
+    (box,) = seen.boxes
     if box.first > keys[0] or box.last < keys[-1] or not -math.inf < box.least <= 0 <= box.most:
         return None
     return None if box.most == math.inf else int(box.most) + 1, int(-box.least)
 
 
-def window_of_last(function: Any) -> tuple[int | None] | None:
+def window_of_last(function: Callable) -> tuple[int | None] | None:
     """(window,) of a mask for a token that is the last of its keys, (None,) if it sees all of them.
 
-    What transformers joins to the order by "or" shows such a token no more. None for all other functions.
+    None for a mask by more than positions. What is joined to the order by "or" shows such a token no more.
     """
-    from transformers import masking_utils as masks
-
-    if function is masks.causal_mask_function:
-        return (None,)
-    code = getattr(function, "__code__", None)
-    held = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
-    if code is masks.sliding_window_overlay(1).__code__:
-        return (held["sliding_window"],)
-    members = held.get("mask_functions", ())
-    if code is masks.or_masks().__code__:
-        windows = [window_of_last(member) for member in members if not _is_of_no_block(member)]
-        return (None,) if (None,) in windows else windows[0] if len(windows) == 1 else None
-    windows = [*map(window_of_last, members)]
-    if code is not masks.and_masks().__code__ or None in windows:
+    seen, behind = _seen_by(function, (0, math.inf)), Box(least=0)
+    if seen is None:
         return None
-    return (min((window[0] for window in windows if window and window[0]), default=None),)
+    seen &= _Seen(behind)
+    if behind in seen.boxes:
+        return (None,)
+    if seen.maybe or len(seen.boxes) != 1:
+        return None
+    (box,) = seen.boxes
+    return (int(box.most) + 1,) if box == behind._replace(most=box.most) else None
 
 
-def _is_of_no_block(function: Any) -> bool:
-    """Whether a mask shows the keys of a token's block, and it is known that no token is in one."""
-    from ..upstream.masks import blockwise_overlay
+def _seen_by(function: Callable, tokens: tuple[float, float]) -> "_Seen | None":
+    """The pairs that a mask shows, None where it asks for what positions do not tell.
 
-    blocks: Any = None
-    if getattr(function, "__code__", None) is blockwise_overlay(blocks).__code__:
-        blocks = numbers_of(inspect.getclosurevars(function).nonlocals["block_sequence_ids"])
-    return blocks is not None and max(blocks) < 0
+    Args:
+        tokens: the first and the last position of a token.
+    """
+    unread = _Unreadable()
+    try:
+        with _ElementsByPosition():
+            result = function(unread, unread, _Position(tokens, 1, 0), _Position(tokens, 0, 1))
+    except Exception:  # it is not ours: any error may come of it
+        return None
+    return result if type(result) is _Seen else None
+
+
+class _ElementsByPosition(TorchFunctionMode):
+    """Gives for an element of a tensor at a position the numbers that the tensor may hold."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple) and isinstance(args[1][0], _Unreadable):
+            return _Element(numbers_of(args[0]))
+        return func(*args, **(kwargs or {}))
 
 
 class _Unreadable:
@@ -87,37 +94,66 @@ class _Unreadable:
 
 
 class _Seen(_Unreadable):
-    """The pairs in any of some boxes, none within another."""
+    """The pairs in any of some boxes, and maybe those of others; no box lies within another."""
 
     device = None
 
-    def __init__(self, *boxes: Box) -> None:
-        self.boxes: list[Box] = []
-        for box in boxes:
-            if box.least <= box.most and box.first <= box.last and not any(map(box.within, self.boxes)):
-                self.boxes = [*(other for other in self.boxes if not other.within(box)), box]
+    def __init__(self, *boxes: Box, maybe: Iterable[Box] = ()) -> None:
+        self.boxes = _largest(boxes)
+        self.maybe = [box for box in _largest(maybe) if not any(map(box.within, self.boxes))]
 
     def __or__(self, other: "_Seen") -> "_Seen":
-        return _Seen(*self.boxes, *other.boxes)
+        return _Seen(*self.boxes, *other.boxes, maybe=[*self.maybe, *other.maybe])
 
     def __and__(self, other: "_Seen") -> "_Seen":
-        pairs = [(a, b) for a in self.boxes for b in other.boxes]
-        return _Seen(
-            *(Box(max(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), min(a[3], b[3])) for a, b in pairs)
-        )
+        maybe = _common([*self.boxes, *self.maybe], [*other.boxes, *other.maybe])
+        return _Seen(*_common(self.boxes, other.boxes), maybe=maybe)
 
     def to(self, *_: Any) -> "_Seen":
         return self
+
+
+def _largest(boxes: Iterable[Box]) -> list[Box]:
+    """The boxes that are not empty, without those within others."""
+    found: list[Box] = []
+    for box in boxes:
+        if box.least <= box.most and box.first <= box.last and not any(map(box.within, found)):
+            found = [*(other for other in found if not other.within(box)), box]
+    return found
+
+
+def _common(some: Iterable[Box], others: Iterable[Box]) -> list[Box]:
+    return [
+        Box(max(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), min(a[3], b[3]))
+        for a, b in itertools.product(some, others)
+    ]
 
 
 # {multiples of a token's and a key's position in a sum that is 0 at most: the bound of a box, and its sign}
 _BOUNDS = {(1, -1): ("most", -1), (-1, 1): ("least", 1), (0, 1): ("last", -1), (0, -1): ("first", 1)}
 
 
-class _Position(_Unreadable):
-    """`token` * the position of a token + `key` * the position of a key + `more`."""
+class _Element(_Unreadable):
+    """An element of a tensor, one of these numbers; None where they are not known."""
 
-    def __init__(self, tokens: range, token: int, key: int, more: float = 0) -> None:
+    def __init__(self, numbers: set[float] | None) -> None:
+        self.numbers = numbers
+
+    def __eq__(self, other: object) -> _Seen:  # type: ignore[override]  # tensors compare so
+        return _Seen(maybe=[Box()])
+
+    def __ge__(self, other: float) -> _Seen:
+        is_below = self.numbers is not None and max(self.numbers) < other
+        return _Seen(maybe=() if is_below else [Box()])
+
+
+class _Position(_Unreadable):
+    """`token` * the position of a token + `key` * the position of a key + `more`.
+
+    `tokens`: the first and the last position of a token.
+    """
+
+    def __init__(self, tokens: tuple[float, float], token: int, key: int, more: float = 0) -> None:
         self.tokens, self.token, self.key, self.more = tokens, token, key, more
 
     def __add__(self, other: Any) -> "_Position":
@@ -150,9 +186,7 @@ class _Position(_Unreadable):
         if (less.token, less.key) in _BOUNDS:
             name, sign = _BOUNDS[less.token, less.key]
             return _Seen(Box(**{name: sign * less.more}))
-        if less.key == 0 and all(
-            less.token * end + less.more <= 0 for end in (self.tokens[0], self.tokens[-1])
-        ):
+        if less.key == 0 and all(less.token * end + less.more <= 0 for end in self.tokens):
             return _Seen(Box())
         raise TypeError
 

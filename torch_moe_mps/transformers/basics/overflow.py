@@ -25,7 +25,7 @@ def is_watched(model: nn.Module) -> bool:
 def no_distribution(model: nn.Module) -> RuntimeError:
     """The error of an answer whose next token has no distribution to be chosen from."""
     text = (
-        "moe_mps::sample_: logits must be finite or -inf, and not all -inf, to draw a token, "
+        "moe_mps::sample: logits must be finite or -inf, and not all -inf, to draw a token, "
         "got NaN, +inf or -inf alone: the answer ends there"
     )
     return RuntimeError(f"{text}; {_WATCHED[next(model.children())]()}" if is_watched(model) else text)

@@ -34,6 +34,7 @@ class State:
         kv_bits: 8 lets the caches that this decoder is called with hold keys and values in 8 bits.
         previous: {attribute of a config: the config, and its value before `accelerate`}.
         joined: the matrix of several linear layers, this one the first.
+        captures: of a model's decode steps, None where they are not captured.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class State:
         self.kv_bits: int | None = None
         self.previous: dict[str, tuple[Any, str | None]] = {}
         self.joined: Any = None
+        self.captures: Any = None
 
 
 NOTHING = State()  # for modules that have none
@@ -52,13 +54,22 @@ NOTHING = State()  # for modules that have none
 
 def kv_bits_of(model: nn.Module) -> int | None:
     """The kv_bits of a model's decoders, None where it was never given."""
-    states = (module.__dict__.get(STATE, NOTHING) for module in model.modules())
-    return next((state.kv_bits for state in states if state.kv_bits is not None), None)
+    bits = (state_in(module).kv_bits for module in model.modules())
+    return next((number for number in bits if number is not None), None)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module before its forward was rewritten; a class that was put on top later stays."""
     return vars(type(module)).get(CLASS_MARK, type(module))
+
+
+def state_in(module: nn.Module) -> State:
+    """The state that a module has, to be read alone: `NOTHING` where it has none.
+
+    Forwards of modules, of which a token runs many, look it up themselves: there a call in Python counts.
+    """
+    state: State = module.__dict__.get(STATE, NOTHING)  # getattr of a missing attribute is slow on modules
+    return state
 
 
 def state_of(module: nn.Module) -> State:

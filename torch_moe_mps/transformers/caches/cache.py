@@ -19,7 +19,7 @@ from transformers import (
 
 from ...ops.attention import CACHE_BITS
 from ..basics.residency import follow_moved
-from ..basics.state import CLASS_MARK, NOTHING, STATE, state_of
+from ..basics.state import CLASS_MARK, state_in, state_of
 from ..upstream.caches import GROWING, CacheLayerMixin
 from ..upstream.calls import cache_among, cache_name, decoder_cache
 from .deferred_states import DeferredLayer
@@ -63,7 +63,7 @@ def growth_of(model: nn.Module) -> Callable[[], str | None]:
     def says() -> str | None:
         there = known()
         modules = () if there is None else there.modules()
-        faults = (module.__dict__.get(STATE, NOTHING).cache_fault for module in modules)
+        faults = (state_in(module).cache_fault for module in modules)
         return next((f"its cache does not grow in place: {fault}" for fault in faults if fault), None)
 
     return says
@@ -77,7 +77,7 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     cache = decoder_cache(cache_among(kwargs))
     if cache is None:
         return
-    quantizes = module.__dict__.get(STATE, NOTHING).kv_bits == CACHE_BITS
+    quantizes = state_in(module).kv_bits == CACHE_BITS
     is_plain = (type(cache) in GROWING or is_in_layers(cache)) and not cache.offloading
     if quantizes and (type(cache) is StaticCache or (is_plain and torch.compiler.is_compiling())):
         _refuse_8_bits(cache)
@@ -85,13 +85,8 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     follow_moved()
     if is_plain:
-        for layer in cache.layers:
-            if isinstance(layer, DeferredLayer):
-                layer.show_uncommitted()
         _note_unknown(module, _grow(cache, CACHE_BITS if quantizes else None))
-        positions = kwargs.get("position_ids", args[2] if len(args) > 2 else None)
-        if positions is not None:
-            _note_positions(cache, positions)
+        _prepare(cache, kwargs.get("position_ids", args[2] if len(args) > 2 else None))
         run_each(module, cache)
     elif quantizes and not isinstance(cache, QuantizedCache):
         name = f"{'an offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
@@ -99,6 +94,15 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"torch_moe_mps: kv_bits=8 is not for {name}, which keeps keys and values as they are",
             stacklevel=2,
         )
+
+
+def _prepare(cache: Any, positions: Tensor | None) -> None:
+    """Shows the layers what a call may ask for: uncommitted tokens, and whether its positions are theirs."""
+    for layer in cache.layers:
+        if isinstance(layer, DeferredLayer):
+            layer.show_uncommitted()
+    if positions is not None:
+        _note_positions(cache, positions)
 
 
 def _refuse_8_bits(cache: Any) -> NoReturn:
@@ -125,7 +129,7 @@ def _grow(cache: Any, bits: int | None) -> str | None:
 
 def _note_unknown(module: nn.Module, layer: str | None) -> None:
     """Says once of a decoder that its caches have layers of a class that is not known."""
-    if layer is not None and module.__dict__.get(STATE, NOTHING).cache_fault is None:
+    if layer is not None and state_in(module).cache_fault is None:
         state_of(module).cache_fault = f"{layer} is no class of layers that is known"
         warnings.warn(
             f"torch_moe_mps: the cache of {type(module).__name__} does not grow in place, and every token "
@@ -209,4 +213,4 @@ def counts_tokens(cache: Any) -> bool:
 
 def keeps_states(model: nn.Module) -> bool:
     """Whether a model's modules keep states of a conversation, as RecurrentGemma's own code does."""
-    return any(STATE_OF_MODULE in vars(m) and not hasattr(type(m), CLASS_MARK) for m in model.modules())
+    return any(hasattr(m, STATE_OF_MODULE) and not hasattr(type(m), CLASS_MARK) for m in model.modules())

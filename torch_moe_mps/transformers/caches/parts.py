@@ -19,7 +19,7 @@ from . import growing
 from .layers import growing_class
 from .prompt_cache import copied, fits_one_prefix, plain_class
 from .quantized_states import QuantizedStates
-from .state import LayerState, copy_of_layer
+from .state import OWN, LayerState, Name, copy_of_layer
 from .stored import Grows, checksum, reader, stored
 
 _FORM = "torch_moe_mps part of a prompt"
@@ -31,8 +31,12 @@ def block(cache: DynamicCache, start: int, end: int) -> Part:
     part = {}
     for index, layer in enumerate(cache.layers):
         if not fits_one_prefix(layer):
-            before, after = (LayerState(_cut(layer, tokens)).values() for tokens in (start, end))
-            part[index] = {name: _behind(before.get(name), value) for name, value in after.items()}
+            before, after = (LayerState(_cut(layer, tokens)) for tokens in (start, end))
+            held = before.values()
+            part[index] = {
+                name: _behind(held.get(name), value, after.axes(Name(OWN, name)).time)
+                for name, value in after.values().items()
+            }
     return part
 
 
@@ -43,15 +47,11 @@ def _cut(layer: Any, tokens: int) -> Any:
     return part
 
 
-def _behind(before: Any, after: Any) -> Any:
-    """The part of a tensor behind the one that it begins with; any other value itself."""
-    if not isinstance(after, Tensor) or not isinstance(before, Tensor):
+def _behind(before: Any, after: Any, time: int | None) -> Any:
+    """The tokens of a tensor behind those that it begins with; any other value itself."""
+    if time is None or not isinstance(after, Tensor) or not isinstance(before, Tensor):
         return after
-    grown = [dim for dim in range(after.dim()) if before.shape[dim] != after.shape[dim]]
-    if not grown:
-        return after
-    (dim,) = grown
-    return Grows(dim, after[(slice(None),) * dim + (slice(before.shape[dim], None),)])
+    return Grows(time, after[(slice(None),) * time + (slice(before.shape[time], None),)])
 
 
 class Joined:

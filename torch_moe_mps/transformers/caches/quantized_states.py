@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..._choices import GROUP_SIZES
+from ..._weight_formats import GROUP_SIZES
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.attention import CACHE_BITS, values_in
 from ..basics.deferred import Deferred

@@ -161,13 +161,14 @@ def run_each(decoder: nn.Module, cache: Any) -> None:
     for module in _readers[decoder]:
         number: Any = module.layer_idx
         if number in numbers:
-            vars(module)["forward"] = _Own(module, number, caches)
+            module.forward = _Own(module, number, caches)  # type: ignore[assignment]  # takes its place
             changed.append(module)
 
     def restore(*args: Any) -> None:
         handle.remove()
         for module in changed:
-            vars(module).pop("forward", None)
+            if isinstance(module.forward, _Own):  # else another call's hook was first
+                del module.forward
 
     handle = decoder.register_forward_hook(restore, always_call=True)
 

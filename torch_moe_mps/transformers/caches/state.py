@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .declared import declared
+from ..basics.reads import attributes_of
+from .declared import SHARED, Axes, declared
 from .quantized_states import QuantizedStates
 
 OWN = ""  # the dictionary of a layer's own attributes
@@ -55,6 +56,11 @@ class LayerState:
 
     def tensors(self) -> dict[Name, Tensor]:
         return {name: value for name, value in self.items() if isinstance(value, Tensor)}
+
+    def axes(self, name: Name) -> Axes:
+        """The dimensions of sequences and of tokens in a tensor."""
+        known = self._declared.tensors.get(name.key) if name.dictionary == OWN else None
+        return known or self._declared.mappings.get(name.dictionary) or SHARED
 
     def memory(self) -> int:
         """Bytes of the held tokens, without free slots."""
@@ -102,11 +108,6 @@ def copy_of_cache(cache: Any, layers: list[Any]) -> Any:
             setattr(copied, name, [*value])
     copied.layers = layers
     return copied
-
-
-def attributes_of(held: Any) -> dict[str, Any]:
-    """All attributes of a cache, or of a layer: its state, and settings."""
-    return vars(held)
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:

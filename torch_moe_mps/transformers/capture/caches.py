@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 
 from ..attention.causal_mask import CausalMask
+from ..basics.reads import attributes_of
 from ..caches.cache import STATES, QuantizedCache
 from ..caches.declared import declaration_of
 from ..caches.in_layers import is_in_layers
 from ..caches.separate import Separate
-from ..caches.state import attributes_of, copy_of_cache, copy_of_layer, dictionaries_of, parts
+from ..caches.state import copy_of_cache, copy_of_layer, dictionaries_of, parts
 from ..upstream.caches import GROWING
 
 _CACHES = (*GROWING, StaticCache, QuantizedCache)
@@ -107,7 +108,7 @@ def slots_of(cache: Any, layers: list[tuple[type, list[str]]], masks: list[Causa
     slots: list[Any] = []
     for layer, (_, names) in zip(layers_of(cache), layers, strict=True):
         slots += dictionaries_of(layer, names)
-    return slots + lists_of(cache) + list(map(vars, masks))
+    return slots + lists_of(cache) + list(map(attributes_of, masks))
 
 
 def empty_copy(cache: Any) -> Any:

@@ -34,6 +34,7 @@ from ..basics.classes import restore_class, subclass
 from ..basics.residency import follow_moved
 from ..basics.scoped import having
 from ..basics.self_check_state import is_on_mps, refused
+from ..basics.state import state_in, state_of
 from ..basics.wide_logits import wide_logits
 from ..caches.cache import FOLLOWS, takes_states
 from ..caches.held import HeldEntries
@@ -55,7 +56,6 @@ from .surroundings import forbidden
 from .trial import unnoticed_change
 
 SWITCH = "MOE_MPS_CAPTURE"
-CAPTURES = "_moe_mps_capture"  # where a model's __dict__ has its Captures
 _MARK = "_moe_mps_captures"  # in a class that `_capturing_class` made: the one in whose place it is
 _CALLS_BEFORE = 2  # the third call of a kind is captured
 _MOST_PROGRAMS = 8  # kept for each model
@@ -322,7 +322,7 @@ class Captures:
         recording = Recording(reading, symbol, symints, recorder)
         exchange = exchange_of(model)
         # Now: the first copy of a cache notes something in its class.
-        fingerprint = Fingerprint(model, self, exchange)
+        fingerprint = Fingerprint(model, exchange)
         sent, handover = None, None
         try:
             run = functools.partial(recorder.run, lambda: own(model, **whole(recording.stand_ins)))
@@ -435,10 +435,9 @@ def capture_calls(model: nn.Module, wanted: bool | None, most: int = MOST_TOKENS
     """
     note_change()
     for module in _models(model):
-        module.__dict__.pop(CAPTURES, None)
+        may_be = wanted is not False and host_library() is not None
+        state_of(module).captures = Captures(bool(wanted), bool(wanted), most) if may_be else None
         DRAFTING.pop(module, None)
-        if wanted is not False and host_library() is not None:
-            module.__dict__[CAPTURES] = Captures(bool(wanted), bool(wanted), most)
         if not hasattr(type(module), _MARK):
             cls: Any = type(module)
             module.__class__ = _capturing_class(cls)
@@ -448,14 +447,21 @@ def restore_calls(model: nn.Module) -> None:
     """Undoes `capture_calls`. Beneath a class that somebody put on top, a model's own code runs."""
     note_change()
     for module in model.modules():
-        module.__dict__.pop(CAPTURES, None)
+        if captures_in(module) is not None:
+            state_of(module).captures = None
         DRAFTING.pop(module, None)
         restore_class(module, _MARK)
 
 
+def captures_in(model: nn.Module) -> Captures | None:
+    """The captures of a model itself, None where its calls are not captured."""
+    found: Captures | None = state_in(model).captures
+    return found
+
+
 def captures_of(model: nn.Module) -> Captures | None:
     """Captures of the first model in a module that captures its calls."""
-    return next((m.__dict__[CAPTURES] for m in model.modules() if CAPTURES in m.__dict__), None)
+    return next(filter(None, map(captures_in, model.modules())), None)
 
 
 def tokens_of(model: nn.Module) -> Callable[[], str | None]:
@@ -481,8 +487,13 @@ def never_captured(model: nn.Module, wanted: bool | None) -> str | None:
 
 def operators_of_calls(model: nn.Module) -> set[str]:
     """Operators that `generate` of a model runs beside the model."""
-    classes = [vars(type(module)) for module in model.modules()]
-    return {OPERATOR} if any(_MARK in members and "_sample" in members for members in classes) else set()
+    return {OPERATOR} if any(_samples(type(module)) for module in model.modules()) else set()
+
+
+def _samples(cls: type[nn.Module]) -> bool:
+    """True for a class whose `generate` samples by the operator."""
+    own = getattr(getattr(cls, _MARK, cls), "_sample", None)
+    return getattr(cls, "_sample", None) is not own
 
 
 def _models(model: nn.Module) -> Iterator[nn.Module]:
@@ -508,7 +519,7 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
             return original.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return own(self, *args, **kwargs)
-        captures = self.__dict__.get(CAPTURES)
+        captures = captures_in(self)
         if captures is None or len(args) > len(names):
             with checked_at_once(self):
                 return own(self, *args, **kwargs)
@@ -520,11 +531,18 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
         return captures.call(self, own, kwargs)
 
     def apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        if CAPTURES in self.__dict__:
-            self.__dict__[CAPTURES].clear()  # they hold the weights that go
+        if (captures := captures_in(self)) is not None:
+            captures.clear()  # they hold the weights that go
         return original._apply(self, *args, **kwargs)
 
-    members: dict[str, Any] = {"forward": forward, "_apply": apply}
+    members = {"forward": forward, "_apply": apply, **_of_generate(original)}
+    return subclass(original, _MARK, _capturing_class, **members)
+
+
+def _of_generate(original: Any) -> dict[str, Any]:
+    """Members of a model's class by which `generate` gives no tokens out that the GPU failed at, samples by
+    the operator, and reads MTP layers once."""
+    members: dict[str, Any] = {}
     if hasattr(original, "generate"):
 
         @functools.wraps(original.generate)
@@ -539,12 +557,11 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
                 return original.generate(self, *args, **kwargs)
 
         members["generate"] = generate
-    generates: Any = original
-    if getattr(generates, "_sample", None) is GenerationMixin._sample:
+    if getattr(original, "_sample", None) is GenerationMixin._sample:
 
         def update(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
             before = (args[0] if args else kwargs["model_kwargs"]).get(MASK)
-            passed = generates._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
+            passed = original._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
             follow_mask(before, passed.get(MASK), self)
             if (steps := current()) is not None:
                 steps.take(outputs)
@@ -555,10 +572,10 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
         ) -> Any:
             with sampling(logits_processor, generation_config, ids.device, self) as stands:
                 how = {"logits_processor": stands, "generation_config": generation_config}
-                return generates._sample(self, ids, **how, **kwargs)
+                return original._sample(self, ids, **how, **kwargs)
 
         members |= {"_sample": sample, "_update_model_kwargs_for_generation": update}
-    own_candidates = getattr(generates, "_get_candidate_generator", None)
+    own_candidates = getattr(original, "_get_candidate_generator", None)
     if own_candidates is GenerationMixin._get_candidate_generator:
 
         def candidates(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -567,4 +584,4 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
             return own_candidates(self, generation_config, *args, **kwargs)
 
         members["_get_candidate_generator"] = candidates
-    return subclass(original, _MARK, _capturing_class, **members)
+    return members

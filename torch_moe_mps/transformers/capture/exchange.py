@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-_EXCHANGE = "_moe_mps_exchange"  # where a model's __dict__ has its Exchange
+_EXCHANGE = "_moe_mps_exchange"  # the attribute of a model that has one
 
 
 class ExchangeError(RuntimeError):
@@ -34,9 +34,10 @@ class Exchange(Protocol):
 
 
 def exchange_of(model: nn.Module) -> Exchange | None:
-    return vars(model).get(_EXCHANGE)
+    found: Exchange | None = getattr(model, _EXCHANGE, None)
+    return found
 
 
 def exchange_by(model: nn.Module, exchange: Exchange) -> None:
     """The model's captured calls exchange by this from now on."""
-    vars(model)[_EXCHANGE] = exchange
+    setattr(model, _EXCHANGE, exchange)

@@ -3,7 +3,7 @@
 A recording holds what a library's code did with the model's modules, their attributes, configs, classes and
 files; own_code.py keeps others out. All of them are objects of Python, nearly all dictionaries:
 csrc/fingerprint.mm compares what those hold; gc.get_referents lists what others hold in one C call. It is not
-asked for a dictionary's: from Python 3.13 on it leaves out the attributes of an object in `vars(object)`.
+asked for a dictionary's: from Python 3.13 on it leaves out those of one with the attributes of an object.
 """
 
 import builtins
@@ -28,6 +28,7 @@ from torch.nn import functional
 from transformers import Cache
 
 from ..._extension import host_library
+from ..basics.reads import attributes_of
 from ..basics.state import Beside, State
 from ..graphs.tracing import NotCapturable
 from ..upstream.caches import CacheLayerMixin
@@ -69,20 +70,14 @@ _UNWATCHED = ("torch", "torch_moe_mps", "builtins")
 class Fingerprint:
     """The state of a model, and of Python and torch around it, at a recording."""
 
-    def __init__(self, model: nn.Module, *own: object) -> None:
-        """`own`: objects in the model that change while nothing of the model does."""
+    def __init__(self, model: nn.Module, own: object = None) -> None:
+        """`own`: an object in the model that changes while nothing of the model does, and has hooks in it."""
         reached = _Reached(model, own)
         self.model = model
         self._modules = reached.modules
         inner = reached.modules[1:]  # hooks of the model itself run around the recorded call
-        hooks = [module.__dict__[name] for module in inner for name in _HOOKS]
-        for hook in gc.get_referents(*hooks):
-            if getattr(hook, "__module__", None) in _KNOWN_HOOKS or isinstance(hook, int):  # a key, or True
-                continue
-            if any(item is not None and getattr(hook, "__self__", None) is item for item in own):
-                continue
-            owners = (n for n, m in model.named_modules() if m is not model and _has(m, hook))
-            raise NotCapturable(f"a hook of {next(owners, 'a module')} may look at each call")
+        hooks = [getattr(module, name) for module in inner for name in _HOOKS]
+        _require_known(hooks, model, own)
         classes = dict.fromkeys(cls for item in reached.classes for cls in item.__mro__)
         self._classes = classes  # alive: the end of a cache's class that nobody uses is no change
         files = list(_files(classes))
@@ -192,8 +187,19 @@ def note_change() -> None:
     _changes += 1
 
 
+def _require_known(hooks: list[Any], model: nn.Module, own: object) -> None:
+    """Raises: NotCapturable for a hook, among these dictionaries, that may do what no recording holds."""
+    for hook in gc.get_referents(*hooks):
+        if getattr(hook, "__module__", None) in _KNOWN_HOOKS or isinstance(hook, int):  # a key, or True
+            continue
+        if own is not None and getattr(hook, "__self__", None) is own:
+            continue
+        owners = (n for n, m in model.named_modules() if m is not model and _has(m, hook))
+        raise NotCapturable(f"a hook of {next(owners, 'a module')} may look at each call")
+
+
 def _has(module: nn.Module, hook: object) -> bool:
-    return any(hook in module.__dict__[name].values() for name in _HOOKS)
+    return any(hook in getattr(module, name).values() for name in _HOOKS)
 
 
 def _is_single(value: Any) -> bool:
@@ -253,11 +259,11 @@ class _Reached:
         classes: of all objects, and of caches.
     """
 
-    def __init__(self, model: nn.Module, own: tuple[object, ...]) -> None:
+    def __init__(self, model: nn.Module, own: object) -> None:
         self.modules = list(model.modules())
         self.watched: list[Watched] = []
         self.classes: dict[type, None] = dict.fromkeys(_with_subclasses(Cache, CacheLayerMixin))
-        self._seen = {id(vars(builtins)), *map(id, own)}
+        self._seen = {id(attributes_of(builtins)), id(own)}
         self._waiting: list[Watched] = []
         for name, module in model.named_modules():
             self._add_module(name, module)
@@ -285,7 +291,7 @@ class _Reached:
         elif not isinstance(value, _CONTAINERS):
             self.classes[type(value)] = None
             if hasattr(value, "__dict__"):
-                self._add(path, vars(value))
+                self._add(path, attributes_of(value))
         self._watch(path, value)
 
     def _watch(self, path: str, container: Any) -> None:
@@ -294,7 +300,7 @@ class _Reached:
             self.watched.append(self._waiting[-1])
 
     def _add_module(self, path: str, module: nn.Module) -> None:
-        held = vars(module)
+        held = attributes_of(module)
         self.classes[type(module)] = None
         self._seen.update((id(module), id(held)))
         self._seen.update(id(held[name]) for name in (*_HOOKS, *_UNREAD))
@@ -309,7 +315,7 @@ def _with_subclasses(*classes: type) -> Iterator[type]:
 
 def _members(classes: Iterable[type]) -> list[Any]:
     """The dictionaries of what classes have by name, which Python shows read-only."""
-    return [held for cls in classes for held in gc.get_referents(cls.__dict__)]
+    return [held for cls in classes for held in gc.get_referents(attributes_of(cls))]
 
 
 def _note_first(classes: Iterable[type], files: Iterable[Any]) -> None:
@@ -328,9 +334,8 @@ def _files(classes: Iterable[type]) -> Iterator[Any]:
     """Names in the files of libraries' classes, and of the functions that they import."""
     names = {cls.__module__ for cls in classes if not _is_of(cls.__module__, _UNWATCHED)}
     packages = tuple({name.partition(".")[0] for name in names})
-    of_names = (vars(sys.modules.get(name, types)) for name in names)
+    of_names = (attributes_of(sys.modules.get(name, types)) for name in (*names, functional.__name__))
     files = {id(file): file for file in of_names if is_of_library(file.get("__file__") or "")}
-    files[id(vars(functional))] = vars(functional)
     for file in list(files.values()):
         for value in file.values():
             if isinstance(value, types.FunctionType) and _is_of(value.__module__ or "", packages):
@@ -338,11 +343,16 @@ def _files(classes: Iterable[type]) -> Iterator[Any]:
                 files.setdefault(id(own), own)
     for file in files.values():
         yield file
-        for name, value in file.items():
-            if isinstance(value, GeneralInterface):
-                yield from (value._global_mapping, value._local_mapping)
-            elif type(value) in (dict, list, set) and not name.startswith("__"):
-                yield value
+        yield from _tables_in(file)
+
+
+def _tables_in(file: dict[str, Any]) -> Iterator[Any]:
+    """The containers that names of a file stand for, with those of tables of implementations."""
+    for name, value in file.items():
+        if isinstance(value, GeneralInterface):
+            yield from (value._global_mapping, value._local_mapping)
+        elif type(value) in (dict, list, set) and not name.startswith("__"):
+            yield value
 
 
 def _is_of(name: str, packages: tuple[str, ...]) -> bool:

@@ -63,6 +63,36 @@ class Write(NamedTuple):
     end: int | None = None  # its written end, among the integers
 
 
+class Memories(NamedTuple):
+    """Memories that the values of a call show, and how far each is written.
+
+    Attributes:
+        ends: for each kind of end: (start, its symbol, length, its symbol), the symbol -1 for none.
+        ends_of: gives the end of each memory, from those.
+        of_values: gives the memory of each value that shows one.
+        first_of: gives each memory once.
+    """
+
+    ends: list[tuple[int, ...]]
+    ends_of: Callable[[Any], tuple[Any, ...]]
+    of_values: Callable[[Any], tuple[Any, ...]]
+    first_of: Callable[[Any], tuple[Any, ...]]
+
+    def shown(self, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Each memory of these values once; None where others share one."""
+        every = [getattr(value, MEMORY) for value in values]
+        memories = self.first_of(every)
+        return None if any(map(is_not, every, self.of_values(memories))) else memories
+
+    def are_at_their_ends(self, memories: tuple[Any, ...], symbols: list[int]) -> bool:
+        """Whether nobody has written behind what a call with these numbers shows of them."""
+        ends = [
+            (start if first < 0 else symbols[first]) + (tokens if count < 0 else symbols[count])
+            for start, first, tokens, count in self.ends
+        ]
+        return tuple([getattr(memory, END) for memory in memories]) == self.ends_of(ends)
+
+
 class Match(NamedTuple):
     """Contents of calls like a recorded one, and where they are.
 
@@ -78,10 +108,7 @@ class Match(NamedTuple):
         slots: what the cache and the masks hold.
         readers: for each symbol the kind, the number and the place of its source.
         sources: for each view the input that it is a view of.
-        ends: for each kind of memory's end: (start, its symbol, length, its symbol), the symbol -1 for none.
-        ends_of: gives the end of each memory, from those.
-        memories_of: gives the memory of each value that shows one.
-        first_of: gives each memory once.
+        memories: that the slots show.
         writes: for each slot what a call writes there.
     """
 
@@ -96,10 +123,7 @@ class Match(NamedTuple):
     slots: Slots
     readers: list[tuple[int, int, Any]]
     sources: list[int]
-    ends: list[tuple[int, ...]]
-    ends_of: Callable[[Any], tuple[Any, ...]]
-    memories_of: Callable[[Any], tuple[Any, ...]]
-    first_of: Callable[[Any], tuple[Any, ...]]
+    memories: Memories
     writes: list[list[Write]]
 
     def take(self, arguments: dict[str, Any], padding: Callable[[], Any]) -> Taken | str:
@@ -119,9 +143,8 @@ class Match(NamedTuple):
         if values is None:
             return "the cache has other attributes"
         held = self.slots.held(values)
-        of_views = [getattr(view, MEMORY) for view in held]
-        memories = self.first_of(of_views)
-        if any(map(is_not, of_views, self.memories_of(memories))):
+        memories = self.memories.shown(held)
+        if memories is None:
             return "the layers of the cache share other memory"
         inputs += all_parts(self.slots.tensors(values) + memories)
         views = all_parts(held)
@@ -193,11 +216,7 @@ class Match(NamedTuple):
             return _NUMBERS
         if self.slots.numbers(values) != self.slots.symbols(symbols):
             return _NUMBERS
-        ends = [
-            (start if first < 0 else symbols[first]) + (tokens if count < 0 else symbols[count])
-            for start, first, tokens, count in self.ends
-        ]
-        if tuple([getattr(memory, END) for memory in memories]) != self.ends_of(ends):
+        if not self.memories.are_at_their_ends(memories, symbols):
             return "somebody else has written behind the cache's last token"
         return None
 

@@ -26,9 +26,112 @@ from .caches import (
     start_of,
     static_of,
 )
-from .match import SIZE, START, TOKENS, Match, Slots, Write, getter
+from .match import SIZE, START, TOKENS, Match, Memories, Slots, Write, getter
 from .reading import ARGUMENTS, HELD, NUMBER, STATIC, STATIC_TYPES, TENSOR, Entry, Reading
 from .surroundings import default_device
+
+
+class _Numbers:
+    """The numbers of a call: symbols of the recording, and those that are the same in all calls.
+
+    Args:
+        symbol: {position of a number: its symbol}.
+        symints: stand for symbols in the recording.
+    """
+
+    def __init__(self, symbol: dict[int, int], symints: list[Any]):
+        self.symbol, self._symints = symbol, symints
+        self._sources: dict[int, tuple[int, int, Any]] = {}  # {symbol: source}
+
+    def of(self, position: int, source: tuple[int, int, Any], value: int) -> Any:
+        """The number at a position, in the recording."""
+        symbol = self.symbol.get(position)
+        if symbol is None:
+            return value
+        self._sources.setdefault(symbol, source)
+        return self._symints[symbol]
+
+    def rows(self, symbol: int) -> Any:
+        return self._symints[symbol]
+
+    @property
+    def readers(self) -> list[tuple[int, int, Any]]:
+        """The source of each symbol."""
+        return [self._sources[number] for number in range(len(self._symints))]
+
+
+class _Memories:
+    """The memories that values of the recorded call show, in their order."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, Any, int]] = {}  # by id: number, stand-in, its first input
+        self._of_values: list[int] = []
+        self._ends: list[tuple[int, ...]] = []
+
+    def of(self, real: Any, add: Callable[[], tuple[Any, int]]) -> tuple[Any, int]:
+        """The stand-in of a memory and its first input, which `add` gives for one that is new."""
+        if id(real) not in self._known:
+            self._known[id(real)] = len(self._known), *add()
+        number, stand_in, source = self._known[id(real)]
+        self._of_values.append(number)
+        return stand_in, source
+
+    def ends(self, end: tuple[int, ...]) -> bool:
+        """Notes where the memory of the last value ends, as `Memories` has it. Returns: whether it is new."""
+        is_new = self._of_values[-1] == len(self._ends)
+        if is_new:
+            self._ends.append(end)
+        return is_new
+
+    def number_of(self, stand_in: Any) -> int | None:
+        return next((number for number, item, _ in self._known.values() if item is stand_in), None)
+
+    def match(self) -> Memories:
+        ends = list(dict.fromkeys(self._ends))
+        return Memories(
+            ends=ends,
+            ends_of=getter([ends.index(end) for end in self._ends]),
+            of_values=getter(self._of_values),
+            first_of=getter([self._of_values.index(number) for number in range(len(self._ends))]),
+        )
+
+
+class _Cache:
+    """The cache of the recorded call, and its stand-in.
+
+    Attributes:
+        name: of the argument; None for a call without one.
+        attributes, layers: as `Match` has them.
+        before: contents of the stand-in's slots at the begin of the recording.
+    """
+
+    def __init__(self, name: str | None = None, value: Any = None):
+        self.name, self.stand_in = name, None if name is None else empty_copy(value)
+        self.attributes: dict[str, Any] = {} if name is None else static_of(value)
+        layers = layers_of(self.stand_in)
+        self.layers = [(type(layer), LayerState(layer).dictionaries) for layer in layers]
+        self.before: list[dict[Any, Any]] = []
+
+    def slots(self, masks: list[Any]) -> list[Any]:
+        return slots_of(self.stand_in, self.layers, masks)
+
+    def changed(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """The contents of each slot before the call, and behind it.
+
+        Raises: NotCapturable where there are other ones, or attributes.
+        """
+        if self.name is None:
+            return []
+        if static_of(self.stand_in) != self.attributes:
+            raise NotCapturable("the call changes its cache's attributes")
+        for layer, (_, names) in zip(layers_of(self.stand_in), self.layers, strict=True):
+            if not {*LayerState(layer).dictionaries} >= set(names):
+                raise NotCapturable("the call takes attributes from a layer of its cache")
+        # Slots of masks come last, and nothing is written there.
+        pairs = [*zip(self.before, map(dict, map(items_of, self.slots([]))), strict=False)]
+        if any(before.keys() != held.keys() for before, held in pairs):
+            raise NotCapturable("the call gives a layer of its cache attributes")
+        return pairs
 
 
 class Recording:
@@ -47,33 +150,24 @@ class Recording:
         self.stand_ins: dict[Any, Any] = {}
         self.inputs: list[tuple[Tensor, dict[int, int]]] = []
         self.views: list[tuple[int, ...]] = []
-        self._symbol, self._symints, self._recorder = symbol, symints, recorder
+        self._numbers, self._recorder = _Numbers(symbol, symints), recorder
         self._around = default_device(), are_wide()
         self._padding = reading.padding
         self._mask: Any = None  # stands for the mask of padding
-        self._cache: str | None = None
+        self._cache, self._memories = _Cache(), _Memories()
         self._masks: list[tuple[Any, tuple[Any, ...]]] = []
-        self._attributes: dict[str, Any] = {}
-        self._layers: list[tuple[type, list[str]]] = []
         self._arguments: list[tuple[Any, int, Any]] = []
-        self._numbers: list[tuple[Any, int]] = []  # (name, symbol) of arguments
-        self._ends: list[tuple[int, ...]] = []  # for each memory, as Match has them
-        self._sources: dict[int, tuple[int, int, Any]] = {}  # {symbol: source}
-        self._before: list[dict[Any, Any]] = []  # contents of the recording's cache at its begin
-        self._memories: dict[int, tuple[int, Any, int]] = {}  # by id: number, stand-in, its first input
-        self._memory_of: list[int] = []  # for each value that shows one
+        self._changing: list[tuple[Any, int]] = []  # (name, symbol) of arguments
         for entry in reading.entries:
             if entry.place == ARGUMENTS:
                 self._add_argument(entry)
-        layers = layers_of(self.stand_in_of_cache)
-        self._layers = [(type(layer), LayerState(layer).dictionaries) for layer in layers]
         self._add_slots(reading)
 
     def _add_argument(self, entry: Entry) -> None:
         _, name, kind, value, first = entry
         if is_cache(name, value):
-            self._cache, self._attributes = name, static_of(value)
-            self.stand_ins[name] = empty_copy(value)
+            self._cache = _Cache(name, value)
+            self.stand_ins[name] = self._cache.stand_in
             return
         if isinstance(value, CausalMask):
             self._masks.append((name, kind_of(value)))
@@ -81,9 +175,9 @@ class Recording:
             return
         self._arguments.append((name, kind, value))
         if kind == NUMBER:
-            self.stand_ins[name] = self._number(first, (NUMBER, ARGUMENTS, name), value)
-            if first in self._symbol:
-                self._numbers.append((name, self._symbol[first]))
+            self.stand_ins[name] = self._numbers.of(first, (NUMBER, ARGUMENTS, name), value)
+            if first in self._numbers.symbol:
+                self._changing.append((name, self._numbers.symbol[first]))
                 self._arguments[-1] = name, NUMBER, None
             return
         if name != MASK or self._padding is None:
@@ -99,51 +193,52 @@ class Recording:
         for entry in reading.entries:
             entries.setdefault(entry.place, []).append(entry)
         masks = [self.stand_ins[name] for name, _ in self._masks]
-        slots = slots_of(self.stand_in_of_cache, self._layers, masks)
+        slots = self._cache.slots(masks)
         own = [entries.get(place, []) for place in range(len(slots))]
-        self._slots = Slots(own, list(map(len, slots)), self._symbol)
+        self._slots = Slots(own, list(map(len, slots)), self._numbers.symbol)
         for entry in sorted(chain(*own), key=lambda entry: entry.kind):  # tensors, then views, as `take` does
             slots[entry.place][entry.name] = self._stand_in(entry)
-        self._before = [dict(items_of(held)) for held in slots]
+        self._cache.before = [dict(items_of(held)) for held in slots]
 
     def _stand_in(self, entry: Entry) -> Any:
         place, name, kind, value, first = entry
         if kind == STATIC:
             return value
         if kind == NUMBER:
-            return self._number(first, (NUMBER, place, name), value)
+            return self._numbers.of(first, (NUMBER, place, name), value)
         if kind == TENSOR:
-            fakes = []
-            for tensor in parts(value):
-                fakes.append(self._input(tensor, first))
-                first += tensor.dim()
-            return _like(value, fakes)
-        real = getattr(value, MEMORY)
-        if id(real) not in self._memories:
-            source, position, fakes = len(self.inputs), first, []
-            for tensor in parts(real):
-                fakes.append(self._input(tensor, position))
-                position += tensor.dim() + 2
-            self._memories[id(real)] = len(self._memories), _like(real, fakes), source
-        memory, stand_in, source = self._memories[id(real)]
-        self._memory_of.append(memory)
+            return self._inputs(value, first)
+        real, number_of = getattr(value, MEMORY), self._numbers
+        stand_in, source = self._memories.of(real, lambda: self._memory(real, first))
         views = []
         for view, tensor, fake in zip(parts(value), parts(real), parts(stand_in), strict=True):
             first += tensor.dim() + 2
             number, begins, column = len(self.views), start_of(view, tensor), column_of(view, tensor)
-            tokens = self._number(first - 2, (TOKENS, number, None), view.shape[-2])
-            start = self._number(first - 1, (START, number, None), begins)
-            symbols = [self._symbol.get(position, -1) for position in (first - 1, first - 2)]
+            tokens = number_of.of(first - 2, (TOKENS, number, None), view.shape[-2])
+            start = number_of.of(first - 1, (START, number, None), begins)
+            symbols = [number_of.symbol.get(position, -1) for position in (first - 1, first - 2)]
             sum_of = (begins, symbols[0], view.shape[-2], symbols[1])
             self.views.append((source, *sum_of, column, view.shape[-1]))
             views.append(self._recorder.run(_narrow(fake, start, tokens, column, view.shape[-1])))
             source += 1
-        if memory == len(self._ends):
-            self._ends.append(sum_of)
+        if self._memories.ends(sum_of):
             setattr(stand_in, END, start + tokens)
         states = _like(value, views)
         setattr(states, MEMORY, stand_in)
         return states
+
+    def _memory(self, real: Any, first: int) -> tuple[Any, int]:
+        """The stand-in of a memory, and the number of its first input."""
+        source = len(self.inputs)
+        return self._inputs(real, first, beside=2), source  # a view has two numbers more
+
+    def _inputs(self, value: Any, first: int, beside: int = 0) -> Any:
+        """The next inputs, for the parts of a value, whose numbers begin at `first`."""
+        fakes = []
+        for tensor in parts(value):
+            fakes.append(self._input(tensor, first))
+            first += tensor.dim() + beside
+        return _like(value, fakes)
 
     def fixed_input(self, tensor: Tensor) -> Tensor:
         """The next input, like a tensor with the sizes of every call."""
@@ -152,24 +247,17 @@ class Recording:
 
     def _of_rows(self, tensor: Tensor, first: int) -> Tensor:
         """The next input, with as many rows as the one whose numbers begin at `first`."""
-        symbol = self._symbol.get(first)
+        symbol = self._numbers.symbol.get(first)
         if symbol is None:
             return self.fixed_input(tensor)
         self.inputs.append((tensor, {0: symbol}))
-        return self._recorder.input(tensor, (self._symints[symbol], *tensor.shape[1:]))
+        return self._recorder.input(tensor, (self._numbers.rows(symbol), *tensor.shape[1:]))
 
     def _input(self, tensor: Tensor, first: int, dtype: torch.dtype | None = None) -> Tensor:
-        number, dims = len(self.inputs), range(tensor.dim())
-        sizes = tuple(self._number(first + d, (SIZE, number, d), tensor.shape[d]) for d in dims)
-        self.inputs.append((tensor, {d: self._symbol[first + d] for d in dims if first + d in self._symbol}))
+        number, dims, symbol = len(self.inputs), range(tensor.dim()), self._numbers.symbol
+        sizes = tuple(self._numbers.of(first + d, (SIZE, number, d), tensor.shape[d]) for d in dims)
+        self.inputs.append((tensor, {d: symbol[first + d] for d in dims if first + d in symbol}))
         return self._recorder.input(tensor, sizes, dtype)
-
-    def _number(self, position: int, source: tuple[int, int, Any], value: int) -> Any:
-        symbol = self._symbol.get(position)
-        if symbol is None:
-            return value
-        self._sources.setdefault(symbol, source)
-        return self._symints[symbol]
 
     @property
     def reads_mask(self) -> bool:
@@ -178,27 +266,23 @@ class Recording:
 
     @property
     def stand_in_of_cache(self) -> Any:
-        return None if self._cache is None else self.stand_ins[self._cache]
+        return self._cache.stand_in
 
     def match(self, writes: list[list[Write]]) -> Match:
         """Calls like the recorded one, which write this into their caches."""
-        ends = list(dict.fromkeys(self._ends))
         return Match(
             around=self._around,
             padding=None if self._padding is None else self._padding[0] is not None,
             arguments=self._arguments,
-            numbers=self._numbers,
+            numbers=self._changing,
             masks=self._masks,
-            cache=self._cache,
-            attributes=self._attributes,
-            layers=self._layers,
+            cache=self._cache.name,
+            attributes=self._cache.attributes,
+            layers=self._cache.layers,
             slots=self._slots,
-            readers=[self._sources[number] for number in range(len(self._symints))],
+            readers=self._numbers.readers,
             sources=[view[0] for view in self.views],
-            ends=ends,
-            ends_of=getter([ends.index(end) for end in self._ends]),
-            memories_of=getter(self._memory_of),
-            first_of=getter([self._memory_of.index(number) for number in range(len(self._ends))]),
+            memories=self._memories.match(),
             writes=writes,
         )
 
@@ -213,18 +297,7 @@ class Recording:
         """
         tensors: list[Tensor] = []
         every: list[list[Write]] = []
-        if self._cache is None:
-            return every, tensors
-        cache = self.stand_in_of_cache
-        if static_of(cache) != self._attributes:
-            raise NotCapturable("the call changes its cache's attributes")
-        for layer, (_, names) in zip(layers_of(cache), self._layers, strict=True):
-            if not {*LayerState(layer).dictionaries} >= set(names):
-                raise NotCapturable("the call takes attributes from a layer of its cache")
-        slots = slots_of(cache, self._layers, [])
-        for before, held in zip(self._before, map(dict, map(items_of, slots)), strict=False):  # not of masks
-            if before.keys() != held.keys():
-                raise NotCapturable("the call gives a layer of its cache attributes")
+        for before, held in self._cache.changed():
             writes = []
             for name, value in held.items():
                 if value is not before[name]:
@@ -238,8 +311,7 @@ class Recording:
             memory, kept = getattr(value, MEMORY, None), (type(value), first, len(parts(value)))
             if memory is None:
                 return Write(name, HELD, kept)
-            known = self._memories.values()
-            place = next((number for number, item, _ in known if item is memory), None)
+            place = self._memories.number_of(memory)
             if place is None:
                 raise NotCapturable("the cache moves to new memory")
             return Write(name, HELD, kept, place, expression(getattr(memory, END)))

@@ -1,4 +1,4 @@
-"""Passes that are data: formulas, and the operators that compute them in one launch."""
+"""Passes that are data: formulas, and the operators that compute them in one dispatch."""
 
 import ast
 from collections.abc import Callable, Collection, Iterator

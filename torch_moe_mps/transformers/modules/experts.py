@@ -17,7 +17,7 @@ from ...quantization import TENSORS
 from ..basics.interface import Experts, formats_of, is_experts, is_quantized, projections
 from ..basics.reads import depends_on, holds, kept, recording
 from ..basics.report import Done
-from ..basics.state import NOTHING, OWN_FORWARD, STATE, state_of
+from ..basics.state import OWN_FORWARD, state_in, state_of
 from ..graphs.fakes import geometry
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
@@ -214,10 +214,9 @@ def prepare(module: nn.Module) -> Activation | None:
 @torch.compiler.assume_constant_result
 def _activation(module: nn.Module) -> tuple | None:
     """The fields of the activation, a plain tuple because torch.compile takes it as a constant."""
-    own = module.__dict__
-    if STATE not in own or own[STATE].reads is None or not holds(module):
+    if state_in(module).reads is None or not holds(module):
         prepare(module)
-    activation = own[STATE].formula
+    activation = state_in(module).formula
     return None if activation is None else tuple(activation)
 
 
@@ -295,7 +294,7 @@ def _own_forward(experts: Experts, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The implementation of before `accelerate`; in float64, which few take, the class's code."""
     dispatch: Any = type(experts).forward  # to implementations; beneath it is the class's own code
     own: Callable[..., Tensor] = dispatch.__wrapped__
-    _, before = experts.__dict__.get(STATE, NOTHING).previous.get(IMPLEMENTATION, (None, None))
+    _, before = state_in(experts).previous.get(IMPLEMENTATION, (None, None))
     return ALL_EXPERTS_FUNCTIONS.get(before, own) if dtype in ACTIVATION_DTYPES else own
 
 

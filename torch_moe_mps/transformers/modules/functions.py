@@ -8,6 +8,7 @@ name stays there: all models of a class share the forward that reads it.
 
 import dis
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -56,19 +57,33 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     """The names that code, and functions in it, read as globals and as nothing else."""
     read: set[str] = set()
     other: set[str] = set()
-    for item in codes(code):
+    for item in _codes(code):
         for instruction in dis.get_instructions(item):
             if instruction.opcode in dis.hasname:
                 (read if instruction.opname == "LOAD_GLOBAL" else other).add(instruction.argval)
     return tuple(sorted(read - other))
 
 
-def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def names_in(function: Any) -> frozenset[str]:
+    """The names of attributes and globals in a function, and in functions within; none where it has no code.
+
+    Source has them too, but takes milliseconds to read, a thousand times as long, and may be missing.
+    """
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return frozenset() if code is None else _names_in(code)
+
+
+@functools.cache
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    return frozenset(name for item in _codes(code) for name in item.co_names)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     """Code, and the code of functions within."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from codes(constant)
+            yield from _codes(constant)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,5 +1,5 @@
-"""`generate` draws each token in one launch, where transformers' processors of logits end with those of
-temperature, top-k, top-p and min-p. It gives the tokens that transformers would: see the operator `sample_`.
+"""`generate` draws each token in one dispatch, where transformers' processors of logits end with those of
+temperature, top-k, top-p and min-p. It gives the tokens that transformers would: see the operator `sample`.
 
 `torch.multinomial` waits for an mps device twice in each call, to look whether it has a distribution.
 """
@@ -15,7 +15,7 @@ from torch.nn.functional import softmax
 from torch.utils._pytree import tree_map_only
 
 from ...ops._checks import ACTIVATION_DTYPES
-from ...ops.sampling import MAX_VOCABULARY, sample_
+from ...ops.sampling import MAX_VOCABULARY, sample
 from ..basics.overflow import is_missing, is_watched, no_distribution
 from ..basics.scoped import having
 from ..basics.self_check_state import refused
@@ -27,7 +27,7 @@ from ..upstream.generation import (
     TopPLogitsWarper,
 )
 
-OPERATOR = "sample_"
+OPERATOR = "sample"
 # The processors that the operator knows, in their order, with the argument that each has.
 _KNOWN = {
     TemperatureLogitsWarper: "temperature",
@@ -44,7 +44,7 @@ class Sampling:
     """Stands for the processors of a call of `generate`, and draws its tokens.
 
     Attributes:
-        others: the processors that `sample_` does not know, which come first.
+        others: the processors that `sample` does not know, which come first.
         known: those that it knows.
         draws: whether tokens are drawn; otherwise each is the likeliest.
         end: a token, for logits without a distribution.
@@ -61,7 +61,7 @@ class Sampling:
         end = config.eos_token_id
         ends = end.flatten().tolist() if isinstance(end, Tensor) else end
         self.end = next(iter(ends), 0) if isinstance(ends, (list, tuple)) else ends or 0
-        self._invalid: Tensor | None = None
+        self._invalid: Tensor | None = None  # [B], of the tokens so far
         self._last: Tensor | None = None  # logits
 
     def take(self, outputs: Any) -> None:
@@ -79,13 +79,14 @@ class Sampling:
     def draw(
         self, logits: Tensor, fill: Callable[[Tensor], object], invalid: Tensor | None = None
     ) -> Tensor | None:
-        """A token of each row of logits [B, V]; None where the operator does not draw it.
+        """The tokens of rows of logits [B, V], and which are invalid: [2, B]; None where the operator cannot
+        draw them.
 
         Processors may change from token to token, so each token asks them for their arguments.
 
         Args:
             fill: writes the numbers of the draw [B, V].
-            invalid: where the operator notes rows without a distribution; None for all draws of `generate`.
+            invalid: rows that are invalid already; None for none.
         """
         arguments = None if OPERATOR in refused() else self.arguments()
         vocabulary = logits.shape[1]
@@ -93,15 +94,19 @@ class Sampling:
             return None
         draws = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         fill(draws)
-        if invalid is None:
-            if self._invalid is None:
-                self._invalid = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
-            invalid = self._invalid
         end = self.end if 0 <= self.end < vocabulary else 0  # for rows without a distribution
-        return sample_(logits, draws, invalid, **dict(arguments), otherwise=end)
+        return sample(logits, draws, invalid, **dict(arguments), otherwise=end)
+
+    def next_tokens(self, logits: Tensor) -> Tensor | None:
+        """The tokens [B, 1] that `torch.multinomial` would draw, of `generate`; None as for `draw`."""
+        sampled = self.draw(logits, Tensor.exponential_, self._invalid)  # the numbers that it would draw
+        if sampled is None:
+            return None
+        tokens, self._invalid = sampled
+        return tokens[:, None]
 
     def arguments(self) -> tuple[tuple[str, Any], ...] | None:
-        """Arguments of `sample_` for the known processors; None where it does not take them."""
+        """Arguments of `sample` for the known processors; None where it does not take them."""
         if not all(map(_is_plain, self.known)):
             return None
         return tuple((_KNOWN[type(item)], getattr(item, _KNOWN[type(item)])) for item in self.known)
@@ -177,8 +182,7 @@ class _Steps:
             and stage == _PROBABILITIES
             and (args, arguments) == ((), {"num_samples": 1})
         ):
-            token = sampling.draw(logits, Tensor.exponential_)  # the numbers that it would draw
-            return None if token is None else token[:, None]
+            return sampling.next_tokens(logits)
         if func is torch.argmax and stage == _SCORES and not sampling.known:  # the same as of float32
             return logits.argmax(*args, **kwargs)
         return None

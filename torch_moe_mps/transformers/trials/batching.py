@@ -17,7 +17,7 @@ from ..caches.cache import grow_cache
 from ..caches.prompt_cache import new_cache
 from ..upstream.calls import cache_argument
 from .comparing import TOLERANCE, apart
-from .memory import recall_of_model
+from .memory import note_error, recall_of_model
 from .small_models import VOCABULARY, WINDOW, small_model
 
 _LENGTHS = (3 * WINDOW, 3 * WINDOW - 5)  # tokens of the conversations
@@ -45,13 +45,15 @@ def _tried(model: PreTrainedModel) -> str | None:
     try:
         return None if _is_alike(model, _DRAFTS) else f"attention of {name} goes by the places of keys"
     except Exception as error:  # the model's own, for what it does not take
+        note_error(error)
         return f"a small {name} cannot be tried ({first_line(error)})"
 
 
 def _tried_rows(model: PreTrainedModel) -> str | None:
     try:
         is_alike = _is_alike(model, 0)
-    except Exception:  # the model's own: rows of it say so themselves
+    except Exception as error:  # the model's own: rows of it say so themselves
+        note_error(error)
         return None
     return None if is_alike else f"{class_before(model).__name__} does not take the positions of rows"
 
@@ -73,7 +75,7 @@ def _goes_on(model: PreTrainedModel, drafts: int) -> bool:
         ids = torch.randint(2, VOCABULARY // 2, (1, length + drafts + 1), generator=generator)
         cache = new_cache(model)
         _called(model, cache, input_ids=ids[:, :length], use_cache=True)
-        rows.join(cache, length)
+        rows.admit(cache, length)
         talks.append(ids)
     if rows.are_states and not drafts:
         return True  # states have the order of tokens, without positions
@@ -81,7 +83,7 @@ def _goes_on(model: PreTrainedModel, drafts: int) -> bool:
     if drafts:
         if rows.are_states:
             rows.hold()
-        rows.make_room(drafts)
+        rows.reserve(drafts)
         tokens = torch.cat([ids[:, n : n + drafts] for ids, n in zip(talks, _LENGTHS, strict=True)])
         for token in tokens.split(1, 1):  # own code may forget its states in front of several
             _called(model, rows.cache, input_ids=token, **rows.arguments())

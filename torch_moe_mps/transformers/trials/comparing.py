@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .memory import note_error
+
 TOLERANCE = 1e-4  # between the logits of two models, times the largest
 
 
@@ -30,7 +32,8 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
             return function(*arguments, **options)
     except torch.AcceleratorError:  # the GPU has failed
         raise
-    except Exception:  # it is not ours: any error may come of it
+    except Exception as error:  # it is not ours: any error may come of it
+        note_error(error)
         return None
 
 

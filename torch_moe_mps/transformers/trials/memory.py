@@ -24,7 +24,7 @@ import transformers
 from torch import nn
 
 from ..._extension import PACKAGE
-from ..._faults import raise_fault
+from ..._faults import is_out_of_memory, raise_fault
 from ...selfcheck.machine import SWITCH, cache_folder, read_object, write_object
 from ..basics.bounded import Bounded
 from ..basics.classes import class_before
@@ -39,7 +39,7 @@ _PACKAGES = {"torch", PACKAGE.name, *sys.stdlib_module_names}  # _file() names t
 _LIBRARIES = [PACKAGE, *(Path(str(library.__file__)).parent for library in (torch, transformers))]
 _CONSTANTS = (type(None), bool, int, float, str)
 _known = Bounded(512)  # {key: what was found, in a tuple}
-_counts = {"tried": 0, "recalled": 0}
+_counts = {"tried": 0, "recalled": 0, "out of memory": 0}
 _seconds = [0.0]
 
 
@@ -49,6 +49,8 @@ class _NotKept(Exception):
 
 def recall(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
     """find(), which JSON can hold, once for a key: in this process, and in those that run the same code.
+
+    Nothing is remembered of a trial that ran out of memory.
 
     Args:
         key: the trial and its inputs: classes, functions, shapes, plain values.
@@ -61,11 +63,13 @@ def recall(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
             found = (kept[name],)
             _counts["recalled"] += 1
         else:
-            begun = time.perf_counter()
+            begun, before = time.perf_counter(), _counts["out of memory"]
             found = (find(),)
             raise_fault()
             _seconds[0] += time.perf_counter() - begun
             _counts["tried"] += 1
+            if _counts["out of memory"] > before:
+                return found[0]
             if name is not None:
                 write_object(_file, {**read_object(_file), name: found[0]})
         _known[key] = found
@@ -82,6 +86,11 @@ def recall_of_model(model: "PreTrainedModel", find: Callable[[], Any], trial: Ca
     classes = tuple(dict.fromkeys(class_before(module) for module in model.modules()))
     config = json.dumps(values, sort_keys=True, default=str)
     return recall((trial, class_before(model), config, classes), find)
+
+
+def note_error(error: Exception) -> None:
+    """Notes an error that a trial takes for an answer: that memory has run out is none."""
+    _counts["out of memory"] += is_out_of_memory(error)
 
 
 def forget() -> None:

@@ -26,7 +26,7 @@ from ..basics.own_on_cpu import all_operators
 from ..basics.report import Report
 from ..basics.self_check_state import OWN_CODE
 from .comparing import TOLERANCE, apart
-from .memory import recall_of_model
+from .memory import note_error, recall_of_model
 from .small_models import VOCABULARY, CannotBeShrunk, fill, small_model
 
 TOKENS = 7  # behind the prompt: of its calls the third is captured, and others follow
@@ -196,6 +196,7 @@ def _difference(
                 classes = _classes(twin, report)
                 fault = _differs(said(twin), expected)
         except Exception as error:
+            note_error(error)
             fault = f"it raises {type(error).__name__}: {first_line(error)}"
         finally:
             restore(twin)
@@ -225,8 +226,10 @@ def said(model: PreTrainedModel) -> dict[str, Tensor]:
         result["a prompt"] = model(input_ids=ids[:1])[0]
     mask = torch.ones_like(ids)
     mask[1, : _PROMPT // 3] = 0
-    with contextlib.suppress(Exception):  # a model without masks may say anything of them
+    try:
         result["a padded prompt"] = model(input_ids=ids, attention_mask=mask)[0][:, -1]
+    except Exception as error:  # a model without masks may say anything of them
+        note_error(error)
     return result
 
 

@@ -1,5 +1,5 @@
 """Functions that make masks."""
 
-from transformers.masking_utils import blockwise_overlay, causal_mask_function, eager_mask
+from transformers.masking_utils import causal_mask_function, eager_mask
 
-__all__ = ["blockwise_overlay", "causal_mask_function", "eager_mask"]
+__all__ = ["causal_mask_function", "eager_mask"]

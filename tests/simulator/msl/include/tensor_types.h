@@ -35,6 +35,16 @@ struct tensor_inline {};
 struct tensor_offset {};
 struct tensor_handle {};
 
+// A slice of a tensor that holds its own extents holds its own, too.
+template <class Kind>
+struct kind_of_slice {
+  typedef tensor_offset type;
+};
+template <>
+struct kind_of_slice<tensor_inline> {
+  typedef tensor_inline type;
+};
+
 // The extents of a slice with these sizes: those of the tensor unless they are known to the compiler.
 template <class Extents, size_t Columns, size_t Rows>
 struct sliced {
@@ -64,8 +74,8 @@ struct tensor {
         msl_sizes{int(e.extent(0)), int(e.extent(1))} {}
   // The tensor from (column, row) on; with sizes, that many columns and rows of it.
   template <size_t Columns = dynamic_extent, size_t Rows = dynamic_extent>
-  TENSOR_FUNC tensor<T, typename sliced<Extents, Columns, Rows>::type, tensor_offset> slice(int column,
-                                                                                            int row) const {
+  TENSOR_FUNC tensor<T, typename sliced<Extents, Columns, Rows>::type, typename kind_of_slice<Kind>::type>
+  slice(int column, int row) const {
     return {msl_data + column * msl_strides[0] + row * msl_strides[1],
             sliced<Extents, Columns, Rows>::of(msl_sizes[0] - column, msl_sizes[1] - row), msl_strides};
   }

@@ -6,7 +6,7 @@ from ...engine.ranges import integer
 from ..answer import Answer, Item, Piece
 from ..answers import Answers
 from ..logprobs import completion_form
-from ..request import HINTS, MOST_ANSWERS, OBJECT, SHARED, Fields, Request, common, wrong
+from ..request import HINTS, MOST_ANSWERS, OBJECT, SHARED, Fields, Request, common, texts_or_tokens
 from ..served import Served
 from ..structured import schema_of
 from .chat import Chunks, envelope, usage
@@ -33,7 +33,7 @@ class Completions(Protocol):
     def read(self, body: dict[str, Any], served: Served) -> Request:
         _FIELDS.check(body, self.path, served.say_once)
         return Request(
-            prompts=[*_prompts(body["prompt"])],
+            prompts=[*texts_or_tokens(body["prompt"], "prompt", _MOST_PROMPTS)],
             prompt_field="prompt",
             most=body.get("max_tokens"),
             form=schema_of(body.get("response_format"), "response_format"),
@@ -70,20 +70,6 @@ class _Chunks(Chunks):
         if answer.is_cut:
             return ""
         return self.choice(_choice(number, "", None, _reason(answer)))
-
-
-def _prompts(value: Any) -> list[str | list[int]]:
-    """A text, tokens, or a list of these. Raises: Refused."""
-    if isinstance(value, str) or _are_tokens(value):
-        return [value]
-    is_list = isinstance(value, list) and 0 < len(value) <= _MOST_PROMPTS
-    if is_list and all(isinstance(prompt, str) or _are_tokens(prompt) for prompt in value):
-        return [*value]
-    raise wrong("prompt", f"a text, a list of tokens, or a list of at most {_MOST_PROMPTS} of these", value)
-
-
-def _are_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
 def _reason(answer: Answer) -> str:

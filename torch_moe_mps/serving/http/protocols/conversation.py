@@ -209,12 +209,7 @@ def chosen(body: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Forced | 
     """
     choice, parallel = body.get("tool_choice"), body.get("parallel_tool_calls") is not False
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = choice.get("allowed_tools", choice)
-        tools = allowed.get("tools") if isinstance(allowed, dict) else None
-        if not isinstance(tools, list):
-            raise wrong("tool_choice.allowed_tools", "an object with a mode and a list of tools", allowed)
-        names = [_name_of(value) for value in tools if isinstance(value, dict)]
-        own, choice = [t for t in own if t.own_name in names or t.name in names], allowed.get("mode")
+        own, choice = _allowed(choice, own)
     if choice is None or choice == "auto":
         return own, None
     if choice == "none":
@@ -223,6 +218,21 @@ def chosen(body: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Forced | 
         if not own:
             raise wrong("tools", "a list of at least one tool with 'tool_choice' required", [])
         return own, Forced(own, None, parallel)
+    return own, Forced(own, _named(choice, own).name, parallel)
+
+
+def _allowed(choice: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Any]:
+    """The tools that a choice of `allowed_tools` leaves, and the choice among these. Raises: Refused."""
+    allowed = choice.get("allowed_tools", choice)
+    tools = allowed.get("tools") if isinstance(allowed, dict) else None
+    if not isinstance(tools, list):
+        raise wrong("tool_choice.allowed_tools", "an object with a mode and a list of tools", allowed)
+    names = [_name_of(value) for value in tools if isinstance(value, dict)]
+    return [t for t in own if t.own_name in names or t.name in names], allowed.get("mode")
+
+
+def _named(choice: Any, own: list[Tool]) -> Tool:
+    """The tool that a choice names. Raises: Refused."""
     if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom", "tool"):
         raise wrong("tool_choice", "none, auto, required or a function by its name", choice)
     name = _name_of(choice)
@@ -230,7 +240,7 @@ def chosen(body: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Forced | 
     if not named:
         known = ", ".join(t.own_name for t in own) or "(none)"
         raise wrong("tool_choice", f"one of the tools {known}", name)
-    return own, Forced(own, named[0].name, parallel)
+    return named[0]
 
 
 def _name_of(value: dict[str, Any]) -> Any:
@@ -259,10 +269,10 @@ def goes_on(values: list[dict[str, Any]], field: str, body: dict[str, Any] | Non
 
     Raises: Refused for two of them, and where the body says what cannot be.
     """
-    last = [value for value in values[-2:] if value["role"] == "assistant" and "tool_calls" not in value]
-    if len(last) == 2:
+    *_, before, last = [False, False, *map(_says, values)]
+    if before and last:
         raise wrong(field, "with at most one message of the assistant at the end", "two")
-    is_begun = bool(last) and values[-1] is last[-1] and bool(last[-1]["content"])
+    is_begun = last and bool(values[-1]["content"])
     wanted, prompted = (
         (body or {}).get(name) for name in ("continue_final_message", "add_generation_prompt")
     )
@@ -275,3 +285,8 @@ def goes_on(values: list[dict[str, Any]], field: str, body: dict[str, Any] | Non
     if not wanted and prompted is False:
         raise wrong("add_generation_prompt", "true unless the last message is gone on with", prompted)
     return bool(wanted)
+
+
+def _says(value: dict[str, Any]) -> bool:
+    """Whether a message is the assistant's, and calls no tool."""
+    return value["role"] == "assistant" and "tool_calls" not in value

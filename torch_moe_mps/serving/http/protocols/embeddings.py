@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...engine.encoder import Encoder
 from ...engine.ranges import integer
-from ..request import TEXT, YES_OR_NO, Fields, Refused, wrong
+from ..request import TEXT, YES_OR_NO, Fields, Refused, texts_or_tokens, wrong
 from ..served import Served
 
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
@@ -56,7 +56,8 @@ class Texts:
         else:
             if body.get("encoding_format") not in (None, "float", "base64"):
                 raise wrong("encoding_format", "float or base64", body["encoding_format"])
-            self.ids = [self._tokens(value) for value in _inputs(body.get("input"))]
+            values = texts_or_tokens(body.get("input"), field, _MOST_TEXTS)
+            self.ids = [self._tokens(value) for value in values]
         for ids in self.ids:
             served.check_tokens(ids, field)
             if not 0 < len(ids) <= served.context:
@@ -123,20 +124,6 @@ def _encoder(path: str, served: Served) -> Encoder:
             "This model makes no embeddings: /v1/embeddings is for models that are made for them.", "model"
         )
     return encoder
-
-
-def _inputs(value: Any) -> list[str | list[int]]:
-    """A text, tokens, or a list of these. Raises: Refused."""
-    if isinstance(value, str) or _are_tokens(value):
-        return [value]
-    is_list = isinstance(value, list) and 0 < len(value) <= _MOST_TEXTS
-    if is_list and all(isinstance(text, str) or _are_tokens(text) for text in value):
-        return [*value]
-    raise wrong("input", f"a text, a list of tokens, or a list of at most {_MOST_TEXTS} of these", value)
-
-
-def _are_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
 def _documents(value: Any, field: str) -> list[str]:

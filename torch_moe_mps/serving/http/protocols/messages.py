@@ -3,14 +3,12 @@
 import json
 from typing import Any
 
-from ...engine.ranges import DRAWS, SETTINGS, integer, number
+from ...engine.ranges import DRAWS, integer
 from ..answer import Answer, Item, Piece
 from ..answers import Answers
 from ..request import (
     OBJECT,
     SHARED,
-    TEXT,
-    YES_OR_NO,
     Chat,
     Fields,
     Forced,
@@ -31,18 +29,12 @@ _FIELDS = Fields(
     SHARED
     | {
         "max_tokens": integer(1),
-        "min_p": DRAWS["min_p"],
-        "model": TEXT,
         "output_config": OBJECT,
         "output_format": OBJECT,
-        "repetition_penalty": SETTINGS["repetition_penalty"],
         "stop_sequences": instance(list, "a list of texts"),
-        "stream": YES_OR_NO,
-        "temperature": number(0, 2),
         "thinking": OBJECT,
         "tool_choice": OBJECT,
         "top_k": DRAWS["top_k"],
-        "top_p": number(0, 1, open_at_low=True),
     },
     needed="messages",
     others=frozenset({
@@ -347,7 +339,7 @@ def _ending(answers: Answers) -> dict[str, Any]:
 
 
 def _usage(answers: Answers) -> dict[str, Any]:
-    """Tokens of the prompt that were kept are counted apart. Drafted ones have OpenAI's names."""
+    """Cached tokens of the prompt are counted apart. Draft tokens have OpenAI's names."""
     return answers.drafts_form | {
         "input_tokens": answers.prompt_tokens - answers.cached_tokens,
         "cache_creation_input_tokens": 0,

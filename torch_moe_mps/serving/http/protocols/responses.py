@@ -193,15 +193,23 @@ class _Events(Writer):
 
 def _items(values: Any, served: Served) -> list[dict[str, Any]]:
     """The messages of an input: a text, parts of a message, or items. Raises: Refused."""
-    if isinstance(values, str):
-        return [{"role": "user", "content": conversation.content(values, "input")}]
-    if not isinstance(values, list) or not values or not all(isinstance(item, dict) for item in values):
+    is_list = isinstance(values, list) and values and all(isinstance(item, dict) for item in values)
+    if not isinstance(values, str) and not is_list:
         raise wrong("input", "a text or a list of at least one item", values)
-    if "role" not in values[0] and values[0].get("type") in ("input_text", "input_image"):
+    if isinstance(values, str) or (
+        "role" not in values[0] and values[0].get("type") in ("input_text", "input_image")
+    ):
         return [{"role": "user", "content": conversation.content(values, "input")}]
+    if not (made := _messages(values, served)):
+        raise wrong("input", "a text or a list with at least one message", values)
+    return made
+
+
+def _messages(items: list[dict[str, Any]], served: Served) -> list[dict[str, Any]]:
+    """The messages of items; reasoning goes into the message of the assistant behind it. Raises: Refused."""
     made: list[dict[str, Any]] = []
-    thought: str | None = None  # belongs to the message or the calls behind it
-    for number, item in enumerate(values):
+    thought: str | None = None
+    for number, item in enumerate(items):
         where, kind = f"input[{number}]", item.get("type")
         if kind == "reasoning":
             parts = conversation.content(item.get("content") or [], f"{where}.content")
@@ -214,8 +222,6 @@ def _items(values: Any, served: Served) -> list[dict[str, Any]]:
             message["reasoning_content"] = thought
         thought = None
         _append(made, message, is_call=kind != "message" and "role" not in item)
-    if not made:
-        raise wrong("input", "a text or a list with at least one message", values)
     return made
 
 

@@ -14,9 +14,6 @@ from .recipe import Recipe
 from .target import Target, other_matrices, paths_of, quantizable, size_of
 from .tied import sharing, tied_layers
 
-# {format in blocks of 256: the bits of its values in groups}: with scales about as many as the types that
-# llama.cpp takes in its place: 4.5 (Q4_0), 5.5 (Q5_0), 6 (Q5_1) and 8.5 bits (Q8_0).
-IN_GROUPS = {"q2_k": 4, "q3_k": 4, "iq4_xs": 4, "q4_k": 5, "q5_k": 6, "q6_k": 8}
 _EXCEPTIONS = "_moe_mps_exceptions"  # where a model's __dict__ has them
 
 
@@ -112,12 +109,13 @@ def _sizes(every: Mapping[str, Target], together: Mapping[str, list[str]]) -> Co
 
 def _fitting(target: Target, parameter: str, format: Format) -> Format:
     """The format, or one in groups where rows are not made of its blocks, as llama.cpp does it."""
-    if format.mode not in IN_GROUPS or (target.kind == "experts" and is_quantized(target.experts)):
+    bits = format.row.groupwise_bits
+    if bits is None or (target.kind == "experts" and is_quantized(target.experts)):
         return format
     columns = target.rows_first(target.dense(parameter)).shape[-1]
     if columns % format.multiple == 0 or columns % 32 != 0:
         return format
-    return Format(IN_GROUPS[format.mode], 64 if columns % 64 == 0 else 32)
+    return Format(bits, 64 if columns % 64 == 0 else 32)
 
 
 def _does_not_fit(weight: Tensor, format: Format) -> str | None:

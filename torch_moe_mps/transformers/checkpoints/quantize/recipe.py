@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ....ops._formats import INTEGERS
 from ....quantization import Format, requested_format
 
 SAME = "same"
@@ -127,7 +126,7 @@ def requested_recipe(
         for pattern, value in (overrides or {}).items()
     }
     exceptions |= dict.fromkeys([keep] if isinstance(keep, str) else keep)
-    more = usual.is_affine or usual.mode in INTEGERS
+    more = usual.is_affine or usual.integers is not None
     auto = _format("bits", AUTO_BITS, usual) if more and usual.bits < AUTO_BITS else None
     own = {"linear_bits": linear_bits, "embedding_bits": embedding_bits}
     linears, embeddings = (_format(name, SAME if b == AUTO else b, usual) for name, b in own.items())

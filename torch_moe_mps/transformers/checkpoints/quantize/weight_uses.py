@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from ...modules.functions import codes
+from ...modules.functions import names_in
 
 _READS = "the code around it reads its weight"
 _READS_WITHOUT_SOURCE = "the code around it, which has no source, reads a weight"
@@ -27,7 +27,7 @@ def weights_read_by(cls: type) -> dict[str, str]:
         method = inspect.unwrap(function) if inspect.isfunction(function) and "cuda" not in name else None
         if not isinstance(method, types.FunctionType):
             continue
-        names = _names_in(method.__code__)
+        names = names_in(method)
         called = {name: method.__globals__.get(name) for name in names}
         readers = {name: value for name, value in called.items() if _reads_weight(value)}
         if "weight" not in names and not readers:  # most are such, and to parse the source takes long
@@ -47,18 +47,13 @@ def weights_written_by(cls: type) -> frozenset[str]:
     written: set[str] = set()
     for name, function in vars(cls).items():
         method = inspect.unwrap(function) if inspect.isfunction(function) else None
-        if name != "_init_weights" and method is not None and "weight" in _names_in(method.__code__):
+        if name != "_init_weights" and method is not None and "weight" in names_in(method):
             written.update(filter(None, map(_written, (node for node, _ in _nodes_of(method) or ()))))
     return frozenset(written)
 
 
-def _names_in(code: types.CodeType) -> set[str]:
-    """The names of attributes and globals in code, and in functions within."""
-    return {name for item in codes(code) for name in item.co_names}
-
-
 def _reads_weight(value: Any) -> bool:
-    return isinstance(value, types.FunctionType) and "weight" in _names_in(value.__code__)
+    return isinstance(value, types.FunctionType) and "weight" in names_in(value)
 
 
 Nodes = list[tuple[ast.AST, ast.AST]]  # pairs: a node of a syntax tree, and the one that it stands in

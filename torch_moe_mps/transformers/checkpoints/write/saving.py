@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ....quantization import Format
 from ...basics.interface import experts_of, projections
-from ...basics.state import NOTHING, STATE
+from ...basics.state import state_in
 from ...modules.experts import NAME
 from ...modules.linears import OrderedLinear, formats_in
 from ...upstream.loading import revert_weight_conversion, seen_with
@@ -83,7 +83,7 @@ def _own_configs(model: nn.Module) -> None:
         if isinstance(config, PreTrainedConfig):
             module.config = copy.deepcopy(config, copies)
     for module in model.modules():
-        previous = module.__dict__.get(STATE, NOTHING).previous
+        previous = state_in(module).previous
         for attribute, (config, implementation) in previous.items():
             previous[attribute] = copies.get(id(config), config), implementation
 

@@ -1,0 +1,239 @@
+"""Files of cached prefixes: a folder of bounded size, and the thread that writes its files."""
+
+import errno
+import logging
+import os
+import queue
+import re
+import stat
+import sys
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from ..._text import first_line
+from ...transformers.caches.parts import Part, octets_of
+
+log = logging.getLogger(__name__)
+_MARKER, _VERSION = "torch_moe_mps prompts", "1"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FILE = re.compile(r"[0-9a-f]{32}/[0-9a-f]{32}(\.block|-[0-9]+\.state)")
+_AT_ONCE = 4  # parts that wait for the disk: a slow one delays nothing, and later parts wait in memory
+
+
+class Files:
+    """Files in a folder, of at most so many bytes: those unused longest go first. Any thread may ask.
+
+    Where the disk is full, they go, too, and `most` becomes their remaining size.
+
+    Args:
+        folder: made where it is not there.
+        most: bytes.
+
+    Attributes:
+        written_bytes: of all files so far.
+
+    Raises: OSError, ValueError with one line for a folder that is not ours, is of another version, cannot be
+        written, or is another server's.
+    """
+
+    def __init__(self, folder: Path, most: int):
+        self.folder, self.most, self.written_bytes = folder, most, 0
+        self._lock, self._held = threading.Lock(), _owned(folder)
+        self._sizes = _found(folder)  # {name: bytes}, unused longest first
+
+    @property
+    def nbytes(self) -> int:
+        with self._lock:
+            return sum(self._sizes.values())
+
+    def __contains__(self, name: str) -> bool:
+        with self._lock:
+            return name in self._sizes
+
+    def names(self) -> set[str]:
+        with self._lock:
+            return {*self._sizes}
+
+    def write(self, name: str, octets: bytes) -> None:
+        """Raises: OSError where nothing of the folder can make room."""
+        self._make_room(len(octets))
+        while True:
+            try:
+                self._write_file(self.folder / name, octets)
+                break
+            except OSError as error:
+                if error.errno not in _FULL or not self._sizes:
+                    raise
+                self.most = self.nbytes
+                self._make_room(len(octets))
+                gigabytes = self.most / 1e9
+                log.warning("the disk is full: %s takes at most %.2f GB from now on", self.folder, gigabytes)
+        with self._lock:
+            self._sizes[name] = len(octets)
+        self.written_bytes += len(octets)
+
+    def _write_file(self, path: Path, octets: bytes) -> None:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        unfinished = path.with_suffix(".new")
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            try:
+                file.write(octets)
+                file.flush()
+            except OSError:
+                unfinished.unlink(missing_ok=True)
+                raise
+        unfinished.replace(path)
+
+    def _make_room(self, octets: int) -> None:
+        with self._lock:
+            held = sum(self._sizes.values())
+            while self._sizes and held + octets > self.most:
+                name, size = self._sizes.popitem(last=False)
+                held -= size
+                (self.folder / name).unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        with self._lock:
+            self._sizes.pop(name, None)
+        try:
+            (self.folder / name).unlink(missing_ok=True)
+        except OSError:  # the folder is gone
+            return
+
+    def touch(self, names: list[str]) -> list[str]:
+        """Notes the use of files. Returns: those that are there, the last first: a prompt's end goes before
+        its beginning.
+        """
+        with self._lock:
+            used = [name for name in reversed(names) if name in self._sizes]
+            for name in used:
+                self._sizes.move_to_end(name)
+        return used
+
+    def renew(self, names: list[str]) -> None:
+        """Writes the use of files down, in this order, for the next start."""
+        now = time.time_ns()
+        for number, name in enumerate(names):
+            path = self.folder / name
+            if path.exists():
+                os.utime(path, ns=(now + number, now + number))
+
+    def close(self) -> None:
+        """Leaves the folder to others."""
+        os.close(self._held)
+
+
+class _End:
+    """The end of the writer's work."""
+
+
+class Writer:
+    """A thread that writes files.
+
+    Attributes:
+        has_failed: whether it writes nothing any more, which a line on stderr has said.
+    """
+
+    def __init__(self, files: Files):
+        self._files, self.has_failed = files, False
+        self._queued = set[str]()
+        self._queue: queue.Queue[Any] = queue.Queue(_AT_ONCE)
+        self._thread = threading.Thread(target=self._run, name="disk", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_behind(self) -> bool:
+        return self._queue.full()
+
+    def has(self, name: str) -> bool:
+        """Whether a file is there, or will be."""
+        return name in self._queued or name in self._files  # in this order: it is there before it leaves
+
+    def plan(self, name: str) -> None:
+        """Notes that a file will be put."""
+        self._queued.add(name)
+
+    def put(self, name: str, end: int, part: Part, classes: dict[int, Any]) -> None:
+        """Writes a part, up to its last position; waits while the thread is behind."""
+        self._queue.put((name, end, part, classes))
+
+    def touch(self, names: list[str]) -> None:
+        """Files were used."""
+        used = self._files.touch(names)
+        if not self.is_behind:
+            self._queue.put(used)
+
+    def close(self) -> None:
+        """Ends the thread behind its work."""
+        self._queue.put(_End)
+        self._thread.join()
+        self._files.close()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not _End:
+            if self.has_failed:
+                continue
+            try:
+                if isinstance(work, list):
+                    self._files.renew(work)
+                else:
+                    self._write(*work)
+            except Exception as error:  # a full disk, a folder that is gone
+                self.has_failed = True
+                folder, reason = self._files.folder, first_line(error)
+                line = f"torch-moe-mps: no prefixes are cached in {folder} any more: {reason}"
+                print(line, file=sys.stderr)
+
+    def _write(self, name: str, end: int, part: Part, classes: dict[int, Any]) -> None:
+        self._files.write(name, octets_of(part, classes, header(name, end)))
+        self._queued.discard(name)
+
+
+def header(name: str, end: int) -> str:
+    """Identity of a file: its key (model, adapters, dtype), prompt, kind, and its last position."""
+    return f"{name} {end}"
+
+
+def _owned(folder: Path) -> int:
+    """Makes a folder ours, for this process alone. Returns: the open file that says so.
+
+    Raises: OSError, ValueError with one line.
+    """
+    import fcntl
+
+    marker = folder / _MARKER
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not marker.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} has other files in it")
+        held = os.open(marker, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise OSError(f"{folder} cannot be used: {error.strerror}") from None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(held)
+        why = "another server uses it" if isinstance(error, BlockingIOError) else error.strerror
+        raise OSError(f"{folder} cannot be used: {why}") from None
+    version = os.pread(held, 64, 0).decode(errors="replace")
+    if not version:
+        os.pwrite(held, _VERSION.encode(), 0)
+    elif version != _VERSION:
+        os.close(held)
+        raise ValueError(f"{folder} is of another version ({first_line(version)})")
+    return held
+
+
+def _found(folder: Path) -> OrderedDict[str, int]:
+    """{name: bytes} of the files in a folder, unused longest first. Unfinished ones are removed."""
+    found = []
+    for path in folder.glob("*/*"):
+        name, about = f"{path.parent.name}/{path.name}", path.lstat()
+        if path.suffix == ".new":
+            path.unlink(missing_ok=True)
+        elif stat.S_ISREG(about.st_mode) and _FILE.fullmatch(name):
+            found.append((about.st_mtime_ns, name, about.st_size))
+    return OrderedDict((name, size) for _, name, size in sorted(found))

@@ -1,0 +1,3 @@
+#include "rope.h"
+
+INSTANTIATE("rope_centred", rope_heads<MOE_DTYPE, true>)

@@ -1,0 +1,23 @@
+"""Candidates of `generate(use_mtp=True)` of an accelerated model, by layers that are read once."""
+
+from typing import Any
+
+from ..upstream.speculative import MtpCache, MTPCandidateGenerator
+from .layers import config_of_mtp
+from .steps import mtp_layers
+
+
+class Candidates(MTPCandidateGenerator):
+    """Candidates of the layers that a model's checkpoint has for drafts.
+
+    All attributes are those of transformers' class, which would read the layers for each call, dense.
+    """
+
+    def __init__(self, model: Any, config: Any, processors: Any):
+        self.mtp_model = mtp_layers(model)
+        self.num_mtp_layers, self.device = self.mtp_model.num_mtp_layers, model.device
+        self.model_kwargs_overrides = {"output_hidden_states": -1}  # the last layer's alone
+        self.mtp_cache = MtpCache(config=config_of_mtp(model))
+        self.mtp_cache.activate_past_recording()
+        self.do_sample, self.logits_processor = config.do_sample, processors
+        self.is_main_model_prefill = True

@@ -1,0 +1,460 @@
+"""Layers behind a model that draft further tokens (multi-token prediction), in its checkpoint.
+
+Each is of the class of the model's layers, and quantised as the last one of these; by names that begin with
+mtp.0 and so on, recipes make exceptions.
+"""
+
+import copy
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ...ops._checks import Check
+from ...quantization import Format
+from ..basics.interface import experts_of
+from ..checkpoints.layouts.files import checkpoint_files, tensors_in
+from ..checkpoints.layouts.layout import Section
+from ..checkpoints.layouts.mlx.architectures import ARCHITECTURES, Architecture
+from ..checkpoints.layouts.mlx.names import type_of
+from ..checkpoints.layouts.others.schemes import METHODS
+from ..checkpoints.layouts.own.config import QuantizationConfig, is_mlx, is_ours
+from ..checkpoints.quantize.decision import exceptions_of, weights_of
+from ..checkpoints.quantize.importance import Importance
+from ..checkpoints.quantize.recipe import OF_MTP, Recipe, fits, no_such_weight, requested_recipe
+from ..checkpoints.quantize.sizes import quantized_sizes, total_bytes
+from ..checkpoints.quantize.target import Target, paths_of, quantizable
+from ..checkpoints.quantizer import Quantizer, quantizer_of
+from ..checkpoints.source import Source
+from ..checkpoints.write.parts import read_tensors
+from ..modules.experts import NAME
+from ..modules.linears import formats_in
+from ..upstream.loading import WeightRenaming, seen_with
+
+# Models whose configs do not say how many of these layers there are: they are counted in a checkpoint. Their
+# attention is full.
+_UNCOUNTED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_OF_QWEN, _NUMBERED = re.compile(r"^mtp\."), re.compile(r"^mtp\.layers\.(\d+)\.")
+_CHECK = Check("load")
+_FP8, _BITS_OF_FP8 = "fp8", 8
+_FOLDER = "_moe_mps_folder"  # where a model's __dict__ has that of a name on the Hub
+MTP = OF_MTP.rstrip(".")  # the entry of a checkpoint's quantisation with the formats of these layers
+
+
+class _Section:
+    """These layers of a checkpoint: a section of its files, which walks the road of all models.
+
+    Args:
+        model: whose layers they are; it may be without weights. Its config says how many there are.
+        source: the checkpoint.
+        recipe: for dense weights, and FP8 weights that get fewer bits; other quantised weights stay so. Its
+            exceptions are the model's.
+        importance: for quantisation.
+
+    Raises: ValueError for a checkpoint whose quantisation is not read here, for tensors that do not fit, and
+        for an exception for these layers alone that fits none of their weights, or none that is dense.
+    """
+
+    def __init__(self, model: Any, source: str, recipe: Recipe, importance: Importance | None = None):
+        self._dtype, self._found = model.dtype, _found(source, model)
+        self._layers, about, packed = _without_memory(model), _about(source, model), _packed_in(source)
+        if packed:
+            about.stored["modules"] = packed
+        self._mapping = _of_converted(model) if packed else _of_makers(self._layers, model)
+        wanted = _arguments(recipe, about.stored, self._layers)
+        own = None if importance is None else _own(importance)
+        quantization = about.quantization(wanted, requantize=False, importance=own)
+        self._quantizer: Quantizer | None = None
+        if quantization is not None:
+            files, section = [*map(str, self._found.files)], Section(self._found.names, self._mapping)
+            self._quantizer = quantizer_of(quantization, about, self._layers, files, section)
+            self._mapping = self._quantizer.update_weight_conversions(self._mapping, self._layers)
+
+    @property
+    def is_dense(self) -> bool:
+        return self._quantizer is None
+
+    def read(self) -> Any:
+        """transformers' module of these layers, with their weights, on the CPU."""
+        with ExitStack() as stack:
+            tensors: dict[str, Any] = {}
+            for file, names in self._found.files.items():
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+                tensors |= {name: opened.get_slice(name) for name in names}
+            how = self._mapping, self._quantizer, self._dtype, "cpu"
+            missing = read_tensors(self._layers, tensors, *how)
+        if self._quantizer is not None:
+            self._quantizer.place(self._layers)  # says what is missing, too
+        elif missing:
+            _CHECK.fail(f"{min(missing)} of the MTP layers", "in the checkpoint", "no such tensor")
+        self._layers.requires_grad_(False)
+        # Tensors that no checkpoint has are without elements: they stand for a dtype.
+        self._layers._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t)
+        return self._layers
+
+    def nbytes(self) -> int:
+        """Bytes of these layers, which need no memory for that."""
+        if self._quantizer is not None:
+            self._quantizer.place_empty(self._layers, lambda name: True)
+        return sum(tensor.nbytes for tensor in self._layers.state_dict().values())
+
+
+def _about(source: str, model: Any) -> Source:
+    """The checkpoint, whose quantisation applies to these layers, too.
+
+    Raises: ValueError for one that is not read here.
+    """
+    stored, config = PreTrainedConfig.get_config_dict(source)[0], PreTrainedConfig()
+    config.quantization_config, config.quantization = (
+        stored.get(name) for name in ("quantization_config", "quantization")
+    )
+    about = Source(source, {"config": config}, type(model))
+    if MTP in (of_mlx := about.stored.get("mlx") or {}):
+        about.stored = QuantizationConfig(modules={}).to_dict() | {"quant_method": NAME, MTP: of_mlx[MTP]}
+    if is_ours(about.stored) and not about.stored.get(MTP):
+        about.stored = {}  # they are dense
+    method = about.stored.get("quant_method")
+    if about.stored and not is_ours(about.stored) and method not in METHODS:
+        expected = f"dense, or quantised by {', '.join(METHODS)} or this package"
+        got = f"those of {'MLX' if 'mlx' in about.stored else method}"
+        raise ValueError(f"moe_mps::speculative: MTP layers must be {expected} in {source}, got {got}")
+    return about
+
+
+def note_folder(model: Any, folder: str) -> None:
+    """Lets a model know the folder of its revision: transformers keeps no more than a name on the Hub."""
+    if folder != model.config.name_or_path and Path(folder).is_dir():
+        vars(model)[_FOLDER] = folder
+
+
+def checkpoint_of(model: Any) -> str:
+    """The folder of a model's checkpoint, or its name on the Hub, where only transformers loaded it."""
+    noted: str | None = vars(model).get(_FOLDER)
+    name: str = model.config.name_or_path
+    return name if noted is None or not Path(noted).is_dir() else noted
+
+
+def named(layers: Any) -> nn.Module:
+    """A module that has these layers under the names of recipes and importance: mtp.0 and so on."""
+    return nn.ModuleDict({MTP: layers.layers})
+
+
+def _own(importance: Importance) -> Importance | None:
+    """The importance of these layers, by their names in transformers' module; None where it has none."""
+    means = {
+        f"layers.{name.removeprefix(OF_MTP)}": mean
+        for name, mean in importance.means.items()
+        if name.startswith(OF_MTP)
+    }
+    return replace(importance, means=means) if means else None
+
+
+def _exceptions(layers: Any, recipe: Recipe) -> dict[str, Format | None]:
+    """Exceptions that a model's recipe makes of these layers, by the names in transformers' module.
+
+    Raises: ValueError for one for these layers alone that fits none of their weights.
+    """
+    paths = paths_of(quantizable(named(layers)))
+    for pattern in recipe.of_mtp():
+        if not any(fits(pattern, path) for path in paths):
+            raise ValueError(no_such_weight(pattern))
+    found = {path: [format for p, format in recipe.overrides.items() if fits(p, path)] for path in paths}
+    return {f"layers.{path.removeprefix(OF_MTP)}": own[-1] for path, own in found.items() if own}
+
+
+def _arguments(recipe: Recipe, stored: Mapping[str, Any], layers: Any) -> dict[str, Any] | None:
+    """A recipe as arguments of `accelerate`; None for none, and where FP8 has as few bits."""
+    exceptions, method = _exceptions(layers, recipe), stored.get("quant_method")
+    if stored and method != _FP8 and (own := recipe.of_mtp()):
+        expected, got = "for MTP layers that are dense or in FP8", "quantised ones"
+        raise ValueError(f"moe_mps::quantize: the pattern {own[0]!r} must be {expected}, got {got}")
+    usual = recipe.experts or recipe.linears or next(filter(None, exceptions.values()), None)
+    if usual is None or is_ours(stored):
+        return None
+    if method == _FP8 and usual.bits >= _BITS_OF_FP8 and not exceptions:
+        return None
+    linears = None if recipe.linears is None else recipe.linears.to_dict()
+    dense = {} if recipe.experts or not experts_of(layers) else {"*.experts.*": None}
+    return usual.to_dict() | {"linear_bits": linears, "overrides": dense | exceptions}
+
+
+def recipe_of_last_layer(model: Any) -> Recipe:
+    """The formats of a model's last layer, with the exceptions of the recipe by which it was quantised."""
+    formats = _formats(model.get_decoder().layers[-1])
+    return Recipe(formats.get("experts"), formats.get("linears"), overrides=exceptions_of(model))
+
+
+def _packed_in(source: str) -> dict[str, str]:
+    """{name: format} of what a checkpoint that this package wrote has quantised of these layers."""
+    stored = PreTrainedConfig.get_config_dict(source)[0].get("quantization_config")
+    found: dict[str, str] = stored.get(MTP, {}) if stored and (is_ours(stored) or is_mlx(stored)) else {}
+    return found
+
+
+def _without_memory(model: Any) -> Any:
+    """transformers' module of these layers on the meta device, in the model's dtype, and nothing of it."""
+    from ..upstream.speculative import MtpModel
+
+    with torch.device("meta"):
+        result = MtpModel(model, model.config.get_text_config().num_mtp_layers).eval()
+    result.embed_tokens = result.shared_head = result.rotary_emb = None
+    for attribute in ("quantization_config", "quantization"):
+        vars(result.config).pop(attribute, None)
+    return result.to(model.dtype)
+
+
+def _of_makers(layers: Any, model: Any) -> list[Any]:
+    """transformers' conversions of tensors as the makers of a model name them.
+
+    Without entries in the model's own format: the layers are unchanged.
+    """
+    mapping: list[Any] = layers.get_weight_conversions(seen_with(model, _weight_conversions=None))
+    return mapping
+
+
+def _of_converted(model: Any) -> list[Any]:
+    """The conversions of tensors as `converted_mtp` names them."""
+    layers = range(model.config.get_text_config().num_mtp_layers)
+    return [WeightRenaming(f"^{re.escape(_prefix(model, n))}", f"layers.{n}.") for n in layers]
+
+
+def _prefix(model: Any, layer: int) -> str:
+    """Prefix of names of a quantised layer's tensors: transformers takes them for such a layer's."""
+    from ..upstream.speculative import MtpModel
+
+    names = MtpModel.get_mtp_weights_regex(model)
+    number = model.config.get_text_config().num_hidden_layers + layer
+    known = (f"model.layers.{number}.", f"mtp.layers.{layer}.", f"model.mtp.layers.{layer}.")
+    return next(prefix for prefix in known if names.search(f"{prefix}mtp_block.x"))
+
+
+def _formats(layer: Any) -> dict[str, Any]:
+    """{kind of weights: the format that most of them have}"""
+    experts = [*experts_of(layer).values()]
+    kinds: dict[str, Counter[Any]] = {"experts": Counter(), "linears": Counter()}
+    for module in layer.modules():
+        kinds["experts" if module in experts else "linears"].update(formats_in(module).values())
+    return {kind: result.most_common(1)[0][0] for kind, result in kinds.items() if result}
+
+
+def mtp_tensors(source: str, model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of these layers by their names in a checkpoint.
+
+    There are none in a GGUF file, and of a model for which transformers knows no names of them.
+    """
+    for file, names in _found(source, model).files.items():
+        with safe_open(file, framework="pt") as tensors:
+            for name in names:
+                yield name, tensors.get_tensor(name)
+
+
+def converted_mtp(
+    source: str, model: Any, packed: dict[str, str], importance: Importance | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of these layers for a checkpoint of a model that is quantised.
+
+    Those in MLX's layout have the same names, too: mlx-lm ignores them.
+
+    Args:
+        packed: takes what `_packed_in` gives of that checkpoint. Layers that a source has quantised stay so.
+        importance: see `_Section`.
+    """
+    model, before = _counted(model, source), _packed_in(source)
+    section = _Section(model, source, recipe_of_last_layer(model), importance)
+    if before or section.is_dense:
+        packed.update(before)
+        yield from mtp_tensors(source, model)
+        return
+    layers = section.read()
+    for name, module in layers.named_modules():
+        for parameter, format in formats_in(module).items():
+            packed[name if parameter == "weight" else f"{name}.{parameter}"] = str(format)
+    for name, tensor in layers.layers.state_dict().items():
+        layer, _, rest = name.partition(".")
+        yield f"{_prefix(model, int(layer))}{rest}", tensor
+
+
+def planned_mtp(source: str, model: Any) -> tuple[int, int]:
+    """Bytes of these layers in a checkpoint that has some, and in the one that `converted_mtp` makes of it.
+
+    Args:
+        model: without weights, as it will be quantised.
+    """
+    before = sum(_found(source, model).sizes.values())
+    section = _Section(_counted(model, source), source, recipe_of_last_layer(model))
+    return before, before if _packed_in(source) or section.is_dense else section.nbytes()
+
+
+def check_exceptions(source: str, model: Any, recipe: Recipe | None) -> None:
+    """Raises: ValueError for a recipe with an exception for these layers alone where it has no effect."""
+    if recipe is None or not (own := recipe.of_mtp()):
+        return
+    if not _found(source, model).sizes:
+        raise ValueError(no_such_weight(own[0]))
+    _Section(_counted(model, source), source, recipe)
+
+
+def read_mtp(model: Any) -> Any:
+    """transformers' module of these layers of a loaded model, on the CPU, quantised as its last layer."""
+    source = checkpoint_of(model)
+    return _Section(_counted(model, source), source, recipe_of_last_layer(model)).read()
+
+
+def left_out_mtp(source: str, model: Any, for_mlx: bool = False) -> str | None:
+    """Why a conversion has none of these layers of a checkpoint that has some; None where it has.
+
+    Args:
+        for_mlx: in MLX's layout mlx-lm must ignore them.
+    """
+    try:
+        _about(source, model)
+    except ValueError as error:
+        return str(error)
+    return _refused_by_mlx(_counted(model, source)) if for_mlx else None
+
+
+def _refused_by_mlx(model: Any) -> str | None:
+    """Why mlx-lm would not load a checkpoint with these layers, whose tensors it must ignore."""
+    config = model.config.get_text_config()
+    ignored = ARCHITECTURES.get(type_of(model.config), Architecture()).ignored
+    for name in (_prefix(model, number) for number in range(config.num_mtp_layers)):
+        if not ignored or not name.startswith(ignored.format(config.num_hidden_layers)):
+            got = f"a {config.model_type}, of which it refuses {name}*"
+            return f"moe_mps::speculative: their tensors must be some that mlx-lm ignores, got {got}"
+    return None
+
+
+def empty_mtp(model: Any, source: str) -> Any:
+    """transformers' module of these layers without memory; None where a checkpoint has none.
+
+    Where its weights are not here, its config says how many there are.
+    """
+    from ..upstream.speculative import MtpModel
+
+    config = model.config.get_text_config()
+    is_here = Path(source).is_file() or any(Path(source).glob("*.safetensors"))
+    if is_here and not _found(source, model).sizes:
+        return None
+    if not is_here:
+        try:
+            MtpModel.get_mtp_weights_regex(model)
+        except (TypeError, ValueError):  # transformers knows no names of them
+            return None
+        of_mlx = PreTrainedConfig.get_config_dict(source)[0].get("quantization", {MTP: {}})
+        if MTP not in of_mlx or not getattr(config, "num_mtp_layers", 0):
+            return None
+    return _without_memory(_counted(model, source) if is_here else model)
+
+
+def last_layer(model: Any, targets: Iterable[Target]) -> Recipe:
+    """The formats that the last layer of a model has with these targets."""
+    last = f".layers.{model.config.get_text_config().num_hidden_layers - 1}."
+    kinds: dict[bool, Counter[Format]] = {True: Counter(), False: Counter()}
+    for target in targets:
+        if last in f"{target.name}.":
+            kinds[target.kind == "experts"].update(target.formats.values())
+    experts, linears = (next((f for f, _ in kinds[kind].most_common(1)), None) for kind in (True, False))
+    return Recipe(experts, linears)
+
+
+def bytes_of_mtp(layers: Any, model: Any, targets: Iterable[Target], recipe: Recipe) -> int:
+    """Bytes of these layers beside a model with these targets, which a recipe gave it.
+
+    Raises: ValueError for an exception of these layers alone that fits nothing.
+    """
+    asked = _arguments(replace(last_layer(model, targets), overrides=recipe.overrides), {}, layers)
+    exact = None if asked is None else requested_recipe(**asked)
+    targets = weights_of(layers, exact or Recipe(None)).targets.values()
+    return total_bytes(layers.layers, quantized_sizes(targets))
+
+
+def has_mtp(model: Any, source: str | None = None) -> bool:
+    """Whether a checkpoint has such layers, by default the model's, and transformers knows their names."""
+    return bool(_found(checkpoint_of(model) if source is None else source, model).sizes)
+
+
+def require_mtp(model: Any) -> None:
+    """Raises: ValueError for a model whose checkpoint has no such layers."""
+    if not has_mtp(model):
+        expected = "a model whose checkpoint has MTP layers"
+        got = f"a {model.config.model_type} without them"
+        raise ValueError(f"moe_mps::speculative: mtp must be for {expected}, got {got}")
+
+
+class _Found(NamedTuple):
+    """The tensors of these layers in a checkpoint.
+
+    Attributes:
+        names: what their names look like.
+        files: {a file of the checkpoint: {name of a tensor of theirs in it: its bytes}}
+    """
+
+    names: re.Pattern[str] = re.compile("$.")
+    files: Mapping[Path, Mapping[str, int]] = {}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """{name of a tensor: its bytes}"""
+        return {name: size for names in self.files.values() for name, size in names.items()}
+
+
+def _found(source: str, model: Any) -> _Found:
+    """The tensors that a checkpoint has of the MTP layers for a model."""
+    from ..upstream.speculative import MtpModel
+
+    config = model.config.get_text_config()
+    known = getattr(config, "num_mtp_layers", 0) or config.model_type in _UNCOUNTED
+    known = known and model._keys_to_ignore_on_load_unexpected
+    if not known or not source or Path(source).is_file():
+        return _Found()
+    try:
+        names = MtpModel.get_mtp_weights_regex(model)
+    except ValueError:  # the known ones are of larger models
+        return _Found()
+    if config.model_type in _UNCOUNTED:  # their models of text ignore images, too
+        names = _OF_QWEN
+    times = {file.name: file.stat().st_mtime_ns for file in sorted(Path(source).glob("*.safetensors*"))}
+    return _read_headers(source, names, tuple(times.items()))
+
+
+@functools.lru_cache(maxsize=8)
+def _read_headers(source: str, names: re.Pattern[str], times: tuple[tuple[str, int], ...]) -> _Found:
+    """Result of `_found`, read once as long as files are of these times."""
+    files: dict[Path, dict[str, int]] = {file: {} for file in checkpoint_files(source)}
+    for file, name, dtype, shape in tensors_in(map(str, files)):
+        if names.search(name):
+            files[Path(file)][name] = prod(shape) * _bits_of(dtype) // 8
+    return _Found(names, files)
+
+
+def _bits_of(dtype: str) -> int:
+    """Bits of an element, by what safetensors calls its dtype."""
+    number = re.search(r"\d+", dtype)
+    return 8 if number is None else int(number[0])
+
+
+def _counted(model: Any, source: str) -> Any:
+    """The model as transformers' code of these layers takes it: its config says how many there are."""
+    if model.config.get_text_config().model_type not in _UNCOUNTED:
+        return model
+    names = _found(source, model).sizes
+    numbers = {int(found[1]) for name in names if (found := _NUMBERED.match(name))}
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    text.num_mtp_layers, text.mtp_layer_types = len(numbers), ["full_attention"] * len(numbers)
+    return seen_with(model, config=config)
+
+
+def config_of_mtp(model: Any) -> Any:
+    """The config of the layers of a model that draft."""
+    return _counted(model, checkpoint_of(model)).config.get_mtp_config()

@@ -1,0 +1,98 @@
+"""MTP layers, as they run: read once for a model, and quantised and accelerated as its own ones."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from ..basics.state import STATE, kv_bits_of, state_of
+from ..caches.cache import grow_cache
+from ..capture.calls import capture_calls, captures_of, wanted_capture
+from ..capture.candidates import DRAFTING
+from ..checkpoints.quantize.in_place import LOADED
+from .layers import config_of_mtp, named, read_mtp, require_mtp
+
+
+class MtpStep(PreTrainedModel):
+    """One of these layers, as a model whose calls for a few tokens are captured.
+
+    Args:
+        layers: as transformers has them, with the model's embedding and head.
+        number: of the layer.
+    """
+
+    def __init__(self, layers: Any, number: int):
+        super().__init__(PreTrainedConfig())  # transformers would change that of the layers
+        self.layers, self.number = layers, number
+
+    def forward(
+        self, input_ids: Tensor, states: Tensor, position_ids: Tensor, cache: Cache
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [1, 1, V] of the token behind the last one, and states [1, T, H] for the next layer.
+
+        Args:
+            input_ids: [1, T], each behind the token of its state.
+            states: [1, T, H], of the model, or of the layer before.
+            position_ids: [1, T], of the tokens.
+        """
+        result = self.layers.forward_layer(self.number, states, position_ids, cache, input_ids=input_ids)
+        return self.layers._project_to_logits(result[:, -1:]), result
+
+
+class MtpCounted:
+    """These layers of a loaded model, for importance.
+
+    Attributes:
+        named: they, by their names in recipes.
+    """
+
+    def __init__(self, model: Any):
+        self._model, self._layers = model, mtp_steps(model)[0].layers
+        self.named = named(self._layers)
+
+    def read(self, ids: Tensor, states: Tensor) -> None:
+        """Runs all of them for tokens [1, T] and the model's states [1, T, H]."""
+        cache, places = new_mtp_cache(self._model), torch.arange(ids.shape[1], device=ids.device)[None]
+        for layer in range(len(self._layers.layers)):
+            tokens, at = ids[:, layer + 1 :], places[:, layer + 1 :]
+            states = states[:, : tokens.shape[1]]
+            states = self._layers.forward_layer(layer, states, at, cache, input_ids=tokens)
+
+
+def mtp_layers(model: Any) -> Any:
+    """transformers' module of the layers of a model that draft, with its embedding and head.
+
+    Raises: ValueError for a model that has none.
+    """
+    if model not in DRAFTING:
+        require_mtp(model)
+        read = read_mtp(model)
+        if any(STATE in vars(module) for module in model.modules()):
+            for prepare in LOADED:
+                prepare(read.layers)
+        DRAFTING[model] = read
+    result = DRAFTING[model]
+    result.tie_with_main_model(model)
+    return result.to(model.device)
+
+
+def mtp_steps(model: Any) -> list[MtpStep]:
+    """The layers of a model that draft, one by one. Raises: ValueError for a model that has none."""
+    layers = mtp_layers(model)
+    steps = [MtpStep(layers, number).eval() for number in range(len(layers.layers))]
+    for step in steps:
+        state_of(step).kv_bits = kv_bits_of(model)
+        step.register_forward_pre_hook(grow_cache, with_kwargs=True)
+        if captures_of(model) is not None:
+            capture_calls(step, wanted_capture(None))
+    return steps
+
+
+def new_mtp_cache(model: Any) -> Any:
+    """An empty cache of these layers.
+
+    A layer reads its tokens in order, from the first one on: the masks are those of any cache, however far
+    its positions are from the model's.
+    """
+    return DynamicCache(config=config_of_mtp(model))
