@@ -197,15 +197,7 @@ def _router(traced: Traced, names: list[str]) -> Router:
     first, weights, ids = traced.result
     selection = selection_of(weights, ids)
     product, scale, linear = _product(first, before_widening(selection.logits))
-
-    def name_of(value: fx.Node | None) -> str | None:
-        source = before_widening(value)
-        name = source and (inputs.get(source) or source.meta.get(PATH))
-        if source is not None and name is None:
-            raise Unsupported(UNKNOWN)
-        return name
-
-    weight, bias, choice_bias = map(name_of, (linear[1], linear[2], selection.bias))
+    weight, bias, choice_bias = (_name_of(value, inputs) for value in (linear[1], linear[2], selection.bias))
     is_own = uncast(linear[0]) is traced.inputs[0] and choice_bias != names[0]
     if weight is None or not is_own or tensor_of(linear[0]).dtype != tensor_of(linear[1]).dtype:
         raise Unsupported(UNKNOWN)
@@ -229,6 +221,15 @@ def _router(traced: Traced, names: list[str]) -> Router:
         weights=_dtype(weights),
         parts=tuple({name.rpartition(".")[0] for name in (weight, bias, choice_bias) if name} - {""}),
     )
+
+
+def _name_of(value: fx.Node | None, inputs: dict[fx.Node, str]) -> str | None:
+    """The name of an input, or the path of a parameter; None for no value. Raises: Unsupported for others."""
+    source = before_widening(value)
+    name: str | None = source and (inputs.get(source) or source.meta.get(PATH))
+    if source is not None and name is None:
+        raise Unsupported(UNKNOWN)
+    return name
 
 
 def _product(first: fx.Node, logits: fx.Node) -> tuple[fx.Node, float, Any]:
