@@ -401,20 +401,24 @@ def _check(cache: Any, separate: Sequence[int]) -> None:
     if cache.offloading:
         raise NotBatchable("its cache is offloaded")
     for number, layer in enumerate(cache.layers):
-        if number in separate:
-            continue
         kind = type(layer).__name__.removeprefix("Growing")
+        if number in separate:
+            if not isinstance(layer, Made):  # not accelerated: nothing runs once a sequence
+                raise NotBatchable(f"a {kind} does not grow in place")
+            continue
         if declared(layer).batched is Batched.NEVER:
             raise NotBatchable(f"a {kind} cannot be batched")
         if getattr(layer, "record_past", False):
             raise NotBatchable("its cache holds draft tokens")
         state = LayerState(layer)
         for name, tensor in state.tensors().items():
-            memory, batch = getattr(tensor, growing.MEMORY, None), state.axes(name).batch
-            if memory is None and batch is not None and tensor.numel() > 0 and tensor.shape[batch] != 1:
+            batch, time = state.axes(name)
+            if getattr(tensor, growing.MEMORY, None) is not None or tensor.numel() == 0:
+                continue
+            if batch is not None and tensor.shape[batch] != 1:
                 raise NotBatchable(f"{name.key} of a {kind} is of {tensor.shape[batch]} sequences")
-            if memory is None and name.key in ("keys", "values") and tensor.dim() > 1:
-                raise NotBatchable(f"a {kind} does not grow in place")
+            if time is not None:
+                raise NotBatchable(f"{name.key} of a {kind} does not grow in place")
 
 
 def _check_alike(layer: Any, one: Any) -> None:
