@@ -82,6 +82,11 @@ def test_a_shader_has_the_tests_of_its_operators(file, among, beside):
     assert {among, MODELS} <= tests and not tests & {beside, LONG}
 
 
+def test_arguments_of_a_family_have_the_tests_of_its_operators():
+    tests = names("tests/support/ops/index.py")
+    assert {"ops/test_index.py", "ops/test_errors.py", LONG} <= tests and "ops/test_rope.py" not in tests
+
+
 @pytest.mark.parametrize("file", ["csrc/metal/encoder.mm", "csrc/tensors.h", "shaders/common.h"])
 def test_what_all_operators_share_has_the_tests_of_all(file):
     assert len(names(f"torch_moe_mps/{file}") & folder("ops")) > 15
@@ -241,6 +246,7 @@ def test_cases_of_other_operators_are_left_out():
         assert names >= norms and not names & others, file
     assert only("torch_moe_mps/shaders/norms.metal", "torch_moe_mps/shaders/rope.metal") >= norms | {"rope"}
     assert {"linear_quantized", "expert_qmm"} <= only("torch_moe_mps/shaders/matmul/dots.h")
+    assert only("tests/support/ops/pooling.py") == {"pool_window_"}
     assert {"rope", "rope_attention_"} <= only("torch_moe_mps/csrc/rope.mm", "torch_moe_mps/ops/rope.py")
     for file in (
         "csrc/metal/encoder.mm",

@@ -5,6 +5,7 @@ import functools
 import io
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from support import dependents
 from support.dependents import PACKAGE, REPOSITORY, imports
 from support.rooms import floor, graph
 
+from torch_moe_mps._weight_formats import ROWS
 from torch_moe_mps.ops import _activations, _checks, routing
+from torch_moe_mps.ops._samples import FAMILY_OF
 from torch_moe_mps.transformers import wiring
 
 
@@ -198,3 +201,53 @@ def test_comments_begin_with_the_thing():
     texts = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
     found = [(p, c) for p, text in texts.items() if IN_COMMENT.search(text) for c in comments(text)]
     assert not [(path, comment) for path, comment in found if IN_COMMENT.match(comment)]
+
+
+@functools.cache
+def words() -> dict[str, set[str]]:
+    """{file of the repository: the words in it, in lower case}"""
+    folders = ("torch_moe_mps", "tests", "docs", "scripts", "hub_kernels")
+    suffixes = {".py", ".mm", ".h", ".metal", ".md", ".txt"}
+    paths = [
+        path for folder in folders for path in (REPOSITORY / folder).rglob("*.*") if path.suffix in suffixes
+    ]
+    return {str(p.relative_to(REPOSITORY)): {*re.findall(r"\w+", p.read_text().lower())} for p in paths}
+
+
+def named_in(name: str) -> set[str]:
+    """The files that name an operator or a format."""
+    return {path for path, found in words().items() if name in found}
+
+
+def listed(section: str) -> set[str]:
+    """Paths that a section of CONTRIBUTING.md names, where <family> stands for any."""
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text().partition(f"\n## {section}\n")[2]
+    return set(re.findall(r"`((?:torch_moe_mps|tests|docs)/[^`\s]*\.\w+)`", text.partition("\n## ")[0]))
+
+
+GGUF = [name for name, row in ROWS.items() if not row.is_of_mlx]
+# Product files that name formats beside those that name each: a user's choice, an example, a type of its own.
+CHOICES = {
+    *("commands/arguments.py", "commands/recipes.py", "ops/_formats.py", "ops/quantized.py"),
+    *("shaders/matmul/grids.txt", "transformers/checkpoints/layouts/gguf/file.py"),
+}
+
+
+def test_the_files_that_a_format_needs():
+    found = {name: named_in(name) for name in GGUF}
+    assert set.intersection(*found.values()) == listed("Add a format")
+    others = {path for paths in found.values() for path in paths if path.startswith("torch_moe_mps/")}
+    assert others - listed("Add a format") == {f"torch_moe_mps/{path}" for path in CHOICES}
+
+
+def test_the_files_that_an_operator_needs():
+    """Those of its family, and those that name most operators."""
+    found, files = {name: named_in(name) for name in FAMILY_OF}, listed("Add an operator")
+    counts = Counter(path for paths in found.values() for path in paths)
+    most = {path for path, count in counts.items() if count > len(found) / 2}
+    assert most == {file for file in files if "<family>" not in file}
+    families = {file for file in files if "<family>" in file}
+    for name, family in FAMILY_OF.items():
+        assert f"torch_moe_mps/ops/{family}.py" in found[name]
+        assert f"tests/support/ops/{family}.py" in named_in(f"draw_{name}") & named_in(f"expected_{name}")
+    assert {"torch_moe_mps/ops/<family>.py", "tests/support/ops/<family>.py"} <= families

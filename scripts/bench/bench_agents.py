@@ -73,8 +73,8 @@ class Server:
     Attributes:
         begun: how many processes there have been.
         weights: bytes of the process when it begins to answer.
-        samples: of each process, its bytes beside kept prompts, and its objects.
-        most: the most bytes of the process beside what it has at its start, and of kept prompts.
+        samples: of each process, its bytes beside the prefix cache, and its objects.
+        most: the most bytes of the process beside what it has at its start, and of the prefix cache.
     """
 
     def __init__(self, model: Path, context: int, folder: Path, options: argparse.Namespace, log: Path):
@@ -129,21 +129,21 @@ class Server:
             self._process.wait()
 
     def look(self) -> None:
-        """Takes the memory of the process and of kept prompts."""
+        """Takes the memory of the process and of the prefix cache."""
         text = self._asked() or ""
         lines = [line.split() for line in text.splitlines() if not line.startswith("#") and "{" not in line]
         self.metrics = {name.removeprefix("moe_mps_"): float(value) for name, value in lines}
         seen = {"process": float(self._bytes() - self._at_start)}
-        seen |= {name: self.metrics.get(name, 0.0) for name in ("kept_prompts_bytes", "disk_bytes")}
+        seen |= {name: self.metrics.get(name, 0.0) for name in ("prefix_cache_bytes", "disk_bytes")}
         self.most = {name: max(value, self.most.get(name, 0.0)) for name, value in seen.items()}
 
     def sample(self) -> None:
-        """Takes the bytes of the process beside kept prompts, and its objects."""
+        """Takes the bytes of the process beside the prefix cache, and its objects."""
         assert self._process.stdout is not None
         self._process.send_signal(signal.SIGUSR1)
         objects = int(self._process.stdout.readline().split()[1])
         self.look()
-        kept = int(self.metrics["kept_prompts_bytes"])
+        kept = int(self.metrics["prefix_cache_bytes"])
         self.samples[-1].append((self._bytes() - kept, objects))
 
 
@@ -355,9 +355,9 @@ def table(played: Played, server: Server, options, seconds, wrong, tokens, again
         "tokens of prompts": f"{tokens:,}",
         "of these read again": f"{again:,} ({100 * again / tokens:.2f} %)",
         "MB beside the model, at most": f"{most['process']:.0f} of {room:.0f}",
-        "MB of kept prompts, at most": f"{most['kept_prompts_bytes']:.0f} of {kept:.0f}",
+        "MB of cached prefixes, at most": f"{most['prefix_cache_bytes']:.0f} of {kept:.0f}",
         "MB on the disk, at most": f"{most['disk_bytes']:.0f} of {disk:.0f}",
-        "MB of the longest server beside kept prompts": ", ".join(f"{b / 1e6:.0f}" for b, _ in samples),
+        "MB of the longest server beside cached prefixes": ", ".join(f"{b / 1e6:.0f}" for b, _ in samples),
         "objects of that server": ", ".join(f"{objects:,}" for _, objects in samples),
     }
     print("| | |\n| --- | --- |")

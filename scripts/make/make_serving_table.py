@@ -34,6 +34,17 @@ What `chat`, `serve` and `generate_batch` do with each architecture, found out w
 
 "-" stands for a model that does not generate text from tokens alone.
 
+Compressed and indexed attention of four architectures counts from a sequence's first token: it runs
+once for each sequence of a step, and everything else once for all. Launches of a token, of tiny models
+of two layers (`tests/transformers/models/test_launches.py`):
+
+| Architecture | One sequence | Four in a step | Four steps alone |
+|---|---|---|---|
+| deepseek_v4 | 45 | 117 | 180 |
+| glm5_next | 36 | 80 | 144 |
+| minimax_m3_vl | 21 | 38 | 84 |
+| qwen4_exp | 53 | 105 | 212 |
+
 | Architecture | Experts | mlx-lm | Batched | Prefix cache | Speculative |
 |---|---|---|---|---|---|
 """

@@ -595,7 +595,8 @@ def test_models_health_and_metrics(here, of_openai, of_anthropic):
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert float(values["moe_mps_generated_tokens_total"]) >= 3
     assert float(values['moe_mps_requests_total{path="/v1/chat/completions",status="200"}']) >= 1
-    assert {"moe_mps_rows_active", "moe_mps_rows_most", "moe_mps_cached_tokens_total"} <= values.keys()
+    names = "sequences_active", "sequences_most", "cached_tokens_total"
+    assert {f"moe_mps_{name}" for name in names} <= values.keys()
     described = {line.split()[2] for line in lines if line.startswith("# TYPE")}
     assert described == {name.partition("{")[0] for name in values}
 
@@ -710,7 +711,7 @@ def test_lines_of_the_log(here, of_openai, caplog):
     prompt = f"prompt {len(prompt_ids(here, 0))} tokens"
     name = raw.headers["x-request-id"]
     assert begins == f"{name} /v1/chat/completions: begins, {prompt}"
-    assert line.startswith(f"{name} /v1/chat/completions: waited 0.00 s, {prompt} (4 kept) in ")
+    assert line.startswith(f"{name} /v1/chat/completions: waited 0.00 s, {prompt} (4 cached) in ")
     assert ", answer 6 tokens in " in line and "tokens/s), stop" in line
 
 

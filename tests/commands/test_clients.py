@@ -202,7 +202,7 @@ def test_two_servers_behind_the_proxy(checkpoint, tmp_path):
             next(iter(long))
             for number in range(3):
                 assert ask("hello", f"b{number}", max_tokens=8).choices[0].message.content
-            counts = ("generated_tokens_total", "rows_active")
+            counts = ("generated_tokens_total", "sequences_active")
             assert all(sum(metric(url, name) for name in counts) > 0 for url in urls)
             for _ in long:
                 pass

@@ -19,11 +19,11 @@ from transformers.modeling_layers import MtpModel
 import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.quantization import quantize
-from torch_moe_mps.transformers import mtp
 from torch_moe_mps.transformers.checkpoints.source import Source
 from torch_moe_mps.transformers.modules.linears import formats_in
-from torch_moe_mps.transformers.mtp import left_out_mtp
-from torch_moe_mps.transformers.mtp_steps import mtp_steps
+from torch_moe_mps.transformers.mtp import layers as mtp
+from torch_moe_mps.transformers.mtp.layers import left_out_mtp
+from torch_moe_mps.transformers.mtp.steps import mtp_steps
 
 TEXT = "thequickbrownfoxjumpsoverthelazydog" * 20
 FOUR = ("--bits", "4", "--group-size", "32")

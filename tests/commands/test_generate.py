@@ -199,7 +199,7 @@ def test_a_full_disk_does_not_lose_the_answer(checkpoint, tmp_path, capsys):
         assert run(checkpoint, "--raw", "-p", "hello", "--max-tokens", 12, "--prompt-cache", file) == 0
     out, err = capsys.readouterr()
     assert out == expected(checkpoint, "hello") + "\n" and not [*tmp_path.iterdir()]
-    assert f"the prompt is not kept in {file}: " in err and "File too large" in err
+    assert f"the prefix is not cached in {file}: " in err and "File too large" in err
 
 
 def test_ctrl_c_ends_the_answer_and_keeps_the_prompt(checkpoint, tmp_path, capsys, monkeypatch):

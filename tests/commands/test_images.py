@@ -65,7 +65,7 @@ def test_generate(checkpoint, own, tmp_path, capsys, refused):
     assert main([*call, "--image", str(files[0]), "--image", str(files[1]), *kept]) == 0
     out, err = capsys.readouterr()
     assert out == own("<image><image>what", picture(0), picture(1)) + "\n"
-    assert "the prompt is not kept in " in err and "files keep only text, but it has images" in err
+    assert "the prefix is not cached in " in err and "files cache only text, but it has images" in err
     (tmp_path / "text.png").write_text("no picture")
     error = refused(*call, "--image", tmp_path / "text.png", progress=True)
     assert "cannot identify image file" in error

@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from support.ops.combine import clamped
 from support.oracles_experts import dequantise
-from support.oracles_operators import clamped
 from support.sweep import in_sweep
 from torch import Tensor
 

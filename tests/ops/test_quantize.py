@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from support.ops.quantize import group_sums, weighted_errors
 from support.oracles_experts import numbers_of
-from support.oracles_operators import checked, group_sums, weighted_errors
+from support.oracles_operators import checked
 from support.quantized_layers import ALL_FORMATS
 from support.values import DTYPES, awkward_weights
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from support.ops.quantize import weighted_errors
 from support.oracles_experts import SEARCHED, dequantise, numbers_of
-from support.oracles_operators import weighted_errors
 from support.quantized_layers import ALL_FORMATS
 from support.sweep import covering
 from support.values import DTYPES, awkward_weights

@@ -328,7 +328,8 @@ def test_a_full_disk_fails_no_answer(tmp_path, monkeypatch, capsys):
     asked = Asked(LONG)
     answer(model, disk, asked)
     assert asked.tokens == asked.expected(model)
-    line = f"torch-moe-mps: prompts are not kept in {tmp_path} any more: [Errno 28] No space left on device\n"
+    why = "[Errno 28] No space left on device"
+    line = f"torch-moe-mps: no prefixes are cached in {tmp_path} any more: {why}\n"
     assert capsys.readouterr().err == line and not [*tmp_path.glob("*/*")]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from support.any_arguments import Draws, arguments_of
+from support.any_arguments import Draws
 from support.layouts import LAYOUTS, surroundings
 from support.oracles_operators import check_tensor, expected, written
 from support.quantized_layers import lay_words
@@ -83,7 +83,7 @@ def place(values: Tensor, layout: Any, device: str) -> Tensor:
 @st.composite
 def calls(draw, name: str, faults: tuple[int, ...] = (0, 0, 1, 1, 2)) -> Call:
     d = Draws(draw)
-    arguments = arguments_of(name, d)
+    arguments = d.arguments_of(name)
     layouts = {n: d.one(*LAYOUTS) for n, v in arguments.items() if isinstance(v, Tensor)}
     faults = d.one(*faults)
     for _ in range(faults):

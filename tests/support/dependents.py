@@ -63,6 +63,8 @@ EVERYTHING = re.compile(
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Calls of every operator in every format, for minutes: only `scripts/test` runs them.
 ANY_ARGUMENTS = TESTS / "ops" / "test_any_arguments.py"
+# Arguments and oracles of each family of operators, which are imported by name.
+OF_FAMILIES = TESTS / "support" / "ops"
 TRIALS = PACKAGE / "transformers" / "trials"
 RULES = PACKAGE / "transformers" / "modules" / "rules"
 # Models on the simulated GPU: how operators work together.
@@ -314,7 +316,7 @@ def operators_of(path: Path) -> set[str]:
     if path.is_relative_to(PACKAGE / "csrc"):
         sources = {path} | including(path.with_suffix(".h"))
         families = [families_of(source)[source.stem] for source in sources if source.suffix == ".mm"]
-    elif path.parent == PACKAGE / "ops":
+    elif path.parent in (PACKAGE / "ops", OF_FAMILIES):
         using = {path} | {
             other for other in graph() if other.parent == path.parent and path in graph()[other]
         }
@@ -369,6 +371,8 @@ def dependents(path: Path) -> set[Path]:
         return of_source(path) - {ANY_ARGUMENTS} | {MODELS}
     if path.parent == PACKAGE / "ops" and path.stem in operators():
         return of_family(path.stem) - {ANY_ARGUMENTS} | {MODELS}
+    if path.parent == OF_FAMILIES and path.stem in operators():
+        return of_family(path.stem) | {ANY_ARGUMENTS, TESTS / "ops" / "test_errors.py"}
     if path.suffix == ".py":
         if path.parent == RULES:
             importing = {

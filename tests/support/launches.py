@@ -151,6 +151,12 @@ def operators_of_token(model: nn.Module) -> Counter[str]:
     return Counter(name for name in names if name not in FREE)
 
 
+def of_aten(model: nn.Module) -> Counter[str]:
+    """The operators of aten among them; the simulator counts the dispatches of the package's."""
+    ours = set(dir(torch.ops.moe_mps))
+    return Counter({name: n for name, n in operators_of_token(model).items() if name not in ours})
+
+
 class NotCaptured(Exception):
     """No token of a model is captured, and why."""
 
@@ -222,9 +228,7 @@ def captured_token(simulated, model: nn.Module, *given: Any, **options: object) 
         call = captured_call(model, *given, **options)
         with simulated.trace() as commands:
             call()
-    ours = set(dir(torch.ops.moe_mps))
-    others = {name: n for name, n in operators_of_token(model).items() if name not in ours}
-    return Counter(others) + kernels_of(commands)
+    return of_aten(model) + kernels_of(commands)
 
 
 def reason_against_capture(model: nn.Module) -> str | None:

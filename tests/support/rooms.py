@@ -30,6 +30,7 @@ FLOORS = (
     "transformers.families",
     "transformers.capture",
     "transformers.checkpoints",
+    "transformers.mtp",
     "transformers",
     "serving",
     "pipeline",

@@ -33,15 +33,6 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-class _Gone(argparse.Action):
-    """An option of earlier versions, whose name says what is there now."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, given: Any, value: Any, option: str | None = None
-    ) -> NoReturn:
-        parser.error(f"{option} has gone: {_GONE[str(option)]}")
-
-
 def parser() -> argparse.ArgumentParser:
     whole = _Parser("torch-moe-mps", description=DESCRIPTION, epilog=EPILOG)
     whole.add_argument("--version", action="version", version=f"torch-moe-mps {__version__}")
@@ -254,35 +245,27 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--prompt-memory": {
         "type": _number("of at least 0", lambda value: value >= 0),
         "metavar": "GB",
-        "help": "memory for prompts that are kept beside the last one (an eighth of the machine's)",
+        "help": "memory of the prefix cache beside the last prompt (an eighth of the machine's)",
     },
     "--prompt-folder": {
         "metavar": "DIR",
-        "help": "where prompts are kept that memory has no room for, and over restarts (the user's cache)",
+        "help": "the prefix cache on the disk: what memory has no room for, over restarts (the user's cache)",
     },
     "--prompt-disk": {
         "type": _number("of at least 0", lambda value: value >= 0),
         "metavar": "GB",
-        "help": "how large that folder may be; 0 keeps none (16, or a quarter of what the disk has free)",
+        "help": "size of that folder; 0 caches nothing on the disk (16, or a quarter of what is free)",
     },
     "--speculative": {
         "metavar": f"{LOOKUP}|{MTP}|{NO_DRAFTS}|MODEL",
-        "help": "tokens that are drafted: from repetitions in the text, by layers of the checkpoint, "
-        "none, or those of a small model or an assistant ({})",
+        "help": "speculative decoding: prompt lookup, MTP layers of the checkpoint, none, or a draft "
+        "model or assistant ({})",
     },
-    "--draft": {"action": _Gone, "help": argparse.SUPPRESS},
-    "--prompt-lookup": {"action": _Gone, "help": argparse.SUPPRESS},
 }
 _FROM_THE_HUB = ("--revision", "--trust-remote-code")
 _HOW_TO_RUN = ("--bits", "--group-size", "--kv-bits", "--device", "--dtype", *_FROM_THE_HUB)
 _MODEL_TO_RUN = ("model", *_HOW_TO_RUN, "--shares")
 _KEPT = ("--prompt-memory", "--prompt-folder", "--prompt-disk")
-_DRAFTS = ("--speculative", "--draft", "--prompt-lookup")
-_GONE = {
-    "--continuous-batching": "--parallel N answers N conversations together",
-    "--draft": "--speculative MODEL has a small model draft tokens",
-    "--prompt-lookup": "--speculative lookup drafts tokens from repetitions",
-}
 
 
 def _add(command: argparse.ArgumentParser, *names: str, of: str = "MODEL", **own: Any) -> None:
@@ -494,7 +477,7 @@ def _bench(command: argparse.ArgumentParser) -> None:
     add("--turn", type=_integer(1), default=64, metavar="N", help="tokens of a second turn (64)")
     add("--depth", type=_numbers, metavar="N,N", help="contexts (0,4096,16384, as far as the model reads)")
     add("--repeats", type=_integer(1), default=5, help="of each test, behind one that warms up (5)")
-    _add(command, *_DRAFTS, of=NO_DRAFTS)
+    _add(command, "--speculative", of=NO_DRAFTS)
     _add(command, "--json")
     add(
         "--bandwidth",
@@ -523,7 +506,7 @@ def _chat(command: argparse.ArgumentParser) -> None:
     kept = "keep the computed chat there, for the next one that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
     _add(command, "--prompt-memory")
-    _add(command, *_DRAFTS, of="lookup, and mtp where the checkpoint has it")
+    _add(command, "--speculative", of="lookup, and mtp where the checkpoint has it")
     command.set_defaults(parallel=1)
 
 
@@ -554,7 +537,7 @@ def _generate(command: argparse.ArgumentParser) -> None:
     kept = "keep the computed prompt there, for the next call that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
     _add(command, "--adapter", *_HOW_TO_RUN)
-    _add(command, *_DRAFTS, of=NO_DRAFTS)
+    _add(command, "--speculative", of=NO_DRAFTS)
     command.set_defaults(shares=None)  # it is for one process
 
 
@@ -562,9 +545,9 @@ def _serve(command: argparse.ArgumentParser) -> None:
     """Serve a model to clients of OpenAI and Anthropic, and a page to chat with it.
 
     Clients of OpenAI use the URL http://localhost:8000/v1, those of Anthropic http://localhost:8000, people
-    the page there. A request computes what is new in it: earlier turns of a chat and shared beginnings are
-    kept, in memory and on the disk, over restarts, too. Several are answered side by side, as agents ask
-    them; --parallel 1 answers one by one.
+    the page there. A request computes its new tokens alone: the prefix cache, in memory and on the disk, has
+    earlier turns and shared beginnings, over restarts, too. Sequences are batched continuously, as agents ask
+    for several; --parallel 1 runs them one by one.
 
     examples:
       torch-moe-mps serve qwen3-4bit --prompt-folder prompts --prompt-disk 50
@@ -574,12 +557,11 @@ def _serve(command: argparse.ArgumentParser) -> None:
     """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN, "--adapter", *_KEPT)
-    _add(command, *_DRAFTS, of="lookup, and mtp where the checkpoint has it")
-    together = "conversations answered together, at most (8 where memory takes them); 1 as generate() does"
+    _add(command, "--speculative", of="lookup, and mtp where the checkpoint has it")
+    together = "sequences in a batch, at most (8 where memory takes them); 1 as generate() does"
     add("--parallel", type=_integer(1), metavar="N", help=together)
     add("--host", default="localhost", help="address to listen on (localhost)")
     add("--port", type=_integer(0, 65535), default=8000, help="port to listen on (8000)")
-    add("--continuous-batching", action=_Gone, nargs=0, help=argparse.SUPPRESS)
     add("--api-key", metavar="KEY", help="what requests need as a bearer (MOE_MPS_API_KEY, or none)")
     add("--enable-cors", action="store_true", help="answer scripts of any web page")
     add(

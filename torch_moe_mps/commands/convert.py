@@ -34,8 +34,8 @@ from ..transformers.checkpoints.write.parts import Parts
 from ..transformers.checkpoints.write.plan import LoadPlan, planned
 from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
-from ..transformers.mtp import MTP, check_exceptions, converted_mtp, has_mtp, left_out_mtp, planned_mtp
-from ..transformers.mtp_steps import MtpCounted
+from ..transformers.mtp.layers import MTP, check_exceptions, converted_mtp, has_mtp, left_out_mtp, planned_mtp
+from ..transformers.mtp.steps import MtpCounted
 from ..transformers.upstream.utilities import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import packs, says_a_format
@@ -67,18 +67,8 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = tokenizer_of(source) if gguf else None
     arguments = None if packed else arguments_of(options, model)
     recipe: dict[str, Any] = {"recipe": arguments, "requantize": says_a_format(options)}
-    sizes_of = sizes_in_mlx if options.to == "mlx" else None
     speculative = _drafts(source, model, options.to == "mlx")
-    plan = planned(about, model, [str(file) for file in _weights(source)], **recipe, sizes_of=sizes_of)
-    foreign = {name for name, row in ROWS.items() if not row.is_of_mlx}
-    if options.to == "mlx" and (others := foreign & {weight.format for weight in plan.weights}):
-        has_not = " and ".join(sorted(others))
-        raise ValueError(f"--to mlx needs --bits, and a --mode of MLX's, which does not have {has_not}")
-    if speculative:
-        before, after = planned_mtp(source, model)
-        plan = plan._replace(before=plan.before + before, after=plan.after + after)
-    elif arguments is not None and _weights(source):
-        check_exceptions("", model, requested_recipe(**arguments))
+    plan = _planned(about, model, source, recipe, speculative, options.to == "mlx")
     if options.dry_run:
         print(plan.table())
     print(_sizes(plan))
@@ -89,6 +79,26 @@ def run(options: argparse.Namespace) -> None:
         errors = _convert(source, copied, options, recipe, importance, tokenizer, speculative)
         print(f"wrote {destination}, {_size_of_files(destination)}")
     write_json(options.json, plan.as_json(errors))
+
+
+def _planned(
+    about: Source, model: Any, source: str, recipe: dict[str, Any], speculative: bool, to_mlx: bool
+) -> LoadPlan:
+    """The plan of a conversion, MTP layers included. Raises: ValueError for formats that MLX does not have,
+    and for exceptions of a recipe that are for no weight.
+    """
+    files, sizes_of = [str(file) for file in _weights(source)], sizes_in_mlx if to_mlx else None
+    plan = planned(about, model, files, **recipe, sizes_of=sizes_of)
+    foreign = {name for name, row in ROWS.items() if not row.is_of_mlx}
+    if to_mlx and (others := foreign & {weight.format for weight in plan.weights}):
+        has_not = " and ".join(sorted(others))
+        raise ValueError(f"--to mlx needs --bits, and a --mode of MLX's, which does not have {has_not}")
+    if speculative:
+        before, after = planned_mtp(source, model)
+        return plan._replace(before=plan.before + before, after=plan.after + after)
+    if recipe["recipe"] is not None and files:
+        check_exceptions("", model, requested_recipe(**recipe["recipe"]))
+    return plan
 
 
 def _drafts(source: str, model: Any, to_mlx: bool) -> bool:

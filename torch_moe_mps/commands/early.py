@@ -59,7 +59,7 @@ def importing_torch(command: str) -> Iterator[None]:
 
 
 def alone(options: argparse.Namespace) -> str | None:
-    """The reason for which conversations are answered one after the other; None if nothing speaks for it."""
+    """Why sequences run sequentially, for a person; None where they are batched."""
     return "a pipeline of processes" if processes() > 1 else None
 
 

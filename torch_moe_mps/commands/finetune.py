@@ -10,7 +10,6 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from .results import locked, written_whole
 from .sources import check_generates, context_of, folder_of, load, skeleton_of, tokenizer_of, usable_device
 
 if TYPE_CHECKING:
+    from ..training import memory, steps
     from ..training.preferences import Task
 
 _CURVE, _CHECKPOINTS = "loss.svg", "checkpoints"
@@ -62,9 +62,7 @@ def _run(options: argparse.Namespace) -> None:
     ranks = memory.Ranks(options.rank, options.expert_rank, options.targets)
     targets = memory.short_names(model, memory.targets_in(model, options.targets))
     tokens = task.tokens if task else [len(example.ids) for example in (*examples, *held_out)]
-    rows, length = min(options.batch, len(tokens)), max(tokens)
-    if task:  # better answers and worse ones; all answers to a prompt
-        rows = 2 * rows if options.method == "dpo" else options.batch
+    rows, length = _rows(options, len(tokens)), max(tokens)
     weights, size = size_when_loaded(options, source, model, folder)
     peak = memory.peak_of(model, weights, ranks, rows, length, size)
     print(_predicted(peak, memory.parameters_of(model, ranks), rows, length), flush=True)
@@ -74,23 +72,13 @@ def _run(options: argparse.Namespace) -> None:
     folder = folder_of(options.model, options.revision)
     torch.manual_seed(options.seed)  # for the first weights of the adapter
     model = load(options, folder, device, trains=True)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    plan = steps.Plan(
-        options.batch, options.epochs, options.steps, options.learning_rate, options.seed, options.save_every
-    )
-    show: Callable[[str], None] = functools.partial(print, flush=True)
-    if task:
-        from ..training.preferences import Preferring
-
-        adapter = targets, ranks, options.model
-        training: steps.Training = Preferring(model, adapter, task, plan, output / _CHECKPOINTS, show)
-    else:
-        adapted = steps.with_new_adapter(model, targets, ranks, options.model)
-        training = steps.Training(adapted, examples, pad, plan, output / _CHECKPOINTS, show)
+    pad = next((each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0)
+    adapter = targets, ranks, options.model
+    training = _training(options, model, adapter, task or examples, pad)
     adapted = training.trainer.model
-    if held_out and "before" not in about:
-        about["before"] = steps.held_out_loss(adapted, held_out, options.batch, pad)
     if held_out:
+        if "before" not in about:
+            about["before"] = steps.held_out_loss(adapted, held_out, options.batch, pad)
         print(f"held-out loss before: {about['before']:.4f}", flush=True)
     _write(output, about)
     with at_ctrl_c(training.end):
@@ -104,6 +92,35 @@ def _run(options: argparse.Namespace) -> None:
         print(f"held-out loss after: {about['after']:.4f}")
     print(f"{_memory_taken(device) / 1e9:.2f} GB of memory were taken, at most: {_counted(device)}")
     _save(options, adapted, output, about, tokens[: len(tokens) - len(held_out)])
+
+
+def _rows(options: argparse.Namespace, examples: int) -> int:
+    """Rows of a step: of GRPO all answers to a prompt, of DPO better answers and worse ones."""
+    if options.method == "grpo":
+        return int(options.batch)
+    return min(options.batch, examples) * (2 if options.method == "dpo" else 1)
+
+
+def _training(
+    options: argparse.Namespace,
+    model: Any,
+    adapter: "tuple[list[str], memory.Ranks, str]",
+    data: "Task | list[Any]",
+    pad: int,
+) -> "steps.Training":
+    """The training of a new adapter, by a task of DPO or GRPO, or on examples."""
+    from ..training import steps
+
+    checkpoints, show = Path(options.output) / _CHECKPOINTS, functools.partial(print, flush=True)
+    plan = steps.Plan(
+        options.batch, options.epochs, options.steps, options.learning_rate, options.seed, options.save_every
+    )
+    if isinstance(data, list):
+        adapted = steps.with_new_adapter(model, *adapter)
+        return steps.Training(adapted, data, pad, plan, checkpoints, show)
+    from ..training.preferences import Preferring
+
+    return Preferring(model, adapter, data, plan, checkpoints, show)
 
 
 def _task(options: argparse.Namespace, tokenizer: Any, context: int) -> "Task | None":

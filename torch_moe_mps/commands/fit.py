@@ -43,7 +43,7 @@ from ..transformers.checkpoints.quantize.sizes import bytes_a_token, quantized_s
 from ..transformers.checkpoints.quantize.target import Target
 from ..transformers.checkpoints.quantizer import layout_of
 from ..transformers.checkpoints.source import Source
-from ..transformers.mtp import bytes_of_mtp, empty_mtp, last_layer
+from ..transformers.mtp.layers import bytes_of_mtp, empty_mtp, last_layer
 from .arguments import NO_DRAFTS
 from .caches import KVCache, kv_cache
 from .recipes import NAMED, arguments_of_recipe
@@ -222,14 +222,9 @@ def _drafts(
         for, for the draft or assistant of another model, and for what several Macs do not load.
     """
     wanted, layers = options.speculative, empty_mtp(model, folder)
-    if layers is None and (own := [pattern for size in sizes for pattern in size.recipe.of_mtp()]):
-        raise ValueError(no_such_weight(own[0]))
+    _check_drafts(options, sizes, layers is not None)
     if options.macs is not None:
-        if wanted not in (None, NO_DRAFTS, LOOKUP):
-            raise ValueError(f"--speculative must be {LOOKUP} or {NO_DRAFTS} with --macs, got {wanted}")
         return Drafts("", None)
-    if wanted == MTP and layers is None:
-        raise ValueError(f"--speculative {MTP} is for MTP layers, got {options.model} without them")
     if wanted in (None, MTP) and layers is not None:
         for size in sizes:
             size.speculative = bytes_of_mtp(layers, model, size.targets, size.recipe)
@@ -241,6 +236,17 @@ def _drafts(
     beside = _count_draft(options, model, sizes)
     both = None if cache is None or beside is None else cache + beside
     return Drafts(options.speculative, both)
+
+
+def _check_drafts(options: argparse.Namespace, sizes: Sequence[Size], has_mtp: bool) -> None:
+    """Raises: ValueError for drafts that the checkpoint does not have, or that several Macs do not load."""
+    wanted = options.speculative
+    if not has_mtp and (own := [pattern for size in sizes for pattern in size.recipe.of_mtp()]):
+        raise ValueError(no_such_weight(own[0]))
+    if options.macs is not None and wanted not in (None, NO_DRAFTS, LOOKUP):
+        raise ValueError(f"--speculative must be {LOOKUP} or {NO_DRAFTS} with --macs, got {wanted}")
+    if wanted == MTP and not has_mtp:
+        raise ValueError(f"--speculative {MTP} is for MTP layers, got {options.model} without them")
 
 
 def _count_draft(options: argparse.Namespace, model: Any, sizes: Sequence[Size]) -> KVCache | None:

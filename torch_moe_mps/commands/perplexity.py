@@ -2,7 +2,7 @@
 
 import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,7 @@ def run(options: argparse.Namespace) -> None:
     other = folder_of(options.against) if options.against else None
     for source in [*sources, *([other] if other else [])]:
         check_generates(options, source)
-    texts = [text_ids(source, options.text, options.trust_remote_code) for source in sources]
-    ids, first = texts[0]
-    for model, text in zip(options.model, texts, strict=True):
-        if not all(map(torch.equal, text, texts[0])):
-            raise ValueError(f"all models must have the tokenizer of {options.model[0]}, got {model}")
-    if len(ids) < 2:
-        raise ValueError(f"--text must have 2 tokens or more, got {len(ids)} in {options.text}")
+    ids, first = _text(options, sources)
     ids = ids[: options.tokens]
     pieces = windows(ids, first, options.window)
     print(f"{len(ids)} tokens in windows of {options.window}")
@@ -72,6 +66,20 @@ def run(options: argparse.Namespace) -> None:
         )
     if is_first_process():
         write_json(options.json, _as_json(options, len(ids), result))
+
+
+def _text(options: argparse.Namespace, sources: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """The tokens of the text, and those in front of it, as `text_ids` has them, for all of the models.
+
+    Raises: ValueError for models of several tokenizers, and for a text that is too short.
+    """
+    texts = [text_ids(source, options.text, options.trust_remote_code) for source in sources]
+    for model, text in zip(options.model, texts, strict=True):
+        if not all(map(torch.equal, text, texts[0])):
+            raise ValueError(f"all models must have the tokenizer of {options.model[0]}, got {model}")
+    if (count := len(texts[0][0])) < 2:
+        raise ValueError(f"--text must have 2 tokens or more, got {count} in {options.text}")
+    return texts[0]
 
 
 def _measured(

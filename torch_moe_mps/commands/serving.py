@@ -73,7 +73,7 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
 
 
 def _context_in(generator: Generator, most: int, options: argparse.Namespace, folder: str, model: Any) -> int:
-    """How many tokens of a conversation fit beside the weights, at most `most`; a line says where it is less.
+    """How many tokens of a sequence fit beside the weights, at most `most`; a line says where it is less.
 
     Layers of the checkpoint that draft have a cache as the model's last layer; a draft has its own. Where not
     even one token fits, the model answers all the same, as well as the system can.
@@ -88,24 +88,24 @@ def _context_in(generator: Generator, most: int, options: argparse.Namespace, fo
         return most
     space = f"fit into the {room / 1e9:.1f} GB beside the model"
     if context == 0:
-        print(f"No conversations {space}: it may be slow", file=sys.stderr)
+        print(f"No sequences {space}: it may be slow", file=sys.stderr)
         return most
-    line = f"Conversations have at most {context:,} tokens, of {most:,} that the model reads: no more {space}"
+    line = f"Sequences have at most {context:,} tokens, of {most:,} that the model reads: no more {space}"
     print(line, file=sys.stderr)
     return context
 
 
 def rows_of(options: argparse.Namespace) -> int:
-    """How many conversations are answered together, at most; a line says why they are answered in turn."""
+    """How many sequences are batched, at most; a line says why they run sequentially."""
     reason = alone(options)
     if options.parallel is not None or reason is None:
         return options.parallel or MOST_ROWS
-    print(f"{reason}: conversations are answered one after the other", file=sys.stderr)
+    print(f"{reason}: sequences run sequentially", file=sys.stderr)
     return 1
 
 
 def _generator(options: argparse.Namespace, most: int, model: Any, folder: str, device: str) -> Generator:
-    """A generator of one conversation after the other, or of several as far as the memory goes."""
+    """The engine on its thread, or what refuses jobs for a model that generates nothing."""
     if not model.can_generate():
         return EncoderThread()
     prompts = prompts_of(options)
@@ -115,8 +115,8 @@ def _generator(options: argparse.Namespace, most: int, model: Any, folder: str, 
 
 
 def _closed(generator: Generator) -> None:
-    """Ends what generates; a Ctrl-C meanwhile loses no prompts, a second one does."""
-    line = "torch-moe-mps: prompts are being written; Ctrl-C once more leaves them"
+    """Ends what generates; a Ctrl-C meanwhile loses no cached prefix, a second one does."""
+    line = "torch-moe-mps: the prefix cache is being written; Ctrl-C once more leaves it"
     with at_ctrl_c(lambda: print(line, file=sys.stderr)):
         generator.close()
 
@@ -160,10 +160,10 @@ def disk_of(options: argparse.Namespace) -> Disk | None:
         gigabytes = options.prompt_disk or min(_DISK, shutil.disk_usage(folder).free / 4e9)
         disk = Disk(folder, int(gigabytes * 1e9))
     except (OSError, ValueError, RuntimeError) as error:
-        print(f"torch-moe-mps: prompts are not kept on the disk: {error}", file=sys.stderr)
+        print(f"torch-moe-mps: no prefixes are cached on the disk: {error}", file=sys.stderr)
         return None
-    line = f"Prompts are kept in {folder}, {disk.files.nbytes / 1e9:.1f} of at most {gigabytes:.1f} GB"
-    print(f"{line}; --prompt-disk 0 keeps none", file=sys.stderr)
+    line = f"The prefix cache is in {folder}, {disk.files.nbytes / 1e9:.1f} of at most {gigabytes:.1f} GB"
+    print(f"{line}; --prompt-disk 0 disables it", file=sys.stderr)
     return disk
 
 

@@ -16,7 +16,7 @@ from ..serving.speculative.dflash import is_dflash, require_assistant
 from ..serving.speculative.draft import require_tokens
 from ..serving.speculative.drafting import Drafting
 from ..transformers.checkpoints.source import Source
-from ..transformers.mtp import has_mtp, recipe_of_last_layer
+from ..transformers.mtp.layers import has_mtp, recipe_of_last_layer
 from .arguments import NO_DRAFTS
 from .caches import KVCache, block_cache, kv_cache
 from .sources import folder_of, loading_options, skeleton_of, tokenizer_of

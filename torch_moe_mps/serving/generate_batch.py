@@ -53,16 +53,14 @@ def generate_batch(
             without a seed they follow one from the system's entropy.
         logits_processor: N lists of processors of the logits of one prompt each.
         streamer: N objects with `put`, which gets the tokens of the answer one by one, and `end`; or None.
-        speculative: the drafter of tokens that are verified together, so that one call gives several:
-            "lookup" takes them from repetitions in the conversations, "mtp" from layers that the checkpoint
-            has for it, a small model of the same vocabulary generates them, a DFlash assistant makes a block
-            of them, an object with `draft(rows)` and `accepted(rows, counts)` knows them
-            (`serving/speculative/drafter.py`); of a list, the first that has some. As many are drafted as
-            the times of steps show to pay, each source by what of its own held. Answers are
-            those without drafts, drawn ones with a seed, too, up to rounding: kernels for several tokens
-            add in another order. Of models whose conversations take turns, or that read a prompt in one
-            call, none are drafted, and a line of the log says so.
-        draft_width: tokens that are drafted for a row, from 1 to 7; None leaves it to the times.
+        speculative: the drafter: "lookup" for prompt lookup, "mtp" for MTP layers of the checkpoint, a draft
+            model of the same vocabulary, a DFlash assistant, or an object with `draft(rows)` and
+            `accepted(rows, counts)` (`serving/speculative/drafter.py`); of a list, the first that has draft
+            tokens. Their number follows from the times of steps and each drafter's acceptance rate. Answers
+            are those without speculative decoding, up to rounding, sampled ones with a seed, too: kernels for
+            several tokens add in another order. Models that are not batchable, or must compute a prompt in
+            one call, draft none, and a line of the log says so.
+        draft_width: draft tokens of a sequence in a step, from 1 to 7; None chooses them by the times.
         progress: shows the progress on stderr.
 
     Returns: N tensors of the new tokens [M], on the CPU, in the order of the prompts; with the token that

@@ -142,9 +142,8 @@ def accelerate(
     keep_resident(model)
     for device in {weight.device for weight in weights_in(model)}:
         synchronize(device)
-    reasons = {(row.cls, row.reason) for row in report.left_alone if row.kind == "experts"}
-    for cls, reason in sorted(reasons):
-        warnings.warn(f"torch_moe_mps: {cls} is left alone: {reason}", stacklevel=2)
+    for line in report.experts_left_alone:
+        warnings.warn(f"torch_moe_mps: {line}", stacklevel=2)
     if wanted is not None and not any(map(has_quantized_weights, model.modules())):
         warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)
     return report
@@ -197,10 +196,15 @@ def _replace_others(model: nn.Module, report: Report, experts: Collection[str]) 
         if name in routers or done or "attention" in type(module).__name__.lower():
             routes = any(one.operator in ("moe_router", "moe_hash_router") for one in done)
             report.add(name, module, "router" if name in routers or routes else "other", done, reason)
-    for name, module in model.named_modules():
-        if name not in experts and not is_rewritten(module) and (reason := _other_experts(name, module)):
-            report.add(name, module, "experts", (), reason)
+    _add_other_experts(model, report, experts)
     use_attention(attentions.values())
+
+
+def _add_other_experts(model: nn.Module, report: Report, known: Collection[str]) -> None:
+    """Notes the experts that no operator runs, and why."""
+    for name, module in model.named_modules():
+        if name not in known and not is_rewritten(module) and (reason := _other_experts(name, module)):
+            report.add(name, module, "experts", (), reason)
 
 
 def _replace_calls(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
@@ -291,7 +295,7 @@ def _require_layers_of(model: nn.Module, wanted: Recipe | None) -> None:
     found: Any = next((module for module in model.modules() if hasattr(module, "get_decoder")), None)
     if found is None:
         raise ValueError(no_such_weight(own[0]))
-    from .mtp import check_exceptions, checkpoint_of
+    from .mtp.layers import check_exceptions, checkpoint_of
 
     check_exceptions(checkpoint_of(found), found, wanted)
 

@@ -124,19 +124,10 @@ def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> dict[str,
         prompts, of captured steps, and of 256 keys or more.
     """
     files = {LIBRARY_OF.get(name, FAMILY_OF[name]) for name in operators}
-    first, later, experts = set[str](), set[str](), set[int]()
-    for module, dtype in _on_mps(model):
-        for format in formats_in(module).values():
-            first.add(f"quantized_{format}_{dtype}")
-            first.update(f"quantized_heads_{format}_{dtype}" for _ in files & {"heads"})
-            later.update(f"quantized_{part}_{format}_{dtype}" for part in ("joined", "few", "prompts"))
-        if is_experts(module):
-            later.add("bucket_i64")  # routers give such ids
-            experts.add(next(weights_in(module, recurse=False)).shape[0])
-            first.update(() if is_quantized(module) else (f"experts_{dtype}",))
+    first, later = _libraries_of_weights(model, "heads" in files)
     dtypes = {name.rpartition("_")[2] for name in first}
     widths = attention_widths(model) if "attention" in files else []
-    routing = routing_libraries(experts) if "routing" in files else []
+    routing = routing_libraries(_numbers_of_experts(model)) if "routing" in files else []
     further = {FURTHER[file] for file in files & FURTHER.keys()}
     further |= {f"attention_turned_{width}" for width in widths if "rope" in files}
     files |= {*routing, *(f"attention_{width}" for width in widths)}
@@ -147,6 +138,31 @@ def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> dict[str,
     if kv_bits_of(model) == CACHE_BITS:
         first.update(name for dtype in dtypes if widths for name in cache_libraries(model, dtype))
     return {name: name in first for name in torch.ops.moe_mps._libraries() if name in first | later}
+
+
+def _libraries_of_weights(model: nn.Module, in_heads: bool) -> tuple[set[str], set[str]]:
+    """The libraries that multiply a model's weights in its first token, and those of captured steps, of a few
+    tokens and of prompts.
+
+    Args:
+        in_heads: whether weights are multiplied a head, too.
+    """
+    first, later = set[str](), set[str]()
+    for module, dtype in _on_mps(model):
+        for format in formats_in(module).values():
+            first.add(f"quantized_{format}_{dtype}")
+            if in_heads:
+                first.add(f"quantized_heads_{format}_{dtype}")
+            later.update(f"quantized_{part}_{format}_{dtype}" for part in ("joined", "few", "prompts"))
+        if is_experts(module):
+            later.add("bucket_i64")  # routers give such ids
+            first.update(() if is_quantized(module) else (f"experts_{dtype}",))
+    return first, later
+
+
+def _numbers_of_experts(model: nn.Module) -> set[int]:
+    modules = (module for module, _ in _on_mps(model) if is_experts(module))
+    return {next(weights_in(module, recurse=False)).shape[0] for module in modules}
 
 
 def routing_libraries(experts: Iterable[int]) -> list[str]:

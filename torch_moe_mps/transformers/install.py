@@ -43,9 +43,9 @@ def is_rewritten(module: nn.Module) -> bool:
 @on_the_cpu()  # for tensors that a model's functions are tried on
 def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
     """Rewrites a module's forward. Returns: what was replaced in it, and if that is nothing, the reason."""
-    if is_rewritten(module) and not _is_on_top(module):
-        return [], "a class was put on top of the one that was rewritten"
     if is_rewritten(module):
+        if not _is_on_top(module):
+            return [], "a class was put on top of the one that was rewritten"
         restore_module(module)
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
         return [], "its forward was replaced on the instance"

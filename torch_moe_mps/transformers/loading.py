@@ -24,7 +24,7 @@ from .checkpoints.quantizer import Quantizer
 from .checkpoints.source import NO_MODEL, Source
 from .compiling import compile_kernels
 from .modules.experts import NAME
-from .mtp import check_exceptions, note_folder
+from .mtp.layers import check_exceptions, note_folder
 from .self_check import allowed, working_kv_bits
 
 
@@ -108,16 +108,21 @@ def from_pretrained(
             model, info = _read(source, kwargs)
         _check_complete(sorted(info["missing_keys"]))
         note_folder(model, source.folder)
-        if not isinstance(getattr(model, "hf_quantizer", None), Quantizer):
-            done = accelerate(model.eval(), importance=importance, **({} if recipe is None else asked))
-            if recipe is not None:
-                model.hf_quantizer.report = done.quantization
-        if kv_bits is not None and own_code(model) is None:
-            grow_caches_in_place(model, working_kv_bits(model, kv_bits))
-            compile_kernels(model)
+        _accelerate(model, importance, None if recipe is None else asked, kv_bits)
     if loading is not None:
         loading.finish(model)
     return (model, info) if with_info else model
+
+
+def _accelerate(model: Any, importance: Any, asked: dict[str, Any] | None, kv_bits: int | None) -> None:
+    """Accelerates a model that was read, unless its quantizer has, and sets the bits of its caches."""
+    if not isinstance(getattr(model, "hf_quantizer", None), Quantizer):
+        done = accelerate(model.eval(), importance=importance, **(asked or {}))
+        if asked is not None:
+            model.hf_quantizer.report = done.quantization
+    if kv_bits is not None and own_code(model) is None:
+        grow_caches_in_place(model, working_kv_bits(model, kv_bits))
+        compile_kernels(model)
 
 
 def _check_drafting(recipe: Recipe | None, source: Source) -> None:

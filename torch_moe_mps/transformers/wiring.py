@@ -49,7 +49,7 @@ def _declared() -> list[Family]:
 
 
 def _candidates(*given: Any) -> Any:
-    from .candidates import Candidates  # subclasses code of transformers, which is not complete yet
+    from .mtp.candidates import Candidates  # subclasses code of transformers, which is not complete yet
 
     return Candidates(*given)
 

@@ -12,7 +12,7 @@ from simulator.apple.facts import START_US, Gpu
 from .tokens import TOKENS
 
 HOSTS_MS = (0.3, 0.6, 1.2)
-CONVERSATIONS = (1, 8)
+SEQUENCES = (1, 8)
 _MOST_TOKENS = 64
 _AHEAD = 1  # steps
 
@@ -35,17 +35,17 @@ def idle_ms(host_ms: float, gpu_ms: float, ahead: int) -> float:
 def table(gpus: list[Gpu]) -> Iterator[str]:
     """The lines of a table in Markdown."""
     hosts = " | ".join(f"host {host_ms:g} ms" for host_ms in HOSTS_MS)
-    yield f"| predicted | chip | conversations | GPU, ms | {hosts} |"
+    yield f"| predicted | chip | sequences | GPU, ms | {hosts} |"
     yield f"| --- | --- | ---: | ---: |{' ---: |' * len(HOSTS_MS)}"
     for token in TOKENS:
         for gpu in gpus:
-            for conversations in CONVERSATIONS:
-                step = token if conversations == 1 else token.verifying(conversations)
+            for sequences in SEQUENCES:
+                step = token if sequences == 1 else token.verifying(sequences)
                 gpu_ms = step.ms(gpu, START_US[0], 1.0)
                 cells = []
                 for host_ms in HOSTS_MS:
                     before, after = (idle_ms(host_ms, gpu_ms, n) for n in (0, _AHEAD))
                     gain = (gpu_ms + before) / (gpu_ms + after)
                     cells.append(f"{before:.2f}, {after:.2f} ({gain:.2f})")
-                line = f"| {token.model} | {gpu.name} | {conversations} | {gpu_ms:.1f}"
+                line = f"| {token.model} | {gpu.name} | {sequences} | {gpu_ms:.1f}"
                 yield f"{line} | {' | '.join(cells)} |"

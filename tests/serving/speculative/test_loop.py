@@ -225,7 +225,7 @@ def test_an_answer_waits_until_there_is_room_for_what_is_pending(architecture):
     rows, cache = BatchedCache(model, deferrable_layers(model)), new_cache(model)
     with torch.no_grad():
         model(many[0][None], **cache_argument(model, cache))
-    rows.join(cache, len(many[0]))
+    rows.admit(cache, len(many[0]))
     layers = [vars(layer).get("uncommitted", {}).values() for layer in rows.cache.layers]
     pending = sum(p.nbytes for p in itertools.chain(*layers) if p.is_floating_point())
     assert (pending > 0) == (architecture != "qwen3_moe")
@@ -257,9 +257,12 @@ def test_a_source_that_fails_ends_no_answer(draft, caplog):
 
 
 BAD = [
-    ({"speculative": "looked"}, "drafts must be None, 'lookup', 'mtp', a draft model or .*, got 'looked'"),
+    (
+        {"speculative": "looked"},
+        "batch: speculative must be None, 'lookup', 'mtp', a draft model or .*, got 'looked'",
+    ),
     ({"speculative": 3}, "got a int"),
-    ({"speculative": "lookup", "draft_width": 0}, "width must be from 1 to 7, got 0"),
+    ({"speculative": "lookup", "draft_width": 0}, "batch: draft_width must be from 1 to 7, got 0"),
     ({"speculative": "lookup", "draft_width": 100}, "got 100"),
 ]
 

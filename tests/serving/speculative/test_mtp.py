@@ -24,7 +24,7 @@ from torch_moe_mps.serving.speculative.prompt_lookup import Lookup
 from torch_moe_mps.serving.speculative.width import Width
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
-from torch_moe_mps.transformers.mtp_steps import mtp_steps
+from torch_moe_mps.transformers.mtp.steps import mtp_steps
 
 pytestmark = pytest.mark.slow("two models, and each step's drafts by transformers' code")
 MODELS = [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 2), ("mellum", 1)]

@@ -12,7 +12,9 @@ from support.launches import (
     kernels_of,
     launches_by_type,
     model_on_mps,
+    of_aten,
     operators_of_token,
+    prompted,
 )
 from support.mtp import with_mtp
 from support.speculative import Answered, prompts, settings
@@ -20,8 +22,10 @@ from support.sweep import in_sweep, rows_in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.serving.speculative.mtp import Mtp
+from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 from torch_moe_mps.transformers.deferred_states import deferrable_layers
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 # Launches of each type of layer for one token of a bfloat16 model in 4 bit, and those of layers that run
 # module by module. With the first layer count the tables of angles, 3 launches, which others share; gemma4
@@ -129,6 +133,36 @@ EIGHT_ROWS = {
 def test_launches_of_a_layer_for_eight_rows(simulated, architecture):
     found = captured_by_type(simulated, accelerated(architecture), rows=8)
     check_types(of_layers(found), EIGHT_ROWS[architecture])
+
+
+# Launches of a token of one sequence and of four in one step, whose layers that count from a sequence's first
+# token run once for each: two layers of each model. docs/models.md has these numbers.
+SEQUENCES = {
+    "deepseek_v4": (45, 117),
+    "glm5_next": (36, 80),
+    "minimax_m3_vl": (21, 38),
+    "qwen4_exp": (53, 105),
+}
+
+
+@pytest.mark.slow("a model of tiny layers is captured twice")
+@pytest.mark.parametrize("architecture", in_sweep(SEQUENCES, ("minimax_m3_vl",)))
+def test_launches_of_sequences_with_layers_of_their_own(simulated, architecture):
+    model, found = accelerated(architecture), {}
+    captures, token = captures_of(model), torch.full((4, 1), 5, device="mps")
+    for count in (1, 4):
+        captures.clear()
+        rows = BatchedCache(model, deferrable_layers(model))
+        with simulated.dropped(), torch.no_grad():
+            for length in (9, 17, 25, 33)[:count]:
+                rows.admit(prompted(model, [*range(1, length + 1)]), length)
+            for _ in range(9):
+                with simulated.trace() as commands:
+                    model(token[:count], **cache_argument(model, rows.cache), **rows.arguments())
+                rows.advance()
+                if captures.reason is None:  # a token that fills a window is another call
+                    found[count] = (of_aten(model) + kernels_of(commands)).total()
+    assert (found[1], found[4]) == SEQUENCES[architecture]
 
 
 # Launches of each type of layer for two to four tokens of one conversation, of which all but the first are

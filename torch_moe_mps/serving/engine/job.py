@@ -139,10 +139,10 @@ class Generator(Protocol):
 
     Attributes:
         most: jobs that are generated together, at most.
-        active: jobs that are generated now, those whose prompt is being read included.
+        active: jobs that are generated now, those in prefill included.
         waiting: jobs that were submitted and have not begun.
         read_tokens: of all prompts so far that were computed.
-        cached_tokens: of all prompts so far that were kept and not computed again.
+        cached_tokens: of all prompts so far, from the prefix cache.
         draft_tokens: so far, accepted and rejected.
         death: why it generates nothing any more: its thread has ended by an error; None while it lives.
         memory: the budget of the model; None is none.
@@ -178,11 +178,11 @@ class Generator(Protocol):
         """Calls a function on the thread of the device, between two steps."""
 
     def prompts_held(self) -> tuple[int, int]:
-        """How many prompts are kept, and their bytes."""
+        """How many prefixes are cached, and their bytes."""
 
     @property
     def disk(self) -> "Disk | None":
-        """Where prompts are kept beside memory."""
+        """The prefix cache on a disk."""
 
     def close(self) -> None:
         """Ends all jobs within a step as cancelled, writes the prefix cache's files, and ends the thread."""

@@ -37,7 +37,7 @@ class DeviceThread:
     """A thread of its own, and the work that waits for it. A subclass starts the thread, and has `_run`.
 
     Args:
-        prompts: that are kept; None keeps none.
+        prompts: the prefix cache; None caches nothing.
 
     Attributes:
         death: why the thread has ended, if an error has ended it: all jobs end by that, later ones, too.

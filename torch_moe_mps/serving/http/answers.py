@@ -35,22 +35,23 @@ class Answers:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of each prompt, once however many answers it has."""
-        return sum(
-            {id(j.inputs): a.prompt_tokens for a, j in zip(self.answers, self.jobs, strict=True)}.values()
-        )
+        return sum(answer.prompt_tokens for answer, _ in self._firsts)
 
     @property
     def cached_tokens(self) -> int:
         """Tokens of the prompts from the prefix cache, of each prompt's first answer."""
-        first: dict[int, int] = {}
-        for job in self.jobs:
-            first.setdefault(id(job.inputs), job.usage.cached_tokens)
-        return sum(first.values())
+        return sum(job.usage.cached_tokens for _, job in self._firsts)
 
     @property
     def disk_tokens(self) -> int:
         """Cached tokens that were read from a disk."""
-        return sum({id(job.inputs): job.usage.disk_tokens for job in reversed(self.jobs)}.values())
+        return sum(job.usage.disk_tokens for _, job in self._firsts)
+
+    @property
+    def _firsts(self) -> list[tuple[Answer, Job]]:
+        """The first answer to each prompt, and its job."""
+        pairs = reversed([*zip(self.answers, self.jobs, strict=True)])
+        return [*{id(job.inputs): (answer, job) for answer, job in pairs}.values()]
 
     @property
     def read_seconds(self) -> float:
@@ -98,7 +99,8 @@ class Answers:
         reasons = {_in_words(answer.reason) for answer in self.answers}
         return (
             f"waited {begun - submitted:.2f} s, "
-            f"prompt {self.prompt_tokens} tokens ({self.cached_tokens} kept{disk}) in {first - begun:.2f} s, "
+            f"prompt {self.prompt_tokens} tokens ({self.cached_tokens} cached{disk}) "
+            f"in {first - begun:.2f} s, "
             f"answer {tokens} tokens in {seconds:.2f} s{speed}{drafted}, {', '.join(sorted(reasons))}"
         )
 

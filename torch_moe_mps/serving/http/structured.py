@@ -114,25 +114,27 @@ def check_size(form: Any, field: str) -> None:
     Args:
         form, field: as of `Grammars.mask`.
     """
-    kind = _kind_of(form)
     plain = form if isinstance(form, str | dict) else form.model_dump()
     text = plain if isinstance(plain, str) else json.dumps(plain)
-    if len(text) > _MOST_CHARACTERS:
-        expected = f"of at most {_MOST_CHARACTERS} characters"
-        raise Refused(f"The {kind} of '{field}' must be {expected}, got {len(text)}.", field, "invalid_value")
     longest, depth = _sizes(plain) if isinstance(plain, dict | list) else (0, 0)
-    if depth > _MOST_DEEP:
-        raise Refused(f"The {kind} of '{field}' must nest at most {_MOST_DEEP} deep.", field, "invalid_value")
-    most = max(longest, text.count("|"))
-    if most > _MOST_CHOICES:
-        expected = f"have at most {_MOST_CHOICES} choices in one place"
-        raise Refused(f"The {kind} of '{field}' must {expected}, got {most}.", field, "invalid_value")
-    depth = 0
+    for got, most, expected in (
+        (len(text), _MOST_CHARACTERS, "be of at most {} characters"),
+        (depth, _MOST_DEEP, "nest at most {} deep"),
+        (max(longest, text.count("|")), _MOST_CHOICES, "have at most {} choices in one place"),
+        (_parentheses(text), _MOST_PARENTHESES, "have at most {} parentheses inside of each other"),
+    ):
+        if got > most:
+            line = f"The {_kind_of(form)} of '{field}' must {expected.format(most)}, got {got}."
+            raise Refused(line, field, "invalid_value")
+
+
+def _parentheses(text: str) -> int:
+    """How many parentheses are open at once."""
+    depth = most = 0
     for mark in re.findall("[()]", text):
         depth = depth + 1 if mark == "(" else max(depth - 1, 0)
-        if depth > _MOST_PARENTHESES:
-            expected = f"at most {_MOST_PARENTHESES} parentheses inside of each other, got more"
-            raise Refused(f"The {kind} of '{field}' must have {expected}.", field, "invalid_value")
+        most = max(most, depth)
+    return most
 
 
 def _kind_of(form: Any) -> str:

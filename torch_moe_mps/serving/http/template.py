@@ -25,7 +25,6 @@ _OF_THE_CHAT = {
     "add_generation_prompt", "continue_final_message", "conversation", "messages", "return_dict",
     "return_tensors", "tokenize", "tools",
 }  # fmt: skip
-_FRAMES = 32  # in a video
 # {type of a part: what a processor has that reads it}
 READERS = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}
 
@@ -107,8 +106,6 @@ class ChatTemplate:
             messages: of the chat, with pictures and sound in place of URLs.
         """
         more = {name: value for name, value in chat.variables.items() if name in self.variables}
-        if any(part["type"] == "video" for message in messages for part in message["content"]):
-            more["num_frames"] = _FRAMES
         if is_text := self.processor is self.tokenizer:
             messages = [message | {"content": _text_of(message)} for message in messages]
         with self.tokenizing():

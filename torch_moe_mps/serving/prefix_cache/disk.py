@@ -47,7 +47,7 @@ _PASSES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR) 
 
 @dataclass
 class _Snapshot:
-    """A prompt as it was when it was kept, and the parts of it that are still to be copied."""
+    """A prefix as it was when it was cached, and the parts of it that are still to be copied."""
 
     ids: Tensor
     cache: DynamicCache
@@ -162,7 +162,7 @@ class Disk:
             self._copying = name, end, copy, classes_of(snapshot.cache), event
         except Exception as error:  # a cache that cannot be cut or written
             self._pending.popleft()
-            log.warning("a prompt is not kept in %s: %s", self.files.folder, first_line(error))
+            log.warning("a prefix is not cached in %s: %s", self.files.folder, first_line(error))
 
     def close(self) -> None:
         """Writes the queued prefixes."""

@@ -184,7 +184,7 @@ class Writer:
             except Exception as error:  # a full disk, a folder that is gone
                 self.has_failed = True
                 folder, reason = self._files.folder, first_line(error)
-                line = f"torch-moe-mps: prompts are not kept in {folder} any more: {reason}"
+                line = f"torch-moe-mps: no prefixes are cached in {folder} any more: {reason}"
                 print(line, file=sys.stderr)
 
     def _write(self, name: str, end: int, part: Part, classes: dict[int, Any]) -> None:

@@ -1,7 +1,7 @@
 """Cached prefixes in memory: a prompt computes only its new part.
 
-Conversations share what they begin with, such as a system prompt, and the one that was used longest ago makes
-room for others.
+Sequences share what they begin with, such as a system prompt, and the least recently used prefix makes room
+for others.
 """
 
 import logging
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 LONGEST = 1 << 24  # tokens of models that read any number: longer than any window or context
 _WORTH = 256  # tokens that are worth a new file
-_MOST = 512  # prompts that are kept: a new one is compared with each of them
+_MOST = 512  # cached prefixes: a new one is compared with each of them
 _BETWEEN_PARTS, _BETWEEN_LOOKS = 0.01, 1.0  # seconds: parts of a prompt for the disk; looks at the memory
 
 
@@ -92,23 +92,23 @@ class CachedPrefix:
 
 
 class PrefixCache:
-    """The prompts that one model has computed, the latest last.
+    """The prefixes that one model has computed, the latest last.
 
     Args:
-        memory: bytes that they may take together; the latest is kept in any case.
+        memory: bytes that they may take together; the latest stays in any case.
         file: where `read` and `write` have the latest prompt, if any.
         disk: has what memory has no room for, and all of them behind a restart.
     """
 
     def __init__(self, memory: int, file: str | None = None, disk: Disk | None = None):
         self.memory, self.kept, self.file, self.disk = memory, list[CachedPrefix](), file, disk
-        self.computed = 0  # tokens of prompts that nothing was kept for
+        self.computed = 0  # tokens of prompts that no cached prefix had
         self.put_so_far = 0
         self._is_read = self._is_in_file = False
         self._adapters: Any = ()
 
     def take(self, ids: Tensor, new: DynamicCache, images: Images | None = None) -> CachedPrefix:
-        """Cache with the longest kept part of a prompt [T]: its caller adds the rest, and puts it back.
+        """The longest cached prefix of a prompt [T]: its caller computes the rest, and puts it back.
 
         Args:
             new: an empty cache.
@@ -131,9 +131,9 @@ class PrefixCache:
         return CachedPrefix(best.ids[:tokens], cache, states, seen, adapters=self._adapters)
 
     def put(self, kept: CachedPrefix) -> None:
-        """Keeps a prompt, for which those that it begins with and the oldest ones make room before.
+        """Caches a prefix, for which those that it begins with and the oldest ones make room before.
 
-        One that was begun with other adapters than the model adds now is not kept.
+        One that was begun with other adapters than the model adds now is not cached.
         """
         if kept.adapters not in (None, self._adapters):
             return
@@ -153,7 +153,7 @@ class PrefixCache:
         self.shrink(self.memory, 1)
 
     def shrink(self, memory: int, least: int = 0) -> None:
-        """Gives up the prompts unused longest until the rest takes at most so many bytes, or is so few.
+        """Evicts the least recently used prefixes until the rest takes at most so many bytes, or is so few.
 
         What waits for the disk counts, too.
         """
@@ -165,7 +165,7 @@ class PrefixCache:
 
     @property
     def octets(self) -> int:
-        """Octets of all that are kept; memory that several share counts in each."""
+        """Bytes of all prefixes; memory that several share counts in each."""
         return sum(kept.octets for kept in self.kept)
 
     def _give_up(self, memory: int, least: int = 0) -> None:
@@ -198,7 +198,7 @@ class PrefixCache:
             return None
 
     def take_back(self, restored: Restoring) -> None:
-        """Keeps what was read."""
+        """Caches the prefix that was read."""
         if len(restored.ids):
             self.put(CachedPrefix(restored.ids, restored.cache, adapters=self._adapters))
 
@@ -251,7 +251,7 @@ class PrefixCache:
             self.disk.store()
         if self.kept and is_short and not self.is_storing:
             self.kept = []
-            log.warning("the system is short of memory: no prompt is kept in it")
+            log.warning("the system is short of memory: the prefix cache in it is given up")
             if torch.backends.mps.is_available():
                 torch.mps.empty_cache()
 
@@ -269,10 +269,10 @@ class PrefixCache:
 def _write(file: Path, model: Any, kept: CachedPrefix) -> None:
     try:
         if kept.images is not None:
-            raise ValueError("files keep only text, but it has images")
+            raise ValueError("files cache only text, but it has images")
         save_prompt_cache(file, model, kept.ids, kept.cache, kept.states)
     except (ValueError, OSError) as error:
-        print(f"torch-moe-mps: the prompt is not kept in {file}: {error}", file=sys.stderr)
+        print(f"torch-moe-mps: the prefix is not cached in {file}: {error}", file=sys.stderr)
 
 
 def _begins(kept: CachedPrefix, other: CachedPrefix) -> bool:

@@ -1,4 +1,4 @@
-"""The drafts that somebody asks for: by a name, or with a source of their own."""
+"""The drafters that somebody asks for: by a name, as a model, or as a source of their own."""
 
 from typing import Any
 
@@ -18,18 +18,18 @@ from .width import MOST, Width
 def drafting_of(
     model: PreTrainedModel, speculative: Any, prompts: PrefixCache | None, name: str, width: int | None = None
 ) -> Drafting | None:
-    """The drafts that somebody asks for.
+    """The drafters that somebody asks for, and the width of their drafts.
 
     Args:
         speculative: None, "lookup", "mtp", a draft model or assistant, a `Source`, or a list of these.
-        prompts: of the model, that are kept.
+        prompts: the prefix cache of the model.
         name: of who asks, for errors.
-        width: how many tokens are drafted; None leaves it to the times of steps.
+        width: draft tokens of a step; None chooses them by the times of steps.
 
     Raises: ValueError.
     """
     if width is not None and not (type(width) is int and 1 <= width <= MOST):
-        raise ValueError(f"{name}: width must be from 1 to {MOST}, got {width}")
+        raise ValueError(f"{name}: draft_width must be from 1 to {MOST}, got {width}")
     if speculative is None:
         return None
     wanted = speculative if isinstance(speculative, list) else [speculative]
@@ -54,4 +54,4 @@ def _source_of(model: PreTrainedModel, speculative: Any, prompts: PrefixCache | 
         f"None, {LOOKUP!r}, {MTP!r}, a draft model or assistant, an object with draft() and accepted(), "
         "or a list of these"
     )
-    raise ValueError(f"{name}: drafts must be {expected}, got {got}")
+    raise ValueError(f"{name}: speculative must be {expected}, got {got}")

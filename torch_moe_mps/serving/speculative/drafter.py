@@ -1,4 +1,4 @@
-"""The protocol of what drafts tokens, and the conversations that it drafts for."""
+"""The protocol of drafters, and the sequences that they draft for."""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -12,10 +12,10 @@ import torch
 
 @dataclass
 class Held:
-    """Running counts of drafts that were verified.
+    """Running counts of verified draft tokens.
 
     Attributes:
-        hits, tries: the model's own tokens among them, and all.
+        hits, tries: accepted ones, and all.
     """
 
     hits: float = 0.0
@@ -24,7 +24,7 @@ class Held:
 
 @dataclass(eq=False)
 class Row:
-    """A conversation whose next tokens are drafted.
+    """A sequence whose next tokens are drafted.
 
     Attributes:
         tokens: of its prompt, and of its answer so far.
@@ -32,7 +32,7 @@ class Row:
         likely: tokens that the answer probably has, in their order, such as the text that it changes.
         most: how many tokens may be drafted now.
         source: the number of the source that is asked, or whose drafts these are.
-        held: the counts of each source, by its number.
+        held: counts of accepted drafts of each source, by its number.
         budget: time that drafts may lose before they have to gain, in tokens.
         failed: the numbers of sources that have raised for it, and are not asked for it any more.
     """
@@ -67,7 +67,7 @@ class Source(Protocol):
         """Draft tokens of each row, at most `row.most`; none where nothing is known."""
 
     def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """Takes how many of the last drafts of each row held; their tokens, and the one behind them, are
+        """Takes how many of the last drafts of each row were accepted; these, and the token behind them, are
         among the row's now.
         """
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Drafting:
-    """Asks sources for the drafts of a batch, and counts those that hold.
+    """Asks sources for the drafts of a batch, and counts the accepted ones.
 
     Args:
         model: that verifies the drafts.
@@ -163,7 +163,7 @@ class Drafting:
             self.width.rested(row, source)
 
     def verified(self, rows: Sequence[Row], held: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
-        """Notes how many drafts of each row held."""
+        """Notes how many draft tokens of each row were accepted."""
         for row, count, own in zip(rows, held, drafts, strict=True):
             self.accepted += count
             self.rejected += len(own) - count

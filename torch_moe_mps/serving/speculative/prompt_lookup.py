@@ -1,4 +1,4 @@
-"""Drafts from repetitions: what followed the last tokens before, in the conversation or in a cached prefix.
+"""Drafts from repetitions: what followed the last tokens before, in the sequence or in a cached prefix.
 
 Agents repeat files, and answers repeat questions; no model computes these drafts.
 """
@@ -16,7 +16,7 @@ _GRAM = 3  # tokens that must repeat
 _BITS = 21  # for a token in the number that stands for a gram
 _CANDIDATES = 8  # places, the last first, of which the one with the longest repetition is taken
 _LONGEST = 32  # tokens of a repetition that are compared
-_KEPT = 4  # prompts that are looked into, the last ones
+_KEPT = 4  # cached prefixes that are searched, the last ones
 
 
 class Index:

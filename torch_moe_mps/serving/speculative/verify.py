@@ -1,9 +1,9 @@
 """Verification of draft tokens: accepted as long as the target model samples the same tokens.
 
-A draft holds if it is the token that would have been chosen without it: the likeliest, or the one that is
-drawn. So each token has the model's distribution, whatever was drafted: a draft g holds with the probability
-p(g), and otherwise the token is one of the others, as rejection sampling has it. The number of a draw belongs
-to the place of its token: with a seed, an answer is the same with drafts and without.
+A draft token is accepted if it is the one that would have been sampled without it. So each token has the
+target model's distribution, whatever was drafted: a draft g is accepted with the probability p(g), and
+otherwise the token is one of the others, as by rejection sampling. The random number of a sample belongs to
+the position of its token: with a seed, an answer is the same with drafts and without.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def verified(
 ) -> list[list[Choice]]:
     """The accepted draft tokens of each row and the token behind them, or an error at the end.
 
-    Rows without processors of their own are chosen together, in one launch where their settings are equal;
+    Rows without processors of their own are chosen together, in one dispatch where their settings are equal;
     the tokens of others one by one, as each of their processors reads the token before.
 
     Args:
@@ -39,7 +39,7 @@ def verified(
         for (row, _), token in zip(places, chosen, strict=True):
             made[row].append(token)
         for row in plain:
-            made[row] = _held(made[row], drafts[row])
+            made[row] = _accepted(made[row], drafts[row])
             samplers[row].end_draws(len(made[row]))
     for row in rows:
         if samplers[row].sampling.others:
@@ -57,8 +57,8 @@ def _at(logits: Tensor, places: list[tuple[int, int]]) -> Tensor:
     return flat[torch.tensor(numbers).to(logits.device)]
 
 
-def _held(tokens: Sequence[Choice], drafts: Sequence[int]) -> list[Choice]:
-    """Tokens up to the first that is no draft."""
+def _accepted(tokens: Sequence[Choice], drafts: Sequence[int]) -> list[Choice]:
+    """Tokens up to the first that is not the draft."""
     count = next((n for n, draft in enumerate(drafts) if tokens[n] != draft), len(drafts))
     return [*tokens[: count + 1]]
 

@@ -13,10 +13,10 @@ _SAMPLES = 3  # steps of a kind whose time is not its own: what they run is capt
 _NEW = 0.1  # the part that a step has in the mean of its kind
 _OTHERS = 0.05  # the part that it has in those of other kinds: what gets slower does so for all
 _SLOPE = 0.25  # a part of a step for each token more, until one of its kind was measured
-# Time that drafts may lose in a conversation, in tokens: so much at first, a share of its tokens, and what
+# Time that drafts may lose in a sequence, in tokens: so much at first, a share of its tokens, and what
 # they gained, all together at most so much at once. With 50 tokens and more, that is at most a fiftieth.
 _LOSS, _SHARE, _MOST_LOSS = 0.5, 0.01, 4.0
-_LEAST_LOSS = 0.05  # loss of a step of which no draft holds: their number has a bound, whatever clocks say
+_LEAST_LOSS = 0.05  # where all drafts are rejected: such steps have a bound, whatever clocks say
 # Running counts of drafts: what remains of them in a step of drafts and in one without, and how they begin:
 # hopeful, so that drafts are tried, and tried again once much is forgotten, as far as the budget goes.
 _REMAINS, _REST, _PRIOR, _WEIGHT = 0.9, 0.99, 0.9, 2.0
@@ -25,7 +25,7 @@ _REMAINS, _REST, _PRIOR, _WEIGHT = 0.9, 0.99, 0.9, 2.0
 class Width:
     """Chooses how many tokens are drafted for each row, from 0.
 
-    A conversation pays for rejected draft tokens from a budget of its own. It begins with what those
+    A sequence pays for rejected draft tokens from a budget of its own. It begins with what those
     before it have left, so that all together lose no more than each could alone. Several share what a
     step of theirs gains and loses: it is as wide as most tokens a second want it, whichever rows have them.
 
@@ -41,11 +41,11 @@ class Width:
         self.fixed, self.is_even = fixed, False
         self._seconds: dict[tuple[int, int], float] = {}  # {(rows, tokens of each): the mean of a step}
         self._counts: dict[tuple[int, int], int] = {}
-        self._left = _LOSS  # for the next conversation
+        self._left = _LOSS  # for the next sequence
         self._held: defaultdict[int, Held] = defaultdict(Held)  # counts of each source, over all rows
 
     def begin(self, row: Row) -> None:
-        """A conversation begins."""
+        """A sequence begins."""
         row.budget = max(0.0, self._left)
 
     def best(self, rows: Sequence[Row], found: Sequence[int], known: Sequence[int] | None = None) -> int:
@@ -65,7 +65,7 @@ class Width:
         rates, loss = [*map(self._rate, rows)], plain * min(row.budget for row in rows)
         highest = min(MOST, self._measured(many)[-1])  # one more than before
         least = min(known)  # the width without drafts
-        times = [self._predicted(many, 1 + width) for width in range(MOST + 1)]
+        times = self._times(many)
         of_rows = [*zip(rates, found, known, strict=True)]
         widths = _affordable(times, least, min(most, highest), loss)
         steps = {width: self._step(width, of_rows, times) for width in widths}
@@ -135,7 +135,7 @@ class Width:
             self._seconds[other] = nearer(self._seconds[other], self._seconds[kind])
 
     def verified(self, row: Row, held: int, drafted: int) -> None:
-        """Notes how many drafts of a row held, up to the first that did not."""
+        """Notes how many draft tokens of a row were accepted, up to the first rejected one."""
         tried = held + (held < drafted)
         for counts, remains in ((row.held[row.source], _REMAINS), (self._held[row.source], _REST)):
             counts.hits, counts.tries = remains * counts.hits + held, remains * counts.tries + tried
@@ -146,10 +146,14 @@ class Width:
             counts.hits, counts.tries = _REST * counts.hits, _REST * counts.tries
 
     def _rate(self, row: Row) -> float:
-        """The part of a row's drafts of its source that hold, as far as is known."""
+        """The acceptance rate of a row's drafts of its source, as far as is known."""
         own, others = row.held[row.source], self._held[row.source]
         of_all = (others.hits + _WEIGHT * _PRIOR) / (others.tries + _WEIGHT)
         return (own.hits + _WEIGHT * of_all) / (own.tries + _WEIGHT)
+
+    def _times(self, many: int) -> list[float]:
+        """Seconds of a step of so many rows, for each width."""
+        return [self._predicted(many, 1 + width) for width in range(MOST + 1)]
 
     def _predicted(self, many: int, tokens: int) -> float:
         """Seconds of a step: of its kind, or along the line through the nearest ones."""

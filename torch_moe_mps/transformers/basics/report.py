@@ -217,19 +217,16 @@ class Report:
     def left_alone(self) -> list[Row]:
         return [row for row in self.rows if not row.done]
 
+    @property
+    def experts_left_alone(self) -> list[str]:
+        """Lines on the classes of experts that run unmodified."""
+        experts = {(row.cls, row.reason) for row in self.left_alone if row.kind == "experts"}
+        return [f"{cls} is left alone: {reason}" for cls, reason in sorted(experts)]
+
     def __str__(self) -> str:
         if not self.rows and self.quantization is None and self.twin is None:
             return "Nothing in this model is replaced; it is left as it is."
-        groups: dict[tuple, list[str]] = {}
-        for row in self.rows:
-            result = row.replaced_by or f"left alone: {row.reason}"
-            key = (any_layer(row.name) or "(model)", row.cls, result)
-            groups.setdefault(key, []).append(row.name)
-        lines: list[tuple[str, ...]] = [("module", "class", "n", "now runs")]
-        lines += [(name, cls, str(len(names)), result) for (name, cls, result), names in groups.items()]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        lines.insert(1, tuple("-" * width for width in (*widths[:3], 8)))
-        table = [*aligned(lines, 4), ""] if self.rows else []
+        table = [*aligned(self._table(), 4), ""] if self.rows else []
         if self.quantization is not None:
             table += [str(self.quantization), ""]
         lines_about = [self.twin, self.trials, self.compiled, self.checked, self.tensor_units]
@@ -241,3 +238,16 @@ class Report:
         if self.rows:
             table += [f"{replaced} modules run on torch_moe_mps, {alone} keep their own code."]
         return "\n".join(table).rstrip()
+
+    def _table(self) -> list[tuple[str, ...]]:
+        """The cells of the modules, in which equal layers share a line."""
+        groups: dict[tuple, list[str]] = {}
+        for row in self.rows:
+            result = row.replaced_by or f"left alone: {row.reason}"
+            key = (any_layer(row.name) or "(model)", row.cls, result)
+            groups.setdefault(key, []).append(row.name)
+        lines: list[tuple[str, ...]] = [("module", "class", "n", "now runs")]
+        lines += [(name, cls, str(len(names)), result) for (name, cls, result), names in groups.items()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, tuple("-" * width for width in (*widths[:3], 8)))
+        return lines

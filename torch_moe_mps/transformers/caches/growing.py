@@ -142,7 +142,7 @@ def columns_of(states: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
 
 def _write(memory: Tensor, start: int, states: Sequence[Tensor], widths: Sequence[int]) -> None:
     if len(states) > 1 and type(memory) in PLAIN and all(part.dtype is memory.dtype for part in states):
-        torch.cat(list(states), -1, out=memory.narrow(-2, start, states[0].shape[-2]))  # in one launch
+        torch.cat(list(states), -1, out=memory.narrow(-2, start, states[0].shape[-2]))  # in one dispatch
         return
     for columns, part in zip(columns_of(memory, widths), states, strict=True):
         if isinstance(columns, QuantizedStates):

@@ -1,4 +1,4 @@
-"""`generate` draws each token in one launch, where transformers' processors of logits end with those of
+"""`generate` draws each token in one dispatch, where transformers' processors of logits end with those of
 temperature, top-k, top-p and min-p. It gives the tokens that transformers would: see the operator `sample`.
 
 `torch.multinomial` waits for an mps device twice in each call, to look whether it has a distribution.

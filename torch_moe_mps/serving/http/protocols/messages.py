@@ -339,7 +339,7 @@ def _ending(answers: Answers) -> dict[str, Any]:
 
 
 def _usage(answers: Answers) -> dict[str, Any]:
-    """Tokens of the prompt that were kept are counted apart. Drafted ones have OpenAI's names."""
+    """Cached tokens of the prompt are counted apart. Draft tokens have OpenAI's names."""
     return answers.drafts_form | {
         "input_tokens": answers.prompt_tokens - answers.cached_tokens,
         "cache_creation_input_tokens": 0,

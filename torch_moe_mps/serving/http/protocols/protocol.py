@@ -42,7 +42,7 @@ class Writer(ABC):
         """Tells the client that its answer is still coming."""
         answers = self.answers.answers
         read, of = (sum(getattr(a, name) for a in answers) for name in ("read", "prompt_tokens"))
-        return f": {read} of {of} tokens of the prompt are read\n\n"
+        return f": {read} of {of} tokens of the prompt are computed\n\n"
 
 
 class Protocol(ABC):

@@ -126,7 +126,7 @@ def _reason(target: Target) -> str | None:
     return unsupported(target.module)
 
 
-# Called with each model that a quantizer has loaded.
+# Called with each model that a quantizer has loaded, and with the MTP layers of an accelerated one.
 LOADED: list[Callable[[Any], object]] = []
 
 

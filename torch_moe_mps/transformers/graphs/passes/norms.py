@@ -39,7 +39,7 @@ def norm_in_operators(graph: fx.Graph) -> None:
         x, weight, eps, offset, factor = arguments(norm).values()
         if weight is None or factor != 1.0 or tensor_of(norm).numel() != tensor_of(weight).numel():
             continue
-        if tensor_of(weight).dtype not in (torch.float32, tensor_of(x).dtype):  # a launch for each reader
+        if tensor_of(weight).dtype not in (torch.float32, tensor_of(x).dtype):  # a dispatch for each reader
             continue
         reads, size = list(readers(norm)), tensor_of(weight).shape
         if any(tensor_of(value).shape[-1:] != size for _, value in reads):

@@ -27,8 +27,8 @@ from transformers.modeling_layers import MtpModel
 import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.transformers.modules.linears import formats_in
-from torch_moe_mps.transformers.mtp import _counted
-from torch_moe_mps.transformers.mtp_steps import mtp_layers, mtp_steps
+from torch_moe_mps.transformers.mtp.layers import _counted
+from torch_moe_mps.transformers.mtp.steps import mtp_layers, mtp_steps
 
 PROMPT = torch.arange(1, 9)[None]
 SETTINGS = {"max_new_tokens": 12, "do_sample": False}

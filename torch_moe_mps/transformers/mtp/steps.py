@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from .accelerate import accelerate
-from .basics.state import STATE, kv_bits_of, state_of
-from .caches.cache import grow_cache
-from .capture.calls import capture_calls, captures_of, wanted_capture
-from .capture.candidates import DRAFTING
-from .mtp import config_of_mtp, named, read_mtp, require_mtp
+from ..basics.state import STATE, kv_bits_of, state_of
+from ..caches.cache import grow_cache
+from ..capture.calls import capture_calls, captures_of, wanted_capture
+from ..capture.candidates import DRAFTING
+from ..checkpoints.quantize.in_place import LOADED
+from .layers import config_of_mtp, named, read_mtp, require_mtp
 
 
 class MtpStep(PreTrainedModel):
@@ -69,7 +69,8 @@ def mtp_layers(model: Any) -> Any:
         require_mtp(model)
         read = read_mtp(model)
         if any(STATE in vars(module) for module in model.modules()):
-            accelerate(read.layers)
+            for prepare in LOADED:
+                prepare(read.layers)
         DRAFTING[model] = read
     result = DRAFTING[model]
     result.tie_with_main_model(model)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from .mtp import config_of_mtp
-from .mtp_steps import mtp_layers
-from .upstream.speculative import MtpCache, MTPCandidateGenerator
+from ..upstream.speculative import MtpCache, MTPCandidateGenerator
+from .layers import config_of_mtp
+from .steps import mtp_layers
 
 
 class Candidates(MTPCandidateGenerator):

@@ -1,0 +1,158 @@
+"""Operators of ops/linear.py: valid arguments, results in float64, and invalid arguments."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from support.ops import wrong
+from support.ops.quantized import columns_of, dense, draw_weight, flat_rows, mlp, product, two_formats
+from support.oracles import FLOAT32_EPS, exact
+from support.oracles_experts import DEVIATIONS, Estimate, activate, multiply, numbers_of
+from support.oracles_operators import Expected, estimated
+from torch_moe_mps.ops._sample import I, T
+
+
+def draw_linear_quantized_transposed(d):
+    form = d.format()
+    columns, rows = d.one(*columns_of(form)), d.one(8, 1, 33, 64, 300)
+    dy = d.values(*d.leading(), rows)
+    return {"dy": dy, "format": form, **draw_weight(d, "", None, rows, columns, form)}
+
+
+def draw_linear_quantized(d):
+    form = d.format()
+    columns, rows, leading = d.one(*columns_of(form)), d.one(8, 1, 33, 64, 300), d.leading()
+    x = d.values(*leading, columns)
+    activation = d.maybe(lambda: d.one("silu", "gelu", "gelu_tanh", "relu", "relu2"))
+    factor = 1.0 if activation is None else d.one(1.0, 0.25, -2.0)
+    return {
+        **{"x": x, "format": form, **draw_weight(d, "", None, rows, columns, form)},
+        **{"activation": activation, "factor": factor},
+        "activated": None if activation is None else d.maybe(lambda: d.one(1, rows, (rows + 1) // 2)),
+        "order": d.maybe(lambda: torch.randperm(rows, generator=d.generator).int()),
+        "out_dtype": d.maybe(lambda: torch.float32),
+    }
+
+
+def draw_mlp_quantized(d):
+    form, down, passed, sizes = two_formats(d)
+    hidden, inner, leading, dtype = d.one(*sizes), d.one(*sizes), d.leading(), d.dtype()
+    options = dict(d.activation())
+    must = "limit" in options or options["activation"] == "swiglu_oai"
+    gated = must or d.flag()
+    rows = 2 * inner if gated else inner
+    return {
+        **{"x": d.values(*leading, hidden, dtype=dtype), **passed, **options, "gated": gated},
+        **draw_weight(d, "gate_up_", None, rows, hidden, form),
+        **draw_weight(d, "down_", None, hidden, inner, down),
+        "interleaved": gated and d.flag(),
+        "gate_up_bias": d.maybe(lambda: d.values(rows)),
+        "down_bias": d.maybe(lambda: d.values(hidden)),
+    }
+
+
+def draw_embedding_quantized(d):
+    form = d.format()
+    rows = d.one(8, 1, 33)
+    return {
+        **{"ids": d.ids(*d.leading(), experts=rows), "format": form, "dtype": d.dtype()},
+        **draw_weight(d, "", None, rows, d.one(*columns_of(form)), form),
+    }
+
+
+def first_activated(rows: Estimate, a) -> Estimate:
+    if a.activation is None:
+        return rows
+    own = Estimate(a.factor * rows.value, abs(a.factor) * rows.deviation)
+    acted = activate(own, {"activation": a.activation, "gated": False}, torch.float32)
+    count = a.packed.shape[0] if a.activated is None else a.activated
+    parts = zip(acted, rows, strict=True)
+    return Estimate(*(np.hstack((first[:, :count], rest[:, count:])) for first, rest in parts))
+
+
+def expected_linear_quantized(a):
+    out = first_activated(product(flat_rows(a), dense(a), a.bias, a.x.dtype), a)
+    shape = (*a.x.shape[:-1], out.value.shape[-1])
+    value, deviation = (part.reshape(shape) for part in out)
+    known: Any = True
+    if a.order is not None:
+        order = a.order.numpy()
+        value, deviation = (part[..., order.argsort()] for part in (value, deviation))
+        known = np.array_equal(np.sort(order), np.arange(len(order)))  # else nothing is said of the result
+    value = value if a.residual is None else value + exact(a.residual)
+    return [Expected(value, DEVIATIONS * deviation, known)]
+
+
+def expected_linear_quantized_transposed(a):
+    rows, matrix = exact(a.dy), dense(a)
+    rows = rows.reshape(int(np.prod(rows.shape[:-1])), rows.shape[-1])
+    out = multiply(Estimate(rows, np.zeros_like(rows)), matrix.T, a.dy.dtype, rounded_weight=False)
+    shape = (*a.dy.shape[:-1], matrix.shape[1])
+    return [estimated(Estimate(*(part.reshape(shape) for part in out)))]
+
+
+def expected_mlp_quantized(a):
+    out = mlp(a)
+    value, deviation = (part.reshape(a.x.shape) for part in out)
+    if a.residual is not None:
+        value = value + exact(a.residual)
+    return [estimated(Estimate(value, deviation))]
+
+
+def expected_embedding_quantized(a):
+    matrix, ids = dense(a), a.ids.numpy()
+    inside = (ids >= 0) & (ids < len(matrix))
+    padded = np.concatenate((matrix, np.zeros((1, matrix.shape[1]))))
+    value = padded[np.where(inside, ids, len(matrix))]
+    # A bias takes back up to 1024 steps, which a code of some bits has more as a half.
+    cancels = (8 + 1024 / (2 ** numbers_of(a.format)[0] - 1)) * abs(matrix).max(initial=0.0)
+    return [Expected(value, FLOAT32_EPS * (4 * abs(value) + cancels))]
+
+
+def invalid_linear_quantized_transposed(zeros):
+    return [wrong("scales must be of shape [N, C / 32] = (32, 2), got (32, 3)", scales=zeros(I, 3))]
+
+
+def invalid_linear_quantized(zeros):
+    q4_k = {
+        **{"format": "q4_k", "x": zeros(T, 256), "packed": zeros(I, 32, dtype=torch.int32)},
+        **{"scales": zeros(I, 12, dtype=torch.uint8), "biases": zeros(I, 2, dtype=torch.int16)},
+    }
+    return [
+        wrong("C, the input dimension of packed, must be a multiple of 32, got 33", x=zeros(T, 33)),
+        wrong("C, the input dimension of packed, must be a multiple of 256, got 64", format="q4_k"),
+        wrong("scales must be uint8", **q4_k | {"scales": zeros(I, 12)}),
+        wrong(
+            "biases must be of shape [N, C * 2 / 256] = (32, 2), got (32, 1)",
+            **q4_k | {"biases": zeros(I, 1, dtype=torch.int16)},
+        ),
+        wrong("biases must be a tensor for format q4_k, got None", **q4_k | {"biases": None}),
+        wrong("scales must be int16, got float32", format="q4_0", biases=None),
+        wrong("activated must be between 1 and 32, the rows of packed", activation="silu", activated=0),
+        wrong("activated must be between 1 and 32, the rows of packed", activation="silu", activated=I + 1),
+        wrong("factor must be 1.0 without an activation, got 0.5", factor=0.5),
+        wrong("factor must be a finite number, got inf", activation="silu", factor=float("inf")),
+        wrong("out_dtype must be float32, got float16", out_dtype=torch.float16),
+        wrong(
+            "activation must be None for an x without columns, got 'silu'",
+            **{"x": zeros(T, 0), "packed": zeros(I, 0, dtype=torch.int32), "activation": "silu"},
+            **{"scales": zeros(I, 0), "biases": zeros(I, 0)},
+        ),
+    ]
+
+
+def invalid_mlp_quantized(zeros):
+    return [
+        wrong("of an even number of rows 2I", gate_up_packed=zeros(63, 8, dtype=torch.int32)),
+        wrong(
+            "down_biases must be None for format mxfp4, got (64, 1)",
+            down_format="mxfp4",
+        ),
+    ]
+
+
+def invalid_embedding_quantized(zeros):
+    return [
+        wrong("C, the input dimension of packed, must be a multiple of 128, got 64", format="affine4_128")
+    ]

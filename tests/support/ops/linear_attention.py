@@ -1,0 +1,191 @@
+"""Operators of ops/linear_attention.py: valid arguments, results in float64, and invalid arguments."""
+
+import numpy as np
+import torch
+
+from support import oracles, oracles_sequence
+from support.ops import wrong
+from support.ops.norms import normed_and_gated
+from support.oracles import FLOAT32_EPS, exact
+from support.oracles_operators import Expected
+from torch_moe_mps.ops._sample import T
+
+# Options that depend on each other: draw_linear_attention_ gives all that is no required tensor.
+WHOLE = ("linear_attention_",)
+
+
+def draw_causal_conv1d_update_(d):
+    batch, channels, tokens, width = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 8, 0), d.one(4, 1, 2, 0)
+    dtype, room = d.dtype(), d.one(0, 1, 3)
+    before = d.one(0, room)
+    return {
+        "x": d.values(batch, tokens, channels, dtype=dtype),
+        "conv_state_": d.values(batch, channels, max(0, width - 1) + room),
+        "weight": d.one(d.values(channels, width), None),
+        "before": before,
+        "add_input": before == 0 and d.flag(),
+        **pending(d, tokens, (batch, channels), (), dtype),
+    }
+
+
+def pending(d, tokens, before, behind, dtype):
+    """Tokens that are pending, some of which are right."""
+    if not d.flag():
+        return {"pending_": None, "counts": None, "keep": False}
+    room = d.one(8, 5, max(1, min(tokens, 8)))
+    counts = torch.randint(0, room + 1, (before[0], 1), generator=d.generator).int()
+    keep = tokens <= room and d.flag()
+    return {
+        "pending_": d.values(*before, room, *behind, dtype=dtype, scale=0.25),
+        "counts": counts,
+        "keep": keep,
+    }
+
+
+def draw_linear_attention_(d):
+    batch, tokens, key_heads, group = d.one(1, 2, 0), d.one(1, 2, 5, 0, 17), d.one(1, 2), d.one(1, 2, 3)
+    key_width, value_width, dtype = d.one(16, 7, 64, 100), d.one(8, 1, 33), d.dtype()
+    heads, scale = key_heads * group, key_width**-0.5
+    decay, delta = d.one("log", "softplus", "sigmoid", "times_beta"), d.flag()
+    is_wide = delta and decay != "times_beta" and d.flag()
+    g = d.values(batch, tokens, heads, *[key_width] * is_wide)
+    biases = (heads, key_width) if is_wide else (heads,)
+    beta = d.values(batch, tokens, heads, scale=0.5)
+    beta = beta.abs() if decay == "times_beta" else d.maybe(lambda: beta)
+    activations = (
+        ("none",) if beta is None else ("none", "sigmoid") if is_wide else ("none", "sigmoid", "softplus")
+    )
+    is_gated, width = d.flag(), key_width + value_width + 2 + (key_width if is_wide else 1)
+    return {
+        "q": d.values(batch, tokens, key_heads, key_width, dtype=dtype, scale=scale),
+        "k": d.values(batch, tokens, key_heads, key_width, dtype=dtype, scale=scale),
+        "v": d.values(batch, tokens, heads, value_width, dtype=dtype),
+        "g": None if decay == "times_beta" else -g.abs() if decay == "log" else g,
+        "scale": d.one(scale, 1.0),
+        "beta": beta,
+        "delta": delta,
+        "l2norm_eps": d.one(None, 1e-6),
+        "decay": decay,
+        "A_log": None if decay == "log" else d.values(heads),
+        "dt_bias": None if decay == "log" else d.maybe(lambda: d.values(*biases)),
+        "lower_bound": -5.0 if decay == "sigmoid" else None,
+        "beta_activation": d.one(*activations),
+        "beta_min": None if beta is None else d.one(None, 0.25),
+        "skip": d.maybe(lambda: d.values(heads)),
+        "gate": d.values(batch, tokens, heads, value_width, dtype=dtype) if is_gated else None,
+        "gate_activation": d.one("silu", "sigmoid"),
+        "norm_weight": d.values(value_width) if is_gated else None,
+        **{name: d.number(name) for name in ("norm_eps", "norm_offset")},
+        **pending(d, tokens, (batch, heads), (width,), torch.float32),
+    }
+
+
+def draw_selective_scan_(d):
+    batch, channels, tokens, states = d.one(1, 2, 0), d.one(6, 1, 130, 0), d.one(1, 3, 33, 0), d.one(16, 1, 5)
+    x, groups = d.values(batch, tokens, channels), -(-channels // 128)
+    held = pending(d, tokens, (batch, groups), (256 + states,), torch.float32)
+    if held["pending_"] is not None:
+        held["pending_"].abs_()  # steps are not negative
+    return {"x": x, "B": d.values(batch, tokens, states, dtype=x.dtype), **held}
+
+
+def draw_rg_lru_(d):
+    batch, channels, tokens = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 33, 0)
+    positions = torch.randint(3, (batch, tokens), generator=d.generator) * d.one(1, 2**32)
+    return {
+        "x": d.values(batch, tokens, channels),
+        "positions": d.one(None, positions, positions.clamp(max=2).int()),
+        **pending(d, tokens, (batch, channels), (), torch.float32),
+    }
+
+
+def expected_causal_conv1d_update_(a):
+    before = oracles_sequence.positions_taken_in(a)
+    rest = before, a.weight, a.bias, a.activation, a.before
+    value, magnitude, kept = oracles_sequence.convolution(a.x.transpose(1, 2), *rest)
+    pending = [] if a.pending_ is None else [Expected(exact(a.pending_))]
+    if a.keep:
+        kept, pending[0].value[..., : a.x.shape[1]] = before, exact(a.x).swapaxes(1, 2)
+    value, magnitude = (np.swapaxes(each, 1, 2) for each in (value, magnitude))
+    if a.add_input:
+        value, magnitude = value + exact(a.x), magnitude + abs(exact(a.x))
+    return [Expected(value, 24 * FLOAT32_EPS * magnitude), Expected(kept), *pending]
+
+
+def expected_linear_attention_(a):
+    value, state, pending = oracles_sequence.recurrence(a)
+    largest = max(abs(x).max(initial=1.0) for x in (state, exact(a.state_), exact(a.v)))
+    error = 200 * FLOAT32_EPS * largest
+    result = Expected(value, error * max(1.0, abs(a.scale)))
+    if a.gate is not None:
+        rounded = oracles.round_to(value, a.v.dtype)
+        x_error = result.error + (a.v.dtype != torch.float32) * oracles.spacing(rounded, a.v.dtype)
+        norm = exact(a.gate), exact(a.norm_weight), a.norm_eps, a.norm_offset
+        result = normed_and_gated(rounded, *norm, a.gate_activation, x_error=x_error)
+    rows = [] if pending is None else [Expected(pending, 64 * FLOAT32_EPS * (1.0 + abs(pending)))]
+    return [result, Expected(state, error), *rows]
+
+
+def expected_selective_scan_(a):
+    result, state, *magnitudes, pending = oracles_sequence.selective_scan(a)
+    error = (32 + 4 * (a.x.shape[1] + 8 * (pending is not None))) * FLOAT32_EPS
+    expected = zip((result, state), (error * m for m in magnitudes), strict=True)
+    rows = [] if pending is None else [Expected(pending, 8 * FLOAT32_EPS * (1.0 + abs(pending)))]
+    return [*(Expected(*each) for each in expected), *rows]
+
+
+def expected_rg_lru_(a):
+    result, states, *magnitudes = oracles_sequence.rg_lru(a)
+    error, tokens = (64 + 8 * a.x.shape[1]) * FLOAT32_EPS, a.x.shape[1]
+    result_error, errors = (error * m for m in magnitudes)
+    last = 0 if a.keep else tokens
+    expected = [Expected(result, result_error), Expected(states[:, last], errors[:, last])]
+    if a.pending_ is None:
+        return expected
+    kept, kept_error = exact(a.pending_).copy(), np.zeros(a.pending_.shape)
+    if a.keep:
+        kept[..., :tokens], kept_error[..., :tokens] = (x[:, 1:].swapaxes(1, 2) for x in (states, errors))
+    return [*expected, Expected(kept, kept_error)]
+
+
+def invalid_causal_conv1d_update_(zeros):
+    kept = {"counts": zeros(2, 1, dtype=torch.int32), "keep": True}
+    return [
+        wrong("of W - 1 + before = 3 positions or more, got 2", conv_state_=zeros(2, 6, 2)),
+        wrong("of W - 1 + before = 6 positions or more, got 5", conv_state_=zeros(2, 6, 5), before=3),
+        wrong("before must be 0 with add_input, got 1", add_input=True, before=1),
+        wrong("keep must be False without pending_, got True", keep=True),
+        wrong("pending_ must be of T = 3 tokens or more, got 2", pending_=zeros(2, 6, 2), **kept),
+    ]
+
+
+def invalid_rg_lru_(zeros):
+    kept = {"counts": zeros(2, 1, dtype=torch.int32), "keep": True}
+    return [
+        wrong("keep must be False without pending_, got True", keep=True),
+        wrong("pending_ must be of T = 3 tokens or more, got 2", pending_=zeros(2, 6, 2), **kept),
+    ]
+
+
+def invalid_linear_attention_(zeros):
+    of_five = {**dict.fromkeys(("beta", "A_log", "dt_bias")), "g": zeros(2, T, 5), "decay": "log"}
+    kept = {"counts": zeros(2, 1, dtype=torch.int32), "keep": True}
+    return [
+        wrong(
+            "of a multiple of q's 2 heads, got 5 heads",
+            v=zeros(2, T, 5, 8),
+            state_=zeros(2, 5, 16, 8),
+            **of_five,
+        ),
+        wrong("beta_activation must be none without beta, got sigmoid", beta=None),
+        wrong('beta must be given with decay="times_beta"', decay="times_beta", g=None, beta=None),
+        wrong(
+            "beta_activation must be none or sigmoid where g has a value for each channel, got softplus",
+            g=zeros(2, T, 4, 16),
+            dt_bias=None,
+            beta_activation="softplus",
+        ),
+        wrong("keep must be False without pending_, got True", keep=True),
+        wrong("pending_ must be of 27 elements for a token, got 26", pending_=zeros(2, 4, 4, 26), **kept),
+        wrong("pending_ must be of T = 3 tokens or more, got 2", pending_=zeros(2, 4, 2, 27), **kept),
+    ]

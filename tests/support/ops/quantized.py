@@ -1,0 +1,183 @@
+"""Operators of ops/quantized.py: valid arguments, results in float64, and invalid arguments."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from support import oracles_experts
+from support.ops import wrong
+from support.ops.experts import experts, invalid_around, layer_of_experts, norm_of_input
+from support.ops.norms import input_rows
+from support.ops.routing import draw_moe_router, expected_moe_router
+from support.oracles import exact
+from support.oracles_experts import Estimate, activate, dequantise, group_of, multiply, roundoff
+from support.oracles_operators import Expected, estimated
+from torch_moe_mps.ops._sample import E, I, T
+from torch_moe_mps.ops._samples import sample_arguments
+
+# Options that depend on each other: draw_moe_experts_quantized gives all that is no required tensor.
+WHOLE = ("moe_experts_quantized",)
+
+
+def draw_weight(d, prefix: str, experts: int | None, rows: int, columns: int, form: str) -> dict:
+    tensors = d.quantized(experts or 1, rows, columns, form, d.dtype(), d.seed + rows)
+    packed, *rest = tensors if experts else [None if t is None else t[0] for t in tensors]
+    packed = packed.view(torch.int32) if d.flag() else packed
+    return {f"{prefix}{p}": t for p, t in zip(("packed", "scales", "biases"), (packed, *rest), strict=True)}
+
+
+def columns_of(form: str) -> tuple[int, ...]:
+    return tuple(group_of(form) * count for count in (1, 2, 3, 5))
+
+
+def draw_expert_qmm(d):
+    form = d.format()
+    (tokens, slots, experts, hidden, _), around, _ = layer_of_experts(d, columns_of(form))
+    rows = d.one(8, 1, 33, 64)
+    x = d.values(tokens, slots, hidden, dtype=around["x"].dtype) if d.flag() else around["x"]
+    return {
+        **{"x": x, "ids": around["ids"], "format": form},
+        **draw_weight(d, "", experts, rows, hidden, form),
+        "bias": d.maybe(lambda: d.values(experts, rows)),
+    }
+
+
+def two_formats(d) -> tuple[tuple, tuple, dict[str, Any], tuple[int, ...]]:
+    """The formats of gate_up and down, how they are passed, and sizes that both divide."""
+    form = d.format()
+    down = d.one(form, form, d.format())
+    passed = {"format": form} if down == form else {"format": form, "down_format": down}
+    return form, down, passed, columns_of(max(form, down, key=group_of))
+
+
+def draw_moe_experts_quantized(d):
+    form, down, passed, sizes = two_formats(d)
+    (tokens, slots, experts, hidden, inner), around, options = layer_of_experts(d, sizes)
+    rows = 2 * inner if options["gated"] else inner
+    if slots <= experts and d.flag():
+        router = d.completed("moe_router", draw_moe_router(d, (experts, slots), tokens))
+        names = {name: f"router_{name}" for name in ("bias", "norm_eps", "norm_min")}
+        around |= {"ids": None, "weights": None}
+        around |= {names.get(name, name): value for name, value in router.items()}
+    matrices = draw_weight(d, "gate_up_", experts, rows, hidden, form)
+    matrices |= draw_weight(d, "down_", experts, hidden, inner, down)
+    if around["ids"] is None and d.flag():
+        options |= dict.fromkeys(("shared_out", "gate_up_bias", "down_bias"))
+        matrices |= {f"shared_{n}": None if m is None else m[0].clone() for n, m in matrices.items()}
+    return {**around, **passed, **options, **norm_of_input(d, hidden), **matrices}
+
+
+def draw_expert_qmm_transposed(d):
+    form = d.format()
+    (tokens, slots, experts, hidden, _), around, _ = layer_of_experts(d, columns_of(form))
+    rows = d.one(8, 1, 33, 64)
+    return {
+        "dy": d.values(tokens, slots, rows, dtype=around["x"].dtype),
+        **{"ids": around["ids"], "format": form, "sums": d.flag()},
+        **draw_weight(d, "", experts, rows, hidden, form),
+    }
+
+
+def dense(a, prefix="", down=False) -> np.ndarray:
+    weight = (getattr(a, f"{prefix}{part}") for part in ("packed", "scales", "biases"))
+    return dequantise(*weight, (down and a.down_format) or a.format)
+
+
+def product(x: Estimate, weight: np.ndarray, bias, dtype: torch.dtype) -> Estimate:
+    out = multiply(x, weight, dtype, rounded_weight=True)
+    if bias is None:
+        return out
+    value = out.value + exact(bias)
+    return Estimate(value, out.deviation + roundoff(dtype) * abs(value))
+
+
+def flat_rows(a) -> Estimate:
+    shape = int(np.prod(a.x.shape[:-1])), a.x.shape[-1]
+    return Estimate(*(part.reshape(shape) for part in input_rows(a)))
+
+
+def expected_expert_qmm(a):
+    return [estimated(oracles_experts.expert_mm(a.x, dense(a), a.ids, a.bias, rounded_weight=True))]
+
+
+def expected_expert_qmm_transposed(a):
+    matrices = dense(a).swapaxes(1, 2)
+    slots = oracles_experts.expert_mm(a.dy, matrices, a.ids, dtype=a.dy.dtype)
+    if not a.sums:
+        return [estimated(slots)]
+    deviation = np.sqrt((slots.deviation**2).sum(1))
+    return [estimated(oracles_experts.rounded(slots.value.sum(1), deviation, a.dy.dtype))]
+
+
+def expected_moe_experts_quantized(a):
+    sure: Any = True
+    if a.logits is not None:
+        of_experts = {name.removeprefix("router_"): value for name, value in vars(a).items()}
+        names = ("bias", "norm_eps", "norm_min")
+        given_to_router = of_experts | {name: getattr(a, f"router_{name}") for name in names}
+        weights, ids = expected_moe_router(SimpleNamespace(**given_to_router))
+        a = SimpleNamespace(**vars(a) | {"weights": Estimate(weights.value, weights.error)})
+        a.ids, sure = torch.from_numpy(ids.value), ids.known
+    if a.shared_gate_up_packed is not None:
+        a = SimpleNamespace(**vars(a) | {"shared_out": mlp(a, "shared_")})
+    (out,) = experts(a, dense(a, "gate_up_"), dense(a, "down_", down=True), rounded_weight=True)
+    return [Expected(out.value, out.error, sure)]
+
+
+def mlp(a, prefix="") -> Estimate:
+    inner = product(flat_rows(a), dense(a, f"{prefix}gate_up_"), a.gate_up_bias, a.x.dtype)
+    hidden = activate(inner, vars(a), a.x.dtype)
+    return product(hidden, dense(a, f"{prefix}down_", down=True), a.down_bias, a.x.dtype)
+
+
+def invalid_expert_qmm(zeros):
+    mxfp4 = {"format": "mxfp4", "biases": None, "scales": zeros(E, I, 2, dtype=torch.uint8)}
+    return [
+        wrong("float32", biases=zeros(E, I, 2, dtype=torch.float16)),
+        wrong("H, the input dimension of packed, must be a multiple of 32, got 33", x=zeros(T, 33)),
+        wrong(
+            "biases must be None for format mxfp4, got (8, 32, 2)",
+            **mxfp4 | {"biases": zeros(E, I, 2)},
+        ),
+        wrong("scales must be uint8", **mxfp4 | {"scales": zeros(E, I, 2)}),
+    ]
+
+
+def invalid_expert_qmm_transposed(zeros):
+    return [
+        wrong("float32", biases=zeros(E, I, 2, dtype=torch.float16)),
+        wrong("scales must be of shape [E, N, H / 32] = (8, 32, 2), got (8, 32, 3)", scales=zeros(E, I, 3)),
+    ]
+
+
+def invalid_moe_experts_quantized(zeros):
+    chosen = {"ids": None, "weights": None, "logits": zeros(T, E), "top_k": 2}
+    weights = {
+        name: tensor[0]
+        for name, tensor in sample_arguments(
+            "moe_experts_quantized", str(zeros(0).device), torch.float32
+        ).items()
+        if name.startswith(("gate_up", "down"))
+    }
+    shared = chosen | {f"shared_{name}": tensor for name, tensor in weights.items()}
+    return [
+        wrong(
+            "down_biases must be None for format mxfp4, got (8, 64, 1)",
+            down_format="mxfp4",
+        ),
+        *invalid_around(zeros),
+        wrong("shared_out must be given when shared_gate is, got None", shared_gate=zeros(T)),
+        wrong("top_k must be 1 without logits, got 2", top_k=2),
+        wrong("router_bias must be None without logits, got (8,)", router_bias=zeros(E)),
+        wrong("top_k must be between 1 and 8, the smaller of E and 64", **chosen | {"top_k": 9}),
+        wrong(
+            "shared_down_scales must be given with down_scales, and only then, got None",
+            **shared | {"shared_down_scales": None},
+        ),
+        wrong(
+            "shared_down_packed must be of shape as one of down_packed = (64, 4), got (63, 4)",
+            **shared | {"shared_down_packed": weights["down_packed"][1:]},
+        ),
+    ]
