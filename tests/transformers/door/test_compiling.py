@@ -135,8 +135,8 @@ norms_bf16: 356
 pointwise_bf16: 185
 rope_bf16: 356
 routing_4_bf16: 431
-attention_128_bf16: 860
-all: 3210
+attention_128_bf16: 861
+all: 3211
 """,
         )
 
