@@ -131,6 +131,25 @@ def test_a_request_with_neutral_values_is_greedy(printable, caplog, capsys):
     assert len(texts) == 1 and "generation flags" not in caplog.text + capsys.readouterr().err
 
 
+def test_an_answer_ends_by_the_end_of_the_tokenizer_too(printable, tmp_path, capsys):
+    """A model that learnt chats often has the end of its base model in its generation_config."""
+    folder = changed(printable, tmp_path / "model", max_new_tokens=20)
+    text = expected(folder, QUESTION)
+    end = next(letter for letter in text[3:] if letter.isalnum())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = end
+    tokenizer.save_pretrained(folder)
+    on = ["generate", str(folder), "--device", "cpu", "-p", QUESTION]
+    for more, shown in (([], text.partition(end)[0]), (["--set", "eos_token_id=95"], text)):
+        capsys.readouterr()
+        assert main([*on, *more]) == 0
+        assert capsys.readouterr().out == f"{shown.replace(end, '')}\n"
+    with client_of(folder) as client:
+        answer = client.chat.completions.create(model=str(folder), messages=said(QUESTION))
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content == text.partition(end)[0]
+
+
 def test_a_length_that_is_said_twice_is_refused(printable, refused):
     for more, message in (
         (

@@ -48,6 +48,32 @@ def here() -> Iterator[scripted.Here]:
         yield server
 
 
+def test_beams_of_a_checkpoint_refuse_no_request(here):
+    """They were refused as if the client had asked for them."""
+    here.served.model.generation_config.update(num_beams=4, num_return_sequences=2)
+    for path, body in ASKED.items():
+        assert ask(here, path, body)[0] == 200, path
+    body = ASKED["/v1/completions"] | {"generation_config": '{"num_beams": 4}'}
+    status, answer = ask(here, "/v1/completions", body)
+    assert status == 400 and "num_beams 1" in answer["error"]["message"]
+
+
+def test_stop_strings_of_a_checkpoint_and_of_settings_end_answers(here):
+    here.served.model.generation_config.stop_strings = ["cd"]
+    here.generator.says = ["abcdef"]
+    body = ASKED["/v1/completions"] | {"max_tokens": 9}
+    for more, text in (
+        ({}, "ab"),
+        ({"stop": "b"}, "a"),
+        ({"generation_config": '{"stop_strings": "e"}'}, "abcd"),
+    ):
+        status, answer = ask(here, "/v1/completions", body | more)
+        assert status == 200 and answer["choices"][0]["text"] == text
+        assert answer["choices"][0]["finish_reason"] == "stop"
+    status, answer = ask(here, "/v1/completions", body | {"generation_config": '{"stop_strings": 5}'})
+    assert status == 400 and "stop_strings" in answer["error"]["message"]
+
+
 def test_a_token_beyond_the_vocabulary_is_refused_by_every_path(here):
     """A tokenizer may know more than the embedding of its model."""
     config, last = here.served.model.config, here.served.template.tokenizer("~")["input_ids"][0]

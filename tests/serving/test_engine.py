@@ -135,6 +135,27 @@ def test_kept_prompts_go_on(architecture):
     assert cached == ([66, 40] if architecture == "qwen3_moe" else [38, 38])
 
 
+@pytest.mark.parametrize(("name", "value"), [("cache_implementation", "hybrid"), ("use_cache", False)])
+def test_sequences_are_batched_and_cached_whatever_a_checkpoint_says(name, value, monkeypatch):
+    """As Gemma 2 and 3 on the Hub say it, which `generate` takes as no wish, and checkpoints of trainings."""
+    model = model_of()
+    monkeypatch.setattr(model.generation_config, name, value)
+    batch, rows = Engine(model, PrefixCache(MEMORY), 4), list[int]()
+
+    def note(token: int) -> None:
+        rows.append(len(batch.pool.batch.sequences))
+
+    first, second = (Asked(ids_of(n, 70), 5, until=note) for n in (1, 2))
+    again = Asked(ids_of(1, 70), 3)
+    for each in (first, second, again):
+        setattr(each.config, name, value)
+    run(batch, first, second)
+    run(batch, again)
+    assert max(rows) == 2 and again.job.usage.cached_tokens == 69
+    for each in (first, second, again):
+        assert each.tokens == each.expected(model)
+
+
 def test_memory_is_for_answers_first():
     """Of kept prompts the one that was used longest ago goes; who does not fit waits."""
     model, prompts = model_of(), PrefixCache(MEMORY)

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
     streamer = _Streamer(tokenizer, lengths[0]) if options.prompts is None else None
     answers, jobs = list[Answer](), list[Job]()
     for given, length in zip(inputs, lengths, strict=True):
-        config = settings_of_answer(model, asked, length, limit)
+        config = settings_of_answer(model, tokenizer, asked, length, limit)
         answer = Answer(given["input_ids"][0].tolist(), config, tokenizer, streamer, lambda: None)
         config.stop_strings = None  # the answer looks for them
         answers.append(answer)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from ..serving.engine.abilities import keeps_prompts
-from ..serving.engine.inputs import beside_tokens, images_of, is_one_prompt
+from ..serving.engine.inputs import beside_tokens, images_of, is_one_prompt, keeps_one_cache
 from ..serving.engine.own_generate import Steps
 from ..serving.engine.prefill import Prefill, turned, turning
 from ..serving.prefix_cache.memory import PrefixCache
@@ -67,7 +67,8 @@ class Generating(Beside):
             given |= speculation.arguments
         modules = turning(self.model)
         with turned(modules, {}):
-            if self.prompts is None or not (self._keeps and is_one_prompt(self.model, given)):
+            is_one = self._keeps and is_one_prompt(given) and keeps_one_cache(self.model, given)
+            if self.prompts is None or not is_one:
                 result = self._called(given)
             else:
                 result = self._keeping(self.prompts, given, steps, modules)

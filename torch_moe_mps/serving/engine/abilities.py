@@ -10,6 +10,7 @@ from ...transformers.caches.cache import hands_cache_on
 from ...transformers.caches.prompt_cache import reads_whole, takes_layers
 from ...transformers.trials.batching import reason_against_rows
 from ...transformers.upstream.generation import GenerationMixin, GenerationMode
+from .inputs import GROWING
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +59,14 @@ def keeps_prompts(model: PreTrainedModel) -> bool:
 
 
 def reason_of_settings(config: GenerationConfig) -> str | None:
-    """Why `generate` has to generate an answer with these settings, for a person; None where it does not."""
+    """Why `generate` has to generate an answer with these settings, for a person; None where it does not.
+
+    `use_cache` is no reason: checkpoints that were trained say false, and the tokens are the same.
+    """
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return f"{mode.value.replace('_', ' ')} is generate()'s"
-    if config.cache_implementation not in (None, "dynamic") or config.use_cache is False:
+    if config.cache_implementation not in GROWING:
         return "generation_config asks for another cache"
     return None
 

@@ -1,7 +1,8 @@
 """The settings of an answer: one rule for chat, generate, serve and whatever else answers.
 
 Tokens are chosen as the checkpoint's generation_config says, and greedily where it says nothing. An answer
-may be as long as the checkpoint says, by either of its two lengths, and otherwise as the context goes.
+may be as long as the checkpoint says, by either of its two lengths, and otherwise as the context goes. It
+ends by a token of the generation_config, or by the tokenizer's: fine-tuned chats often change that one alone.
 """
 
 import copy
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import GenerationConfig
+
+from .ranges import vocabulary_of
 
 # Settings of a draw, and the values with which they change nothing.
 _OF_DRAWS: dict[str, tuple[float, ...]] = {
@@ -47,6 +50,7 @@ def settings_of_draw(model: Any) -> dict[str, Any]:
 
 def settings_of_answer(
     model: Any,
+    tokenizer: Any,
     asked: Mapping[str, Any],
     prompt: int,
     context: int,
@@ -56,6 +60,7 @@ def settings_of_answer(
     """The settings of one answer of a model.
 
     Args:
+        tokenizer: whose end of a text ends the answer, unless `asked` or `whole` says which tokens do.
         asked: what `choice` gives; in place of the checkpoint's.
         prompt: tokens in front of the answer.
         context: the most tokens that the model reads.
@@ -75,6 +80,8 @@ def settings_of_answer(
     config.update(**asked)
     if config.eos_token_id is None:
         config.eos_token_id = own.eos_token_id
+    if "eos_token_id" not in {*asked, *(whole or ())}:
+        config.eos_token_id = _with_end(config.eos_token_id, tokenizer, vocabulary_of(model))
     longest, room = config.max_new_tokens if most is None else most, context - prompt
     if longest is None and config.max_length is not None:
         longest = config.max_length - prompt
@@ -84,3 +91,11 @@ def settings_of_answer(
     config.max_new_tokens = room if longest is None else max(1, min(longest, room))
     config.max_length = None
     return config
+
+
+def _with_end(ends: Any, tokenizer: Any, vocabulary: int) -> Any:
+    """Tokens that end an answer, with the tokenizer's if the model knows it."""
+    last = tokenizer.eos_token_id
+    known = [*ends] if isinstance(ends, list) else [] if ends is None else [ends]
+    is_new = type(last) is int and last < vocabulary and last not in known
+    return [*known, last] if is_new else ends

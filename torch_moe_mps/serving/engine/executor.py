@@ -35,7 +35,7 @@ class Executor:
     def begin(self, job: Job, prefix_cache: PrefixCache | None) -> Prefill:
         """The prefill of a job, behind its cached prefix."""
         inputs = job.inputs
-        is_cached = self._abilities.caches_prefixes and is_one_prompt(self._model, inputs)
+        is_cached = self._abilities.caches_prefixes and is_one_prompt(inputs)
         return Prefill(
             self._model,
             inputs["input_ids"],

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ from ..prefix_cache.memory import Images
 from .ranges import placeholders_of
 
 _OF_TEXT = ("token_type_ids", "mm_token_type_ids")  # all zeros where there is only text
+# Caches that grow, of `cache_implementation`: "hybrid", which Gemma 2 and 3 say, is no wish for `generate`.
+GROWING = (None, "dynamic", "hybrid")
 _FROM_STATES = ("use_mtp", "speculation_type")  # settings of transformers' drafts from a model's states
 # Inputs that are images or sound.
 _IMAGES = re.compile("pixel_|image_|video_|audio_|input_features")
@@ -36,10 +37,8 @@ def images_of(model: Any, given: dict[str, Any]) -> Images | None:
     return Images(digest.hexdigest(), *((where[0], where[-1] + 1) if where else (0, len(ids))))
 
 
-def is_one_prompt(model: Any, given: dict[str, Any]) -> bool:
-    """Whether a request is one sequence, without padding, in a cache that grows."""
-    settings = vars(given.get("generation_config") or model.generation_config)
-    settings = settings | {name: value for name, value in given.items() if name in settings}
+def is_one_prompt(given: dict[str, Any]) -> bool:
+    """Whether inputs of a model are one sequence without padding, of text, images or sound."""
     mask, beside = given.get("attention_mask"), beside_tokens(given)
     images = any(map(_IMAGES.match, beside))
     return (
@@ -47,17 +46,18 @@ def is_one_prompt(model: Any, given: dict[str, Any]) -> bool:
         and (mask is None or bool((mask == 1).all()))
         and all(_IMAGES.match(name) or name in _OF_TEXT for name in beside)
         and (images or not any(bool(value.any()) for value in beside.values()))
-        and _keeps_one_cache(settings)
     )
 
 
-def _keeps_one_cache(settings: Mapping[str, Any]) -> bool:
-    """Whether `generate` computes one sequence in a cache that grows.
+def keeps_one_cache(model: Any, given: dict[str, Any]) -> bool:
+    """Whether `generate` computes one sequence in a cache that grows, with these arguments.
 
     transformers' drafts from states of the model read those of the whole prompt, which none are kept of.
     """
+    settings = vars(given.get("generation_config") or model.generation_config)
+    settings = settings | {name: value for name, value in given.items() if name in settings}
     return (
-        settings.get("cache_implementation") in (None, "dynamic")
+        settings.get("cache_implementation") in GROWING
         and settings.get("use_cache") is not False
         and (settings.get("num_beams") or 1) == 1
         and (settings.get("num_return_sequences") or 1) == 1

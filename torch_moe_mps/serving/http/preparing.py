@@ -23,7 +23,7 @@ from .answer import Answer, Item, Items, text_stream
 from .answers import Answers
 from .logprobs import Logprobs
 from .protocols.tools import Parser, grammar
-from .request import Chat, Refused, Request, unsupported, wrong
+from .request import STOPS, Chat, Refused, Request, unsupported, wrong
 from .served import Served
 from .structured import check_size
 from .template import tensor
@@ -33,6 +33,7 @@ Show = Callable[[int, Item | None], None]
 _MOST_CHARACTERS = 1 << 23  # more than any context has
 # Messages of a conversation, and parts of them; tools: each is written by the chat template, in Python.
 _MOST_MESSAGES, _MOST_TOOLS = 10_000, 1024
+_OF_BEAMS = {"num_beams", "num_return_sequences"}  # settings
 
 
 @dataclass
@@ -40,12 +41,14 @@ class Prompt:
     """The common part of all answers to a prompt.
 
     Args:
+        stops: texts that answers end before, of the request and of its settings.
         text: of the prompt, by which the parser knows what it begins of the answer; None where all is text.
         parser: reads calls of tools and reasoning out of an answer.
     """
 
     inputs: dict[str, Any]
     config: Any
+    stops: tuple[str, ...]
     text: str | None
     images: Images | None
     parser: Callable[[], Parser] | None
@@ -109,7 +112,7 @@ def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) ->
         text = str(served.template.tokenizer.decode(inputs["input_ids"][0]))
         tools = [tool.function for tool in request.tools.values()] or None
         parser = functools.partial(Parser, form, prefix=text, tools=tools)
-    return Prompt(inputs, config, text, images_of(served.model, inputs), parser)
+    return Prompt(inputs, config, _stops(request, config), text, images_of(served.model, inputs), parser)
 
 
 def _inputs(served: Served, prompt: Chat | str | list[int], field: str) -> dict[str, Any]:
@@ -237,9 +240,12 @@ def _settings(served: Served, request: Request, length: int) -> Any:
         raise Refused(message, request.prompt_field, "context_length_exceeded")
     asked, whole, vocabulary = request.settings, request.config, vocabulary_of(model)
     try:
-        config = settings_of_answer(model, asked, length, context, request.most, whole)
+        tokenizer = served.template.tokenizer
+        config = settings_of_answer(model, tokenizer, asked, length, context, request.most, whole)
     except (TypeError, ValueError, AttributeError) as error:
         raise wrong("generation_config", "of settings that exist", first_line(error)) from None
+    for name in _OF_BEAMS - {*asked} if whole is None else ():
+        setattr(config, name, 1)  # a checkpoint's wish, which no client has
     for name in unserved_settings(whole or {}):
         raise wrong("generation_config", "of settings that this server knows", name)
     try:
@@ -251,11 +257,22 @@ def _settings(served: Served, request: Request, length: int) -> Any:
         raise wrong("generation_config", "of num_return_sequences 1 (see 'n')", got)
     if (config.num_beams or 1) > 1:
         raise wrong("generation_config", "of num_beams 1: the server searches no beams", config.num_beams)
-    config.stop_strings = None
     for tokens in config.sequence_bias or ():
         if tokens[0] >= vocabulary:
             raise wrong("logit_bias", f"of tokens below {vocabulary}", tokens[0])
     return config
+
+
+def _stops(request: Request, config: Any) -> tuple[str, ...]:
+    """The stops of a request, and those of its settings, which get none: answers look for them.
+
+    Raises: Refused.
+    """
+    own, config.stop_strings = config.stop_strings or [], None
+    fits, expected = STOPS
+    if not fits(own):
+        raise wrong("generation_config", f"of stop_strings that are {expected}", own)
+    return (*request.stops, *([own] if isinstance(own, str) else own))
 
 
 # Answers
@@ -268,7 +285,7 @@ def _job(served: Served, request: Request, prompt: Prompt, number: int, show: Sh
     parser = None if prompt.parser is None else prompt.parser()
     step = text_stream(served.template.tokenizer, skips_special=parser is None)
     items = Items(parser, lambda item: show(number, item), ends_at_call=request.forced is not None)
-    answer = Answer(step, request.stops, items, ends, logprobs, lambda: show(number, None))
+    answer = Answer(step, prompt.stops, items, ends, logprobs, lambda: show(number, None))
     answer.prompt_tokens = prompt_length(prompt.inputs)
     job = Job(
         prompt.inputs,

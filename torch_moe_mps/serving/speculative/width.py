@@ -16,7 +16,7 @@ _SLOPE = 0.25  # a part of a step for each token more, until one of its kind was
 # Time that drafts may lose in a sequence, in tokens: so much at first, a share of its tokens, and what
 # they gained, all together at most so much at once. With 50 tokens and more, that is at most a fiftieth.
 _LOSS, _SHARE, _MOST_LOSS = 0.5, 0.01, 4.0
-_LEAST_LOSS = 0.05  # of a step whose drafts are all rejected: their number has a bound, whatever clocks say
+_LEAST_LOSS = 0.05  # where all drafts are rejected: such steps have a bound, whatever clocks say
 # Running counts of drafts: what remains of them in a step of drafts and in one without, and how they begin:
 # hopeful, so that drafts are tried, and tried again once much is forgotten, as far as the budget goes.
 _REMAINS, _REST, _PRIOR, _WEIGHT = 0.9, 0.99, 0.9, 2.0
