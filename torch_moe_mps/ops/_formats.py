@@ -33,7 +33,7 @@ TENSORS = ("packed", "scales", "biases")
 
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-INFINITE_E8M0 = 255  # of e8m0 scales
+INFINITE_E8M0 = 255  # the code of infinity in e8m0
 
 
 _QUANTIZE = Check("quantize")
