@@ -112,10 +112,8 @@ class Row:
         """The type in Metal that reads the weights, and the file of shaders/matmul/formats/ that has it."""
         scales, group = self.scales, self.group_size
         if isinstance(scales, Floats):
-            return (
-                f"FloatCodes<MOE_DTYPE, {scales.number.upper()}, Scale{scales.scale.upper()}, {group}>",
-                "floats",
-            )
+            number, scale = scales.number.upper(), scales.scale.upper()
+            return f"FloatCodes<MOE_DTYPE, {number}, Scale{scale}, {group}>", "floats"
         if isinstance(scales, Codebook):
             bits = (self.bits, group, scales.scale_bits, scales.number_bits, scales.stream_bits)
             return f"GridCodes<MOE_DTYPE, {', '.join(map(str, bits))}>", "codebook"
