@@ -33,11 +33,14 @@ class Mark:
     """The command buffer that mps encodes into now: `wait` waits for it and for no later one.
 
     Other devices are synchronised; the CPU has nothing to wait for.
+
+    Args:
+        commits: gives the buffer to the GPU.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, commits: bool = False):
         self._device = device
-        self._number = torch.ops.moe_mps._watch() if _is_watched(device) else None
+        self._number = torch.ops.moe_mps._watch(commits) if _is_watched(device) else None
 
     def wait(self) -> None:
         """Waits until the buffer is complete; it is committed if it is still open.

@@ -22,26 +22,26 @@ model to another dtype leaves them unchanged. `offset`, `step` and the NamedTupl
     Halves(minima)         q * d + m                                                 d, m
     Integers               (q - offset) * (d * (s - centre))                         s, d of 256
     Integers(minima)       q * (d * s) - m * n                                       s and n, d and m of 256
-    Points, 1 bit          (point +- 1/8) * d * (2 s + 1)                            x, d of 256
-    Points, 2 and 3 bits   +-point * d * (2 s + 1) / 8 with 2 bits, / 4 with 3       x, d of 256
+    Codebook, 1 bit        (point +- 1/8) * d * (2 s + 1)                            x, d of 256
+    Codebook, 2, 3 bits    +-point * d * (2 s + 1) / 8 with 2 bits, / 4 with 3       x, d of 256
 
 "of 256": for so many values. With `levels`, level(q) stands for q. s and n of a row are unsigned integers in
 a stream of bits in uint8, the lowest first, s before n. Every product is a float32, so that a value is
 rounded once, by the sum.
 
-Codebook formats (Points) have words for each 32 values: in eight bits each the numbers of points, which are
-the next 4 or 8 values in the format's grid (shaders/matmul/grids.txt), and then the signs: the i-th of eight
-values, in the j-th eight, has bit 16 (i % 2) + 4 (i // 2) + j of the last word. x is s of each group, then
-the upper bits of each number, then flags that make 1/8 negative: one for all 32 values, or one for each
-point. Where x has less than 12 bits for 32 values, the eighth sign is the one that makes the number of minus
-signs even: the four bits in its place are the first of x. Where x is empty, d is in `scales`. The x of 256
-values of iq1_m is in two parts: all but s for each 32 values, then their s.
+Codebook formats have words for each 32 values: in eight bits each the numbers of points, which are the next 4
+or 8 values in the format's grid (shaders/matmul/grids.txt), and then the signs: the i-th of eight values, in
+the j-th eight, has bit 16 (i % 2) + 4 (i // 2) + j of the last word. x is s of each group, then the upper
+bits of each number, then flags that make 1/8 negative: one for all 32 values, or one for each point. With 2
+and 3 bits and less than 12 bits in `scales` for 32 values, the eighth sign is the one that makes the number
+of minus signs even, and the four bits in its place are the last of x. If that is all of x, d is in `scales`.
+The x of 256 values of iq1_m is in two parts: all but s for each 32 values, then their s.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-LARGE_BLOCK = 256  # values that share d and m where there are integers or points
+LARGE_BLOCK = 256  # values that share d and m where there are integers or a codebook
 
 
 class LikeActivations(NamedTuple):
@@ -74,7 +74,7 @@ class Integers(NamedTuple):
         return 2 if self.minima else 1
 
 
-class Points(NamedTuple):
+class Codebook(NamedTuple):
     """The bits of s, of a number beyond eight, of the flags of 32 values, and of their x in `scales`."""
 
     scale_bits: int
@@ -97,7 +97,7 @@ class Row:
 
     bits: int
     group_size: int
-    scales: LikeActivations | Floats | Halves | Integers | Points
+    scales: LikeActivations | Floats | Halves | Integers | Codebook
     offset: float = 0
     step: int = 1
     levels: bool = False
@@ -113,9 +113,9 @@ class Row:
         scales, group = self.scales, self.group_size
         if isinstance(scales, Floats):
             return f"FloatCodes<MOE_DTYPE, {scales.number}, {scales.scale}, {group}>", "floats"
-        if isinstance(scales, Points):
+        if isinstance(scales, Codebook):
             bits = (self.bits, group, scales.scale_bits, scales.number_bits, scales.stream_bits)
-            return f"GridCodes<MOE_DTYPE, {', '.join(map(str, bits))}>", "points"
+            return f"GridCodes<MOE_DTYPE, {', '.join(map(str, bits))}>", "codebook"
         offset = 1 if self.levels else int(self.offset)  # levels have none: 1 says that they have no bias
         if isinstance(scales, Integers):
             numbers = (group, scales.bits, str(scales.minima).lower(), scales.centre, offset)
@@ -154,13 +154,13 @@ ROWS = {
     "iq4_nl": Row(4, 32, Halves(), levels=True),
     "iq4_xs": Row(4, 32, Integers(6, centre=32), levels=True, groupwise_bits=4),
     "tq2_0": Row(2, 256, Halves(), offset=1),
-    "iq1_s": Row(1, 32, Points(3, 3, 1, 16)),
-    "iq1_m": Row(1, 16, Points(3, 3, 4, 22)),
-    "iq2_xxs": Row(2, 32, Points(4, 0, 0, 0)),
-    "iq2_xs": Row(2, 16, Points(4, 1, 0, 8)),
-    "iq2_s": Row(2, 16, Points(4, 2, 0, 16)),
-    "iq3_xxs": Row(3, 32, Points(4, 0, 0, 0)),
-    "iq3_s": Row(3, 32, Points(4, 1, 0, 12)),
+    "iq1_s": Row(1, 32, Codebook(3, 3, 1, 16)),
+    "iq1_m": Row(1, 16, Codebook(3, 3, 4, 22)),
+    "iq2_xxs": Row(2, 32, Codebook(4, 0, 0, 0)),
+    "iq2_xs": Row(2, 16, Codebook(4, 1, 0, 8)),
+    "iq2_s": Row(2, 16, Codebook(4, 2, 0, 16)),
+    "iq3_xxs": Row(3, 32, Codebook(4, 0, 0, 0)),
+    "iq3_s": Row(3, 32, Codebook(4, 1, 0, 12)),
 }
 
 _AFFINE = [row for row in ROWS.values() if isinstance(row.scales, LikeActivations)]

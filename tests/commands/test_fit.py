@@ -411,7 +411,7 @@ def test_the_memory_beside_states_has_room_for_drafts(architecture):
     rows, cache = BatchedCache(model, deferrable_layers(model)), new_cache(model)
     with torch.no_grad():
         model(torch.ones(1, 5, dtype=torch.long), **cache_argument(model, cache))
-        rows.join(cache, 5)
+        rows.admit(cache, 5)
     pending = [layer.uncommitted for layer in rows.cache.layers if hasattr(layer, "uncommitted")]
     held = sum(p.nbytes for each in pending for p in each.values() if p.is_floating_point())
     assert 0 < held <= found.beside <= 1.7 * held

@@ -203,6 +203,20 @@ def test_errors():
         "quantize: weight must be of a last dimension that is a multiple of 64, got (2, 33)": lambda: (
             quantize(ones[:, :33])
         ),
+        "quantize: weight must be a tensor, got list": lambda: quantize([1.0]),
+        "quantize: weight must be a tensor, got None": lambda: quantize(None),
+        "quantize: weight must be a tensor with values, got one on meta": lambda: quantize(ones.to("meta")),
+        "quantize: importance must be a tensor, got list": lambda: quantize(ones, importance=[1.0] * 64),
+        "quantize: format must be a name such as affine4_64 or mxfp4, got [4]": lambda: Format.named([4]),
+        "dequantize: dtype must be a dtype of floats, got torch.int32": lambda: dequantize(
+            weight, torch.int32
+        ),
+        "dequantize: dtype must be a dtype of floats, got 'float16'": lambda: dequantize(weight, "float16"),
+        "dequantize: format must be a Format, got 'affine4_32'": lambda: dequantize(
+            replace(weight, format="affine4_32")
+        ),
+        "dequantize: scales must be a tensor, got None": lambda: dequantize(replace(weight, scales=None)),
+        "repack_mxfp4_blocks: blocks must be a tensor, got None": lambda: repack_mxfp4_blocks(None, None),
         "dequantize: packed must be uint32 or int32, got float32": lambda: dequantize(
             replace(weight, packed=ones)
         ),

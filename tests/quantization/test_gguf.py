@@ -62,6 +62,11 @@ def test_errors():
         ValueError, match=r"from_blocks: blocks must be of rows that are a multiple of 144 bytes"
     ):
         gguf.from_blocks(torch.zeros(2, 143, dtype=torch.uint8), "Q4_K")
+    for name in ("q8_k", "q9_0", None):
+        with pytest.raises(ValueError, match=rf"from_blocks: name must be one of q4_0, .*, got {name!r}$"):
+            gguf.from_blocks(torch.zeros(2, 144, dtype=torch.uint8), name)
+    with pytest.raises(ValueError, match=r"from_blocks: blocks must be of one dimension or more, got \(\)"):
+        gguf.from_blocks(torch.zeros((), dtype=torch.uint8), "q4_k")
     with pytest.raises(ValueError, match=r"mode must be one of affine, .*, iq4_xs, got 'q4_0'"):
         quantize(torch.ones(1, 256), mode="q4_0")
     assert Format.named("q6_k").multiple == 256

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import transformers
-from support import tiny_models
+from support import images, tiny_models
 from support.jobs import Asked, run
 from support.sweep import in_sweep
 from support.threads import in_threads
@@ -24,13 +24,7 @@ from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 def llava():
     """A model, inputs with six images, and the class of its encoder's layers."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
-    vision = transformers.CLIPVisionConfig(**sizes, num_hidden_layers=3, image_size=16, patch_size=8)
-    text = tiny_models.tiny_config("mixtral", head_dim=32, vocab_size=28)
-    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=27)
-    torch.manual_seed(0)
-    model = transformers.LlavaForConditionalGeneration(config).eval()
-    ids = torch.tensor([[5, *[27] * 24, 6]])
+    model, ids = images.llava(layers=3), torch.tensor([[5, *[27] * 24, 6]])
     return model, {"input_ids": ids, "pixel_values": torch.randn(6, 3, 16, 16)}, CLIPEncoderLayer
 
 

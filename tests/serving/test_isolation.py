@@ -167,19 +167,19 @@ def test_an_answer_whose_prompt_cannot_be_kept_is_whole(name, monkeypatch):
 @pytest.mark.parametrize(
     ("home", "part", "number"),
     [
-        (batched, "_join", 1),
+        (batched, "_admit", 1),
         (batched, "_count", 0),
         (growing, "view_of", 2),
         (batched.BatchedCache, "_changed", 0),
     ],
 )
-def test_a_row_that_cannot_join_leaves_the_others_as_they_were(home, part, number, monkeypatch):
+def test_a_sequence_that_cannot_be_admitted_leaves_the_others_as_they_were(home, part, number, monkeypatch):
     """At the first layer, at another, and behind all."""
     bad, good, late = Asked(ids_of(2, 16), 5), Asked(ids_of(1, 5), 9), Asked(ids_of(3, 30), 5)
     batch, own, left = Engine(model_of(), None, 3), getattr(home, part), [number]
     batch.submit(good.job)
     batch.step()
-    own_join = batch.pool.batch.rows.join
+    own_admit = batch.pool.batch.rows.admit
 
     def fails(*given):
         left[0] -= 1
@@ -187,12 +187,12 @@ def test_a_row_that_cannot_join_leaves_the_others_as_they_were(home, part, numbe
             raise MemoryError(part)
         return own(*given)
 
-    def join(*given):
+    def admit(*given):
         with monkeypatch.context() as broken:
             broken.setattr(home, part, fails)
-            own_join(*given)
+            own_admit(*given)
 
-    monkeypatch.setattr(batch.pool.batch.rows, "join", join)
+    monkeypatch.setattr(batch.pool.batch.rows, "admit", admit)
     run(batch, bad, late)
     assert left[0] < 0 and isinstance(bad.reasons[0], MemoryError)
     assert good.tokens == alone(1, 5, 9) and late.tokens == alone(3, 30, 5)
@@ -245,7 +245,7 @@ CALLS = {
     "prefill chunk": (Prefill, "compute", _of_prompt(_LONG)),
     "settings": (Sampler, "__init__", lambda self, model, job: job.inputs["input_ids"].numel() == _LONG),
     "sample": (Sampler, "processed", lambda self, logits: self.most == 5),
-    "admit": (batched.BatchedCache, "join", lambda self, cache, tokens, moved: tokens == _LONG),
+    "admit": (batched.BatchedCache, "admit", lambda self, cache, tokens, moved: tokens == _LONG),
     "copy out of the batch": (batched.BatchedCache, "alone", lambda self, row: self.lengths[row] > _LONG),
     "keep": (PrefixCache, "put", lambda self, kept: len(kept.ids) > _LONG),
     "progress": (Job, "tell", lambda self, *given: self.inputs["input_ids"].numel() == _LONG),
@@ -381,7 +381,7 @@ def test_an_answer_alone_without_memory_ends_alone(monkeypatch):
     good, bad, late = Asked(ids_of(1, 5), 9), Asked(ids_of(2, 6), 9), Asked(ids_of(2, 6), 5)
     batch = Engine(model_of(), PrefixCache(MEMORY), 3)
     monkeypatch.setattr(
-        batch.pool.batch.rows, "join", lambda *given: _raise(batched.NotBatchable("it has none"))
+        batch.pool.batch.rows, "admit", lambda *given: _raise(batched.NotBatchable("it has none"))
     )
     fails_once(batch, lambda ids: len(bad.tokens) == 4 and ids[0].tolist() == bad.tokens[-1:])
     run(batch, bad, good, late)

@@ -50,7 +50,7 @@ def test_steps_are_captured(architecture, lengths):
         generator = torch.Generator().manual_seed(number)
         ids, cache = torch.randint(2, 90, (1, length + steps), generator=generator), new_cache(model)
         model(input_ids=ids[:, :length], **cache_argument(model, cache), use_cache=True)
-        rows.join(cache, length)
+        rows.admit(cache, length)
         talks.append(ids[:, length:])
         expected.append(model(input_ids=ids, use_cache=False).logits[:, length:])
     expected, reasons = torch.cat(expected), []

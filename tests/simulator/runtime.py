@@ -40,9 +40,10 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_commits.restype = ctypes.c_uint64
     library.simulator_fail_buffer.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64]
     library.simulator_advance_clock.argtypes = [ctypes.c_double]
-    library.simulator_time_host.argtypes = [ctypes.c_int, ctypes.c_double]
+    library.simulator_time_host.argtypes = [ctypes.c_int, ctypes.c_double, ctypes.c_double]
     library.simulator_advance_host.argtypes = [ctypes.c_double]
     library.simulator_host_clock.restype = ctypes.c_double
+    library.simulator_clock.restype = ctypes.c_double
     library.simulator_idle.restype = ctypes.c_double
     library.simulator_use_stream.argtypes = [ctypes.c_int64]
     library.simulator_live_buffers.restype = ctypes.c_size_t
@@ -290,14 +291,15 @@ def clocked(run: Callable[[shaderlib.Dispatch], float]) -> Iterator[None]:
 
 
 class Timeline:
-    """Clocks of the host and of the GPU, in seconds since the block began.
-
-    Attributes:
-        busy: of the GPU, so far.
-    """
+    """Clocks of the host and of the GPU, in seconds since the block began."""
 
     def __init__(self) -> None:
-        self.busy, self._began = 0.0, _runtime().simulator_host_clock()
+        self._began = _runtime().simulator_host_clock()
+
+    @property
+    def busy(self) -> float:
+        """Seconds that the GPU has worked, of the buffers that have run."""
+        return _runtime().simulator_clock() - self._began - self.idle
 
     @property
     def idle(self) -> float:
@@ -315,31 +317,27 @@ class Timeline:
 
 
 @contextlib.contextmanager
-def timeline(run: Callable[[shaderlib.Dispatch], float], a_command: float = 0.0) -> Iterator[Timeline]:
+def timeline(
+    run: Callable[[shaderlib.Dispatch], float], a_command: float = 0.0, an_operator: float = 0.0
+) -> Iterator[Timeline]:
     """Clocks of the host and of the GPU, which run beside each other.
 
     A command buffer begins once it is committed and those before it have ended, and lasts as long as `run`
-    says of its dispatches. The host's clock moves by `a_command` for each command that it encodes, by
-    `Timeline.work`, and where it waits: to the end of the buffer that it waits for, or of all of them.
+    says of its dispatches. The host's clock moves by `a_command` for each command and operator that it
+    encodes, by `Timeline.work`, and where it waits: to the end of the buffer that it waits for, or of all of
+    them, as for a copy from the CPU that blocks.
 
-    Operators of aten take the GPU no time. They run on the CPU, for which the open buffer is committed: on a
-    Mac it would stay open. Completion handlers are called when the host's clock has passed a buffer's end and
-    the host waits or works: whoever waits for a handler alone waits for ever.
+    Each operator of aten takes the GPU `an_operator`, in the buffer that is open, although the CPU computes
+    it at once. Completion handlers are called when the host's clock has passed a buffer's end and the host
+    waits or works: whoever waits for a handler alone waits for ever.
     """
     torch.mps.synchronize()
-    _runtime().simulator_time_host(True, a_command)
-    times = Timeline()
-
-    def timed(dispatch: shaderlib.Dispatch) -> float:
-        seconds = run(dispatch)
-        times.busy += seconds
-        return seconds
-
+    _runtime().simulator_time_host(True, a_command, an_operator)
     try:
-        with clocked(timed):
-            yield times
+        with clocked(run):
+            yield Timeline()
     finally:
-        _runtime().simulator_time_host(False, 0.0)
+        _runtime().simulator_time_host(False, 0.0, 0.0)
 
 
 @contextlib.contextmanager

@@ -24,21 +24,26 @@ TEMPLATE = """\
 {%- endfor -%}"""
 
 
-def write_llava(folder: Path) -> None:
-    """A Mixtral behind a CLIP of 16 x 16 pixels, four tokens an image; the other tokens are letters."""
+def llava(layers: int) -> transformers.LlavaForConditionalGeneration:
+    """A Mixtral behind a CLIP of so many layers and 16 x 16 pixels, four tokens an image (number 27)."""
     with tiny_models.groups_of_32():
         text = tiny_models.tiny_config("mixtral", head_dim=32, vocab_size=28)
     vision = transformers.CLIPVisionConfig(
         hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         image_size=16,
         patch_size=8,
     )
     config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=27)
     torch.manual_seed(0)
-    transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
+    return transformers.LlavaForConditionalGeneration(config).eval()
+
+
+def write_llava(folder: Path) -> None:
+    """A model that sees, with its processor; the tokens that are no image are letters."""
+    llava(layers=1).save_pretrained(folder)
     tokenizer = tokenizer_of(
         [*LETTERS, "<image>"],
         unk_token="?",

@@ -213,7 +213,7 @@ class Integers(NamedTuple):
     minima: bool = False
 
 
-class Points(NamedTuple):
+class Codebook(NamedTuple):
     """Bits of a small scale, a point's number beyond eight, shifts, and the stream of 32 values."""
 
     scale: int
@@ -238,7 +238,7 @@ class Ggml(NamedTuple):
     centre: float = 0
     second: bool = False
     integers: Integers | None = None
-    points: Points | None = None
+    codebook: Codebook | None = None
 
     @property
     def minima(self) -> bool:
@@ -261,13 +261,13 @@ GGML = {
     "iq4_nl": Ggml(4, 32, (0,)),
     "iq4_xs": Ggml(4, 32, (0,), integers=Integers(6, 32)),
     "tq2_0": Ggml(2, 256, (64,), centre=1),
-    "iq1_s": Ggml(1, 32, (0,), points=Points(3, 3, 1, 16)),
-    "iq1_m": Ggml(1, 16, (), points=Points(3, 3, 4, 22)),
-    "iq2_xxs": Ggml(2, 32, (0,), points=Points(4, 0, 0, 0)),
-    "iq2_xs": Ggml(2, 16, (0,), points=Points(4, 1, 0, 8)),
-    "iq2_s": Ggml(2, 16, (0,), points=Points(4, 2, 0, 16)),
-    "iq3_xxs": Ggml(3, 32, (0,), points=Points(4, 0, 0, 0)),
-    "iq3_s": Ggml(3, 32, (0,), points=Points(4, 1, 0, 12)),
+    "iq1_s": Ggml(1, 32, (0,), codebook=Codebook(3, 3, 1, 16)),
+    "iq1_m": Ggml(1, 16, (), codebook=Codebook(3, 3, 4, 22)),
+    "iq2_xxs": Ggml(2, 32, (0,), codebook=Codebook(4, 0, 0, 0)),
+    "iq2_xs": Ggml(2, 16, (0,), codebook=Codebook(4, 1, 0, 8)),
+    "iq2_s": Ggml(2, 16, (0,), codebook=Codebook(4, 2, 0, 16)),
+    "iq3_xxs": Ggml(3, 32, (0,), codebook=Codebook(4, 0, 0, 0)),
+    "iq3_s": Ggml(3, 32, (0,), codebook=Codebook(4, 1, 0, 12)),
 }
 SEARCHED = tuple(name for name, kind in GGML.items() if kind.integers)  # `quantize` writes them
 
@@ -282,15 +282,15 @@ def numbers_of(format: str) -> tuple[int, int, str]:
 
 def group_of(format: str) -> int:
     """What columns are a multiple of."""
-    in_superblocks = format in GGML and (GGML[format].integers or GGML[format].points)
+    in_superblocks = format in GGML and (GGML[format].integers or GGML[format].codebook)
     return 256 if in_superblocks else numbers_of(format)[1]
 
 
 def dequantise(packed: Tensor, scales: Tensor, biases: Tensor | None, format: str) -> np.ndarray:
     """[..., words] -> [..., words * 32 / bits] in float64."""
     bits, group_size, _ = numbers_of(format)
-    if format in GGML and (points := GGML[format].points):
-        return point_values(packed, scales, biases, format, points)
+    if format in GGML and (codebook := GGML[format].codebook):
+        return point_values(packed, scales, biases, format, codebook)
     shape = *packed.shape[:-1], packed.shape[-1] * 32 // bits
     codes = codes_of(packed, bits).reshape(*shape[:-1], shape[-1] // group_size, group_size)
     if format in GGML:
@@ -344,9 +344,9 @@ def grid_of(format: str) -> np.ndarray:
 
 
 def point_values(
-    packed: Tensor, scales: Tensor, biases: Tensor | None, format: str, kind: Points
+    packed: Tensor, scales: Tensor, biases: Tensor | None, format: str, kind: Codebook
 ) -> np.ndarray:
-    """Those of ggml's types of points, whose bits the table at the top of _weight_formats.py places."""
+    """Values in ggml's codebook formats, whose bits the table at the top of _weight_formats.py places."""
     bits, group_size, _ = numbers_of(format)
     scale_bits, number_bits, shifts, stream_bits = kind
     grid, groups = grid_of(format), 32 // group_size

@@ -69,7 +69,7 @@ def held(values):
 def random_ggml_scales(groups, columns, format, seed):
     *rows, count = groups
     kind = GGML[format]
-    if kind.points:
+    if kind.codebook:
         return random_point_scales((*rows, columns // 256), columns, kind, seed)
     unit = columns**-0.5 / (64 if format.startswith("iq4") else 2**kind.bits / 4)
     if not kind.integers:
@@ -85,7 +85,7 @@ def random_ggml_scales(groups, columns, format, seed):
 
 def random_point_scales(blocks, columns, kind, seed):
     """Scales up to 15 or 31, and points up to 1, 43 / 8 or 62 / 4."""
-    largest, stream_bits = {1: 8, 2: 80, 3: 250}[kind.bits], kind.points.stream
+    largest, stream_bits = {1: 8, 2: 80, 3: 250}[kind.bits], kind.codebook.stream
     halves = held(random(blocks, torch.float32, seed + 2) * columns**-0.5 / largest)
     if not stream_bits:
         return halves, None

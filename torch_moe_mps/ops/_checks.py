@@ -63,6 +63,8 @@ class Check:
         raise ValueError(f"moe_mps::{self.name}: {argument} must be {expected}, got {got}")
 
     def dtype(self, argument: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
+        if not isinstance(tensor, Tensor):
+            self.fail(argument, "a tensor", None if tensor is None else type(tensor).__name__)
         if tensor.layout != torch.strided:
             self.fail(argument, "a dense tensor", str(tensor.layout).removeprefix("torch."))
         self.among_dtypes(argument, tensor.dtype, allowed)

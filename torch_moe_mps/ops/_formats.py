@@ -17,11 +17,11 @@ from .._weight_formats import (
     LARGE_BLOCK,
     MODES,
     ROWS,
+    Codebook,
     Floats,
     Halves,
     Integers,
     LikeActivations,
-    Points,
     Row,
 )
 from ._checks import ACTIVATION_DTYPES, Check
@@ -91,7 +91,7 @@ class Format:
     @classmethod
     def named(cls, name: str, check: Check = _QUANTIZE, argument: str = "format") -> "Format":
         """Raises: ValueError, which names `check` and the argument, for a name that no format has."""
-        if name not in FORMATS:
+        if not isinstance(name, str) or name not in FORMATS:
             check.fail(argument, "a name such as affine4_64 or mxfp4", repr(name))
         return FORMATS[name]
 
@@ -100,9 +100,9 @@ class Format:
         return self.mode == "affine"
 
     @property
-    def points(self) -> Points | None:
+    def codebook(self) -> Codebook | None:
         """The scales of a codebook format, else None."""
-        return self.row.scales if isinstance(self.row.scales, Points) else None
+        return self.row.scales if isinstance(self.row.scales, Codebook) else None
 
     @property
     def integers(self) -> Integers | None:
@@ -117,8 +117,8 @@ class Format:
     @property
     def stream_bits(self) -> int:
         """Bits that 32 values take in `scales` where these are a stream of bits, else 0."""
-        if self.points is not None:
-            return self.points.stream_bits
+        if self.codebook is not None:
+            return self.codebook.stream_bits
         return 0 if self.integers is None else 32 // self.group_size * self.integers.bits * self.halves
 
     @property
@@ -140,14 +140,14 @@ class Format:
     @property
     def multiple(self) -> int:
         """The number that the input dimension must be a multiple of."""
-        return LARGE_BLOCK if isinstance(self.row.scales, Integers | Points) else self.group_size
+        return LARGE_BLOCK if isinstance(self.row.scales, Integers | Codebook) else self.group_size
 
     def scales_of(self, columns: int) -> tuple[int, int]:
         """The elements of `scales` and of `biases` for a row."""
         blocks = columns // LARGE_BLOCK
         if self.stream_bits:
             return blocks * self.stream_bits, blocks * self.halves
-        count = self.groups(columns) if self.points is None else blocks
+        count = self.groups(columns) if self.codebook is None else blocks
         return count, count if self.has_biases else 0
 
     def words(self, columns: int) -> int:
@@ -360,9 +360,9 @@ def _number(bits: Tensor) -> Tensor:
 
 
 def _grid_values(
-    packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format, grid: Points
+    packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format, grid: Codebook
 ) -> Tensor:
-    """dequantize_values for a type of points; the last dimensions but one are those of 32 values."""
+    """dequantize_values for a codebook format; the last dimensions but one are those of 32 values."""
     table = grid_points(format.name).to(packed.device)
     groups, points = 32 // format.group_size, 32 // table.shape[1]
     octets = _octets(packed).unflatten(-1, (-1, 4 * format.bits))
@@ -393,8 +393,8 @@ def _grid_values(
 
 def dequantize_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
     """[..., words], [..., groups] -> [..., columns] float32."""
-    if format.points is not None:
-        return _grid_values(packed, scales, biases, format, format.points)
+    if format.codebook is not None:
+        return _grid_values(packed, scales, biases, format, format.codebook)
     groups = unpack(packed, format).unflatten(-1, (-1, format.group_size))
     return _scaled(groups, scales, biases, format).flatten(-2)
 

@@ -97,7 +97,7 @@ class Sample:
         if not self.format.is_affine and self.format.scale_dtypes[0] == torch.uint8:
             count = 16 if self.format.name == "nvfp4" else 3
             return _LOWEST[self.format.name] + self.integers(count, *groups, dtype=torch.uint8)
-        more = 1 if self.format.points is None else 4  # elements of points are larger than codes
+        more = 1 if self.format.codebook is None else 4  # elements of points are larger than codes
         return self._held(2.0 ** (-more - self.format.bits), *groups)
 
     # Arguments that several families take.

@@ -106,7 +106,7 @@ def expert_qmm(
         format: "affine4_64" for affine codes of 4 bits in groups of 64; also 1, 2, 3, 5, 6 or 8 bits and
             groups of 32 or 128; "mxfp4" and "mxfp8" in groups of 32, "nvfp4" in groups of 16; or a type of
             GGUF, such as "q4_k", whose values _weight_formats.py defines. H must be a multiple of the group
-            size, and of 256 where scales are small integers, and in types of points.
+            size, and of 256 where scales are small integers, and in codebook formats.
         bias: [E, N], float32, float16 or bfloat16: of the layer, not of the format.
 
     Returns: [T, K, N] in the dtype of `x`; dequantised and accumulated in float32. For more than 32 tokens

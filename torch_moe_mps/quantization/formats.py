@@ -71,6 +71,8 @@ def _check_weight(weight: Tensor, format: Format) -> None:
     check = Check("quantize")
     check.dtype("weight", weight, ACTIVATION_DTYPES)
     check.rank("weight", weight, (2, 3))
+    if weight.is_meta:
+        check.fail("weight", "a tensor with values", "one on meta")
     if weight.shape[-1] % format.multiple != 0:
         expected = f"of a last dimension that is a multiple of {format.multiple}"
         check.fail("weight", expected, tuple(weight.shape))
@@ -202,7 +204,8 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> Ten
     Args:
         weight: as `quantize` returns it. Tensors from elsewhere become one by
             QuantizedWeight(packed, scales, biases, Format.named("affine4_64")); int32 is accepted for uint32.
-        dtype: of the result; None means the dtype of `scales` in mode affine, and bfloat16 in the others.
+        dtype: of the result, one of floats; None means the dtype of `scales` in mode affine, and bfloat16 in
+            the others.
 
     Raises: ValueError for a shape or dtype that does not fit, TypeError for what is no QuantizedWeight.
     """
@@ -213,6 +216,10 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> Ten
             f"moe_mps::dequantize: weight must be a QuantizedWeight, as quantize returns it, got {got}"
         )
     packed, scales, biases, format = weight.packed, weight.scales, weight.biases, weight.format
+    if not isinstance(format, Format):
+        check.fail("format", "a Format", repr(format))
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        check.fail("dtype", "a dtype of floats", repr(dtype))
     check.dtype("packed", packed, PACKED_DTYPES)
     format.check_columns(check, "C, the input dimension of packed,", format.columns(packed.shape[-1]))
     shape = (*packed.shape[:-1], format.columns(packed.shape[-1]))

@@ -241,10 +241,14 @@ def from_blocks(blocks: Tensor, name: str) -> QuantizedWeight:
     Returns: QuantizedWeight [..., R, C] on the device of `blocks`. The values are ggml's, to the bit but for
         the sign of zeros. Memory other than the result stays under about 25 MiB.
 
-    Raises: ValueError for bytes that are no whole blocks.
+    Raises: ValueError for bytes that are no whole blocks, and for another name.
     """
     check = Check("from_blocks")
     check.dtype("blocks", blocks, (torch.uint8,))
+    if not isinstance(name, str) or name.lower() not in _BLOCKS:
+        check.fail("name", f"one of {', '.join(_BLOCKS)}", repr(name))
+    if blocks.dim() == 0:
+        check.fail("blocks", "of one dimension or more", ())
     size = sum(_BLOCKS[name.lower()][0])
     if blocks.shape[-1] % size != 0:
         check.fail("blocks", f"of rows that are a multiple of {size} bytes", tuple(blocks.shape))
@@ -259,7 +263,7 @@ def blocks_of(
 ) -> QuantizedWeight:
     """from_blocks for a weight [..., R, C] whose rows, of all matrices, are read some at a time."""
     (sizes, made_of), format = _BLOCKS[name.lower()], _format(name)
-    bits = format.bits if format.points is None else 8  # types of points come packed
+    bits = format.bits if format.codebook is None else 8  # codebook formats come packed
     out = QuantizedWeight.empty(shape, torch.float16, torch.device(device), format)
     for rows, (words, *targets) in _some_rows(out, shape[-1]):
         codes, *scales = made_of(*some(rows).reshape(-1, sum(sizes)).split(sizes, -1))

@@ -139,8 +139,8 @@ class Blocks(Format):
 
 
 @dataclass(frozen=True)
-class Points(Format):
-    """One of GGUF's whose codes are points of a grid."""
+class Codebook(Format):
+    """One of GGUF's codebook formats."""
 
     def make(self, values, name, experts, rows, inputs, dtype):
         words = (experts, rows, inputs * self.bits // 32)
@@ -149,7 +149,7 @@ class Points(Format):
         halves = values.uniform(
             experts, rows, inputs // 256, dtype=torch.float16, low=-largest, high=largest
         ).view(torch.int16)
-        stream_bits = GGML[self.mode].points.stream
+        stream_bits = GGML[self.mode].codebook.stream
         if not stream_bits:
             return {f"{name}_packed": packed, f"{name}_scales": halves}
         octets = (experts, rows, inputs // 256 * stream_bits)
@@ -159,7 +159,7 @@ class Points(Format):
     def matrix(self, tensors, name, expert):
         parts = [tensors.get(f"{name}_{part}") for part in ("packed", "scales", "biases")]
         own = [None if part is None else part[expert] for part in parts]
-        return torch.from_numpy(point_values(*own, self.mode, GGML[self.mode].points)).to(parts[0].device)
+        return torch.from_numpy(point_values(*own, self.mode, GGML[self.mode].codebook)).to(parts[0].device)
 
 
 DENSE = Format(0, 0, "")
@@ -171,7 +171,8 @@ FORMATS = {
     "dense": DENSE,
 }
 GGUF = {
-    name: (Points if kind.points else Blocks)(kind.bits, kind.group_size, name) for name, kind in GGML.items()
+    name: (Codebook if kind.codebook else Blocks)(kind.bits, kind.group_size, name)
+    for name, kind in GGML.items()
 }
 
 

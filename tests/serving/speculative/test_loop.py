@@ -225,7 +225,7 @@ def test_an_answer_waits_until_there_is_room_for_what_is_pending(architecture):
     rows, cache = BatchedCache(model, deferrable_layers(model)), new_cache(model)
     with torch.no_grad():
         model(many[0][None], **cache_argument(model, cache))
-    rows.join(cache, len(many[0]))
+    rows.admit(cache, len(many[0]))
     layers = [vars(layer).get("uncommitted", {}).values() for layer in rows.cache.layers]
     pending = sum(p.nbytes for p in itertools.chain(*layers) if p.is_floating_point())
     assert (pending > 0) == (architecture != "qwen3_moe")

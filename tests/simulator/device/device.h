@@ -20,6 +20,9 @@ void synchronize_host();
 struct StandIn {
   StandIn();
   ~StandIn();
+  static bool is_there();
+  // One operator of the GPU, if it is none's part.
+  void count() const;
 };
 
 void* stream_queue();

@@ -99,10 +99,15 @@ bool is_dropped(const Tensor& self) {
   return dropping() && self.is_mps() && !at::isIntegralType(self.scalar_type(), true);
 }
 
-// Waits for the device where a copy on a Mac does: of all to the CPU but those that do not block.
+// A copy from and to the CPU commits on a Mac, and waits for the device unless it does not block.
 void copy(const Tensor& source, const Tensor& destination, bool non_blocking) {
-  on_host(destination).copy_(on_host(source));
-  if (source.is_mps() && !destination.is_mps() && !non_blocking) synchronize_host();
+  {
+    const StandIn stand_in;
+    on_host(destination).copy_(on_host(source));
+    stand_in.count();
+  }
+  if (source.is_mps() == destination.is_mps() || StandIn::is_there()) return;
+  non_blocking ? commit(current_stream()) : synchronize_host();
 }
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (!is_dropped(self) || !source.is_mps()) copy(source, self, non_blocking);
@@ -145,17 +150,23 @@ Tensor& set_nothing(Tensor& self) {
 
 Tensor& fill_scalar(Tensor& self, const at::Scalar& value) {
   if (is_dropped(self)) return self;
+  const StandIn stand_in;
   on_host(self).fill_(value);
+  stand_in.count();
   return self;
 }
 Tensor& fill_tensor(Tensor& self, const Tensor& value) {
   if (is_dropped(self)) return self;
+  const StandIn stand_in;
   on_host(self).fill_(on_host(value));
+  stand_in.count();
   return self;
 }
 Tensor& zero_(Tensor& self) {
   if (is_dropped(self)) return self;
+  const StandIn stand_in;
   on_host(self).zero_();
+  stand_in.count();
   return self;
 }
 at::Scalar local_scalar_dense(const Tensor& self) {

@@ -107,12 +107,17 @@ void* stream_command_buffer() {
   return (void*)simulated_command_buffer(current_stream());
 }
 
+namespace {
+thread_local int stand_ins = 0;
+}
+
 void synchronize() {
   use_device();
+  const bool stands_in = StandIn::is_there();  // on this thread
   // Even if nothing waits: on macOS, reading a tensor inside a block always enters the queue again.
   if (has_pending() || in_block_of(stream_queue())) {
     at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{
-      run_pending();
+      stands_in ? run_before_operator() : run_pending();
     });
   }
   // Pools that an exception left open between two operators end here, as with the pool around a run loop's
@@ -122,19 +127,22 @@ void synchronize() {
   if (!reports.empty()) fail(reports);
 }
 
-namespace {
-thread_local int stand_ins = 0;
-}
 StandIn::StandIn() {
   ++stand_ins;
 }
 StandIn::~StandIn() {
   --stand_ins;
 }
+bool StandIn::is_there() {
+  return stand_ins > 0;
+}
+void StandIn::count() const {
+  if (stand_ins == 1) record_operator(current_stream());
+}
 
 void synchronize_host() {
   synchronize();
-  if (stand_ins == 0) wait_for_all();
+  if (!StandIn::is_there()) wait_for_all();
 }
 
 }  // namespace simulator

@@ -46,6 +46,7 @@ struct State {
   bool timed = false;                                  // the host has a clock, too
   double host = 0;                                     // its time, seconds by the GPU's clock
   double a_command = 0;                                // seconds of the host to encode one
+  double an_operator = 0;                              // seconds of the GPU for one of aten
   double idle = 0;                                     // seconds that the GPU has waited for the host
   std::vector<std::shared_ptr<CommandBuffer>> untold;  // have run, and end later by the host's clock
 
@@ -238,7 +239,7 @@ std::string execute(const Command& command) {
 }
 
 bool is_empty(const CommandBuffer& buffer) {
-  return buffer.commands.empty() && buffer.completed.empty();
+  return buffer.commands.empty() && buffer.completed.empty() && !buffer.has_run;
 }
 
 // A stream's open buffer, under the mutex.
@@ -346,7 +347,7 @@ bool run(const std::vector<Command>& commands) {
   return true;
 }
 
-// The GPU begins a buffer once it has been given it and has ended those before it.
+// The GPU begins a buffer once it has been given it and has ended those before it. Some of it may have run.
 void begin(CommandBuffer& buffer) {
   State& s = state();
   if (s.timed) {
@@ -355,6 +356,27 @@ void begin(CommandBuffer& buffer) {
     s.clock = std::max(s.clock.load(), buffer.committed);
   }
   buffer.start = s.clock;
+  s.clock = s.clock + buffer.seconds;
+}
+
+// Runs what the open buffers have, which stay open: their time comes once they are committed.
+void run_open() {
+  State& s = state();
+  Buffers open;
+  {
+    std::lock_guard<std::mutex> lock(s.mutex);
+    for (const auto& [stream, buffer] : s.open) {
+      if (buffer && !buffer->commands.empty()) open.push_back(buffer);
+    }
+  }
+  for (const auto& buffer : open) {
+    const double before = s.clock;
+    run(buffer->commands);
+    buffer->commands.clear();
+    buffer->has_run = true;
+    buffer->seconds += s.clock - before;
+    s.clock = before;
+  }
 }
 
 // One thread at a time: what another one runs is complete when this one goes on.
@@ -406,6 +428,16 @@ void record(const Command& command, StreamNumber stream) {
   open_of(s, stream)->commands.push_back(command);
 }
 
+void record_operator(StreamNumber stream) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  if (!s.timed) return;
+  s.host += s.a_command;
+  CommandBuffer& open = *open_of(s, stream);
+  open.has_run = true;
+  open.seconds += s.an_operator;
+}
+
 void record_barrier() {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
@@ -452,6 +484,12 @@ void commit_unseen(StreamNumber stream) {
 std::shared_ptr<CommandBuffer> open_buffer(StreamNumber stream) {
   std::lock_guard<std::mutex> lock(state().mutex);
   return open_of(state(), stream);
+}
+
+void run_before_operator() {
+  if (!state().timed) return run_pending();
+  run("");
+  run_open();
 }
 
 void run_pending() {
@@ -528,12 +566,13 @@ void simulator_advance_clock(double seconds) {
   state().clock = state().clock + seconds;
 }
 
-void simulator_time_host(int timed, double a_command) {
+void simulator_time_host(int timed, double a_command, double an_operator) {
   simulator::tell_ended(true);
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   s.timed = timed;
   s.a_command = a_command;
+  s.an_operator = an_operator;
   s.host = s.clock;
   s.idle = 0;
 }
@@ -550,6 +589,10 @@ void simulator_advance_host(double seconds) {
 double simulator_host_clock(void) {
   std::lock_guard<std::mutex> lock(state().mutex);
   return state().host;
+}
+
+double simulator_clock(void) {
+  return state().clock;
 }
 
 double simulator_idle(void) {

@@ -23,11 +23,13 @@ void simulator_fail_buffer(uint64_t after, int code, uint64_t count);
 int simulator_has_failed(void);  // since then
 // Seconds by which the GPU's clock moves on.
 void simulator_advance_clock(double seconds);
-// Whether the host has a clock beside the GPU's, and how many seconds it takes to encode a command.
-void simulator_time_host(int timed, double a_command);
+// Whether the host has a clock beside the GPU's, how many seconds it takes to encode a command or an operator
+// of aten, and how many the GPU takes for such an operator.
+void simulator_time_host(int timed, double a_command, double an_operator);
 void simulator_advance_host(double seconds);
 double simulator_host_clock(void);
-double simulator_idle(void);  // seconds that the GPU has waited for the host since then
+double simulator_clock(void);  // of the GPU
+double simulator_idle(void);   // seconds that the GPU has waited for the host since then
 // Drops recorded commands and findings.
 void simulator_reset(void);
 void simulator_trace_start(void);

@@ -93,6 +93,8 @@ struct CommandBuffer {
   Status status = Status::kNotEnqueued;
   Failure failure = Failure::kNone;
   double start = 0, end = 0;     // by the clock that a test moves on
+  double seconds = 0;            // of what has run before it is committed
+  bool has_run = false;          // there is some
   double committed = 0;          // by the host's clock
   std::shared_ptr<void> object;  // what host code knows it by, until it is complete
 };
@@ -101,6 +103,7 @@ struct CommandBuffer {
 using StreamNumber = int64_t;
 StreamNumber current_stream();                             // of the thread
 void record(const Command& command, StreamNumber stream);  // validates; raises SimulatorError
+void record_operator(StreamNumber stream);                 // of aten, which the CPU has computed in its place
 void record_barrier();
 std::shared_ptr<CommandBuffer> open_buffer(StreamNumber stream);  // that commands are recorded into
 // A GPU may finish committed work before the host's next line, or as late as the next wait. Here the schedule
@@ -111,6 +114,9 @@ void commit(StreamNumber stream);
 void commit_unseen(StreamNumber stream);
 // Runs what was recorded, in order. Reports the first finding and forgets the rest.
 void run_pending();
+// The same for an operator that the CPU computes in the GPU's place. Where the host has a clock, what is open
+// stays open.
+void run_before_operator();
 void wait_for(const CommandBuffer& buffer);  // of the host, for one that is committed
 void wait_for_all();                         // the host's clock, once all that was committed has run
 void wait_for_handlers();

@@ -431,6 +431,26 @@ def test_the_gpus_clock(calls, simulated, x):
     assert calls.seen() == ["1: 4 in 0.25 s", "3: 4 in 0.75 s", "outside: 4"]
 
 
+def test_the_hosts_clock(calls, simulated, x):
+    """It goes on while the GPU works, and waits where torch does: for copies that block, to and fro."""
+
+    def run(dispatch) -> float:
+        shaderlib.execute(dispatch)
+        return 4.0
+
+    expected = 3 * x.cpu() + 1
+    with simulated.timeline(run, 0.25, 2.0) as times:
+        y = calls.axpy(x, x, 2.0) + 1  # an operator of aten, in the same buffer
+        assert (times.now, times.busy, times.idle) == (0.5, 0.0, 0.0)
+        host = torch.empty(x.shape).copy_(y, non_blocking=True)  # which ends the buffer
+        assert (times.now, times.busy, times.idle) == (0.75, 0.0, 0.0)
+        host.to("mps")
+        assert (times.now, times.busy, times.idle) == (0.75 + 4 * 2 + 2, 10.0, 0.75)
+        times.work(5.0)
+        assert torch.equal(y.cpu(), expected)
+        assert (times.busy, times.idle) == (12.0, 0.75 + 5.25)
+
+
 def test_counters(calls, simulated):
     x, y = torch.ones(128, device="mps"), torch.ones(128, device="mps")
     with simulated.counters() as dispatches:

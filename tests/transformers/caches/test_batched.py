@@ -103,11 +103,11 @@ class Batch:
         self.seen: dict[Talk, dict[int, torch.Tensor]] = {}
 
     def join(self, talk: Talk) -> None:
-        self.rows.join(talk.cache(self.model), talk.ids.shape[1])
+        self.rows.admit(talk.cache(self.model), talk.ids.shape[1])
         self.talks.append(talk)
 
     def leave(self, row: int) -> None:
-        self.rows.leave(row)
+        self.rows.finish(row)
         self.talks[row] = self.talks[-1]
         self.talks.pop()
 
@@ -296,17 +296,17 @@ def test_a_join_moves_one_row():
     batch.join(first)
     batch.join(second)
     batch.join(third)  # makes room for four
-    batch.rows.make_room(batch.rows._left + 1)
+    batch.rows.reserve(batch.rows._left + 1)
     cache = Talk(model, 1, 1).cache(model)
     row = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     with Moved() as moved:
         for layer, one in zip(batch.rows.cache.layers, cache.layers, strict=True):
             assert len(layer.keys) == 3 and len(one.keys) == 1
-        batch.rows.join(cache, 20)
+        batch.rows.admit(cache, 20)
     marks = 4 * (batch.rows._places._context + 64)  # which tokens are hidden, and the positions
     assert row <= moved.bytes <= 1.1 * row + marks
     with Moved() as moved:
-        batch.rows.leave(3)
+        batch.rows.finish(3)
     assert moved.bytes <= marks
 
 
@@ -415,13 +415,13 @@ def test_positions_behind_images():
     model = model_of("qwen3_moe")
     rows = BatchedCache(model)
     for number, tokens, moved in ((1, 20, -3), (2, 9, 0)):
-        rows.join(Talk(model, number, 1).cache(model), tokens, moved)
+        rows.admit(Talk(model, number, 1).cache(model), tokens, moved)
     assert rows.arguments()["position_ids"].tolist() == [[17], [9]]
     assert rows.arguments(2)["position_ids"].tolist() == [[17, 18], [9, 10]]
     rows.advance(2)
-    rows.join(Talk(model, 2, 1).cache(model), 9, 4)
+    rows.admit(Talk(model, 2, 1).cache(model), 9, 4)
     assert rows.arguments()["position_ids"].tolist() == [[19], [11], [13]]
-    rows.leave(1)
+    rows.finish(1)
     assert rows.arguments()["position_ids"].tolist() == [[19], [13]]
 
 
@@ -476,5 +476,5 @@ def test_caches_without_rows_say_so(architecture):
     rows, ids = BatchedCache(model), torch.arange(1, 7)[None]
     cache = cache_among(model(ids, use_cache=True))
     with pytest.raises(NotBatchable, match=REFUSED[architecture]):
-        rows.join(cache, 6)
+        rows.admit(cache, 6)
     assert len(rows) == 0 and rows.cache is None

@@ -30,10 +30,10 @@ def test_nan_of_one_who_left_does_not_reach_the_next():
         for tensor in LayerState(layer).tensors().values():
             tensor.fill_(torch.nan)
     ids, short = read(5, 3)
-    rows.join(long, 20)
-    rows.join(spoilt, 18)
-    rows.leave(1)
-    rows.join(short, 5)
+    rows.admit(long, 20)
+    rows.admit(spoilt, 18)
+    rows.finish(1)
+    rows.admit(short, 5)
     expected = model(torch.cat((ids, torch.tensor([[8]])), 1), use_cache=False).logits[0, -1]
     others = rows.arguments()  # which may move the cache
     tokens = torch.tensor([[7], [8]])

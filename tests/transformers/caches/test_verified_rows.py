@@ -71,7 +71,7 @@ def joined(model, talks: list[torch.Tensor]) -> BatchedCache | str:
         cache = new_cache(model)
         model(input_ids=ids[:, :length], **cache_argument(model, cache), use_cache=True)
         try:
-            rows.join(cache, length)
+            rows.admit(cache, length)
         except NotBatchable as reason:
             return str(reason)
     return rows

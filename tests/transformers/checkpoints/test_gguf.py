@@ -37,7 +37,7 @@ CASES = [
     ("qwen3moe", ("nvfp4", "q2_k", "q5_1"), {}),
     ("qwen35", ("q4_k", "q6_k", "q5_k"), {}),  # an input is taken in another order
     ("qwen3moe", ("q4_k", "q6_k", "q5_k"), {"up": "q5_k"}),  # gate and up are two matrices
-    ("qwen3moe", ("iq2_xxs", "iq3_s", "iq1_m"), {}),  # types of points
+    ("qwen3moe", ("iq2_xxs", "iq3_s", "iq1_m"), {}),  # codebook formats
     # In the sweep:
     ("qwen35moe", ("iq4_xs", "q4_1", "q8_0"), {"tied": True}),  # blocks move instead
     ("lfm2", ("iq4_nl", "q3_k", "q2_k"), {}),

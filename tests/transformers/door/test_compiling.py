@@ -23,16 +23,19 @@ from torch_moe_mps.transformers.compiling import libraries_of
 from torch_moe_mps.transformers.modules.linears import QuantizedLinear
 
 FIRST_TOKEN = """
-import re, sys
+import sys, threading
 import torch
 from support import tiny_models
 import torch_moe_mps
-from torch_moe_mps.transformers.compiling import libraries_of
+from torch_moe_mps.transformers.compiling import BEHIND, libraries_of
 built = lambda: {name for name in torch.ops.moe_mps._libraries() if torch.ops.moe_mps._is_built(name)}
 bits, dtype = int(sys.argv[1]) or None, getattr(torch, sys.argv[2])
 with tiny_models.groups_of_32():
     model = tiny_models.tiny_model("qwen3_moe", dtype).to("mps")
 report = torch_moe_mps.accelerate(model, bits=bits, group_size=32 if bits else None, capture=True)
+for thread in threading.enumerate():
+    if thread.name == BEHIND:
+        thread.join()
 before, own = built(), libraries_of(model, report.operators())
 assert {*own} <= before
 assert report.compiled in str(report)

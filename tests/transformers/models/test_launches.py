@@ -155,7 +155,7 @@ def test_launches_of_sequences_with_layers_of_their_own(simulated, architecture)
         rows = BatchedCache(model, deferrable_layers(model))
         with simulated.dropped(), torch.no_grad():
             for length in (9, 17, 25, 33)[:count]:
-                rows.join(prompted(model, [*range(1, length + 1)]), length)
+                rows.admit(prompted(model, [*range(1, length + 1)]), length)
             for _ in range(9):
                 with simulated.trace() as commands:
                     model(token[:count], **cache_argument(model, rows.cache), **rows.arguments())

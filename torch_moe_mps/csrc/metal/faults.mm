@@ -132,13 +132,15 @@ double gpu_busy() {
   return state.busy;
 }
 
-// Watches the buffer that the current stream encodes into, also where only torch has. Returns: its number.
-int64_t watch() {
+// Watches the buffer that the current stream encodes into, also where only torch has; `commits` gives it to
+// the GPU. Returns: its number.
+int64_t watch(bool commits) {
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   __block int64_t number = 0;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
       number = watched(stream).number;
+      if (commits) stream->synchronize(at::mps::SyncType::COMMIT);
     }
   });
   return number;
@@ -250,7 +252,7 @@ void raise_fault() {
 
 }  // namespace moe_mps
 
-MOE_FUNCTION("_watch() -> int", watch)
+MOE_FUNCTION("_watch(bool commits=False) -> int", watch)
 MOE_FUNCTION("_wait_for_buffer(int number) -> ()", wait_for_buffer)
 // Seconds that the GPU has worked on watched buffers of which Metal has told.
 MOE_FUNCTION("_gpu_busy() -> float", gpu_busy)

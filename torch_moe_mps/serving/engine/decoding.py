@@ -58,8 +58,8 @@ class Decoding:
             self._prefix_cache.shrink(room if drafting is None else drafting.shrink(room))
 
     def _step(self, group: Group) -> None:
-        if any(len(each.tokens) + 1 >= each.most for each in group.sequences):
-            self.settle(group)  # none has a token behind its last one
+        if all(len(each.tokens) + 1 >= each.most for each in group.sequences):
+            self.settle(group)  # none has a token behind its last one; some would not be waited for
         drafts = None
         if isinstance(group, Batched) and group.sequences:
             drafts = self._drafts.draft(group, lambda: self.settle(group))

@@ -137,7 +137,7 @@ class Drafts:
     def hold(self, group: Batched, tokens: int, known: list[int]) -> None:
         """Copies states that draft tokens would change for good."""
         if group.rows.are_states and tokens > min(known):
-            group.rows.make_room(tokens)  # moves them
+            group.rows.reserve(tokens)  # moves them
             group.rows.hold()
 
     def accepted(

@@ -4,12 +4,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..._faults import synchronize
+from ..._faults import Mark, synchronize
 from ...transformers.caches.batched import NotBatchable, batch_capacity, capacity
 from ...transformers.caches.deferred_states import bytes_beside
 from ...transformers.caches.state import LayerState
@@ -24,7 +24,7 @@ from .job import Job, Reason
 from .own_generate import generate_alone
 from .pool import Pool
 from .ranges import check_job
-from .sampling import Sampler, sample
+from .sampling import Sampled, Sampler, sample
 from .scheduler import STEPS, Budget, Plan, Scheduler, Times
 from .sequence import Sequence
 
@@ -33,6 +33,20 @@ logger = logging.getLogger(__name__)
 
 class _Left(Exception):
     """The sequence has ended whose prompt is being computed."""
+
+
+class _Chunk(NamedTuple):
+    """A chunk of a prompt that the device computes.
+
+    Attributes:
+        started: when the host began with it.
+        first: the token behind the last one of a prompt that has none yet.
+    """
+
+    started: float
+    tokens: int
+    has_images: bool
+    first: Sampled | None
 
 
 @dataclass
@@ -81,6 +95,7 @@ class Engine:
         others = self.drafts, prefix_cache, self.budget, self.times
         self.decoding = Decoding(self.pool, self.executor, *others)
         self._scheduler, self._take_jobs = Scheduler(), take
+        self._encoded: Mark | None = None  # a module in front of the decoder, of the prompt that is computed
 
     @property
     def has_work(self) -> bool:
@@ -162,15 +177,13 @@ class Engine:
         if sequence is None or sequence.phase != "prefill":
             return has_begun
         self._scheduler.prefilled(sequence, self.pool.sequences)
-        logits = None
+        chunk = None
         with self.pool.isolation.one(sequence):
-            logits = self._compute_chunk(sequence, plan.chunk)
-        if logits is not None:
+            chunk = self._compute_chunk(sequence, plan.chunk)
+        if chunk is not None:
             self.decoding.settle(self.pool.batch)  # for all: rows change where one joins
             with self.pool.isolation.one(sequence):
-                self._join(sequence)
-                if not sequence.tokens and sequence.sampler is not None:
-                    self.pool.take(sequence, *sample([sequence.sampler], logits).read())
+                self._end_chunk(sequence, chunk)
         return has_begun
 
     def _admit(self, plan: Plan) -> bool:
@@ -228,24 +241,43 @@ class Engine:
         sequence.prefill, sequence.row = prefill, self.drafts.row_of(sequence)
         self.pool.enter(sequence, "prefill")
 
-    def _compute_chunk(self, sequence: Sequence, chunk: int) -> Tensor | None:
-        """Computes a chunk of a prompt. Returns: the logits [1, V] behind its end."""
+    def _compute_chunk(self, sequence: Sequence, chunk: int) -> _Chunk | None:
+        """Computes a chunk of a prompt, and samples the first token behind its end; the host waits for
+        neither. None where the sequence has ended meanwhile.
+        """
         prefill, started = sequence.prefill, time.perf_counter()
-        assert prefill is not None
-        start, has_images = len(prefill.cached.ids), prefill.has_new_images
+        assert prefill is not None and sequence.sampler is not None
+        start, has_images, self._encoded = len(prefill.cached.ids), prefill.has_new_images, None
         try:
             out = self.executor.prefill(prefill, chunk, lambda: self._decode_beside(sequence))
         except _Left:
             return None
-        is_whole, tokens = prefill.chunks == 0, len(prefill.cached.ids)
-        self.drafts.computed([sequence], [start], out, [tokens - start])
+        tokens, first = len(prefill.cached.ids) - start, None
+        self.drafts.computed([sequence], [start], out, [tokens])
+        if prefill.chunks == 0 and not sequence.tokens:
+            first = sample([sequence.sampler], out.logits[:, -1])
+        return _Chunk(started, tokens, has_images, first)
+
+    def _end_chunk(self, sequence: Sequence, chunk: _Chunk) -> None:
+        """Waits for a chunk where somebody waits for the next step; behind the last one the sequence
+        decodes. Its prompt is cached where it was copied to a row; a single one is cached at its end, as it
+        writes behind its prompt.
+        """
+        prefill = sequence.prefill
+        assert prefill is not None
+        is_whole = prefill.chunks == 0
+        if is_whole:
+            self._join(sequence)
         if is_whole or self.pool.is_decoding:
             synchronize(self.executor.device)
-            if not has_images:  # their encoder takes a time of its own
-                self.times.token = (time.perf_counter() - started) / (tokens - start)
+            if not chunk.has_images:  # their encoder takes a time of its own
+                self.times.token = (time.perf_counter() - chunk.started) / chunk.tokens
         if not sequence.tokens:
-            sequence.job.tell(tokens, sequence.prompt_tokens)
-        return out.logits[:, -1] if is_whole else None
+            sequence.job.tell(len(prefill.cached.ids), sequence.prompt_tokens)
+        if is_whole and sequence.is_batched:
+            self.pool.cache(sequence, prefill.cached)
+        if chunk.first is not None:
+            self.pool.take(sequence, *chunk.first.read())
 
     def _decode_beside(self, sequence: Sequence) -> None:
         """A step of the others while images of a prompt are encoded, if it is time for one.
@@ -254,7 +286,9 @@ class Engine:
         """
         if not self.pool.is_decoding:
             return
-        synchronize(self.executor.device)
+        before, self._encoded = self._encoded, Mark(self.executor.device, commits=True)
+        if before is not None:  # one module is in the GPU's queue while the host encodes the next
+            before.wait()
         if time.perf_counter() - self.times.ended < STEPS * self.times.step:
             return
         with self.pool.isolation.step():
@@ -264,15 +298,10 @@ class Engine:
             raise _Left
 
     def _join(self, sequence: Sequence) -> None:
-        """Lets a sequence decode, in the batch where it can.
-
-        Its prompt is cached there, as it was copied to a row; a single one writes behind it, and is cached at
-        its end.
-        """
+        """Lets a sequence decode, in the batch where it can."""
         prefill = sequence.prefill
         assert prefill is not None
-        cached = prefill.cached
-        self._measure(cached)
+        self._measure(prefill.cached)
         self.pool.enter(sequence, "decoding")
         try:
             if self.abilities.not_batchable is not None:
@@ -283,7 +312,6 @@ class Engine:
             self.pool.groups.append(Single(sequence))
             return
         self.drafts.begin(self.pool.batch, sequence, self.abilities.reads_whole)
-        self.pool.cache(sequence, cached)
 
     def _measure(self, cached: CachedPrefix) -> None:
         """Notes the bytes of a sequence."""

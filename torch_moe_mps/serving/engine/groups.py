@@ -79,7 +79,7 @@ class Batched(Group):
         """Copies the cache of a sequence in, as the last row. Raises: NotBatchable."""
         prefill = sequence.prefill
         assert prefill is not None
-        self.rows.join(prefill.cached.cache, len(prefill.cached.ids), prefill.moved)
+        self.rows.admit(prefill.cached.cache, len(prefill.cached.ids), prefill.moved)
         self.sequences.append(sequence)
         sequence.is_batched = True
 
@@ -93,7 +93,7 @@ class Batched(Group):
         return self.rows.alone(self.sequences.index(sequence))
 
     def leave(self, sequence: Sequence) -> None:
-        self.rows.leave(self.sequences.index(sequence))
+        self.rows.finish(self.sequences.index(sequence))
         super().leave(sequence)
 
 

@@ -146,8 +146,7 @@ class Sampled:
 
     def inputs(self) -> Tensor:
         """The tokens [B, 1] of the rows that are left."""
-        is_whole = self.rows == [*range(len(self._tokens))]
-        return (self._tokens if is_whole else self._tokens[self.rows])[:, None]
+        return _rows(self._tokens, self.rows)[:, None]
 
     def leave(self, row: int) -> None:
         """Gives a row up, whose number the last one takes."""
@@ -174,6 +173,16 @@ def _place_of(value: Any) -> str:
     return f"{[*value.shape]} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
 
 
+def _rows(tensor: Tensor, rows: list[int], dim: int = 0) -> Tensor:
+    """Rows of a tensor, in this order; all of them are the tensor itself.
+
+    They are sliced: the host would wait for mps to copy their numbers to it.
+    """
+    if rows == [*range(tensor.shape[dim])]:
+        return tensor
+    return torch.cat([tensor.narrow(dim, row, 1) for row in rows], dim)
+
+
 def _begun_copy(tensor: Tensor) -> Tensor:
     """A copy for the host, which is complete once what was encoded before it is waited for."""
     if tensor.device.type == "cpu":
@@ -189,12 +198,10 @@ def sample(samplers: Sequence[Sampler], logits: Tensor) -> Sampled:
         kinds.setdefault((rows[row] is None, sampler.kind), []).append(row)
     made = []
     for (is_plain, _), of_kind in kinds.items():
-        if not is_plain:
-            scores = torch.cat([rows[row] for row in of_kind])  # type: ignore[misc]  # none is None
-        elif len(of_kind) == len(samplers):
-            scores = logits
+        if is_plain:
+            scores = _rows(logits, of_kind)
         else:
-            scores = logits[of_kind]
+            scores = torch.cat([rows[row] for row in of_kind])  # type: ignore[misc]  # none is None
         try:
             made.append(_of_kind([samplers[row] for row in of_kind], scores))
         except torch.AcceleratorError:
@@ -205,7 +212,8 @@ def sample(samplers: Sequence[Sampler], logits: Tensor) -> Sampled:
     sampled = made[0]
     if len(made) > 1:
         order = [row for of_kind in kinds.values() for row in of_kind]
-        sampled = torch.cat(made, 1)[:, torch.tensor(order).argsort().to(logits.device)]
+        places = [order.index(row) for row in range(len(samplers))]
+        sampled = _rows(torch.cat(made, 1), places, 1)
     for row, sampler in enumerate(samplers):
         sampler.take(sampled[0, row : row + 1])
     return Sampled(sampled, errors, samplers[0].model)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...transformers.attention.attention import MOST_TOKENS
-from ...transformers.caches.batched import make_room, take_back
+from ...transformers.caches.batched import reserve, take_back
 from ...transformers.caches.cache import grow_cache
 from ...transformers.caches.state import LayerState
 from ...transformers.dflash import DFlashStep
@@ -107,7 +107,7 @@ class DFlash(RowSource[_Read]):
         places = torch.arange(read.first, read.end + block, device=states.device)[None]
         call = self._step if states.shape[1] <= MOST_TOKENS else self._step.block  # prompts do not repeat
         for layer in read.cache.layers:
-            make_room(layer, 1, states.shape[1] + block)  # so that the block can be taken back
+            reserve(layer, 1, states.shape[1] + block)  # so that the block can be taken back
         made: Tensor = call(input_ids=ids, states=states, position_ids=places, cache=read.cache)
         for layer in read.cache.layers:
             take_back(layer, block, layer.get_seq_length() - block)

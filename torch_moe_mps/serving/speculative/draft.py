@@ -67,7 +67,7 @@ class Draft(RowSource[_Read]):
         same = min(same, last)
         if same < len(read):
             cached.take_back([len(read) - same])
-        cached.make_room(len(row.tokens) - same + MOST)  # so that these can be taken back
+        cached.reserve(len(row.tokens) - same + MOST)  # so that these can be taken back
         if cached.are_states:
             if same < last:
                 self._likeliest(cached, torch.tensor([row.tokens[same:last]]))
@@ -100,7 +100,7 @@ class Draft(RowSource[_Read]):
         kept = prefill.cached
         self.prompts.put(kept)
         try:
-            rows.join(kept.cache, len(kept.ids))
+            rows.admit(kept.cache, len(kept.ids))
         except NotBatchable as error:
             raise ValueError(f"the draft cannot be cut: {error}") from None
         return _Read(rows, row.tokens[: len(kept.ids)])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...transformers.caches.batched import forgetting, make_room, take_back
+from ...transformers.caches.batched import forgetting, reserve, take_back
 from ...transformers.caches.state import LayerState
 from ...transformers.mtp.steps import mtp_steps, new_mtp_cache
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
@@ -162,7 +162,7 @@ class Mtp(RowSource[_Read]):
         self, read: _Read, layer: int, first: int, states: Tensor, tokens: Tensor
     ) -> tuple[Tensor, Tensor]:
         count = states.shape[1]
-        make_room(read.cache.layers[layer], 1, count)  # so that these can be taken back
+        reserve(read.cache.layers[layer], 1, count)  # so that these can be taken back
         place = first + layer + 1
         positions = torch.arange(place, place + count, device=states.device)[None]
         result: tuple[Tensor, Tensor] = self._steps[layer](

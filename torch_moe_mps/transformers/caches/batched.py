@@ -1,15 +1,16 @@
-"""Rows of a batch that come and go: a cache of several conversations that end together.
+"""The cache of a batch (continuous batching): sequences are admitted and finish while the others go on.
 
-Row b has the last `lengths[b]` tokens in front of a common end, and a range of keys hides the rest from it. A
-conversation is read alone, in a cache of its own, and then copied in: recurrent states are exact, and nothing
-is padded. Memory has spare rows, so that a join copies one row; who leaves gives its place to the last row.
+Sequence b has the last `lengths[b]` tokens in front of a common end, and a range of keys hides the rest from
+it. Its prompt is read in a cache of its own, which is then copied in: recurrent states are exact, and nothing
+is padded. Memory has spare rows, so that only the admitted sequence is copied; where one finishes, the last
+one takes its place.
 
-Rows that lose different numbers of tokens keep a common end: a row that loses more moves by the difference.
-Layers whose attention needs the order of tokens move all that they show; in others, as many of the row's
-first tokens go behind its last ones.
+Sequences that lose different numbers of tokens keep a common end: one that loses more moves by the rest.
+Layers whose attention needs the order of tokens move all that they show; in others, as many of the first
+tokens of a sequence go behind its last ones.
 
 The layers stay what they are: a tensor with a memory (`growing`) has tokens, which end at the common end; any
-other one is a state of each row. Shapes: B rows, S tokens.
+other one is a state of each sequence. Shapes: B sequences, S tokens.
 """
 
 import copy
@@ -44,7 +45,7 @@ _LEAST_CONTEXT = 4096  # tokens for which masks have room, where a model does no
 
 
 class NotBatchable(ValueError):
-    """A conversation cannot be a row of a batch, and why."""
+    """A sequence cannot be in a batch, and why."""
 
 
 class _Memory(NamedTuple):
@@ -62,7 +63,7 @@ class _Memory(NamedTuple):
 class _Held(NamedTuple):
     """Copies by which tokens are taken back from what holds all of them.
 
-    `states`: of rows together, by layer; `layers`: of each row, by layer.
+    `states`: of all sequences, by layer; `layers`: of each sequence, by layer.
     """
 
     states: Mapping[int, dict[Name, Tensor]] = MappingProxyType({})
@@ -70,11 +71,11 @@ class _Held(NamedTuple):
 
 
 class BatchedCache:
-    """The cache of several conversations with a model, and the arguments of their next tokens.
+    """The cache of several sequences, and the arguments of the call for their next tokens.
 
     Attributes:
-        cache: of all rows; None without any.
-        lengths: how many tokens each row has.
+        cache: of all sequences; None without any.
+        lengths: how many tokens each sequence has.
         are_states: layers have states of all tokens, as recurrent ones, whose update is not deferred.
     """
 
@@ -85,10 +86,10 @@ class BatchedCache:
         self.cache: DynamicCache | None = None
         self.lengths: list[int] = []
         self._device, self._moved = model.device, list[int]()
-        self._order: list[deque[int]] = []  # tokens of each row, as they lie in layers of any order
+        self._order: list[deque[int]] = []  # tokens of each sequence, as they lie in layers of any order
         config = model.config.get_text_config(decoder=True)
         self._is_separate = functools.partial(is_separate, pools=max(chosen_together(config).values()) > 1)
-        self._separate: dict[int, list[Any]] = {}  # {number of a layer: the layers of all rows}
+        self._separate: dict[int, list[Any]] = {}  # {number of a layer: layers of the sequences}
         context = max(getattr(config, "max_position_embeddings", None) or 0, _LEAST_CONTEXT)
         self._places, self._has_keys = Places(self._device, context), False
         self._left = 0  # steps until a layer has no room for a token
@@ -100,28 +101,28 @@ class BatchedCache:
 
     @property
     def end(self) -> int:
-        """The common end: how many tokens the longest row has."""
+        """The common end: how many tokens the longest sequence has."""
         return max(self.lengths, default=0)
 
     def is_full(self, tokens: int = 1) -> bool:
-        """Whether so many tokens of each row move the rows to larger memory."""
+        """Whether so many tokens of each sequence move all to larger memory."""
         return self._left < tokens
 
     def memory(self) -> int:
-        """Bytes of all rows, without free slots."""
+        """Bytes of all sequences, without free slots."""
         layers = [] if self.cache is None else [self.cache.layers[n] for n in self._shared(self.cache.layers)]
         own = chain.from_iterable(self._separate.values())
         return sum(LayerState(layer).memory() for layer in chain(layers, own))
 
-    def join(self, cache: DynamicCache, tokens: int, moved: int = 0) -> None:
-        """Admits a sequence as the last row, by copy; its own cache is unchanged.
+    def admit(self, cache: DynamicCache, tokens: int, moved: int = 0) -> None:
+        """Admits a sequence as the last one, by copy; its own cache is unchanged.
 
         Args:
-            cache: of the conversation alone, one row without padding.
+            cache: of the sequence alone, without padding.
             tokens: that it has, which caches without keys do not count.
             moved: how far positions are from the number of tokens, where images take fewer or more.
 
-        Raises: NotBatchable, or whatever ends it midway; the rows are as they were then.
+        Raises: NotBatchable, or whatever ends it midway; the batch is as it was then.
         """
         if not is_in_layers(cache):
             raise NotBatchable(f"its cache is a {type(cache).__name__}, or has layers that are not declared")
@@ -133,14 +134,14 @@ class BatchedCache:
         self._places, self._uncommitted = copy.copy(self._places), copy.copy(self._uncommitted)
         self._separate = {number: [*layers] for number, layers in self._separate.items()}
         try:
-            self._join(cache, tokens, moved, separate)
+            self._admit(cache, tokens, moved, separate)
         except BaseException:
             vars(self).update(before)
             for state, value in zip(held, values, strict=True):
                 state.replace(value)
             raise
 
-    def _join(self, cache: DynamicCache, length: int, moved: int, separate: list[int]) -> None:
+    def _admit(self, cache: DynamicCache, length: int, moved: int, separate: list[int]) -> None:
         if self.cache is None:
             layers = [
                 _own(layer) if number in separate else _copied(layer, length)
@@ -163,7 +164,7 @@ class BatchedCache:
                 _check_alike(layer, one)
             end = max(self.end, length)
             for layer, one in pairs:
-                _join(layer, one, end)
+                _admit(layer, one, end)
             for number, layers in self._separate.items():
                 layers.append(_own(cache.layers[number]))
         self.lengths.append(length)
@@ -172,8 +173,8 @@ class BatchedCache:
         self._uncommitted.rows = [*self._uncommitted.rows, 0]
         self._changed()
 
-    def leave(self, row: int) -> None:
-        """Gives a row up: the last one takes its number and its place."""
+    def finish(self, row: int) -> None:
+        """Removes a sequence: the last one takes its number and its place."""
         assert self.cache is not None
         last = len(self) - 1
         self._uncommitted.rows = [*self._uncommitted.rows]
@@ -188,11 +189,11 @@ class BatchedCache:
             self.cache, self._separate = None, {}
             return
         for number in self._shared(self.cache.layers):
-            _leave(self.cache.layers[number], row, last, self.end)
+            _finish(self.cache.layers[number], row, last, self.end)
         self._changed()
 
     def alone(self, row: int) -> DynamicCache:
-        """A copy of one row: the cache of a conversation."""
+        """A copy of one sequence: a cache of its own."""
         assert self.cache is not None
         order, places = [*self._order[row]], None
         if order != [*range(len(order))]:
@@ -212,8 +213,8 @@ class BatchedCache:
         return copy_of_cache(self.cache, layers)
 
     def arguments(self, tokens: int = 1) -> dict[str, Any]:
-        """Arguments of the call for the next tokens of each row, beside the tokens [B, T] and the cache."""
-        self.make_room(tokens)
+        """Arguments of the call for the next tokens of each sequence, beside tokens [B, T] and the cache."""
+        self.reserve(tokens)
         self._uncommitted.update()
         if len(self) == 1 and self._separate and not self._moved[0]:
             return {"use_cache": True}  # a model that counts tokens by such a layer compares no positions
@@ -221,16 +222,16 @@ class BatchedCache:
         more = {} if mask is None else {"attention_mask": mask}
         return {"position_ids": self._places.positions(tokens), "use_cache": True, **more}
 
-    def make_room(self, tokens: int) -> None:
-        """Moves the rows to larger memory where there is no room for so many tokens of each."""
+    def reserve(self, tokens: int) -> None:
+        """Moves all to larger memory where there are no free slots for so many tokens of each sequence."""
         assert self.cache is not None
         if self.is_full(tokens):
             for number in self._shared(self.cache.layers):
-                make_room(self.cache.layers[number], len(self), tokens)
+                reserve(self.cache.layers[number], len(self), tokens)
             self._changed()
 
     def advance(self, tokens: int = 1) -> None:
-        """Counts the tokens of each row that a call has added to the cache."""
+        """Counts the tokens of each sequence that a call has added to the cache."""
         for order, length in zip(self._order, self.lengths, strict=True):
             order.extend(range(length, length + tokens))
         self.lengths = [length + tokens for length in self.lengths]
@@ -253,10 +254,10 @@ class BatchedCache:
         self._held = _Held(states, {number: [*map(_own, layers)] for number, layers in whole.items()})
 
     def take_back(self, tokens: Sequence[int]) -> None:
-        """Undoes the last tokens of each row, for which there was room: the others are as they were.
+        """Undoes the last tokens of each sequence, for which there were slots: the others are as they were.
 
-        Rows may lose different numbers of those that the last call has added. Where `are_states`, a row loses
-        all since `hold`, or none.
+        Sequences may lose different numbers of those that the last call has added. Where `are_states`, one
+        loses all since `hold`, or none.
         """
         assert self.cache is not None
         end, least = self.end, min(tokens)
@@ -285,7 +286,7 @@ class BatchedCache:
         self._restore([row for row, count in enumerate(tokens) if count > 0])
 
     def _restore(self, rows: list[int]) -> None:
-        """Gives rows the states that are held; where all get them, the copies take their place."""
+        """Gives sequences the states that are held; where all get them, the copies take their place."""
         assert self.cache is not None
         for number, layers in self._held.layers.items():
             for row in rows:
@@ -302,17 +303,17 @@ class BatchedCache:
         self._held = _Held()
 
     def _shared(self, layers: Sequence[Any]) -> list[int]:
-        """The numbers of layers that all rows have together."""
+        """The numbers of layers that all sequences have together."""
         return [number for number in range(len(layers)) if number not in self._separate]
 
     def _show_separate(self, number: int) -> None:
-        """Puts the rows' own layers into the cache; a single row has its plain layer."""
+        """Puts the sequences' own layers into the cache; a single one has its plain layer."""
         assert self.cache is not None
         layers = self._separate[number]
         self.cache.layers[number] = layers[0] if len(layers) == 1 else Separate(layers)
 
     def _changed(self) -> None:
-        """Notes that there are other rows, or that they lie in other memory."""
+        """Notes that there are other sequences, or that they lie in other memory."""
         assert self.cache is not None
         for number in self._separate:
             self._show_separate(number)
@@ -327,7 +328,7 @@ class BatchedCache:
 
 
 def capacity(rows: int, tokens: int) -> int:
-    """For how many tokens there is memory where so many rows have so many tokens at most."""
+    """For how many tokens there is memory where so many sequences have so many tokens at most."""
     return batch_capacity(rows) * (tokens + growing.free_slots_for(tokens))
 
 
@@ -342,7 +343,7 @@ def take_back(layer: Any, tokens: int, end: int, first: int = 0) -> None:
     """Shows the tokens of a layer but for the last ones, for which there was room, and some first ones.
 
     Args:
-        end: how many tokens the longest row has then. In front of those that a window shows, memory has
+        end: how many tokens the longest sequence has then. In front of those that a window shows, memory has
             those that it has moved on from.
     """
     for held in _memories(layer):
@@ -352,7 +353,7 @@ def take_back(layer: Any, tokens: int, end: int, first: int = 0) -> None:
 
 
 def _move(layer: Any, row: int, by: int, length: int) -> None:
-    """Moves a row of so many tokens to the end of a layer, from where it ends so many tokens before."""
+    """Moves a sequence of so many tokens to the end of a layer, from where it ends so many tokens before."""
     for held in _memories(layer):
         end = held.start + held.tokens
         if layer.needs_order:
@@ -368,8 +369,8 @@ def _move(layer: Any, row: int, by: int, length: int) -> None:
             part[row, ..., end - count : end, :] = moved
 
 
-def make_room(layer: Any, rows: int, tokens: int) -> None:
-    """Moves what has no room for so many tokens to memory that has some, and spare rows."""
+def reserve(layer: Any, rows: int, tokens: int) -> None:
+    """Moves what has no free slots for so many tokens to memory that has some, and spare rows."""
     for held in _memories(layer):
         if _free_slots(held) >= tokens:
             continue
@@ -381,7 +382,7 @@ def make_room(layer: Any, rows: int, tokens: int) -> None:
 
 
 def _own(layer: Any) -> Any:
-    """A copy of a row's own layer, which shares the memory of tokens, read-only."""
+    """A copy of a sequence's own layer, which shares the memory of tokens, read-only."""
     return copy_of_layer(layer, **tree_map(_own_tensor, LayerState(layer).values()))
 
 
@@ -391,7 +392,7 @@ def _own_tensor(value: Any) -> Any:
 
 
 def _check(cache: Any, separate: Sequence[int]) -> None:
-    """Raises: NotBatchable for a cache that cannot be a row: the reason is for a person."""
+    """Raises: NotBatchable for a cache that cannot be batched: the reason is for a person."""
     if cache.offloading:
         raise NotBatchable("its cache is offloaded")
     for number, layer in enumerate(cache.layers):
@@ -444,7 +445,7 @@ def _memories(layer: Any) -> list[_Memory]:
 
 
 def _states(layer: Any) -> dict[Name, Tensor]:
-    """State of a layer beside tokens, one for each row: [B, ...]."""
+    """State of a layer beside tokens, one for each sequence: [B, ...]."""
     tensors = LayerState(layer).tensors().items()
     return {
         name: tensor
@@ -488,9 +489,9 @@ def _larger(memory: Any, rows: int, tokens: int) -> Any:
 
 
 def _write(base: Any, row: int, end: int, held: _Memory, source: int = 0) -> None:
-    """Writes a row's tokens to where they end with token `end` of another row, and zeros in front of them.
+    """Writes a sequence's tokens to where they end with token `end` of a row, and zeros in front of them.
 
-    A conversation that had this row may have left NaN, which a weight of zero does not hide.
+    A sequence that had this row may have left NaN, which a weight of zero does not hide.
     """
     for place, own in zip(parts(base), parts(held.memory), strict=True):
         tokens = own[source, ..., held.start : held.start + held.tokens, :]
@@ -498,7 +499,7 @@ def _write(base: Any, row: int, end: int, held: _Memory, source: int = 0) -> Non
         place[row, ..., end - held.tokens : end, :] = tokens
 
 
-def _join(layer: Any, one: Any, end: int) -> None:
+def _admit(layer: Any, one: Any, end: int) -> None:
     for held, other in zip(_memories(layer), _memories(one), strict=True):
         rows, tokens = len(parts(held.memory)[0]), max(held.tokens, other.tokens)
         base, last = getattr(held.memory, BASE, held.memory), held.start + held.tokens
@@ -521,7 +522,7 @@ def _join(layer: Any, one: Any, end: int) -> None:
     _count(layer, end)
 
 
-def _leave(layer: Any, row: int, last: int, end: int) -> None:
+def _finish(layer: Any, row: int, last: int, end: int) -> None:
     for held in _memories(layer):
         base = getattr(held.memory, BASE, held.memory)
         behind = held.start + held.tokens
@@ -538,7 +539,7 @@ def _leave(layer: Any, row: int, last: int, end: int) -> None:
 
 
 def _alone(layer: Any, row: int, length: int, places: Tensor | None) -> Any:
-    """A copy of one row of a layer.
+    """A copy of a layer with one sequence.
 
     Args:
         places: of its tokens in layers of any order; None where they lie in their order.
@@ -584,4 +585,4 @@ def _put_state(layer: Any, name: Name, base: Tensor, rows: int) -> None:
 
 def _count(layer: Any, tokens: int) -> None:
     if isinstance(layer, Made):
-        layer.has_rows(tokens)
+        layer.note_batch(tokens)

@@ -85,13 +85,8 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     follow_moved()
     if is_plain:
-        for layer in cache.layers:
-            if isinstance(layer, DeferredLayer):
-                layer.show_uncommitted()
         _note_unknown(module, _grow(cache, CACHE_BITS if quantizes else None))
-        positions = kwargs.get("position_ids", args[2] if len(args) > 2 else None)
-        if positions is not None:
-            _note_positions(cache, positions)
+        _prepare(cache, kwargs.get("position_ids", args[2] if len(args) > 2 else None))
         run_each(module, cache)
     elif quantizes and not isinstance(cache, QuantizedCache):
         name = f"{'an offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
@@ -99,6 +94,15 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"torch_moe_mps: kv_bits=8 is not for {name}, which keeps keys and values as they are",
             stacklevel=2,
         )
+
+
+def _prepare(cache: Any, positions: Tensor | None) -> None:
+    """Shows the layers what a call may ask for: uncommitted tokens, and whether its positions are theirs."""
+    for layer in cache.layers:
+        if isinstance(layer, DeferredLayer):
+            layer.show_uncommitted()
+    if positions is not None:
+        _note_positions(cache, positions)
 
 
 def _refuse_8_bits(cache: Any) -> NoReturn:

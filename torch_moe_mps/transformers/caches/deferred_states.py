@@ -19,7 +19,7 @@ count, which moves nothing.
 Where it stands: the operators `causal_conv1d_update_`, `linear_attention_`, `selective_scan_` and `rg_lru_`
 take `pending_` (the uncommitted inputs), `counts` and `keep`. `basics.uncommitted` leads modules from a state
 to its arguments. `BatchedCache` sets the counts. `transformers.deferred_states` tries which layers of a model
-may defer. `committed` gives a row's states for a cache of its own, as prefixes are cached.
+may defer. `committed` gives a sequence's states for a cache of its own, as prefixes are cached.
 """
 
 import functools
@@ -67,7 +67,7 @@ class Kind(NamedTuple):
         return rows, heads, MAX_PENDING, pending_width(key_width, value_width, self.is_wide)
 
     def commit(self, state: Tensor, uncommitted: Tensor, count: int) -> None:
-        """Takes so many of the uncommitted tokens into the state of one row."""
+        """Takes so many of the uncommitted tokens into the state of one sequence."""
         state = self._of_operator(state)
         _, heads, key_width, value_width = state.shape
         none = state.new_empty((1, 0, heads))
@@ -244,7 +244,7 @@ def bytes_beside(layer: Any, kinds: Iterable[AnyKind] = KINDS) -> int:
 
 
 def committed(layer: DeferredLayer, count: int, kind: AnyKind) -> Any:
-    """A plain layer with the states of one row, which it writes, behind so many of the uncommitted tokens.
+    """A plain layer with the states of one sequence, which it writes, after so many uncommitted tokens.
 
     Args:
         kind: of its recurrent states.
@@ -261,7 +261,7 @@ def committed(layer: DeferredLayer, count: int, kind: AnyKind) -> Any:
 
 
 def _counted(uncommitted: Tensor, count: int) -> dict[str, Tensor]:
-    """Arguments of an operator that takes so many tokens into the state of one row."""
+    """Arguments of an operator that takes so many tokens into the state of one sequence."""
     return {
         "pending_": uncommitted,
         "counts": torch.tensor([[count]], dtype=torch.int32).to(uncommitted.device),

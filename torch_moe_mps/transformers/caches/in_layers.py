@@ -1,4 +1,4 @@
-"""Caches whose states all lie in their layers: those that can be cut, kept, captured, and have rows."""
+"""Caches whose states all lie in their layers: those that can be cut, kept, captured and batched."""
 
 from collections.abc import Callable
 from typing import Any

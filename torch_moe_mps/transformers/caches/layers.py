@@ -95,8 +95,8 @@ class Made(CacheLayerMixin):
         """How many of the tokens that are held are shown, of so many in all."""
         return held
 
-    def has_rows(self, tokens: int) -> None:
-        """Notes that its memory has other rows, or others of their tokens: so many in the longest row."""
+    def note_batch(self, tokens: int) -> None:
+        """Notes that its memory has other sequences, or others of their tokens: at most so many of one."""
 
 
 class Growing(Made, DynamicLayer):
@@ -230,8 +230,8 @@ class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
         super()._change_batch(change)
         self.pools = None  # they are made again
 
-    def has_rows(self, tokens: int) -> None:
-        super().has_rows(tokens)
+    def note_batch(self, tokens: int) -> None:
+        super().note_batch(tokens)
         self.pools, self.is_padded = None, True
 
 
@@ -266,8 +266,8 @@ class GrowingWindow(Growing, DynamicSlidingWindowLayer):
     def shown(self, tokens: int, held: int) -> int:
         return min(self.sliding_window - 1, tokens)
 
-    def has_rows(self, tokens: int) -> None:
-        super().has_rows(tokens)
+    def note_batch(self, tokens: int) -> None:
+        super().note_batch(tokens)
         self.cumulative_length = tokens
 
     def _is_prompt(self, tokens: int) -> bool:

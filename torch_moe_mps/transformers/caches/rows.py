@@ -1,4 +1,4 @@
-"""Rows of a batch on the device: the masks and positions of their next tokens, and uncommitted tokens."""
+"""Sequences of a batch on the device: masks and positions of their next tokens, and uncommitted tokens."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from ..basics.key_range import NO_END, RANGE
 
 
 class Places:
-    """Where the tokens of rows are, on the device: until rows move, nothing is copied to it.
+    """Where the tokens of sequences are, on the device: until these move, nothing is copied to it.
 
     Args:
         context: tokens for which masks have room at first.
@@ -21,10 +21,10 @@ class Places:
         self._shown = self._range = self._positions = torch.empty(0, device=device)
 
     def place(self, lengths: Sequence[int], moved: Sequence[int], slots: int) -> None:
-        """Rows have other lengths, or lie in memory with so many slots.
+        """Sequences have other lengths, or lie in memory with so many slots.
 
         Args:
-            moved: how far the positions of each row are from its number of tokens.
+            moved: how far the positions of each sequence are from its number of tokens.
         """
         self._rows, end = len(lengths), max(lengths)
         while self._context < slots:  # one size for all, so that strides of masks stay
@@ -39,17 +39,17 @@ class Places:
             self._shown = shown
 
     def advance(self, tokens: int) -> None:
-        """Each row has so many tokens more; fewer, if it is below 0."""
+        """Each sequence has so many tokens more; fewer, if it is below 0."""
         self._positions = self._positions + tokens
 
     def positions(self, tokens: int) -> Tensor:
-        """The positions [B, T] of the next tokens of each row."""
+        """The positions [B, T] of the next tokens of each sequence."""
         if tokens == 1:
             return self._positions
         return self._positions + torch.arange(tokens, device=self._device)
 
     def mask(self, end: int) -> Tensor | None:
-        """The keys [B, end] that each row shows, with their range; None for a single row."""
+        """The keys [B, end] that each sequence shows, with their range; None for a single one."""
         if self._rows == 1:
             return None
         shown = self._shown[: self._rows, :end]
@@ -58,7 +58,7 @@ class Places:
 
 
 class Uncommitted:
-    """How many uncommitted tokens of each row are accepted.
+    """How many uncommitted tokens of each sequence are accepted.
 
     Attributes:
         rows: the counts; each change makes another list.
@@ -69,7 +69,7 @@ class Uncommitted:
         self._counts: Tensor | None = None  # on the device; None where no layer has uncommitted tokens
 
     def tell(self, layers: Iterable[Any], device: torch.device) -> None:
-        """Gives other layers, or those of other rows, the counts of the rows."""
+        """Gives other layers, or those of other sequences, the counts."""
         deferring = [*layers]
         self._counts = _column(self.rows).to(device) if deferring else None
         self._told = self.rows

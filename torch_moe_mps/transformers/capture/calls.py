@@ -535,7 +535,14 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
             captures.clear()  # they hold the weights that go
         return original._apply(self, *args, **kwargs)
 
-    members: dict[str, Any] = {"forward": forward, "_apply": apply}
+    members = {"forward": forward, "_apply": apply, **_of_generate(original)}
+    return subclass(original, _MARK, _capturing_class, **members)
+
+
+def _of_generate(original: Any) -> dict[str, Any]:
+    """Members of a model's class by which `generate` gives no tokens out that the GPU failed at, samples by
+    the operator, and reads MTP layers once."""
+    members: dict[str, Any] = {}
     if hasattr(original, "generate"):
 
         @functools.wraps(original.generate)
@@ -550,12 +557,11 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
                 return original.generate(self, *args, **kwargs)
 
         members["generate"] = generate
-    generates: Any = original
-    if getattr(generates, "_sample", None) is GenerationMixin._sample:
+    if getattr(original, "_sample", None) is GenerationMixin._sample:
 
         def update(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
             before = (args[0] if args else kwargs["model_kwargs"]).get(MASK)
-            passed = generates._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
+            passed = original._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
             follow_mask(before, passed.get(MASK), self)
             if (steps := current()) is not None:
                 steps.take(outputs)
@@ -566,10 +572,10 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
         ) -> Any:
             with sampling(logits_processor, generation_config, ids.device, self) as stands:
                 how = {"logits_processor": stands, "generation_config": generation_config}
-                return generates._sample(self, ids, **how, **kwargs)
+                return original._sample(self, ids, **how, **kwargs)
 
         members |= {"_sample": sample, "_update_model_kwargs_for_generation": update}
-    own_candidates = getattr(generates, "_get_candidate_generator", None)
+    own_candidates = getattr(original, "_get_candidate_generator", None)
     if own_candidates is GenerationMixin._get_candidate_generator:
 
         def candidates(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -578,4 +584,4 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
             return own_candidates(self, generation_config, *args, **kwargs)
 
         members["_get_candidate_generator"] = candidates
-    return subclass(original, _MARK, _capturing_class, **members)
+    return members

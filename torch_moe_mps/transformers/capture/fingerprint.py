@@ -77,13 +77,7 @@ class Fingerprint:
         self._modules = reached.modules
         inner = reached.modules[1:]  # hooks of the model itself run around the recorded call
         hooks = [getattr(module, name) for module in inner for name in _HOOKS]
-        for hook in gc.get_referents(*hooks):
-            if getattr(hook, "__module__", None) in _KNOWN_HOOKS or isinstance(hook, int):  # a key, or True
-                continue
-            if own is not None and getattr(hook, "__self__", None) is own:
-                continue
-            owners = (n for n, m in model.named_modules() if m is not model and _has(m, hook))
-            raise NotCapturable(f"a hook of {next(owners, 'a module')} may look at each call")
+        _require_known(hooks, model, own)
         classes = dict.fromkeys(cls for item in reached.classes for cls in item.__mro__)
         self._classes = classes  # alive: the end of a cache's class that nobody uses is no change
         files = list(_files(classes))
@@ -191,6 +185,17 @@ def note_change() -> None:
     """Called when the states of modules change: no fingerprint holds any more."""
     global _changes
     _changes += 1
+
+
+def _require_known(hooks: list[Any], model: nn.Module, own: object) -> None:
+    """Raises: NotCapturable for a hook, among these dictionaries, that may do what no recording holds."""
+    for hook in gc.get_referents(*hooks):
+        if getattr(hook, "__module__", None) in _KNOWN_HOOKS or isinstance(hook, int):  # a key, or True
+            continue
+        if own is not None and getattr(hook, "__self__", None) is own:
+            continue
+        owners = (n for n, m in model.named_modules() if m is not model and _has(m, hook))
+        raise NotCapturable(f"a hook of {next(owners, 'a module')} may look at each call")
 
 
 def _has(module: nn.Module, hook: object) -> bool:
@@ -338,11 +343,16 @@ def _files(classes: Iterable[type]) -> Iterator[Any]:
                 files.setdefault(id(own), own)
     for file in files.values():
         yield file
-        for name, value in file.items():
-            if isinstance(value, GeneralInterface):
-                yield from (value._global_mapping, value._local_mapping)
-            elif type(value) in (dict, list, set) and not name.startswith("__"):
-                yield value
+        yield from _tables_in(file)
+
+
+def _tables_in(file: dict[str, Any]) -> Iterator[Any]:
+    """The containers that names of a file stand for, with those of tables of implementations."""
+    for name, value in file.items():
+        if isinstance(value, GeneralInterface):
+            yield from (value._global_mapping, value._local_mapping)
+        elif type(value) in (dict, list, set) and not name.startswith("__"):
+            yield value
 
 
 def _is_of(name: str, packages: tuple[str, ...]) -> bool:

@@ -104,17 +104,7 @@ class _Assembly:
     def _call(self, node: fx.Node, last: list[int]) -> None:
         target: Any = node.target
         schema = target._schema
-        passed = (
-            dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
-        )
-        arguments, lists = [], []
-        for number, argument in enumerate(schema.arguments):
-            value = passed.get(argument.name, argument.default_value)
-            if isinstance(value, (list, tuple)) and (not value or any(map(_is_changing, value))):
-                lists.append(number)
-                arguments.append([self._place(one) for one in value])
-            else:
-                arguments.append([self._place(value, str(argument.real_type))])
+        arguments, lists = self._arguments(schema, node)
         items = {user.args[1]: user for user in node.users if user.target is ITEM}
         of_many = isinstance(node.meta[VALUE], (list, tuple))
         made = [items.get(k) for k in range(len(node.meta[VALUE]))] if of_many else [node]
@@ -125,6 +115,20 @@ class _Assembly:
             if item is not None:
                 self._places[item], self._next = self._next, self._next + 1
         self._program.add_call(schema.name, schema.overload_name, arguments, lists, results, last)
+
+    def _arguments(self, schema: Any, node: fx.Node) -> tuple[list[list[int]], list[int]]:
+        """(places of each argument's values, the numbers of the arguments that are lists)"""
+        names = (argument.name for argument in schema.arguments)
+        passed = dict(zip(names, node.args, strict=False)) | node.kwargs
+        arguments, lists = [], []
+        for number, argument in enumerate(schema.arguments):
+            value = passed.get(argument.name, argument.default_value)
+            if isinstance(value, (list, tuple)) and (not value or any(map(_is_changing, value))):
+                lists.append(number)
+                arguments.append([self._place(one) for one in value])
+            else:
+                arguments.append([self._place(value, str(argument.real_type))])
+        return arguments, lists
 
     def _last_uses(self, calls: list[fx.Node], results: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
         """{call: values that it is the last to read}."""

@@ -82,13 +82,9 @@ class Reading:
         self.key = tuple(key)
 
     def _cache(self, name: str, cache: Any) -> Iterator[Any]:
-        offloads = getattr(cache, "offloading", False)
-        if not is_known(cache) or offloads:
-            raise NotCapturable(f"the cache is {'an offloaded' if offloads else 'a'} {type(cache).__name__}")
         if any(is_cache(entry.name, entry.value) for entry in self.entries):
             raise NotCapturable("it has two caches")
-        if not any(LayerState(layer).tensors() for layer in layers_of(cache)) and type(cache) is not list:
-            raise BeginsCache("it fills an empty cache")
+        _require_states(cache)
         self.entries.append(Entry(ARGUMENTS, name, STATIC, cache, 0))
         yield from (name, *static_of(cache).items())
         for layer in layers_of(cache):
@@ -118,22 +114,8 @@ class Reading:
         first, kind = len(self.numbers), STATIC
         yield name
         if type(value) in (Tensor, QuantizedStates):
-            memory: Any = getattr(value, MEMORY, None)
-            kind = TENSOR if memory is None else HELD
-            number = self._memories.setdefault(id(memory), len(self._memories))
-            yield from (type(value), kind, memory is not None and number)
-            for view, tensor in zip(parts(value), parts(value if memory is None else memory), strict=True):
-                yield from (tensor.dtype, tensor.device, tensor.dim())
-                yield None if tensor.is_contiguous() else tensor.stride()
-                yield self._sizes_of(tensor)
-                if memory is not None:
-                    yield from (column_of(view, tensor), view.shape[-1], _up_to_two(view.shape[-2:-1]))
-                    self.growing.add(len(self.numbers) - 2)
-                    if name not in _OF_WINDOWS:
-                        self.growing.add(len(self.numbers))
-                    self.sizes.add(len(self.numbers))
-                    self.starts.add(len(self.numbers) + 1)
-                    self.numbers += view.shape[-2], start_of(view, tensor)
+            kind = TENSOR if getattr(value, MEMORY, None) is None else HELD
+            yield from self._tensors(name, kind, value)
         elif type(value) is int:
             kind = NUMBER
             self.numbers.append(value)
@@ -150,12 +132,39 @@ class Reading:
             raise NotCapturable(f"{name} is a {type(value).__name__}")
         self.entries.append(Entry(place, name, kind, value, first))
 
+    def _tensors(self, name: Any, kind: int, value: Any) -> Iterator[Any]:
+        """The parts of the key for a tensor, and for where it lies in its memory, if it has one."""
+        memory: Any = getattr(value, MEMORY, None)
+        number = self._memories.setdefault(id(memory), len(self._memories))
+        yield from (type(value), kind, memory is not None and number)
+        for view, tensor in zip(parts(value), parts(value if memory is None else memory), strict=True):
+            yield from (tensor.dtype, tensor.device, tensor.dim())
+            yield None if tensor.is_contiguous() else tensor.stride()
+            yield self._sizes_of(tensor)
+            if memory is not None:
+                yield from (column_of(view, tensor), view.shape[-1], _up_to_two(view.shape[-2:-1]))
+                self.growing.add(len(self.numbers) - 2)
+                if name not in _OF_WINDOWS:
+                    self.growing.add(len(self.numbers))
+                self.sizes.add(len(self.numbers))
+                self.starts.add(len(self.numbers) + 1)
+                self.numbers += view.shape[-2], start_of(view, tensor)
+
     def _sizes_of(self, tensor: Tensor) -> tuple[int, ...]:
         self.sizes.update(range(len(self.numbers), len(self.numbers) + tensor.dim()))
         if tensor.dim() > 1 and len(tensor) == self._rows > 1:
             self.rows.add(len(self.numbers))
         self.numbers += tensor.shape
         return _up_to_two(tensor.shape)
+
+
+def _require_states(cache: Any) -> None:
+    """Raises: NotCapturable for a cache of unknown states, or of none."""
+    offloads = getattr(cache, "offloading", False)
+    if not is_known(cache) or offloads:
+        raise NotCapturable(f"the cache is {'an offloaded' if offloads else 'a'} {type(cache).__name__}")
+    if not any(LayerState(layer).tensors() for layer in layers_of(cache)) and type(cache) is not list:
+        raise BeginsCache("it fills an empty cache")
 
 
 def _up_to_two(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Passes that are data: formulas, and the operators that compute them in one dispatch."""
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import fx
@@ -90,12 +90,7 @@ def _fuse(root: fx.Node, end: fx.Node, bound: Bound, new: ast.expr, results: dic
     for node in inside:
         own = memory_of(node)
         is_read_inside = node is root or own not in inside or own in shared or {*node.users} <= inside.keys()
-        read = [item for item in node.all_input_nodes if item not in inside]
-        if not (
-            is_read_inside
-            and all(is_same(item, node, place) for item in read)
-            and all(is_same(item, node, place, read=False) for item in written(node))
-        ):
+        if not is_read_inside or not _may_run_at(place, node, inside):
             return False
     try:
         _New(bound, place, tensor_of(end).dtype, results).replace(new, [end, *shared])
@@ -105,6 +100,14 @@ def _fuse(root: fx.Node, end: fx.Node, bound: Bound, new: ast.expr, results: dic
         if not node.users:  # also those that write
             root.graph.erase_node(node)
     return True
+
+
+def _may_run_at(place: fx.Node, node: fx.Node, inside: Collection[fx.Node]) -> bool:
+    """Whether a call reads the same from outside, and nobody sees when it writes, if it runs at a place."""
+    read = (item for item in node.all_input_nodes if item not in inside)
+    return all(is_same(item, node, place) for item in read) and all(
+        is_same(item, node, place, read=False) for item in written(node)
+    )
 
 
 class _New:

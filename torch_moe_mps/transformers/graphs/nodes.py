@@ -57,9 +57,14 @@ def changed(call: fx.Node, before: fx.Node, /, **new: Any) -> fx.Node:
     return put(before, call.target, call.meta[VALUE], **arguments(call) | new)
 
 
+def is_reshaped(value: Any) -> bool:
+    """Whether a value is another one in another shape. With another dtype, its bits are other numbers."""
+    return is_call(value, *_RESHAPING) and value.target is not aten.view.dtype
+
+
 def beneath(value: fx.Node) -> fx.Node:
     """A value before it got another shape."""
-    while is_call(value, *_RESHAPING):
+    while is_reshaped(value):
         value = value.all_input_nodes[0]
     return value
 
@@ -67,7 +72,7 @@ def beneath(value: fx.Node) -> fx.Node:
 def of_shape(value: fx.Node, shape: Any) -> fx.Node | None:
     """A value as it was when it had this shape; None if it never had."""
     while [*tensor_of(value).shape] != [*shape]:
-        if not is_call(value, *_RESHAPING):
+        if not is_reshaped(value):
             return None
         value = value.all_input_nodes[0]
     return value
@@ -105,7 +110,7 @@ def can_view(tensor: Tensor, shape: Any) -> bool:
 def readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Readers of a value in any shape: (reader, the value in the shape that it reads)."""
     for user in value.users:
-        if is_call(user, *_RESHAPING):
+        if is_reshaped(user):
             yield from readers(user)
         else:
             yield user, value

@@ -97,8 +97,19 @@ def _match_call(form: ast.expr, value: Any, bound: Bound) -> Iterator[Bound]:
     name = called(form)
     call = value if name == "_to_copy" else uncast(value)
     arguments = _arguments(name, call)
-    if arguments is None:
+    pairs = None if arguments is None else _pairs(form, call, arguments)
+    if pairs is None:
         return
+    yield from _match_all(pairs, bound)
+    if name in ("add", "mul"):
+        (one, x), (other, y) = pairs
+        yield from _match_all([(one, y), (other, x)], bound)
+
+
+def _pairs(
+    form: ast.expr, call: fx.Node, arguments: dict[str, tuple[Any, Any]]
+) -> list[tuple[ast.expr, Any]] | None:
+    """What a formula says of arguments, beside these; None if it says more, or others are not by default."""
     if isinstance(form, ast.BinOp):
         forms, keywords = [form.left, form.right], list[ast.keyword]()
     else:
@@ -107,18 +118,13 @@ def _match_call(form: ast.expr, value: Any, bound: Bound) -> Iterator[Bound]:
     positional = [item for item in forms if not isinstance(item, ast.Starred)]
     named = dict(zip(arguments, positional, strict=False)) | {item.arg: item.value for item in keywords}
     if len(named) < len(positional) + len(keywords) or any(item not in arguments for item in named):
-        return
+        return None
     rest = {item: value for item, value in arguments.items() if item not in named}
     pairs = [(item, arguments[argument][0]) for argument, item in named.items()]  # type: ignore[index]
     for star in forms[len(positional) :]:
         pairs.append((star.value, Rest(call, {item: value for item, (value, _) in rest.items()})))  # type: ignore[attr-defined]
         rest = {}
-    if any(value != default for value, default in rest.values()):
-        return
-    yield from _match_all(pairs, bound)
-    if name in ("add", "mul"):
-        (one, x), (other, y) = pairs
-        yield from _match_all([(one, y), (other, x)], bound)
+    return None if any(value != default for value, default in rest.values()) else pairs
 
 
 def _named(name: str, value: Any, bound: Bound) -> Iterator[Bound]:

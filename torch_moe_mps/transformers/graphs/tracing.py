@@ -241,6 +241,10 @@ class Recorder(TorchDispatchMode):
             if _has_symbols(shape):
                 with self:  # nor does the expansion in its own
                     args = args[0].expand(shape), *args[1:]
+        return self._record(func, args, kwargs)
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator, whose call is a node unless it only gives a number."""
         args = [self._fake(value) for value in args]
         kwargs = {name: self._fake(value) for name, value in kwargs.items()}
         result = self.fakes.of(func, args, kwargs)

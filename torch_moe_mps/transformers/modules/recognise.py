@@ -112,11 +112,7 @@ class Rows:
             return None
         if not call.weights:
             return call._replace(width=stated)
-        mixed = [ask(SIZES[0], *dtypes) for dtypes in _MIXED]
-        other = call._replace(mixes=False)
-        if not {call, other}.issuperset(mixed):
-            return None
-        return call if mixed == [call] * len(mixed) else other
+        return _of_mixed_dtypes(call, [ask(SIZES[0], *dtypes) for dtypes in _MIXED])
 
     def read(self, traced: Traced, names: tuple[str, ...]) -> Call | None:
         """The row in what a module computes; `mixes`: the result has the dtype of the first input here."""
@@ -203,6 +199,14 @@ def forward_of(name: str) -> Callable:
         return applied(operator, call, inputs, weights)
 
     return forward
+
+
+def _of_mixed_dtypes(call: Call, mixed: list[Call | None]) -> Call | None:
+    """A call, or the same of weights in the dtype of the inputs alone, if no mixture of dtypes is another."""
+    other = call._replace(mixes=False)
+    if not {call, other}.issuperset(mixed):
+        return None
+    return call if mixed == [call] * len(mixed) else other
 
 
 def applied(operator: Callable, call: Call, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

@@ -75,7 +75,7 @@ def _goes_on(model: PreTrainedModel, drafts: int) -> bool:
         ids = torch.randint(2, VOCABULARY // 2, (1, length + drafts + 1), generator=generator)
         cache = new_cache(model)
         _called(model, cache, input_ids=ids[:, :length], use_cache=True)
-        rows.join(cache, length)
+        rows.admit(cache, length)
         talks.append(ids)
     if rows.are_states and not drafts:
         return True  # states have the order of tokens, without positions
@@ -83,7 +83,7 @@ def _goes_on(model: PreTrainedModel, drafts: int) -> bool:
     if drafts:
         if rows.are_states:
             rows.hold()
-        rows.make_room(drafts)
+        rows.reserve(drafts)
         tokens = torch.cat([ids[:, n : n + drafts] for ids, n in zip(talks, _LENGTHS, strict=True)])
         for token in tokens.split(1, 1):  # own code may forget its states in front of several
             _called(model, rows.cache, input_ids=token, **rows.arguments())

@@ -5,7 +5,7 @@
 // Each group has an unsigned integer of kBits bits, less kCentre, and with kMins a
 // second one; they are factors of one or two halves for the 256. The integers of a row are a stream of bits,
 // the lowest first: a unit of 32 values has 6, 12 or 16 of them. With kBits = 0 a half is the scale itself.
-// Types of points have other bits in the stream, 8, 12, 16 or 22 of a unit, and read them with load() alone.
+// Codebook formats have other bits in the stream, 8, 12, 16 or 22 of a unit, and read them with load() alone.
 template <int kGroup_, int kBits, bool kMins, int kCentre, int kOffset_>
 struct SmallScales {
   static constant constexpr int kGroup = kGroup_, kUnit = 32, kPlaceBytes = 4, kOffset = kOffset_;

@@ -41,12 +41,7 @@ class Wanted:
         most = "experts" if "experts" in kinds else "linears"  # a recipe may give the others more
         for name in [name for name in stored if name in self.dense]:
             target, wanted = stored[name], self.dense.pop(name)
-            weights = {p: wanted.rows_first(getattr(wanted.module, p)) for p in wanted.formats}
-            smaller = {  # a larger format would not bring back what is lost
-                p: format
-                for p, format in wanted.formats.items()
-                if quantized_bytes(weights[p], format) < quantized_bytes(weights[p], target.formats[p])
-            }
+            smaller = _smaller(wanted, target)
             if smaller and may_again:
                 wanted.formats = smaller
                 wanted.check_columns(_CHECK)
@@ -58,10 +53,8 @@ class Wanted:
                 if target.kind == most:
                     asked.update({*wanted.formats.values()} - {*target.formats.values()})
         if asked and may_again and not self.dense and not self.again:
-            formats = {str(f) for target in stored.values() for f in target.formats.values()}
-            has = " and ".join(sorted(formats))
-            got = " and ".join(sorted(map(str, asked)))
-            _CHECK.fail("bits", f"fewer than in the checkpoint, which has {has}", got)
+            has = _named({format for target in stored.values() for format in target.formats.values()})
+            _CHECK.fail("bits", f"fewer than in the checkpoint, which has {has}", _named(asked))
 
     def quantize(
         self,
@@ -95,3 +88,17 @@ class Wanted:
         target = stored.pop(name, None) or self.dense.pop(name)
         target.formats |= self.again.pop(name, ({}, None))[0]
         return target
+
+
+def _smaller(wanted: Target, stored: Target) -> dict[str, Format]:
+    """Formats with fewer bytes than those that are stored: larger ones would not bring back what is lost."""
+    result = {}
+    for parameter, format in wanted.formats.items():
+        weight = wanted.rows_first(getattr(wanted.module, parameter))
+        if quantized_bytes(weight, format) < quantized_bytes(weight, stored.formats[parameter]):
+            result[parameter] = format
+    return result
+
+
+def _named(formats: set[Format]) -> str:
+    return " and ".join(sorted(map(str, formats)))

@@ -6,7 +6,7 @@ keeps all parts.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -104,17 +104,21 @@ class Parts:
         self.modules = [n for n in result if n.rpartition(".")[2].isdigit() or n in embeddings]
         self._keys: dict[str, dict[str, Any]] = defaultdict(dict)
         self._stack = ExitStack()
-        if checkpoint.gguf is not None:
+        if checkpoint.gguf is None:
+            self._open(files)
+        else:
             assert self._quantizer is not None
             for name, tensor in self._quantizer.get_state_dict(files[0], self.model).items():
                 self._keys[self.part_of(name)][name] = tensor
             self._conversions: list[Any] = []  # these names are the model's
-            files = []
+        self._load(REST)
+
+    def _open(self, files: Sequence[str]) -> None:
+        """Notes the tensors of safetensors files by the parts of the model that they are of."""
         for file in files:
             tensors = self._stack.enter_context(safe_open(file, framework="pt"))
             for key, name in self._names(tensors.keys()):
                 self._keys[self.part_of(name)][key] = tensors.get_slice(key)
-        self._load(REST)
 
     def _prepare(self, source: Source, quantizer: Lifecycle | None) -> None:
         """The converters for a quantisation that is stored, and one that is asked for."""

@@ -18,27 +18,37 @@ def turn_in_attention(graph: fx.Graph) -> None:
     """attention(rope_cache_(Q, K, V), KEYS, VALUES) of one token -> rope_attention_(Q, K, V, KEYS, VALUES)"""
     for call in calls(graph, ours.attention):
         passed, turning = arguments(call), arguments(call)["q"]
-        if not is_call(turning, ours.rope_cache_) or [*turning.users] != [call]:
-            continue
-        others = {name: value for name, value in passed.items() if name not in _OF_BOTH}
-        if tensor_of(turning).shape[2] != 1 or others != _PLAIN:
-            continue
-        rotation = arguments(turning)
-        if rotation.pop("k_bias") is not None or rotation["q"] is None or rotation["v"] is None:
-            continue
-        places = (rotation["keys_"], passed["k"]), (rotation["values_"], passed["v"])
-        if not all(_ends_with(cache, place) for place, cache in places):
-            continue
-        if not all(is_unchanged(place, turning, call, read=False) for place, _ in places):
-            continue
-        if not all(is_unchanged(node, turning, call) for node in turning.all_input_nodes):
-            continue
-        held = {"keys_": passed["k"], "values_": passed["v"]}
-        options = {name: passed[name] for name in _OF_BOTH if name not in "qkv"}
-        like = call.meta[VALUE]
-        call.replace_all_uses_with(put(call, ours.rope_attention_.default, like, **rotation | held | options))
-        graph.erase_node(call)
-        graph.erase_node(turning)
+        if _is_of_one_token(call) and _is_the_same_behind(turning, call):
+            rotation = arguments(turning)
+            del rotation["k_bias"]
+            held = {"keys_": passed["k"], "values_": passed["v"]}
+            options = {name: passed[name] for name in _OF_BOTH if name not in "qkv"}
+            new = rotation | held | options
+            call.replace_all_uses_with(put(call, ours.rope_attention_.default, call.meta[VALUE], **new))
+            graph.erase_node(call)
+            graph.erase_node(turning)
+
+
+def _is_of_one_token(call: fx.Node) -> bool:
+    """True for plain attention of one token, whose rotation nothing else reads, to what that has written."""
+    passed, turning = arguments(call), arguments(call)["q"]
+    if not is_call(turning, ours.rope_cache_) or [*turning.users] != [call]:
+        return False
+    rotation, others = arguments(turning), {n: value for n, value in passed.items() if n not in _OF_BOTH}
+    if tensor_of(turning).shape[2] != 1 or others != _PLAIN or rotation["k_bias"] is not None:
+        return False
+    if rotation["q"] is None or rotation["v"] is None:
+        return False
+    places = (rotation["keys_"], passed["k"]), (rotation["values_"], passed["v"])
+    return all(_ends_with(cache, place) for place, cache in places)
+
+
+def _is_the_same_behind(turning: fx.Node, call: fx.Node) -> bool:
+    """Whether a rotation reads and writes the same in front of a later call."""
+    places = arguments(turning)["keys_"], arguments(turning)["values_"]
+    return all(is_unchanged(place, turning, call, read=False) for place in places) and all(
+        is_unchanged(node, turning, call) for node in turning.all_input_nodes
+    )
 
 
 def _ends_with(cache: fx.Node, place: fx.Node) -> bool:

@@ -40,44 +40,66 @@ _SOME_ROWS = 2  # enough to show what happens to each row
 def join_linears(graph: fx.Graph) -> None:
     """linear_quantized(X, A), linear_quantized(X, B) -> the parts of linear_quantized(X, [A, B]); so mm"""
     groups: dict[Any, list[fx.Node]] = defaultdict(list)
-    for call in calls(graph, ours.linear_quantized):
-        passed = arguments(call)
-        x, *weights, format = (passed.pop(name) for name in ("x", *WEIGHTS, "format"))
-        has_options = any(isinstance(value, fx.Node) for value in passed.values())
-        if not has_options and all(item is None or _is_parameter(item) for item in weights):
-            groups[x, format, passed["out_dtype"], *map(_kind, weights[:3])].append(call)
-    for call in calls(graph, aten.mm):
-        x, weight, _ = linear_of(call) or (None, None, None)
-        # Parts of several tokens are copied, which takes as many dispatches. Large matrices are not moved.
-        tokens, rows = tensor_of(call).shape
-        if x is not None and _is_parameter(weight) and tokens == 1 and rows <= MOST_ROWS:
-            groups[x, *_kind(weight)].append(call)
+    for call in calls(graph, ours.linear_quantized, aten.mm):
+        kind = _of_quantised(call) if is_call(call, ours.linear_quantized) else _of_dense(call)
+        if kind is not None:
+            groups[kind].append(call)
     for (x, *_), group in groups.items():
         if all(is_unchanged(x, group[0], call) for call in group[1:]):
             for run in _runs(group):
                 _join(run)
 
 
+def _of_quantised(call: fx.Node) -> tuple[Any, ...] | None:
+    """The input of a quantised linear layer, and what it shares with those that it may join; None for others."""
+    passed = arguments(call)
+    x, *weights, format = (passed.pop(name) for name in ("x", *WEIGHTS, "format"))
+    has_options = any(isinstance(value, fx.Node) for value in passed.values())
+    if has_options or not all(item is None or _is_parameter(item) for item in weights):
+        return None
+    return x, format, passed["out_dtype"], *map(_kind, weights[:3])
+
+
+def _of_dense(call: fx.Node) -> tuple[Any, ...] | None:
+    """The same of a small matrix times one token.
+
+    Parts of several tokens are copied, which takes as many dispatches; large matrices are not moved.
+    """
+    x, weight, _ = linear_of(call) or (None, None, None)
+    tokens, rows = tensor_of(call).shape
+    if x is None or not _is_parameter(weight) or tokens != 1 or rows > MOST_ROWS:
+        return None
+    return x, *_kind(weight)
+
+
 def order_outputs(graph: fx.Graph) -> None:
     """Copies that only bring each token's outputs into another order -> linear_quantized(..., order=...)"""
     for call in calls(graph, ours.linear_quantized):
-        passed, like = arguments(call), tensor_of(call)
-        if like.dim() < 2 or passed["residual"] is not None or passed["order"] is not None:
+        passed, shape = arguments(call), tensor_of(call).shape
+        if passed["residual"] is not None or passed["order"] is not None:
             continue
-        if any(size != 1 for size in like.shape[1:-1]):
+        if len(shape) < 2 or any(size != 1 for size in shape[1:-1]):
             continue
-        rows, width = like.shape[0] if type(like.shape[0]) is int else _SOME_ROWS, like.shape[-1]
-        moved, ends = _moved(call, torch.arange(rows * width).view(rows, *like.shape[1:]))
+        rows = shape[0] if type(shape[0]) is int else _SOME_ROWS
+        moved, ends = _moved(call, torch.arange(rows * shape[-1]).view(rows, *shape[1:]))
         copies = [node for node in moved if is_call(node, *_COPIES)]
-        if not copies or not all(map(is_final, [*copies, *ends])):
-            continue
-        if any(moved[end].numel() % rows for end in ends):
-            continue
-        sources = torch.cat([moved[end].reshape(rows, -1) for end in ends], 1)
-        first, *others = sources
-        is_order = torch.equal(first.sort().values, torch.arange(width))
-        if is_order and all(torch.equal(item, first + n * width) for n, item in enumerate(others, 1)):
-            _order(call, ends, first, [moved[end].numel() // rows for end in ends])
+        if copies and all(map(is_final, [*copies, *ends])):
+            parts = [moved[end] for end in ends]
+            sources = _sources_of_each(rows, shape[-1], parts)
+            if sources is not None:
+                _order(call, ends, sources, [part.numel() // rows for part in parts])
+
+
+def _sources_of_each(rows: int, width: int, parts: list[Tensor]) -> Tensor | None:
+    """The order that parts, numbered outputs of so many rows, give each row's; None if they give another set,
+    or not each row the same.
+    """
+    if any(part.numel() % rows for part in parts):
+        return None
+    first, *others = torch.cat([part.reshape(rows, -1) for part in parts], 1)
+    is_order = torch.equal(first.sort().values, torch.arange(width))
+    is_of_each = all(torch.equal(item, first + n * width) for n, item in enumerate(others, 1))
+    return first if is_order and is_of_each else None
 
 
 def activate_in_linears(graph: fx.Graph) -> None:

@@ -8,7 +8,19 @@ import torch
 from torch import fx
 
 from ....ops.pointwise import DTYPES, INPUTS, MAX_NUMBERS, MAX_RANK, MAX_STEPS, UNARY
-from ..nodes import arguments, aten, beneath, is_call, is_node, is_unchanged, of_shape, ours, put, tensor_of
+from ..nodes import (
+    arguments,
+    aten,
+    beneath,
+    is_call,
+    is_node,
+    is_reshaped,
+    is_unchanged,
+    of_shape,
+    ours,
+    put,
+    tensor_of,
+)
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _READ = (*_NAMES, torch.int32, torch.int64)
@@ -23,8 +35,6 @@ _STEPS |= {packet: ((name, 0, 1),) for packet, name in _BINARY.items()}
 _STEPS |= {aten.pow: (("mul", 0, 0),)}
 # Values that other arguments must have, as far as a call has them.
 _FIXED = {"alpha": 1, "beta": 1, "rounding_mode": None, "threshold": 20, "exponent": 2}
-# Views that only add, drop or repeat dimensions of size 1.
-_VIEWS = (aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.expand, aten.alias, aten.detach)
 # For each dimension of a value, that of the result; None where the value has size 1 and is repeated.
 Dims = tuple[int | None, ...]
 
@@ -51,7 +61,7 @@ def split_dimensions(graph: fx.Graph) -> None:
         if _operation(call) is None or not tensor_of(call).is_contiguous():
             continue
         own = tensor_of(call).shape
-        behind = [user for user in call.users if is_call(user, *_VIEWS)]
+        behind = [user for user in call.users if _is_shaped(user)]
         shapes = [tensor_of(user).shape for user in behind if any(map(_operation, _users(user)))]
         sources = [beneath(operand) for operand in _operands(call) if is_node(operand)]
         shapes += [tensor_of(source).shape for source in sources if _operation(source) is not None]
@@ -229,17 +239,22 @@ def _can_read(value: Any, call: fx.Node) -> bool:
     return fits and all(type(size) is int for size in (*read.shape, *made.shape)) and read.dim() <= made.dim()
 
 
+def _is_shaped(value: fx.Node) -> bool:
+    """Whether a value is another one in another shape, or repeated."""
+    return is_reshaped(value) or is_call(value, aten.expand)
+
+
 def _users(node: fx.Node) -> list[fx.Node]:
     """Nodes that read a value, through views."""
     users = []
     for user in node.users:
-        users += _users(user) if is_call(user, *_VIEWS) else [user]
+        users += _users(user) if _is_shaped(user) else [user]
     return users
 
 
 def _before_views(value: fx.Node, dims: Dims) -> tuple[fx.Node, Dims]:
     """A value before views that only add and take away dimensions of one element."""
-    while is_call(value, *_VIEWS):
+    while _is_shaped(value):
         source: Any = value.args[0]
         shape = tensor_of(source).shape
         if not all(type(size) is int for size in (*shape, *tensor_of(value).shape)):

@@ -12,12 +12,12 @@ from torch import Tensor, fx
 from ..nodes import (
     arguments,
     aten,
-    beneath,
     calls,
     changed,
     hoist,
     in_shape,
     is_call,
+    is_reshaped,
     is_same,
     is_unchanged,
     memory_of,
@@ -187,7 +187,7 @@ def _whole(call: fx.Node, part: fx.Node, result: fx.Node) -> tuple[fx.Node, fx.N
 
     None if the result is read elsewhere, or joined with something else than the columns beside it.
     """
-    (join, *others), width = result.users, tensor_of(part).shape[-1]
+    join, *others = result.users
     if others or join.target != aten.cat.default or not tensor_of(join).is_contiguous():
         return None
     parts, dim = arguments(join).values()
@@ -197,42 +197,55 @@ def _whole(call: fx.Node, part: fx.Node, result: fx.Node) -> tuple[fx.Node, fx.N
     beside = parts[0 if is_last else 1]
     if memory_of(beside) is not memory_of(part) or not is_unchanged(part, call, join):
         return None
-    whole, kept = tensor_of(join).shape[-1], tensor_of(beside).shape[-1]
-    start, start_of_kept = (kept, 0) if is_last else (0, width)
     for source in shown(part):
-        if tensor_of(source).dim() != 4 or tensor_of(source).shape[-1] != whole or whole % 2:
-            continue
         for swap in (False, True):
-            rows = tensor_of(source).transpose(1, 2) if swap else tensor_of(source)
-            turned = rows.narrow(-1, start, width)
-            passed = rows.narrow(-1, start_of_kept, kept).transpose(1, 2)
-            if _alike(turned, tensor_of(part)) and _alike(passed, tensor_of(beside)):
+            if _consists_of(source, swap, tensor_of(part), tensor_of(beside), is_last):
                 return _swapped(source, call) if swap else source, join, is_last
     return None
 
 
+def _consists_of(source: fx.Node, swap: bool, part: Tensor, beside: Tensor, is_last: bool) -> bool:
+    """Whether heads, or their transpose with `swap`, are `part` [B, T, H, R] and `beside` [B, H, T, P]."""
+    width, kept = part.shape[-1], beside.shape[-1]
+    rows = tensor_of(source)
+    if rows.dim() != 4 or rows.shape[-1] != width + kept or rows.shape[-1] % 2:
+        return False
+    if swap:
+        rows = rows.transpose(1, 2)
+    first, second = rows.split_with_sizes([kept, width] if is_last else [width, kept], -1)
+    turned, passed = (second, first) if is_last else (first, second)
+    return _alike(turned, part) and _alike(passed.transpose(1, 2), beside)
+
+
 def _norm_of(value: fx.Node, reader: fx.Node) -> _Norm | None:
     """The norm over the last dimension that a value is, in any shape, if nothing but one reader reads it."""
-    views: list[fx.Node] = []
-    call, user = value, reader
-    while not is_call(call, ours.rms_norm):
-        if list(call.users) != [user] or not (is_call(call, aten.transpose) or beneath(call) is not call):
-            return None
-        views.append(call)
-        user, call = call, call.all_input_nodes[0]
+    call, *views = _views_of_one_reader(value, reader)
+    if not is_call(call, ours.rms_norm):
+        return None
     x, weight, eps, offset, factor = arguments(call).values()
     width = tensor_of(x).shape[-1:]
-    if factor != 1.0 or list(call.users) != [user] or any(tensor_of(v).shape[-1:] != width for v in views):
+    if factor != 1.0 or any(tensor_of(view).shape[-1:] != width for view in views):
         return None
     if weight is not None and (weight.op != "get_attr" or tensor_of(weight).shape != width):
         return None
     if tensor_of(call).dtype != tensor_of(x).dtype or not is_unchanged(x, call, reader):
         return None
-    for view in reversed(views):
+    for view in views:
         x = _seen(x, view, call)
         if x is None:
             return None
     return _Norm(call, x, weight, eps, offset)
+
+
+def _views_of_one_reader(value: fx.Node, reader: fx.Node) -> list[fx.Node]:
+    """A value that nothing but one reader reads, and its views up to what it reads; the reader for others."""
+    found = [reader]
+    while list(value.users) == found[:1]:
+        found.insert(0, value)
+        if not is_call(value, aten.transpose) and not is_reshaped(value):
+            break
+        value = value.all_input_nodes[0]
+    return found[:-1] or found
 
 
 def _seen(x: fx.Node, view: fx.Node, before: fx.Node) -> fx.Node | None:
@@ -277,13 +290,8 @@ def _writes(result: fx.Node, copies: list[fx.Node]) -> Iterator[tuple[_Write, _W
 
 def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
     """Lets the operator do two writes, the first one of a result of `rope`. Returns: whether it can."""
-    passed, v = arguments(call), other.source
     queries = "q" if name == "k" else "k"
-    options = {table: passed[table] for table in _TABLES + _OF_NORMS}
-    reader, norm = other.call, _norm_of(v, other.call)
-    shared = None if norm is None else _options_of_both(passed, norm)
-    if norm is not None and shared is not None:
-        v, reader, options = norm.x, norm.call, options | shared | {"norm_v": True, "v_weight": norm.weight}
+    v, reader, options = _values_of(call, other)
     behind = max(call, memory_of(v)).next  # early: readers of the queries come later
     q = _results(call).get(queries)
     if not (
@@ -295,6 +303,7 @@ def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
         and all(is_same(one.place, one.call, behind, read=False) for one in (turned, other))
     ):
         return False
+    passed = arguments(call)
     made = put(
         behind, ours.rope_cache_.default, call.meta[VALUE]["qk".index(queries)],
         q=passed[queries], k=passed[name], v=v, keys_=turned.place, values_=other.place,
@@ -308,6 +317,19 @@ def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
     if q is not None:
         q.replace_all_uses_with(made)
     return True
+
+
+def _values_of(call: fx.Node, write: _Write) -> tuple[fx.Node, fx.Node, dict[str, Any]]:
+    """What is written beside the result of a call, before its norm if the operator can have it; what reads
+    that; and the operator's options.
+    """
+    passed = arguments(call)
+    options = {name: passed[name] for name in _TABLES + _OF_NORMS}
+    norm = _norm_of(write.source, write.call)
+    shared = None if norm is None else _options_of_both(passed, norm)
+    if norm is None or shared is None:
+        return write.source, write.call, options
+    return norm.x, norm.call, options | shared | {"norm_v": True, "v_weight": norm.weight}
 
 
 def _are_written_once(turned: _Write, other: _Write, read: list[fx.Node]) -> bool:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 
 from ..nodes import arguments, aten, calls, is_call, is_final, is_view, memory_of, put, tensor_of, written
-from ..patterns import uncast
 from ..tracing import ITEM, VALUE, Number, as_given, as_recorded, key_of
 
 _ONE = 1, (aten.ones, aten.ones_like, aten.new_ones)
@@ -47,13 +46,9 @@ def make_new_tensors(graph: fx.Graph) -> None:
     place = {node: number for number, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         own, operator = node.args[0] if node.args else None, _out_of_place(node)
-        if operator is None or not isinstance(own, fx.Node) or own.op != "call_function":
+        if operator is None or not isinstance(own, fx.Node):
             continue
-        memory = memory_of(own)
-        if memory is not (own.args[0] if own.target is ITEM else own):
-            continue  # it is a view
-        before = [user for user in own.users if place[user] < place[node]]
-        if any(memory_of(user) is memory for user in before if not _out_of_place(user)):
+        if not _is_shown_by_none(own, [user for user in own.users if place[user] < place[node]]):
             continue
         index = arguments(node).get("index")
         values = [item for item in node.all_input_nodes if item is not index]
@@ -64,6 +59,14 @@ def make_new_tensors(graph: fx.Graph) -> None:
         graph.erase_node(node)
         for user in [user for user in own.users if place[user] > now]:
             user.replace_input_with(own, new)
+
+
+def _is_shown_by_none(value: fx.Node, readers: list[fx.Node]) -> bool:
+    """True for a tensor that a call has made, if no result of these readers lies in its memory."""
+    memory = memory_of(value)
+    if value.op != "call_function" or memory is not (value.args[0] if value.target is ITEM else value):
+        return False  # it is a view
+    return not any(memory_of(user) is memory for user in readers if not _out_of_place(user))
 
 
 def positions_in_one(graph: fx.Graph) -> None:
@@ -118,8 +121,9 @@ def _is_neutral(value: Any, call: fx.Node) -> bool:
     number, made_by = _NEUTRAL[getattr(call.target, "overloadpacket", None)]
     if not isinstance(value, fx.Node):
         return bool(value == number)
-    made = uncast(value)
-    return is_call(made, *made_by) and is_final(made)
+    while is_call(value, aten._to_copy) or _shows_numbers(value):
+        value = value.args[0]
+    return is_call(value, *made_by) and is_final(value)
 
 
 def share_views(graph: fx.Graph) -> None:
@@ -192,6 +196,13 @@ def _showing(value: fx.Node) -> Iterator[fx.Node]:
         yield user
         if memory_of(user) is memory_of(value):
             yield from _showing(user)
+
+
+def _shows_numbers(value: Any) -> bool:
+    """Whether a value shows numbers of another one, in its dtype."""
+    if not isinstance(value, fx.Node) or not _is_tensor_view(value):
+        return False
+    return tensor_of(value).dtype == tensor_of(value.args[0]).dtype  # type: ignore[arg-type]  # a view's tensor
 
 
 def _is_tensor_view(node: fx.Node) -> bool:

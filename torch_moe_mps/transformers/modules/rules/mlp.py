@@ -78,18 +78,26 @@ def _read_mlp(traced: Traced) -> MlpFormula | None:
         return None
     for name, form in _FORMS:
         bound = match(form, result)
-        if bound is None or (numbers := numbers_of(bound)) is None:
+        numbers = None if bound is None else numbers_of(bound)
+        if bound is None or numbers is None:
             continue
         activation = Activation(name, *numbers, gated="UP" in bound or "U" in bound)
         if "G" in bound:
             bound, halves = _of_one_layer(bound)
             activation = activation._replace(interleaved=halves == "every_other")
-        layers = [layer_of(bound, part) for part in ("GATE", "UP", "DOWN") if part in bound]
-        if uncast(bound.get("X")) is x and all(layers) and _fit(x, result, bound):
-            *first, down = (layer for layer in layers if layer is not None)
-            fits = len({*layers}) == len(layers) and not any("." in path for path in traced.called)
-            return MlpFormula(activation, tuple(first), down, traced.called) if fits else None
+        if uncast(bound.get("X")) is x and _fit(x, result, bound):
+            layers = [layer_of(bound, part) for part in ("GATE", "UP", "DOWN") if part in bound]
+            named = [layer for layer in layers if layer is not None]
+            if len(named) == len(layers):
+                return _formula(activation, named, traced.called)
     return None
+
+
+def _formula(activation: Activation, layers: list[str], called: tuple[str, ...]) -> MlpFormula | None:
+    """The formula of a module's own layers, the last of which is down; None if one is there twice."""
+    *first, down = layers
+    fits = len({*layers}) == len(layers) and not any("." in path for path in called)
+    return MlpFormula(activation, tuple(first), down, called) if fits else None
 
 
 def _of_one_layer(bound: dict[str, Any]) -> tuple[dict[str, Any], str | None]:

@@ -38,11 +38,7 @@ def _in_a_row(owner: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
 
 def masked(x: Tensor, mask: Tensor | None) -> Tensor:
     """[B, T, C] without the tokens that a mask hides, whose last T columns are for these."""
-    if mask is None:
-        return x
-    if mask.shape[1] != x.shape[1]:  # a slice of all would hide the mask from passes
-        mask = mask[:, -x.shape[1] :]
-    return (x * mask[:, :, None]).to(x.dtype)
+    return x if mask is None else (x * mask[:, -x.shape[1] :, None]).to(x.dtype)
 
 
 def is_seen(layer: nn.Module) -> bool:

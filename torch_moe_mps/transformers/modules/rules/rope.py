@@ -173,6 +173,11 @@ def rotated(function: Callable, forms: dict[RopeCall, RopeForm], *args: Any, **o
     return tuple(out) if tensors == 2 else out[0]
 
 
+def _real_tables(table: Tensor) -> tuple[Tensor, ...]:
+    """Cosines and sines of a complex table."""
+    return beside(table, _REAL, lambda: torch.view_as_real(table).movedim(-1, 0).contiguous().unbind())
+
+
 def _rotated(form: RopeForm, inputs: Sequence[Tensor], tables: Sequence[Tensor]) -> Sequence[Tensor] | None:
     """The inputs turned, with heads where the form has them; None where the operator does not apply."""
     q = inputs[0]
@@ -181,10 +186,7 @@ def _rotated(form: RopeForm, inputs: Sequence[Tensor], tables: Sequence[Tensor])
     if q.dim() == 3:
         out = _rotated(form, [x[None] for x in inputs], [table[None] for table in tables])
         return None if out is None else [x[0] for x in out]
-    if len(tables) == 1:
-        (table,) = tables
-        tables = beside(table, _REAL, lambda: torch.view_as_real(table).movedim(-1, 0).contiguous().unbind())
-    cos, sin = tables
+    cos, sin = tables if len(tables) == 2 else _real_tables(*tables)
     turn = _turn(form, q.shape[-1], cos) if cos.dim() == 3 else None
     if turn is None:
         return None

@@ -9,7 +9,7 @@ A router keeps its interface: its results have the dtypes that the model's code 
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import before_widening, linear_of, match, uncast
 from ..experts import is_observed
 from ..traced import PATH, Input, Sizes, Traced, everywhere, path_of, remembered, trace
-from .selection import UNKNOWN, selection_of
+from .selection import UNKNOWN, Selection, selection_of
 
 ops = torch.ops.moe_mps
 
@@ -96,23 +96,30 @@ def _passed(
 ) -> tuple[Tensor, Tensor, Any, dict[str, Any]] | None:
     """Hidden states, weight, bias of the choice and arguments by name; None for calls that the router does
     not take."""
+    if len(args) > len(router.inputs) or (named and named.keys() - {*router.inputs}):
+        return None
     arguments = dict(zip(router.inputs, args, strict=False)) | named
     x: Any = arguments.get(router.inputs[0])
     name, weight = router.choice_bias, attrgetter(router.weight)(module)
     choice_bias = arguments.get(name) if name in router.inputs else name and attrgetter(name)(module)
     fits = (
-        len(args) <= len(router.inputs)
-        and not (named and named.keys() - {*router.inputs})
-        and isinstance(x, Tensor)
-        and (router.is_flat or x.dim() == 2)
-        and x.device == weight.device
-        and (router.in_float32 or x.dtype == weight.dtype)
-        and {x.dtype, weight.dtype} <= _DTYPES
+        isinstance(x, Tensor)
+        and _takes(router, x, weight)
         and (choice_bias is None) == (name is None)
         and (router.table is None or _are_tokens(arguments.get(router.inputs[1]), x))
         and not (router.parts and is_observed(*map(module.get_submodule, router.parts)))
     )
     return (x, weight, choice_bias, arguments) if fits else None
+
+
+def _takes(router: Router, x: Tensor, weight: Tensor) -> bool:
+    """Whether a router has hidden states like these, with this weight."""
+    return (
+        (router.is_flat or x.dim() == 2)
+        and x.device == weight.device
+        and (router.in_float32 or x.dtype == weight.dtype)
+        and {x.dtype, weight.dtype} <= _DTYPES
+    )
 
 
 def _are_tokens(tokens: Any, x: Tensor) -> bool:
@@ -197,6 +204,7 @@ def _router(traced: Traced, names: list[str]) -> Router:
     first, weights, ids = traced.result
     selection = selection_of(weights, ids)
     product, scale, linear = _product(first, before_widening(selection.logits))
+    in_float32 = _dtype(product) is not None
 
     def name_of(value: fx.Node | None) -> str | None:
         source = before_widening(value)
@@ -209,12 +217,9 @@ def _router(traced: Traced, names: list[str]) -> Router:
     is_own = uncast(linear[0]) is traced.inputs[0] and choice_bias != names[0]
     if weight is None or not is_own or tensor_of(linear[0]).dtype != tensor_of(linear[1]).dtype:
         raise Unsupported(UNKNOWN)
-    in_float32 = _dtype(product) is not None
     if selection.table is not None and (in_float32 or bias is not None or scale != 1.0):
         raise Unsupported(UNKNOWN)
-    table = None if selection.table is None else path_of(selection.table)
-    if uncast(selection.tokens) is not (None if table is None else traced.inputs[1]):
-        raise Unsupported(UNKNOWN)
+    names_of_three = [name for name in (weight, bias, choice_bias) if name]
     return Router(
         inputs=tuple(names),
         is_flat=tensor_of(traced.inputs[0]).dim() > 2,
@@ -223,12 +228,20 @@ def _router(traced: Traced, names: list[str]) -> Router:
         bias=bias,
         scale=scale,
         choice_bias=choice_bias,
-        table=table,
+        table=_table_of(selection, traced.inputs),
         options=selection.options,
         logits=_dtype(first),
         weights=_dtype(weights),
-        parts=tuple({name.rpartition(".")[0] for name in (weight, bias, choice_bias) if name} - {""}),
+        parts=tuple({name.rpartition(".")[0] for name in names_of_three} - {""}),
     )
+
+
+def _table_of(selection: Selection, inputs: Sequence[fx.Node]) -> str | None:
+    """The path of a table of ids for tokens, which are the second input; None for experts that are chosen."""
+    table = None if selection.table is None else path_of(selection.table)
+    if uncast(selection.tokens) is not (None if table is None else inputs[1]):
+        raise Unsupported(UNKNOWN)
+    return table
 
 
 def _product(first: fx.Node, logits: fx.Node) -> tuple[fx.Node, float, Any]:

@@ -73,14 +73,25 @@ class GgufLayout(Layout):
                 self._pack(target)
         self.targets = {name: target for name, target in every.items() if target.formats}
         tied = tied_layers(model)
-        for name, other in tied.items():  # one that stays dense does so for both, where both are in the file
+        self._agree_on_tied(tied)
+        own = {*self.targets}
+        add_tied(tied, every, self.targets)
+        self.report.shared |= {name: tied[name] for name in self.targets if name not in own}
+        self._note_dense()
+
+    def _agree_on_tied(self, tied: Mapping[str, str]) -> None:
+        """Of two tied layers one that stays dense does so for both, where both are in the file."""
+        for name, other in tied.items():
             if name in self.targets and other not in self.targets:
                 self._leave_dense(name)
             elif other in self.targets and name not in self.targets and f"{name}.weight" in self.file.parts:
                 self._leave_dense(other)
-        own = {*self.targets}
-        add_tied(tied, every, self.targets)
-        self.report.shared |= {name: tied[name] for name in self.targets if name not in own}
+
+    def _note_dense(self) -> None:
+        """Notes in the report which quantised tensors of the file are dense in the model, and why.
+
+        Raises: ValueError for one that cannot be read.
+        """
         whole = {f"{target.name}.{p}" for target in self.targets.values() for p in target.formats}
         dense = [t for name, parts in self.file.parts.items() if name not in whole for t in parts]
         for tensor in dense:

@@ -81,6 +81,14 @@ class TensorsOfFiles:
         format = self._declared(module)
         if format is None:
             _CHECK.fail(module, "dense, as in the config", "one with scales")
+        self.quantized.update(self._checked(module, format, columns))
+        return format
+
+    def _checked(self, module: str, format: Format, columns: int) -> list[str]:
+        """Names of a module's tensors: codes, scales and, if the format has them, biases.
+
+        Raises: ValueError for tensors that are not as the format has them.
+        """
         parts = [f"{module}.{part}" for part in (PARTS if format.has_biases else PARTS[:2])]
         for name in parts:
             if name not in self.tensors:
@@ -96,8 +104,7 @@ class TensorsOfFiles:
             _CHECK.fail(parts[2], f"of {self.dtypes[parts[1]]}, as {parts[1]}", self.dtypes[parts[2]])
         if not format.has_biases and f"{module}.biases" in self.tensors:
             _CHECK.fail(f"{module}.biases", f"absent in {format}", "a tensor")
-        self.quantized.update(parts)
-        return format
+        return parts
 
     def _check(self, name: str, dtypes: Sequence[str], shape: tuple[int, ...]) -> None:
         check_tensor(name, (self.dtypes[name], tuple(self.tensors[name].shape)), dtypes, [shape])

@@ -7,7 +7,7 @@ of. They treat the rows of codes, scales and biases alike, for example to join e
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -118,24 +118,27 @@ class OthersLayout(Layout):
         with torch.device("cpu"):  # the model is made on the meta device
             self._find(Schemes(stored))
         every, reasons = quantizable(model), Reasons(model)
-        for name, parts in self._parts.items():
+        for name in self._parts:
             owner, _, parameter = name.rpartition(".")
             target = every.get(owner)
-            if target is None or parameter not in target.parameters or self._must_be_dense(reasons, target):
-                continue
-            matrices = alike(name, [part.matrix for part in parts])
-            parts = [part._replace(matrix=item) for part, item in zip(parts, matrices, strict=True)]
-            self._parts[name] = parts
-            target.formats[parameter] = matrices[0].format
-            target.has_order = parts[0].matrix.order is not None
-            if target.has_order and len(parts) > 1:
-                _CHECK.fail(name, "made of matrices whose columns are in order", "an order of columns")
-            self.targets[owner] = target
+            if target and parameter in target.parameters and not self._must_be_dense(reasons, target):
+                self._take(target, parameter, name)
         for target in self.targets.values():
             for parameter in {*target.parameters} - {*target.formats}:
                 expected = "quantised as the other matrices are"
                 _CHECK.fail(target.path(parameter), expected, "dense, or in another layout")
         add_tied(tied_layers(model), every, self.targets)
+
+    def _take(self, target: Target, parameter: str, name: str) -> None:
+        """Lets a parameter of a target stay in the format of the matrices that it is made of."""
+        matrices = alike(name, [part.matrix for part in self._parts[name]])
+        parts = [part._replace(matrix=m) for part, m in zip(self._parts[name], matrices, strict=True)]
+        self._parts[name] = parts
+        target.formats[parameter] = matrices[0].format
+        target.has_order = parts[0].matrix.order is not None
+        if target.has_order and len(parts) > 1:
+            _CHECK.fail(name, "made of matrices whose columns are in order", "an order of columns")
+        self.targets[target.name] = target
 
     def _of_experts_apart(self) -> list[WeightConverter]:
         """For experts that are one parameter in dense checkpoints, and modules in others."""
@@ -179,23 +182,13 @@ class OthersLayout(Layout):
 
         Raises: ValueError if it is not.
         """
-        taken = {name for _, _, stored in found for name in stored.names}
         empty: dict[str, list[tuple[_Place, Tensor]]] = defaultdict(list)
         for name, place, stored in found:
             empty[name].append((place, torch.empty(stored.shape, device="meta")))
         quantised = {*empty}
-        for key, shape in self.files.shapes.items():
-            if key in taken or re.search(_UNREAD, key):
-                continue
-            name, pattern = self._renamed(key, state)
-            if name in state:
-                dtype = self.files.dtypes[key]
-                shapes = [tuple(state[name].shape)] if pattern is None else [shape]
-                dtypes = DENSE if state[name].is_floating_point() else [dtype]
-                check_tensor(key, (dtype, shape), dtypes, shapes)
-            if pattern is not None:
-                place = _Place(apply_renamings(key, self._renamings), pattern)
-                empty[name].append((place, torch.empty(shape, device="meta")))
+        taken = {name for _, _, stored in found for name in stored.names}
+        for name, place, shape in self._dense_parts(state, taken):
+            empty[name].append((place, torch.empty(shape, device="meta")))
         for name, parts in empty.items():
             places, tensors = zip(*parts, strict=True)
             try:
@@ -208,6 +201,22 @@ class OthersLayout(Layout):
                 if item in state and tensor.shape != (shape := state[item].shape):
                     got = f"{tuple(tensor.shape)}, made of {len(parts)} such as {places[0].key}"
                     _CHECK.fail(item, f"of shape {tuple(shape)}", got)
+
+    def _dense_parts(
+        self, state: Mapping[str, Tensor], taken: Collection[str]
+    ) -> Iterator[tuple[str, _Place, tuple[int, ...]]]:
+        """Parameters that dense tensors are parts of, their places and shapes; checks all dense tensors."""
+        for key, shape in self.files.shapes.items():
+            if key in taken or re.search(_UNREAD, key):
+                continue
+            name, pattern = self._renamed(key, state)
+            if name in state:
+                dtype = self.files.dtypes[key]
+                shapes = [tuple(state[name].shape)] if pattern is None else [shape]
+                dtypes = DENSE if state[name].is_floating_point() else [dtype]
+                check_tensor(key, (dtype, shape), dtypes, shapes)
+            if pattern is not None:
+                yield name, _Place(apply_renamings(key, self._renamings), pattern), shape
 
     def _renamed(self, key: str, state: Mapping[str, Tensor]) -> tuple[str, str | None]:
         """The name of the parameter, and the pattern of the converter that makes it, if there is one."""

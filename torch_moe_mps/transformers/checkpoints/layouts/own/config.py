@@ -108,16 +108,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         Raises: ValueError for a name that the model does not have.
         """
         every = quantizable(model)
-        if self.modules is None:
-            formats = {name: self.usual for name, target in every.items() if target.kind == "experts"}
-        else:
-            # A class without a head, or with another, has only the modules that it shares with the saved one.
-            same = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
-            formats = {}
-            for stored, stored_format in self.modules.items():
-                names = _named(stored, every, False) or _named(_renamed(stored, model), every, same)
-                formats.update((name, stored_format) for name in names)
-        for name, format in formats.items():
+        for name, format in self._formats(model, every).items():
             if name in every:
                 target = every[name]
                 target.formats = dict.fromkeys(target.parameters, format) | target.formats
@@ -133,6 +124,18 @@ class QuantizationConfig(QuantizationConfigMixin):
                     expected = "quantised as the other matrices are"
                     Check("load").fail(target.path(parameter), expected, "no format")
         return result
+
+    def _formats(self, model: nn.Module, every: Mapping[str, Target]) -> dict[str, Format]:
+        """{name of a module, or of its parameter: format}, of those that a model has."""
+        if self.modules is None:
+            return {name: self.usual for name, target in every.items() if target.kind == "experts"}
+        # A class without a head, or with another, has only the modules that it shares with the saved one.
+        same = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
+        formats: dict[str, Format] = {}
+        for stored, format in self.modules.items():
+            names = _named(stored, every, False) or _named(_renamed(stored, model), every, same)
+            formats.update((name, format) for name in names)
+        return formats
 
 
 def is_mlx(stored: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-// GGUF's types of points.
+// GGUF's codebook formats.
 #pragma once
 #include "matmul/formats/grid.h"
 #include "matmul/formats/small_scales.h"

@@ -1,0 +1,32 @@
+"""Formats in the host code: their templates come from the rows of _weight_formats.py."""
+
+import pytest
+from support.processes import python
+
+ADDED = """
+from torch_moe_mps import _weight_formats
+
+_weight_formats.ROWS["new_0"] = _weight_formats.Row(6, 32, _weight_formats.Halves(), offset=32)
+_weight_formats.ROWS["new_k"] = _weight_formats.Row(5, 32, _weight_formats.Integers(6, centre=32), offset=16)
+
+from support import oracles_experts, simulated
+
+integers = oracles_experts.Integers(6, 32)
+oracles_experts.GGML["new_0"] = oracles_experts.Ggml(6, 32, (0,), centre=32)
+oracles_experts.GGML["new_k"] = oracles_experts.Ggml(5, 32, (0,), centre=16, integers=integers)
+simulated.install()
+
+import torch
+from support.quantized_layers import check_linear
+
+for format in ("new_0", "new_k"):
+    for tokens in (1, 40):
+        check_linear("mps", (tokens, 512, 37), format, torch.float16, 0)
+    print(format)
+"""
+
+
+@pytest.mark.slow("compiles libraries in a process of its own")
+def test_a_row_is_all_that_a_format_needs(simulated):
+    """Two formats that do not exist, against the oracle."""
+    assert python(ADDED).split() == ["new_0", "new_k"]
