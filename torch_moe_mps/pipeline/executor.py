@@ -125,29 +125,29 @@ class LeadingRows(BatchedCache):
     def are_states(self, value: bool) -> None:
         self._has_states = value
 
-    def join(self, cache: Any, tokens: int, moved: int = 0) -> None:
-        super().join(cache, tokens, moved)
-        self._leader.note("join", number=self._leader.number_of(cache))
+    def admit(self, cache: Any, tokens: int, moved: int = 0) -> None:
+        super().admit(cache, tokens, moved)
+        self._leader.note("admit", number=self._leader.number_of(cache))
         replies = self._leader.replies()
         self._others_have = any(each["are_states"] for each in replies)
         if reason := next(filter(None, (each["reason"] for each in replies)), None):
-            super().leave(len(self) - 1)
-            self._leader.note("unjoin", rows=len(self))
+            super().finish(len(self) - 1)
+            self._leader.note("unadmit", rows=len(self))
             raise NotBatchable(reason)
 
-    def leave(self, row: int) -> None:
-        super().leave(row)
-        self._leader.note("leave", row=row)
+    def finish(self, row: int) -> None:
+        super().finish(row)
+        self._leader.note("finish", row=row)
 
     def alone(self, row: int) -> Any:
         copy = super().alone(row)
         self._leader.note("alone", row=row)
         return copy
 
-    def make_room(self, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
         if self.is_full(tokens):
-            self._leader.note("make_room", count=tokens)
-        super().make_room(tokens)
+            self._leader.note("reserve", count=tokens)
+        super().reserve(tokens)
 
     def hold(self) -> None:
         if self._has_states:  # else those of others are held

@@ -101,27 +101,27 @@ class Following:
     def _new_rows(self, tensors: dict[str, Tensor], defers: bool) -> None:
         self._rows = BatchedCache(self._model, deferrable_layers(self._model) if defers else {})
 
-    def _join(self, tensors: dict[str, Tensor], number: int) -> None:
+    def _admit(self, tensors: dict[str, Tensor], number: int) -> None:
         prefill, reason = self._prefills[number], ""
         try:
-            self._rows.join(prefill.cached.cache, len(prefill.cached.ids), prefill.moved)
+            self._rows.admit(prefill.cached.cache, len(prefill.cached.ids), prefill.moved)
         except NotBatchable as error:
             reason = str(error)
         reply = {"reason": reason, "are_states": self._rows.are_states}
         self._running.peers.send(0, "reply", "", [as_octets(reply)])
 
-    def _unjoin(self, tensors: dict[str, Tensor], rows: int) -> None:
+    def _unadmit(self, tensors: dict[str, Tensor], rows: int) -> None:
         if len(self._rows) > rows:
-            self._rows.leave(rows)
+            self._rows.finish(rows)
 
-    def _leave(self, tensors: dict[str, Tensor], row: int) -> None:
-        self._rows.leave(row)
+    def _finish(self, tensors: dict[str, Tensor], row: int) -> None:
+        self._rows.finish(row)
 
     def _alone(self, tensors: dict[str, Tensor], row: int) -> None:
         self._copy = self._rows.alone(row)
 
-    def _make_room(self, tensors: dict[str, Tensor], count: int) -> None:
-        self._rows.make_room(count)
+    def _reserve(self, tensors: dict[str, Tensor], count: int) -> None:
+        self._rows.reserve(count)
 
     def _hold(self, tensors: dict[str, Tensor]) -> None:
         if self._rows.are_states:  # else their update is deferred, and taken back so
