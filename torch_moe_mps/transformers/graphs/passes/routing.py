@@ -80,22 +80,29 @@ def shared_expert_in_experts(graph: fx.Graph) -> None:
         if not is_call(mlp, ours.mlp_quantized) or not is_read_once(passed[added], call):
             continue
         own = arguments(mlp)
-        matrices = {name: (own[name], passed[name]) for name in MATRICES}
-        same_activation = all(own[name] == passed[name] for name in Activation._fields)
         if (
             passed["logits"] is not None
             and tensor_of(x).shape[0] == 1
             and beneath(own["x"]) is beneath(x)
             and is_unchanged(x, mlp, call)
-            and all(own[name] == passed[name] for name in _ALIKE)
-            and (same_activation or own["activation"] in POINTWISE)
-            and own["gate_up_bias"] is own["down_bias"] is own["residual"] is None
-            and (own["down_format"] or own["format"]) == (passed["down_format"] or passed["format"])
-            and all(map(_is_like_one, *zip(*matrices.values(), strict=True)))
+            and _is_like_experts(own, passed)
         ):
-            new = {f"shared_{name}": value for name, (value, _) in matrices.items()}
-            new["shared_activation"] = None if same_activation else own["activation"]
+            new = {f"shared_{name}": own[name] for name in MATRICES}
+            if any(own[name] != passed[name] for name in Activation._fields):
+                new["shared_activation"] = own["activation"]
             call.replace_all_uses_with(changed(call, call, **{added: None}, **new))
+
+
+def _is_like_experts(own: dict[str, Any], passed: dict[str, Any]) -> bool:
+    """Whether an MLP has the arguments of one of some experts, perhaps with another activation."""
+    has_activation = own["activation"] in POINTWISE or all(own[n] == passed[n] for n in Activation._fields)
+    return (
+        has_activation
+        and all(own[name] == passed[name] for name in _ALIKE)
+        and own["gate_up_bias"] is own["down_bias"] is own["residual"] is None
+        and (own["down_format"] or own["format"]) == (passed["down_format"] or passed["format"])
+        and all(_is_like_one(own[name], passed[name]) for name in MATRICES)
+    )
 
 
 def _is_like_one(matrix: fx.Node | None, stack: fx.Node | None) -> bool:
