@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from ._extension import host_library
 
@@ -51,6 +52,13 @@ class Mark:
             torch.ops.moe_mps._wait_for_buffer(self._number)
         elif self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
+
+
+def begun_copy(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, complete once the host has waited for a `Mark` of its buffer or of a later one."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor, non_blocking=True)
 
 
 def _is_watched(device: torch.device) -> bool:

@@ -167,11 +167,12 @@ def test_tokens_that_are_parts_of_characters():
     assert text_of(fast, 4) == ("\ufffd", None)
 
 
-def test_what_cannot_be_is_a_number(printable):
+@pytest.mark.parametrize("count", [0, 2])
+def test_what_cannot_be_is_a_number(printable, count):
     from torch_moe_mps.serving.http.logprobs import Logprobs
 
-    kept = Logprobs(transformers.AutoTokenizer.from_pretrained(printable), 2)
+    kept = Logprobs(transformers.AutoTokenizer.from_pretrained(printable), count)
     scores = torch.tensor([[0.0, -math.inf, -math.inf]])
     assert kept(torch.zeros(1, 1, dtype=torch.long), scores) is scores
     entry = kept.take(1)
-    assert entry.logprob == -9999.0 and [top.logprob for top in entry.top] == [0.0, -9999.0]
+    assert entry.logprob == -9999.0 and [top.logprob for top in entry.top] == [0.0, -9999.0][:count]

@@ -110,7 +110,7 @@ def test_no_token_of_several_waits(simulated):
     for way in ways:
         batch = Engine(model, None, 4)
         with simulated.dropped(), Waits() as waits:  # which do not depend on what is computed
-            jobs = [Asked(number, settings(16, **way), waits) for number in range(4)]
+            jobs = [Asked(number, settings(20, **way), waits) for number in range(4)]
             batch.submit(*jobs)
             while batch.has_work:
                 batch.step()

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 import operator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from torch_moe_mps._faults import Mark
 from torch_moe_mps.serving.engine import engine as engines
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
+from torch_moe_mps.serving.http.logprobs import Logprobs
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.capture import calls
@@ -100,13 +102,18 @@ class Answer(Job):
         ids = torch.randint(
             2, 90, (1, settings.pop("prompt", 5)), generator=torch.Generator().manual_seed(number)
         )
+        letters = SimpleNamespace(decode=lambda tokens: "a" * len(tokens))
+        self.logprobs = Logprobs(letters, settings.pop("logprobs")) if "logprobs" in settings else None
         config = GenerationConfig(max_new_tokens=_NEW, pad_token_id=0, eos_token_id=None, **settings)
         super().__init__({"input_ids": ids}, config, self.note, self.end)
         self.times, self.seconds, self.seen, self.reason = times, seconds, [], None
         self.tokens: list[int] = []
+        self.processors = [self.logprobs] if self.logprobs is not None else []
 
     def note(self, token: int) -> bool:
         self.tokens.append(token)
+        if self.logprobs is not None:
+            self.logprobs.take(token)
         if self.times is not None:
             self.times.work(self.seconds)
             self.seen.append((self.times.idle, self.times.busy, self.times.now))
@@ -153,6 +160,7 @@ WAYS = {
     "one, 1 ms": (1, 1.0, [{}]),
     "eight, 1 ms": (8, 1.0, [{}]),
     "one, sampled": (1, 1.0, [SAMPLING]),
+    "four, log probabilities": (4, 1.0, [{}, {"logprobs": 3}]),
     "four, some sampled": (4, 1.0, [{}, SAMPLING]),
     "eight, penalties": (8, 1.0, [{"repetition_penalty": 1.3}]),
 }

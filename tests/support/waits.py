@@ -4,7 +4,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Waits(TorchDispatchMode):
-    """Counts what reads values of the device: numbers, and copies that the host waits for."""
+    """Counts what reads values of the device, and copies in both directions that the host waits for."""
 
     def __init__(self):
         super().__init__()
@@ -15,7 +15,9 @@ class Waits(TorchDispatchMode):
         name, late = function.overloadpacket.__name__, (kwargs or {}).get("non_blocking")
         if name == "copy_":
             late = late or (len(args) > 2 and args[2])
-            self.count += not late and args[1].device.type == "mps" and args[0].device.type == "cpu"
-        elif name in ("_local_scalar_dense", "_to_copy", "nonzero"):
-            self.count += args[0].device.type == "mps" and getattr(result, "device", None) != args[0].device
+            self.count += not late and args[1].device != args[0].device
+        elif name == "_to_copy":
+            self.count += not late and result.device != args[0].device
+        elif name in ("_local_scalar_dense", "nonzero"):
+            self.count += args[0].device.type == "mps"
         return result

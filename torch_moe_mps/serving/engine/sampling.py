@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
-from ..._faults import Mark
+from ..._faults import Mark, begun_copy
 from ...transformers.basics.overflow import is_missing, no_distribution
 from ...transformers.modules.sampling import Sampling
 from .job import Job, as_errors
@@ -142,7 +142,7 @@ class Sampled:
         self._tokens = sampled[0]
         self.rows = [*range(len(self._tokens))]
         self._mark = Mark(sampled.device)
-        self._copy = _begun_copy(sampled)  # one, which torch commits with all that is encoded so far
+        self._copy = begun_copy(sampled)  # one, which torch commits with all that is encoded so far
 
     def inputs(self) -> Tensor:
         """The tokens [B, 1] of the rows that are left."""
@@ -181,13 +181,6 @@ def _rows(tensor: Tensor, rows: list[int], dim: int = 0) -> Tensor:
     if rows == [*range(tensor.shape[dim])]:
         return tensor
     return torch.cat([tensor.narrow(dim, row, 1) for row in rows], dim)
-
-
-def _begun_copy(tensor: Tensor) -> Tensor:
-    """A copy for the host, which is complete once what was encoded before it is waited for."""
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor, non_blocking=True)
 
 
 def sample(samplers: Sequence[Sampler], logits: Tensor) -> Sampled:

@@ -9,9 +9,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from ..._faults import begun_copy
 from ...transformers.upstream.chat import bytes_to_unicode
 
 _LEAST = -9999.0  # OpenAI's for a token that cannot be: JSON has no infinity
@@ -70,19 +72,23 @@ class Logprobs(LogitsProcessor):
 
     def __init__(self, tokenizer: Any, count: int):
         self._tokenizer, self._count = tokenizer, count
-        self._rows: deque[Tensor] = deque()
+        # Log probabilities of each token, on the CPU: [V], those of the most probable tokens, and these: one
+        # copy, which the host has waited for when it knows the token: it waits for nothing later.
+        self._held: deque[Tensor] = deque()
         self._offset = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._rows.append(scores[0].float().log_softmax(-1))
+        row = scores[0].float().log_softmax(-1)
+        most = row.topk(self._count)
+        self._held.append(begun_copy(torch.cat((row, most.values, most.indices.float()))))
         return scores
 
     def take(self, token: int) -> Entry:
         """The entry of the next token of the sequence."""
-        row = self._rows.popleft()
-        most = row.topk(self._count)
-        top = [self._entry(*pair) for pair in zip(most.indices.tolist(), most.values.tolist(), strict=True)]
-        entry = self._entry(token, row[token].item())
+        held = self._held.popleft()
+        logprobs, tokens = held[len(held) - 2 * self._count :].view(2, self._count).tolist()
+        top = [self._entry(int(each), logprob) for each, logprob in zip(tokens, logprobs, strict=True)]
+        entry = self._entry(token, held[token].item())
         entry.top, entry.offset = top, self._offset
         self._offset += len(entry.token)
         return entry

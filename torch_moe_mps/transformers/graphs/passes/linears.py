@@ -51,7 +51,7 @@ def join_linears(graph: fx.Graph) -> None:
 
 
 def _of_quantised(call: fx.Node) -> tuple[Any, ...] | None:
-    """The input of a quantised linear layer, and what it shares with those that it may join; None for others."""
+    """Input of a quantised linear layer, and the traits of those that it may join; None for others."""
     passed = arguments(call)
     x, *weights, format = (passed.pop(name) for name in ("x", *WEIGHTS, "format"))
     has_options = any(isinstance(value, fx.Node) for value in passed.values())

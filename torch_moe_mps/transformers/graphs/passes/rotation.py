@@ -320,8 +320,8 @@ def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
 
 
 def _values_of(call: fx.Node, write: _Write) -> tuple[fx.Node, fx.Node, dict[str, Any]]:
-    """What is written beside the result of a call, before its norm if the operator can have it; what reads
-    that; and the operator's options.
+    """Values written beside a call's result, before their norm if the operator can have it; their reader; and
+    the operator's options.
     """
     passed = arguments(call)
     options = {name: passed[name] for name in _TABLES + _OF_NORMS}

@@ -80,7 +80,7 @@ class GgufLayout(Layout):
         self._note_dense()
 
     def _agree_on_tied(self, tied: Mapping[str, str]) -> None:
-        """Of two tied layers one that stays dense does so for both, where both are in the file."""
+        """Keeps both of two tied layers dense where one is, and the file has both."""
         for name, other in tied.items():
             if name in self.targets and other not in self.targets:
                 self._leave_dense(name)
