@@ -49,7 +49,7 @@ class LikeActivations(NamedTuple):
 
 
 class Floats(NamedTuple):
-    """A scale in 8 bits for each group, of codes that are floats: their types in shaders/matmul/formats/."""
+    """A scale in 8 bits for each group, e8m0 or e4m3, of codes that are floats, e2m1 or e4m3."""
 
     number: str
     scale: str
@@ -112,7 +112,8 @@ class Row:
         """The type in Metal that reads the weights, and the file of shaders/matmul/formats/ that has it."""
         scales, group = self.scales, self.group_size
         if isinstance(scales, Floats):
-            return f"FloatCodes<MOE_DTYPE, {scales.number}, {scales.scale}, {group}>", "floats"
+            number, scale = scales.number.upper(), scales.scale.upper()
+            return f"FloatCodes<MOE_DTYPE, {number}, Scale{scale}, {group}>", "floats"
         if isinstance(scales, Codebook):
             bits = (self.bits, group, scales.scale_bits, scales.number_bits, scales.stream_bits)
             return f"GridCodes<MOE_DTYPE, {', '.join(map(str, bits))}>", "codebook"
@@ -136,9 +137,9 @@ class Row:
 # "Add a format" in CONTRIBUTING.md says what a new one needs beside its row.
 ROWS = {
     **{f"affine{b}_{g}": Row(b, g, LikeActivations()) for b in (1, 2, 3, 4, 5, 6, 8) for g in (32, 64, 128)},
-    "mxfp4": Row(4, 32, Floats("E2M1", "ScaleE8M0")),
-    "mxfp8": Row(8, 32, Floats("E4M3", "ScaleE8M0")),
-    "nvfp4": Row(4, 16, Floats("E2M1", "ScaleE4M3")),
+    "mxfp4": Row(4, 32, Floats("e2m1", "e8m0")),
+    "mxfp8": Row(8, 32, Floats("e4m3", "e8m0")),
+    "nvfp4": Row(4, 16, Floats("e2m1", "e4m3")),
     "q1_0": Row(1, 128, Halves(), offset=1, step=2),
     "q2_0": Row(2, 64, Halves(), offset=1),
     "q4_0": Row(4, 32, Halves(), offset=8),

@@ -12,10 +12,10 @@ from support import tiny_models
 from support.checkpoints import add_tokenizer
 from support.launches import Launches
 from transformers import LlamaConfig
-from transformers.generation import utils as generation
 
 import torch_moe_mps
 from torch_moe_mps.commands import bench, main
+from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.speculative.width import Width
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
@@ -81,27 +81,14 @@ def test_launches_are_the_operators_of_a_token_on_a_cpu(checkpoint):
 
 
 @pytest.mark.sweep
-def test_on_mps(checkpoint, tmp_path, capsys, simulated, monkeypatch):
-    """All rows; a token's launches are torch's operators and the kernels that the simulator saw encoded.
-
-    Each token of a generation is read a step late, by transformers' own class for that.
-    """
+def test_on_mps(checkpoint, tmp_path, capsys, simulated):
+    """All rows; a token's launches are torch's operators and the kernels that the simulator saw encoded."""
     from torch_moe_mps.transformers.loading import from_pretrained
-
-    check, late = generation.DeferredStopCheck.__call__, []
-
-    def counted(self, unfinished, tokens, length):
-        late.append(length)
-        return check(self, unfinished, tokens, length)
-
-    monkeypatch.setattr(generation.DeferredStopCheck, "__call__", counted)
 
     file = tmp_path / "speed.json"
     sizes = [*SIZES[:-2], "--device", "mps", "--bits", 4, "--group-size", 32]
     assert run(checkpoint, *sizes, "--json", file) == 0
     assert list(rows(capsys.readouterr().out)) == TESTS
-    behind_one, behind_20 = [2, 3, 4], [22, 23, 24]  # tokens, of a greedy and a sampled test of three repeats
-    assert late == behind_one * 6 + behind_20 * 6
     generated = [row for row in json.loads(file.read_text())["rows"] if row["test"].startswith("tg")]
     model = from_pretrained(checkpoint, bits=4, group_size=32, device_map="mps")
     ids = torch.ones(1, 1, dtype=torch.long, device="mps")
@@ -115,15 +102,14 @@ def test_on_mps(checkpoint, tmp_path, capsys, simulated, monkeypatch):
 
 
 def test_an_interruption_keeps_what_was_measured(checkpoint, tmp_path, capsys, monkeypatch):
-    read, calls = bench.Bench._read, []
+    behind = bench.Bench._behind
 
-    def interrupted(self, *arguments):
-        calls.append(arguments)
-        if len(calls) == 5:
+    def interrupted(self, depth, tokens):
+        if depth:
             raise KeyboardInterrupt
-        return read(self, *arguments)
+        return behind(self, depth, tokens)
 
-    monkeypatch.setattr(bench.Bench, "_read", interrupted)
+    monkeypatch.setattr(bench.Bench, "_behind", interrupted)
     assert run(checkpoint, *SIZES, "--json", tmp_path / "speed.json") == 128 + signal.SIGINT
     assert list(rows(capsys.readouterr().out)) == TESTS[:3]
     assert [row["test"] for row in json.loads((tmp_path / "speed.json").read_text())["rows"]] == TESTS[:3]
@@ -214,16 +200,15 @@ def test_sampled_tokens_are_drawn_as_the_checkpoint_says(own, drawn, monkeypatch
     model, asked = tiny_models.tiny_model("llama"), []
     model.generation_config.update(**own)
 
-    def noted(ids, **given):
-        settings = {name: given[name] for name in given if hasattr(model.generation_config, name)}
-        config, _ = model._prepare_generation_config(None, **settings)
+    def noted(inputs, given, *others, **named):
+        config, _ = model._prepare_generation_config(given)
         asked.append((config.do_sample, config.temperature, config.top_k))
-        return ids
+        return Job(inputs, given, *others, **named)
 
-    monkeypatch.setattr(model, "generate", noted)
+    monkeypatch.setattr(bench, "Job", noted)
     options = argparse.Namespace(prompt=4, max_tokens=2, turn=2, depth=[0], repeats=1)
     assert [row.test for row in bench.Bench(model, options).rows()] == ["pp4", "tg2", "tg2 sampled"]
-    assert [do_sample for do_sample, *_ in asked] == [False, False, True, True]
+    assert [do_sample for do_sample, *_ in asked] == [False] * 4 + [True] * 2
     assert asked[-1][1:] == drawn
 
 

@@ -9,7 +9,6 @@ from support.serving import expected_text, said
 from support.sweep import in_sweep, rows_in_sweep
 
 from torch_moe_mps.commands import main
-from torch_moe_mps.pipeline.thread import PipelineThread
 from torch_moe_mps.serving.engine.loop import EngineThread
 
 SAYS = {"timeout": "GPU Timeout Error", "fault": "GPU Address Fault Error", "memory": "Insufficient Memory"}
@@ -24,7 +23,7 @@ SERVED = (
     (EngineThread, False, (), 13),
     (EngineThread, True, (), 13),
     (EngineThread, True, (), 7),
-    (PipelineThread, True, ("--parallel", 1), 13),
+    (EngineThread, True, ("--parallel", 1), 13),
 )
 
 
@@ -44,8 +43,6 @@ def test_the_server_answers_the_next_request(
         return generators[-1]
 
     monkeypatch.setattr(f"torch_moe_mps.commands.serving.{kind.__name__}", generator)
-    if kind is PipelineThread:
-        serving.answers_by_generate(monkeypatch)
     text = expected_text(checkpoint, "hello", 3)
     on_mps = [*serving.QUANTISED, "--device", "mps", *options]
     with serving.client_of(checkpoint, *on_mps) as client:

@@ -3,14 +3,11 @@
 import re
 
 import pytest
-import torch
 from support import tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
 from support.pipeline import launch
 
 from torch_moe_mps.commands import main
-from torch_moe_mps.commands.arguments import parser
-from torch_moe_mps.commands.sources import load
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +27,7 @@ BENCH = ["bench", "--prompt", "8", "--max-tokens", "4", "--depth", "0,16", "--re
 # Through the server of `serve`, with two questions.
 CHAT = ["chat", "--set", "max_new_tokens=6", "--set", "do_sample=False", "--bits", "4", "--group-size", "32"]
 SAID = ["hello", "goodbye", "!exit"]
+GENERATE = ["generate", "--prompt", "hello", "--max-tokens", "30"]
 
 
 @pytest.mark.sweep
@@ -38,9 +36,11 @@ def test_commands(checkpoint, capsys):
         return [*command, checkpoint, *further, "--device", "cpu"]
 
     perplexity, chat = line(PERPLEXITY, "--text", f"{checkpoint}/text.txt"), line(CHAT)
-    first, second = launch("commands", [perplexity, line(BENCH), chat], SAID)
-    assert second == ["", "", ""]
+    first, second = launch("commands", [perplexity, line(BENCH), chat, line(GENERATE)], SAID)
+    assert second == ["", "", "", ""]
 
+    assert main(line(GENERATE)) == 0
+    assert first[3] == capsys.readouterr().out and len(first[3]) > 3
     assert main(perplexity) == 0
     assert first[0] == capsys.readouterr().out and "perplexity" in first[0]
 
@@ -52,20 +52,6 @@ def test_commands(checkpoint, capsys):
     (alone,) = launch("commands", [chat], SAID, processes=1)
     plain = [re.sub(r"\d+(\.\d+)?", "", output) for output in (first[2], *alone)]  # not its times
     assert plain[0] == plain[1] and len(first[2]) > 100
-
-
-def test_prompts_are_kept_in_every_process(checkpoint):
-    """And tokens drafted: the answers are those of one process, which keeps and drafts nothing."""
-    first, second = launch("conversations", checkpoint)
-    model = load(parser().parse_args(["serve", checkpoint]), checkpoint, "cpu")
-    for turn, answer in enumerate(first["answers"][:-1]):  # the last is sampled
-        ids = torch.tensor([[*[i % 13 for i in range(40)], *[turn % 2] * (3 + turn)]])
-        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
-        assert answer == model.generate(ids, **given).tolist()
-    assert first["computed"] == second["computed"]
-    assert first["computed"][:4] == [16, 16, 13, 1]
-    assert max(first["computed"][3:]) < 16  # what two prompts share is computed once: 7 tokens and 8 drafts
-    assert first["kept"] == second["kept"][-1:]  # the first process decides, before the next request
 
 
 def test_a_draft_in_a_pipeline_is_refused(checkpoint, refused, monkeypatch):

@@ -27,13 +27,10 @@ from support.serving import expected_text, letters, said
 from support.sweep import in_sweep
 
 from torch_moe_mps._install import install_command
-from torch_moe_mps.commands import early, main, serve
-from torch_moe_mps.commands import serving as serving_of_commands
+from torch_moe_mps.commands import main, serve
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.sources import load
-from torch_moe_mps.pipeline.generating import Generating
 from torch_moe_mps.serving.prefix_cache import disk
-from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.width import Width
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.upstream.calls import cache_among
@@ -211,18 +208,6 @@ def test_the_memory_of_kept_prompts_is_bounded(checkpoint, computed):
             del computed[:]
             create(model=str(checkpoint), messages=said(text), temperature=0, max_tokens=2)
             assert computed[0] == count
-
-
-def test_a_long_prompt_of_a_pipeline_ends_with_its_chunk(checkpoint, monkeypatch, computed):
-    """What was computed of it is cached."""
-    monkeypatch.setattr("torch_moe_mps.serving.engine.prefill.LARGEST_CHUNK", 16)
-    generating = Generating(load(options("chat", checkpoint), str(checkpoint), "cpu"), PrefixCache(1 << 30))
-    ids = torch.arange(100)[None] % 26
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3}
-    hook = generating.model.register_forward_hook(lambda *_: generating.end() if len(computed) == 2 else None)
-    assert torch.equal(generating.generate(**given), ids) and computed == [16, 16]
-    hook.remove()
-    assert len(generating.prompts.kept[0].ids) == 32
 
 
 def test_conversations_side_by_side(checkpoint, tmp_path):
@@ -493,29 +478,6 @@ def test_loading_is_said(checkpoint, capsys):
     assert re.search(r"^The model is ready after \d+\.\d s$", said.err, re.M)
     load(options("serve", checkpoint, "--log-level", "error"), str(checkpoint), "cpu")
     assert "eading" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "processes", "most", "line"),
-    [
-        ([], 1, 8, ""),
-        (["--parallel", "3"], 1, 3, ""),
-        (["--speculative", "small"], 1, 8, ""),
-        ([], 2, 1, "a pipeline of processes: sequences run sequentially\n"),
-        (["--parallel", "1", "--speculative", "lookup"], 1, 1, ""),
-        (["--parallel", "2"], 2, "--parallel must be 1 with a pipeline of processes, got 2", ""),
-    ],
-)
-def test_how_many_are_answered_together(arguments, processes, most, line, monkeypatch, capsys):
-    """Eight, unless the layers are spread: a line says so."""
-    monkeypatch.setattr(early, "processes", lambda: processes)
-    parsed = options("serve", "model", *arguments)
-    if isinstance(most, str):
-        with pytest.raises(ValueError, match=f"^{most}$"):
-            early.check_options(parsed)
-    else:
-        assert serving_of_commands.rows_of(parsed) == most
-    assert capsys.readouterr().err == line
 
 
 def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, monkeypatch, refused):

@@ -1,8 +1,6 @@
 """The server answers what OpenAI's client can send as OpenAI's server does."""
 
 import json
-import queue
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -193,46 +191,6 @@ def test_temperature_samples_and_a_seed_repeats(client, checkpoint):
     drawn = [ask(temperature=2, seed=seed) for seed in (1, 2, 1)]
     assert drawn[0] == drawn[2] != drawn[1] and expected_text(checkpoint, PROMPT, 20) not in drawn
     assert ask(top_p=0.9, seed=3) == ask(top_p=0.9, seed=3)
-
-
-def test_a_client_that_leaves_frees_its_place(checkpoint, monkeypatch):
-    """Where one is answered after the other by `generate`. Streaming or not, in a prompt, in an answer and
-    in the queue; what it asked for is not computed.
-    """
-    from torch_moe_mps.pipeline.generating import Generating
-
-    serving.answers_by_generate(monkeypatch)
-    ended, started, own = queue.SimpleQueue(), threading.Event(), Generating.generate
-
-    def slow(self, streamer=None, **given):
-        put, handed = streamer.put, []
-
-        def waiting(value):
-            put(value)
-            handed.append(value)
-            started.set()
-            time.sleep(0.05)
-
-        streamer.put = waiting
-        try:
-            return own(self, streamer, **given)
-        finally:
-            ended.put(max(len(handed) - 1, 0))  # behind the prompt
-
-    asked = {"model": "any", "messages": said("a"), "temperature": 0, "max_tokens": 10**18}
-    with serving.client_of(checkpoint, "--parallel", 1) as client, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Generating, "generate", slow)
-        leaving = [_request(client, asked)]
-        assert started.wait(30)
-        leaving += [_request(client, asked | {"stream": stream}) for stream in (False, True)]
-        time.sleep(0.5)  # a client that leaves even before it waits is never computed, either
-        for connection in leaving:
-            connection.close()
-        answer = client.chat.completions.create(**asked | {"max_tokens": 2})
-    assert answer.usage.completion_tokens == 2
-    # Of the model's 255 tokens some were computed for the first, none for those that waited.
-    left = [*iter(lambda: ended.get(timeout=30), 2)]  # generate() ends a moment after its answer
-    assert len(left) <= 2 and max(left, default=0) < 100, left
 
 
 def test_a_client_that_leaves_ends_its_row(checkpoint):

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from support import serving, tiny_models
+from support.jobs import Asked, run
 from support.serving import said
 from support.waits import Waits
 
@@ -12,7 +13,7 @@ import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.bench import Bench
-from torch_moe_mps.pipeline.generating import Generating
+from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 # {architecture: its sizes}: compressed keys, recurrent states, and states of a convolution alone.
@@ -27,59 +28,55 @@ SLOW = [pytest.param(name, marks=pytest.mark.sweep) for name in [*HYBRIDS][1:]]
 
 
 @pytest.fixture
-def answers(monkeypatch) -> list[tuple[int, int]]:
-    """(tokens, waits) of each answer of `Generating`, on whatever thread."""
-    seen, generate = [], Generating.generate
+def waits(monkeypatch) -> list[int]:
+    """Waits of each answer of an engine, on whatever thread."""
+    seen, step = [], Engine.step
 
-    def counted(self, **given):
+    def counted(self):
+        if not self.active:
+            seen.append(0)
         with Waits() as waits:
-            result = generate(self, **given)
-        seen.append((result.shape[1] - given["input_ids"].shape[1], waits.count))
-        return result
+            step(self)
+        seen[-1] += waits.count
 
-    monkeypatch.setattr(Generating, "generate", counted)
+    monkeypatch.setattr(Engine, "step", counted)
     return seen
 
 
 @pytest.mark.slow("captures programs in the simulator")
 @pytest.mark.parametrize("architecture", ["deepseek_v4", *SLOW])
-def test_no_token_waits(architecture, simulated, answers):
+def test_no_token_waits(architecture, simulated, waits):
     """Tokens are those of `generate` alone, also of a second turn, behind an answer that has ended early."""
     model = tiny_models.tiny_model(architecture, **HYBRIDS[architecture])
     ids = torch.randint(3, 20, (1, 40), generator=torch.Generator().manual_seed(0))
-    settings = {"do_sample": False, "pad_token_id": 0}
+    settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 999}
 
-    def expected(ids, **how):
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **how)
+    def expected(ids, new):
+        return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **settings)
 
-    whole = expected(ids, max_new_tokens=12, eos_token_id=999)
+    whole = expected(ids, 12)
     new = whole[0, 40:51].tolist()
-    end = 40 + max(position for position, token in enumerate(new) if token not in new[:position]) + 1
-    last, later = int(whole[0, end - 1]), torch.cat([whole[:, :end], ids[:, :9]], 1)
-    cases = [
-        (ids, {"max_new_tokens": 4, "eos_token_id": 999}),
-        (ids, {"max_new_tokens": 12, "eos_token_id": 999}),
-        (ids, {"max_new_tokens": 12, "eos_token_id": last}),
-        (later, {"max_new_tokens": 5, "eos_token_id": 999}),
-    ]
-    results = [expected(ids, **how) for ids, how in cases]
-    assert [found.shape[1] for found in results] == [44, 52, end, end + 14] and end > 41
+    count = max(position for position, token in enumerate(new) if token not in new[:position]) + 1
+    later = torch.cat([whole[:, : 40 + count], ids[:, :9]], 1)
+    cases = [(ids, 4), (ids, 12), (ids, count), (later, 5)]
+    results = [expected(ids, new)[0, ids.shape[1] :].tolist() for ids, new in cases]
     model = model.to("mps")
     torch_moe_mps.accelerate(model)
-    generating = Generating(model, PrefixCache(1 << 30))
-    for (ids, how), found in zip(cases, results, strict=True):
-        given = {"input_ids": ids.to("mps"), "attention_mask": torch.ones_like(ids).to("mps")}
-        assert torch.equal(generating.generate(**given, **settings, **how).cpu(), found)
-    (_, few), (_, many), (_, ended), (_, second) = answers
+    prefixes = PrefixCache(1 << 30)
+    ended = Asked(ids, 12, lambda token: token == results[2][-1])
+    asked = [Asked(ids, 4), Asked(ids, 12), ended, Asked(later, 5)]
+    for each, found in zip(asked, results, strict=True):
+        run(Engine(model, prefixes, 1), each)
+        assert each.tokens == found
+    few, many, ended, second = waits
     assert few >= many >= ended >= second  # the first one compiles, too
     # The first eight tokens of a prompt are kept, and all that was generated: of the second turn only what is
     # new was computed.
-    assert generating.prompts.computed == 40 + 32 + 32 + 9
+    assert prefixes.computed == 40 + 32 + 32 + 9
 
 
-def test_no_token_of_chat_and_serve_waits(tmp_path, simulated, answers, monkeypatch, capsys):
+def test_no_token_of_chat_and_serve_waits(tmp_path, simulated, waits, monkeypatch, capsys):
     """And one thread uses the device in both. `test_on_the_gpu.py` shows it of several answers."""
-    serving.answers_by_generate(monkeypatch)
     checkpoint = serving.chat_checkpoint(tmp_path / "model", "qwen3_next")
     texts = []
     on_mps = ("--device", "mps", "--parallel", 1)
@@ -88,9 +85,9 @@ def test_no_token_of_chat_and_serve_waits(tmp_path, simulated, answers, monkeypa
             asked = {"model": str(checkpoint), "messages": said("hello"), "temperature": 0}
             answer = client.chat.completions.create(**asked, max_tokens=tokens)
             texts.append(answer.choices[0].message.content)
-    assert [tokens for tokens, _ in answers] == [3, 9] and texts[1].startswith(texts[0])
-    served = [waits for _, waits in answers]
-    del answers[:]
+    assert len(texts[0]) < len(texts[1]) and texts[1].startswith(texts[0])
+    served = [*waits]
+    del waits[:]
     for tokens in (3, 9):
         with contextlib.ExitStack() as chat:
             lines = iter(["hello", "!exit"])
@@ -105,7 +102,7 @@ def test_no_token_of_chat_and_serve_waits(tmp_path, simulated, answers, monkeypa
             flags = ["--set", f"max_new_tokens={tokens}", "--set", "do_sample=False", "--device", "mps"]
             assert main(["chat", str(checkpoint), *flags]) == 0
         assert texts[tokens == 9] in capsys.readouterr().out
-    assert served[0] >= served[1] and answers[0][1] >= answers[1][1]
+    assert served[0] >= served[1] and waits[0] >= waits[1]
 
 
 def test_no_token_of_bench_waits(simulated):
@@ -117,10 +114,10 @@ def test_no_token_of_bench_waits(simulated):
         sizes = ["--prompt", "6", "--max-tokens", str(tokens), "--turn", "2", "--depth", "20"]
         bench = Bench(model, parser().parse_args(["bench", "model", *sizes, "--repeats", "1"]))
         with torch.no_grad():
-            cache = bench._context(20)
-            bench._generated("", cache, 20, do_sample=False)
+            bench._read(20)
+            bench._generated("", 20, do_sample=False)
             with simulated.dropped(), Waits() as seen:  # which do not depend on what is computed
-                bench._generated("", cache, 20, do_sample=False)
-                bench._generated("", cache, 20, do_sample=True, temperature=0.7, top_k=20, top_p=0.95)
+                bench._generated("", 20, do_sample=False)
+                bench._generated("", 20, do_sample=True, temperature=0.7, top_k=20, top_p=0.95)
         waits.append(seen.count)
     assert waits[0] == waits[1]

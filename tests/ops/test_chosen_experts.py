@@ -125,7 +125,8 @@ def test_a_shared_expert(device, format, dtype):
         arguments, options = beside(device, experts, tokens, dtype, format)
         gate = random((tokens, 1), torch.float32, i).to(device)
         added = {"shared_gate": gate, "gate_is_logit": i % 2 == 0, "residual": arguments[0]}
-        for others in ({}, added, {"norm_weight": None}):
+        clamped = {"activation": "silu_clamped", "limit": 0.5, "shared_activation": "silu"}
+        for others in ({}, added, {"norm_weight": None}, clamped):
             checked("moe_experts_quantized", *arguments, top_k=top_k, **options | others)
 
 

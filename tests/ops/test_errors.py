@@ -158,8 +158,10 @@ def present(argument: str, kind: str, good: dict[str, Any], declared: Declared) 
     def make(_: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
         return torch.zeros([1 if size is None else size for size in shape], dtype=dtype or torch.float32)
 
+    if "Tensor" not in kind:
+        return next(iter(declared.allowed[argument])) if "str" in kind else 1
     others = {name: value for name, value in good.items() if name != argument}
-    return declared.completed(others, [argument], make, {})[argument] if "Tensor" in kind else 1
+    return declared.completed(others, [argument], make, {})[argument]
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATORS if DECLARED[name].dependences])

@@ -88,15 +88,15 @@ def test_messages_and_bytes(tmp_path):
     with tiny_models.groups_of_32():
         tiny_models.tiny_model("qwen3_moe", num_hidden_layers=3).save_pretrained(tmp_path)
     head, hidden, token = 512, 4 * 64, 16 + 16  # float32; an id and whether it ends, each rounded up to 16
-    first, second, third = launch("counts", str(tmp_path), 40, 8, processes=3)
+    last, second, first = launch("counts", str(tmp_path), 40, 8, processes=3)  # rank 0 has the last layer
     assert first["token"] == [[0, 0], [1, head + hidden], [0, 0]]
-    assert second["token"] == [[0, 0], [0, 0], [1, head + hidden]]
-    assert third["token"] == [[1, head + token], [1, head + token], [0, 0]]
-    for outcome, following in ((first, 1), (second, 2)):
+    assert second["token"] == [[1, head + hidden], [0, 0], [0, 0]]
+    assert last["token"] == [[0, 0], [1, head + token], [1, head + token]]
+    for outcome, following in ((first, 1), (second, 0)):
         messages, octets = outcome["chunks"][following]
         # The size that was announced for the first message is that of one token; then of eight.
         assert messages == 2 * 5 and octets == 5 * (head + 8 * hidden)
-    assert third["chunks"][:2] == [[1, head + token]] * 2
+    assert last["chunks"][1:] == [[1, head + token]] * 2
 
 
 @pytest.mark.sweep

@@ -205,7 +205,7 @@ def test_what_can_be_cut(run, layer, results):
     loop = find_loop(model)
     assert (loop.base, loop.layers, loop.results) == ("model", "model.layers", results)
     assert not loop.uses_embeddings and not loop.convolving
-    Stage(0, [1, 2], loop).cut(model)
+    Stage(1, [2, 1], loop).cut(model)
     hidden = model.model(torch.zeros(2, 4, dtype=torch.long)).last_hidden_state
     assert hidden.shape == (2, 4, 32) and type(model.model.layers[0]) is layer
 

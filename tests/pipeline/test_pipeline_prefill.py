@@ -16,6 +16,7 @@ from torch_moe_mps.pipeline.loop import find_loop
 from torch_moe_mps.pipeline.peers import Timeouts
 from torch_moe_mps.pipeline.running import Running
 from torch_moe_mps.pipeline.stages import Stage
+from torch_moe_mps.pipeline.together import Together
 
 LAYERS = 4
 
@@ -61,21 +62,22 @@ def stages(count):
         for index in stage.own:
             model.model.layers[index].register_forward_hook(work)
         found.append(Running(model, stage, peers))
+        Together(model, found[-1])
     return whole, found
 
 
 def run(count, ids, **options):
-    """The time at which the last stage has the first token, and what each process got."""
+    """The time at which the last stage, of rank 0, has the first token, and what each process got."""
     whole, found = stages(count)
     results = [None] * count
 
     def call(running):
-        results[running.peers.rank] = generate(running, ids, max_new_tokens=1, **options)
+        results[running.peers.rank] = generate(running.model, ids, max_new_tokens=1, **options)
 
     in_threads(*(functools.partial(call, running) for running in found))
     expected = generate(whole, ids, max_new_tokens=1)
     assert all(torch.equal(result, expected) for result in results)
-    return found[-1].peers.now, [running.peers.kinds for running in found]
+    return found[0].peers.now, [running.peers.kinds for running in found]
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -87,8 +89,8 @@ def test_stages_work_at_the_same_time(count):
     assert time == (tokens // piece + count - 1) * piece * (LAYERS // count)
     alone, _ = run(count, ids)
     assert alone == tokens * LAYERS
-    assert kinds[0] == ["hidden states"] * (tokens // piece)
-    assert kinds[-1] == ["tokens"] * (count - 1)  # of the last piece only
+    assert kinds[-1] == ["hidden states"] * (tokens // piece)
+    assert kinds[0] == ["sampled tokens"] * (count - 1)  # of the last piece only
 
 
 def test_a_prompt_that_is_no_multiple_of_the_piece():

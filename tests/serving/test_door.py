@@ -58,6 +58,14 @@ def test_beams_of_a_checkpoint_refuse_no_request(here):
     assert status == 400 and "num_beams 1" in answer["error"]["message"]
 
 
+def test_ends_of_a_checkpoint_beyond_its_vocabulary_refuse_no_request(here):
+    """They cannot come; those that can, and the tokenizer's, end an answer."""
+    here.served.model.generation_config.eos_token_id = [1, 10**6]
+    assert ask(here, "/v1/completions", ASKED["/v1/completions"])[0] == 200
+    (job,) = here.generator.jobs
+    assert job.config.eos_token_id == [1, here.served.template.tokenizer.eos_token_id]
+
+
 def test_stop_strings_of_a_checkpoint_and_of_settings_end_answers(here):
     here.served.model.generation_config.stop_strings = ["cd"]
     here.generator.says = ["abcdef"]

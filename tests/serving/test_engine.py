@@ -502,10 +502,3 @@ def test_jobs_that_come_while_beams_are_searched():
     assert ended[:2] == ["plain", "beams"] and gone.reasons == ["cancelled"] and not gone.tokens
     for each in (beams, plain, after):
         assert each.tokens == each.expected(model)
-
-
-def test_a_pipeline_is_refused():
-    model = eager(tiny_models.tiny_model("llama"))
-    model.pipeline = object()
-    with pytest.raises(ValueError, match="need a model in one process, got a pipeline"):
-        Engine(model, None, 2)

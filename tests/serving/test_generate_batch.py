@@ -7,13 +7,13 @@ import pytest
 import torch
 from support import tiny_models
 from support.checkpoints import tokenizer_of
+from support.jobs import answer_of
 from support.launches import Launches
 from support.models import eager
 from tokenizers import decoders
 from transformers import GenerationConfig, LogitsProcessor
 
 import torch_moe_mps
-from torch_moe_mps.pipeline.generating import Generating
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.sampling import Sampler, sample
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
@@ -115,14 +115,12 @@ def test_states_in_rows_that_the_own_code_keeps_in_modules(caplog):
     with caplog.at_level(logging.WARNING, "torch_moe_mps"):
         answers = torch_moe_mps.generate_batch(model, many, config(4), progress=False)
     assert not [record for record in caplog.records if "sequentially" in record.getMessage()]
-    generating = Generating(model, PrefixCache(1 << 20))
+    prefixes = PrefixCache(1 << 20)
     for ids, answer in zip(many, answers, strict=True):
         expected = alone(own, ids, generation_config=config(4), use_cache=False)
         assert torch.equal(answer, expected)
-        inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
         for _ in range(2):
-            result = generating.generate(**inputs, generation_config=config(4))
-            assert torch.equal(result[0, len(ids) :], expected)
+            assert answer_of(model, prefixes, ids[None], 4) == expected.tolist()
 
 
 def test_no_short_answer_waits_for_a_long_one():
@@ -241,18 +239,6 @@ def test_a_model_without_a_cache(caplog):
         assert torch.equal(answer, alone(own, ids, generation_config=config(4)))
     (line,) = [record.getMessage() for record in caplog.records if "sequentially" in record.getMessage()]
     assert "has states that are in no cache" in line
-
-
-@pytest.mark.parametrize("architecture", ["mamba2", "rwkv"])
-def test_generate_keeps_no_prompt_of_states_alone(architecture):
-    """Its own loop counts the tokens of a cache by keys, and takes whole prompts."""
-    own, model, ids = tiny_models.tiny_model(architecture), model_of(architecture), prompts(2)[1]
-    kept = PrefixCache(1 << 20)
-    whole = Generating(model, kept).generate(
-        input_ids=ids[None], generation_config=config(4), attention_mask=torch.ones_like(ids[None])
-    )
-    assert torch.equal(whole[0, len(ids) :], alone(own, ids, generation_config=config(4)))
-    assert not kept.kept
 
 
 @pytest.mark.sweep

@@ -12,8 +12,6 @@ from support.sweep import covering
 from transformers import LogitsProcessor
 from transformers.generation import TopKLogitsWarper
 
-from torch_moe_mps.pipeline.generating import Generating
-from torch_moe_mps.pipeline.thread import PipelineThread
 from torch_moe_mps.serving.engine import engine as engine_module
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
@@ -389,16 +387,6 @@ def test_an_answer_alone_without_memory_ends_alone(monkeypatch):
     assert good.tokens == alone(1, 5, 9) and late.tokens == alone(2, 6, 5)
 
 
-def test_one_by_one_an_end_that_raises_ends_no_thread():
-    one = PipelineThread(generating := Generating(model_of()), generating)
-    bad, good = Asked(ids_of(2, 6), 3), Asked(ids_of(1, 5), 9)
-    bad.job.on_end = lambda reason: _raise(SystemExit("mine"))
-    for each in (bad, good):
-        one.submit(each.job)
-    assert good.done.wait(60) and good.tokens == alone(1, 5, 9)
-    one.close()
-
-
 @pytest.mark.parametrize("at", ["end_cancelled", "fail_all"])
 def test_the_thread_of_an_engine_outlives_an_error_or_says_why_it_died(at, monkeypatch):
     """Nobody waits for ever: what is generated, what waits and what comes later end with the reason."""
@@ -439,14 +427,3 @@ def test_the_thread_of_an_engine_outlives_an_error_or_says_why_it_died(at, monke
     assert engine.run(lambda: 5).exception(60) is engine.death
     assert futures[0].exception(60) in (None, engine.death)
     engine.close()
-
-
-def test_one_by_one_a_thread_that_dies_says_why():
-    one = PipelineThread(generating := Generating(model_of()), generating)
-    job, late = Asked(ids_of(1, 5), 9), Asked(ids_of(1, 5), 9)
-    job.job.on_progress = lambda read, of: setattr(one, "active", "many")
-    for each in (job, late):
-        one.submit(each.job)
-    assert job.done.wait(60) and late.done.wait(60)
-    assert job.reasons == [one.death] == late.reasons
-    one.close()

@@ -17,8 +17,6 @@ import torch_moe_mps
 from torch_moe_mps.commands import serving
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.bench import Bench
-from torch_moe_mps.pipeline.generating import Generating
-from torch_moe_mps.pipeline.speculation import Speculation
 from torch_moe_mps.serving.engine.defaults import choice
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.loop import EngineThread
@@ -79,10 +77,10 @@ def by_engine(model):
     engine.close()
 
 
-def by_chat(model):
-    generating = Generating(model, PrefixCache(1 << 20), Speculation())
-    for _ in range(2):
-        generating.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), **SETTINGS)
+def with_drafts(model):
+    torch_moe_mps.generate_batch(
+        model, [*IDS.expand(2, -1)], GenerationConfig(**SETTINGS), speculative="lookup", progress=False
+    )
 
 
 def by_bench(model):
@@ -105,7 +103,7 @@ def by_a_file(model, tmp_path):
     assert after == before
 
 
-@pytest.mark.parametrize("call", [by_batch, by_engine, by_chat, by_bench, by_importance, by_a_file])
+@pytest.mark.parametrize("call", [by_batch, by_engine, with_drafts, by_bench, by_importance, by_a_file])
 def test_a_model_is_as_it_was(call, tmp_path):
     model = model_of()
     expected, before = model.generate(IDS, **SETTINGS), facts(model)
@@ -172,7 +170,7 @@ def changed(before: dict[str, object], after: dict[str, object]) -> dict[str, ob
     }
 
 
-@pytest.mark.parametrize("call", [by_batch, by_chat])
+@pytest.mark.parametrize("call", [by_batch, with_drafts])
 def test_positions_of_images_stay(call):
     """What a model that reads images knows of the prompt that it read last."""
     model = model_of("qwen3_vl_moe")

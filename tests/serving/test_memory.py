@@ -16,8 +16,6 @@ from transformers import DynamicCache, GenerationConfig
 
 import torch_moe_mps
 from torch_moe_mps.macs import machine_memory
-from torch_moe_mps.pipeline.generating import Generating
-from torch_moe_mps.pipeline.thread import PipelineThread
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.engine.memory import Level, Memory
@@ -171,19 +169,12 @@ def _counting(counts: list[int], own):
     return counted
 
 
-@pytest.mark.parametrize(
-    ("kind", "has_disk"), [("side by side", True), ("side by side", False), ("one by one", False)]
-)
-def test_kept_prompts_go_where_the_system_is_short(kind, has_disk, tmp_path):
-    """To the disk where there is one, though nobody asks; an answer comes from there. A pipeline has none."""
+@pytest.mark.parametrize("has_disk", [True, False])
+def test_kept_prompts_go_where_the_system_is_short(has_disk, tmp_path):
+    """To the disk where there is one, though nobody asks; an answer comes from there."""
     model, pressure = small(), Pressure()
     prompts = PrefixCache(1 << 30, disk=Disk(tmp_path, 1 << 30) if has_disk else None)
-    memory = Memory(model, pressure)
-    if kind == "side by side":
-        generator = EngineThread(model, prompts, 4, memory)
-    else:
-        generating = Generating(model, prompts)
-        generator = PipelineThread(generating, generating, memory)
+    generator = EngineThread(model, prompts, 4, Memory(model, pressure))
     expected = answered(generator, IDS)
     assert len(prompts.kept) == 1
     pressure.level = Level.WARN

@@ -5,7 +5,7 @@ import torch
 from support import tiny_models
 from support.models import eager
 from support.speculative import Answered, Partly, prompts, settings
-from support.sweep import in_sweep
+from support.sweep import in_sweep, rows_in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.transformers.caches.batched import BatchedCache
@@ -35,6 +35,32 @@ def test_sequences_are_batched(architecture):
     assert plain.answers == expected and max(seen) == 3
     drafted = Answered(model, many, [settings(12)] * 3, Partly(many, expected), most=3, width=3)
     assert drafted.answers == expected and drafted.batch.drafts.drafting.accepted > 3
+
+
+@pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ("glm5_next",)))
+@torch.no_grad()
+def test_models_that_are_not_accelerated_run_sequentially(architecture):
+    """Nothing lets their modules run once for each sequence."""
+    model, many = eager(tiny_models.tiny_model(architecture)), prompts(2)
+    expected = [alone(model, ids, 6) for ids in many]
+    assert Answered(model, many, [settings(6)] * 2, most=2).answers == expected
+
+
+@pytest.mark.slow("answers of a model, alone and beside others")
+@pytest.mark.parametrize(
+    ("architecture", "rate"),
+    rows_in_sweep(
+        [("qwen4_exp", "indexer_compress_ratio"), ("glm5_next", "index_kpool")],
+        [("qwen4_exp", "indexer_compress_ratio")],
+    ),
+)
+@torch.no_grad()
+def test_indexers_that_choose_each_key_alone(architecture, rate):
+    """Positions that one of them keeps have no memory to grow in, and are of all three dimensions."""
+    model, many = eager(tiny_models.tiny_model(architecture, **{rate: 1})), prompts(2)
+    torch_moe_mps.accelerate(model)
+    expected = [alone(model, ids, 6) for ids in many]
+    assert Answered(model, many, [settings(6)] * 2, most=2).answers == expected
 
 
 @pytest.mark.slow("captures of steps of two sequences, and of one")

@@ -21,7 +21,7 @@ from simulator.cuda.simulated import SimulatedGpu
 from simulator.cuda.translate import Entry, kernel_names, translate
 from simulator.errors import ShaderError
 from simulator.mlx_kernels import include_folder
-from support.processes import REPOSITORY
+from support.processes import REPOSITORY, python
 from support.sweep import in_sweep
 
 SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"
@@ -508,3 +508,19 @@ def test_command_line(simulated, tmp_path, capsys):
     for command in ("run", "record"):  # nothing that is no plan is replayed or removed
         with pytest.raises(SystemExit, match=r"error: .*(has no plan\.json|there are other files in it)"):
             main.main([command, "--plan", str(tmp_path)])
+
+
+WITHOUT_TESTS = """
+import importlib, sys
+
+sys.modules |= dict.fromkeys(("pytest", "hypothesis", "gguf", "mlx", "transformers"))
+from torch_moe_mps.ops._samples import FAMILIES
+
+for name in ("measured.cuda.run", "measured.cuda.worker", *(f"support.ops.{family}" for family in FAMILIES)):
+    importlib.import_module(name)
+"""
+
+
+@pytest.mark.slow("imports torch in a process of its own")
+def test_a_machine_that_replays_has_no_packages_of_tests():
+    python(WITHOUT_TESTS)

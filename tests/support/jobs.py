@@ -11,6 +11,7 @@ from support import tiny_models
 from support.models import eager
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
+from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 
 @functools.cache
@@ -54,6 +55,17 @@ class Asked:
     def expected(self, model) -> list[int]:
         ids = self.job.inputs["input_ids"]
         return model.generate(ids, generation_config=self.config)[0, ids.shape[1] :].tolist()
+
+
+def answer_of(model, prefix_cache: PrefixCache | None, ids: torch.Tensor, new: int, **inputs) -> list[int]:
+    """The tokens of a greedy answer of an engine, whose model gets inputs beside the tokens."""
+    asked = Asked(ids, new)
+    asked.config.do_sample = False
+    asked.job.inputs |= inputs
+    run(Engine(model, prefix_cache, 1), asked)
+    if isinstance(asked.reasons[0], Exception):
+        raise asked.reasons[0]
+    return asked.tokens
 
 
 def run(batch: Engine, *asked: Asked) -> None:

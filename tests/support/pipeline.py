@@ -14,6 +14,7 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -280,34 +281,140 @@ def commands(lines: list[list[str]], said: list[str]) -> list[str]:
     return printed
 
 
-def conversations(folder: str) -> dict[str, Any]:
-    """Two with a common prefix, in turn, as `serve --speculative lookup` answers, and memory for one prompt.
+def engines(scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each scenario, the jobs of an engine in the first process: see `answers_of` for the arguments
+    beside "folder" and "patched", the name of a function here that changes this process.
 
-    Returns: the answers that the first process gives; what each call computes; what is kept in the end.
+    Returns: the answers; what the calls here compute: [rows, tokens] of each; the tokens of the prefixes that
+    are cached in the end; how many draft tokens were verified; how many messages went to rank 1.
     """
-    from torch_moe_mps.commands import serving
-    from torch_moe_mps.commands.arguments import parser
-    from torch_moe_mps.serving.engine import prefill as prompt_reader
+    return [_engine(**scenario) for scenario in scenarios]
 
-    prompt_reader.LARGEST_CHUNK = 16
-    given = ["serve", folder, "--device", "cpu", "--speculative", "lookup", "--prompt-memory", "0"]
-    model = serving._stage(parser().parse_args(given), folder, "cpu")
-    counts: list[int] = []
+
+def _engine(folder: str, patched: str | None = None, **given: Any) -> dict[str, Any]:
+    from torch_moe_mps.pipeline import executor
+    from torch_moe_mps.pipeline.following import Following
+    from torch_moe_mps.serving.engine import scheduler
+
+    scheduler.LARGEST_CHUNK = 16
+    model = staged(folder)
+    calls: list[list[int]] = []
     model.get_decoder().register_forward_pre_hook(
-        lambda module, args, kwargs: counts.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        lambda module, args, kwargs: calls.append([*kwargs["input_ids"].shape]), with_kwargs=True
     )
-    answers, asked = [], torch.arange(50)[None] % 13
+    answers, following, drafted, sent = None, Following(model.pipeline), 0, 0
+    with contextlib.nullcontext() if patched is None else globals()[patched]():
+        if rank() > 0:
+            cached = following._prefix_cache
+            with contextlib.suppress(MemoryError):
+                following.run()
+        else:
+            executor.lead(model)
+            sent = model.pipeline.peers.sent[1][0]
+            answers, cached, drafted = answers_of(model, **given)
+            executor.end_all()
+            sent = model.pipeline.peers.sent[1][0] - sent
+    kept = [prefix.ids.tolist() for prefix in cached.kept]
+    return {"answers": answers, "calls": calls, "cached": kept, "drafted": drafted, "messages": sent}
+
+
+def answers_of(
+    model: Any,
+    jobs: list[dict[str, Any]],
+    together: int = 1,
+    drafts: bool = False,
+    memory: int = 1 << 30,
+    cancelled: int | None = None,
+) -> tuple[list[Any], Any, int]:
+    """The tokens of the answers of jobs {"ids", "seed", and settings}, or the line of an error; the prefix
+    cache in the end; and how many draft tokens were verified.
+
+    Args:
+        together, drafts, memory: of the engine and of its prefix cache.
+        cancelled: the number of a job that is cancelled behind its second token.
+    """
+    from torch_moe_mps.serving.engine.engine import Engine
+    from torch_moe_mps.serving.engine.job import Job
+    from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
+    from torch_moe_mps.serving.speculative.asked import drafting_of
+
+    prefixes = PrefixCache(memory)
+    drafting = drafting_of(model, "lookup", prefixes, "test", width=4) if drafts else None
+    engine, answers = Engine(model, prefixes, together, drafting=drafting), list[_Answer]()
+    for number, given in enumerate(jobs):
+        settings = {**given}
+        inputs, seed = {"input_ids": torch.tensor([settings.pop("ids")])}, settings.pop("seed", None)
+        config, answer = transformers.GenerationConfig(**settings), _Answer()
+        answers.append(answer)
+        job = Job(inputs, config, answer.take, answer.end, seed=seed)
+        answer.job = job if number == cancelled else None
+        engine.submit(job)
+    while engine.has_work:
+        engine.step()
+    drafted = 0 if drafting is None else drafting.accepted + drafting.rejected
+    return [answer.error or answer.tokens for answer in answers], prefixes, drafted
+
+
+class _Answer:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.error, self.job = "", None
+
+    def take(self, token: int) -> bool:
+        self.tokens.append(token)
+        if self.job is not None and len(self.tokens) == 2:
+            self.job.cancel()
+        return False
+
+    def end(self, reason: Any) -> None:
+        if isinstance(reason, Exception):
+            self.error = str(reason)
+
+
+@contextlib.contextmanager
+def not_batchable() -> Any:
+    """The first process says that sequences cannot be batched."""
+    from torch_moe_mps.serving.engine.abilities import Abilities
+
+    with patch.object(Abilities, "not_batchable", "tested"):
+        yield
+
+
+@contextlib.contextmanager
+def second_raises() -> Any:
+    """A process that follows fails in its third step of a batch."""
+    from torch_moe_mps.pipeline.following import Following
+
+    step, steps = Following._step, list[int]()
+
+    def failing(self: Any, *given: Any) -> None:
+        steps.append(1)
+        if len(steps) == 3:
+            _raise()
+        step(self, *given)
+
+    with patch.object(Following, "_step", failing):
+        yield
+
+
+@contextlib.contextmanager
+def second_has_no_rows() -> Any:
+    """A process that follows cannot batch its layers' caches."""
+    from torch_moe_mps.transformers.caches.batched import BatchedCache, NotBatchable
+
     if rank() == 0:
-        with model.pipeline.leading():
-            for turn in range(5):
-                ids = torch.cat([asked[:, :40], torch.full((1, 3 + turn), turn % 2)], 1)
-                settings = {"max_new_tokens": 5, "do_sample": turn == 4}
-                answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
-                answers.append(answer.tolist())
-    else:
-        model.pipeline.follow()
-    kept = model.pipeline.answering.prompts.kept
-    return {"answers": answers, "computed": counts, "kept": [part.ids.tolist() for part in kept]}
+        yield
+        return
+    with patch.object(BatchedCache, "admit", side_effect=NotBatchable("tested")):
+        yield
+
+
+def batch_in_every_process(folder: str) -> str:
+    """The error of `generate_batch`, without an engine that leads."""
+    import torch_moe_mps
+
+    model = staged(folder)
+    return outcome(lambda: torch_moe_mps.generate_batch(model, [torch.ones(3, dtype=torch.int64)]))
 
 
 # Failures

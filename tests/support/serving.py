@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import openai
-import pytest
 import torch
 import transformers
 from tokenizers import decoders
@@ -35,16 +34,6 @@ def client_of(*arguments: object, key: str = "none") -> Iterator[openai.OpenAI]:
         openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60) as client,
     ):
         yield client
-
-
-def answers_by_generate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets serve and chat answer one after the other by `generate`, as a pipeline's first process does."""
-
-    def generator(options, most, model, folder, device):
-        generating = commands._answering(options, model, folder)
-        return commands.PipelineThread(generating, generating)
-
-    monkeypatch.setattr(commands, "_generator", generator)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ Each command NAME has its options in arguments.py, which imports nothing heavy s
 `run(options)` in NAME.py, which returns None or an exit code.
 """
 
+import argparse
 import atexit
 import importlib
 import os
@@ -16,9 +17,9 @@ from typing import Any
 
 from .._install import install_command
 from .._text import first_line
-from ..pipeline.torchrun import first_process_talks, tell_other_processes
 from .arguments import parse, parser
 from .early import check_options, importing_torch
+from .processes import first_process_talks, follows, tell_other_processes
 
 WITHOUT_TORCH = ("launch",)
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _signals_raise(), first_process_talks():
             _set_libraries()
             check_options(options)  # before the seconds in which torch is imported
-            code: int = _imported(options.command).run(options) or 0
+            code = _run(options)
             sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output has seen enough
         code = 128 + signal.SIGPIPE
@@ -78,6 +79,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError:  # a full disk or a closed pipe raises once more when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Runs a command, or follows the process that does. Returns: the exit code."""
+    command = _imported(options.command)
+    if follows(options.command):
+        from .sources import follow
+
+        follow(options)
+        return 0
+    return command.run(options) or 0
 
 
 def _imported(command: str) -> Any:

@@ -1,52 +1,46 @@
 """`bench MODEL`: how fast a model reads prompts and generates, at several contexts.
 
-pp512 is a prompt of 512 tokens after that many tokens of context ("@ d4096"). tg128 is what `generate()`
-gives: 128 tokens, the likeliest or "sampled" as the checkpoint says, each read by the host while the GPU
-computes the next. ttft64 is the second turn of a chat: the time from 64 new tokens to the first answer.
+The engine of chat and serve generates. pp512 is a prompt of 512 tokens after that many cached tokens of
+context ("@ d4096"). tg128 are 128 tokens, the likeliest or "sampled" as the checkpoint says, each read by the
+host while the GPU computes the next. ttft64 is the second turn of a chat: the time from 64 new tokens to the
+first one of the answer.
 """
 
 import argparse
-import copy
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 
 from .._faults import gpu_busy, synchronize
 from ..macs import this_mac
-from ..pipeline.generating import Generating
-from ..pipeline.speculation import Speculation
-from ..pipeline.stand_in import call_generate
-from ..pipeline.torchrun import is_first_process, processes, sum_of_processes
 from ..selfcheck import tensor_units
 from ..serving.engine.defaults import settings_of_draw
 from ..serving.engine.engine import Engine
 from ..serving.engine.job import Job
+from ..serving.engine.prefill import END
 from ..serving.prefix_cache.memory import PrefixCache
 from ..serving.speculative.drafting import Drafting
-from ..transformers.basics.scoped import Seeded
+from ..transformers.caches.prompt_cache import new_cache
 from ..transformers.capture.calls import tokens_of
-from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
 from ..transformers.upstream.calls import cache_among, cache_argument
 from .arguments import NO_DRAFTS
 from .caches import KVCache, kv_cache
 from .perplexity import text_ids
+from .processes import processes, sizes_of
 from .results import write_json
 from .sources import check_generates, context_of, folder_of, load, loading_options, skeleton_of, usable_device
-from .speculative import drafts_of, speculation_of
+from .speculative import drafts_of
 
-_CHUNK = 2048  # tokens of a context that are read at once
 _DEPTHS = (0, 4096, 16384)
 
 
@@ -62,10 +56,11 @@ class Timing:
         memory: bytes that the device's driver has given to this process afterwards; on a CPU the peak.
         accepted: the share of draft tokens that were accepted, with --speculative.
         by_none, a_step, width: the rate by that of the same answer without drafts, tokens behind the first
-            by steps, and the mean number of drafts of a step, where the engine verifies them.
+            by steps, and the mean number of drafts of a step.
         launches, host: for one generated token, how many of this package's kernels and of torch's operators
             run (an operator launches one kernel or more) module by module, and the seconds until the host has
-            issued them, as one call where tokens are captured; the GPU may finish later.
+            issued them, as one call where tokens are captured; the GPU may finish later. None where layers
+            are spread over processes.
         gpu_busy, gpu_idle: for one generated token, the seconds that the GPU works by its own clock, and the
             rest of the token's time; None off mps.
     """
@@ -125,14 +120,10 @@ def run(options: argparse.Namespace) -> None:
         cache = kv_cache(skeleton_of(options, source)[1], options.kv_bits)
     bench = Bench(model, options, None if bandwidth is None else bandwidth * 1e9, cache)
     if options.speculative not in (None, NO_DRAFTS):
-        if processes() > 1:
-            bench.speculation = speculation_of(options, model, source)
-        else:
-            bench.speculative = drafts_of(options, model, source, device, bench.prompts)
-    # Random tokens repeat nothing, and nobody drafts what follows them.
-    if bench.speculation is not None or bench.speculative is not None:
+        bench.speculative = drafts_of(options, model, source, device, bench.prompts)
+        # Random tokens repeat nothing, and nobody drafts what follows them.
         bench.use_text(text_ids(source, None, options.trust_remote_code)[0])
-    size = f"{sum_of_processes(model, total_bytes(model)) / 1e9:.2f} GB"
+    size = f"{sizes_of(model).total / 1e9:.2f} GB"
     if processes() > 1:
         chip = f"{processes()} x {chip}"
     if device == "mps":
@@ -140,21 +131,20 @@ def run(options: argparse.Namespace) -> None:
     print(HEAD)
     rows: list[Timing] = []
     try:
-        with model.pipeline.greedy() if processes() > 1 else nullcontext():
-            for row in bench.rows():
-                rows.append(row)
-                print(row.line(options.model, size, chip), flush=True)
+        for row in bench.rows():
+            rows.append(row)
+            print(row.line(options.model, size, chip), flush=True)
         bench.captured = tokens_of(model)()
         if bench.captured:
             print(f"\n{bench.captured}")
-        for speculative in filter(None, (bench.speculation, bench.speculative)):
-            print(f"\n{speculative}")
+        if bench.speculative is not None:
+            print(f"\n{bench.speculative}")
         for row in rows:
             if row.by_none is not None:
                 of_step = f"{row.a_step:.2f} tokens and {row.width:.2f} drafts a step"
                 print(f"{row.test}: {row.by_none:.2f} of the speed without drafts, {of_step}")
     finally:  # an interruption keeps what was measured
-        if options.json and is_first_process():
+        if options.json:
             _write(options.json, rows, bench, model=options.model, size=size, device=chip)
 
 
@@ -206,78 +196,70 @@ class Bench:
     ):
         self.model, self.options, self.bandwidth, self.cache = model, options, bandwidth, cache
         self.device = torch.device(model.device)
-        self.speculation: Speculation | None = None
         self.speculative: Drafting | None = None
-        self.prompts = PrefixCache(1 << 62)  # all contexts: each is read once
+        self.prompts = PrefixCache(1 << 62)  # the context, which is read once
         self.captured: str | None = None  # how the tokens ran
-        self.weights = sum_of_processes(model, bytes_a_token(model))
-        self.vocabulary = model.config.get_text_config().vocab_size
-        count = max(options.depth) + options.prompt + options.turn
-        generator = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(self.vocabulary, (1, count), generator=generator).to(self.device)
+        self.weights = sizes_of(model).a_token
+        vocabulary = model.config.get_text_config().vocab_size
+        count = max(options.depth) + options.prompt + options.turn + END + options.repeats
+        self.ids = torch.randint(vocabulary, (1, count), generator=torch.Generator().manual_seed(0))
 
     def use_text(self, ids: Tensor) -> None:
         """Measure with the tokens [T] of a text, repeated as often as needed."""
         count = self.ids.shape[1]
-        self.ids = ids.repeat(count // len(ids) + 1)[None, :count].to(self.device)
+        self.ids = ids.repeat(count // len(ids) + 1)[None, :count]
 
     @torch.no_grad()
     def rows(self) -> Iterator[Timing]:
         options = self.options
         for depth in sorted({*options.depth}):
-            cache = self._context(depth)
+            self._read(depth)
             name = f" @ d{depth}" if depth else ""
-            prompt = self.ids[:, depth : depth + options.prompt]
-            seconds = self._repeated(cache, partial(self._read, prompt))
-            yield self._rate(f"pp{options.prompt}{name}", options.prompt, seconds, depth)
-            row = self._generated("", cache, depth, do_sample=False)
-            row.launches, row.host = self._launches(cache), self._host(cache)
+            answers = self._behind(depth, options.prompt)
+            rates = [each.computed / each.prefill for each in answers]
+            yield self._row(f"pp{options.prompt}{name}", rates, "t/s", depth)
+            row = self._generated("", depth, do_sample=False)
+            if processes() == 1:
+                row.launches, row.host = self._launches(depth), self._host(depth)
             yield row
-            with Seeded(self.device, 0):  # each run draws the same tokens
-                row = self._generated(" sampled", cache, depth, **settings_of_draw(self.model))
-            yield row
-            if self.speculation is not None:
-                yield self._drafting(self.speculation, cache, depth, name)
+            yield self._generated(" sampled", depth, **settings_of_draw(self.model))
             if self.speculative is not None:
                 yield self._verifying(self.speculative, depth, name)
             if depth:
-                turn = self.ids[:, depth : depth + options.turn]
-                times = [1e3 * s for s in self._repeated(cache, partial(self._read, turn))]
+                times = [1e3 * each.prefill for each in self._behind(depth, options.turn)]
                 yield self._row(f"ttft{options.turn}{name}", times, "ms", depth)
 
-    def _drafting(self, speculation: Speculation, cache: Any, depth: int, name: str) -> Timing:
-        """Greedy generation behind a context of text, and a prompt to look things up in."""
-        generating, tokens = Generating(self.model, speculation=speculation), self.options.max_tokens
-        ids = self.ids[:, : depth + self.options.prompt]
-        before = speculation.drafted, speculation.accepted
+    def _read(self, depth: int) -> None:
+        """Computes a context, and no other one, with so many tokens more that states of it are cached."""
+        self.prompts.kept = []
+        if depth:
+            self._answer(self.ids[:, : depth + END], 1)
 
-        def generate(cache: Any) -> None:
-            generating.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                **cache_argument(
-                    self.model, DynamicCache(config=self.model.config) if cache is None else cache
-                ),
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=False,
-            )
+    def _answer(
+        self, ids: Tensor, tokens: int, speculative: Drafting | None = None, **how: Any
+    ) -> "_Answered":
+        """An answer behind the context, which stays cached alone."""
+        kept = self.prompts.kept[:1]
+        answered = _Answered(self.model, self.prompts, speculative, ids, tokens, **how)
+        self.prompts.kept = kept or self.prompts.kept[:1]
+        return answered
 
-        prompt = statistics.mean(self._repeated(cache, partial(self._read, ids[:, depth:])))
-        seconds = [time - prompt for time in self._repeated(cache, generate)]
-        row = self._rate(f"tg{tokens} drafted{name}", tokens, [max(s, 1e-9) for s in seconds], depth)
-        drafted, accepted = speculation.drafted - before[0], speculation.accepted - before[1]
-        row.accepted = accepted / drafted if drafted else None
-        return row
+    def _behind(self, depth: int, tokens: int) -> list["_Answered"]:
+        """First tokens behind prompts that share the context and nothing behind it."""
+        found, context = list[_Answered](), self.ids[:, :depth]
+        for number in range(self.options.repeats + 1):  # the first one warms up
+            new = self.ids[:, depth + 1 + number :][:, :tokens]
+            found.append(self._answer(torch.cat((context, new), 1), 1))
+        return found[1:]
 
     def _verifying(self, speculative: Drafting, depth: int, name: str) -> Timing:
         """Greedy answers of the engine, without drafts and with as many as pay, in turn."""
-        ids, tokens = self.ids[:, : depth + self.options.prompt].cpu(), self.options.max_tokens
+        ids, tokens = self.ids[:, : depth + self.options.prompt], self.options.max_tokens
         plain, found = list[_Answered](), list[_Answered]()
         accepted, rejected = speculative.accepted, speculative.rejected
         for _ in range(self.options.repeats + 1):  # the first ones warm up
-            plain.append(_Answered(self.model, self.prompts, None, ids, tokens))
-            found.append(_Answered(self.model, self.prompts, speculative, ids, tokens))
+            plain.append(self._answer(ids, tokens))
+            found.append(self._answer(ids, tokens, speculative))
         row = self._rate(f"tg{tokens} drafted{name}", tokens, [each.seconds for each in found[1:]], depth)
         accepted, rejected = speculative.accepted - accepted, speculative.rejected - rejected
         steps = sum(each.steps for each in found)
@@ -286,61 +268,28 @@ class Bench:
         row.a_step, row.width = (tokens - 1) * len(found) / steps, (accepted + rejected) / steps
         return row
 
-    def _context(self, depth: int) -> Any:
-        """A cache with `depth` tokens; None for none."""
-        cache = None
-        for ids in self.ids[:, :depth].split(_CHUNK, dim=1) if depth else ():
-            cache = cache_among(self._forward(ids, cache))
-        return cache
-
-    def _forward(self, ids: Tensor, cache: Any) -> Any:
-        given = cache_argument(self.model, cache)
-        return self.model(input_ids=ids, **given, use_cache=True, logits_to_keep=1)
-
-    def _read(self, ids: Tensor, cache: Any) -> int:
-        """The token after a prompt; `item` waits for the device."""
-        return int(self._forward(ids, cache).logits[0, -1].argmax().item())
-
-    def _generated(self, kind: str, cache: Any, depth: int, **how: Any) -> Timing:
-        """The model's own `generate` from one token behind the context on; nothing ends it early."""
+    def _generated(self, kind: str, depth: int, **how: Any) -> Timing:
+        """Answers from one token behind the context on; nothing ends them early."""
         tokens, ids = self.options.max_tokens, self.ids[:, : depth + 1]
-        how |= {"eos_token_id": [self.vocabulary], "pad_token_id": 0, "max_new_tokens": tokens}
-
-        busy = list[float]()  # seconds of each run
-
-        def generate(cache: Any) -> None:
-            arguments = {} if cache is None else cache_argument(self.model, cache)
-            before = gpu_busy()
-            call_generate(self.model, ids, attention_mask=torch.ones_like(ids), **arguments, **how).tolist()
-            self._synchronize()
-            busy.append(gpu_busy() - before)
-
+        found = [self._answer(ids, tokens, **how) for _ in range(self.options.repeats + 1)][1:]
         name = f"tg{tokens}{kind}" + (f" @ d{depth}" if depth else "")
-        seconds = self._repeated(cache, generate)
+        seconds = [each.seconds for each in found]
         row = self._rate(name, tokens, seconds, depth)
         if self.device.type == "mps":
-            row.gpu_busy = statistics.mean(busy[1:]) / tokens
+            row.gpu_busy = statistics.mean(each.busy for each in found)
             row.gpu_idle = statistics.mean(seconds) / tokens - row.gpu_busy
         if self.bandwidth is not None:
             bytes_read = self.weights + (self.cache.at(depth) if self.cache else 0)
             row.share = row.rate * bytes_read / self.bandwidth
         return row
 
-    def _repeated(self, cache: Any, test: Callable[[Any], object]) -> list[float]:
-        """Seconds of each repeat, which begins with a copy of the cache. One before them warms up."""
-        seconds = []
-        for _ in range(self.options.repeats + 1):
-            fresh = copy.deepcopy(cache)
-            self._synchronize()
-            start = time.perf_counter()
-            test(fresh)
-            self._synchronize()
-            seconds.append(time.perf_counter() - start)
-        return seconds[1:]
+    def _forward(self, ids: Tensor, cache: Any) -> Any:
+        given = cache_argument(self.model, cache)
+        return self.model(input_ids=ids, **given, use_cache=True, logits_to_keep=1)
 
-    def _host(self, cache: Any) -> float:
+    def _host(self, depth: int) -> float:
         """Seconds until the operators of a token are issued, without waiting for what they compute."""
-        cache, ids, count = self._with_room(cache), self.ids[:, :1], 8
+        cache, ids, count = self._with_room(depth), self.ids[:, :1].to(self.device), 8
         self._synchronize()
         start = time.perf_counter()
         for _ in range(count):
@@ -349,17 +298,19 @@ class Bench:
         self._synchronize()
         return seconds
 
-    def _launches(self, cache: Any) -> int:
-        cache = self._with_room(cache)
+    def _launches(self, depth: int) -> int:
+        cache, ids = self._with_room(depth), self.ids[:, :1].to(self.device)
         with _Launches(self.device) as launches:
-            self._forward(self.ids[:, :1], cache)
+            self._forward(ids, cache)
         return launches.count
 
-    def _with_room(self, cache: Any) -> Any:
-        """A copy behind two tokens: a copied cache has no room for more, nor one that the model made."""
-        cache = copy.deepcopy(cache)
+    def _with_room(self, depth: int) -> Any:
+        """A copy of the context behind two tokens: the cache has room for more then."""
+        cache = None
+        if self.prompts.kept:
+            cache = self.prompts.take(self.ids[0, : depth + 1], new_cache(self.model)).cache
         for _ in range(2):
-            cache = cache_among(self._forward(self.ids[:, :1], cache))
+            cache = cache_among(self._forward(self.ids[:, :1].to(self.device), cache))
         return cache
 
     def _synchronize(self) -> None:
@@ -380,33 +331,57 @@ class Bench:
 
 
 class _Answered:
-    """A greedy answer of the engine.
+    """An answer of the engine to tokens [1, T].
 
     Attributes:
         seconds: for as many tokens as asked for, at the rate of those behind the first.
-        steps: that gave its tokens behind the first, which the prompt's last piece gives.
+        steps: that gave its tokens behind the first, which the prompt's last chunk gives.
+        computed, prefill: tokens of the prompt that were not cached, and the seconds to the first token.
+        busy: seconds that the GPU works for a token behind the first, by its own clock.
     """
 
     def __init__(
-        self, model: Any, prompts: PrefixCache, speculative: Drafting | None, ids: Tensor, tokens: int
+        self,
+        model: Any,
+        prompts: PrefixCache,
+        speculative: Drafting | None,
+        ids: Tensor,
+        tokens: int,
+        **how: Any,
     ):
         times: list[float] = []
+        busy: list[float] = []
         reasons: list[Any] = []
 
-        def take(_: int) -> bool:
+        def note() -> None:
             times.append(time.perf_counter())
+            busy.append(gpu_busy())
+
+        def take(_: int) -> bool:
+            note()
             return False
 
-        config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+        def begin(cached: int, whole: int) -> None:
+            if not times:
+                self.computed = whole - cached
+                synchronize(model.device)
+                note()
+
+        how = {"do_sample": False} | how
+        config = GenerationConfig(max_new_tokens=tokens, eos_token_id=[], pad_token_id=0, **how)
         engine = Engine(model, prompts, 1, drafting=speculative)
-        engine.submit(Job({"input_ids": ids}, config, take, reasons.append))
+        engine.submit(Job({"input_ids": ids}, config, take, reasons.append, begin, seed=0))
         self.steps = 0
         while engine.has_work:
             engine.step()
-            self.steps += bool(times)
+            self.steps += len(times) > 1
         if isinstance(reasons[0], Exception):
             raise reasons[0]
-        self.seconds = max(times[-1] - times[0], 1e-9) * tokens / max(len(times) - 1, 1)
+        self.prefill = times[1] - times[0]
+        first = min(1, tokens - 1)  # behind a single token nothing can be measured
+        count = len(times) - 1 - first
+        self.seconds = max(times[-1] - times[first], 1e-9) * tokens / count
+        self.busy = (busy[-1] - busy[first]) / count
 
 
 # Operators that compute nothing, although they are not views.

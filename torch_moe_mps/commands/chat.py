@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from .._text import first_line
-from ..pipeline.torchrun import is_first_process
 from ..serving.engine.defaults import choice
 from ..serving.http.answer import Item, Piece
 from ..serving.http.answers import Answers
@@ -24,7 +23,7 @@ from ..serving.http.request import Chat, Refused, Request
 from ..serving.http.served import Served
 from .interrupts import at_ctrl_c
 from .results import write_new
-from .serving import follow, served_by
+from .serving import served_by
 from .settings import read_settings, settings_of
 
 _HELP = """\
@@ -38,8 +37,6 @@ _HELP = """\
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, ImportError with a one-line message."""
-    if not is_first_process():
-        return follow(options)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (edits what is typed)
     with served_by(options) as served:

@@ -12,11 +12,10 @@ from pathlib import Path
 from .._install import install_command
 from .._text import one_of
 from .._weight_formats import BITS, GROUP_SIZES
-from ..pipeline.torchrun import processes
-from ..serving.speculative import LOOKUP
-from .arguments import MIXED, NO_DRAFTS, RECIPES
+from .arguments import MIXED, RECIPES
 from .launch import check_agent
 from .places import adapter_config, look_for_files, look_for_models, place_of_adapter, prompts_of, utf8_text
+from .processes import check_processes
 from .results import check_folder, check_writable
 
 
@@ -25,8 +24,7 @@ def check_options(options: argparse.Namespace) -> None:
 
     Raises: ValueError, OSError, ImportError with a one-line message.
     """
-    if getattr(options, "shares", None) is not None and processes() == 1:
-        raise ValueError("--shares is for the processes that torchrun starts, got one process")
+    check_processes(options)
     recipe = getattr(options, "recipe", None)
     if recipe not in (None, *RECIPES, *MIXED) and not Path(recipe).exists():
         raise ValueError(f"--recipe must be {', '.join((*RECIPES, *MIXED))} or a file, got {recipe}")
@@ -58,26 +56,17 @@ def importing_torch(command: str) -> Iterator[None]:
             gc.enable()
 
 
-def alone(options: argparse.Namespace) -> str | None:
-    """Why sequences run sequentially, for a person; None where they are batched."""
-    return "a pipeline of processes" if processes() > 1 else None
-
-
 def _chat(options: argparse.Namespace) -> None:
     _check_settings(options)
-    _check_kept(options)
     _check_adapter(options)
-    _check_drafts(options)
     check_writable("--prompt-cache", options.prompt_cache)
 
 
 def _generate(options: argparse.Namespace) -> None:
-    _check_one_process(options)
     _check_settings(options)
     _check_prompt(options)
     look_for_files(options)
     _check_adapter(options)
-    _check_drafts(options)
     check_writable("--prompt-cache", options.prompt_cache)
 
 
@@ -86,9 +75,6 @@ def _serve(options: argparse.Namespace) -> None:
         raise ValueError(f"--media-folder must be a folder, got {options.media_folder}")
     _check_server("serve")
     _check_adapter(options)
-    _check_drafts(options)
-    if (options.parallel or 1) > 1 and (reason := alone(options)) is not None:
-        raise ValueError(f"--parallel must be 1 with {reason}, got {options.parallel}")
     if options.prompt_folder is not None and Path(options.prompt_folder).is_file():
         raise ValueError(f"--prompt-folder must be a folder, got the file {options.prompt_folder}")
 
@@ -106,7 +92,6 @@ def _check_server(command: str) -> None:
 
 def _bench(options: argparse.Namespace) -> None:
     check_writable("--json", options.json)
-    _check_drafts(options)
 
 
 def _fit(options: argparse.Namespace) -> None:
@@ -177,7 +162,6 @@ def _finetune(options: argparse.Namespace) -> None:
     from ..training.examples import read_preferences, rows_of
     from ..training.record import begun
 
-    _check_one_process(options)
     _check_package("peft", "finetune", "finetune")
     look_for_files(options)
     begun(options)
@@ -211,22 +195,12 @@ _OWN: dict[str, Callable[[argparse.Namespace], None]] = {
 }
 
 
-def _check_one_process(options: argparse.Namespace) -> None:
-    if processes() > 1:
-        raise ValueError(f"{options.command} is for one process, got a pipeline of several")
-
-
 def _check_settings(options: argparse.Namespace) -> None:
     if options.set:
         from .settings import settings_of
 
         with importing_torch(options.command):
             settings_of(options)
-
-
-def _check_kept(options: argparse.Namespace) -> None:
-    if options.prompt_cache is not None and processes() > 1:
-        raise ValueError("--prompt-cache is for one process, got a pipeline of several")
 
 
 def _check_prompt(options: argparse.Namespace) -> None:
@@ -246,18 +220,8 @@ def _check_prompt(options: argparse.Namespace) -> None:
 def _check_adapter(options: argparse.Namespace) -> None:
     if options.adapter is None:
         return
-    if processes() > 1:
-        raise ValueError("--adapter is for one process, got a pipeline of several")
     _check_package("peft", "--adapter", "adapters")
     place_of_adapter(options.adapter, weights=False)
-
-
-def _check_drafts(options: argparse.Namespace) -> None:
-    if processes() > 1 and options.speculative not in (None, NO_DRAFTS, LOOKUP):
-        raise ValueError(
-            "--speculative MODEL is for one process, as the processes of a pipeline would draft differently; "
-            f"--speculative {LOOKUP} drafts there"
-        )
 
 
 def _check_package(package: str, user: str, extra: str) -> None:

@@ -14,7 +14,6 @@ from .. import __version__
 from .._faults import synchronize
 from .._progress import with_progress
 from ..ops.attention import CACHE_BITS
-from ..pipeline.torchrun import is_first_process
 from ..transformers.basics.report import aligned
 from ..transformers.basics.wide_logits import wide_logits
 from ..transformers.checkpoints.calibration import SAMPLE
@@ -56,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
             free(device)
             means, dtype = _measured(options, source, device, pieces, Path(folder) if other else None)
             result.append(means)
-            if options.card and is_first_process():
+            if options.card:
                 keep_figures(source, *_kept(options, len(ids), means, dtype))
     print("\n".join(aligned(_table(options, result), 1)))
     if other is not None and result[0].rest >= 1e-6:
@@ -64,8 +63,7 @@ def run(options: argparse.Namespace) -> None:
             f"The divergence is at least that: the tokens behind the {LIKELIEST} likeliest, "
             f"with {100 * result[0].rest:.3f} % of the probability, count as one"
         )
-    if is_first_process():
-        write_json(options.json, _as_json(options, len(ids), result))
+    write_json(options.json, _as_json(options, len(ids), result))
 
 
 def _text(options: argparse.Namespace, sources: Sequence[str]) -> tuple[Tensor, Tensor]:

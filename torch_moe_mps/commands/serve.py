@@ -13,7 +13,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ..pipeline.torchrun import is_first_process
 from ..serving.media.loading import Media
 from .launch import KEY
 
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, ImportError with a one-line message."""
-    if not is_first_process():
-        from .serving import follow
-
-        return follow(options)
     key = key_of(options)
     sockets = sockets_of(options.host, options.port)  # one in use is said before torch is imported
     try:

@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..macs import machine_memory
-from ..pipeline.generating import Generating
-from ..pipeline.thread import PipelineThread
-from ..pipeline.torchrun import is_first_process, processes
 from ..selfcheck.machine import cache_folder
 from ..serving.engine.encoder import Encoder, encoder_of
 from ..serving.engine.job import Generator
@@ -23,8 +20,8 @@ from ..serving.media.loading import Media
 from ..serving.prefix_cache.disk import Disk
 from ..serving.prefix_cache.memory import PrefixCache
 from .caches import kv_cache
-from .early import alone
 from .interrupts import at_ctrl_c
+from .processes import processes
 from .sources import (
     check_adapter,
     check_generates,
@@ -38,7 +35,7 @@ from .sources import (
     usable_device,
     with_adapter,
 )
-from .speculative import draft_cache, drafts_of, speculation_of
+from .speculative import draft_cache, drafts_of
 
 _DISK = 16.0  # GB of cached prefixes, by default
 
@@ -49,27 +46,21 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
 
     Raises: ValueError, OSError, ImportError with a one-line message.
     """
-    most, device = rows_of(options), usable_device(options.device)
+    device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
     if options.command == "chat":
         check_generates(options, folder)
     processor = _processor(options, folder)
     with ExitStack() as stack:
-        if processes() > 1:  # all load at the same time
-            model, encoder = _stage(options, folder, device), None
-            stack.enter_context(model.pipeline.leading())
-            generator: Generator = PipelineThread(model, model.pipeline.answering, Memory(model))
-        else:
-            check_adapter(options, folder)
-            model = with_adapter(options, load(options, folder, device))
-            encoder = _encoder(options, model, processor, folder)
-            generator = _generator(options, most, model, folder, device)
+        check_adapter(options, folder)
+        model = with_adapter(options, load(options, folder, device))
+        encoder = _encoder(options, model, processor, folder)
+        generator = _generator(options, model, folder, device)
         stack.callback(_closed, generator)
-        context, is_spread = context_of(model.config) - positions_of_padding(model), processes() > 1
-        if generator.memory is not None and not is_spread:
+        context = context_of(model.config) - positions_of_padding(model)
+        if generator.memory is not None and processes() == 1:
             context = _context_in(generator, context, options, folder, model)
-        others = generator, media or Media(), is_spread, encoder
-        yield Served(name_of(options), model, processor, context, *others)
+        yield Served(name_of(options), model, processor, context, generator, media or Media(), encoder)
 
 
 def _context_in(generator: Generator, most: int, options: argparse.Namespace, folder: str, model: Any) -> int:
@@ -95,23 +86,14 @@ def _context_in(generator: Generator, most: int, options: argparse.Namespace, fo
     return context
 
 
-def rows_of(options: argparse.Namespace) -> int:
-    """How many sequences are batched, at most; a line says why they run sequentially."""
-    reason = alone(options)
-    if options.parallel is not None or reason is None:
-        return options.parallel or MOST_ROWS
-    print(f"{reason}: sequences run sequentially", file=sys.stderr)
-    return 1
-
-
-def _generator(options: argparse.Namespace, most: int, model: Any, folder: str, device: str) -> Generator:
+def _generator(options: argparse.Namespace, model: Any, folder: str, device: str) -> Generator:
     """The engine on its thread, or what refuses jobs for a model that generates nothing."""
     if not model.can_generate():
         return EncoderThread()
     prompts = prompts_of(options)
     speculative = drafts_of(options, model, folder, device, prompts)
     memory = Memory(model, beside=speculative.modules if speculative else ())
-    return EngineThread(model, prompts, most, memory, speculative)
+    return EngineThread(model, prompts, options.parallel or MOST_ROWS, memory, speculative)
 
 
 def _closed(generator: Generator) -> None:
@@ -152,7 +134,7 @@ def prompts_of(options: argparse.Namespace) -> PrefixCache:
 
 def disk_of(options: argparse.Namespace) -> Disk | None:
     """The disk of the server's prefix cache, or None; a line says where it lies, or why there is none."""
-    if options.prompt_disk == 0 or processes() > 1:
+    if options.prompt_disk == 0:
         return None
     try:
         folder = Path(options.prompt_folder or cache_folder() / "prompts")
@@ -165,22 +147,3 @@ def disk_of(options: argparse.Namespace) -> Disk | None:
     line = f"The prefix cache is in {folder}, {disk.files.nbytes / 1e9:.1f} of at most {gigabytes:.1f} GB"
     print(f"{line}; --prompt-disk 0 disables it", file=sys.stderr)
     return disk
-
-
-def follow(options: argparse.Namespace) -> None:
-    """Generate what the first process of torchrun is asked for, in every other one."""
-    device = usable_device(options.device)
-    _stage(options, folder_of(options.model, options.revision), device).pipeline.follow()
-
-
-def _stage(options: argparse.Namespace, folder: str, device: str) -> Any:
-    """The part of a model in this process."""
-    model = load(options, folder, device)
-    model.pipeline.answering = _answering(options, model, folder)
-    return model
-
-
-def _answering(options: argparse.Namespace, model: Any, folder: str) -> Generating:
-    """`generate` with a prefix cache; all processes keep the prefixes of the first one."""
-    prompts = prompts_of(options) if is_first_process() else PrefixCache(sys.maxsize)
-    return Generating(model, prompts, speculation_of(options, model, folder))

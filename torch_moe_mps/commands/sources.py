@@ -12,7 +12,6 @@ from torch import nn
 
 from .._text import first_line, split_gguf
 from ..macs import refusal
-from ..pipeline import torchrun
 from ..serving.engine.encoder import NO_TEXT
 from ..serving.prefix_cache.memory import LONGEST
 from ..transformers.checkpoints.activations import load_in_best
@@ -20,6 +19,7 @@ from ..transformers.checkpoints.layouts.files import check_files
 from ..transformers.checkpoints.layouts.gguf.file import check_file
 from ..transformers.checkpoints.source import Source, read_tokenizer
 from .places import SMALL_FILES, place_of, place_of_adapter
+from .processes import is_first_process, load_spread, processes
 
 
 def folder_of(source: str, revision: str | None = None, weights: bool = True) -> str:
@@ -92,7 +92,7 @@ def usable_device(name: str | None) -> str:
     device = name or ("mps" if torch.backends.mps.is_available() else "cpu")
     if device == "mps" and (reason := refusal()):
         raise ValueError(reason)
-    if name is None and device == "cpu" and torchrun.is_first_process():
+    if name is None and device == "cpu" and is_first_process():
         why = refusal() or "torch finds no Apple GPU here"
         print(f"{why}: operators run their references on the CPU", file=sys.stderr)
     try:
@@ -144,7 +144,7 @@ def load(options: argparse.Namespace, folder: str, device: str, trains: bool = F
 
 
 def _is_quiet(options: argparse.Namespace) -> bool:
-    return getattr(options, "log_level", None) == "error" or not torchrun.is_first_process()
+    return getattr(options, "log_level", None) == "error"
 
 
 def check_adapter(options: argparse.Namespace, folder: str) -> None:
@@ -185,15 +185,15 @@ def load_stored(
     """The model in a folder; `asked` are more arguments of from_pretrained.
 
     Unless --dtype says it, stderr and the report have which activations go with quantised weights, and why.
-    Under torchrun, the layers are spread over all processes.
+    Where there are several processes, the layers are spread over them.
     """
     asked |= {"device_map": device, **loading_options(options)}
 
     def loaded(dtype: torch.dtype | None) -> Any:
         own = {} if dtype is None else {"dtype": dtype}
-        return torchrun.load(folder, options.shares, **asked | own)
+        return load_spread(options, folder, **asked | own)
 
-    if options.dtype != "auto" or trains or torchrun.processes() > 1:
+    if options.dtype != "auto" or trains or processes() > 1:
         return loaded(None)
     quantises = asked.get("bits") is not None
     source = Source(folder, loading_options(options))
@@ -205,3 +205,11 @@ def load_stored(
         if not _is_quiet(options):
             print(activations, file=sys.stderr, flush=True)
     return model
+
+
+def follow(options: argparse.Namespace) -> None:
+    """Computes the layers of this process for the engine in the first one, until that ends."""
+    from ..pipeline.following import Following
+
+    model = load(options, folder_of(options.model, options.revision), usable_device(options.device))
+    Following(model.pipeline).run()

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from .._text import first_line
-from ..pipeline.speculation import Speculation
 from ..serving.engine.ranges import vocabulary_of
 from ..serving.prefix_cache.memory import PrefixCache
 from ..serving.speculative import LOOKUP, MTP
@@ -50,19 +49,6 @@ def _by_default(model: Any, prompts: PrefixCache) -> Drafting | None:
         line = first_line(error) or type(error).__name__
         print(f"torch-moe-mps: the checkpoint's MTP layers are not used: {line}", file=sys.stderr)
     return drafting_of(model, LOOKUP, prompts, "--speculative")
-
-
-def speculation_of(options: argparse.Namespace, model: Any, folder: str) -> Speculation | None:
-    """The drafts of a pipeline, which are looked up; None for none.
-
-    Raises: ValueError for a model whose states cannot be cut back to the tokens that were accepted.
-    """
-    if options.speculative in (None, NO_DRAFTS):
-        return None
-    if model._is_stateful or not model._supports_default_dynamic_cache():
-        expected = "a model whose cache can be cut, in a pipeline"
-        raise ValueError(f"--speculative is for {expected}, got the recurrent states of {folder}")
-    return Speculation()
 
 
 def draft_cache(options: argparse.Namespace, dtype: torch.dtype) -> KVCache | None:

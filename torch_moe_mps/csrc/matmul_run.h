@@ -43,6 +43,12 @@ Activation activation_of(std::string_view name, std::optional<double> alpha, std
 template <>
 struct GroupOf<Activation> : MadeBy<activation_of> {};
 
+// An expert of every token, of the format and shape of the others.
+struct SharedExpert {
+  FeedForward matrices;
+  Activation activation;  // with the row layout and the numbers of the others
+};
+
 // Adds to `commands`: out[..., outputs] = activation(norm(x[..., inputs]) times the matrix, of one expert) +
 // residual; output n goes to column order[n]. The tensors are contiguous, x aligned, the matrix not empty.
 void add_linear(Commands& commands, const at::Tensor& x, const std::optional<InputNorm>& norm,
@@ -67,10 +73,10 @@ at::Tensor apply_experts(const at::Tensor& x, const std::optional<InputNorm>& no
                          const ExpertSum& sum);
 
 // The same with the weights and ids that a router chooses, for one token within the first matmul, and with a
-// shared expert, which is of the experts' format and shape.
+// shared expert.
 at::Tensor apply_experts(const at::Tensor& x, const std::optional<InputNorm>& norm,
                          const FeedForward& experts, const Router& router,
-                         const std::optional<FeedForward>& shared, const Activation& activation,
+                         const std::optional<SharedExpert>& shared, const Activation& activation,
                          ExpertSum sum);
 
 }  // namespace moe_mps

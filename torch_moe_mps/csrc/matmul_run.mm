@@ -182,17 +182,19 @@ Command& bind_shared(Command& command, const MatrixStack* shared, const Tensor& 
 // Adds the first matmul of experts that it chooses itself. It writes run.ids and `weights`.
 void add_chosen(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& x,
                 const std::optional<InputNorm>& norm, const MatrixStack& matrix, const Activation& activation,
-                const Router& router, const Tensor& weights, const MatrixStack* shared, const Tensor& out) {
+                const Router& router, const Tensor& weights, const SharedExpert* shared, const Tensor& out) {
   ChosenParams params{matmul_params(x, matrix, run.ids, activation, false), router.params, step.norms_inputs};
   params.matmul.slots += shared != nullptr;
   if (step.norms_inputs) set_norm(params.matmul, *norm);
+  if (shared) params.matmul.shared_activation = shared->activation.kind;
   Command& command = commands.add(library_of(step, matrix), step.kernel);
   bind_matmul(command, x, matrix, run.ids, out, params.matmul.slots)
       .stand_in(x)
       .bind(router.logits, router.bias, router.scale, weights)
       .params(params)
       .bind(step.norms_inputs ? norm->weight : x);
-  run.launch(bind_shared(command, shared, x), tuned(step, matrix, run.ids.numel()));
+  run.launch(bind_shared(command, shared ? &shared->matrices.gate_up : nullptr, x),
+             tuned(step, matrix, run.ids.numel()));
 }
 
 // Adds the second matmul with the weighted sum over a token's experts.
@@ -333,7 +335,7 @@ void project_slots_into(const Tensor& out, const Tensor& x_, const MatrixStack& 
 // With a router the first matmul chooses, and has a shared expert or none.
 void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional<InputNorm>& norm,
                         const FeedForward& experts, const Tensor& ids_, const Activation& activation,
-                        const ExpertSum& sum, const Router* router, const FeedForward* shared) {
+                        const ExpertSum& sum, const Router* router, const SharedExpert* shared) {
   const MatrixStack& gate_up = experts.gate_up;
   const double most = std::max(slots_of(gate_up, ids_.numel()), slots_of(experts.down, ids_.numel()));
   const int64_t tokens = ids_.size(0), at_once = tokens_at_once(tokens, most);
@@ -370,14 +372,13 @@ void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional
       case MatmulWork::kBucket: add_bucket(commands, ids, shape.experts, run.buckets, plan.tiles); break;
       case MatmulWork::kFirst:
         if (router != nullptr) {
-          add_chosen(commands, run, step, x, norm, gate_up, activation, *router, sum.weights,
-                     shared ? &shared->gate_up : nullptr, hidden);
+          add_chosen(commands, run, step, x, norm, gate_up, activation, *router, sum.weights, shared, hidden);
         } else {
           add_matmul(commands, run, step, x, norm, gate_up, activation, false, false, hidden);
         }
         break;
       case MatmulWork::kSecond:
-        add_second(commands, run, step, hidden, down, shared ? &shared->down : nullptr, sum, out);
+        add_second(commands, run, step, hidden, down, shared ? &shared->matrices.down : nullptr, sum, out);
         break;
       case MatmulWork::kSlots:
         slots = at::empty({ids.numel(), down.rows}, x.options());
@@ -405,14 +406,16 @@ Tensor apply_experts(const Tensor& x, const std::optional<InputNorm>& norm, cons
 }
 
 Tensor apply_experts(const Tensor& x, const std::optional<InputNorm>& norm, const FeedForward& experts,
-                     const Router& router, const std::optional<FeedForward>& shared,
+                     const Router& router, const std::optional<SharedExpert>& shared,
                      const Activation& activation, ExpertSum sum) {
   Tensor out = at::empty(x.sizes(), x.options());
   if (out.numel() == 0) return out;
   const bool empty = is_empty(experts.down), chooses = can_choose(router, x, experts.gate_up) && !empty;
   const auto [weights, ids] = chooses ? empty_routing(router) : route(router);
   sum.weights = weights;
-  if (shared && !chooses && !empty) sum.shared_out = apply_mlp(aligned(x), norm, *shared, activation);
+  if (shared && !chooses && !empty) {
+    sum.shared_out = apply_mlp(aligned(x), norm, shared->matrices, shared->activation);
+  }
   apply_experts_into(out, x, norm, experts, ids, activation, sum, chooses ? &router : nullptr,
                      chooses && shared ? &*shared : nullptr);
   return out;

@@ -12,11 +12,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "signature.h"
+#include "warm.h"
 
 namespace moe_mps {
 namespace {
@@ -110,9 +113,21 @@ struct Argument {
 struct Call {
   c10::OperatorHandle op;
   Range arguments;
-  Range results;  // -1: nobody reads it
-  Range last;     // read by this call for the last time
-  bool is_list;   // the results are those of one list
+  Range results;        // -1: nobody reads it
+  Range last;           // read by this call for the last time
+  bool is_list;         // the results are those of one list
+  int64_t matrix;       // the place of its first constant tensor; 0: there is none
+  int64_t next_matrix;  // that of the next call that has one
+};
+
+bool warms() {
+  static const char* const wanted = std::getenv("MOE_MPS_WARM");
+  return wanted && std::string_view(wanted) == "1";
+}
+
+struct WithNextMatrix {
+  explicit WithNextMatrix(const at::Tensor* matrix) { next_matrix = matrix; }
+  ~WithNextMatrix() { next_matrix = nullptr; }
 };
 
 List list_of(const c10::Type& element) {
@@ -169,12 +184,17 @@ class Program : public torch::CustomClassHolder {
     const auto& returns = schema.returns();
     const bool is_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
     calls_.push_back({op, add_items<Argument>(arguments_, given), add_items<int64_t>(listed_, results),
-                      add_items<int64_t>(listed_, last), is_list});
+                      add_items<int64_t>(listed_, last), is_list, matrix_among(arguments), 0});
   }
 
   void finish(int64_t places, const Places& results) {
     places_ = places;
     results_ = results;
+    int64_t next = 0;
+    for (auto call = calls_.rbegin(); call != calls_.rend(); ++call) {
+      call->next_matrix = next;
+      if (call->matrix < 0) next = call->matrix;
+    }
   }
 
   // Returns: the results, or nothing where the tensors are not like those that the calls are for.
@@ -190,6 +210,8 @@ class Program : public torch::CustomClassHolder {
     std::copy(integers.begin(), integers.end(), next);
     torch::jit::Stack stack;
     for (const Call& call : calls_) {
+      const bool warmed = call.next_matrix < 0 && warms();
+      const WithNextMatrix next_call(warmed ? &constants_[~call.next_matrix].toTensor() : nullptr);
       for (const Argument& argument : items_of(arguments_, call.arguments)) push(argument, values, stack);
       forget(call.last, values);
       run_call(call, stack);
@@ -247,6 +269,13 @@ class Program : public torch::CustomClassHolder {
 
   const c10::IValue& value(int64_t place, const std::vector<c10::IValue>& values) const {
     return place < 0 ? constants_[~place] : values[place];
+  }
+
+  int64_t matrix_among(const std::vector<Places>& arguments) const {
+    for (const Places& places : arguments) {
+      if (places.size() == 1 && places[0] < 0 && constants_[~places[0]].isTensor()) return places[0];
+    }
+    return 0;
   }
 
   void forget(Range last, std::vector<c10::IValue>& values) const {

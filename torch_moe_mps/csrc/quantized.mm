@@ -33,15 +33,21 @@ Tensor moe_experts_quantized(const Tensor& x, const Packed& gate_up, const Packe
                              const Summands& around, std::optional<std::string_view> down_format,
                              const std::optional<InputNorm>& norm, const std::optional<Router>& router,
                              const std::optional<Packed>& shared_gate_up,
-                             const std::optional<Packed>& shared_down) {
+                             const std::optional<Packed>& shared_down,
+                             std::optional<std::string_view> shared_activation) {
   const auto [dtype, experts] =
       feed_forward(x.scalar_type(), gate_up, down, format, down_format, gate_up_bias, down_bias);
   ExpertSum sum = around.with({}, dtype);
   const Tensor input = in_dtype(x, dtype);
   if (router) {
-    std::optional<FeedForward> shared;
+    std::optional<SharedExpert> shared;
     if (shared_gate_up) {
-      shared = feed_forward(x.scalar_type(), *shared_gate_up, *shared_down, format, down_format).second;
+      shared = {feed_forward(x.scalar_type(), *shared_gate_up, *shared_down, format, down_format).second,
+                activation};
+      if (shared_activation) {
+        shared->activation.kind =
+            activation_of(*shared_activation, std::nullopt, std::nullopt, true, false).kind;
+      }
     }
     return in_dtype(apply_experts(input, norm, experts, *router, shared, activation, sum), x.scalar_type());
   }

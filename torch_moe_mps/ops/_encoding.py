@@ -34,12 +34,12 @@ def fitting_scales(groups: Tensor, dtype: torch.dtype, format: Format) -> Tensor
     largest = E2M1_LARGEST if format.bits == 4 else E4M3_LARGEST
     # MLX divides in the dtype of the weight; for a magnitude between two scales, the rounding decides.
     fit = (groups.abs().amax(-1).to(dtype) / largest).float()
-    return e4m3_codes(fit) if format.mode == "nvfp4" else _covering_powers(fit).to(torch.uint8)
+    return e4m3_codes(fit) if format.scale_type == "e4m3" else _covering_powers(fit).to(torch.uint8)
 
 
 def encode_with(groups: Tensor, scales: Tensor, format: Format) -> Tensor:
     """The nearest codes for given scales, of a format without biases."""
-    if format.mode == "nvfp4":
+    if format.scale_type == "e4m3":
         # A scale of zero makes codes of zero.
         factors = e4m3(scales).unsqueeze(-1)
         return _e2m1_codes(torch.where(factors == 0, 0.0, groups / factors))

@@ -33,7 +33,7 @@ TENSORS = ("packed", "scales", "biases")
 
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-INFINITE_E8M0 = 255  # the code of a scale of mxfp4 and mxfp8
+INFINITE_E8M0 = 255  # the code of infinity in e8m0
 
 
 _QUANTIZE = Check("quantize")
@@ -110,6 +110,16 @@ class Format:
         return self.row.scales if isinstance(self.row.scales, Integers) else None
 
     @property
+    def number_type(self) -> str:
+        """The type of codes that are floats, e2m1 or e4m3, else ""."""
+        return self.row.scales.number if isinstance(self.row.scales, Floats) else ""
+
+    @property
+    def scale_type(self) -> str:
+        """The type of their scales, e8m0 or e4m3, else ""."""
+        return self.row.scales.scale if isinstance(self.row.scales, Floats) else ""
+
+    @property
     def has_biases(self) -> bool:
         scales = self.row.scales
         return self.is_affine or self.stream_bits > 0 or (isinstance(scales, Halves) and scales.minima)
@@ -130,8 +140,7 @@ class Format:
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
         if self.is_affine:
             return ACTIVATION_DTYPES
-        in_octets = self.stream_bits > 0 or isinstance(self.row.scales, Floats)
-        return (torch.uint8,) if in_octets else (torch.int16,)
+        return (torch.uint8,) if self.stream_bits > 0 or self.scale_type else (torch.int16,)
 
     @property
     def bias_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -200,7 +209,7 @@ class Format:
 
         It sums them, which no range of scales exceeds.
         """
-        if scales.numel() == 0 or (scales.dtype == torch.uint8 and not self.mode.startswith("mx")):
+        if scales.numel() == 0 or (scales.dtype == torch.uint8 and self.scale_type != "e8m0"):
             return None
         if scales.dtype == torch.uint8:
             return scales.amax() < INFINITE_E8M0
@@ -224,6 +233,11 @@ def e8m0(scales: Tensor) -> Tensor:
     """2^(scale - 127) from its bits: 0 is the subnormal 2^-127, INFINITE_E8M0 is inf, as in MLX."""
     exponent = scales.int()
     return torch.where(exponent == 0, 1 << 22, exponent << 23).view(torch.float32)
+
+
+def scale_values(scales: Tensor, format: Format) -> Tensor:
+    """Scales of codes that are floats, in float32."""
+    return e4m3(scales) if format.scale_type == "e4m3" else e8m0(scales)
 
 
 def e4m3(codes: Tensor) -> Tensor:
@@ -284,11 +298,11 @@ def _octets(packed: Tensor) -> Tensor:
 def unpack(packed: Tensor, format: Format) -> Tensor:
     """[..., words] uint32 or int32 -> [..., columns] float32: the numbers that the codes stand for."""
     octets = _octets(packed)
-    if format.mode == "mxfp8":
+    if format.number_type == "e4m3":
         return e4m3(octets)
     if format.bits == 4:
         table = LEVELS if format.row.levels else range(16)
-        values = E2M1_VALUES if isinstance(format.row.scales, Floats) else tuple(map(float, table))
+        values = E2M1_VALUES if format.number_type == "e2m1" else tuple(map(float, table))
         return _pairs_by_table(octets, values)
     return _spread(octets, format.bits).float()
 
@@ -297,7 +311,7 @@ def decode(codes: Tensor, scales: Tensor, biases: Tensor | None, format: Format)
     """Codes uint8 [..., group_size] with the scales and biases [...] of their groups -> float32."""
     if biases is not None:
         values = codes.float()
-    elif format.mode == "mxfp8":
+    elif format.number_type == "e4m3":
         values = e4m3(codes)
     else:
         table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
@@ -312,7 +326,7 @@ def _scaled(values: Tensor, scales: Tensor, biases: Tensor | None, format: Forma
     if biases is not None:
         return values.mul_(scales.float().unsqueeze(-1)).add_(biases.float().unsqueeze(-1))
     if format.row.is_of_mlx:
-        scales = e4m3(scales) if format.mode == "nvfp4" else e8m0(scales)
+        scales = scale_values(scales, format)
     return values.mul_(scales.unsqueeze(-1))
 
 

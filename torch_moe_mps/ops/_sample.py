@@ -12,7 +12,6 @@ from ._formats import Format
 T, H, E, K, I = 3, 64, 8, 2, 32
 FORMAT = Format(4, 32, "affine")
 HEAD = (16, 8)  # elements of a head of queries and keys, and of values
-_LOWEST = {"nvfp4": 40, "mxfp8": 118, "mxfp4": 124}  # lowest bytes of scales
 
 
 def whole_groups(width: int) -> int:
@@ -73,7 +72,7 @@ class Sample:
         """Weights of about 1."""
         counts = self.format.scales_of(columns)
         words = (*experts, rows, self.format.words(columns))
-        size = 2.0 ** (-6 - self.format.bits) if self._of_blocks else 0.25
+        size = 2.0 ** (-6 - self.format.bits) if self.format.stream_bits else 0.25
         return {
             f"{prefix}packed": self.words(*words),
             f"{prefix}scales": self._scales(*experts, rows, counts[0]),
@@ -82,21 +81,19 @@ class Sample:
             else None,
         }
 
-    @property
-    def _of_blocks(self) -> bool:
-        return self.format.scale_dtypes == (torch.uint8,) and self.format.name not in _LOWEST
-
     def _held(self, size: float, *shape: int) -> Tensor:
         """Numbers of about a size as the format holds them: GGUF's are the bits of halves."""
         numbers = self.values(*shape) * size
         return numbers if self.format.is_affine else numbers.half().view(torch.int16)
 
     def _scales(self, *groups: int) -> Tensor:
-        if self._of_blocks:
+        if self.format.stream_bits:
             return self.integers(256, *groups, dtype=torch.uint8)
-        if not self.format.is_affine and self.format.scale_dtypes[0] == torch.uint8:
-            count = 16 if self.format.name == "nvfp4" else 3
-            return _LOWEST[self.format.name] + self.integers(count, *groups, dtype=torch.uint8)
+        if self.format.scale_type == "e4m3":
+            return 40 + self.integers(16, *groups, dtype=torch.uint8)
+        if self.format.scale_type == "e8m0":
+            lowest = 118 if self.format.number_type == "e4m3" else 124
+            return lowest + self.integers(3, *groups, dtype=torch.uint8)
         more = 1 if self.format.codebook is None else 4  # elements of points are larger than codes
         return self._held(2.0 ** (-more - self.format.bits), *groups)
 

@@ -108,9 +108,8 @@ def _check_quantized(
     return columns
 
 
-def _meta_attention(
-    check, q, k, v, mask, order, softmax, scales, selected, gate, lookahead, tail, relative, dtype, **_
-):
+def _check_keys(check: Check, q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor | None, ...]) -> int:
+    """The elements of a head of values."""
     heads, width = check.dims("Hq D")
     key_columns, value_width = width, v.shape[3]
     if all(tensor is None for tensor in scales):
@@ -126,6 +125,13 @@ def _meta_attention(
     if heads % k.shape[1]:
         check.fail("k", f"of a number of heads that divides Hq = {heads}", tuple(k.shape))
     check.between("v's head dimension", value_width, 1, MAX_VALUE_HEAD)
+    return value_width
+
+
+def _meta_attention(
+    check, q, k, v, mask, order, softmax, scales, selected, gate, lookahead, tail, relative, dtype, **_
+):
+    value_width = _check_keys(check, q, k, v, scales)
     if mask is not None:
         _check_mask(check, mask, q, k)
     if tail.k_tail is None or tail.v_tail is None:

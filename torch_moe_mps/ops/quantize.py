@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._weight_formats import ROWS
 from ._encoding import E2M1_LARGEST, E4M3_LARGEST, affine_range, e4m3_codes, encode_with, fitting_scales
-from ._formats import FORMATS, Format, decode, dequantize_values, e4m3, e8m0, pack
+from ._formats import FORMATS, Format, decode, dequantize_values, e4m3, pack, scale_values
 from ._registry import operator
 from ._sample import Calls, Changes, Sample
 
@@ -128,7 +128,8 @@ def search(
     if format.has_biases:
         return _affine(groups, importance, dtype, format, room)
     scales = fitting_scales(groups, dtype, format)
-    tried = [scales, *(_of_e4m3(groups, importance, scales) if format.mode == "nvfp4" else _of_e8m0(scales))]
+    in_e4m3 = format.scale_type == "e4m3"
+    tried = [scales, *(_of_e4m3(groups, importance, scales) if in_e4m3 else _of_e8m0(scales))]
     errors = [_error_with(groups, importance, item, format) for item in tried]
     scales = _best(errors, tried)
     return encode_with(groups, scales, format), scales, None
@@ -245,7 +246,7 @@ class _Fit:
 
 
 def _error_with(groups: Tensor, importance: Tensor, scales: Tensor, format: Format) -> Tensor:
-    factors = (e4m3 if format.mode == "nvfp4" else e8m0)(scales).unsqueeze(-1)
+    factors = scale_values(scales, format).unsqueeze(-1)
     numbers = _rounded(groups * torch.where(factors == 0, 0.0, 1 / factors), format.bits)
     return _sums(numbers.mul_(factors).sub_(groups).square_(), importance)
 

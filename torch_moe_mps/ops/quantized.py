@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._activations import Activation
+from ._activations import POINTWISE, Activation
 from ._decoded import decoded_experts
 from ._formats import TENSORS, Format, QuantizedWeight, Weight
 from ._registry import Backward, operator
@@ -147,12 +147,13 @@ def _check_moe_experts_quantized(check, x, router, around, **arguments):
     "shared_gate_up_packed[_, _]:gate_up_packed shared_down_packed[_, _]:down_packed -> x",
     _check_moe_experts_quantized,
     allowed={
-        **{"scoring": SCORINGS, "group_score": GROUP_SCORES},
+        **{"scoring": SCORINGS, "group_score": GROUP_SCORES, "shared_activation": POINTWISE},
         **{"router_norm_eps": 0.0, "router_norm_min": 0.0},
     },
     dependences=(
         "ids weights only without logits",
         "shared_gate_up_packed not without logits",
+        "shared_activation not without shared_gate_up_packed",
         "shared_out gate_up_bias down_bias not beside shared_gate_up_packed",
     ),
 )
@@ -173,6 +174,7 @@ def moe_experts_quantized(
     router: Router,
     shared_gate_up: Weight | None = None,
     shared_down: Weight | None = None,
+    shared_activation: str | None = None,
 ) -> Tensor:
     """moe_experts with quantised weights; the formula is the same, after dequantising in float32.
 
@@ -201,6 +203,8 @@ def moe_experts_quantized(
             shaped like one of them, [2I, H * bits / 32] and so on; shared_out is its output for
             norm(x). Only with logits, beside no shared_out and no bias of the layer. On Metal it is part of
             both products where the first one chooses.
+        shared_activation: of that expert if it has another one: silu, gelu, gelu_tanh, relu or relu2. It is
+            gated and interleaved as the others are.
 
     Returns: [T, H] in the dtype of `x`.
 
@@ -214,6 +218,8 @@ def moe_experts_quantized(
     assert ids is not None and weights is not None
     if shared_gate_up is not None and shared_down is not None:
         matrices = shared_gate_up.of(first), shared_down.of(second)
+        if shared_activation is not None:
+            activation = activation._replace(activation=shared_activation, alpha=None, limit=None)
         around = around._replace(shared_out=mlp_outputs(x, norm, *matrices, activation))
     return combine_experts(x, norm, ids, weights, gate_up.packed.shape[0], mlp, around)
 
@@ -242,6 +248,7 @@ CHANGES: Changes = {
             **s.quantized("shared_gate_up_", 2 * s.I, s.H, ()),
             **s.quantized("shared_down_", s.H, s.I, ()),
             "shared_gate": s.values(1, 1),
+            "shared_activation": "relu",
         },
     ],
 }

@@ -6,8 +6,11 @@
     stages    stand-ins for what other processes have, while the model is loaded and when it is called
     shares    how many layers each process has
     peers     the processes: messages, time limits, and the errors of one that fails
+    handing   hidden states of a call, from each stage to the next
     running   calls of the model: equal inputs in all processes, results and tokens for all
-    torchrun  what commands ask of the processes that torchrun starts
+    together  `generate`, which every process calls alike
+    executor  steps of the engine, which runs in the first process
+    following what the other processes do for it
 
 Every process calls the model with the same inputs, and runs its whole `forward`. Layers of another process
 pass hidden states on; the last of them in front of a process's own layers gives what its neighbour sent.

@@ -14,9 +14,11 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from ..serving.engine.executor import executor_by
+from ..serving.engine.memory import Memory
 from ..transformers import loading
 from ..transformers.basics.scoped import having
-from ..transformers.checkpoints.quantize.sizes import total_bytes
+from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
 from ..transformers.upstream.utilities import cached_file
 from .loop import CannotBeCut, find_loop
@@ -24,6 +26,7 @@ from .peers import PeerError, Peers, Timeouts
 from .running import Running
 from .shares import Machine, given_shares, shares_of, this_machine
 from .stages import Stage
+from .together import Together
 
 _PACKAGE = __package__.partition(".")[0]
 _STAGE: ContextVar[Stage | None] = ContextVar("stage", default=None)
@@ -114,7 +117,7 @@ class PipelineLoading:
                 machines = [Machine(f["memory"], f["bandwidth"]) for f in facts]
                 ends = [model.get_input_embeddings(), model.get_output_embeddings()]
                 sizes, of_ends = [[*map(total_bytes, parts)] for parts in (layers, ends)]
-                shares = shares_of(sizes, of_ends, _apart(machines, self.peers.hosts))
+                shares = shares_of(sizes, of_ends, _apart(machines, self.peers.hosts)[::-1])[::-1]
             self.stage = Stage(self.peers.rank, given_shares(shares, size, len(layers)), loop)
 
     def _fail(self, argument: str, expected: str, got: Any) -> None:
@@ -138,8 +141,23 @@ class PipelineLoading:
 
     def finish(self, model: Any) -> None:
         """Waits until all processes have their layers, and takes over the calls of the model."""
-        self.peers.gather({"loaded": True})
-        vars(model)["pipeline"] = Running(model, self.stage, self.peers)
+        part = {
+            "layers": len(self.stage.own),
+            "bytes": total_bytes(model),
+            "bytes_a_token": bytes_a_token(model),
+            "free": Memory(model).free,
+        }
+        running = Running(model, self.stage, self.peers, self.peers.gather(part))
+        vars(model)["pipeline"] = running
+        Together(model, running)
+        executor_by(model, _refuse_engine)
+
+
+def _refuse_engine(*args: Any) -> Any:
+    raise ValueError(
+        "torch_moe_mps: several answers at once need a model in one process, got a pipeline: call its "
+        "generate() in every process"
+    )
 
 
 def _facts(name: str, config: Any, asked: Any, shares: Any) -> dict[str, Any]:

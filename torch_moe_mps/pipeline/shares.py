@@ -25,7 +25,7 @@ def this_machine() -> Machine:
 
 
 def shares_of(layers: Sequence[int], ends: Sequence[int], machines: Sequence[Machine]) -> list[int]:
-    """The number of layers of each process.
+    """The number of layers of each process, in the order of the layers.
 
     Each takes time in proportion to its bytes and in inverse proportion to its bandwidth. Of the divisions
     that fit the memory of all, it is the one whose slowest process is fastest; if nothing fits, memory counts
@@ -34,7 +34,7 @@ def shares_of(layers: Sequence[int], ends: Sequence[int], machines: Sequence[Mac
     Args:
         layers: bytes of each layer.
         ends: bytes of the embedding and of the output head, which the first and the last have.
-        machines: of each process.
+        machines: of each process, the one with the first layers first.
     """
     speeds = [m.bandwidth for m in machines]
     known = [1.0 if None in speeds else float(s or 1) for s in speeds]
@@ -56,7 +56,7 @@ def shares_that_fit(
         limits: bytes that each Mac may use.
 
     Returns: the layers of each, the bytes of weights of each, and the free memory for caches of all layers
-        when the first Mac is full.
+        when one Mac is full.
 
     Raises: ValueError for a model that has too few layers.
     """
@@ -64,15 +64,17 @@ def shares_that_fit(
     if len(layers) < len(limits):
         raise ValueError(f"--macs must be at most the number of layers, {len(layers)}, got {len(limits)}")
     of_layers, of_head = [size_of(layer) for layer in layers], size_of(head)
-    # The first has all but layers and head; a head that is tied to the embedding is on both.
+    # The last Mac has the first layers and all beside layers and head; a head that is tied to the embedding
+    # is on the first one, too.
     is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     first = weights - sum(of_layers) - (0 if is_tied else of_head)
-    shares = shares_of(of_layers, [first, of_head], [Machine(limit, None) for limit in limits])
+    shares = shares_of(of_layers, [first, of_head], [Machine(limit, None) for limit in limits[::-1]])
     ends = [sum(shares[: i + 1]) for i in range(len(shares))]
     parts = [sum(of_layers[end - share : end]) for end, share in zip(ends, shares, strict=True)]
     parts[0], parts[-1] = parts[0] + first, parts[-1] + of_head
-    rooms = [limit - part for limit, part in zip(limits, parts, strict=True)]
-    return shares, parts, min(room * len(layers) // share for room, share in zip(rooms, shares, strict=True))
+    rooms = [limit - part for limit, part in zip(limits[::-1], parts, strict=True)]
+    room = min(room * len(layers) // share for room, share in zip(rooms, shares, strict=True))
+    return shares[::-1], parts[::-1], room
 
 
 def _least(

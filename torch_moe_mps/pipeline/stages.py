@@ -43,7 +43,7 @@ class Elsewhere(nn.Module):
 
 
 class NoEmbedding(nn.Module):
-    """Replaces an embedding that only the first process needs: gives its shape, without memory."""
+    """Replaces an embedding that only the first stage needs: gives its shape, without memory."""
 
     def __init__(self, embedding: Any, dtype: torch.dtype):
         super().__init__()
@@ -54,7 +54,7 @@ class NoEmbedding(nn.Module):
 
 
 class NoHead(nn.Module):
-    """Replaces an output head that only the last process needs: gives logits that nobody reads."""
+    """Replaces an output head that only the last stage needs: gives logits that nobody reads."""
 
     weight: Tensor
 
@@ -82,19 +82,29 @@ def count_tokens(cache: Any, index: int, hidden: Tensor, convolves: bool) -> Non
 class Stage:
     """The part of a model that one process has.
 
+    Layers run from the last process to the first: rank 0 has the logits, as it is the one that samples, and
+    every other process needs only the sampled tokens.
+
     Args:
         rank, shares: of the process, and the number of layers of each.
         loop: of the model.
 
     Attributes:
         own: the numbers of the layers that are here.
+        first, last: whether they are the first ones, behind the embedding, or the last ones, with the head.
+        previous, next: the ranks of the neighbours.
+        before, behind: how many stages are in front of this one, and behind it.
         layers: these, and stand-ins for the others, once the model is cut.
     """
 
+    head = 0  # the rank with the output head
+
     def __init__(self, rank: int, shares: Sequence[int], loop: Loop):
-        begin = sum(shares[:rank])
+        begin = sum(shares[rank + 1 :])
         self.own = range(begin, begin + shares[rank])
-        self.first, self.last = rank == 0, rank == len(shares) - 1
+        self.before, self.behind = len(shares) - 1 - rank, rank
+        self.first, self.last = self.before == 0, self.behind == 0
+        self.previous, self.next = rank + 1, rank - 1
         self.loop = loop
 
     def cut(self, model: Any) -> None:
@@ -106,7 +116,7 @@ class Stage:
             if index not in self.own:
                 self.layers[index] = Elsewhere(layer, index, self.loop)
                 removed.append(f"{self.loop.layers}.{index}")
-        if not self.first:  # towers of vision and audio give embeddings, which only the first process needs
+        if not self.first:  # towers of vision and audio give embeddings, which only the first stage needs
             towers = [n for n in beside_text(model) if any(True for _ in model.get_submodule(n).parameters())]
             leave_out(model, towers)
             removed += towers

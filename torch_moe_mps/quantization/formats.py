@@ -155,6 +155,39 @@ def _device_for(stack: Tensor, format: Format, importance: Tensor | None) -> tor
     return mps if searches and torch.backends.mps.is_available() else cpu
 
 
+def _at_once(format: Format, device: torch.device, by_importance: bool) -> int:
+    """How many weights are quantised at a time."""
+    if format.integers is not None:
+        return CHUNK if device.type == "cpu" else IN_SUPERBLOCKS
+    return SEARCHED if by_importance else CHUNK
+
+
+def _by_rule(piece: Tensor, format: Format, errors: ErrorSums | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Packed, scales and biases by MLX's rule."""
+    groups = piece.float().unflatten(-1, (-1, format.group_size))
+    codes, scales, biases = encode(groups, piece.dtype, format)
+    if biases is not None:
+        scales, biases = scales.to(piece.dtype), biases.to(piece.dtype)
+    if errors is not None:
+        errors.add(groups, decode(codes, scales, biases, format))
+    return pack(codes.flatten(-2), format.bits), scales, biases
+
+
+def _by_search(
+    piece: Tensor, importance: Tensor | None, format: Format, errors: ErrorSums | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Packed, scales and biases by importance [E, C]; None, the same for all, where scales are integers."""
+    if format.integers is not None:
+        weights = None if importance is None else importance[:, None]
+        *tensors, sums = quantize_superblocks(piece.float(), weights, format, format.integers)
+    else:
+        *tensors, sums = quantize_by_importance(piece, importance, format.name)
+    if errors is not None:
+        errors.add_sums(*sums.flatten(0, -2).sum(0).tolist())
+    packed, scales, biases = tensors
+    return packed, scales, biases
+
+
 @torch.no_grad()
 def quantize_stack(
     stack: Tensor, format: Format, errors: ErrorSums | None = None, importance: Tensor | None = None
@@ -168,28 +201,13 @@ def quantize_stack(
     if importance is not None:  # relative, so that float32 holds the sums
         importance = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         importance = importance.to(device)
-    integers = format.integers
-    count = CHUNK if importance is None else SEARCHED
-    if integers is not None:
-        count = CHUNK if device.type == "cpu" else IN_SUPERBLOCKS
-    for index in chunks(stack, count):
+    for index in chunks(stack, _at_once(format, device, importance is not None)):
         piece = stack[index].to(device)
-        weights = None if importance is None else importance[index[0]]
-        if weights is None and integers is None:
-            groups = piece.float().unflatten(-1, (-1, format.group_size))
-            codes, scales, biases = encode(groups, stack.dtype, format)
-            packed, scales = pack(codes.flatten(-2), format.bits), scales.to(out.scales.dtype)
-            biases = None if biases is None else biases.to(stack.dtype)
-            if errors is not None:
-                errors.add(groups, decode(codes, scales, biases, format))
+        if importance is None and format.integers is None:
+            packed, scales, biases = _by_rule(piece, format, errors)
         else:
-            if integers is not None:
-                weights = None if weights is None else weights[:, None]
-                packed, scales, biases, sums = quantize_superblocks(piece.float(), weights, format, integers)
-            else:
-                packed, scales, biases, sums = quantize_by_importance(piece, weights, format.name)
-            if errors is not None:
-                errors.add_sums(*sums.flatten(0, -2).sum(0).tolist())
+            own = None if importance is None else importance[index[0]]
+            packed, scales, biases = _by_search(piece, own, format, errors)
         words[index], out.scales[index] = packed, scales
         if out.biases is not None and biases is not None:
             out.biases[index] = biases

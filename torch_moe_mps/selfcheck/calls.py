@@ -6,7 +6,7 @@ heads. Its calls have few and many tokens, and plans for few and many cores.
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -214,23 +214,29 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
             if "ids" in arguments and tokens == TOKENS[-1]:
                 arguments["ids"] = arguments["ids"].long()
             yield arguments
-        multiplies = "format" in names_of(name) or name in DENSE
-        if multiplies and "norm_weight" in names_of(name):
-            yield from _normed(sample(tokens=1), sample(tokens=T), odd)
-        if name == "moe_experts_quantized":
-            yield from _chosen(sample(tokens=1), odd)
-        if name == "heads_quantized":
-            yield from _both_ways(sample(), sample(of="linear_quantized")["x"].shape[-1], odd)
-        if multiplies:
-            # Where few threadgroups fill the GPU, each takes more rows: of linear layers more than there are.
-            with planned_for(1):
-                wider = 1 if name not in LINEARS else max(1, 256 // max(32, format.multiple))
-                for tokens in (T, TOKENS[-2]):
-                    yield sample(tokens=tokens, wider=wider)
-        if name in LINEARS:
-            # Tiles that a GPU with fewer registers never takes: `check` shows that every kernel is right.
-            with planned_for(0, MOST_REGISTERS):
-                yield sample(tokens=TOKENS[-2])
+        if "format" in names_of(name) or name in DENSE:
+            yield from _products(name, sample, format, odd)
+
+
+def _products(
+    name: str, sample: Callable[..., dict[str, Any]], format: Format, odd: Sample
+) -> Iterator[dict[str, Any]]:
+    """Arguments of an operator that multiplies: normed, chosen and other inputs, and plans of other GPUs."""
+    if "norm_weight" in names_of(name):
+        yield from _normed(sample(tokens=1), sample(tokens=T), odd)
+    if name == "moe_experts_quantized":
+        yield from _chosen(sample(tokens=1), odd)
+    if name == "heads_quantized":
+        yield from _both_ways(sample(), sample(of="linear_quantized")["x"].shape[-1], odd)
+    # Where few threadgroups fill the GPU, each takes more rows: of linear layers more than there are.
+    with planned_for(1):
+        wider = 1 if name not in LINEARS else max(1, 256 // max(32, format.multiple))
+        for tokens in (T, TOKENS[-2]):
+            yield sample(tokens=tokens, wider=wider)
+    if name in LINEARS:
+        # Tiles that a GPU with fewer registers never takes: `check` shows that every kernel is right.
+        with planned_for(0, MOST_REGISTERS):
+            yield sample(tokens=TOKENS[-2])
 
 
 def _normed(one: dict[str, Any], several: dict[str, Any], odd: Sample) -> Iterator[dict[str, Any]]:

@@ -49,9 +49,10 @@ template <typename T>
   if (column >= params.outputs) return;
   device const T* row = rows + ulong(group.x) * params.rows;
   const float gate = float(row[weight_row(column, 0, params)]);
-  const float value = params.row_layout == ROWS_PLAIN
-                          ? pointwise_activation(gate, params.activation)
-                          : gated_activation(gate, float(row[weight_row(column, 1, params)]), params);
+  const float value =
+      params.row_layout == ROWS_PLAIN
+          ? pointwise_activation(gate, params.activation)
+          : gated_activation(gate, float(row[weight_row(column, 1, params)]), params.activation, params);
   out[ulong(group.x) * params.outputs + column] = T(value);
 }
 

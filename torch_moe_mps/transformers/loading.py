@@ -82,24 +82,23 @@ def from_pretrained(
     """
     asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
     recipe = requested_recipe(**asked)  # its errors are raised before anything is loaded
+    wanted = None if recipe is None else asked
     require_kv_bits("from_pretrained", kv_bits)
     _require_one_process(kwargs)
     source = Source(name, kwargs, model_class)
     _check_drafting(recipe, source)
     if source.gguf is not None:
-        kwargs["gguf_file"] = source.gguf
-        if kwargs.get("dtype") == "auto":
-            kwargs["dtype"] = torch.bfloat16
-    if part is not None and isinstance(importance, str) and not is_file_of_importance(Path(importance)):
-        expected = "an Importance or a file of it, where layers are spread"
-        raise ValueError(f"moe_mps::from_pretrained: importance must be {expected}, got a text")
+        dtype = {"dtype": torch.bfloat16} if kwargs.get("dtype") == "auto" else {}
+        kwargs |= {"gguf_file": source.gguf, **dtype}
+    if part is not None:
+        _require_no_text(importance)
     if importance is not None:
         importance = _importance(
             importance, source, name, model_class, asked, recipe is not None, check, kwargs
         )
     alike = asked | {key: value for key, value in source.others.items() if key != "device_map"}
     loading = None if part is None else part(source, alike)
-    kwargs = _with_quantization(kwargs, source, None if recipe is None else asked, importance)
+    kwargs = _with_quantization(kwargs, source, wanted, importance)
     with_info = kwargs.pop("output_loading_info", False)
     reading = contextlib.nullcontext() if loading is None else loading.reading()
     with allowed(check):
@@ -108,7 +107,7 @@ def from_pretrained(
             model, info = _read(source, kwargs)
         _check_complete(sorted(info["missing_keys"]))
         note_folder(model, source.folder)
-        _accelerate(model, importance, None if recipe is None else asked, kv_bits)
+        _accelerate(model, importance, wanted, kv_bits)
     if loading is not None:
         loading.finish(model)
     return (model, info) if with_info else model
@@ -129,6 +128,13 @@ def _check_drafting(recipe: Recipe | None, source: Source) -> None:
     if recipe is not None and recipe.of_mtp():
         source.check_files()  # downloads them
         check_exceptions(source.folder, source.skeleton(), recipe)
+
+
+def _require_no_text(importance: Importance | str | os.PathLike | None) -> None:
+    """Raises: ValueError for importance that a process with some of the layers cannot measure."""
+    if isinstance(importance, str) and not is_file_of_importance(Path(importance)):
+        expected = "an Importance or a file of it, where layers are spread"
+        raise ValueError(f"moe_mps::from_pretrained: importance must be {expected}, got a text")
 
 
 def _require_one_process(kwargs: dict[str, Any]) -> None:

@@ -121,7 +121,9 @@ def expected_moe_experts_quantized(a):
         a = SimpleNamespace(**vars(a) | {"weights": Estimate(weights.value, weights.error)})
         a.ids, sure = torch.from_numpy(ids.value), ids.known
     if a.shared_gate_up_packed is not None:
-        a = SimpleNamespace(**vars(a) | {"shared_out": mlp(a, "shared_")})
+        other = {} if a.shared_activation is None else {"activation": a.shared_activation}
+        shared = mlp(SimpleNamespace(**vars(a) | other), "shared_")
+        a = SimpleNamespace(**vars(a) | {"shared_out": shared})
     (out,) = experts(a, dense(a, "gate_up_"), dense(a, "down_", down=True), rounded_weight=True)
     return [Expected(out.value, out.error, sure)]
 

@@ -54,8 +54,9 @@ from support import tiny_models
 import torch_moe_mps
 from torch_moe_mps.selfcheck import libraries
 from torch_moe_mps.transformers.compiling import BEHIND
-compiled, plain = [], libraries._pipelines_of
+begun, compiled, plain = [], [], libraries._pipelines_of
 def noted(name, without=()):
+    begun.append(name)
     kernels = plain(name, without)
     compiled.append((name, without, [kernel.split()[0] for kernel in kernels]))
     return kernels
@@ -71,6 +72,8 @@ for thread in threading.enumerate():
 first = [row for row in compiled if row[1]]
 rest = compiled[len(first):]
 assert compiled[:len(first)] == first and {row[0] for row in first} < {row[0] for row in rest}
+at_once = begun[len(first):][:libraries.COMPILERS]
+assert any(name.startswith("quantized_prompts") for name in at_once), at_once  # what a prompt waits for
 launched = {line.split()[0] for line in lines if " grid " in line}
 print(*launched, "of", *(kernel for row in first for kernel in row[2]))
 print(sum(len(row[2]) for row in rest))
@@ -135,8 +138,8 @@ norms_bf16: 356
 pointwise_bf16: 185
 rope_bf16: 356
 routing_4_bf16: 431
-attention_128_bf16: 860
-all: 3210
+attention_128_bf16: 861
+all: 3211
 """,
         )
 

@@ -84,7 +84,7 @@ class Command {
 
  private:
   friend class Commands;
-  static constexpr size_t kMaxParams = 672;
+  static constexpr size_t kMaxParams = 680;
 
   const at::Tensor& given(const at::Tensor& tensor) const { return tensor; }
   const at::Tensor& given(at::Tensor&& tensor) const = delete;

@@ -10,9 +10,11 @@ from ...transformers.caches.cache import hands_cache_on
 from ...transformers.caches.prompt_cache import reads_whole, takes_layers
 from ...transformers.trials.batching import reason_against_rows
 from ...transformers.upstream.generation import GenerationMixin, GenerationMode
-from .inputs import GROWING
 
 logger = logging.getLogger(__name__)
+
+# Caches that grow, of `cache_implementation`: "hybrid", which Gemma 2 and 3 say, is no wish for `generate`.
+_GROWING = (None, "dynamic", "hybrid")
 
 
 class Abilities:
@@ -66,7 +68,7 @@ def reason_of_settings(config: GenerationConfig) -> str | None:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return f"{mode.value.replace('_', ' ')} is generate()'s"
-    if config.cache_implementation not in GROWING:
+    if config.cache_implementation not in _GROWING:
         return "generation_config asks for another cache"
     return None
 

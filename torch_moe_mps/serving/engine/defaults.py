@@ -95,7 +95,7 @@ def settings_of_answer(
 
 def _with_end(ends: Any, tokenizer: Any, vocabulary: int) -> Any:
     """Tokens that end an answer, with the tokenizer's if the model knows it."""
-    last = tokenizer.eos_token_id
-    known = [*ends] if isinstance(ends, list) else [] if ends is None else [ends]
-    is_new = type(last) is int and last < vocabulary and last not in known
-    return [*known, last] if is_new else ends
+    last, known = tokenizer.eos_token_id, ends if isinstance(ends, list) else [ends]
+    if type(last) is not int or last >= vocabulary or last in known:
+        return ends
+    return [*(token for token in known if token is not None and token < vocabulary), last]

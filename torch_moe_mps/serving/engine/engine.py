@@ -18,10 +18,9 @@ from ..speculative.drafting import Drafting
 from .abilities import Abilities
 from .decoding import Decoding
 from .drafts import Drafts
-from .executor import Executor
+from .executor import executor_of
 from .groups import Single
 from .job import Job, Reason
-from .own_generate import generate_alone
 from .pool import Pool
 from .ranges import check_job
 from .sampling import Sampled, Sampler, sample
@@ -82,16 +81,12 @@ class Engine:
         take: Callable[[], bool] = lambda: True,
         drafting: Drafting | None = None,
     ):
-        if hasattr(model, "pipeline"):
-            raise ValueError(
-                "torch_moe_mps: several answers at once need a model in one process, got a pipeline: it "
-                "generates one after the other"
-            )
         self.model, self.prefix_cache, self.counts = model, prefix_cache, Counts()
         self.budget, self.times = Budget(most, memory, capacity, batch_capacity), Times()
         self.abilities, self.drafts = Abilities(model), Drafts(model, drafting, self.budget)
-        self.pool = Pool(model, prefix_cache, self.drafts)
-        self.executor = Executor(model, self.abilities, lambda: self.drafts.states)
+        self.executor = executor_of(model, self.abilities, lambda: self.drafts.states)
+        self.budget.memory = self.executor.room(memory)
+        self.pool = Pool(self.executor, prefix_cache, self.drafts)
         others = self.drafts, prefix_cache, self.budget, self.times
         self.decoding = Decoding(self.pool, self.executor, *others)
         self._scheduler, self._take_jobs = Scheduler(), take
@@ -335,4 +330,4 @@ class Engine:
             return job.is_cancelled or not goes_on
 
         self.counts.computed += sequence.prompt_tokens
-        return generate_alone(self.model, job, ends)
+        return self.executor.generate(job, ends)

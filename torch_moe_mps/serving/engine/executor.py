@@ -9,19 +9,24 @@ import torch
 from torch import Tensor
 
 from ...transformers.basics.wide_logits import wide_logits
+from ...transformers.caches.batched import BatchedCache
 from ...transformers.upstream.calls import cache_argument
-from ..prefix_cache.memory import PrefixCache
+from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
 from .abilities import Abilities
 from .between import Between
+from .drafts import Drafts
 from .groups import Group
 from .inputs import images_of, is_one_prompt
-from .job import Job
+from .job import Job, Reason
+from .own_generate import generate_alone
 from .prefill import Prefill, turned, turning
 from .sequence import Sequence
 
+_MAKES = "_moe_mps_executor"  # where a model's __dict__ has what makes its executor
+
 
 class Executor:
-    """Computes the steps of sequences in this process.
+    """Computes the steps of sequences in this process, and changes their caches.
 
     Args:
         states: the numbers of the model's hidden states that drafters want; empty for none.
@@ -32,26 +37,46 @@ class Executor:
         self.device: torch.device = model.device
         self._turning: Mapping[str, Any] = turning(model)
 
+    def room(self, memory: int | None) -> int | None:
+        """The part of so many bytes that sequences and cached prefixes may take; None is no limit."""
+        return memory
+
+    def rows(self, drafts: Drafts) -> BatchedCache:
+        """The cache of a new batch, whose sequences may have these drafts."""
+        return BatchedCache(self._model, drafts.deferrable)
+
+    def keep(self, prefill: Prefill, prefix: CachedPrefix) -> None:
+        """Caches a prefix that goes on from a prefill: that itself, or one with generated tokens."""
+        if prefill.prefix_cache is not None:
+            prefill.prefix_cache.put(prefix)
+
+    def generate(self, job: Job, ends: Callable[[], bool]) -> Reason:
+        """Generates a job by the model's own `generate`, which asks between tokens whether it ends."""
+        return generate_alone(self._model, job, ends)
+
     def begin(self, job: Job, prefix_cache: PrefixCache | None) -> Prefill:
         """The prefill of a job, behind its cached prefix."""
-        inputs = job.inputs
-        is_cached = self._abilities.caches_prefixes and is_one_prompt(inputs)
-        return Prefill(
-            self._model,
-            inputs["input_ids"],
-            prefix_cache if is_cached else None,
-            images=job.images or images_of(self._model, inputs),
-            beside={name: value for name, value in inputs.items() if name != "input_ids"},
-            modules=self._turning,
-            reads_whole=self._abilities.reads_whole,
-        )
+        is_cached = self._abilities.caches_prefixes and is_one_prompt(job.inputs)
+        images = job.images or images_of(self._model, job.inputs)
+        return self._begun(job.inputs, prefix_cache if is_cached else None, images)
 
     def begin_again(self, sequence: Sequence) -> Prefill:
         """The prefill of a preempted sequence: its tokens so far are its prompt."""
         assert sequence.prefill is not None
-        cache, whole = sequence.prefill.prefix_cache, self._abilities.reads_whole
-        ids = sequence.computed_ids()
-        return Prefill(self._model, ids, cache, modules=self._turning, reads_whole=whole)
+        return self._begun({"input_ids": sequence.computed_ids()}, sequence.prefill.prefix_cache)
+
+    def _begun(
+        self, inputs: Mapping[str, Tensor], prefix_cache: PrefixCache | None, images: Images | None = None
+    ) -> Prefill:
+        return Prefill(
+            self._model,
+            inputs["input_ids"],
+            prefix_cache,
+            images=images,
+            beside={name: value for name, value in inputs.items() if name != "input_ids"},
+            modules=self._turning,
+            reads_whole=self._abilities.reads_whole,
+        )
 
     def prefill(self, prefill: Prefill, chunk: int, beside: Callable[[], None]) -> Any:
         """Computes the next chunk of a prompt. Returns: what the model returns.
@@ -65,7 +90,7 @@ class Executor:
 
     def decode(self, group: Group) -> Any:
         """Computes the next token of each sequence. Returns: what the model returns."""
-        return group.compute(self._call, group.next_tokens(self.device))
+        return self.verify(group, group.next_tokens(self.device))
 
     def verify(self, group: Group, ids: Tensor) -> Any:
         """Computes tokens [B, T] of the sequences, drafts among them. Returns: what the model returns."""
@@ -85,5 +110,21 @@ class Executor:
     def _call(self, cache: Any, **inputs: Any) -> Any:
         if states := self._states():
             inputs["output_hidden_states"] = states[0] if len(states) == 1 else states  # these alone
-        with wide_logits():  # samplers widen them
-            return self._model(**inputs, **cache_argument(self._model, cache))
+        return call_model(self._model, cache, **inputs)
+
+
+def call_model(model: Any, cache: Any, **inputs: Any) -> Any:
+    """The result of a model for the next tokens of its cache."""
+    with wide_logits():  # samplers widen them
+        return model(**inputs, **cache_argument(model, cache))
+
+
+def executor_of(model: Any, abilities: Abilities, states: Callable[[], tuple[int, ...]]) -> Executor:
+    """The executor of a model. Raises: ValueError where several sequences cannot be generated."""
+    make: Callable[..., Executor] = vars(model).get(_MAKES, Executor)
+    return make(model, abilities, states)
+
+
+def executor_by(model: Any, make: Callable[..., Executor]) -> None:
+    """Makes the model's executor by this from now on."""
+    vars(model)[_MAKES] = make

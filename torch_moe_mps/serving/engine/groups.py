@@ -1,7 +1,7 @@
 """Groups: decoding sequences that share a cache. A sequence that is not batchable is a group of one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,9 +67,9 @@ class Batched(Group):
 
     is_batched = True
 
-    def __init__(self, model: Any, deferrable: Mapping[int, Any]):
+    def __init__(self, rows: BatchedCache):
         super().__init__()
-        self.rows = BatchedCache(model, deferrable)
+        self.rows = rows
 
     @property
     def lengths(self) -> list[int]:
@@ -98,22 +98,26 @@ class Batched(Group):
 
 
 class Single(Group):
-    """A sequence that decodes in the cache of its prompt."""
+    """A sequence that decodes in the cache of its prompt.
+
+    Attributes:
+        prefill: of the prompt.
+    """
 
     def __init__(self, sequence: Sequence):
         super().__init__()
         assert sequence.prefill is not None
-        self.sequences, self._prefill = [sequence], sequence.prefill
-        self._length = len(self._prefill.cached.ids)
+        self.sequences, self.prefill = [sequence], sequence.prefill
+        self._length = len(self.prefill.cached.ids)
 
     @property
     def lengths(self) -> list[int]:
         return [self._length]
 
     def compute(self, call: Call, ids: Tensor) -> Any:
-        out = self._prefill.decode(call, ids, self._length)
+        out = self.prefill.decode(call, ids, self._length)
         self._length += ids.shape[1]
         return out
 
     def copy_of(self, sequence: Sequence) -> Any:
-        return self._prefill.cached.cache  # nobody else's
+        return self.prefill.cached.cache  # nobody else's

@@ -11,9 +11,6 @@ from ..prefix_cache.memory import Images
 from .ranges import placeholders_of
 
 _OF_TEXT = ("token_type_ids", "mm_token_type_ids")  # all zeros where there is only text
-# Caches that grow, of `cache_implementation`: "hybrid", which Gemma 2 and 3 say, is no wish for `generate`.
-GROWING = (None, "dynamic", "hybrid")
-_FROM_STATES = ("use_mtp", "speculation_type")  # settings of transformers' drafts from a model's states
 # Inputs that are images or sound.
 _IMAGES = re.compile("pixel_|image_|video_|audio_|input_features")
 
@@ -46,20 +43,4 @@ def is_one_prompt(given: dict[str, Any]) -> bool:
         and (mask is None or bool((mask == 1).all()))
         and all(_IMAGES.match(name) or name in _OF_TEXT for name in beside)
         and (images or not any(bool(value.any()) for value in beside.values()))
-    )
-
-
-def keeps_one_cache(model: Any, given: dict[str, Any]) -> bool:
-    """Whether `generate` computes one sequence in a cache that grows, with these arguments.
-
-    transformers' drafts from states of the model read those of the whole prompt, which none are kept of.
-    """
-    settings = vars(given.get("generation_config") or model.generation_config)
-    settings = settings | {name: value for name, value in given.items() if name in settings}
-    return (
-        settings.get("cache_implementation") in GROWING
-        and settings.get("use_cache") is not False
-        and (settings.get("num_beams") or 1) == 1
-        and (settings.get("num_return_sequences") or 1) == 1
-        and not any(settings.get(name) for name in _FROM_STATES)
     )

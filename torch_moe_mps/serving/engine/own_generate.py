@@ -1,11 +1,11 @@
 """A job by the model's own `generate`: beams, and models that have one of their own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import GenerationConfig, StoppingCriteria
 
 from ..._faults import raise_fault, synchronize
 from ...transformers.basics.scoped import Seeded
@@ -14,11 +14,11 @@ from .job import Job, Reason, prompt_length
 from .prefill import turned, turning
 
 
-def generate_alone(model: Any, job: Job, ends: Callable[[], bool]) -> Reason:
+def generate_alone(model: Any, job: Job, ends: Callable[[], bool] | None) -> Reason:
     """Generates a job, of whose prompt nothing is cached.
 
     Args:
-        ends: asked between tokens: whether the answer ends there.
+        ends: asked between tokens: whether the answer ends there; None where it cannot.
 
     Raises: ValueError for processors with `is_first`: `generate` calls its own before them.
     """
@@ -31,32 +31,33 @@ def generate_alone(model: Any, job: Job, ends: Callable[[], bool]) -> Reason:
 
         def ends_there() -> bool:
             with numbers.outside():  # others may sample tokens meanwhile
-                return ends()
+                return ends is not None and ends()
 
         steps, has_beams = Steps(ends_there, tokens, model.device), (job.config.num_beams or 1) > 1
         more: dict[str, Any] = {} if has_beams else {"streamer": steps}
-        inputs, settings = settings_of(model, job)
-        with turned(turning(model), {}):
-            result = model.generate(**inputs, **settings, **more, stopping_criteria=[steps])
+        if ends is not None:
+            more["stopping_criteria"] = [steps]
+        if job.processors:
+            more["logits_processor"] = job.processors
+        if job.config.stop_strings:
+            more["tokenizer"] = job.tokenizer
+        result = call_generate(model, job.inputs, job.config, **more)
         if has_beams:  # there is nothing to show before the end
-            tokens.put(inputs["input_ids"])
+            tokens.put(job.inputs["input_ids"])
             begun = 1 if model.config.is_encoder_decoder else length  # tokens in front of the answer
             tokens.put(getattr(result, "sequences", result)[0, begun:])
         if steps.error is not None:
             raise steps.error
     if tokens.is_complete:
         return "stop"
-    return "cancelled" if ends() else "length"
+    return "cancelled" if job.is_cancelled or (ends is not None and ends()) else "length"
 
 
-def settings_of(model: Any, job: Job) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The inputs of a job on the device, and the other arguments of `generate`."""
-    settings: dict[str, Any] = {"generation_config": job.config, **as_text(model)}
-    if job.processors:
-        settings["logits_processor"] = job.processors
-    if job.config.stop_strings:
-        settings["tokenizer"] = job.tokenizer
-    return {name: value.to(model.device) for name, value in job.inputs.items()}, settings
+def call_generate(model: Any, inputs: Mapping[str, Tensor], config: GenerationConfig, **more: Any) -> Any:
+    """Result of the model's own `generate` for inputs on the CPU."""
+    on_device = {name: value.to(model.device) for name, value in inputs.items()}
+    with turned(turning(model), {}):
+        return model.generate(**on_device, generation_config=config, **as_text(model), **more)
 
 
 class Tokens:

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence as Many
 from dataclasses import replace
-from typing import Any
 
 import torch
 from transformers import DynamicCache
 
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
 from .drafts import Drafts
+from .executor import Executor
 from .groups import Batched, Group
 from .isolation import Isolation
 from .job import Reason
@@ -24,14 +24,14 @@ class Pool:
         isolation: ends them by the errors of blocks.
     """
 
-    def __init__(self, model: Any, prefix_cache: PrefixCache | None, drafts: Drafts):
-        self._model, self._prefix_cache, self._drafts = model, prefix_cache, drafts
+    def __init__(self, executor: Executor, prefix_cache: PrefixCache | None, drafts: Drafts):
+        self._executor, self._prefix_cache, self._drafts = executor, prefix_cache, drafts
         self.sequences: list[Sequence] = []
         self.groups: list[Group] = [self._new_batch()]
         self.isolation = Isolation(self)
 
     def _new_batch(self) -> Batched:
-        return Batched(self._model, self._drafts.deferrable)
+        return Batched(self._executor.rows(self._drafts))
 
     @property
     def batch(self) -> Batched:
@@ -160,7 +160,9 @@ class Pool:
 
     def cache(self, sequence: Sequence, prefix: CachedPrefix) -> None:
         """Keeps a prefix in the cache of the sequence's prompt, if it has one."""
-        cache = None if sequence.prefill is None else sequence.prefill.prefix_cache
-        if cache is not None and isinstance(prefix.cache, DynamicCache) and len(prefix.ids) > 0:
+        prefill = sequence.prefill
+        if prefill is None or prefill.prefix_cache is None:
+            return
+        if isinstance(prefix.cache, DynamicCache) and len(prefix.ids) > 0:
             with self.isolation.optional():
-                cache.put(prefix)
+                self._executor.keep(prefill, prefix)

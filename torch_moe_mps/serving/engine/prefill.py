@@ -18,7 +18,7 @@ from .scheduler import LARGEST_CHUNK
 # Where states fit whole prefixes only: a template may end a prompt in another way than the next turn goes on,
 # so this many tokens are computed again. Every so many tokens states are kept for prompts that share a
 # document; of all, the first and the last are.
-_END, _EVERY, _FIRST, _LAST = 32, 4 * LARGEST_CHUNK, 2, 2
+END, _EVERY, _FIRST, _LAST = 32, 4 * LARGEST_CHUNK, 2, 2
 _ROTATE: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # {model: whether it has rotary embeddings}
 
 
@@ -59,7 +59,7 @@ class Prefill:
 
     Attributes:
         cached: the tokens and the cache so far.
-        prefix_cache, images: as they were given.
+        ids, prefix_cache, images: as they were given.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Prefill:
         reads_whole: bool = False,
     ):
         self.prefix_cache, self.images = prefix_cache, images
-        self._ids, self._device, self._beside, self._modules = ids, model.device, beside, modules
+        self.ids, self._device, self._beside, self._modules = ids, model.device, beside, modules
         cache: Any = new_cache(model) if takes_layers(model) else None
         self.cached = CachedPrefix(ids[0, :0], cache)
         if prefix_cache is not None:
@@ -130,8 +130,8 @@ class Prefill:
         if not self._is_whole:
             end = min(end, start + most)
         beside = self._beside if self.has_new_images else {}
-        out = self._compute(call, self._ids[:, start:end], start, **beside, logits_to_keep=1)
-        cached.ids = self._ids[0, :end]
+        out = self._compute(call, self.ids[:, start:end], start, **beside, logits_to_keep=1)
+        cached.ids = self.ids[0, :end]
         if self.prefix_cache is not None and end < self._end and _is_marked(end, self._end):
             _mark(cached)
         return out
@@ -168,12 +168,12 @@ def _pauses(kept: CachedPrefix, prompt: int) -> list[int]:
     start = len(kept.ids)
     if not kept_states(kept.cache):
         return [*range(start + LARGEST_CHUNK, prompt, LARGEST_CHUNK)]
-    ends = {*range((start // LARGEST_CHUNK + 1) * LARGEST_CHUNK, prompt, LARGEST_CHUNK), prompt - _END}
+    ends = {*range((start // LARGEST_CHUNK + 1) * LARGEST_CHUNK, prompt, LARGEST_CHUNK), prompt - END}
     return sorted(end for end in ends if start < end < prompt)
 
 
 def _is_marked(position: int, prompt: int) -> bool:
-    return position == prompt - _END or position % _EVERY == 0
+    return position == prompt - END or position % _EVERY == 0
 
 
 def _mark(kept: CachedPrefix) -> None:

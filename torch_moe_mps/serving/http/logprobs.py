@@ -72,7 +72,7 @@ class Logprobs(LogitsProcessor):
 
     def __init__(self, tokenizer: Any, count: int):
         self._tokenizer, self._count = tokenizer, count
-        # Of each token, on the CPU: [V] logarithms, those of the most probable tokens, and the tokens. In one
+        # Log probabilities of each token, on the CPU: [V], those of the most probable tokens, and these: one
         # copy, which the host has waited for when it knows the token: it waits for nothing later.
         self._held: deque[Tensor] = deque()
         self._offset = 0

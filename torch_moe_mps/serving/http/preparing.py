@@ -316,16 +316,13 @@ def _processors(served: Served, request: Request, prompt: Prompt) -> tuple[list[
     """
     made: list[Any] = []
     if request.frequency or request.presence:
-        served.check_processors("frequency_penalty" if request.frequency else "presence_penalty")
         made.append(Penalties(prompt_length(prompt.inputs), request.frequency, request.presence))
     if (form := _form(served, request, prompt)) is not None:
-        served.check_processors(request.form_field)
         check_size(form, request.form_field)
         tokenizer, vocabulary = served.template.tokenizer, vocabulary_of(served.model)
         made.append(served.grammars.mask(tokenizer, prompt.config, vocabulary, form, request.form_field))
     logprobs = None
     if request.logprobs is not None:
-        served.check_processors("logprobs")
         logprobs = Logprobs(served.template.tokenizer, request.logprobs)
         made.append(logprobs)
     return made, logprobs

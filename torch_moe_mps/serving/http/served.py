@@ -11,7 +11,7 @@ from ..engine.job import Generator
 from ..engine.ranges import unknown_token, vocabulary_of
 from ..media.decoding import Limits, limits_of
 from ..media.loading import Media
-from .request import Refused, wrong
+from .request import wrong
 from .structured import Grammars
 from .template import READERS, ChatTemplate
 
@@ -28,7 +28,6 @@ class Served:
         context: the tokens that the model reads, LONGEST for any number.
         generator: generates for all requests.
         media: may be opened for messages.
-        in_pipeline: whether the layers are spread over processes, which know of no processors of logits.
         encoder: makes vectors and scores; None for a model that only generates.
     """
 
@@ -40,11 +39,10 @@ class Served:
         context: int,
         generator: Generator,
         media: Media,
-        in_pipeline: bool = False,
         encoder: Encoder | None = None,
     ):
         self.name, self.model, self.context = name, model, context
-        self.generator, self.media, self.in_pipeline = generator, media, in_pipeline
+        self.generator, self.media = generator, media
         self.encoder, self.generates = encoder, bool(model.can_generate())
         self.template = ChatTemplate(processor, name if self.generates else None)
         self.grammars, self.created = Grammars(), int(time.time())
@@ -60,11 +58,6 @@ class Served:
     def reads_media(self) -> bool:
         """Whether messages may have pictures or sound."""
         return any(map(self.template.reads, READERS))
-
-    def check_processors(self, field: str) -> None:
-        """Raises: Refused for a field that needs a processor of logits, where there are none."""
-        if self.in_pipeline:
-            raise Refused(f"'{field}' is not supported by a pipeline.", field)
 
     def check_tokens(self, ids: Any, field: str) -> None:
         """Raises: Refused for tokens that the model does not know."""

@@ -49,12 +49,12 @@ inline float at_least(float x, float limit) {
   return x < limit ? limit : x;
 }
 
-inline float gated_activation(float gate, float up, constant MatmulParams& params) {
-  if (params.activation == ACTIVATION_SWIGLU_OAI || params.activation == ACTIVATION_SILU_CLAMPED) {
+inline float gated_activation(float gate, float up, uint activation, constant MatmulParams& params) {
+  if (activation == ACTIVATION_SWIGLU_OAI || activation == ACTIVATION_SILU_CLAMPED) {
     gate = at_most(gate, params.limit);
     up = at_least(at_most(up, params.limit), -params.limit);
-    if (params.activation == ACTIVATION_SILU_CLAMPED) return silu(gate) * up;
+    if (activation == ACTIVATION_SILU_CLAMPED) return silu(gate) * up;
     return (up + 1.0f) * (gate * sigmoid(params.alpha * gate));
   }
-  return pointwise_activation(gate, params.activation) * up;
+  return pointwise_activation(gate, activation) * up;
 }

@@ -39,7 +39,7 @@ template <typename W, int R, int N, bool kNormed, typename S>
     scales = shared_scales;
     biases = shared_biases;
   }
-  const Outputs<T> outputs = {bias, x, out, ids};
+  const Outputs<T, true> outputs = {bias, x, out, ids};
   if constexpr (kNormed) {
     if (params.norms_inputs != 0) {
       rows_of_pair<W, R>(x, packed, scales, biases, InputNorm<S>{norm_weight}, outputs, place, nullptr,

@@ -7,9 +7,9 @@
 
 // Stores the outputs of a block for M pairs, of which `count` exist. All eight lanes of a row have its dot
 // products, and each stores some.
-template <typename W, int R, int M, typename D, typename X>
+template <typename W, int R, int M, typename D, typename X, bool kShared>
 inline void store_outputs(RowBlock<W, R, X> block, D dots, PairSet<M> pairs, uint count,
-                          Outputs<typename W::Element> out, constant MatmulParams& params) {
+                          Outputs<typename W::Element, kShared> out, constant MatmulParams& params) {
   const uint outputs = outputs_of_rows(R, params), rows_of_output = R / outputs;
   for (uint item = block.lane % kRowLanes; item < outputs * M; item += kRowLanes) {
     const uint m = item / outputs, local = item % outputs;
@@ -56,11 +56,11 @@ inline void add_shares(thread Dots<R, 1>& dots, thread Squares<1>& squares, thre
   squares.v[0] = sums.at(R, 0);
 }
 
-template <typename W, int R, typename Norm>
+template <typename W, int R, typename Norm, bool kShared>
 inline void rows_of_pair(device const typename W::Element* x, device const uchar* packed,
                          device const uchar* scales, device const uchar* biases, Norm norm,
-                         Outputs<typename W::Element> out, RowsPlace place, threadgroup float* memory,
-                         constant MatmulParams& params) {
+                         Outputs<typename W::Element, kShared> out, RowsPlace place,
+                         threadgroup float* memory, constant MatmulParams& params) {
   typedef typename W::Element T;
   const uint pair = place.pair, expert = place.expert;
   const uint count = outputs_of_rows(kRowGroups * R, params), first = place.block * count;

@@ -37,7 +37,8 @@ struct MatmulParams {
   uint32_t writes_tiles;    // the kernel writes the list of pairs by expert for the down projection
   uint32_t row_layout;
   uint32_t activation;
-  uint32_t activated;  // so many outputs, the first, have a pointwise activation
+  uint32_t shared_activation;  // of the pair behind a token's `pairs`, if there is one
+  uint32_t activated;          // so many outputs, the first, have a pointwise activation
   uint32_t bias_dtype;
   uint32_t has_bias;
   uint32_t has_residual;

@@ -97,8 +97,7 @@ def _sdpa(
     if options.get("s_aux") is not None:
         return attention(module, query, key, value, attention_mask, scaling, **options)
     plain = options.get("is_causal") is not False and options.get("dropout", 0.0) == 0.0
-    others = _not_taken(sdpa, _SPECIAL)
-    plain = plain and (others.isdisjoint(options) or all(options.get(name) is None for name in others))
+    plain = plain and _are_none(_not_taken(sdpa, _SPECIAL), options)
     if isinstance(key, Promised) and isinstance(value, Promised):
         if plain:
             call = functools.partial(_sdpa, sdpa, module, scaling=scaling, **options)
@@ -107,15 +106,20 @@ def _sdpa(
             if out is not None:
                 return out, None
         key, value = key.elements(), value.elements()
-    plain = plain and getattr(module, STATE, NOTHING).is_attention and query.is_mps
-    runs = plain and (
-        (isinstance(attention_mask, CausalMask) and not _takes_bools(query, key, value, attention_mask))
-        or (_is_causal(module) and (_is_few(query.shape[2]) or _beats_sdpa(query, key, value)))
-    )
+    runs = plain and query.is_mps and _is_operators(module, query, key, value, attention_mask)
     if runs and takes(query, key, value, attention_mask, None):
         return attend(query, key, value, Visible.by(attention_mask, query.shape[2]), Scores(scaling)), None
     mask = _elements(attention_mask)
     return sdpa(module, query, _elements(key), _elements(value), mask, scaling=scaling, **options)
+
+
+def _is_operators(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> bool:
+    """Whether a layer's attention is for the operator on MPS, if that takes it."""
+    if not getattr(module, STATE, NOTHING).is_attention:
+        return False
+    if isinstance(mask, CausalMask) and not _takes_bools(query, key, value, mask):
+        return True
+    return _is_causal(module) and (_is_few(query.shape[2]) or _beats_sdpa(query, key, value))
 
 
 def attention(
@@ -159,9 +163,7 @@ def attention(
     _, before = getattr(module, STATE, NOTHING).previous.get(IMPLEMENTATION, (None, None))
     has_weights = before != "sdpa"
     plain = dropout == 0.0 and not (has_weights and options.get("output_attentions"))
-    cls: Any = module.__class__
-    others = _not_taken(cls, _ADDED)
-    plain = plain and (others.isdisjoint(options) or all(options.get(name) is None for name in others))
+    plain = plain and _are_none(_not_taken(module.__class__, _ADDED), options)
 
     mask, indices = attention_mask, None
     if not CHOICES.isdisjoint(options):
@@ -179,15 +181,25 @@ def attention(
         key, value = key.elements(), value.elements()
     if plain and takes(query, key, value, mask, scores.sinks):
         return attend(query, key, value, visible, scores), None
-    key, value, mask = _elements(key), _elements(value), _elements(mask)
+    key, value = _elements(key), _elements(value)
     if mask is None and not sees_all:
         key, value = _first(key, visible.seen), _first(value, visible.seen)
-        keys = key.shape[2]
-        mask = seen_in_order(query.shape[2], keys, keys, visible.window, None, query.device)
-    mask = None if mask is None else _additive(mask, query)
+    shown = _shown(mask, query, key, None if sees_all else visible)
     options |= {"scaling": scaling, "dropout": dropout}
-    out, weights = _eager_function(module)(module, query, key, value, mask, **options)
+    out, weights = _eager_function(module)(module, query, key, value, shown, **options)
     return out, weights if has_weights else None
+
+
+def _shown(mask: Any, query: Tensor, key: Tensor, visible: Visible | None) -> Tensor | None:
+    """The mask for a model's own code, to be added; without one of what is visible, None for everything."""
+    mask, keys = _elements(mask), key.shape[2]
+    if mask is None and visible is not None:
+        mask = seen_in_order(query.shape[2], keys, keys, visible.window, None, query.device)
+    return None if mask is None else _additive(mask, query)
+
+
+def _are_none(names: frozenset[str], options: dict[str, Any]) -> bool:
+    return names.isdisjoint(options) or all(options.get(name) is None for name in names)
 
 
 def _not_taken(own: Any, others: frozenset[str]) -> frozenset[str]:

@@ -75,12 +75,10 @@ class CausalMask(Deferred):
         """
         if torch.compiler.is_compiling() or torch._C._is_tracing():
             return None
-        sizes: tuple[Any, ...] = (batch_size, q_length, kv_length, kv_offset)
         known = getattr(attention_mask, RANGE, None)
-        tensors = (t for t in (q_offset, None if known else attention_mask) if isinstance(t, Tensor))
-        if any(type(size) not in _INTEGERS for size in sizes):
+        if any(type(size) not in _INTEGERS for size in (batch_size, q_length, kv_length, kv_offset)):
             return None
-        if any(type(t) is not Tensor or t.is_meta for t in tensors):
+        if not _has_numbers(q_offset) or not (known or _has_numbers(attention_mask)):
             return None
         before: Any = int(q_offset) if isinstance(q_offset, Tensor) else q_offset
         seen = before - kv_offset + q_length
@@ -90,15 +88,16 @@ class CausalMask(Deferred):
         if order is None or (order[1] > 0 and seen != kv_length):
             return None
         device = asked.get("device", "cpu")
-        shown: tuple[Tensor | None] | None = (None,)
+        key_range = None
         if attention_mask is not None:
-            is_fitting = attention_mask.shape[0] == batch_size
-            config = asked.get("config")
-            shown = _range_of(attention_mask, kv_offset, seen, device, config) if is_fitting else None
-        if shown is None:
-            return None
+            if attention_mask.shape[0] != batch_size:
+                return None
+            shown = _range_of(attention_mask, kv_offset, seen, device, asked.get("config"))
+            if shown is None:
+                return None
+            (key_range,) = shown
         shape, (window, lookahead) = (batch_size, 1, q_length, kv_length), order
-        return cls(shape, seen, window, asked["dtype"], device, *shown, lookahead)
+        return cls(shape, seen, window, asked["dtype"], device, key_range, lookahead)
 
     @property
     def hides_nothing(self) -> bool:
@@ -159,6 +158,11 @@ class CausalMask(Deferred):
 def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask of bool in the form that is added to scores."""
     return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)
+
+
+def _has_numbers(value: Any) -> bool:
+    """False for a tensor that another class, or no memory, stands for."""
+    return not isinstance(value, Tensor) or (type(value) is Tensor and not value.is_meta)
 
 
 def _order(

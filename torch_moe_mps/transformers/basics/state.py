@@ -18,7 +18,7 @@ class Unsupported(Exception):
 
 
 class Beside:
-    """Values in a model's attributes for its callers: no call of the model reads them."""
+    """An object in a model's attributes that changes with each call. No result depends on it."""
 
 
 class State:

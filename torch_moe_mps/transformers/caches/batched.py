@@ -143,35 +143,40 @@ class BatchedCache:
 
     def _admit(self, cache: DynamicCache, length: int, moved: int, separate: list[int]) -> None:
         if self.cache is None:
-            layers = [
-                _own(layer) if number in separate else _copied(layer, length)
-                for number, layer in enumerate(cache.layers)
-            ]
-            self._separate = {number: [layers[number]] for number in separate}
-            with_states = [number for number in self._shared(layers) if _states(layers[number])]
-            is_cut = all(gives_back(layers[number]) for number in separate)
-            if is_cut and all(
-                number in self._deferrable and can_defer(layers[number]) for number in with_states
-            ):
-                for number in with_states:
-                    layers[number] = deferred(layers[number], self._deferrable[number])
-            self.cache = copy_of_cache(cache, layers)
+            self._begin(cache, length, separate)
         else:
-            if separate != [*self._separate]:
-                raise NotBatchable(_OTHER)
-            pairs = [(self.cache.layers[n], cache.layers[n]) for n in self._shared(cache.layers)]
-            for layer, one in pairs:
-                _check_alike(layer, one)
-            end = max(self.end, length)
-            for layer, one in pairs:
-                _admit(layer, one, end)
-            for number, layers in self._separate.items():
-                layers.append(_own(cache.layers[number]))
+            self._append(self.cache.layers, cache.layers, max(self.end, length), separate)
         self.lengths.append(length)
         self._moved.append(moved)
         self._order.append(deque(range(length)))
         self._uncommitted.rows = [*self._uncommitted.rows, 0]
         self._changed()
+
+    def _begin(self, cache: DynamicCache, length: int, separate: list[int]) -> None:
+        """The cache of the first sequence, whose states defer their updates if all may."""
+        layers = [
+            _own(layer) if number in separate else _copied(layer, length)
+            for number, layer in enumerate(cache.layers)
+        ]
+        self._separate = {number: [layers[number]] for number in separate}
+        with_states = [number for number in self._shared(layers) if _states(layers[number])]
+        is_cut = all(gives_back(layers[number]) for number in separate)
+        if is_cut and all(number in self._deferrable and can_defer(layers[number]) for number in with_states):
+            for number in with_states:
+                layers[number] = deferred(layers[number], self._deferrable[number])
+        self.cache = copy_of_cache(cache, layers)
+
+    def _append(self, layers: list[Any], others: list[Any], end: int, separate: list[int]) -> None:
+        """Appends the layers of a sequence to those of the batch, whose longest one then has `end` tokens."""
+        if separate != [*self._separate]:
+            raise NotBatchable(_OTHER)
+        pairs = [(layers[number], others[number]) for number in self._shared(others)]
+        for layer, one in pairs:
+            _check_alike(layer, one)
+        for layer, one in pairs:
+            _admit(layer, one, end)
+        for number, own in self._separate.items():
+            own.append(_own(others[number]))
 
     def finish(self, row: int) -> None:
         """Removes a sequence: the last one takes its number and its place."""
@@ -396,20 +401,24 @@ def _check(cache: Any, separate: Sequence[int]) -> None:
     if cache.offloading:
         raise NotBatchable("its cache is offloaded")
     for number, layer in enumerate(cache.layers):
-        if number in separate:
-            continue
         kind = type(layer).__name__.removeprefix("Growing")
+        if number in separate:
+            if not isinstance(layer, Made):  # not accelerated: nothing runs once a sequence
+                raise NotBatchable(f"a {kind} does not grow in place")
+            continue
         if declared(layer).batched is Batched.NEVER:
             raise NotBatchable(f"a {kind} cannot be batched")
         if getattr(layer, "record_past", False):
             raise NotBatchable("its cache holds draft tokens")
         state = LayerState(layer)
         for name, tensor in state.tensors().items():
-            memory, batch = getattr(tensor, growing.MEMORY, None), state.axes(name).batch
-            if memory is None and batch is not None and tensor.numel() > 0 and tensor.shape[batch] != 1:
+            batch, time = state.axes(name)
+            if getattr(tensor, growing.MEMORY, None) is not None or tensor.numel() == 0:
+                continue
+            if batch is not None and tensor.shape[batch] != 1:
                 raise NotBatchable(f"{name.key} of a {kind} is of {tensor.shape[batch]} sequences")
-            if memory is None and name.key in ("keys", "values") and tensor.dim() > 1:
-                raise NotBatchable(f"a {kind} does not grow in place")
+            if time is not None:
+                raise NotBatchable(f"{name.key} of a {kind} does not grow in place")
 
 
 def _check_alike(layer: Any, one: Any) -> None:

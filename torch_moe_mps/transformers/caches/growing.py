@@ -84,19 +84,25 @@ def extended(
         or isinstance(memory, QuantizedStates) != quantized
         or not _has_slots(held, memory, tokens)
     ):
-        if room is None:
-            room = free_slots_for(before + tokens)
-        start, capacity = 0, before + tokens + room
-        if quantized:
-            memory = QuantizedStates.empty(new[0], capacity, widths)
-        else:
-            memory = new[0].new_empty((*new[0].shape[:-2], capacity, sum(widths)))
-        if before:
-            _write(memory, 0, held, widths)
+        room = free_slots_for(before + tokens) if room is None else room
+        start, memory = 0, _larger(held if before else (), new[0], before + tokens + room, widths, quantized)
     else:
         start = start_of(held[0])
     _write(memory, start + before, new, widths)
     return columns_of(view_of(memory, start, before + tokens), widths)
+
+
+def _larger(
+    held: Sequence[Tensor], like: Tensor, capacity: int, widths: Sequence[int], quantized: bool
+) -> Tensor:
+    """New memory for so many tokens, which begins with those that are held."""
+    if quantized:
+        memory: Tensor = QuantizedStates.empty(like, capacity, widths)
+    else:
+        memory = like.new_empty((*like.shape[:-2], capacity, sum(widths)))
+    if held:
+        _write(memory, 0, held, widths)
+    return memory
 
 
 def _written_behind(held: Tensor, new: Tensor) -> Tensor | None:

@@ -70,14 +70,6 @@ def can_be_cut(layer: Any) -> bool:
     )
 
 
-def runs_on(cache: DynamicCache) -> bool:
-    """Whether no token can be taken back from a cache: of recurrent states, and of keys of several tokens.
-
-    `generate` may compute one behind the last that it returns: then such a cache holds all of these.
-    """
-    return not all(map(gives_back, cache.layers))
-
-
 def gives_back(layer: Any) -> bool:
     """Whether tokens can be taken back from a layer: not from states, nor from keys of several tokens."""
     return declared(layer).trim is not Trim.COPY

@@ -87,15 +87,19 @@ def settle(
         for cls in {*map(class_before, one.modules())}:
             if cls.__name__ in own:
                 OWN_CODE[cls] = f"it differs from its own code with transformers {version}"
-    reason = next((verdict.reason for _, verdict in results if verdict.reason is not None), None)
     names = ", ".join(dict.fromkeys(map(_name, found)))
+    return _of_all([verdict for _, verdict in results], names, f"transformers {version} is not tested: ")
+
+
+def _of_all(verdicts: list[Verdict], names: str, begins: str) -> Verdict:
+    """The verdict on a model of several that were tried; what it says begins so."""
+    reason = next((verdict.reason for verdict in verdicts if verdict.reason is not None), None)
     said = f"a small {names} agrees with its own code"
     if reason is not None:
         said = f"{names} keeps its own code, {reason}"
-    elif any(verdict.fault is not None for _, verdict in results):
+    elif any(verdict.fault is not None for verdict in verdicts):
         said = f"a part of {names} differs from its own code, and keeps it"
-    captures = all(verdict.captures for _, verdict in results)
-    return Verdict((), captures, reason, said=f"transformers {version} is not tested: {said}")
+    return Verdict((), all(verdict.captures for verdict in verdicts), reason, said=begins + said)
 
 
 def _require_experts(function: str, model: PreTrainedModel, verdict: Verdict, quantizes: bool) -> None:

@@ -1,6 +1,7 @@
 """An indexer that selects pools of keys by their means."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,28 +61,47 @@ def qsa_forward(
 
 
 def _choice(indexer: Any, turn: Turn, hidden_states: Tensor, tables: Any, layer: Any) -> Choice | None:
+    """Adds the new keys to the cache. Returns: None where tokens may choose all pools."""
     width, rate, heads = indexer.index_head_dim, indexer.compress_ratio, indexer.index_n_heads
-    q_norm, k_norm = _norms(indexer)
     q, keys = indexer.index_qk_proj(hidden_states).split_with_sizes([heads * width, width], -1)
-    if layer is not None:
-        keys = layer.update_indexer(keys)
-
-    def mean(first: int, last: int) -> Tensor:
-        rows = keys[:, first * rate : last * rate].unflatten(1, (-1, rate))
-        pooled = ops.pointwise(rows, "to a f32", keys.dtype, mean=True).unsqueeze(2)
-        of_pools = (table[:, first * rate : last * rate : rate] for table in tables)
-        cos, sin, options = tables_and_options(turn, *of_pools)
-        return ops.rope(pooled, None, cos, sin, k_norm.weight, None, k_norm.eps, 1.0, **options)[0].squeeze(1)
-
-    if keys.shape[1] // rate <= indexer.block_topk:
+    held = 0 if layer is None else layer.indexed()
+    if (held + keys.shape[1]) // rate <= indexer.block_topk:
+        if layer is not None:
+            layer.update_indexer(keys)
         return None
-    pools = pools_of(layer, keys, rate, mean)
-    of_tokens = (table[:, -hidden_states.shape[1] :] for table in tables)
-    cos, sin, options = tables_and_options(turn, *of_tokens)
-    q = q.unflatten(-1, (heads, width))
-    (q, _) = ops.rope(q, None, cos, sin, q_norm.weight, None, q_norm.eps, 1.0, **options)
-    q = q.transpose(1, 2)
+    q, keys = _turned_beside(indexer, turn, q.unflatten(-1, (heads, width)), keys, tables, layer)
+    pools = pools_of(layer, keys, rate, partial(_means, indexer, turn, keys, tables))
     return Choice(q, pools, None, indexer.block_topk, width**-0.5, rate, {"tail": 1}, is_pooled=True)
+
+
+def _turned_beside(
+    indexer: Any, turn: Turn, q: Tensor, keys: Tensor, tables: Any, layer: Any
+) -> tuple[Tensor, Tensor]:
+    """The queries [B, T, H, D], normed and turned; the new keys [B, T, D] behind the cached ones."""
+    norm, tokens = _norms(indexer)[0], keys.shape[1]
+    cos, sin, options = tables_and_options(turn, *(table[:, -tokens:] for table in tables))
+    slots = None if layer is None else layer.index_slots(keys)
+    if slots is None:
+        turned, _ = ops.rope(q, None, cos, sin, norm.weight, None, norm.eps, 1.0, **options)
+        keys = keys if layer is None else layer.update_indexer(keys)
+    else:  # one dispatch: the queries are turned as keys, and the new keys, which do not turn, are values
+        turned = q.new_empty(q.shape[0], q.shape[2], tokens, q.shape[3])
+        written = turned, slots.unsqueeze(1)
+        ops.rope_cache_(
+            *(None, q, keys.unsqueeze(2), *written, cos, sin, None, norm.weight, norm.eps, 1.0), **options
+        )
+        keys = layer.take_index(slots)
+    return turned.transpose(1, 2), keys
+
+
+def _means(indexer: Any, turn: Turn, keys: Tensor, tables: Any, first: int, last: int) -> Tensor:
+    """The means of the keys of pools, normed and turned as their first keys are."""
+    norm, rate = _norms(indexer)[1], indexer.compress_ratio
+    rows = keys[:, first * rate : last * rate].unflatten(1, (-1, rate))
+    pooled = ops.pointwise(rows, "to a f32", keys.dtype, mean=True).unsqueeze(2)
+    of_pools = (table[:, first * rate : last * rate : rate] for table in tables)
+    cos, sin, options = tables_and_options(turn, *of_pools)
+    return ops.rope(pooled, None, cos, sin, norm.weight, None, norm.eps, 1.0, **options)[0].squeeze(1)
 
 
 def _norms(indexer: Any) -> tuple[Any, Any]:
@@ -102,7 +122,7 @@ def rewrite_qsa_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
     if turn is None:
         return None
     state_of(module).formula = turn
-    return qsa_forward, [Done("index_topk")]
+    return qsa_forward, [Done("index_topk"), Done("rope_cache_")]
 
 
 def _trial(module: Any) -> IndexerTrial:

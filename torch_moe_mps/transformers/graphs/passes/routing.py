@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import fx
 
-from ....ops._activations import Activation
+from ....ops._activations import POINTWISE, Activation
 from ....ops.norms import InputNorm
 from ....ops.quantized import MATRICES
 from ....ops.routing import OF_EXPERTS
@@ -33,7 +33,7 @@ _EXPERTS = (
     ours.expert_qmm,
 )
 # Arguments that have to be equal for an MLP and experts.
-_ALIKE = ("format", "gate_up_bias", "down_bias", *Activation._fields, *InputNorm._fields)
+_ALIKE = ("format", "gate_up_bias", "down_bias", "gated", "interleaved", *InputNorm._fields)
 _ROUTERS = (ours.moe_router, ours.moe_gate, ours.moe_hash_router)
 # Functions of a router's call that give what `_options_of` does, for other routers than ours.
 OPTIONS_OF: list[Callable[[fx.Node], dict[str, Any] | None]] = []
@@ -81,17 +81,20 @@ def shared_expert_in_experts(graph: fx.Graph) -> None:
             continue
         own = arguments(mlp)
         matrices = {name: (own[name], passed[name]) for name in MATRICES}
+        same_activation = all(own[name] == passed[name] for name in Activation._fields)
         if (
             passed["logits"] is not None
             and tensor_of(x).shape[0] == 1
             and beneath(own["x"]) is beneath(x)
             and is_unchanged(x, mlp, call)
             and all(own[name] == passed[name] for name in _ALIKE)
+            and (same_activation or own["activation"] in POINTWISE)
             and own["gate_up_bias"] is own["down_bias"] is own["residual"] is None
             and (own["down_format"] or own["format"]) == (passed["down_format"] or passed["format"])
             and all(map(_is_like_one, *zip(*matrices.values(), strict=True)))
         ):
             new = {f"shared_{name}": value for name, (value, _) in matrices.items()}
+            new["shared_activation"] = None if same_activation else own["activation"]
             call.replace_all_uses_with(changed(call, call, **{added: None}, **new))
 
 

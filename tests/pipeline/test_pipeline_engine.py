@@ -1,0 +1,115 @@
+"""The engine in the first of several processes: answers are those of one process, token by token."""
+
+import pytest
+from support import tiny_models
+from support.pipeline import answers_of, launch
+
+import torch_moe_mps
+
+PROMPT = [number % 13 for number in range(40)]
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": []}
+SAMPLED = {"max_new_tokens": 8, "do_sample": True, "temperature": 1.5, "top_k": 20, "eos_token_id": []}
+# Two with a common prefix; one that has nothing of them; sampled ones; one whose logits are changed.
+JOBS = [
+    {"ids": [*PROMPT, 1, 1, 1], **GREEDY},
+    {"ids": [*PROMPT, 2, 2, 2, 2], **GREEDY, "max_new_tokens": 12},
+    {"ids": [5, 3, 5], **GREEDY, "max_new_tokens": 9},
+    {"ids": [*PROMPT, 1, 1, 1, 1], **SAMPLED, "seed": 7},
+    {"ids": [4, 4, 4, 4], **SAMPLED, "seed": 8},
+    {"ids": [4, 4, 4, 4], **GREEDY, "repetition_penalty": 1.7},
+]
+BEAMS = {"ids": [*PROMPT, 3], **GREEDY, "num_beams": 3, "eos_token_id": 95, "pad_token_id": 1}
+# The first is drafted for the second, rightly, and for the third, wrongly.
+AGAIN = [JOBS[2], JOBS[2], {**JOBS[2], "repetition_penalty": 1.1}]
+# {name: (architecture, arguments)}
+SCENARIOS = {
+    "batched": ("mixtral", {"jobs": JOBS, "together": 4}),
+    "with drafts": ("mixtral", {"jobs": JOBS, "together": 4, "drafts": True}),
+    "states": ("qwen3_next", {"jobs": JOBS, "together": 3, "drafts": True}),
+    "states with drafts": ("qwen3_next", {"jobs": AGAIN, "drafts": True}),
+    "20 tokens": ("mixtral", {"jobs": [{**JOBS[2], "max_new_tokens": 20}]}),
+    "30 tokens": ("mixtral", {"jobs": [{**JOBS[2], "max_new_tokens": 30}]}),
+    "in turn": ("mixtral", {"jobs": JOBS[:4], "memory": 0}),
+    "cancelled": ("mixtral", {"jobs": JOBS[1:3], "together": 2, "cancelled": 0}),
+    "beams": ("mixtral", {"jobs": [JOBS[0], BEAMS, JOBS[2]], "together": 2}),
+    "not batchable": ("mixtral", {"jobs": JOBS[:3], "together": 3, "patched": "not_batchable"}),
+    "not batchable there": ("mixtral", {"jobs": JOBS[:3], "together": 3, "patched": "second_has_no_rows"}),
+}
+FAILING = "mixtral", {"jobs": JOBS[:3], "together": 2, "patched": "second_raises"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+    for architecture in ("mixtral", "qwen3_next"):
+        made[architecture] = str(tmp_path_factory.mktemp(architecture))
+        with tiny_models.groups_of_32():
+            tiny_models.tiny_model(architecture).save_pretrained(made[architecture])
+    return made
+
+
+@pytest.fixture(scope="module")
+def outcomes(folders):
+    """{scenario: what each process found}."""
+    scenarios = SCENARIOS | {"failing": FAILING}
+    wanted = [{"folder": folders[name], **given} for name, given in scenarios.values()]
+    return dict(zip(scenarios, zip(*launch("engines", wanted), strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone(folders):
+    """{architecture: a function of jobs}: the answers of one process, each by itself, with nothing cached."""
+
+    def answers(model, jobs):
+        return [answers_of(model, [job], memory=0)[0][0] for job in jobs]
+
+    models = {name: torch_moe_mps.from_pretrained(folder) for name, folder in folders.items()}
+    return {name: lambda jobs, model=model: answers(model, jobs) for name, model in models.items()}
+
+
+@pytest.mark.slow("two processes load models")
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_answers_are_those_of_one_process(scenario, outcomes, alone):
+    architecture, given = SCENARIOS[scenario]
+    first, second = outcomes[scenario]
+    expected = alone[architecture](given["jobs"])
+    if scenario == "cancelled":
+        expected[0] = expected[0][:2]
+    assert first["answers"] == expected
+    assert first["calls"] == second["calls"] and first["cached"] == second["cached"]
+
+
+def test_sequences_are_batched(outcomes):
+    most = {name: max(rows for rows, _ in outcomes[name][0]["calls"]) for name in SCENARIOS}
+    assert most == {
+        "batched": 4, "with drafts": 4, "states": 3, "states with drafts": 1, "20 tokens": 1,
+        "30 tokens": 1, "in turn": 1, "cancelled": 2, "beams": 3, "not batchable": 1,
+        "not batchable there": 1,
+    }  # fmt: skip
+
+
+def test_drafts_are_verified_in_all_processes(outcomes):
+    for name in ("with drafts", "states with drafts"):
+        assert outcomes[name][0]["drafted"] > 0
+
+
+def test_a_shared_prefix_is_computed_once(outcomes):
+    """And of prefixes that the first process gives up, no other one has any."""
+    first, _ = outcomes["batched"]
+    assert sum(tokens for rows, tokens in first["calls"] if rows == 1 and tokens > 1) < 100
+    assert len(outcomes["in turn"][1]["cached"]) == 1
+
+
+def test_a_step_is_one_message(outcomes):
+    """From the first process: beside these are the orders of a prompt and of an end."""
+    assert outcomes["30 tokens"][0]["messages"] - outcomes["20 tokens"][0]["messages"] == 10
+
+
+def test_a_process_that_fails_ends_all_answers_with_its_error(outcomes):
+    for answer in outcomes["failing"][0]["answers"]:
+        assert str(answer).startswith("moe_mps: ") and "raised MemoryError: no memory left" in answer
+
+
+def test_several_answers_are_refused_in_every_process(folders):
+    for said in launch("batch_in_every_process", folders["mixtral"]):
+        assert "several answers at once need a model in one process, got a pipeline" in said

@@ -1,0 +1,112 @@
+"""The processes that torchrun starts for a command: the first talks, and all load their layers.
+
+Importing this costs nothing: --help must not wait for torch.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, NamedTuple
+
+from ..serving.speculative import LOOKUP
+from .arguments import NO_DRAFTS
+
+# Commands whose jobs an engine in the first process generates; in those of others, all compute alike.
+_LED = ("bench", "chat", "generate", "serve")
+_PIPELINE = f"{__package__.rpartition('.')[0]}.pipeline"
+
+
+def processes() -> int:
+    """How many there are; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that talks: the only one, or rank 0."""
+    return processes() == 1 or os.environ.get("RANK") == "0"
+
+
+def follows(command: str) -> bool:
+    """Whether this process only does what the first one wants of it."""
+    return command in _LED and not is_first_process()
+
+
+def check_processes(options: argparse.Namespace) -> None:
+    """Checks what a command is asked for with several processes, and sets what it must not do there.
+
+    Raises: ValueError.
+    """
+    if processes() == 1:
+        if getattr(options, "shares", None) is not None:
+            raise ValueError("--shares is for the processes that torchrun starts, got one process")
+        return
+    if options.command == "finetune":
+        raise ValueError(f"{options.command} is for one process, got a pipeline of several")
+    for name in ("--prompt-cache", "--adapter"):
+        if getattr(options, name[2:].replace("-", "_"), None) is not None:
+            raise ValueError(f"{name} is for one process, got a pipeline of several")
+    if getattr(options, "speculative", None) not in (None, NO_DRAFTS, LOOKUP):
+        raise ValueError(
+            "--speculative MODEL is for one process, as the processes of a pipeline would draft differently; "
+            f"--speculative {LOOKUP} drafts there"
+        )
+    options.speculative = getattr(options, "speculative", None) or NO_DRAFTS
+    options.prompt_disk = 0  # each process has a part of each prefix
+    if not is_first_process():
+        options.log_level, options.json, options.card = "error", None, False
+
+
+@contextmanager
+def first_process_talks() -> Iterator[None]:
+    """The other processes print nothing but errors, and end with the first one."""
+    if is_first_process():
+        try:
+            yield
+        finally:
+            if (executor := sys.modules.get(f"{_PIPELINE}.executor")) is not None:
+                executor.end_all()
+        return
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+def tell_other_processes(error: Exception) -> None:
+    peers = sys.modules.get(f"{_PIPELINE}.peers")
+    if peers is not None:
+        peers.tell(error)
+
+
+def load_spread(options: argparse.Namespace, folder: str, **asked: Any) -> Any:
+    """`from_pretrained` of a folder, its layers spread over all processes. Raises: ValueError."""
+    if processes() == 1:
+        from ..transformers.loading import from_pretrained
+
+        return from_pretrained(folder, **asked)
+    from ..pipeline import executor, loading
+    from ..transformers.upstream.processes import DistributedConfig
+
+    size = DistributedConfig(pp_size=processes())
+    model = loading.from_pretrained(folder, distributed_config=size, shares=options.shares, **asked)
+    if options.command in _LED and is_first_process():
+        executor.lead(model)
+    return model
+
+
+class Sizes(NamedTuple):
+    """Bytes of a model's weights, and of those that a token reads."""
+
+    total: int
+    a_token: int
+
+
+def sizes_of(model: Any) -> Sizes:
+    """The sizes of a model, in all processes together."""
+    if processes() == 1:
+        from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
+
+        return Sizes(total_bytes(model), bytes_a_token(model))
+    parts = model.pipeline.parts
+    return Sizes(sum(part["bytes"] for part in parts), sum(part["bytes_a_token"] for part in parts))

@@ -1,0 +1,232 @@
+"""The executor of a model that is spread over processes: the engine runs in the first one, the others follow.
+
+Each process has the caches of its own layers, and all change them alike. The first one does to its own what
+the engine wants, and notes an order. Orders go out with the next call of the model, so that a step is one
+message to each process: see `following` for what they do there.
+"""
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..serving.engine.abilities import Abilities, reason_of_settings
+from ..serving.engine.drafts import Drafts
+from ..serving.engine.executor import Executor, executor_by
+from ..serving.engine.groups import Group, Single
+from ..serving.engine.job import Job, Reason
+from ..serving.engine.own_generate import generate_alone
+from ..serving.engine.prefill import Prefill
+from ..serving.prefix_cache.memory import CachedPrefix, Images, PrefixCache
+from ..transformers.basics.state import Beside
+from ..transformers.caches.batched import BatchedCache, NotBatchable
+from .peers import PeerError, as_octets, from_octets
+from .running import Running
+
+_LEADERS: "list[Leader]" = []
+
+
+class Leader(Beside):
+    """Tells the other processes what to do: one for each model.
+
+    Attributes:
+        room: bytes of sequences here with which no process has more than it has memory for.
+    """
+
+    def __init__(self, running: Running):
+        self.running, self._orders, self._tensors = running, list[dict[str, Any]](), list[Tensor]()
+        self._numbers: weakref.WeakKeyDictionary[Prefill, int] = weakref.WeakKeyDictionary()
+        self._count = itertools.count(1)
+        layers = len(running.stage.own)
+        self.room = min(part["free"] * layers // part["layers"] for part in running.parts)
+        _LEADERS.append(self)
+
+    def note(self, do: str, tensors: Mapping[str, Tensor] = {}, **arguments: Any) -> None:
+        """Notes an order with tensors on the CPU. The others hear of it before the next call."""
+        self._orders.append({"do": do, **arguments, "tensors": [*tensors]})
+        self._tensors += tensors.values()
+
+    def send(self) -> None:
+        """Sends the orders that were noted."""
+        values, self._orders, self._tensors = [as_octets(self._orders), *self._tensors], [], []
+        for rank in range(1, self.running.peers.size):
+            self.running.peers.send(rank, "orders", "", values)
+
+    def replies(self) -> list[Any]:
+        """Sends the orders, the last of which each process answers."""
+        self.send()
+        peers = self.running.peers
+        limit = self.running.handing.limit(1)
+        return [from_octets(*peers.receive(rank, "reply", "", limit)) for rank in range(1, peers.size)]
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Block with a call of the model, which begins with the orders. The others need nothing back; a
+        failure ends the pipeline.
+        """
+        try:
+            self.send()
+            with self.running.returning("nothing"):
+                yield
+        except BaseException as error:
+            self.running.peers.failed(error)
+            raise
+
+    def begun(self, prefill: Prefill, inputs: Mapping[str, Tensor], **how: Any) -> None:
+        """Notes that a prefill has begun; those that nobody has any more are forgotten."""
+        self._numbers[prefill] = next(self._count)
+        others = sorted(self._numbers.values())
+        self.note("begin", inputs, number=self.number(prefill), known=others, **how)
+
+    def number(self, prefill: Prefill) -> int:
+        return self._numbers[prefill]
+
+    def number_of(self, cache: Any) -> int:
+        """The number of the prefill that has a cache: the latest one, if several went on with it."""
+        return max(n for prefill, n in self._numbers.items() if prefill.cached.cache is cache)
+
+    def end(self) -> None:
+        """Lets the others go."""
+        self.note("end")
+        with contextlib.suppress(PeerError):
+            self.send()
+            for rank in range(1, self.running.peers.size):
+                self.running.peers.flush(rank)  # this process may end now
+
+
+def lead(model: Any) -> None:
+    """Lets an engine in this process, the first one, generate with all."""
+    executor_by(model, functools.partial(PipelineExecutor, Leader(model.pipeline)))
+
+
+def end_all() -> None:
+    """Lets the processes go that follow this one."""
+    while _LEADERS:
+        _LEADERS.pop().end()
+
+
+class LeadingRows(BatchedCache):
+    """Rows of the layers here. The other processes change theirs alike."""
+
+    def __init__(self, leader: Leader, model: Any, deferrable: Mapping[int, Any]):
+        super().__init__(model, deferrable)
+        self._leader, self._has_states, self._others_have = leader, False, False
+
+    @property
+    def are_states(self) -> bool:
+        """Whether layers of any process have such states."""
+        return self._has_states or self._others_have
+
+    @are_states.setter
+    def are_states(self, value: bool) -> None:
+        self._has_states = value
+
+    def admit(self, cache: Any, tokens: int, moved: int = 0) -> None:
+        super().admit(cache, tokens, moved)
+        self._leader.note("admit", number=self._leader.number_of(cache))
+        replies = self._leader.replies()
+        self._others_have = any(each["are_states"] for each in replies)
+        if reason := next(filter(None, (each["reason"] for each in replies)), None):
+            super().finish(len(self) - 1)
+            self._leader.note("unadmit", rows=len(self))
+            raise NotBatchable(reason)
+
+    def finish(self, row: int) -> None:
+        super().finish(row)
+        self._leader.note("finish", row=row)
+
+    def alone(self, row: int) -> Any:
+        copy = super().alone(row)
+        self._leader.note("alone", row=row)
+        return copy
+
+    def reserve(self, tokens: int) -> None:
+        if self.is_full(tokens):
+            self._leader.note("reserve", count=tokens)
+        super().reserve(tokens)
+
+    def hold(self) -> None:
+        if self._has_states:  # else those of others are held
+            super().hold()
+        self._leader.note("hold")
+
+    def take_back(self, tokens: Any) -> None:
+        super().take_back(tokens)
+        self._leader.note("take_back", counts=[*tokens])
+
+
+class PipelineExecutor(Executor):
+    """Computes the steps of sequences in all processes."""
+
+    def __init__(
+        self, leader: Leader, model: Any, abilities: Abilities, states: Callable[[], tuple[int, ...]]
+    ):
+        super().__init__(model, abilities, states)
+        self._leader = leader
+
+    def room(self, memory: int | None) -> int | None:
+        return None if memory is None else min(memory, self._leader.room)
+
+    def rows(self, drafts: Drafts) -> BatchedCache:
+        self._leader.note("new_rows", defers=drafts.drafting is not None)
+        return LeadingRows(self._leader, self._model, drafts.deferrable)
+
+    def prefill(self, prefill: Prefill, chunk: int, beside: Callable[[], None]) -> Any:
+        """The next chunk of a prompt. `beside` is not called: the others are inside of the same call."""
+        self._leader.note("chunk", number=self._leader.number(prefill), most=chunk)
+        with self._leader.calling():
+            return prefill.compute(self._call, chunk)
+
+    def verify(self, group: Group, ids: Tensor) -> Any:
+        tensors = {"ids": ids.cpu().reshape(-1)}
+        if isinstance(group, Single):
+            number, start = self._leader.number(group.prefill), group.lengths[0]
+            self._leader.note("single", tensors, number=number, start=start)
+        else:
+            self._leader.note("step", tensors)
+        with self._leader.calling():
+            return super().verify(group, ids)
+
+    def keep(self, prefill: Prefill, prefix: CachedPrefix) -> None:
+        super().keep(prefill, prefix)
+        self._leader.note(
+            "keep",
+            number=self._leader.number(prefill),
+            kept=prefix.number,
+            more=None if prefix is prefill.cached else prefix.ids[prefill.ids.shape[1] :].tolist(),
+            is_copy=prefix.cache is not prefill.cached.cache,
+            held=_numbers(prefill.prefix_cache),
+        )
+
+    def generate(self, job: Job, ends: Callable[[], bool]) -> Reason:
+        """Generates by the model's own `generate` in every process; nothing else is generated meanwhile.
+
+        Raises: ValueError for a job with processors or stop strings, of which only this process knows.
+        """
+        if job.processors or job.config.stop_strings:
+            expected = "without logits processors and stop strings where generate() generates in a pipeline"
+            raise ValueError(f"torch_moe_mps: a job must be {expected}, got some")
+        self._leader.note("generate", job.inputs, config=job.config.to_dict(), seed=job.own_seed)
+        self._leader.send()
+        # Beams are searched in each process by itself: none learns that another one ends before.
+        is_told = reason_of_settings(job.config) is None
+        return generate_alone(self._model, job, (lambda: job.is_cancelled) if is_told else None)
+
+    def _begun(
+        self, inputs: Mapping[str, Tensor], prefix_cache: PrefixCache | None, images: Images | None = None
+    ) -> Prefill:
+        held = None if prefix_cache is None else _numbers(prefix_cache)
+        prefill = super()._begun(inputs, prefix_cache, images)
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        cached, whole = len(prefill.cached.ids), self._abilities.reads_whole
+        self._leader.begun(prefill, tensors, held=held, cached=cached, reads_whole=whole)
+        return prefill
+
+
+def _numbers(prefix_cache: PrefixCache | None) -> list[int]:
+    """The numbers of the prefixes that are cached."""
+    return [] if prefix_cache is None else [prefix.number for prefix in prefix_cache.kept]
