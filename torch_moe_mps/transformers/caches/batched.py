@@ -127,7 +127,7 @@ class BatchedCache:
         if not is_in_layers(cache):
             raise NotBatchable(f"its cache is a {type(cache).__name__}, or has layers that are not declared")
         separate = [number for number, layer in enumerate(cache.layers) if self._is_separate(layer)]
-        _check(cache, separate)
+        _check(cache, tokens, separate)
         held = [] if self.cache is None else [LayerState(layer) for layer in self.cache.layers]
         before, values = {**vars(self)}, [state.values() for state in held]
         self.lengths, self._moved, self._order = [*self.lengths], [*self._moved], [*self._order]
@@ -396,29 +396,35 @@ def _own_tensor(value: Any) -> Any:
     return value.clone() if is_state else value
 
 
-def _check(cache: Any, separate: Sequence[int]) -> None:
+def _check(cache: Any, tokens: int, separate: Sequence[int]) -> None:
     """Raises: NotBatchable for a cache that cannot be batched: the reason is for a person."""
     if cache.offloading:
         raise NotBatchable("its cache is offloaded")
     for number, layer in enumerate(cache.layers):
         kind = type(layer).__name__.removeprefix("Growing")
-        if number in separate:
-            if not isinstance(layer, Made):  # not accelerated: nothing runs once a sequence
-                raise NotBatchable(f"a {kind} does not grow in place")
+        if number not in separate:
+            _check_layer(layer, kind, tokens)
+        elif not isinstance(layer, Made):  # not accelerated: nothing runs once a sequence
+            raise NotBatchable(f"a {kind} does not grow in place")
+
+
+def _check_layer(layer: Any, kind: str, tokens: int) -> None:
+    """Raises: NotBatchable for a layer whose sequences cannot share a common end."""
+    if declared(layer).batched is Batched.NEVER:
+        raise NotBatchable(f"a {kind} cannot be batched")
+    if getattr(layer, "record_past", False):
+        raise NotBatchable("its cache holds draft tokens")
+    state = LayerState(layer)
+    for name, tensor in state.tensors().items():
+        batch, time = state.axes(name)
+        if getattr(tensor, growing.MEMORY, None) is not None or tensor.numel() == 0:
             continue
-        if declared(layer).batched is Batched.NEVER:
-            raise NotBatchable(f"a {kind} cannot be batched")
-        if getattr(layer, "record_past", False):
-            raise NotBatchable("its cache holds draft tokens")
-        state = LayerState(layer)
-        for name, tensor in state.tensors().items():
-            batch, time = state.axes(name)
-            if getattr(tensor, growing.MEMORY, None) is not None or tensor.numel() == 0:
-                continue
-            if batch is not None and tensor.shape[batch] != 1:
-                raise NotBatchable(f"{name.key} of a {kind} is of {tensor.shape[batch]} sequences")
-            if time is not None:
-                raise NotBatchable(f"{name.key} of a {kind} does not grow in place")
+        if batch is not None and tensor.shape[batch] != 1:
+            raise NotBatchable(f"{name.key} of a {kind} is of {tensor.shape[batch]} sequences")
+        if time is not None:
+            raise NotBatchable(f"{name.key} of a {kind} does not grow in place")
+    if (most := max((held.tokens for held in _memories(layer)), default=0)) > tokens:
+        raise NotBatchable(f"a {kind} holds {most} tokens of a sequence of {tokens}")
 
 
 def _check_alike(layer: Any, one: Any) -> None:
