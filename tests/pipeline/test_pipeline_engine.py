@@ -31,6 +31,7 @@ SCENARIOS = {
     "with drafts": ("mixtral", {"jobs": JOBS, "together": 4, "drafts": True}),
     "states": ("qwen3_next", {"jobs": JOBS, "together": 3, "drafts": True}),
     "states with drafts": ("qwen3_next", {"jobs": AGAIN, "drafts": True}),
+    "a layer each": ("deepseek_v4", {"jobs": JOBS[:4], "together": 3}),
     "20 tokens": ("mixtral", {"jobs": [{**JOBS[2], "max_new_tokens": 20}]}),
     "30 tokens": ("mixtral", {"jobs": [{**JOBS[2], "max_new_tokens": 30}]}),
     "in turn": ("mixtral", {"jobs": JOBS[:4], "memory": 0}),
@@ -45,7 +46,7 @@ FAILING = "mixtral", {"jobs": JOBS[:3], "together": 2, "patched": "second_raises
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     made = {}
-    for architecture in ("mixtral", "qwen3_next"):
+    for architecture in ("mixtral", "qwen3_next", "deepseek_v4"):
         made[architecture] = str(tmp_path_factory.mktemp(architecture))
         with tiny_models.groups_of_32():
             tiny_models.tiny_model(architecture).save_pretrained(made[architecture])
@@ -86,8 +87,8 @@ def test_answers_are_those_of_one_process(scenario, outcomes, alone):
 def test_sequences_are_batched(outcomes):
     most = {name: max(rows for rows, _ in outcomes[name][0]["calls"]) for name in SCENARIOS}
     assert most == {
-        "batched": 4, "with drafts": 4, "states": 3, "states with drafts": 1, "20 tokens": 1,
-        "30 tokens": 1, "in turn": 1, "cancelled": 2, "by generate": 3, "not batchable": 1,
+        "batched": 4, "with drafts": 4, "states": 3, "states with drafts": 1, "a layer each": 3,
+        "20 tokens": 1, "30 tokens": 1, "in turn": 1, "cancelled": 2, "by generate": 3, "not batchable": 1,
         "not batchable there": 1,
     }  # fmt: skip
 

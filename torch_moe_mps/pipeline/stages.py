@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..transformers.caches.separate import Separate
 from ..transformers.checkpoints.absent import beside_text, leave_out
 from ..transformers.upstream.caches import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from ..transformers.upstream.calls import cache_among
@@ -74,7 +75,11 @@ def count_tokens(cache: Any, index: int, hidden: Tensor, convolves: bool) -> Non
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         for state in range(layer.number_of_states if convolves else 0):
             layer.update_conv_state(hidden.new_zeros(batch, 1, tokens), state, conv_kernel_size=1)
-    if layer is None or isinstance(layer, CacheLayerMixin):
+    if isinstance(layer, Separate):
+        for one in layer.layers:
+            number = hidden.new_zeros(1, 1, tokens, 1)
+            one.update(number, number)
+    elif layer is None or isinstance(layer, CacheLayerMixin):
         number = hidden.new_zeros(batch, 1, tokens, 1)
         cache.update(number, number, index)
 
