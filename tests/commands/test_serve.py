@@ -584,3 +584,16 @@ def test_a_base_model_continues_the_text(checkpoint, tmp_path, capsys):
             answer = client.chat.completions.create(model="m", messages=messages, temperature=0, max_tokens=6)
             assert answer.choices[0].message.content == expected_text(checkpoint, text, 6)
     assert capsys.readouterr().err.count("has no chat template: it continues the text") == 1
+
+
+def test_logprobs_of_a_model_whose_own_generate_runs(checkpoint, monkeypatch):
+    """It shows no logits before its own processors. The client is told what to leave out."""
+    monkeypatch.setattr("torch_moe_mps.serving.engine.abilities.hands_cache_on", lambda model: False)
+    asked = {"model": "m", "messages": said("hello"), "max_tokens": 3}
+    with client_of(checkpoint) as client:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as error:
+                client.chat.completions.create(**asked, logprobs=True, stream=stream)
+            expected = "'logprobs' must be left out: MixtralForCausalLM has states that are in no cache."
+            assert error.value.body["message"] == expected and error.value.param == "logprobs"
+        assert client.chat.completions.create(**asked).usage.completion_tokens == 3

@@ -18,7 +18,11 @@ JOBS = [
     {"ids": [4, 4, 4, 4], **SAMPLED, "seed": 8},
     {"ids": [4, 4, 4, 4], **GREEDY, "repetition_penalty": 1.7},
 ]
-BEAMS = {"ids": [*PROMPT, 3], **GREEDY, "num_beams": 3, "eos_token_id": 95, "pad_token_id": 1}
+OWN = {**GREEDY, "eos_token_id": 95, "pad_token_id": 1}
+BY_GENERATE = [
+    {"ids": [*PROMPT, 3], **OWN, "num_beams": 3},
+    {"ids": [3, 4], **OWN, "cache_implementation": "static"},
+]
 # The first is drafted for the second, rightly, and for the third, wrongly.
 AGAIN = [JOBS[2], JOBS[2], {**JOBS[2], "repetition_penalty": 1.1}]
 # {name: (architecture, arguments)}
@@ -31,7 +35,7 @@ SCENARIOS = {
     "30 tokens": ("mixtral", {"jobs": [{**JOBS[2], "max_new_tokens": 30}]}),
     "in turn": ("mixtral", {"jobs": JOBS[:4], "memory": 0}),
     "cancelled": ("mixtral", {"jobs": JOBS[1:3], "together": 2, "cancelled": 0}),
-    "beams": ("mixtral", {"jobs": [JOBS[0], BEAMS, JOBS[2]], "together": 2}),
+    "by generate": ("mixtral", {"jobs": [JOBS[0], *BY_GENERATE, JOBS[2]], "together": 2}),
     "not batchable": ("mixtral", {"jobs": JOBS[:3], "together": 3, "patched": "not_batchable"}),
     "not batchable there": ("mixtral", {"jobs": JOBS[:3], "together": 3, "patched": "second_has_no_rows"}),
 }
@@ -83,7 +87,7 @@ def test_sequences_are_batched(outcomes):
     most = {name: max(rows for rows, _ in outcomes[name][0]["calls"]) for name in SCENARIOS}
     assert most == {
         "batched": 4, "with drafts": 4, "states": 3, "states with drafts": 1, "20 tokens": 1,
-        "30 tokens": 1, "in turn": 1, "cancelled": 2, "beams": 3, "not batchable": 1,
+        "30 tokens": 1, "in turn": 1, "cancelled": 2, "by generate": 3, "not batchable": 1,
         "not batchable there": 1,
     }  # fmt: skip
 

@@ -41,6 +41,23 @@ def test_an_error_ends_one_job():
     assert isinstance(bad.reasons[0], KeyError) and len(bad.tokens) == 3
 
 
+def test_own_generate_has_no_logits_before_its_processors():
+    """A job that asks for them ends with the reason, and another one has its tokens."""
+
+    class First(LogitsProcessor):
+        is_first = True
+
+    model = model_of()
+    good, bad = (Asked(ids_of(1, 5), 3, processors=each) for each in ([], [First()]))
+    for asked in (good, bad):
+        asked.config.num_beams = 2
+    run(Engine(model, None, 4), good, bad)
+    assert good.reasons == ["length"] and good.tokens == good.expected(model)
+    (error,) = bad.reasons
+    assert type(error) is ValueError and not bad.tokens
+    assert str(error).endswith("logprobs must be left out for Qwen3MoeForCausalLM, which generates by itself")
+
+
 def test_an_error_of_the_model_ends_all_and_the_next_jobs_run(monkeypatch):
     model = model_of()
     jobs, batch = [Asked(ids_of(n, 5), 6) for n in range(3)], Engine(model, None, 2)

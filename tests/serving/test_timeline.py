@@ -162,7 +162,7 @@ WAYS = {
     "one, sampled": (1, 1.0, [SAMPLING]),
     "four, log probabilities": (4, 1.0, [{}, {"logprobs": 3}]),
     "four, some sampled": (4, 1.0, [{}, SAMPLING]),
-    "eight, penalties": (8, 1.0, [{"repetition_penalty": 1.3}]),
+    "four, penalties": (4, 1.0, [{"repetition_penalty": 1.3}]),
 }
 
 

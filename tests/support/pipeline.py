@@ -405,7 +405,7 @@ def second_has_no_rows() -> Any:
     if rank() == 0:
         yield
         return
-    with patch.object(BatchedCache, "join", side_effect=NotBatchable("tested")):
+    with patch.object(BatchedCache, "admit", side_effect=NotBatchable("tested")):
         yield
 
 

@@ -337,7 +337,7 @@ class _Answered:
         seconds: for as many tokens as asked for, at the rate of those behind the first.
         steps: that gave its tokens behind the first, which the prompt's last chunk gives.
         computed, prefill: tokens of the prompt that were not cached, and the seconds to the first token.
-        busy: seconds that the GPU works for a token behind the first, by its own clock.
+        busy: seconds that the GPU works for a token, by its own clock, where one of the prompt is computed.
     """
 
     def __init__(
@@ -350,22 +350,20 @@ class _Answered:
         **how: Any,
     ):
         times: list[float] = []
-        busy: list[float] = []
         reasons: list[Any] = []
-
-        def note() -> None:
-            times.append(time.perf_counter())
-            busy.append(gpu_busy())
+        busy = 0.0
 
         def take(_: int) -> bool:
-            note()
+            times.append(time.perf_counter())
             return False
 
         def begin(cached: int, whole: int) -> None:
+            nonlocal busy
             if not times:
                 self.computed = whole - cached
                 synchronize(model.device)
-                note()
+                busy = gpu_busy()
+                times.append(time.perf_counter())
 
         how = {"do_sample": False} | how
         config = GenerationConfig(max_new_tokens=tokens, eos_token_id=[], pad_token_id=0, **how)
@@ -381,7 +379,8 @@ class _Answered:
         first = min(1, tokens - 1)  # behind a single token nothing can be measured
         count = len(times) - 1 - first
         self.seconds = max(times[-1] - times[first], 1e-9) * tokens / count
-        self.busy = (busy[-1] - busy[first]) / count
+        synchronize(model.device)
+        self.busy = (gpu_busy() - busy) / tokens
 
 
 # Operators that compute nothing, although they are not views.

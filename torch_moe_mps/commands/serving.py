@@ -53,11 +53,12 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
     with ExitStack() as stack:
         check_adapter(options, folder)
         model = with_adapter(options, load(options, folder, device))
-        encoder = _encoder(options, model, processor, folder)
+        is_whole = processes() == 1
+        encoder = _encoder(options, model, processor, folder) if is_whole else None
         generator = _generator(options, model, folder, device)
         stack.callback(_closed, generator)
         context = context_of(model.config) - positions_of_padding(model)
-        if generator.memory is not None and processes() == 1:
+        if generator.memory is not None and is_whole:
             context = _context_in(generator, context, options, folder, model)
         yield Served(name_of(options), model, processor, context, generator, media or Media(), encoder)
 

@@ -478,3 +478,15 @@ def test_caches_without_rows_say_so(architecture):
     with pytest.raises(NotBatchable, match=REFUSED[architecture]):
         rows.admit(cache, 6)
     assert len(rows) == 0 and rows.cache is None
+
+
+@torch.no_grad()
+def test_a_cache_with_more_tokens_than_its_sequence_is_refused():
+    """As of layers that a model calls twice for a token: its masks would be shorter than the keys."""
+    model = own_model("qwen3_moe")
+    torch_moe_mps.accelerate(model)
+    rows, cache = BatchedCache(model), new_cache(model)
+    model(torch.arange(1, 7)[None], **cache_argument(model, cache), use_cache=True)
+    with pytest.raises(NotBatchable, match="a DynamicLayer holds 6 tokens of a sequence of 3"):
+        rows.admit(cache, 3)
+    rows.admit(cache, 6)

@@ -72,8 +72,8 @@ class Logprobs(LogitsProcessor):
 
     def __init__(self, tokenizer: Any, count: int):
         self._tokenizer, self._count = tokenizer, count
-        # Log probabilities of each token, on the CPU: [V], those of the most probable tokens, and these. In
-        # one copy, which the host has waited for when it knows the token: it waits for nothing later.
+        # Log probabilities of each token, on the CPU: [V], those of the most probable tokens, and these: one
+        # copy, which the host has waited for when it knows the token: it waits for nothing later.
         self._held: deque[Tensor] = deque()
         self._offset = 0
 

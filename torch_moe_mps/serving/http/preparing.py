@@ -11,6 +11,7 @@ import torch
 from jinja2 import TemplateError
 
 from ..._text import first_line
+from ..engine.abilities import reason_for_own_generate, reason_of_settings
 from ..engine.defaults import settings_of_answer
 from ..engine.encoder import NO_TEXT
 from ..engine.inputs import images_of
@@ -328,6 +329,9 @@ def _processors(served: Served, request: Request, prompt: Prompt) -> tuple[list[
         made.append(served.grammars.mask(tokenizer, prompt.config, vocabulary, form, request.form_field))
     logprobs = None
     if request.logprobs is not None:
+        alone = reason_of_settings(prompt.config) or reason_for_own_generate(served.model)
+        if alone is not None:  # generate() shows no logits before its own processors
+            raise Refused(f"'logprobs' must be left out: {alone}.", "logprobs", "invalid_value")
         logprobs = Logprobs(served.template.tokenizer, request.logprobs)
         made.append(logprobs)
     return made, logprobs

@@ -127,7 +127,7 @@ class BatchedCache:
         if not is_in_layers(cache):
             raise NotBatchable(f"its cache is a {type(cache).__name__}, or has layers that are not declared")
         separate = [number for number, layer in enumerate(cache.layers) if self._is_separate(layer)]
-        _check(cache, separate)
+        _check(cache, tokens, separate)
         held = [] if self.cache is None else [LayerState(layer) for layer in self.cache.layers]
         before, values = {**vars(self)}, [state.values() for state in held]
         self.lengths, self._moved, self._order = [*self.lengths], [*self._moved], [*self._order]
@@ -396,7 +396,7 @@ def _own_tensor(value: Any) -> Any:
     return value.clone() if is_state else value
 
 
-def _check(cache: Any, separate: Sequence[int]) -> None:
+def _check(cache: Any, tokens: int, separate: Sequence[int]) -> None:
     """Raises: NotBatchable for a cache that cannot be batched: the reason is for a person."""
     if cache.offloading:
         raise NotBatchable("its cache is offloaded")
@@ -419,6 +419,8 @@ def _check(cache: Any, separate: Sequence[int]) -> None:
                 raise NotBatchable(f"{name.key} of a {kind} is of {tensor.shape[batch]} sequences")
             if time is not None:
                 raise NotBatchable(f"{name.key} of a {kind} does not grow in place")
+        if (most := max((held.tokens for held in _memories(layer)), default=0)) > tokens:
+            raise NotBatchable(f"a {kind} holds {most} tokens of a sequence of {tokens}")
 
 
 def _check_alike(layer: Any, one: Any) -> None:
