@@ -49,7 +49,7 @@ def generate_alone(model: Any, job: Job, ends: Callable[[], bool] | None) -> Rea
 
 
 def _arguments(job: Job) -> dict[str, Any]:
-    """What `generate` needs of a job beside its inputs and settings."""
+    """Arguments of `generate` for a job, beside its inputs and settings."""
     made: dict[str, Any] = {"logits_processor": job.processors} if job.processors else {}
     return made | ({"tokenizer": job.tokenizer} if job.config.stop_strings else {})
 
