@@ -402,25 +402,29 @@ def _check(cache: Any, tokens: int, separate: Sequence[int]) -> None:
         raise NotBatchable("its cache is offloaded")
     for number, layer in enumerate(cache.layers):
         kind = type(layer).__name__.removeprefix("Growing")
-        if number in separate:
-            if not isinstance(layer, Made):  # not accelerated: nothing runs once a sequence
-                raise NotBatchable(f"a {kind} does not grow in place")
+        if number not in separate:
+            _check_layer(layer, kind, tokens)
+        elif not isinstance(layer, Made):  # not accelerated: nothing runs once a sequence
+            raise NotBatchable(f"a {kind} does not grow in place")
+
+
+def _check_layer(layer: Any, kind: str, tokens: int) -> None:
+    """Raises: NotBatchable for a layer whose sequences cannot share a common end."""
+    if declared(layer).batched is Batched.NEVER:
+        raise NotBatchable(f"a {kind} cannot be batched")
+    if getattr(layer, "record_past", False):
+        raise NotBatchable("its cache holds draft tokens")
+    state = LayerState(layer)
+    for name, tensor in state.tensors().items():
+        batch, time = state.axes(name)
+        if getattr(tensor, growing.MEMORY, None) is not None or tensor.numel() == 0:
             continue
-        if declared(layer).batched is Batched.NEVER:
-            raise NotBatchable(f"a {kind} cannot be batched")
-        if getattr(layer, "record_past", False):
-            raise NotBatchable("its cache holds draft tokens")
-        state = LayerState(layer)
-        for name, tensor in state.tensors().items():
-            batch, time = state.axes(name)
-            if getattr(tensor, growing.MEMORY, None) is not None or tensor.numel() == 0:
-                continue
-            if batch is not None and tensor.shape[batch] != 1:
-                raise NotBatchable(f"{name.key} of a {kind} is of {tensor.shape[batch]} sequences")
-            if time is not None:
-                raise NotBatchable(f"{name.key} of a {kind} does not grow in place")
-        if (most := max((held.tokens for held in _memories(layer)), default=0)) > tokens:
-            raise NotBatchable(f"a {kind} holds {most} tokens of a sequence of {tokens}")
+        if batch is not None and tensor.shape[batch] != 1:
+            raise NotBatchable(f"{name.key} of a {kind} is of {tensor.shape[batch]} sequences")
+        if time is not None:
+            raise NotBatchable(f"{name.key} of a {kind} does not grow in place")
+    if (most := max((held.tokens for held in _memories(layer)), default=0)) > tokens:
+        raise NotBatchable(f"a {kind} holds {most} tokens of a sequence of {tokens}")
 
 
 def _check_alike(layer: Any, one: Any) -> None:
