@@ -587,7 +587,7 @@ def test_models_health_and_metrics(here, of_openai, of_anthropic):
         assert json.load(answer) == {"status": "ok", "load": "ready", "active": 0, "waiting": 0, "most": 1}
     generator = here.generator
     for active, waiting, load in ((1, 0, "busy"), (1, 2, "full"), (0, 0, "ready")):
-        generator.active, generator.waiting = active, waiting
+        generator.counts.active, generator.counts.waiting = active, waiting
         with urllib.request.urlopen(f"{here.url}/health") as answer:
             assert json.load(answer)["load"] == load
     with urllib.request.urlopen(f"{here.url}/metrics") as answer:

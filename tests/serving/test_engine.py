@@ -480,8 +480,8 @@ def test_the_engine_on_its_thread(tmp_path):
     assert [each.reasons for each in jobs] == [["length"]] * 6
     for each in jobs:
         assert each.tokens == each.expected(model)
-    assert engine.active == engine.waiting == 0
-    assert engine.read_tokens == sum(3 + n for n in range(6))
+    assert engine.counts.active == engine.counts.waiting == 0
+    assert engine.counts.computed == sum(3 + n for n in range(6))
     count, octets = engine.prompts_held()
     assert count == 6 and octets > 0
     endless = Asked(ids_of(9, 4), 10**6)

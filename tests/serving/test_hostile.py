@@ -132,7 +132,7 @@ def test_victims_have_the_answers_of_victims_alone(architecture, count):
         engine.submit(each.job)
     try:
         assert all(each.done.wait(300) for each in jobs) and engine.death is None
-        assert engine.run(lambda: 5).result(60) == 5 and engine.active == engine.waiting == 0
+        assert engine.run(lambda: 5).result(60) == 5 and engine.counts.active == engine.counts.waiting == 0
     finally:
         engine.close()
     assert all(len(each.reasons) == 1 for each in jobs)

@@ -18,7 +18,7 @@ import uvicorn
 from tokenizers import decoders
 
 from support.checkpoints import tokenizer_of
-from torch_moe_mps.serving.engine.job import Job
+from torch_moe_mps.serving.engine.job import Counts, Job
 from torch_moe_mps.serving.http.app import Access, Server
 from torch_moe_mps.serving.http.reading import Reading
 from torch_moe_mps.serving.http.served import Served
@@ -44,7 +44,7 @@ TEMPLATE = (
 
 
 class Scripted:
-    """A `Generator` that says texts, in turn, and then the token that ends an answer.
+    """In place of an engine's thread: it says texts, in turn, and then the token that ends an answer.
 
     Attributes:
         says: the texts; the last one again and again.
@@ -65,8 +65,7 @@ class Scripted:
         self.wait: Callable[[Job], None] = lambda job: None
         self.jobs: list[Job] = []
         self.prompts: list[str] = []
-        self.draft_tokens = 0, 0
-        self.active = self.waiting = self.read_tokens = self.cached_tokens = 0
+        self.counts = Counts()
 
     def submit(self, job: Job) -> None:
         self.jobs.append(job)

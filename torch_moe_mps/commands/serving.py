@@ -12,8 +12,7 @@ from typing import Any
 from ..macs import machine_memory
 from ..selfcheck.machine import cache_folder
 from ..serving.engine.encoder import Encoder, encoder_of
-from ..serving.engine.job import Generator
-from ..serving.engine.loop import EncoderThread, EngineThread
+from ..serving.engine.loop import DeviceThread, EncoderThread, EngineThread
 from ..serving.engine.memory import MOST_ROWS, Memory
 from ..serving.http.served import Served
 from ..serving.media.loading import Media
@@ -64,14 +63,16 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
         yield Served(name_of(options), model, processor, context, generator, media or Media(), encoder)
 
 
-def _context_in(generator: Generator, most: int, options: argparse.Namespace, folder: str, model: Any) -> int:
+def _context_in(
+    generator: DeviceThread, most: int, options: argparse.Namespace, folder: str, model: Any
+) -> int:
     """How many tokens of a sequence fit beside the weights, at most `most`; a line says where it is less.
 
     Layers of the checkpoint that draft have a cache as the model's last layer; a draft has its own. Where not
     even one token fits, the model answers all the same, as well as the system can.
     """
     assert generator.memory is not None
-    room, more = generator.memory.free, getattr(generator, "mtp_layers", 0)
+    room, more = generator.memory.free, generator.mtp_layers
     cache = kv_cache(skeleton_of(options, folder)[1].to(model.dtype), options.kv_bits, more)
     if cache is not None and (of_draft := draft_cache(options, model.dtype)) is not None:
         cache += of_draft
@@ -87,7 +88,7 @@ def _context_in(generator: Generator, most: int, options: argparse.Namespace, fo
     return context
 
 
-def _generator(options: argparse.Namespace, model: Any, folder: str, device: str) -> Generator:
+def _generator(options: argparse.Namespace, model: Any, folder: str, device: str) -> DeviceThread:
     """The engine on its thread, or what refuses jobs for a model that generates nothing."""
     if not model.can_generate():
         return EncoderThread()
@@ -97,7 +98,7 @@ def _generator(options: argparse.Namespace, model: Any, folder: str, device: str
     return EngineThread(model, prompts, options.parallel or MOST_ROWS, memory, speculative)
 
 
-def _closed(generator: Generator) -> None:
+def _closed(generator: DeviceThread) -> None:
     """Ends what generates; a Ctrl-C meanwhile loses no cached prefix, a second one does."""
     line = "torch-moe-mps: the prefix cache is being written; Ctrl-C once more leaves it"
     with at_ctrl_c(lambda: print(line, file=sys.stderr)):

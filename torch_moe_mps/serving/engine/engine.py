@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from .decoding import Decoding
 from .drafts import Drafts
 from .executor import executor_of
 from .groups import Single
-from .job import Job, Reason
+from .job import Counts, Job, Reason
 from .pool import Pool
 from .ranges import check_job
 from .sampling import Sampled, Sampler, sample
@@ -46,14 +45,6 @@ class _Chunk(NamedTuple):
     tokens: int
     has_images: bool
     first: Sampled | None
-
-
-@dataclass
-class Counts:
-    """Tokens of all prompts so far: computed, and taken from the prefix cache."""
-
-    computed: int = 0
-    cached: int = 0
 
 
 class Engine:

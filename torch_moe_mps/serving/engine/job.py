@@ -1,28 +1,24 @@
-"""Jobs: the server's side of whatever generates. A `Generator` takes them from any thread."""
+"""Jobs: what the engine generates, and what it counts. Its thread takes them from any other."""
 
 import functools
 import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 
 from ..._text import first_line
-from ..prefix_cache.disk import Disk
 
 if TYPE_CHECKING:
     from ..prefix_cache.memory import Images
-    from .memory import Memory
 
 logger = logging.getLogger(__name__)
 Reason = Literal["stop", "length", "cancelled"]
-T = TypeVar("T")
 
 
 def _no_progress(read: int, of: int) -> None:
@@ -134,58 +130,22 @@ class Job:
             logger.error("moe_mps: on_end of an answer raised %s: %s", kind, first_line(error))
 
 
-class Generator(Protocol):
-    """Generates jobs on one thread, the only one that uses the device: torch's mps does not bear two.
+@dataclass
+class Counts:
+    """Jobs that the engine has, and tokens so far.
 
     Attributes:
-        most: jobs that are generated together, at most.
-        active: jobs that are generated now, those in prefill included.
-        waiting: jobs that were submitted and have not begun.
-        read_tokens: of all prompts so far that were computed.
-        cached_tokens: of all prompts so far, from the prefix cache.
-        draft_tokens: so far, accepted and rejected.
-        death: why it generates nothing any more: its thread has ended by an error; None while it lives.
-        memory: the budget of the model; None is none.
+        active, waiting: jobs that have begun, and that have not.
+        computed, cached: tokens of all prompts that were computed, and from the prefix cache.
+        accepted, rejected: draft tokens.
     """
 
-    most: int
-    memory: "Memory | None"
-
-    @property
-    def death(self) -> Exception | None: ...
-
-    @property
-    def active(self) -> int: ...
-
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def read_tokens(self) -> int: ...
-
-    @property
-    def cached_tokens(self) -> int: ...
-
-    @property
-    def draft_tokens(self) -> tuple[int, int]: ...
-
-    def submit(self, job: Job) -> None:
-        """Takes a job and returns at once. A job that comes behind `close` ends as cancelled, and behind the
-        death by that.
-        """
-
-    def run(self, function: Callable[[], T]) -> "Future[T]":
-        """Calls a function on the thread of the device, between two steps."""
-
-    def prompts_held(self) -> tuple[int, int]:
-        """How many prefixes are cached, and their bytes."""
-
-    @property
-    def disk(self) -> "Disk | None":
-        """The prefix cache on a disk."""
-
-    def close(self) -> None:
-        """Ends all jobs within a step as cancelled, writes the prefix cache's files, and ends the thread."""
+    active: int = 0
+    waiting: int = 0
+    computed: int = 0
+    cached: int = 0
+    accepted: int = 0
+    rejected: int = 0
 
 
 def prompt_length(inputs: dict[str, Any]) -> int:

@@ -4,8 +4,10 @@ import logging
 import queue
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from ..._text import first_line
@@ -15,7 +17,7 @@ from ..prefix_cache.memory import PrefixCache
 from ..speculative.drafting import Drafting
 from .encoder import NO_TEXT
 from .engine import Engine
-from .job import Job
+from .job import Counts, Job
 from .memory import Memory, is_short, is_watched
 
 logger = logging.getLogger(__name__)
@@ -33,15 +35,20 @@ class Work(NamedTuple):
     refuse: Callable[[Exception], object]
 
 
-class DeviceThread:
-    """A thread of its own, and the work that waits for it. A subclass starts the thread, and has `_run`.
+class DeviceThread(ABC):
+    """A thread of its own, and the work that waits for it. A subclass starts the thread.
 
     Args:
         prompts: the prefix cache; None caches nothing.
 
     Attributes:
+        most: jobs that are generated together, at most.
+        memory: the budget of the model; None is none.
         death: why the thread has ended, if an error has ended it: all jobs end by that, later ones, too.
     """
+
+    most = 1
+    memory: Memory | None = None
 
     def __init__(self, prompts: PrefixCache | None) -> None:
         self._prompts = prompts
@@ -50,7 +57,23 @@ class DeviceThread:
         self._lock, self._closed = threading.Lock(), False
         self._thread = threading.Thread(target=self._live, name="device", daemon=True)
 
+    @property
+    def counts(self) -> Counts:
+        return Counts()
+
+    @property
+    def mtp_layers(self) -> int:
+        """How many layers of the checkpoint draft for the model."""
+        return 0
+
+    @abstractmethod
+    def submit(self, job: Job) -> None:
+        """Takes a job and returns at once. A job that comes behind `close` ends as cancelled, and behind the
+        death by that.
+        """
+
     def run(self, function: Callable[[], T]) -> "Future[T]":
+        """Calls a function on the thread of the device, between two steps."""
         future: Future[T] = Future()
 
         def call() -> None:
@@ -71,17 +94,20 @@ class DeviceThread:
         return future
 
     def close(self) -> None:
+        """Ends all jobs within a step as cancelled, writes the prefix cache's files, and ends the thread."""
         with self._lock:
             self._closed = True
             self._work.put(None)
         self._thread.join()
 
     def prompts_held(self) -> tuple[int, int]:
+        """How many prefixes are cached, and their bytes."""
         kept = [] if self._prompts is None else [*self._prompts.kept]
         return len(kept), sum(prompt.octets for prompt in kept)
 
     @property
     def disk(self) -> Disk | None:
+        """The prefix cache on a disk."""
         return None if self._prompts is None else self._prompts.disk
 
     def _live(self) -> None:
@@ -101,20 +127,16 @@ class DeviceThread:
 
     def _run(self) -> None:
         """Does the work until None comes."""
-        raise NotImplementedError
+        while (work := self._work.get()) is not None:
+            work.do()
 
     def _jobs(self) -> list[Job]:
         """Jobs that have begun or wait on the thread, and have not ended."""
-        raise NotImplementedError
+        return []
 
 
 class EncoderThread(DeviceThread):
-    """A `Generator` for a model that generates nothing: jobs are refused, and functions run."""
-
-    memory: Memory | None = None
-    most = 1
-    active = waiting = read_tokens = cached_tokens = 0
-    draft_tokens = (0, 0)
+    """For a model that generates nothing: jobs are refused, and functions run."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -123,16 +145,9 @@ class EncoderThread(DeviceThread):
     def submit(self, job: Job) -> None:
         job.end(self.death or ValueError(f"torch_moe_mps: {NO_TEXT}"))
 
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work.do()
-
-    def _jobs(self) -> list[Job]:
-        return []
-
 
 class EngineThread(DeviceThread):
-    """A `Generator` of several jobs at a time: an `Engine` on a thread of its own.
+    """An `Engine` on a thread of its own.
 
     Args:
         model: of transformers, in one process.
@@ -163,30 +178,16 @@ class EngineThread(DeviceThread):
 
     @property
     def mtp_layers(self) -> int:
-        """How many layers of the checkpoint draft for the model."""
         drafting = self._engine.drafts.drafting
         return 0 if drafting is None else drafting.layers
 
     @property
-    def active(self) -> int:
-        return self._engine.active
-
-    @property
-    def waiting(self) -> int:
-        return len(self._engine.waiting) + self._submitted
-
-    @property
-    def read_tokens(self) -> int:
-        return self._engine.counts.computed
-
-    @property
-    def cached_tokens(self) -> int:
-        return self._engine.counts.cached
-
-    @property
-    def draft_tokens(self) -> tuple[int, int]:
-        drafting = self._engine.drafts.drafting
-        return (0, 0) if drafting is None else (drafting.accepted, drafting.rejected)
+    def counts(self) -> Counts:
+        engine, drafting = self._engine, self._engine.drafts.drafting
+        counts = replace(engine.counts, active=engine.active, waiting=len(engine.waiting) + self._submitted)
+        if drafting is not None:
+            counts.accepted, counts.rejected = drafting.accepted, drafting.rejected
+        return counts
 
     def submit(self, job: Job) -> None:
         def take() -> None:
@@ -211,7 +212,7 @@ class EngineThread(DeviceThread):
         self._engine.end_all()
         if prefix_cache is not None:
             prefix_cache.write(self._engine.model)
-        if sum(self.draft_tokens):
+        if self.counts.accepted + self.counts.rejected:
             print(self._engine.drafts.drafting, file=sys.stderr)
 
     def _jobs(self) -> list[Job]:

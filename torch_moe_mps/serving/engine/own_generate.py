@@ -34,13 +34,8 @@ def generate_alone(model: Any, job: Job, ends: Callable[[], bool] | None) -> Rea
                 return ends is not None and ends()
 
         steps, has_beams = Steps(ends_there, tokens, model.device), (job.config.num_beams or 1) > 1
-        more: dict[str, Any] = {} if has_beams else {"streamer": steps}
-        if ends is not None:
-            more["stopping_criteria"] = [steps]
-        if job.processors:
-            more["logits_processor"] = job.processors
-        if job.config.stop_strings:
-            more["tokenizer"] = job.tokenizer
+        more: dict[str, Any] = {} if ends is None else {"stopping_criteria": [steps]}
+        more |= _arguments(job) | ({} if has_beams else {"streamer": steps})
         result = call_generate(model, job.inputs, job.config, **more)
         if has_beams:  # there is nothing to show before the end
             tokens.put(job.inputs["input_ids"])
@@ -51,6 +46,12 @@ def generate_alone(model: Any, job: Job, ends: Callable[[], bool] | None) -> Rea
     if tokens.is_complete:
         return "stop"
     return "cancelled" if job.is_cancelled or (ends is not None and ends()) else "length"
+
+
+def _arguments(job: Job) -> dict[str, Any]:
+    """Arguments of `generate` for a job, beside its inputs and settings."""
+    made: dict[str, Any] = {"logits_processor": job.processors} if job.processors else {}
+    return made | ({"tokenizer": job.tokenizer} if job.config.stop_strings else {})
 
 
 def call_generate(model: Any, inputs: Mapping[str, Tensor], config: GenerationConfig, **more: Any) -> Any:

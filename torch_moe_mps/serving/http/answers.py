@@ -2,7 +2,8 @@
 
 import time
 
-from ..engine.job import Generator, Job, Reason
+from ..engine.job import Job, Reason
+from ..engine.loop import DeviceThread
 from .answer import Answer, Times
 
 
@@ -17,7 +18,7 @@ class Answers:
         self.answers.append(answer)
         self.jobs.append(job)
 
-    def submit(self, generator: Generator) -> None:
+    def submit(self, generator: DeviceThread) -> None:
         """Lets them be generated."""
         for answer, job in zip(self.answers, self.jobs, strict=True):
             now = time.monotonic()

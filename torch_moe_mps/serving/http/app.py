@@ -288,8 +288,9 @@ class Server:
 
     async def _health(self, asked: Asked) -> Response:
         generator = self.served.generator
-        load = "full" if generator.waiting else "busy" if generator.active else "ready"
-        rows = {"active": generator.active, "waiting": generator.waiting, "most": generator.most}
+        counts = generator.counts
+        load = "full" if counts.waiting else "busy" if counts.active else "ready"
+        rows = {"active": counts.active, "waiting": counts.waiting, "most": generator.most}
         if (death := generator.death) is not None:
             return JSONResponse({"status": "died", "reason": first_line(death), **rows}, status_code=503)
         return JSONResponse({"status": "ok", "load": load, **rows})

@@ -58,16 +58,15 @@ class Metrics:
         """The metrics that are read from what generates."""
         generator = self._served.generator
         prompts, octets = generator.prompts_held()
-        accepted, rejected = generator.draft_tokens
-        memory = generator.memory
-        yield _counter("prompt_tokens", "tokens of prompts that were computed", generator.read_tokens)
-        yield _counter("cached_tokens", "tokens that the prefix cache had", generator.cached_tokens)
-        yield _counter("accepted_draft_tokens", "draft tokens that were accepted", accepted)
-        yield _counter("rejected_draft_tokens", "draft tokens that were rejected", rejected)
+        counts, memory = generator.counts, generator.memory
+        yield _counter("prompt_tokens", "tokens of prompts that were computed", counts.computed)
+        yield _counter("cached_tokens", "tokens that the prefix cache had", counts.cached)
+        yield _counter("accepted_draft_tokens", "draft tokens that were accepted", counts.accepted)
+        yield _counter("rejected_draft_tokens", "draft tokens that were rejected", counts.rejected)
         yield _counter("gpu_busy_seconds", "time that the GPU has worked, by its own clock", gpu_busy())
-        yield _gauge("sequences_active", "sequences that have begun", generator.active)
+        yield _gauge("sequences_active", "sequences that have begun", counts.active)
         yield _gauge("sequences_most", "sequences at once, at most", generator.most)
-        yield _gauge("sequences_waiting", "sequences that wait", generator.waiting)
+        yield _gauge("sequences_waiting", "sequences that wait", counts.waiting)
         yield _gauge("cached_prefixes", "prefixes in the prefix cache", prompts)
         yield _gauge("prefix_cache_bytes", "memory of the prefix cache", octets)
         yield _gauge(

@@ -105,7 +105,9 @@ def check_characters(count: int, field: str) -> None:
 
 def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) -> Prompt:
     read = _inputs(served, prompt, request.prompt_field)
-    config = _settings(served, request, _length(read))
+    length = _length(read)
+    _check_length(length, served.context, request.prompt_field)
+    config = _settings(served, request, length)
     served.check_tokens(read["input_ids"], request.prompt_field)
     inputs = {name: tensor(value) for name, value in read.items()}
     form, text, parser = served.template.form, None, None
@@ -224,21 +226,24 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 # Settings
 
 
-def _settings(served: Served, request: Request, length: int) -> Any:
-    """The settings of a request, which generates at most as many tokens as the model still reads.
-
-    Raises: Refused for a prompt without tokens, for one that leaves no room for a token, and for settings
-        that do not exist.
-    """
-    model, context = served.model, served.context
+def _check_length(length: int, context: int, field: str) -> None:
+    """Raises: Refused for a prompt without tokens, and for one that leaves no room for a token."""
     if length == 0:
-        raise Refused("The prompt must have at least 1 token, got none.", request.prompt_field)
+        raise Refused("The prompt must have at least 1 token, got none.", field)
     if length >= context:
         message = (  # the words by which OpenAI's and Anthropic's agents know that they must shorten it
             f"This model's maximum context length is {context} tokens, one of the answer included: "
             f"prompt is too long: {length} tokens > {context - 1} maximum."
         )
-        raise Refused(message, request.prompt_field, "context_length_exceeded")
+        raise Refused(message, field, "context_length_exceeded")
+
+
+def _settings(served: Served, request: Request, length: int) -> Any:
+    """The settings of a request, which generates at most as many tokens as the model still reads.
+
+    Raises: Refused for settings that do not exist.
+    """
+    model, context = served.model, served.context
     asked, whole, vocabulary = request.settings, request.config, vocabulary_of(model)
     try:
         tokenizer = served.template.tokenizer

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ..engine.encoder import Encoder
-from ..engine.job import Generator
+from ..engine.loop import DeviceThread
 from ..engine.ranges import unknown_token, vocabulary_of
 from ..media.decoding import Limits, limits_of
 from ..media.loading import Media
@@ -37,7 +37,7 @@ class Served:
         model: Any,
         processor: Any,
         context: int,
-        generator: Generator,
+        generator: DeviceThread,
         media: Media,
         encoder: Encoder | None = None,
     ):
