@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -169,9 +169,8 @@ class Peers:
     def _octets(self, source: int, count: int, limit: float) -> Tensor:
         octets = torch.empty(count, dtype=torch.uint8, device="cpu")
         with self._blames(source, limit):
-            work = dist.irecv(octets, source, group=self.group)
-            assert work is not None
-            work.wait(timedelta(seconds=limit))
+            # No variable: a traceback would hold the work, and that the connection, which `failed` closes.
+            cast(Any, dist.irecv(octets, source, group=self.group)).wait(timedelta(seconds=limit))
         return octets
 
     def _differ(self, rank: int, what: str) -> NoReturn:
@@ -200,7 +199,7 @@ class Peers:
         seen, until = {self.rank}, time.monotonic() + _GRACE
         while time.monotonic() < until:
             raised, waits = self._told("raised", rank), self._told("waits", rank)
-            if self._store is None:  # the first process has it, or torchrun on its host
+            if self._store is None and 0 not in seen:  # the first process has it, or torchrun on its host
                 return f"moe_mps: {self.name(0)} {what if rank == 0 else 'does not answer'}"
             if raised is not None:
                 return raised if raised.startswith("moe_mps: ") else f"moe_mps: {self.name(rank)} {raised}"
@@ -227,6 +226,17 @@ class Peers:
             dist.destroy_process_group(self.group)
         self.group = None
         self._on_the_way.clear()
+        self._tell("ended", "")
+        if self.rank == 0:
+            self._outlast_others()
+
+    def _outlast_others(self) -> None:
+        """Waits until the others have read why this process fails: their store may end with it."""
+        others, until = range(1, self.size), time.monotonic() + _GRACE
+        while time.monotonic() < until and any(self._told("ended", rank) is None for rank in others):
+            if self._store is None:
+                break
+            time.sleep(0.05)
 
     def _tell(self, what: str, text: str) -> None:
         self._ask(lambda store: store.set(f"moe_mps/{self._number}/{what}/{self.rank}", text))
