@@ -58,8 +58,9 @@ class Decoding:
             self._prefix_cache.shrink(room if drafting is None else drafting.shrink(room))
 
     def _step(self, group: Group) -> None:
-        if all(len(each.tokens) + 1 >= each.most for each in group.sequences):
-            self.settle(group)  # none has a token behind its last one; some would not be waited for
+        lasts = [each for each in group.sequences if len(each.tokens) + 1 >= each.most]
+        if len(lasts) == len(group.sequences) or any(each.job.processors for each in lasts):
+            self.settle(group)  # else a token behind the last one is computed, which processors must not see
         drafts = None
         if isinstance(group, Batched) and group.sequences:
             drafts = self._drafts.draft(group, lambda: self.settle(group))
