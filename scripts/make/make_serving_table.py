@@ -41,9 +41,9 @@ of two layers (`tests/transformers/models/test_launches.py`):
 | Architecture | One sequence | Four in a step | Four steps alone |
 |---|---|---|---|
 | deepseek_v4 | 45 | 117 | 180 |
-| glm5_next | 36 | 80 | 144 |
+| glm5_next | 36 | 78 | 144 |
 | minimax_m3_vl | 21 | 38 | 84 |
-| qwen4_exp | 53 | 105 | 212 |
+| qwen4_exp | 52 | 101 | 208 |
 
 | Architecture | Experts | mlx-lm | Batched | Prefix cache | Speculative |
 |---|---|---|---|---|---|
