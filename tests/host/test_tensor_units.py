@@ -211,7 +211,7 @@ for number, (good, bad, _) in enumerate(json.loads(sys.argv[1])):
     ("faults", "shape"),
     [
         (FAULTS[:4], (18, 160, 69)),
-        (IN_PLACE[:2], (150, 128, 130)),
+        pytest.param(IN_PLACE[:2], (150, 128, 130), marks=pytest.mark.sweep),
         pytest.param(FAULTS[4:], (18, 160, 69), marks=pytest.mark.sweep),
         pytest.param(IN_PLACE[2:], (250, 128, 130), marks=pytest.mark.sweep),
     ],

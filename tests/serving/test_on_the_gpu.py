@@ -119,9 +119,7 @@ def test_no_token_of_several_waits(simulated):
 
 
 @pytest.mark.slow("captures a program in the simulator")
-@pytest.mark.parametrize(
-    "architecture", in_sweep([*PROMPTS, *OF_OTHER_STATES], ["qwen3_moe", "granitemoehybrid"])
-)
+@pytest.mark.parametrize("architecture", in_sweep([*PROMPTS, *OF_OTHER_STATES], ["qwen3_moe"]))
 def test_drafts_are_verified_by_few_programs(architecture, simulated):
     """Tokens are the model's own, of two conversations that go on by their own numbers of them.
 

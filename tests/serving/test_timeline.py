@@ -19,6 +19,7 @@ from simulator.apple.facts import GPUS, START_US
 from support import images, tiny_models
 from support.models import eager
 from support.speculative import Partly
+from support.sweep import in_sweep, rows_in_sweep
 from transformers import GenerationConfig
 
 import torch_moe_mps
@@ -164,10 +165,11 @@ WAYS = {
     "four, some sampled": (4, 1.0, [{}, SAMPLING]),
     "four, penalties": (4, 1.0, [{"repetition_penalty": 1.3}]),
 }
+OF_THE_SWEEP = ("one, 0.3 ms", "four, penalties")
 
 
 @pytest.mark.slow("captures programs in the simulator")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", in_sweep(WAYS, [way for way in WAYS if way not in OF_THE_SWEEP]))
 def test_the_gpu_is_never_idle_between_steps(simulated, way):
     many, milliseconds, settings = WAYS[way]
     idle, busy = timed(simulated, many, milliseconds, *settings)
@@ -201,7 +203,7 @@ CHANGES = [
 
 
 @pytest.mark.slow("captures programs in the simulator")
-@pytest.mark.parametrize(("change", "milliseconds", "waits"), CHANGES)
+@pytest.mark.parametrize(("change", "milliseconds", "waits"), rows_in_sweep(CHANGES, CHANGES[1:4]))
 def test_an_answer_goes_on_where_another_one_begins_or_ends(simulated, change, milliseconds, waits):
     """What the host does with the tokens of a step is done while the GPU works."""
 
@@ -242,7 +244,7 @@ def seeing_model_on_mps():
 
 
 @pytest.mark.slow("captures programs in the simulator")
-@pytest.mark.parametrize("milliseconds", [0.3, 1.0])
+@pytest.mark.parametrize("milliseconds", in_sweep([0.3, 1.0], [1.0]))
 def test_an_answer_goes_on_beside_the_encoder_of_pictures(simulated, milliseconds, monkeypatch):
     """With a step between two of its modules, of which the GPU has one while the host encodes the next."""
     monkeypatch.setattr(engines, "STEPS", 0)
