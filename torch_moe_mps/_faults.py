@@ -54,7 +54,7 @@ class Mark:
             torch.accelerator.synchronize(self._device)
 
 
-def begun_copy(tensor: Tensor) -> Tensor:
+def host_copy(tensor: Tensor) -> Tensor:
     """A copy on the CPU, complete once the host has waited for a `Mark` of its buffer or of a later one."""
     if tensor.device.type == "cpu":
         return tensor

@@ -1,6 +1,7 @@
 """The processes that follow: each does to its layers' caches what the first process orders."""
 
 import contextlib
+import functools
 import sys
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..serving.engine.executor import call_model
+from ..serving.engine.executor import call_model, prefill_of
+from ..serving.engine.groups import Batched
 from ..serving.engine.inputs import images_of
 from ..serving.engine.own_generate import call_generate
 from ..serving.engine.prefill import Prefill, turning
@@ -32,7 +34,7 @@ class Following:
         self._rows = BatchedCache(self._model)
         self._copy: Any = None
         self._prefix_cache = PrefixCache(sys.maxsize)  # the first process decides what is evicted
-        self._turning = turning(self._model)
+        self._turning, self._call = turning(self._model), functools.partial(call_model, self._model)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -67,15 +69,8 @@ class Following:
         self._prefills = {n: prefill for n, prefill in self._prefills.items() if n in known}
         if held is not None:
             self._evict(held)
-        prefill = Prefill(
-            self._model,
-            inputs["input_ids"],
-            None if held is None else self._prefix_cache,
-            images=images_of(self._model, inputs),
-            beside={name: value for name, value in inputs.items() if name != "input_ids"},
-            modules=self._turning,
-            reads_whole=reads_whole,
-        )
+        images, prefix_cache = images_of(self._model, inputs), None if held is None else self._prefix_cache
+        prefill = prefill_of(self._model, inputs, prefix_cache, images, self._turning, reads_whole)
         if len(prefill.cached.ids) != cached:
             here = f"{len(prefill.cached.ids)} tokens here, {cached} in the first process"
             raise RuntimeError(
@@ -94,9 +89,7 @@ class Following:
     def _step(self, tensors: dict[str, Tensor]) -> None:
         ids = tensors["ids"].reshape(len(self._rows), -1).to(self._model.device)
         with self._running.returning("nothing"):
-            arguments = self._rows.arguments(ids.shape[1])
-            self._call(self._rows.cache, input_ids=ids, **arguments)
-        self._rows.advance(ids.shape[1])
+            Batched(self._rows).compute(self._call, ids)
 
     def _new_rows(self, tensors: dict[str, Tensor], defers: bool) -> None:
         self._rows = BatchedCache(self._model, deferrable_layers(self._model) if defers else {})
@@ -157,6 +150,3 @@ class Following:
         # The first process has an error of arguments, too, and tells.
         with Seeded(self._model.device, seed), contextlib.suppress(ValueError, TypeError):
             call_generate(self._model, inputs, GenerationConfig.from_dict(config))
-
-    def _call(self, cache: Any, **inputs: Any) -> Any:
-        return call_model(self._model, cache, **inputs)

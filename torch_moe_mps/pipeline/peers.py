@@ -233,9 +233,9 @@ class Peers:
     def _outlast_others(self) -> None:
         """Waits until the others have read why this process fails: their store may end with it."""
         others, until = range(1, self.size), time.monotonic() + _GRACE
-        while time.monotonic() < until and any(self._told("ended", rank) is None for rank in others):
-            if self._store is None:
-                break
+        while any(self._told("ended", rank) is None for rank in others):
+            if self._store is None or time.monotonic() >= until:
+                return
             time.sleep(0.05)
 
     def _tell(self, what: str, text: str) -> None:

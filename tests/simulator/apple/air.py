@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from .compile import optimised, without_target
 from .flow import Flow
 from .ir import Instruction, function_lines, parse_function
-from .lower import Lowering
+from .lower import ByPrefix, Lowering
 
 _CONVERSION = re.compile(
     r"(?:tail )?call (?:\w+ )*?(?P<to>\w+|<[^>]+>) @air\.convert\.(?P<kinds>[fsu]\.\w+\.[fsu])\.\w+"
@@ -28,10 +28,8 @@ _DOT = re.compile(
 _POINTER = re.compile(r"ptr addrspace\((\d)\)[^%,]*(%[\w.]+)")
 _FUNCTION_CONSTANT = re.compile(r"^@_Z(\d\S*)\.MTL_FC_INIT_(\d+)_", re.M)
 _THREADGROUP = re.compile(r"^(@[^ ]+) = .*\baddrspace\(3\) global", re.M)
-# The classes of functions, by the longest beginning of a name that fits.
-_FUNCTIONS = {
-    name: classes.split()
-    for names, classes in {
+_FUNCTIONS = ByPrefix(
+    {
         "is_uniform": "",
         "min max fmin fmax": "select",
         "simd_sum simd_max": "simdsum",
@@ -43,20 +41,15 @@ _FUNCTIONS = {
         "simdgroup.barrier": "simdbarrier",
         "fast_exp2": "transc",
         "fast_exp": "fmul transc",
-    }.items()
-    for name in names.split()
-}
+    }
+)
 
 
 class AirLowering(Lowering):
     """Instructions for the functions of AIR."""
 
     def _simulator_call(self, i: Instruction) -> list[str]:
-        name = i.callee.removeprefix("air.")
-        fitting = [beginning for beginning in _FUNCTIONS if name.startswith(beginning)]
-        if not fitting:
-            raise ValueError(f"a function of AIR without a cost: {i.text}")
-        return _FUNCTIONS[max(fitting, key=len)]
+        return _FUNCTIONS.of(i.callee.removeprefix("air."), f"a function of AIR without a cost: {i.text}")
 
 
 def flow_of(assembly: str, name: str, values: Mapping[int, int]) -> Flow:

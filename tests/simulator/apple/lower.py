@@ -6,6 +6,8 @@ absolute value,
 select or branch, a multiply in front of an add. Loads and stores are counted by their sites.
 """
 
+from collections.abc import Mapping
+
 from .facts import BF16_ROUNDING, BF16_WIDENING
 from .flow import Flow, is_power_of_two
 from .ir import Instruction, element, size_of
@@ -28,10 +30,27 @@ _FREE = {
 _ROUND = ["bfround"] * BF16_ROUNDING
 _WIDEN = ["bfwiden"] * BF16_WIDENING
 
-# Intrinsics, by the longest prefix that fits: names of intrinsics, and the classes of each.
-_INTRINSICS = {
-    name: classes.split()
-    for names, classes in {
+
+class ByPrefix(dict[str, list[str]]):
+    """The classes of functions, by the longest prefix of a name that fits.
+
+    Args:
+        lines: {prefixes: classes}, each with spaces between.
+    """
+
+    def __init__(self, lines: Mapping[str, str]):
+        super().__init__({name: each.split() for names, each in lines.items() for name in names.split()})
+
+    def of(self, name: str, error: str) -> list[str]:
+        """Raises: ValueError with the error, where no prefix fits."""
+        fitting = [prefix for prefix in self if name.startswith(prefix)]
+        if not fitting:
+            raise ValueError(error)
+        return self[max(fitting, key=len)]
+
+
+_INTRINSICS = ByPrefix(
+    {
         "lifetime experimental.noalias assume fabs memcpy": "",
         "fma fmuladd": "fma",
         "copysign": "logic",
@@ -44,9 +63,8 @@ _INTRINSICS = {
         "pow": "transc fmul transc",
         "tanh": "fmul transc fadd recip fma",
         "memset memmove": "private",
-    }.items()
-    for name in names.split()
-}
+    }
+)
 _FUNCTIONS = {
     "expf": ["fmul", "transc"],
     "exp2f": ["transc"],
@@ -259,10 +277,7 @@ class Lowering:
         scalar, count = element(i.type)
         if i.callee.startswith("llvm."):
             name = i.callee[len("llvm.") :]
-            fitting = [prefix for prefix in _INTRINSICS if name.startswith(prefix)]
-            if not fitting:
-                raise ValueError(f"an intrinsic without a cost: {i.text}")
-            classes = _INTRINSICS[max(fitting, key=len)]
+            classes = _INTRINSICS.of(name, f"an intrinsic without a cost: {i.text}")
             return self._in_bfloat(scalar, classes * count) if classes == ["fma"] else classes * count
         if i.callee in _FUNCTIONS:
             return _FUNCTIONS[i.callee]

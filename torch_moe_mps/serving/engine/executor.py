@@ -68,15 +68,8 @@ class Executor:
     def _begun(
         self, inputs: Mapping[str, Tensor], prefix_cache: PrefixCache | None, images: Images | None = None
     ) -> Prefill:
-        return Prefill(
-            self._model,
-            inputs["input_ids"],
-            prefix_cache,
-            images=images,
-            beside={name: value for name, value in inputs.items() if name != "input_ids"},
-            modules=self._turning,
-            reads_whole=self._abilities.reads_whole,
-        )
+        whole = self._abilities.reads_whole
+        return prefill_of(self._model, inputs, prefix_cache, images, self._turning, whole)
 
     def prefill(self, prefill: Prefill, chunk: int, beside: Callable[[], None]) -> Any:
         """Computes the next chunk of a prompt. Returns: what the model returns.
@@ -111,6 +104,27 @@ class Executor:
         if states := self._states():
             inputs["output_hidden_states"] = states[0] if len(states) == 1 else states  # these alone
         return call_model(self._model, cache, **inputs)
+
+
+def prefill_of(
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    prefix_cache: PrefixCache | None,
+    images: Images | None,
+    modules: Mapping[str, Any],
+    reads_whole: bool,
+) -> Prefill:
+    """The prefill of a model's inputs, behind their cached prefix."""
+    beside = {name: value for name, value in inputs.items() if name != "input_ids"}
+    return Prefill(
+        model,
+        inputs["input_ids"],
+        prefix_cache,
+        images=images,
+        beside=beside,
+        modules=modules,
+        reads_whole=reads_whole,
+    )
 
 
 def call_model(model: Any, cache: Any, **inputs: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
-from ..._faults import Mark, begun_copy
+from ..._faults import Mark, host_copy
 from ...transformers.basics.overflow import is_missing, no_distribution
 from ...transformers.modules.sampling import Sampling
 from .job import Job, as_errors
@@ -142,7 +142,7 @@ class Sampled:
         self._tokens = sampled[0]
         self.rows = [*range(len(self._tokens))]
         self._mark = Mark(sampled.device)
-        self._copy = begun_copy(sampled)  # one, which torch commits with all that is encoded so far
+        self._copy = host_copy(sampled)  # one, which torch commits with all that is encoded so far
 
     def inputs(self) -> Tensor:
         """The tokens [B, 1] of the rows that are left."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from ..._faults import begun_copy
+from ..._faults import host_copy
 from ...transformers.upstream.chat import bytes_to_unicode
 
 _LEAST = -9999.0  # OpenAI's for a token that cannot be: JSON has no infinity
@@ -80,7 +80,7 @@ class Logprobs(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         row = scores[0].float().log_softmax(-1)
         most = row.topk(self._count)
-        self._held.append(begun_copy(torch.cat((row, most.values, most.indices.float()))))
+        self._held.append(host_copy(torch.cat((row, most.values, most.indices.float()))))
         return scores
 
     def take(self, token: int) -> Entry:

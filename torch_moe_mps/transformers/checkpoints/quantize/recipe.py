@@ -55,7 +55,7 @@ class Recipe:
         """The recipe for a model with so many weights of each kind."""
         total = sum(sizes.values())
         changed: dict[str, Any] = {}
-        if self.large_embeddings and sizes["embeddings"] and sizes["embeddings"] >= SHARE * total:
+        if self.large_embeddings and sizes["embeddings"] >= SHARE * total > 0:
             changed["embeddings"] = self.large_embeddings
         if self.small_linears and sizes["experts"] and sizes["linears"] <= SHARE * total:
             changed["linears"] = self.small_linears
