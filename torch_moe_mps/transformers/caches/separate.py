@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..basics.deferred import Deferred
+from ..upstream import GradientCheckpointingLayer
 from ..upstream.calls import cache_name
-from ..upstream.models import CacheLayerMixin, GradientCheckpointingLayer
+from ..upstream.models import CacheLayerMixin
 from .declared import Batched, Declared, declared
 from .state import copy_of_cache
 

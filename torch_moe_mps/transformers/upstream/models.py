@@ -1,4 +1,4 @@
-"""Classes of caches, `generate`, masks and outputs of models, and facts about models that use them."""
+"""Classes of caches, masks and outputs of models, and facts about models that use them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +17,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 from transformers.dynamic_module_utils import HF_MODULES_CACHE
-from transformers.generation import (
-    GenerationMixin,
-    GenerationMode,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import causal_mask_function, eager_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput, cached_file, logging
 from transformers.utils.generic import GeneralInterface
 
@@ -57,17 +47,9 @@ __all__ = [
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
     "GeneralInterface",
-    "GenerationMixin",
-    "GenerationMode",
-    "GradientCheckpointingLayer",
     "LinearAttentionCacheLayerMixin",
     "LinearAttentionLayer",
-    "LogitsProcessorList",
-    "MinPLogitsWarper",
     "ModelOutput",
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
     "as_text",
     "block_embedding",
     "cached_file",
