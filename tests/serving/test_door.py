@@ -33,7 +33,7 @@ from torch_moe_mps.serving.http.limited import Limited, TooLong
 from torch_moe_mps.serving.http.request import Refused
 from torch_moe_mps.serving.http.structured import Masked
 from torch_moe_mps.serving.media.loading import Media
-from torch_moe_mps.transformers.upstream.chat import variables_of
+from torch_moe_mps.transformers.upstream.models import variables_of
 
 ASKED = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a~"}], "max_tokens": 3},
