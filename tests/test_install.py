@@ -129,7 +129,8 @@ MODEL = """
     heads = dict(num_attention_heads=2, num_key_value_heads=2, vocab_size=32)
     model = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).eval()
     report = torch_moe_mps.accelerate(model, bits=4, group_size=32)
-    print(model(torch.arange(4)[None]).logits.isfinite().all().item(), "moe_experts_quantized" in report.operators())
+    is_finite = model(torch.arange(4)[None]).logits.isfinite().all().item()
+    print(is_finite, "moe_experts_quantized" in report.operators())
 """
 SERVE = "import torch_moe_mps.serving.http.app, torch_moe_mps.commands.serve; print(True)"
 
