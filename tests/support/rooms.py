@@ -44,7 +44,6 @@ FLOORS = (
     "pipeline",
     "training",
     "commands",
-    "_registration",
     "__main__",
 )
 

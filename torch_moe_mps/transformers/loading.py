@@ -15,11 +15,12 @@ from .attention.implementations import require_kv_bits
 from .basics.self_check_state import own_code
 from .caches.cache import grow_caches_in_place
 from .checkpoints.calibration import importance_for
+from .checkpoints.gguf.file import checked_headers
 from .checkpoints.gguf.quantizer import packing
 from .checkpoints.own.config import QuantizationConfig
 from .checkpoints.quantize.importance import Importance, is_file_of_importance
 from .checkpoints.quantize.recipe import ARGUMENTS, Recipe, requested_recipe
-from .checkpoints.quantize.streaming import one_by_one
+from .checkpoints.quantize.streaming import one_by_one, threads_crash
 from .checkpoints.quantizer import Quantizer
 from .checkpoints.source import NO_MODEL, Source
 from .compiling import compile_kernels
@@ -103,7 +104,9 @@ def from_pretrained(
     reading = contextlib.nullcontext() if loading is None else loading.reading()
     with allowed(check):
         # Weights of several tensors, or of another format, are made before the next ones are read.
-        with one_by_one(recipe is not None or source.by_others), packing(), reading:
+        alone = recipe is not None or source.by_others or threads_crash()
+        headers = contextlib.nullcontext() if source.gguf is None else checked_headers()
+        with one_by_one(alone), packing(), headers, reading:
             model, info = _read(source, kwargs)
         _check_complete(sorted(info["missing_keys"]))
         note_folder(model, source.folder)

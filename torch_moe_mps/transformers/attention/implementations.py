@@ -6,14 +6,12 @@ implementation of this package.
 """
 
 import dis
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ops.attention import CACHE_BITS
 from ..basics.state import original_class, state_of
@@ -23,7 +21,6 @@ from .visible import CHOICES
 
 KV_BITS = (CACHE_BITS, 16)  # for keys and values in a cache; in 16 they are as the model makes them
 LAYER_HOOKS: list[Callable[[nn.Module], None]] = []  # called with each layer that the operator runs
-WEIGHING = WeakIdKeyDictionary()  # configs that named NAME before they were asked for weights
 NEEDS_OUR_KERNEL: list[Callable[[nn.Module], bool]] = []  # whether a layer runs NAME in place of "eager"
 
 
@@ -110,47 +107,3 @@ def _asks(module: nn.Module) -> tuple[list[Any], set[Any]]:
     names = [b for a, b in loads if a.argval == "_attn_implementation" and b.opname != "LOAD_GLOBAL"]
     passed = {name for constant in code.co_consts if isinstance(constant, tuple) for name in constant}
     return [item.argval for item in names], passed
-
-
-def give_weights_by_own_code(config_class: Any) -> None:
-    """Patches PreTrainedConfig: `output_attentions = True` turns NAME back to "eager", which returns weights.
-
-    transformers accepts it beside "eager" alone, which is what the model came with. False puts NAME back.
-    """
-    own = config_class.output_attentions
-
-    def output_attentions(self: Any, value: bool) -> None:
-        if value and self._attn_implementation == NAME:
-            _change(self, NAME, "eager")
-            WEIGHING[self] = True
-        own.fset(self, value)
-        if not value and WEIGHING.pop(self, False):
-            _change(self, "eager", NAME)
-
-    config_class.output_attentions = own.setter(output_attentions)
-
-
-def _change(config: Any, before: str, after: str) -> None:
-    """Names another implementation in a config, and in its parts that name the same."""
-    parts = {name: getattr(config, name, None) for name in config.sub_configs}
-    names = [name for name, part in parts.items() if getattr(part, IMPLEMENTATION, None) == before]
-    setattr(config, IMPLEMENTATION, dict.fromkeys(("", *names), after))
-
-
-def batch_with_own_code(manager: Any) -> None:
-    """Patches the class ContinuousBatchingManager: layers that run NAME run their own code in batches.
-
-    transformers has pages for "eager" and "sdpa" only, and goes back to the implementation that it found.
-    """
-    switch = manager.switch_to_cb_friendly_attn
-
-    @functools.wraps(switch)
-    def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        is_ours = model.config._attn_implementation == NAME
-        if is_ours:
-            model.set_attn_implementation("eager")
-        switch(self, model, *args, **kwargs)
-        if is_ours:
-            self._original_attn_impl = NAME
-
-    manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn

@@ -27,7 +27,7 @@ from ..._extension import host_library
 from ..._faults import synchronized
 from ..._text import first_line
 from ...ops._decoded import checked_at_once
-from ..attention.attention import MOST_TOKENS
+from ..attention.attention import MOST_TOKENS, NAME
 from ..attention.causal_mask import follow_mask
 from ..basics.bounded import Bounded
 from ..basics.classes import restore_class, subclass
@@ -575,6 +575,7 @@ def _of_generate(original: Any) -> dict[str, Any]:
                 return original._sample(self, ids, **how, **kwargs)
 
         members |= {"_sample": sample, "_update_model_kwargs_for_generation": update}
+        members["init_continuous_batching"] = _batching(original.init_continuous_batching)
     own_candidates = getattr(original, "_get_candidate_generator", None)
     if own_candidates is GenerationMixin._get_candidate_generator:
 
@@ -585,3 +586,24 @@ def _of_generate(original: Any) -> dict[str, Any]:
 
         members["_get_candidate_generator"] = candidates
     return members
+
+
+def _batching(own: Callable[..., Any]) -> Callable[..., Any]:
+    """In batches, layers with our attention run "eager": transformers has pages for that and "sdpa" alone."""
+
+    @functools.wraps(own)
+    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_ours = self.config._attn_implementation == NAME
+        if is_ours:
+            self.set_attn_implementation("eager")
+        try:
+            manager = own(self, *args, **kwargs)
+        except BaseException:
+            if is_ours:
+                self.set_attn_implementation(NAME)
+            raise
+        if is_ours:
+            manager._original_attn_impl = NAME  # put back when the batch ends
+        return manager
+
+    return init_continuous_batching

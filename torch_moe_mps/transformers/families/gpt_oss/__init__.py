@@ -2,4 +2,4 @@
 
 from .. import Family
 
-FAMILY = Family(gguf={"gpt-oss": f"{__name__}.gguf"}, answers={"harmony": f"{__name__}.answers"})
+FAMILY = Family(answers={"harmony": f"{__name__}.answers"})
