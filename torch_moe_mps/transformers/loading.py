@@ -15,7 +15,6 @@ from .attention.implementations import require_kv_bits
 from .basics.self_check_state import own_code
 from .caches.cache import grow_caches_in_place
 from .checkpoints.calibration import importance_for
-from .checkpoints.gguf.file import checked_headers
 from .checkpoints.gguf.quantizer import packing
 from .checkpoints.own.config import QuantizationConfig
 from .checkpoints.quantize.importance import Importance, is_file_of_importance
@@ -105,8 +104,7 @@ def from_pretrained(
     with allowed(check):
         # Weights of several tensors, or of another format, are made before the next ones are read.
         alone = recipe is not None or source.by_others or threads_crash()
-        headers = contextlib.nullcontext() if source.gguf is None else checked_headers()
-        with one_by_one(alone), packing(), headers, reading:
+        with one_by_one(alone), packing(), reading:
             model, info = _read(source, kwargs)
         _check_complete(sorted(info["missing_keys"]))
         note_folder(model, source.folder)

@@ -17,6 +17,7 @@ from torch_moe_mps_autoload import NAME, PACKAGES, is_for_us, stored_in
 from ...ops._checks import Check
 from ...quantization import Format
 from ..basics.report import QuantizationReport
+from ..upstream.models import cached_file
 from ..upstream.weights import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -25,6 +26,7 @@ from ..upstream.weights import (
     build_glob_alternation,
 )
 from .absent import leave_out
+from .gguf.header import header_of, widths_in
 from .gguf.quantizer import GgufQuantizer
 from .gguf.reading import Dense, dense_state
 from .layouts.dense import DenseLayout
@@ -65,6 +67,10 @@ def get_hf_quantizer(
     kwargs["gguf_file"] = gguf_file
     stored = stored_in(config)
     if gguf_file is not None:
+        if is_for_us(None, None, gguf_file):
+            commit = getattr(config, "_commit_hash", None)
+            path = cached_file(config._name_or_path, gguf_file, _commit_hash=commit)
+            config.update(widths_in(header_of(path)))
         with _reading_gguf():
             return own(config, asked, *args, **kwargs)
     if isinstance(stored, dict) and is_for_us(stored, None if is_ours(asked) else asked):

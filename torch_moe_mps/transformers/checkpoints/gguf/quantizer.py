@@ -6,7 +6,8 @@ transformers (file.py). What cannot stay packed it dequantises, and the report s
 """
 
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,15 +19,17 @@ from ...basics.scoped import having
 from ...upstream.weights import GgufHfQuantizer, get_gguf_kernel, is_gguf_arch_supported
 from ..layouts.lifecycle import Lifecycle
 from ..quantize.sizes import bytes_a_token
-from .file import read_checked
+from .file import checked_headers, read_checked
 from .reading import Dense, GgufLayout
 
 _asked: ContextVar[bool] = ContextVar("moe_mps_packs_gguf", default=False)
 
 
-def packing() -> AbstractContextManager[bool]:
-    """Files that are loaded inside the block stay packed here, wherever that is."""
-    return having(_asked, True)
+@contextmanager
+def packing() -> Iterator[None]:
+    """Files that are loaded inside the block stay packed here, wherever that is, and are checked first."""
+    with having(_asked, True), checked_headers():
+        yield
 
 
 class GgufQuantizer(Lifecycle, GgufHfQuantizer):
