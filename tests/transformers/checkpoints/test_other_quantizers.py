@@ -381,6 +381,19 @@ def change(folder, part: str, function) -> None:
             "fp8 of rows", "weight", lambda t: torch.full(t.shape, 127, dtype=torch.uint8).view(E4M3),
             " must be finite, got NaN",
         ),
+        *[
+            ("nvfp4", "weight_global_scale", lambda t, value=value: torch.full_like(t, value),
+             rf"weight_global_scale must be between 2\^-100 and 2\^100, got {value:g}$")
+            for value in (torch.inf, 1e-38)
+        ],
+        (
+            "nvfp4", "weight_scale", lambda t: torch.full(t.shape, 127, dtype=torch.uint8).view(E4M3),
+            "weight_scale must be finite, got NaN",
+        ),
+        (
+            "nvfp4 of modelopt", "weight_scale_2", lambda t: t * 0,
+            r"weight_scale_2 must be between 2\^-100 and 2\^100, got 0$",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(name, part, function, message, tmp_path):
