@@ -42,7 +42,7 @@ from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator, symbols_end
 from ..modules.sampling import OPERATOR, current, sampling
 from ..upstream.calls import cache_among
-from ..upstream.utilities import ModelOutput
+from ..upstream.models import ModelOutput
 from .arguments import MASK, padding_of, whole
 from .candidates import CANDIDATES, DRAFTING, are_by_layers
 from .exchange import ExchangeError, exchange_of

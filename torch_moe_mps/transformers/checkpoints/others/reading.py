@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ....._text import first_line
-from .....ops._checks import Check
-from .....quantization import QuantizedWeight
-from .....quantization.formats import ErrorSums
-from ....basics.report import QuantizationReport
-from ....modules.experts import is_interleaved
-from ....upstream.loading import (
+from ...._text import first_line
+from ....ops._checks import Check
+from ....quantization import QuantizedWeight
+from ....quantization.formats import ErrorSums
+from ...basics.report import QuantizationReport
+from ...modules.experts import is_interleaved
+from ...upstream.weights import (
     Concatenate,
     Interleave,
     MergeModulelist,
@@ -31,16 +31,16 @@ from ....upstream.loading import (
     get_model_conversion_mapping,
     rename_source_key,
 )
-from ...quantize.reasons import Reasons
-from ...quantize.sizes import add_stored
-from ...quantize.target import Target, quantizable
-from ...quantize.tied import add_tied, tied_layers
-from ...quantize.weights import quantized_names
-from ..checking import DENSE, check_tensor
-from ..layout import Layout, Section
+from ..layouts.checking import DENSE, check_tensor
+from ..layouts.layout import Layout, Section
+from ..layouts.operations import Operation, only
 from ..mlx.operations import Cast
 from ..mlx.rows import NamedConverter
-from ..operations import Operation, only
+from ..quantize.reasons import Reasons
+from ..quantize.sizes import add_stored
+from ..quantize.target import Target, quantizable
+from ..quantize.tied import add_tied, tied_layers
+from ..quantize.weights import quantized_names
 from .layouts import UNREAD, Files, Matrix, Stored, StoredExperts, alike
 from .schemes import Schemes
 
@@ -99,7 +99,6 @@ class OthersLayout(Layout):
         stored: Mapping[str, Any],
         section: Section | None = None,
     ):
-        _check_transforms(stored)
         super().__init__()
         self.model, self.files = model, Files(files, section and section.names)
         self.report = QuantizationReport()
@@ -346,15 +345,6 @@ class OthersLayout(Layout):
     def finish(self, loaded: Callable[[str], bool]) -> None:
         if self._errors:
             raise self._errors[0]
-
-
-def _check_transforms(stored: Mapping[str, Any]) -> None:
-    """Raises: ValueError for rotations of compressed-tensors that are not in the weights already."""
-    groups = (stored.get("transform_config") or {}).get("config_groups") or {}
-    places = {apply["location"] for group in groups.values() for apply in group.get("apply") or ()}
-    if at_run_time := sorted(places - {"weight_input", "weight_output"}):
-        expected = "of weights alone in the quantization_config"
-        _CHECK.fail("transform_config", expected, " and ".join(at_run_time))
 
 
 def _is_turned(experts: Any) -> bool:
