@@ -167,7 +167,12 @@ class Schemes:
             for target, scheme in self._named:
                 _exactness(target, "")
                 hash(scheme)
-        except (AttributeError, KeyError, TypeError, re.error) as error:  # a value is of another kind than it has
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+            re.error,
+        ) as error:  # a value of another kind
             _CHECK.fail("quantization_config", f"as {method} has it", first_line(error))
 
     def of(self, names: Sequence[str]) -> Scheme:
