@@ -43,7 +43,7 @@ from torch_moe_mps.pipeline.loop import CannotBeCut, find_loop
 from torch_moe_mps.transformers import experts_of
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.capture.policy import SWITCH
-from torch_moe_mps.transformers.checkpoints.layouts.mlx.names import DENSE
+from torch_moe_mps.transformers.checkpoints.mlx.names import DENSE
 
 HEADER = """# Models
 

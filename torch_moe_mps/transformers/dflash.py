@@ -37,7 +37,7 @@ class DFlashStep(PreTrainedModel):
             states: [1, T, H] of the model's tokens in front of the block, that the assistant has not read.
             position_ids: [1, T + block]
         """
-        from .upstream.dflash import block_embedding
+        from .upstream.models import block_embedding
 
         kept: Any = cache
         kept.set_previous_accepted_tokens(states.shape[1])

@@ -28,7 +28,7 @@ from ..caches.held import HeldEntries
 from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator, symbols_end
 from ..upstream.calls import cache_among
-from ..upstream.utilities import ModelOutput
+from ..upstream.models import ModelOutput
 from .arguments import padding_of, whole
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint
