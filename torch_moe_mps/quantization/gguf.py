@@ -239,7 +239,8 @@ def from_blocks(blocks: Tensor, name: str) -> QuantizedWeight:
         name: ggml's type of the blocks, one for which format_of_blocks has a format.
 
     Returns: QuantizedWeight [..., R, C] on the device of `blocks`. The values are ggml's, to the bit but for
-        the sign of zeros; an mxfp4 scale of 255 is infinite, as in MLX, where ggml has 2^128. Memory other than the result stays under about 25 MiB.
+        the sign of zeros; an mxfp4 scale of 255 is infinite, as in MLX, where ggml has 2^128. Memory other
+        than the result stays under about 25 MiB.
 
     Raises: ValueError for bytes that are no whole blocks, and for another name.
     """
