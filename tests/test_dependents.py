@@ -246,8 +246,8 @@ def test_cases_of_other_operators_are_left_out():
         assert names >= norms and not names & others, file
     assert only("torch_moe_mps/shaders/norms.metal", "torch_moe_mps/shaders/rope.metal") >= norms | {"rope"}
     assert {"linear_quantized", "expert_qmm"} <= only("torch_moe_mps/shaders/matmul/dots.h")
-    assert only("tests/support/ops/pooling.py") == {"pool_window_"}
-    assert {"rope", "rope_attention_"} <= only("torch_moe_mps/csrc/rope.mm", "torch_moe_mps/ops/rope.py")
+    assert only("tests/support/ops/pooling.py") == {"_pool_window_"}
+    assert {"rope", "_rope_attention_"} <= only("torch_moe_mps/csrc/rope.mm", "torch_moe_mps/ops/rope.py")
     for file in (
         "csrc/metal/encoder.mm",
         "csrc/tensors.h",

@@ -213,7 +213,7 @@ def test_a_frozen_layer_saves_no_input():
     s, saved = sample("affine4_32"), []
     weight = s.quantized("", s.I, s.H, ())
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        packet("linear_quantized")(s.values(5, s.H).requires_grad_(), *weight.values(), None, "affine4_32")
+        packet("linear_quantized")(s.values(5, s.H).requires_grad_(), *weight.values(), "affine4_32")
     assert not saved
 
 
@@ -221,7 +221,7 @@ def test_a_frozen_layer_saves_no_input():
 def test_no_second_derivative(operator):
     s = sample("affine4_32")
     calls = {
-        "linear_quantized": lambda x: (x, *s.quantized("", s.I, s.H, ()).values(), None, "affine4_32"),
+        "linear_quantized": lambda x: (x, *s.quantized("", s.I, s.H, ()).values(), "affine4_32"),
         "expert_qmm": lambda x: (x, *s.quantized("", s.I, s.H).values(), IDS, "affine4_32"),
         "expert_mm": lambda x: (x, s.values(s.E, s.I, s.H), IDS),
         "expert_lora": lambda x: (s.values(5, 2, s.I), x, *factors(s), IDS, s.E),
@@ -272,6 +272,6 @@ def test_other_gradients_fail_by_name(argument):
 def test_beside_other_arguments_they_fail_by_name():
     s = sample("affine4_32")
     x, weight = s.values(5, s.H).requires_grad_(), s.quantized("", s.I, s.H, ())
-    out = packet("linear_quantized")(x, *weight.values(), None, "affine4_32", norm_weight=s.values(s.H))
+    out = packet("linear_quantized")(x, *weight.values(), "affine4_32", norm_weight=s.values(s.H))
     with pytest.raises(RuntimeError, match="backward is not implemented with norm_weight"):
         out.sum().backward()

@@ -78,8 +78,8 @@ class Gate(OperatorCase, fields="tokens experts width top_k dtype"):
 
     group = "routing"
     operator = "moe_gate"
-    tensors = "hidden[tokens, width]:bf16 router_weight[experts, width]"
-    scales: ClassVar[dict] = {"router_weight": 0.05}
+    tensors = "x[tokens, width]:bf16 weight[experts, width]"
+    scales: ClassVar[dict] = {"weight": 0.05}
     slack = 2e-5
 
     def others(self, values):
@@ -88,7 +88,7 @@ class Gate(OperatorCase, fields="tokens experts width top_k dtype"):
 
     @property
     def options(self):
-        return {"top_k": self.top_k, "eps": EPS}
+        return {"top_k": self.top_k, "norm_eps": EPS}
 
 
 class Bucket(OperatorCase, fields="operator tokens experts top_k dtype"):

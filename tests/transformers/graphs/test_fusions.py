@@ -49,7 +49,7 @@ SAMPLES: dict[str, dict | Callable[[str], dict]] = {
     "mean_in_elements": {},
     "gate_in_attention": attention,
     "gates_in_linear_attention": HEADS
-    | {"O": {"decay": "log", "A_log": None, "dt_bias": None, "beta_activation": "none"}},
+    | {"O": {"decay_form": "log", "A_log": None, "dt_bias": None, "beta_activation": "none"}},
     "norm_in_linear_attention": NORM | {"GATE": (2, 3, 4, 32), "W": (32,), "ACTIVATION": "sigmoid"},
     "input_in_convolution": lambda f: {"X": Wide((2, 3, 6)), "D": torch.bfloat16} if "dtype" in f else {},
 }
