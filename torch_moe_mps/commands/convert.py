@@ -24,8 +24,8 @@ from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.activations import chosen, range_of
 from ..transformers.checkpoints.calibration import importance_for
 from ..transformers.checkpoints.layouts.files import LARGEST, UNFINISHED, Shards, checkpoint_files
-from ..transformers.checkpoints.layouts.mlx.names import check_architecture
-from ..transformers.checkpoints.layouts.mlx.writing import save_mlx, sizes_in_mlx
+from ..transformers.checkpoints.mlx.names import check_architecture
+from ..transformers.checkpoints.mlx.writing import save_mlx, sizes_in_mlx
 from ..transformers.checkpoints.quantize.importance import Importance
 from ..transformers.checkpoints.quantize.recipe import requested_recipe
 from ..transformers.checkpoints.ranges import Largest, key_of, remember
@@ -36,7 +36,7 @@ from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
 from ..transformers.mtp.layers import MTP, check_exceptions, converted_mtp, has_mtp, left_out_mtp, planned_mtp
 from ..transformers.mtp.steps import MtpCounted
-from ..transformers.upstream.utilities import GENERATION_CONFIG_NAME
+from ..transformers.upstream.models import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import packs, says_a_format
 from .recipes import arguments_of

@@ -29,8 +29,8 @@ import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.quantization import Format
 from torch_moe_mps.transformers.checkpoints import quantizer
-from torch_moe_mps.transformers.checkpoints.layouts.others.layouts import Matrix, alike
-from torch_moe_mps.transformers.checkpoints.layouts.others.schemes import Scheme
+from torch_moe_mps.transformers.checkpoints.others.layouts import Matrix, alike
+from torch_moe_mps.transformers.checkpoints.others.schemes import Scheme
 from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
 
 

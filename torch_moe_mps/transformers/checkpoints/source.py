@@ -24,12 +24,12 @@ from ..._hub import folder_in_the_cache
 from ..._text import first_line, split_gguf
 from ...quantization import Format
 from ..modules.experts import NAME
-from ..upstream.quantizers import AutoHfQuantizer
-from ..upstream.utilities import cached_file
+from ..upstream.models import cached_file
+from ..upstream.weights import AutoHfQuantizer
 from .layouts.files import check_index, checkpoint_files
-from .layouts.mlx.reading import written_by_mlx
-from .layouts.others.schemes import METHODS, modelopt_beside
-from .layouts.own.config import FROM_GGUF, is_mlx, is_ours
+from .mlx.reading import written_by_mlx
+from .others.schemes import METHODS, modelopt_beside
+from .own.config import FROM_GGUF, is_mlx, is_ours
 
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}

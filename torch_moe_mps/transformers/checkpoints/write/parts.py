@@ -20,7 +20,9 @@ from ...._progress import with_progress
 from ....ops._checks import Check
 from ...basics.interface import codes_of, weights_in
 from ...basics.report import QuantizationReport
-from ...upstream.loading import (
+from ...upstream.models import logging
+from ...upstream.weights import (
+    AutoHfQuantizer,
     LoadStateDictConfig,
     WeightConverter,
     WeightRenaming,
@@ -28,8 +30,6 @@ from ...upstream.loading import (
     get_model_conversion_mapping,
     rename_source_key,
 )
-from ...upstream.quantizers import AutoHfQuantizer
-from ...upstream.utilities import logging
 from ..layouts.checking import may_lack
 from ..layouts.files import Shards, checkpoint_files
 from ..layouts.lifecycle import Lifecycle

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .....quantization import Format, QuantizedWeight, dequantize
-from ....upstream.loading import ConversionOps
-from ...quantize.weights import words
-from ..operations import Operation, each, only
+from ....quantization import Format, QuantizedWeight, dequantize
+from ...upstream.weights import ConversionOps
+from ..layouts.operations import Operation, each, only
+from ..quantize.weights import words
 
 
 def mlx_words(tensor: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from transformers import modeling_gguf_pytorch_utils
 
-from ....basics.scoped import having
-from ....families import GGUF
-from ....upstream.gguf_files import GgufHfQuantizer, get_gguf_kernel, gguf, is_gguf_arch_supported, reader
-from ...quantize.sizes import bytes_a_token
-from ..lifecycle import Lifecycle
+from ...basics.scoped import having
+from ...families import GGUF
+from ...upstream.weights import GgufHfQuantizer, get_gguf_kernel, gguf, is_gguf_arch_supported, reader
+from ..layouts.lifecycle import Lifecycle
+from ..quantize.sizes import bytes_a_token
 from .file import read_checked
 from .header import reading_once
 from .reading import Dense, GgufLayout

@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .....quantization import Format
-from ....modules.linears import formats_in
-from ...absent import beside_text
-from ...quantize.weights import quantized_names
-from ..files import Shards
+from ....quantization import Format
+from ...modules.linears import formats_in
+from ..absent import beside_text
+from ..layouts.files import Shards
+from ..quantize.weights import quantized_names
 from .names import Names, check_architecture
 from .older_keys import with_older_keys
 from .rows import Rows

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ....._text import first_line
-from .....ops._checks import Check
+from ...._text import first_line
+from ....ops._checks import Check
 
 Stored = Mapping[str, Any]  # the quantisation in a config
 _CHECK = Check("load")

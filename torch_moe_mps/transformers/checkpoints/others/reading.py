@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ....._text import first_line
-from .....ops._checks import Check
-from .....quantization import QuantizedWeight
-from .....quantization.formats import ErrorSums
-from ....basics.report import QuantizationReport
-from ....modules.experts import is_interleaved
-from ....upstream.loading import (
+from ...._text import first_line
+from ....ops._checks import Check
+from ....quantization import QuantizedWeight
+from ....quantization.formats import ErrorSums
+from ...basics.report import QuantizationReport
+from ...modules.experts import is_interleaved
+from ...upstream.weights import (
     Concatenate,
     Interleave,
     MergeModulelist,
@@ -31,16 +31,16 @@ from ....upstream.loading import (
     get_model_conversion_mapping,
     rename_source_key,
 )
-from ...quantize.reasons import Reasons
-from ...quantize.sizes import add_stored
-from ...quantize.target import Target, quantizable
-from ...quantize.tied import add_tied, tied_layers
-from ...quantize.weights import quantized_names
-from ..checking import DENSE, check_tensor
-from ..layout import Layout, Section
+from ..layouts.checking import DENSE, check_tensor
+from ..layouts.layout import Layout, Section
+from ..layouts.operations import Operation, only
 from ..mlx.operations import Cast
 from ..mlx.rows import NamedConverter
-from ..operations import Operation, only
+from ..quantize.reasons import Reasons
+from ..quantize.sizes import add_stored
+from ..quantize.target import Target, quantizable
+from ..quantize.tied import add_tied, tied_layers
+from ..quantize.weights import quantized_names
 from .layouts import UNREAD, Files, Matrix, Stored, StoredExperts, alike
 from .schemes import Schemes
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ....upstream.gguf_files import reader
+from ...upstream.weights import reader
 
 _TOKENS = "tokenizer.ggml.tokens"
 # Sizes of experts that files state and transformers' first loader leaves at its defaults.

@@ -15,13 +15,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from .....ops._checks import Check
-from .....ops._formats import e4m3, pack, unpack
-from .....quantization import Format, QuantizedWeight
-from .....quantization.formats import ErrorSums, quantize_stack
-from ...quantize.weights import words
-from ..checking import check_tensor
-from ..files import tensors_in
+from ....ops._checks import Check
+from ....ops._formats import e4m3, pack, unpack
+from ....quantization import Format, QuantizedWeight
+from ....quantization.formats import ErrorSums, quantize_stack
+from ..layouts.checking import check_tensor
+from ..layouts.files import tensors_in
+from ..quantize.weights import words
 from .schemes import Scheme
 
 _CHECK = Check("load")

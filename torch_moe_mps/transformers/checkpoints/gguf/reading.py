@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....basics.report import QuantizationReport
-from ...quantize.reasons import Reasons
-from ...quantize.sizes import add_stored, bytes_a_token
-from ...quantize.target import Target, quantizable
-from ...quantize.tied import add_tied, tied_layers
-from ...quantize.weights import quantized_names
-from ..layout import Layout
+from ...basics.report import QuantizationReport
+from ..layouts.layout import Layout
+from ..quantize.reasons import Reasons
+from ..quantize.sizes import add_stored, bytes_a_token
+from ..quantize.target import Target, quantizable
+from ..quantize.tied import add_tied, tied_layers
+from ..quantize.weights import quantized_names
 from .checking import check_declared
 from .file import File, GgufRows
 

@@ -13,16 +13,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ....._text import first_line
-from .....ops._checks import Check
-from .....quantization import Format
-from ...absent import beside_text
-from ...quantize.reasons import Reasons
-from ...quantize.target import Target, quantizable
-from ...quantize.tied import add_tied, tied_layers
-from ..checking import DENSE, check_tensor, may_lack
-from ..files import checkpoint_files, tensors_in
-from ..layout import Layout
+from ...._text import first_line
+from ....ops._checks import Check
+from ....quantization import Format
+from ..absent import beside_text
+from ..layouts.checking import DENSE, check_tensor, may_lack
+from ..layouts.files import checkpoint_files, tensors_in
+from ..layouts.layout import Layout
+from ..quantize.reasons import Reasons
+from ..quantize.target import Target, quantizable
+from ..quantize.tied import add_tied, tied_layers
 from .names import Names, canonical
 from .rows import PARTS, NamedConverter, Rows
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .....ops._checks import Check
-from ..checking import may_lack
+from ....ops._checks import Check
+from ..layouts.checking import may_lack
 from .file import File
 from .header import header_of
 

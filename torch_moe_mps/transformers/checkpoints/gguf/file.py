@@ -17,19 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ....._text import first_line
-from .....quantization import Format, QuantizedWeight
-from .....quantization.gguf import (
-    VALUES_AT_ONCE,
-    block_values,
-    blocks_of,
-    format_of_blocks,
-    from_blocks,
-)
-from ....upstream.gguf_files import CONFIG_MAPPING
-from ....upstream.loading import WeightConverter, WeightRenaming, rename_source_key
-from ...quantize.target import Target
-from ...quantize.weights import words
+from ...._text import first_line
+from ....quantization import Format, QuantizedWeight
+from ....quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks, from_blocks
+from ...upstream.weights import CONFIG_MAPPING, WeightConverter, WeightRenaming, rename_source_key
+from ..quantize.target import Target
+from ..quantize.weights import words
 from .header import check_offsets, check_sizes, header_of, read_metadata
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
@@ -203,7 +196,7 @@ class _Converted:
     """The same of its second loader, which keeps blocks itself: conversions as of other checkpoints."""
 
     def __init__(self, architecture: str, model: "PreTrainedModel"):
-        from ....upstream.gguf_files import get_gguf_conversion_mapping
+        from ...upstream.weights import get_gguf_conversion_mapping
 
         with torch.device("cpu"):  # the model is made on the meta device
             mapping = get_gguf_conversion_mapping(architecture, model.config)
@@ -255,7 +248,7 @@ class _Converted:
 
 
 def placing_of(architecture: str, model: "PreTrainedModel") -> _Processed | _Converted:
-    from ....upstream.gguf_files import is_gguf_arch_supported
+    from ...upstream.weights import is_gguf_arch_supported
 
     return (_Converted if is_gguf_arch_supported(architecture) else _Processed)(architecture, model)
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from .....ops._checks import Check
-from .....quantization import Format
-from ....basics.report import any_layer
-from ....modules.experts import NAME
-from ....upstream.quantizers import QuantizationConfigMixin
-from ...quantize.recipe import ARGUMENTS, Recipe, recipe_of, requested_recipe
-from ...quantize.target import Target, paths_of, quantizable
+from ....ops._checks import Check
+from ....quantization import Format
+from ...basics.report import any_layer
+from ...modules.experts import NAME
+from ...upstream.weights import QuantizationConfigMixin
+from ..quantize.recipe import ARGUMENTS, Recipe, recipe_of, requested_recipe
+from ..quantize.target import Target, paths_of, quantizable
 
 LIBRARY = "torch_moe_mps"
 FROM_GGUF = {"quant_method": "gguf"}
@@ -185,7 +185,7 @@ def _named(stored: str, every: Mapping[str, Target], required: bool) -> list[str
 def _renamed(stored: str, model: Any) -> str:
     """The name that transformers gives a module of the checkpoint: a part of a model may have others."""
     # Still incomplete when transformers' quantizers, and with them ours, are imported.
-    from ....upstream.loading import get_model_conversion_mapping
+    from ...upstream.weights import get_model_conversion_mapping
 
     name = f"{stored}."
     for conversion in get_model_conversion_mapping(model):

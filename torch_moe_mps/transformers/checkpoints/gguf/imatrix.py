@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ....._install import pip_install
-from ....._text import first_line
-from .....ops._checks import Check
-from ...quantize.blending import blended
-from ...quantize.target import quantizable
+from ...._install import pip_install
+from ...._text import first_line
+from ....ops._checks import Check
+from ..quantize.blending import blended
+from ..quantize.target import quantizable
 from .file import GgufTensor, placing_of
 
 _CHECK = Check("imatrix")

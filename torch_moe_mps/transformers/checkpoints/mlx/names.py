@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ....basics.interface import Experts, projections
-from ....upstream.loading import (
+from ...basics.interface import Experts, projections
+from ...upstream.weights import (
     PrefixChange,
     get_model_conversion_mapping,
     revert_weight_conversion,

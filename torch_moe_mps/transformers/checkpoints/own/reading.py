@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from .....quantization import Format
-from ....basics.report import QuantizationReport
-from ....upstream.loading import WeightConverter
-from ...quantize.target import Target
-from ..checking import check_files
-from ..layout import Layout
-from ..operations import packed_blocks
+from ....quantization import Format
+from ...basics.report import QuantizationReport
+from ...upstream.weights import WeightConverter
+from ..layouts.checking import check_files
+from ..layouts.layout import Layout
+from ..layouts.operations import packed_blocks
+from ..quantize.target import Target
 from .config import QuantizationConfig
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .....quantization import TENSORS, Format
-from ....basics.interface import Experts, experts_of
-from ....modules.experts import is_interleaved
-from ....upstream.loading import (
+from ....quantization import TENSORS, Format
+from ...basics.interface import Experts, experts_of
+from ...modules.experts import is_interleaved
+from ...upstream.weights import (
     Concatenate,
     ConversionOps,
     Interleave,
@@ -18,7 +18,7 @@ from ....upstream.loading import (
     WeightConverter,
     WeightTransform,
 )
-from ...quantize.weights import quantized_names
+from ..quantize.weights import quantized_names
 from .names import Names
 from .operations import Cast, as_words, dequantized, halves, one_less
 
