@@ -32,7 +32,7 @@ def attention(formula: str) -> dict:
     matrix = Sample("cpu", torch.float32).quantized("", 16, 32, (4,)) | {"format": "affine4_32"}
     weight = matrix if "heads_quantized" in formula else {"weight": (4, 16, 32)}
     gate = (2, 3, 4, 32) if "[G]" in formula else (2, 3, 4)
-    return {"GATE": gate, "...": (2, 3, 4), "M": weight | {"transposed": False, "tail": None}}
+    return {"GATE": gate, "...": (2, 3, 4), "M": weight | {"transposed": False, "appended": None}}
 
 
 # What names of the formulas stand for: shapes, numbers, arguments that differ from those of a good call. The
@@ -45,7 +45,7 @@ SAMPLES: dict[str, dict | Callable[[str], dict]] = {
     "scale_norm_sums": NORM | {"R": (3, 64), "X": (3, 64), "SCALAR": (1,)},
     "factor_in_norm": {"FACTOR": 0.5},
     "norm_sums": NORM | {"R": (3, 64), "Y": (3, 64), "FACTOR": 0.22, "B": (64,)},
-    "streams_in_update": STREAMS | {"C": {"out": None, "post": None, "comb": None}},
+    "streams_in_update": STREAMS | {"C": {"block_out": None, "post": None, "comb": None}},
     "mean_in_elements": {},
     "gate_in_attention": attention,
     "gates_in_linear_attention": HEADS
