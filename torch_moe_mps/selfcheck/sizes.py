@@ -42,7 +42,7 @@ def _scalars(s: Sample) -> list[dict[str, Any]]:
 
 
 def _weighted_sums(s: Sample) -> list[dict[str, Any]]:
-    return [s.of("slots[1, 40, 63]"), s.of("slots[1, 2, 17000]")]
+    return [s.of("expert_out[1, 40, 63]"), s.of("expert_out[1, 2, 17000]")]
 
 
 # --- attention
@@ -432,7 +432,7 @@ SIZES: Changes = {
     "weighted_sum_stacked": _weighted_sums,
     "weighted_sum_residual_stacked_": _weighted_sums,
     "weighted_sum_residual_norm_stacked_": lambda s: [
-        s.of(f"slots[1, 2, {width}]") for width in (*BEYOND_SUM, 63)
+        s.of(f"expert_out[1, 2, {width}]") for width in (*BEYOND_SUM, 63)
     ],
     "moe_weighted_reduce": lambda s: [
         s.of("shared_out[T, H]", shared_gate=None),

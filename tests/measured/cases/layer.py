@@ -31,11 +31,11 @@ class WeightedSum(OperatorCase, fields="operator rows slots width dtype"):
     """weighted_sum_stacked, weighted_sum_residual_stacked_, weighted_sum_residual_norm_stacked_."""
 
     group = "combine"
-    tensors = "slots[rows, slots, width]"
+    tensors = "expert_out[rows, slots, width]"
 
     @property
     def options(self):
-        return {"eps": EPS} if "norm" in self.operator else {}
+        return {"norm_eps": EPS} if "norm" in self.operator else {}
 
 
 class WeightedReduce(OperatorCase, fields="rows slots width dtype"):
