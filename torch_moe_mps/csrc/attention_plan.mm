@@ -28,8 +28,8 @@ constexpr Kernel kFew[] = {
     {64, 8, 4, 4, 6432}, {128, 8, 4, 4, 4384}, {256, 8, 4, 4, 2336}, {512, 8, 8, 4, 4672}};
 constexpr Kernel kMore[] = {
     {64, 16, 4, 4, 4640}, {128, 16, 4, 4, 4640}, {256, 16, 8, 4, 9280}, {512, 16, 8, 2, 9280}};
-// For prompts: keys and values are read half as often. By the cost model, 2,048 tokens of 32 heads of 128 read
-// for 2.0 ms in place of 4.0 (M4 Max, no cache between threadgroups) and issue for 3.1 in place of 2.9.
+// For prompts: keys and values are read half as often. By the cost model, 2,048 tokens of 32 heads of 128
+// read for 2.0 ms in place of 4.0 (M4 Max, no cache between threadgroups) and issue for 3.1 in place of 2.9.
 constexpr Kernel kMost[] = {{64, 32, 4, 2, 5136}, {128, 32, 8, 2, 10272}};
 
 int64_t query_bytes(const AttentionShape& shape, const Kernel& kernel) {

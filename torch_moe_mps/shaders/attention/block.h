@@ -57,7 +57,7 @@ template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
 struct Block {
   typedef typename C::Stored Stored;
   typedef typename Stored::Element T;
-  static constant constexpr bool kWide = kQueryTiles > 2 || kValueTiles * kQueryTiles > 8;
+  static constant constexpr bool kWide = kQueryTiles > 2 || kValueTiles* kQueryTiles > 8;
   typedef typename StagedOf<T, kWide>::type Staged;
   static constant constexpr int kSimdgroups = kTeams * kMembers;
   static constant constexpr int kQueries = 8 * kQueryTiles;
