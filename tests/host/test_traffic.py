@@ -296,7 +296,7 @@ def test_ggml_types_are_read_once(simulated, form):
     parts = matrix(128, 512, form)
     for tokens in (1, 2, 8, 16):
         x = tensor(tokens, 512)
-        dispatch = only_dispatch(simulated, partial(ops.linear_quantized, x, *parts, None, form))
+        dispatch = only_dispatch(simulated, partial(ops.linear_quantized, x, *parts, form))
         planned = torch.ops.moe_mps._plan_linear(tokens, 128, inputs=512).partition(" ")[0]
         assert dispatch.kernel == f"{planned}_{form}_bf16"
         assert dispatch.buffers[1].bytes_read == nbytes(parts[0])
