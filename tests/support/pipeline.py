@@ -218,7 +218,7 @@ def saved(architecture: str, folder: str, form: str) -> tuple[Any, dict[str, Any
 def equal(root: str, wanted: list[list[str]]) -> dict[str, Any]:
     """{architecture, form: {case: outcome}} and what this process holds."""
     import torch_moe_mps
-    from torch_moe_mps.transformers.capture.calls import captures_of
+    from torch_moe_mps.transformers.capture.classes import captures_of
 
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}

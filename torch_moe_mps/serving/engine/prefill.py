@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...transformers.caches.prompt_cache import kept_states, new_cache, takes_layers
-from ...transformers.upstream.caches import LinearAttentionCacheLayerMixin
 from ...transformers.upstream.calls import cache_among, takes_positions
+from ...transformers.upstream.models import LinearAttentionCacheLayerMixin
 from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
 from .scheduler import LARGEST_CHUNK
 

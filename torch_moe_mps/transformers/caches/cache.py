@@ -20,8 +20,8 @@ from transformers import (
 from ...ops.attention import CACHE_BITS
 from ..basics.residency import follow_moved
 from ..basics.state import CLASS_MARK, state_in, state_of
-from ..upstream.caches import GROWING, CacheLayerMixin
 from ..upstream.calls import cache_among, cache_name, decoder_cache
+from ..upstream.models import GROWING, CacheLayerMixin
 from .deferred_states import DeferredLayer
 from .held import HeldEntries
 from .in_layers import is_in_layers

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..basics.deferred import Deferred
-from ..upstream.caches import CacheLayerMixin
+from ..upstream import GradientCheckpointingLayer
 from ..upstream.calls import cache_name
-from ..upstream.utilities import GradientCheckpointingLayer
+from ..upstream.models import CacheLayerMixin
 from .declared import Batched, Declared, declared
 from .state import copy_of_cache
 

@@ -9,7 +9,7 @@ from ...caches import growing
 from ...caches.declared import BLOCKS
 from ...caches.held import HeldIndex
 from ...caches.layers import Growing, Made
-from ...upstream.caches import DynamicLayer
+from ...upstream.models import DynamicLayer
 
 
 @runtime_checkable
