@@ -81,8 +81,8 @@ class Prefill:
         self._deltas = {} if self.cached.images is None else self.cached.images.moved
         self._end = ids.shape[1]
         self._is_whole = cache is None or reads_whole or self.has_new_images
-        # Bamba's own code counts positions from the first token of a call. All stages of a pipeline answer this
-        # alike: their caches are of one config, and their forwards of one class.
+        # Bamba's own code counts positions from the first token of a call. Stages of a pipeline decide alike:
+        # their caches are of one config, and their forwards of one class.
         has_states = cache is not None and any(map(_has_states, cache.layers))
         self._tells_positions = has_states and not modules and takes_positions(model.forward)
         pauses = [] if self._is_whole else _pauses(self.cached, self._end)

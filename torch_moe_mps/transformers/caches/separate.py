@@ -98,9 +98,7 @@ def reads_a_layer(module: nn.Module) -> bool:
 
 
 def by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a module that reads one layer of the cache: where each sequence of a batch has that layer
-    for itself, it runs once for each.
-    """
+    """A forward that runs once for each sequence of a batch where each has the module's layer for itself."""
 
     @functools.wraps(forward)
     def of_sequences(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

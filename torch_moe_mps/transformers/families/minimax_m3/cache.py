@@ -52,7 +52,7 @@ class GrowingBlocks(Growing, HeldIndex):
 
     def crop(self, tokens_to_remove: int) -> None:
         held = self.idx_keys
-        if held is None:  # of a layer that another process of a pipeline has
+        if held is None:  # the layer is in another process of a pipeline
             self.idx_keys = self.keys
         super().crop(tokens_to_remove)
         self.idx_keys = None if held is None else growing.in_memory_of(held, self.idx_keys)
