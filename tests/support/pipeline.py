@@ -299,7 +299,7 @@ def _engine(folder: str, patched: str | None = None, **given: Any) -> dict[str, 
     scheduler.LARGEST_CHUNK = 16
     model = staged(folder)
     calls: list[list[int]] = []
-    model.get_decoder().register_forward_pre_hook(
+    model.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append([*kwargs["input_ids"].shape]), with_kwargs=True
     )
     answers, following, drafted, sent = None, Following(model.pipeline), 0, 0
