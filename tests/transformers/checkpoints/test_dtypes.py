@@ -103,4 +103,4 @@ def test_a_folder_of_mlx_has_the_dtype_that_it_runs_in(dtype, tmp_path):
     assert loaded.dtype == dtype and {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     layer, expected = (each.model.layers[0].self_attn.q_proj for each in (loaded, model))
     assert torch.equal(layer.scales, expected.scales.to(dtype))
-    assert_close(output(loaded, prompt()), output(model, prompt()), 0.03)
+    assert_close(output(loaded, prompt()), output(model, prompt()).to(dtype), 0.03)
