@@ -38,7 +38,7 @@ def run() -> int:
     atexit.register(_leave, codes)  # the first of the handlers is the last that runs
     try:
         codes.append(main())
-    except SystemExit as error:  # of SIGTERM, or of argparse
+    except SystemExit as error:
         if not isinstance(error.code, int):
             raise
         codes.append(error.code)

@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from .capture.calls import capture_calls, captures_of, wanted_capture
+from .capture.classes import capture_calls, captures_of
+from .capture.policy import wanted_capture
 from .upstream.calls import cache_argument
 
 

@@ -98,6 +98,5 @@ for family in _declared():
     NEEDS_OUR_KERNEL.extend(filter(None, [family.needs_our_kernel]))
     OPTIONS_OF.extend(filter(None, [family.options_of]))
     INTRODUCED.update(family.introduced)
-    families.ANSWERS.update(family.answers)
     for place in family.passes:
         place.put_into(PASSES)

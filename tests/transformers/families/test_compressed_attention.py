@@ -11,7 +11,7 @@ from support.sweep import in_sweep, rows_in_sweep
 from transformers import DynamicCache
 
 import torch_moe_mps
-from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.families.deepseek_v4 import attention as compressed_attention
 from torch_moe_mps.transformers.graphs import passes
 from torch_moe_mps.transformers.upstream.calls import cache_argument
@@ -64,7 +64,7 @@ def own():
 def accelerated(own):
     model = copy.deepcopy(own[0]).float()
     report = str(torch_moe_mps.accelerate(model))
-    assert report.count("pool_window_") == 2 and "index_topk" in report
+    assert report.count("_pool_window_") == 2 and "_index_topk" in report
     return model
 
 

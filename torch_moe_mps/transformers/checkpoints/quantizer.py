@@ -44,7 +44,6 @@ from .quantize.streaming import QuantizeParameters, Stream
 from .quantize.target import Target, present
 from .quantize.wanted import Wanted
 from .quantize.weights import empty_weight, replace
-from .write.saving import describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -230,11 +229,6 @@ class Quantizer(Lifecycle, HfQuantizer):
 
     def is_serializable(self) -> bool:
         return True
-
-    def get_state_dict_and_metadata(self, model: Any) -> Any:
-        """`save_pretrained` calls this before it writes config.json, which describes the weights of now."""
-        describe(model)
-        return super().get_state_dict_and_metadata(model)
 
     @property
     def is_trainable(self) -> bool:

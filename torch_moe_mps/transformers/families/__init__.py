@@ -28,8 +28,6 @@ class Family(NamedTuple):
         passes: where passes of a captured token stand.
         introduced: {pass: the operator that it puts in, if modules do not call that}.
         options_of: call of a router of its own -> its logits and options, as experts take them, or None.
-        answers: {form of answers in xgrammar: the module with the MARKS of its chat template, a TEMPLATE and
-            a `grammar`}.
 
     Modules are named, not imported, where they need a transformers that is complete.
     """
@@ -43,7 +41,3 @@ class Family(NamedTuple):
     passes: tuple[Place, ...] = ()
     introduced: Mapping[Callable[[fx.Graph], None], str] = MappingProxyType({})
     options_of: Callable[[fx.Node], dict[str, Any] | None] | None = None
-    answers: Mapping[str, str] = MappingProxyType({})
-
-
-ANSWERS: dict[str, str] = {}  # `answers` of all families

@@ -302,7 +302,12 @@ class Stored:
             scales, factor = scales.float(), factor.float()
             return scales / factor if divides else scales * factor
 
-        result = wanted(self.read("weight_scale"), self.read(factor))
+        own = self.read(factor)
+        if not 2.0**-100 <= (value := float(own)) <= 2.0**100:  # beyond, scales leave the range of 16 bits
+            _CHECK.fail(self.files.label(self.name(factor)), "between 2^-100 and 2^100", f"{value:g}")
+        result = wanted(self.read("weight_scale"), own)
+        if not bool(result.isfinite().all()):
+            _CHECK.fail(self.files.label(self.name("weight_scale")), "finite", "NaN")
         exact = may_keep and bool((result.to(torch.float8_e4m3fn).float() == result).all())
         nvfp4 = Format(mode="nvfp4")
         format = nvfp4 if exact else Format(6, 32)

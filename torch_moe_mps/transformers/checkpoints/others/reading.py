@@ -99,7 +99,6 @@ class OthersLayout(Layout):
         stored: Mapping[str, Any],
         section: Section | None = None,
     ):
-        _check_transforms(stored)
         super().__init__()
         self.model, self.files = model, Files(files, section and section.names)
         self.report = QuantizationReport()
@@ -346,15 +345,6 @@ class OthersLayout(Layout):
     def finish(self, loaded: Callable[[str], bool]) -> None:
         if self._errors:
             raise self._errors[0]
-
-
-def _check_transforms(stored: Mapping[str, Any]) -> None:
-    """Raises: ValueError for rotations of compressed-tensors that are not in the weights already."""
-    groups = (stored.get("transform_config") or {}).get("config_groups") or {}
-    places = {apply["location"] for group in groups.values() for apply in group.get("apply") or ()}
-    if at_run_time := sorted(places - {"weight_input", "weight_output"}):
-        expected = "of weights alone in the quantization_config"
-        _CHECK.fail("transform_config", expected, " and ".join(at_run_time))
 
 
 def _is_turned(experts: Any) -> bool:

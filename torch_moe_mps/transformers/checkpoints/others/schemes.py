@@ -162,10 +162,17 @@ class Schemes:
     def __init__(self, stored: Stored):
         method = stored["quant_method"]
         try:
+            _check_transforms(stored)
             self._named = [*_METHODS[method](stored)]
-            for target, _ in self._named:
+            for target, scheme in self._named:
                 _exactness(target, "")
-        except (AttributeError, TypeError, re.error) as error:  # a value is of another kind than it has
+                hash(scheme)
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+            re.error,
+        ) as error:  # a value of another kind
             _CHECK.fail("quantization_config", f"as {method} has it", first_line(error))
 
     def of(self, names: Sequence[str]) -> Scheme:
@@ -197,6 +204,15 @@ def _exactness(target: str, name: str) -> int:
     if target.startswith("re:"):
         return 2 * (re.match(target.removeprefix("re:"), name) is not None)
     return int(target.isidentifier() and target[:1].isupper())  # a class: that of linear layers
+
+
+def _check_transforms(stored: Stored) -> None:
+    """Raises: ValueError for rotations of compressed-tensors that are not in the weights already."""
+    groups = (stored.get("transform_config") or {}).get("config_groups") or {}
+    places = {apply["location"] for group in groups.values() for apply in group.get("apply") or ()}
+    if at_run_time := sorted(places - {"weight_input", "weight_output"}):
+        expected = "of weights alone in the quantization_config"
+        _CHECK.fail("transform_config", expected, " and ".join(at_run_time))
 
 
 def _compressed_tensors(stored: Stored) -> Iterator[tuple[str, Scheme]]:

@@ -74,6 +74,9 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.usual = Format(bits, group_size, mode or "affine")
         if modules is not None and not isinstance(modules, Mapping):
             raise ValueError(f"moe_mps: modules must be {{name: format}}, got {modules!r}")
+        for key, names in (("ordered", ordered), ("absent", absent)):
+            if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"moe_mps: {key} must be a list of names, got {names!r}")
         self.modules = modules and {name: _format_of(name, value) for name, value in modules.items()}
         self.exceptions = {name: others[name] for name in ARGUMENTS if name in others}
         self.source, self.absent, self.mlx, self.other = source, [*absent], mlx, other

@@ -14,7 +14,7 @@ from ...basics.interface import experts_of, projections
 from ...basics.state import state_in
 from ...modules.experts import NAME
 from ...modules.linears import OrderedLinear, formats_in
-from ...upstream.weights import AUTO_QUANTIZER_MAPPING, revert_weight_conversion
+from ...upstream.weights import AUTO_QUANTIZER_MAPPING, revert_weight_conversion, seen_with
 from ..absent import absent_in
 from ..layouts.files import Shards
 from ..own.config import QuantizationConfig, is_ours, together
@@ -35,7 +35,10 @@ def mark_quantized(model: nn.Module) -> None:
         part.config.quantization_config = config
         part.hf_quantizer = quantizer(config, pre_quantized=True)
         part.hf_quantizer.report = getattr(before, "report", None)
-        part.num_parameters = functools.partial(count_packed, part)
+        for model_inside in part.modules():
+            if isinstance(model_inside, PreTrainedModel):
+                members = {"save_pretrained": _save, "num_parameters": count_packed}
+                vars(model_inside).update({n: functools.partial(f, model_inside) for n, f in members.items()})
 
 
 def _outermost(module: nn.Module, cls: type[nn.Module]) -> Iterator[Any]:
@@ -47,13 +50,22 @@ def _outermost(module: nn.Module, cls: type[nn.Module]) -> Iterator[Any]:
         yield from _outermost(child, cls)
 
 
-def describe(model: Any) -> None:
-    """Makes a model's config describe its weights, which may have changed since it was marked."""
-    right = config_of(model)
+def _save(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of a quantised model's own `save_pretrained`: config.json describes the weights of now."""
+    return type(model).save_pretrained(_described(model), *args, **kwargs)
+
+
+def _described(model: Any) -> Any:
+    """The model with a config that describes its weights; its own one may be another model's, too."""
+    stored, right = getattr(model.config, "quantization_config", None), config_of(model)
+    if right is None and not is_ours(stored):
+        return model
+    config = copy.copy(model.config)
     if right is not None:
-        model.config.quantization_config = right
-    elif is_ours(getattr(model.config, "quantization_config", None)):
-        del model.config.quantization_config
+        config.quantization_config = right
+    else:
+        del config.quantization_config
+    return seen_with(model, config=config)
 
 
 def _own_configs(model: nn.Module) -> None:

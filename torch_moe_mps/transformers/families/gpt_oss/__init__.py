@@ -1,5 +1,5 @@
-"""gpt-oss: its GGUF files, and the form of its answers."""
+"""gpt-oss: its GGUF files."""
 
 from .. import Family
 
-FAMILY = Family(answers={"harmony": f"{__name__}.answers"})
+FAMILY = Family()
