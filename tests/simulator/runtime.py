@@ -137,6 +137,18 @@ def heaps(below: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def torch_version(version: str) -> Iterator[None]:
+    """The torch whose copies and errors are simulated is another one than SIMULATED_TORCH, or 2.15."""
+    torch.mps.synchronize()
+    before = _runtime().simulator_torch()
+    _runtime().simulator_use_torch(int(version.split(".")[1]))
+    try:
+        yield
+    finally:
+        _runtime().simulator_use_torch(before)
+
+
+@contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """The first thread that uses the device is the only one: a use by any other raises SimulatorError."""
     torch.mps.synchronize()

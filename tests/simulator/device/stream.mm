@@ -13,6 +13,7 @@
 #include "../metal/metal.h"
 #include "../metal/runtime.h"
 #include "device.h"
+#include "torch.h"
 
 namespace at::mps {
 
@@ -35,6 +36,9 @@ id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
   return simulated_encoder(_stream.id());
 }
 void MPSStream::endKernelCoalescing() {}
+void MPSStream::checkLastError() {
+  simulator::raise_stored_error(_stream.id());
+}
 void MPSStream::synchronize(SyncType type) {
   if (type == SyncType::NONE) return;
   if (type != SyncType::COMMIT)
@@ -142,7 +146,9 @@ void StandIn::count() const {
 
 void synchronize_host() {
   synchronize();
-  if (!StandIn::is_there()) wait_for_all();
+  if (StandIn::is_there()) return;
+  wait_for_all();
+  raise_stored_error(current_stream());
 }
 
 }  // namespace simulator

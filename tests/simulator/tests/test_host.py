@@ -444,7 +444,8 @@ def test_the_hosts_clock(calls, simulated, x):
         assert (times.now, times.busy, times.idle) == (0.5, 0.0, 0.0)
         host = torch.empty(x.shape).copy_(y, non_blocking=True)  # which ends the buffer
         assert (times.now, times.busy, times.idle) == (0.75, 0.0, 0.0)
-        host.to("mps")
+        torch.ones(3).to("mps")
+        assert torch.equal(host, expected)
         assert (times.now, times.busy, times.idle) == (0.75 + 4 * 2 + 2, 10.0, 0.75)
         times.work(5.0)
         assert torch.equal(y.cpu(), expected)
