@@ -23,7 +23,8 @@ void synchronize_host();
 // While it lives, the thread computes on the CPU in place of an operator that a Mac encodes: no wait of the
 // host.
 struct StandIn {
-  StandIn();
+  // `waits`: whether the host of a Mac waits behind it, too.
+  explicit StandIn(bool waits = false);
   ~StandIn();
   static bool is_there();
   // One operator of the GPU, if it is none's part.

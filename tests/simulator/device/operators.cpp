@@ -114,11 +114,12 @@ void copy(const Tensor& source, const Tensor& destination, bool non_blocking) {
   if (is_read) check_alignment(destination);
   if (is_read && non_blocking && !dropping()) return copy_without_waiting(source, destination);
   {
-    const StandIn stand_in;
+    const StandIn stand_in(!non_blocking && source.is_mps() != destination.is_mps());
     on_host(destination).copy_(on_host(source));
     stand_in.count();
   }
   if (source.is_mps() == destination.is_mps() || StandIn::is_there()) return;
+  end_encoder();  // it is a blit
   non_blocking ? commit(current_stream()) : synchronize_host();
 }
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {

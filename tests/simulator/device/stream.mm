@@ -113,6 +113,7 @@ void* stream_command_buffer() {
 
 namespace {
 thread_local int stand_ins = 0;
+thread_local bool waits_behind = false;
 }
 
 void synchronize() {
@@ -120,8 +121,9 @@ void synchronize() {
   const bool stands_in = StandIn::is_there();  // on this thread
   // Even if nothing waits: on macOS, reading a tensor inside a block always enters the queue again.
   if (has_pending() || in_block_of(stream_queue())) {
+    const bool waits = waits_behind;
     at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{
-      stands_in ? run_before_operator() : run_pending();
+      stands_in ? run_before_operator(waits) : run_pending();
     });
   }
   // Pools that an exception left open between two operators end here, as with the pool around a run loop's
@@ -131,11 +133,11 @@ void synchronize() {
   if (!reports.empty()) fail(reports);
 }
 
-StandIn::StandIn() {
-  ++stand_ins;
+StandIn::StandIn(bool waits) {
+  if (stand_ins++ == 0) waits_behind = waits;
 }
 StandIn::~StandIn() {
-  --stand_ins;
+  if (--stand_ins == 0) waits_behind = false;
 }
 bool StandIn::is_there() {
   return stand_ins > 0;

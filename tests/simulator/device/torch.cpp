@@ -129,7 +129,7 @@ Tensor flat(const Tensor& tensor) {
 // A blit: the GPU reads the source at the command's turn, and the host sees the result once the buffer is
 // complete.
 std::shared_ptr<Poison> blit(const Tensor& source, const Tensor& destination) {
-  check_alignment(destination);
+  end_encoder();
   const std::shared_ptr<Poison> poisoned_memory = poison(destination);
   const c10::Storage storage = destination.storage();
   const size_t offset = destination.storage_offset() * destination.itemsize();
@@ -184,6 +184,18 @@ int torch_minor() {
   return simulated_minor();
 }
 
+namespace {
+std::map<std::pair<int, std::string>, Aten>& table() {
+  static auto& rows = *new std::map<std::pair<int, std::string>, Aten>;
+  return rows;
+}
+}  // namespace
+
+Aten aten(const std::string& name, const std::string& overload) {
+  const auto found = table().find({torch_minor(), overload.empty() ? name : name + "." + overload});
+  return found == table().end() ? Aten() : found->second;
+}
+
 void check_alignment(const Tensor& destination) {
   TORCH_INTERNAL_ASSERT(reinterpret_cast<uintptr_t>(destination.const_data_ptr()) % 4 == 0,
                         "Unaligned blit request");
@@ -214,8 +226,9 @@ void torch_commits(CommandBuffer& buffer, StreamNumber stream, bool waits) {
     if (buffer.failure == Failure::kNone) return;
     const std::lock_guard<std::mutex> lock(stored().mutex);
     std::optional<Stored::Error>& error = stored().errors[stream];
+    if (error) return;
     const bool is_out_of_memory = buffer.failure == Failure::kOutOfMemory;
-    if (!error) error = Stored::Error{is_out_of_memory, "MPS command buffer execution failed: simulated"};
+    error = Stored::Error{is_out_of_memory, "MPS command buffer execution failed: " + text_of(buffer.failure)};
   };
   // Behind the host's handlers; where torch waits, it looks at the buffer itself.
   (waits ? buffer.ended : buffer.completed).push_back(store);
@@ -241,4 +254,8 @@ extern "C" __attribute__((visibility("default"))) void simulator_use_torch(int m
 }
 extern "C" __attribute__((visibility("default"))) int simulator_torch(void) {
   return simulator::torch_minor();
+}
+extern "C" __attribute__((visibility("default"))) void simulator_add_aten(int minor, const char* name, int is_graph,
+                                                                          int waits, size_t threadgroup_bytes) {
+  simulator::table()[{minor, name}] = {is_graph != 0, waits != 0, threadgroup_bytes};
 }

@@ -12,6 +12,15 @@ namespace simulator {
 // The minor version of torch 2 that is simulated: that of SIMULATED_TORCH in the environment, or 15.
 int torch_minor();
 
+// What torch's own kernel for an operator of aten does on a Mac, by aten.json.
+struct Aten {
+  bool is_graph = false;         // MPSGraph, which ends the encoder
+  bool waits = false;            // the host waits for the GPU
+  size_t threadgroup_bytes = 0;  // the most that one of its kernels declares
+};
+// Raises for an operator that is not in the table.
+Aten aten(const std::string& name, const std::string& overload);
+
 // A copy from mps to the CPU that does not block. Until its command buffer is complete the destination is
 // poison, and a read of it a finding that names the line of the copy. Torch blits where both sides have the
 // same strides; otherwise it blits into a temporary, which it reads at once.

@@ -172,11 +172,11 @@ void check_threadgroup_memory(const Command& command) {
          " bytes of threadgroup memory are over the limit of " + std::to_string(kMaxThreadgroupMemory));
   }
   for (unsigned i = 0; i < kMaxBindings; i++) {
-    if (command.threadgroup_bytes[i] <= 16 || takes_threadgroup_memory(*command.kernel, i)) continue;
+    if (command.threadgroup_bytes[i] == 0 || takes_threadgroup_memory(*command.kernel, i)) continue;
     fail(std::string(command.kernel->name) + ": threadgroup(" + std::to_string(i) + ") is still set to " +
          std::to_string(command.threadgroup_bytes[i]) +
          " bytes by a command before: the encoder, which torch's kernels share, keeps a length until it is "
-         "set to 16");
+         "set to 0");
   }
 }
 
@@ -452,6 +452,18 @@ void run(const char* event, bool stands_in = false) {
 
 }  // namespace
 
+std::string text_of(Failure failure) {
+  switch (failure) {
+    case Failure::kNone: return "";
+    case Failure::kTimeout:
+      return "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)";
+    case Failure::kFault:
+      return "Caused GPU Address Fault Error (0000000b:kIOGPUCommandBufferCallbackErrorPageFault)";
+    case Failure::kOutOfMemory:
+      return "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)";
+  }
+}
+
 void record(const Command& command, StreamNumber stream) {
   State& s = state();
   if (forgetting()) return;
@@ -534,11 +546,11 @@ std::shared_ptr<CommandBuffer> open_buffer(StreamNumber stream) {
   return open_of(state(), stream);
 }
 
-void run_before_operator() {
+void run_before_operator(bool waits) {
   if (!state().timed) {
     {
       std::lock_guard<std::mutex> lock(state().mutex);
-      commit_all(state(), By::kTorch);
+      commit_all(state(), waits ? By::kWaitOfTorch : By::kTorch);
     }
     return run("synchronize\n", true);
   }

@@ -94,6 +94,7 @@ struct Command {
 // Metal's numbers.
 enum class Status { kNotEnqueued = 0, kCommitted = 2, kCompleted = 4, kError = 5 };
 enum class Failure { kNone = 0, kTimeout = 2, kFault = 3, kOutOfMemory = 8 };
+std::string text_of(Failure failure);  // as macOS describes it
 
 // The commands that the GPU is given together. Those of a buffer that fails do not run.
 struct CommandBuffer {
@@ -127,12 +128,16 @@ void commit(StreamNumber stream);
 void commit_unseen(StreamNumber stream);
 // Runs what was recorded, in order. Reports the first finding and forgets the rest.
 void run_pending();
-// The same for an operator that the CPU computes in the GPU's place. Where the host has a clock, what is open
-// stays open.
-void run_before_operator();
+// The same for an operator that the CPU computes in the GPU's place, behind which torch may wait. Where the host
+// has a clock, what is open stays open.
+void run_before_operator(bool waits);
 void wait_for(const CommandBuffer& buffer);  // of the host, for one that is committed
 void wait_for_all();                         // the host's clock, once all that was committed has run
 void wait_for_handlers();
+// The encoder that torch shares: the bytes of threadgroup memory that host code has left set in it, which a
+// kernel of torch's has on top of its own.
+size_t threadgroup_bytes_set();
+void end_encoder();
 bool has_pending();  // something is recorded or waited for, or runs in another thread
 bool dropping();     // commands are forgotten where they would run: the null device
 bool forgetting();   // they are forgotten, unseen, where they are encoded: it costs the host next to nothing

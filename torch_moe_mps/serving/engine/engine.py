@@ -112,8 +112,12 @@ class Engine:
 
         One that `generate` must generate is generated to its end, and the steps of the others come between.
         """
+        self.run(self._step)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Runs work on the device, between steps; a fault of the GPU ends all sequences that have begun."""
         try:
-            self._step()
+            work()
         except torch.AcceleratorError as fault:
             self.pool.fail_all(fault)
 
