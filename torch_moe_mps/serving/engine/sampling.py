@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ..._faults import Mark, host_copy
+from ...ops.sampling import LEAST_DRAW
 from ...transformers.basics.overflow import is_missing, no_distribution
 from ...transformers.modules.sampling import Sampling
 from .job import Job, as_errors
@@ -249,4 +250,5 @@ def _of_kind(samplers: list[Sampler], scores: Tensor) -> Tensor:
     shares = sampling.known(None, scores.float()).softmax(-1)
     draws = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
     fill(draws)
-    return torch.stack(((shares / draws).argmax(-1), shares.isnan().any(-1).long()))
+    races = shares / draws.clamp_(min=LEAST_DRAW)  # else a share of 0 and a draw of -0 are NaN, the largest
+    return torch.stack((races.argmax(-1), shares.isnan().any(-1).long()))
