@@ -11,7 +11,7 @@ from support import tiny_models
 import torch_moe_mps
 from torch_moe_mps._faults import Mark, fault_of, gpu_busy, is_out_of_memory, synchronized
 from torch_moe_mps.ops._samples import packet, sample_arguments
-from torch_moe_mps.transformers.capture.calls import SWITCH
+from torch_moe_mps.transformers.capture.policy import SWITCH
 
 SAYS = {  # what macOS says, and what helps
     "timeout": ("Caused GPU Timeout Error", "MOE_MPS_COMMIT_EVERY=4"),
@@ -68,7 +68,9 @@ def test_a_wait_raises_it(simulated):
     arguments = sample_arguments("rms_norm", "mps", torch.float32)
     with simulated.failing("timeout"):
         result = packet("rms_norm")(**arguments)
-        with suppress(torch.AcceleratorError):  # torch does not ask before 2.15, and does not name what failed
+        with suppress(
+            torch.AcceleratorError
+        ):  # torch does not ask before 2.15, and does not name what failed
             result.cpu()
         with pytest.raises(RuntimeError, match="Caused GPU Timeout Error"):
             torch_moe_mps.synchronize()
@@ -76,9 +78,7 @@ def test_a_wait_raises_it(simulated):
 
 
 @pytest.mark.parametrize("version", ["2.13", "2.15"])
-@pytest.mark.parametrize(
-    ("schedule", "kind"), [(0, "timeout"), (1, "memory"), (2, "fault"), (3, "memory")]
-)
+@pytest.mark.parametrize(("schedule", "kind"), [(0, "timeout"), (1, "memory"), (2, "fault"), (3, "memory")])
 def test_a_fault_is_raised_once_by_torch_or_by_us(simulated, kind, version, schedule):
     """Torch 2.15 stores it, too, and raises it where it waits: in an innocent request, if nobody takes it."""
     norm, arguments = packet("rms_norm"), sample_arguments("rms_norm", "mps", torch.float32)

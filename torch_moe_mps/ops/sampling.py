@@ -86,7 +86,11 @@ def sample(
         below[:, -1] = False
         scores = scores.masked_fill(below.scatter(1, order, below), -torch.inf)
     weights = (scores - torch.where(valid, highest, 0.0)).exp()
-    races = (weights / draws.clamp(min=LEAST_DRAW)).masked_fill(weights < min_p, -1.0).nan_to_num(nan=-1.0, posinf=torch.inf)
+    races = (
+        (weights / draws.clamp(min=LEAST_DRAW))
+        .masked_fill(weights < min_p, -1.0)
+        .nan_to_num(nan=-1.0, posinf=torch.inf)
+    )
     best, tokens = races.masked_fill(scores == -torch.inf, -1.0).max(-1)
     valid = valid.squeeze(-1) & (best >= 0.0)
     wrong = ~valid if invalid is None else ~valid | (invalid != 0)

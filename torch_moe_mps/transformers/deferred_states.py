@@ -20,8 +20,8 @@ from .modules.functions import names_in
 from .trials.comparing import agrees, on_the_cpu, tried
 from .trials.forms import first_form
 from .trials.twins import LinearCache, twin_of, width_of
-from .upstream.caches import STATE_METHODS, CacheLayerMixin, LinearAttentionLayer
 from .upstream.calls import cache_argument, needed_arguments
+from .upstream.models import STATE_METHODS, CacheLayerMixin, LinearAttentionLayer
 
 _PROMPT, _DRAFTS = 5, 4  # tokens
 _RIGHT = (3, 1)  # accepted draft tokens, of two rows

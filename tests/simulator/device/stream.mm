@@ -114,7 +114,7 @@ void* stream_command_buffer() {
 namespace {
 thread_local int stand_ins = 0;
 thread_local bool waits_behind = false;
-}
+}  // namespace
 
 void synchronize() {
   use_device();

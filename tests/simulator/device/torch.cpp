@@ -2,12 +2,12 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
-#include <csignal>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <array>
 #include <atomic>
+#include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -115,10 +115,11 @@ std::unique_ptr<Poison> poison(const Tensor& tensor) {
 
 void say_if_read(Poison& poison) {
   if (!poison.is_read.exchange(false)) return;
-  report(poison.line +
-         ": a copy to the CPU that does not block is read before the GPU has written it; wait for its command "
-         "buffer first, and copy from the strides of the destination: torch reads a temporary at once where "
-         "they differ");
+  report(
+      poison.line +
+      ": a copy to the CPU that does not block is read before the GPU has written it; wait for its command "
+      "buffer first, and copy from the strides of the destination: torch reads a temporary at once where "
+      "they differ");
 }
 
 // Elements in a row of memory, as many as a tensor has.
@@ -228,7 +229,8 @@ void torch_commits(CommandBuffer& buffer, StreamNumber stream, bool waits) {
     std::optional<Stored::Error>& error = stored().errors[stream];
     if (error) return;
     const bool is_out_of_memory = buffer.failure == Failure::kOutOfMemory;
-    error = Stored::Error{is_out_of_memory, "MPS command buffer execution failed: " + text_of(buffer.failure)};
+    error =
+        Stored::Error{is_out_of_memory, "MPS command buffer execution failed: " + text_of(buffer.failure)};
   };
   // Behind the host's handlers; where torch waits, it looks at the buffer itself.
   (waits ? buffer.ended : buffer.completed).push_back(store);
@@ -255,7 +257,8 @@ extern "C" __attribute__((visibility("default"))) void simulator_use_torch(int m
 extern "C" __attribute__((visibility("default"))) int simulator_torch(void) {
   return simulator::torch_minor();
 }
-extern "C" __attribute__((visibility("default"))) void simulator_add_aten(int minor, const char* name, int is_graph,
-                                                                          int waits, size_t threadgroup_bytes) {
+extern "C" __attribute__((visibility("default"))) void simulator_add_aten(int minor, const char* name,
+                                                                          int is_graph, int waits,
+                                                                          size_t threadgroup_bytes) {
   simulator::table()[{minor, name}] = {is_graph != 0, waits != 0, threadgroup_bytes};
 }

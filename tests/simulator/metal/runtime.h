@@ -128,8 +128,8 @@ void commit(StreamNumber stream);
 void commit_unseen(StreamNumber stream);
 // Runs what was recorded, in order. Reports the first finding and forgets the rest.
 void run_pending();
-// The same for an operator that the CPU computes in the GPU's place, behind which torch may wait. Where the host
-// has a clock, what is open stays open.
+// The same for an operator that the CPU computes in the GPU's place, behind which torch may wait. Where the
+// host has a clock, what is open stays open.
 void run_before_operator(bool waits);
 void wait_for(const CommandBuffer& buffer);  // of the host, for one that is committed
 void wait_for_all();                         // the host's clock, once all that was committed has run

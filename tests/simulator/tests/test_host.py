@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 import simulator
+import torch
 from simulator import SimulatorError, build, build_device, shaderlib
 
 pytestmark = pytest.mark.usefixtures("calls")

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-
 from simulator.errors import SimulatorError
 
 VERSIONS = ("2.13", "2.14", "2.15")

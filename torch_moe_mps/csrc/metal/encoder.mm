@@ -150,8 +150,8 @@ void Command::encode(id<MTLComputeCommandEncoder> encoder) const {
   } else {
     [encoder dispatchThreadgroups:metal_size(grid_) threadsPerThreadgroup:metal_size(threads_)];
   }
-  // The encoder is shared with torch: its kernels would have this memory on top of their own, which may be all
-  // that the GPU has. llama.cpp sets a length of 0, too.
+  // The encoder is shared with torch: its kernels would have this memory on top of their own, which may be
+  // all that the GPU has. llama.cpp sets a length of 0, too.
   if (threadgroup_bytes_ > 0) [encoder setThreadgroupMemoryLength:0 atIndex:0];
 }
 

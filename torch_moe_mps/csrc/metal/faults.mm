@@ -176,7 +176,8 @@ void raise_fault_behind_wait() {
   raise_fault();
 }
 
-// Waits for one buffer of a stream and for those before it, and hears of them; the GPU goes on with later ones.
+// Waits for one buffer of a stream and for those before it, and hears of them; the GPU goes on with later
+// ones.
 void finish(at::mps::MPSStream* stream, int64_t number) {
   __block id<MTLCommandBuffer> waited = nil;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {

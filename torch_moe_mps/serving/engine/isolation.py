@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-
 from ..._faults import fault_of, is_out_of_memory
 from ..._text import first_line
 from .job import as_errors

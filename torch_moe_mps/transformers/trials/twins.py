@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..basics.state import STATE, original_class
 from ..caches.held import HeldPools
 from ..caches.in_layers import InLayers
-from ..upstream.caches import LinearAttentionLayer
+from ..upstream.models import LinearAttentionLayer
 from .comparing import tried
 
 _DIRECTIONS = 4  # so that queries and keys differ in more than their length

@@ -22,7 +22,7 @@ from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, scan
 from ...trials.comparing import agrees
 from ...trials.forms import Tried
 from ...trials.twins import LinearCache, twin_of
-from ...upstream.caches import LinearAttentionCacheLayerMixin
+from ...upstream.models import LinearAttentionCacheLayerMixin
 
 ops = torch.ops.moe_mps
 _CHILDREN = "linear_y", "linear_x", "linear_out", "conv_1d", "rg_lru"
