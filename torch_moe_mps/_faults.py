@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._extension import host_library
 
-_FAILED_WORK = "command buffer execution failed"  # as torch says it
+_FAILED_WORK = "command buffer execution failed"  # torch's words
 _NO_MEMORY = re.compile(
     "out of memory|allocate memory|not enough memory|insufficient memory|invalid buffer size", re.I
 )
@@ -72,8 +72,8 @@ def host_copy(tensor: Tensor) -> Tensor:
 def fault_of(error: BaseException) -> torch.AcceleratorError | None:
     """The fault of the GPU that an error of torch's tells; None for any other error.
 
-    Whoever handles it calls this: what waits tells of a fault first, torch from 2.15 on (as an allocation that
-    has failed where the GPU's memory did not hold the work) or this package, and the other one's error would
+    Whoever handles an error calls this. What waits first tells of a fault: this package, or from 2.15 on
+    torch, as torch.OutOfMemoryError where the GPU's memory did not hold the work. The other one's error would
     end the next request.
     """
     told = isinstance(error, torch.AcceleratorError)
@@ -106,7 +106,7 @@ def synchronize(device: torch.device | str = "mps") -> None:
             torch.ops.moe_mps._watch()  # torch's operators, too
         try:
             torch.mps.synchronize()
-        except RuntimeError as error:  # of torch itself, which stores faults from 2.15 on
+        except RuntimeError as error:  # torch stores faults from 2.15 on
             raise fault_of(error) or error from None
         raise_fault()
 

@@ -105,7 +105,7 @@ def test_a_turn_behind_a_restart(architecture, how, tmp_path):
 
 @pytest.mark.parametrize("kv_bits", in_sweep([16, 8], [16]))
 def test_a_turn_behind_a_restart_on_a_mac(kv_bits, simulated, tmp_path):
-    """Keys of a cache that grows have other strides than their copy, and are copied while the GPU computes."""
+    """Keys of a cache that grows have other strides than their copy, which the GPU makes later."""
     simulated.set_schedule(0)
     model = model_of("qwen3_moe", kv_bits, "mps", num_hidden_layers=1, head_dim=32)
     first = Asked(LONG[:, :36], 2)

@@ -1,7 +1,7 @@
 """What torch's own operators do on mps, by its version: aten.json, found in its wheels for macOS.
 
-A row is named by the operator that returns its results; the one that writes them into `out` and the one in place
-are the same kernel.
+A row is named by the operator that returns its results; the one that writes them into `out` and the one in
+place are the same kernel.
 """
 
 import functools
