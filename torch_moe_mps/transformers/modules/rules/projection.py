@@ -123,8 +123,9 @@ def projection_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Ten
     fits = fits and len(args) + len(named) == len(formula.inputs)
     if not fits or any(_of_kind(item) != ((*x.shape[:-1], layer.rows), x.dtype) for item in residual):
         return NotImplemented
+    *weight, bias = layer.weights()
     out: Tensor = linear_quantized(
-        x, *layer.weights(), layer.format.name, *residual, activation=formula.activation
+        x, *weight, layer.format.name, bias, *residual, activation=formula.activation
     )
     return out if formula.norm is None else getattr(module, formula.norm)(out)
 
