@@ -76,8 +76,7 @@ def fault_of(error: BaseException) -> torch.AcceleratorError | None:
     torch, as torch.OutOfMemoryError where the GPU's memory did not hold the work. The other one's error would
     end the next request.
     """
-    told = isinstance(error, torch.AcceleratorError)
-    if not told and not (isinstance(error, torch.OutOfMemoryError) and _FAILED_WORK in str(error)):
+    if not isinstance(error, torch.AcceleratorError) and _FAILED_WORK not in str(error):
         return None
     try:
         raise_fault()
