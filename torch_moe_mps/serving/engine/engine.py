@@ -179,9 +179,12 @@ class Engine:
     def _admit(self, plan: Plan) -> bool:
         """Begins a sequence, unless its prefix is still read. Returns: whether it has begun, or ended."""
         sequence: Sequence = plan.admit
-        with self.pool.isolation.one(sequence):
-            if not self._is_restored(sequence):
-                return False
+        is_restored = True
+        with self.pool.isolation.optional():  # what cannot be read is computed
+            is_restored = self._is_restored(sequence)
+        if not is_restored:
+            return False
+        sequence.restoring = None
         self._scheduler.admitted(plan)
         with self.pool.isolation.one(sequence):
             if sequence.phase == "ended":
@@ -210,7 +213,7 @@ class Engine:
             if not restoring.step(wait=not self.pool.is_decoding):
                 return False
             cache.take_back(restoring)
-            sequence.job.usage.disk_tokens, sequence.restoring = len(restoring.ids), None
+            sequence.job.usage.disk_tokens = len(restoring.ids)
         return True
 
     def _begin(self, sequence: Sequence) -> None:
