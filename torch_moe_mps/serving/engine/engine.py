@@ -180,7 +180,7 @@ class Engine:
         """Begins a sequence, unless its prefix is still read. Returns: whether it has begun, or ended."""
         sequence: Sequence = plan.admit
         is_restored = True
-        with self.pool.isolation.optional():  # what cannot be read is computed
+        with self.pool.isolation.optional():  # prefixes that cannot be read are computed
             is_restored = self._is_restored(sequence)
         if not is_restored:
             return False
