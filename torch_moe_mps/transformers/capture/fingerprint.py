@@ -28,7 +28,6 @@ from torch.nn import functional
 from transformers import Cache
 
 from ..._extension import host_library
-from ..basics.reads import attributes_of
 from ..basics.state import Beside, State
 from ..graphs.tracing import NotCapturable
 from ..upstream.models import CacheLayerMixin, GeneralInterface
@@ -262,7 +261,7 @@ class _Reached:
         self.modules = list(model.modules())
         self.watched: list[Watched] = []
         self.classes: dict[type, None] = dict.fromkeys(_with_subclasses(Cache, CacheLayerMixin))
-        self._seen = {id(attributes_of(builtins)), id(own)}
+        self._seen = {id(vars(builtins)), id(own)}
         self._waiting: list[Watched] = []
         for name, module in model.named_modules():
             self._add_module(name, module)
@@ -290,7 +289,7 @@ class _Reached:
         elif not isinstance(value, _CONTAINERS):
             self.classes[type(value)] = None
             if hasattr(value, "__dict__"):
-                self._add(path, attributes_of(value))
+                self._add(path, vars(value))
         self._watch(path, value)
 
     def _watch(self, path: str, container: Any) -> None:
@@ -299,7 +298,7 @@ class _Reached:
             self.watched.append(self._waiting[-1])
 
     def _add_module(self, path: str, module: nn.Module) -> None:
-        held = attributes_of(module)
+        held = vars(module)
         self.classes[type(module)] = None
         self._seen.update((id(module), id(held)))
         self._seen.update(id(held[name]) for name in (*_HOOKS, *_UNREAD))
@@ -314,7 +313,7 @@ def _with_subclasses(*classes: type) -> Iterator[type]:
 
 def _members(classes: Iterable[type]) -> list[Any]:
     """The dictionaries of what classes have by name, which Python shows read-only."""
-    return [held for cls in classes for held in gc.get_referents(attributes_of(cls))]
+    return [held for cls in classes for held in gc.get_referents(vars(cls))]
 
 
 def _note_first(classes: Iterable[type], files: Iterable[Any]) -> None:
@@ -333,7 +332,7 @@ def _files(classes: Iterable[type]) -> Iterator[Any]:
     """Names in the files of libraries' classes, and of the functions that they import."""
     names = {cls.__module__ for cls in classes if not _is_of(cls.__module__, _UNWATCHED)}
     packages = tuple({name.partition(".")[0] for name in names})
-    of_names = (attributes_of(sys.modules.get(name, types)) for name in (*names, functional.__name__))
+    of_names = (vars(sys.modules.get(name, types)) for name in (*names, functional.__name__))
     files = {id(file): file for file in of_names if is_of_library(file.get("__file__") or "")}
     for file in list(files.values()):
         for value in file.values():
