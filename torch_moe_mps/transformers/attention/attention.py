@@ -144,8 +144,8 @@ def attention(
             of S, several are the first; each sees its own key and what lies before it, in the window. Without
             one, tokens of attention that is not causal, such as cross-attention, see all keys.
         scaling: of the scores; without it D ** -0.5.
-        dropout: for the model's own code, which runs where it is asked for.
-        options: what the layer hands on besides. These are read here; own code gets all but the choices:
+        dropout: above 0, eager attention runs.
+        options: what the layer hands on besides. Eager attention gets all but the choices:
             sliding_window: of the layer; a mask holds it already.
             s_aux: [Hq], the sinks.
             softcap: of the scores.
@@ -157,7 +157,7 @@ def attention(
 
     Returns: [B, T, Hq, Dv], and the attention's weights or None.
 
-    Raises: RuntimeError where the model's own code is needed and its file has none.
+    Raises: RuntimeError where eager attention is needed and the model's file has none.
     """
     scores = Scores(scaling, options.get("softcap"), options.get("s_aux"))
     _, before = getattr(module, STATE, NOTHING).previous.get(IMPLEMENTATION, (None, None))
@@ -191,7 +191,7 @@ def attention(
 
 
 def _shown(mask: Any, query: Tensor, key: Tensor, visible: Visible | None) -> Tensor | None:
-    """The mask for a model's own code, to be added; without one of what is visible, None for everything."""
+    """Additive mask of eager attention, made from what is visible if none is given; None if all keys are."""
     mask, keys = _elements(mask), key.shape[2]
     if mask is None and visible is not None:
         mask = seen_in_order(query.shape[2], keys, keys, visible.window, None, query.device)
@@ -230,7 +230,7 @@ def _eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | N
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of NAME, an additive one; None only where eager's may be, for own code adds columns to it."""
+    """The mask of NAME, an additive one; None only where eager's may be: it adds columns to its mask."""
     from ..upstream.models import eager_mask
 
     mask = None if args else _causal(**{"dtype": torch.float32, **kwargs})
@@ -378,7 +378,7 @@ def _is_plain(mask: Tensor, query: Tensor, key: Tensor) -> bool:
 
 
 def _additive(mask: Tensor, query: Tensor) -> Tensor:
-    """The mask in the form that a model's own code adds to the scores."""
+    """The additive mask of eager attention."""
     if mask.shape[1] > 1:  # it has heads of keys
         mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], 1)
     return additive(mask, query.dtype) if mask.dtype == torch.bool else mask

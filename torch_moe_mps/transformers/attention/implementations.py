@@ -93,7 +93,7 @@ def _implementation_for(module: nn.Module) -> str | None:
     return NAME if needs_ours or any(needs(module) for needs in NEEDS_OUR_KERNEL) else None
 
 
-def give_weights_by_own_code(config_class: Any) -> None:
+def give_weights_eagerly(config_class: Any) -> None:
     """Patches PreTrainedConfig: `output_attentions = True` turns NAME back to "eager", which returns weights.
 
     transformers accepts it beside "eager" alone, which is what the model came with. False puts NAME back.
@@ -118,8 +118,8 @@ def _change(config: Any, before: str, after: str) -> None:
     setattr(config, IMPLEMENTATION, dict.fromkeys(("", *names), after))
 
 
-def batch_with_own_code(manager: Any) -> None:
-    """Patches the class ContinuousBatchingManager: layers that run NAME run their own code in batches.
+def batch_eagerly(manager: Any) -> None:
+    """Patches the class ContinuousBatchingManager: layers that run NAME run eager attention in batches.
 
     transformers has pages for "eager" and "sdpa" only, and goes back to the implementation that it found.
     """

@@ -1,7 +1,7 @@
 """Everything that a recorded call of a model rests on, compared in one go before each token.
 
 A recording holds what a library's code did with the model's modules, their attributes, configs, classes and
-files; own_code.py keeps others out. All of them are objects of Python, nearly all dictionaries:
+files; user_code.py keeps others out. All of them are objects of Python, nearly all dictionaries:
 csrc/fingerprint.mm compares what those hold; gc.get_referents lists what others hold in one C call. It is not
 asked for a dictionary's: from Python 3.13 on it leaves out those of one with the attributes of an object.
 """
@@ -31,7 +31,7 @@ from ..._extension import host_library
 from ..basics.state import Beside, State
 from ..graphs.tracing import NotCapturable
 from ..upstream.models import CacheLayerMixin, GeneralInterface
-from .own_code import is_of_library
+from .user_code import is_of_library
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Attributes that every module has, and no forward without gradients reads.

@@ -72,7 +72,7 @@ class Rows:
             the argument in its own dtype and Y in another one.
         rows: (formula, operator), tried in this order. The operator takes the inputs, then
             parameters of the module, then numbers.
-        widest: rows of more columns are left to the model's own code.
+        widest: wider rows run the eager forward.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ def applied(operator: Callable, call: Call, inputs: Sequence[Tensor], weights: S
 
 
 def weights_of(module: nn.Module, call: Call, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-    """Parameters that the operator takes beside the inputs; None where the module's own code must run."""
+    """Parameters that the operator takes beside the inputs; None where the eager forward must run."""
     _, names, wanted, _, mixes, width, _ = call  # at once, as this runs in each call of a module
     if len(inputs) != len(names):
         return None

@@ -212,8 +212,8 @@ def current() -> Sampling | None:
 def sampling(processors: Any, config: Any, device: torch.device, model: Any) -> Iterator[Any]:
     """Stand-in for the processors of logits inside the block.
 
-    They are unchanged where transformers' own code samples the tokens: where scores are wanted, or the
-    operator has failed the self-check.
+    They are unchanged where transformers samples the tokens: if scores are requested, or if the operator has
+    failed the self-check.
 
     Raises: RuntimeError at the end if a token had no distribution.
     """

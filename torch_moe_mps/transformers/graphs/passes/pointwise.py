@@ -1,4 +1,4 @@
-"""Chains of operations on elements: one launch in place of one for each."""
+"""Chains of operations on elements: one dispatch for all of them."""
 
 import heapq
 import math
@@ -108,7 +108,7 @@ def _split(value: fx.Node, parts: list[list[int]], before: fx.Node) -> fx.Node:
 
 
 class _Group:
-    """A call and what only leads to it, as long as one launch can compute all."""
+    """A call and what only leads to it, as long as one dispatch can compute all."""
 
     def __init__(self, root: fx.Node, place: dict[fx.Node, int]):
         self.root, self._place = root, place

@@ -57,7 +57,7 @@ def turn_parts(graph: fx.Graph) -> None:
 def heads_that_do_not_turn(graph: fx.Graph) -> None:
     """attention(Q, KEYS, VALUES) -> attention(rope(Q), KEYS, VALUES), and so K in its write; without tables.
 
-    As parts of `rope` their norms and the writes into the cache are one launch.
+    As parts of `rope` their norms and the writes into the cache are one dispatch.
     """
     copies = calls(graph, aten.copy_)
     for call in calls(graph, ours.attention):
