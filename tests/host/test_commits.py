@@ -106,7 +106,7 @@ def test_results_with_a_commit_after_every_operator(every, simulated, schedule):
 
 def linear(tokens: int, inputs: int, rows: int):
     x, (packed, scales, biases, kind) = _values(1, tokens, inputs), _matrices(1, rows, inputs)
-    return OPS.linear_quantized(x, packed[0], scales[0], biases[0], None, kind)
+    return OPS.linear_quantized(x, packed[0], scales[0], biases[0], kind)
 
 
 def mlp(tokens: int, inputs: int, between: int):

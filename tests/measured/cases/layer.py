@@ -31,11 +31,11 @@ class WeightedSum(OperatorCase, fields="operator rows slots width dtype"):
     """weighted_sum_stacked, weighted_sum_residual_stacked_, weighted_sum_residual_norm_stacked_."""
 
     group = "combine"
-    tensors = "slots[rows, slots, width]"
+    tensors = "expert_out[rows, slots, width]"
 
     @property
     def options(self):
-        return {"eps": EPS} if "norm" in self.operator else {}
+        return {"norm_eps": EPS} if "norm" in self.operator else {}
 
 
 class WeightedReduce(OperatorCase, fields="rows slots width dtype"):
@@ -78,8 +78,8 @@ class Gate(OperatorCase, fields="tokens experts width top_k dtype"):
 
     group = "routing"
     operator = "moe_gate"
-    tensors = "hidden[tokens, width]:bf16 router_weight[experts, width]"
-    scales: ClassVar[dict] = {"router_weight": 0.05}
+    tensors = "x[tokens, width]:bf16 weight[experts, width]"
+    scales: ClassVar[dict] = {"weight": 0.05}
     slack = 2e-5
 
     def others(self, values):
@@ -88,7 +88,7 @@ class Gate(OperatorCase, fields="tokens experts width top_k dtype"):
 
     @property
     def options(self):
-        return {"top_k": self.top_k, "eps": EPS}
+        return {"top_k": self.top_k, "norm_eps": EPS}
 
 
 class Bucket(OperatorCase, fields="operator tokens experts top_k dtype"):

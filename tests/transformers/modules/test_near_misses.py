@@ -237,9 +237,9 @@ def layers_of_real_sizes() -> Iterator[tuple[str, nn.Module]]:
     """At the width of large models, but for matrices of linear layers, which a trial does not read."""
     yield "selective_scan_", JambaMambaMixer(JambaConfig(hidden_size=8192), 0)
     yield "hyper_connection", DeepseekV4HyperConnection(DeepseekV4Config(hidden_size=8192))
-    yield "index_topk", DeepseekV32Indexer(DeepseekV32Config(hidden_size=8192), 0)
-    yield "index_topk", MiniMaxM3VLIndexer(MiniMaxM3VLTextConfig(hidden_size=8192), 3)
-    yield "index_topk", Glm5NextTextIndexer(Glm5NextTextConfig(hidden_size=8192), 3)
+    yield "_index_topk", DeepseekV32Indexer(DeepseekV32Config(hidden_size=8192), 0)
+    yield "_index_topk", MiniMaxM3VLIndexer(MiniMaxM3VLTextConfig(hidden_size=8192), 3)
+    yield "_index_topk", Glm5NextTextIndexer(Glm5NextTextConfig(hidden_size=8192), 3)
     yield "rms_norm_gated", NemotronHMamba2Mixer(NemotronHConfig(), 0)
 
 

@@ -262,7 +262,7 @@ def attend(
     value: Tensor,
     visible: Visible,
     scores: Scores,
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
 ) -> Tensor:
     """Result of the operator `attention`, [B, T, Hq, Dv] in `dtype` or the queries' dtype.
 
@@ -308,7 +308,7 @@ def _attend_to_promised(
         if takes(brought, keys, values, mask, sinks):
             if scores.scaling is None:
                 scores = scores._replace(scaling=query.shape[3] ** -0.5)
-            dtype = None if query.dtype == torch.float32 else torch.float32
+            dtype = None if query.dtype == torch.float32 else "float32"
             return source.taken_back(attend(brought, keys, values, visible, scores, dtype))
     if visible.indices is not None or (mask is not None and mask.shape[1] != 1):
         return None

@@ -19,7 +19,7 @@ _AT_ONCE = 1024  # tokens of a prompt whose masks of bits exist at a time
 
 
 class Choice(NamedTuple):
-    """Arguments of `index_topk` to choose keys for T new tokens.
+    """Arguments of `_index_topk` to choose keys for T new tokens.
 
     Attributes:
         q: [B, T, Hi, D].
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
         options |= {"keys": seen} if self.is_pooled else {}
         if self.block > 1:
             options["block"] = self.block
-        return ops.index_topk(
+        return ops._index_topk(
             self.q[:, first:last], k, weights, self.top_k, self.scale, **self.options, **options
         )
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops._checks import dtype_name
 from ..basics.deferred import Deferred
 from ..basics.report import Done
 from ..basics.self_check_state import refusal
@@ -141,13 +142,13 @@ class Latents:
             return None
         own, tail = query.transpose(1, 2).split_with_sizes((form.key_rows, self.rotated.shape[3]), -1)
         rows = slice(form.key_rows)
-        return _product(layer, form, rows, own, transposed=True, tail=tail).transpose(1, 2)
+        return _product(layer, form, rows, own, transposed=True, appended=tail).transpose(1, 2)
 
     def taken_back(self, sums: Tensor) -> Tensor:
         """[B, T, Hq, L] float32, the sums of latents, as sums of values: [B, T, Hq, V]."""
         form: Expansion = self.module.__dict__[STATE].expansion
         layer = getattr(self.module, form.projection)
-        options = {} if type(layer) is nn.Linear else {"dtype": self.latents.dtype}
+        options = {} if type(layer) is nn.Linear else {"dtype": dtype_name(self.latents.dtype)}
         return _product(layer, form, slice(form.key_rows, None), sums, **options)
 
 
@@ -170,7 +171,7 @@ def _rows_product(layer: Any, rows: slice, x: Tensor) -> Tensor:
         return F.linear(x, layer.weight[rows])
     packed, scales, biases, _ = layer.weights()
     weight = packed[rows], scales[rows], None if biases is None else biases[rows]
-    return ops.linear_quantized(x, *weight, None, layer.format.name)
+    return ops.linear_quantized(x, *weight, layer.format.name)
 
 
 def _operator_for(layer: Any) -> str | None:

@@ -349,7 +349,7 @@ def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     slots = _multiplied(self, second, rows, ids, buckets)
     if getattr(self, "has_post_expert_norm", False):
         slots = self.post_expert_norm(slots)
-    return ops.moe_weighted_reduce(weights, slots)
+    return ops.moe_weighted_reduce(slots, weights)
 
 
 def _multiplied(

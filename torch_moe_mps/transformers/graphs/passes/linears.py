@@ -57,7 +57,7 @@ def _of_quantised(call: fx.Node) -> tuple[Any, ...] | None:
     has_options = any(isinstance(value, fx.Node) for value in passed.values())
     if has_options or not all(item is None or _is_parameter(item) for item in weights):
         return None
-    return x, format, passed["out_dtype"], *map(_kind, weights[:3])
+    return x, format, passed["dtype"], *map(_kind, weights[:3])
 
 
 def _of_dense(call: fx.Node) -> tuple[Any, ...] | None:

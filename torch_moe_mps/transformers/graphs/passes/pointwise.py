@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....ops._checks import dtype_name
 from ....ops.pointwise import DTYPES, INPUTS, MAX_NUMBERS, MAX_RANK, MAX_STEPS, UNARY
 from ..nodes import (
     arguments,
@@ -40,7 +41,7 @@ Dims = tuple[int | None, ...]
 
 
 def join_elements(graph: fx.Graph) -> None:
-    """mul(sigmoid(GATE), X) -> pointwise(GATE, "sigmoid a bf16; mul %0 b bf16", X) in bfloat16"""
+    """mul(sigmoid(GATE), X) -> _pointwise(GATE, "sigmoid a bf16; mul %0 b bf16", X) in bfloat16"""
     place = {node: number for number, node in enumerate(graph.nodes)}
     taken: set[fx.Node] = set()
     for root in reversed(list(place)):
@@ -187,7 +188,15 @@ class _Group:
         if all(tensor_of(value).dim() < like.dim() for value in (first, *values.values())):
             shape = [*[1] * (like.dim() - tensor_of(first).dim()), *tensor_of(first).shape]
             first = put(self.root, aten.view.default, tensor_of(first).view(shape), first, shape)
-        return put(self.root, ours.pointwise.default, like, first, "; ".join(steps), like.dtype, **values)
+        return put(
+            self.root,
+            ours._pointwise.default,
+            like,
+            first,
+            "; ".join(steps),
+            dtype_name(like.dtype),
+            **values,
+        )
 
     def _aligned(self, value: fx.Node, dims: Dims) -> fx.Node:
         """An input whose dimensions are the last of the result's."""

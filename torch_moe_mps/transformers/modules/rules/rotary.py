@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES
+from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES, dtype_name
 from ....ops.pointwise import INPUTS
 from ...basics.reads import depends_on
 from ...basics.report import Done
@@ -77,7 +77,7 @@ def rotary_tables(
     def table(function: str) -> Tensor:
         last = len(angle) - 1
         steps = (*angle, f"{function} %{last} f32", f"mul %{last + 1} {float(scaling)} f32")
-        return ops.pointwise(inputs[0], "; ".join(steps), dtype, **arguments).flatten(2)
+        return ops._pointwise(inputs[0], "; ".join(steps), dtype_name(dtype), **arguments).flatten(2)
 
     return table("cos"), table("sin")
 
@@ -121,7 +121,7 @@ def rewrite_rotary(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     if not result:
         return None
     state_of(module).formula = result
-    return rotary_forward, [Done("pointwise", "rotary tables")]
+    return rotary_forward, [Done("_pointwise", "rotary tables")]
 
 
 def is_fixed(rope_type: str) -> bool:

@@ -85,7 +85,7 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
         weights, ids = ops.moe_hash_router(x, weight, table, tokens, **router.options)
     else:
         choice_bias = None if choice_bias is None else choice_bias.flatten()
-        weights, ids = ops.moe_router(logits, bias=choice_bias, **router.options)
+        weights, ids = ops.moe_router(logits, correction_bias=choice_bias, **router.options)
     if logits.dtype != (router.logits or x.dtype):
         logits = logits.to(router.logits or x.dtype)
     return logits, weights.to(router.weights or x.dtype), ids.long()
