@@ -21,6 +21,7 @@ KV_BITS = (CACHE_BITS, 16)  # for keys and values in a cache; in 16 they are as 
 LAYER_HOOKS: list[Callable[[nn.Module], None]] = []  # called with each layer that the operator runs
 WEIGHING = WeakIdKeyDictionary()  # configs that named NAME before they were asked for weights
 NEEDS_OUR_KERNEL: list[Callable[[nn.Module], bool]] = []  # whether a layer runs NAME in place of "eager"
+MASKS_CHOICES: list[Callable[[nn.Module], bool]] = []  # whether a layer masks what its indexer left
 
 
 def require_kv_bits(function: str, bits: int | None) -> None:
@@ -84,7 +85,8 @@ def _implementation_for(module: nn.Module) -> str | None:
     current = getattr(config, "_attn_implementation", None)
     if current not in ("eager", "sdpa", NAME) or getattr(config, "output_attentions", False):
         return None
-    if hasattr(module, "indexer"):  # None in a layer that takes the choice of another one
+    # The indexer is None in a layer that takes the choice of another one.
+    if hasattr(module, "indexer") and not any(masks(module) for masks in MASKS_CHOICES):
         return NAME
     if current == "sdpa":
         return current
