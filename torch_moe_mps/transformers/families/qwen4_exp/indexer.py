@@ -34,7 +34,7 @@ _NUMBERS = (
 
 
 def masks_choices(module: Any) -> bool:
-    return has_parts(module.indexer, _PARTS, _NUMBERS)
+    return module.indexer is not None and has_parts(module.indexer, _PARTS, _NUMBERS)
 
 
 def qsa_forward(
