@@ -114,7 +114,7 @@ def _sdpa(
 
 
 def _is_operators(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> bool:
-    """Whether a layer's attention is for the operator on MPS, if that takes it."""
+    """True if a layer's attention is for the operator on MPS, if that takes it."""
     if not getattr(module, STATE, NOTHING).is_attention:
         return False
     if isinstance(mask, CausalMask) and not _takes_bools(query, key, value, mask):
@@ -149,8 +149,8 @@ def attention(
             sliding_window: of the layer; a mask holds it already.
             s_aux: [Hq], the sinks.
             softcap: of the scores.
-            indices: [B, T, K], the keys that an indexer has chosen for each token; those that the mask hides,
-                and -1, count as none.
+            indices: [B, T, K], the keys that an indexer has chosen for each token; -1 and keys that the mask
+                hides count as none.
             block_indices: the blocks of keys that the module's `indexer` chooses for each token and head of
                 keys: a Choice, or [B, Hk, T, K], distinct but for -1, which counts as none. A token sees what
                 the mask shows of them.
@@ -299,7 +299,7 @@ def _attend_to_promised(
 ) -> Tensor | None:
     """Attention to keys and values that are still latents; None where all of them may be expanded.
 
-    The operator reads the latents. Where it cannot, `call` runs for some heads at a time, which are expanded.
+    The operator reads the latents. If it cannot, heads are expanded and attended to a few at a time.
     """
     source, sinks = key.source, scores.sinks
     brought = source.brought(query)
@@ -337,12 +337,12 @@ def _is_few(tokens: int) -> bool:
 
 
 def _beats_sdpa(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's attention on MPS would store the scores of a prompt, or keep the display waiting."""
+    """True if torch's attention on MPS would store the scores of a prompt, or keep the display waiting."""
     return query.shape[3] != value.shape[3] or query.shape[3] > SDPA_HEAD or _is_long(query, key)
 
 
 def _takes_bools(query: Tensor, key: Tensor, value: Tensor, mask: CausalMask) -> bool:
-    """Whether torch's attention computes a chunk of a prompt, with the mask as a bool for each key. It would
+    """True if torch's attention computes a chunk of a prompt, with the mask as a bool for each key. It would
     read the keys outside of a window, too, and its results are NaN for padding."""
     in_order = mask.lookahead == 0 and not mask.has_window and mask.key_range is None
     is_chunk = in_order and not _is_few(query.shape[2]) and not isinstance(key, Deferred)
@@ -350,7 +350,7 @@ def _takes_bools(query: Tensor, key: Tensor, value: Tensor, mask: CausalMask) ->
 
 
 def _is_long(query: Tensor, key: Tensor) -> bool:
-    """Whether torch's one dispatch would take so long that macOS may stop it; the operator's is cut."""
+    """True if torch's one dispatch would take so long that macOS may stop it; the operator's is cut."""
     (batch, heads, tokens, width), keys = query.shape, key.shape[2]
     if torch.compiler.is_compiling() or host_library() is None or not type(tokens) is type(keys) is int:
         return False
@@ -358,7 +358,7 @@ def _is_long(query: Tensor, key: Tensor) -> bool:
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> bool:
-    """Whether the operator computes what a call asks for."""
+    """True if the operator computes what a call asks for."""
     tensors = (query, key, value, mask, sinks)
     return (
         query.dtype == key.dtype == value.dtype in ACTIVATION_DTYPES
@@ -370,7 +370,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks:
 
 
 def _is_plain(mask: Tensor, query: Tensor, key: Tensor) -> bool:
-    """Whether a mask is the same for the heads of a key head and has a column, or a bit, for each key."""
+    """True if a mask is the same for the heads of a key head and has a column, or a bit, for each key."""
     batches = (query.shape[0],) if isinstance(mask, CausalMask) else (1, query.shape[0])
     columns = ceil(key.shape[2] / WORD) if mask.dtype == torch.int32 else key.shape[2]
     fits = mask.dim() == 4 and mask.shape[0] in batches and mask.shape[1] in (1, key.shape[1])

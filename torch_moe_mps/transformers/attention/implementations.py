@@ -33,7 +33,7 @@ def require_kv_bits(function: str, bits: int | None) -> None:
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """{name: module} of the attention layers that `use_attention` can let run on the operator.
 
-    Those of encoders only where torch's attention lacks what they need, or keeps a mask of their window.
+    Layers of encoders count only if they need a feature that torch's attention lacks, or have a window.
     """
     result = {}
     for name, module in model.named_modules():

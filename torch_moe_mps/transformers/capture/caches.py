@@ -48,7 +48,7 @@ def static_of(cache: Any) -> dict[str, Any]:
 
 
 def is_cache(name: Any, value: Any) -> bool:
-    """Whether an argument of this name is a cache."""
+    """True if an argument of this name is a cache."""
     return isinstance(value, Cache) or (name == STATES and type(value) is list)
 
 
@@ -61,7 +61,7 @@ def layers_of(cache: Any) -> list[Any]:
 
 
 def is_known(cache: Any) -> bool:
-    """Whether a cache, and all of its layers, are of classes whose states are known."""
+    """True if a cache, and all of its layers, are of classes whose states are known."""
     if not all(declaration_of(type(layer)) is not None for layer in layers_of(cache)):
         return False
     if type(cache) is list:

@@ -69,10 +69,10 @@ class Capture(NamedTuple):
 
 
 class Captures:
-    """Counts of a model's calls, and programs of those that repeat.
+    """Captured programs of a model's calls, and the policy that adds to them.
 
     Attributes:
-        programs: the one that ran last is the first.
+        programs: most recently used first.
         reason: why the last call of few tokens ran module by module; None if it was one call.
     """
 
@@ -305,7 +305,7 @@ class Captures:
 def _positions_by_hand(arguments: dict[str, Any]) -> str | None:
     """Why a call runs module by module whose layers count tokens, if its positions may be others.
 
-    The GPU has them, so to compare them takes as long as a token. Those of `generate` follow from its cache.
+    To compare them would wait for the GPU as long as a token takes. `generate` derives them from its cache.
     """
     if FOLLOWS.get() or arguments.get("position_ids") is None:
         return None

@@ -94,7 +94,7 @@ class Fingerprint:
         self._now = self._around()
 
     def holds(self) -> bool:
-        """Whether a call would do the same as the recorded one."""
+        """True if a call would do the same as the recorded one."""
         try:
             return self._around() == self._now and self._others.are_equal() and self._entries.are_equal()
         except Exception:  # from comparing tensors, arrays or whatever else, which are others now
@@ -211,7 +211,7 @@ def _are_alike(now: list[Any], before: list[Any]) -> bool:
 
 
 def _is_alike(now: Any, before: Any) -> bool:
-    """Whether code cannot tell two values apart: 1 and 1.0 are equal, as are dictionaries in any order."""
+    """True if code cannot tell two values apart: 1 and 1.0 are equal, as are dictionaries in any order."""
     if now is before:
         return True
     if type(now) is not type(before) or now != before:
@@ -253,7 +253,7 @@ class _Reached:
 
     Attributes:
         watched: objects that may change, modules' first.
-        modules: the model, its modules, and those that are attributes but not registered.
+        modules: the model, its modules, and unregistered modules in attributes.
         classes: of all objects, and of caches.
     """
 
@@ -345,7 +345,7 @@ def _files(classes: Iterable[type]) -> Iterator[Any]:
 
 
 def _tables_in(file: dict[str, Any]) -> Iterator[Any]:
-    """The containers that names of a file stand for, with those of tables of implementations."""
+    """Containers at the top level of a file, and the mappings of tables of implementations."""
     for name, value in file.items():
         if isinstance(value, GeneralInterface):
             yield from (value._global_mapping, value._local_mapping)

@@ -121,7 +121,7 @@ class Policy:
 
 
 def wanted_capture(capture: bool | None) -> bool | None:
-    """Whether tokens are captured: True always, False never; for None as MOE_MPS_CAPTURE says."""
+    """Resolves `capture`: True always captures, False never does, None follows MOE_MPS_CAPTURE."""
     switch = os.environ.get(SWITCH, "auto")
     if switch not in ("0", "1", "auto"):
         raise ValueError(f"torch_moe_mps: {SWITCH} must be 0, 1 or auto, got {switch!r}")

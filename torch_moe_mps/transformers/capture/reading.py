@@ -132,7 +132,7 @@ class Reading:
         self.entries.append(Entry(place, name, kind, value, first))
 
     def _tensors(self, name: Any, kind: int, value: Any) -> Iterator[Any]:
-        """The parts of the key for a tensor, and for where it lies in its memory, if it has one."""
+        """Parts of the key for a tensor and for its place in its buffer, if it has one."""
         memory: Any = getattr(value, MEMORY, None)
         number = self._memories.setdefault(id(memory), len(self._memories))
         yield from (type(value), kind, memory is not None and number)

@@ -63,7 +63,7 @@ def activation_of(module: nn.Module) -> Activation | None:
 
 
 def is_interleaved(module: Any) -> bool:
-    """Whether rows of the gate and of the up projection take turns in the first matrix."""
+    """True if rows of the gate and of the up projection take turns in the first matrix."""
     activation = activation_of(module) if is_experts(module) else None
     return not getattr(module, "is_concatenated", True) if activation is None else activation.interleaved
 
@@ -167,7 +167,7 @@ def runs_own_code(module: nn.Module, *inputs: object) -> bool:
 
 
 def _needs_gradients(cache: Cache, number: int | None) -> bool:
-    """Whether a layer of a cache holds a tensor that a backward goes through."""
+    """True if a layer of a cache holds a tensor that a backward goes through."""
     layers = getattr(cache, "layers", ())
     held = vars(layers[number]).values() if number is not None and number < len(layers) else ()
     inner = (item for value in held if type(value) is dict for item in value.values())
@@ -175,7 +175,7 @@ def _needs_gradients(cache: Cache, number: int | None) -> bool:
 
 
 def is_observed(*modules: nn.Module) -> bool:
-    """Whether a hook, or a forward that its class did not have, sees or changes what a module does."""
+    """True if a hook, or a forward that its class did not have, sees or changes what a module does."""
     for module in modules:
         own = module.__dict__
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:

@@ -1,8 +1,8 @@
-"""Lets a forward run operators where it calls functions of its file by name.
+"""Replacement of functions that a forward calls by name with operators.
 
 The name of a recognised function stands for a switch from then on: it calls that function, or the operator
-while a forward runs that has one in its place. So forwards keep their code and their decorators, other models
-of the file compute what they did, and what is written over the name later runs.
+while a forward runs that has one in its place. Forwards keep their code and decorators, other models of the
+file are unaffected, and a later patch of the name takes effect.
 """
 
 import functools

@@ -128,7 +128,7 @@ class Rows:
         return None
 
     def _reads(self, traced: Traced, bound: dict[str, Any]) -> bool:
-        """Whether the names of each input stand for it, in whatever dtype."""
+        """True if the names of each input stand for it, in whatever dtype."""
         read = [{uncast(bound[name]) for name in own if name in bound} for own in self.inputs]
         return read == [{item} for item in traced.inputs]
 
@@ -161,7 +161,7 @@ def _groups(traced: Traced) -> int:
 
 
 def _is_of_rows(node: fx.Node, x: fx.Node) -> bool:
-    """Whether a node has the rows of the input, or of its groups, one number for each, or what all share."""
+    """True if a node has the rows of the input, or of its groups, one number for each, or what all share."""
     if node.op == "output":
         return True
     value, *rows, width = node.meta[VALUE], *tensor_of(x).shape

@@ -86,8 +86,8 @@ def trace(
 ) -> Traced | None:
     """Traces a module's forward, or another function of it, with its parameters in another dtype if given.
 
-    None where it raises (unless `raises`: then this does, too), changes an input, or uses more of the module
-    than attributes, parameters and children.
+    Returns None if the forward raises (with `raises`, the error is raised), changes an input, or uses more of
+    the module than attributes, parameters and children.
     """
     recorder = Recorder()
     watch = _Watch(recorder, weights)

@@ -61,7 +61,7 @@ layer_norm = Rows(
 
 
 def is_norm(module: nn.Module, weighted: bool | None = None) -> bool:
-    """Whether a module is an RMSNorm of whole rows, with a weight, without (False) or either (None).
+    """True if a module is an RMSNorm of whole rows, with a weight, without (False) or either (None).
 
     Its state has the call from then on. A forward that is rewritten meanwhile rests on it.
     """
