@@ -75,6 +75,5 @@ for family in _declared():
     OPTIONS_OF.extend(filter(None, [family.options_of]))
     INTRODUCED.update(family.introduced)
     families.GGUF.update(family.gguf)
-    families.ANSWERS.update(family.answers)
     for place in family.passes:
         place.put_into(PASSES)

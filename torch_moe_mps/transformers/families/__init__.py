@@ -30,8 +30,6 @@ class Family(NamedTuple):
         introduced: {pass: the operator that it puts in, if modules do not call that}.
         options_of: call of a router of its own -> its logits and options, as experts take them, or None.
         gguf: {architecture of a GGUF file: the module with its `config` and `conversions`}.
-        answers: {form of answers in xgrammar: the module with the MARKS of its chat template, a TEMPLATE and
-            a `grammar`}.
 
     Modules are named, not imported, where they need a transformers that is complete.
     """
@@ -47,8 +45,6 @@ class Family(NamedTuple):
     introduced: Mapping[Callable[[fx.Graph], None], str] = MappingProxyType({})
     options_of: Callable[[fx.Node], dict[str, Any] | None] | None = None
     gguf: Mapping[str, str] = MappingProxyType({})
-    answers: Mapping[str, str] = MappingProxyType({})
 
 
 GGUF: dict[str, str] = {}  # `gguf` of all families
-ANSWERS: dict[str, str] = {}  # `answers` of all families
