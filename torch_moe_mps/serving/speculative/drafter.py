@@ -111,7 +111,7 @@ class RowDrafter(Drafter, Generic[R]):
 
     def __init__(self, memory: int = 0) -> None:
         self._read: WeakKeyDictionary[Row, R] = WeakKeyDictionary()
-        self.prompts = PrefixCache(memory)  # that it keeps
+        self.prompts = PrefixCache(memory)
 
     @torch.no_grad()
     def draft(self, rows: Sequence[Row]) -> list[list[int]]:
