@@ -12,12 +12,12 @@ from support.waits import Waits
 from transformers import GenerationConfig
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.attention.attention import NAME
-from torch_moe_mps.transformers.capture import policy
 from torch_moe_mps.transformers.capture.classes import captures_of
 
 # {architecture: its prompts}: windows and sinks, latents, recurrent states.
@@ -29,7 +29,7 @@ OF_OTHER_STATES = ("kimi_linear", "granitemoehybrid", "lfm2_moe", "minimax", "ma
 
 @pytest.fixture(autouse=True)
 def captured(monkeypatch):
-    monkeypatch.setenv(policy.SWITCH, "1")
+    monkeypatch.setenv(_environment.CAPTURE, "1")
 
 
 class Asked(Job):

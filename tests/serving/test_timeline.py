@@ -23,6 +23,7 @@ from support.sweep import in_sweep, rows_in_sweep
 from transformers import GenerationConfig
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps._faults import Mark
 from torch_moe_mps.serving.engine import engine as engines
 from torch_moe_mps.serving.engine.engine import Engine
@@ -30,7 +31,6 @@ from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.http.logprobs import Logprobs
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.attention.attention import NAME
-from torch_moe_mps.transformers.capture import policy
 
 _TOKEN, _GPU = TOKENS[0], GPUS["M4 Max"]  # of Qwen3-30B-A3B
 _COMMAND = 10e-6  # seconds of the host to encode a launch
@@ -40,7 +40,7 @@ _NEW, _STEADY = 20, slice(4, 12)
 
 @pytest.fixture(autouse=True)
 def captured(monkeypatch):
-    monkeypatch.setenv(policy.SWITCH, "1")
+    monkeypatch.setenv(_environment.CAPTURE, "1")
 
 
 @functools.cache

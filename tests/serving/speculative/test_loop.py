@@ -14,6 +14,7 @@ from support.sweep import in_sweep
 from transformers import LogitsProcessor
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps.serving.engine import drafts as drafts_of
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
@@ -23,7 +24,6 @@ from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.serving.speculative.verify import verified
 from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.capture import policy
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_argument
@@ -133,7 +133,7 @@ def test_one_capture_more(architecture, rows, monkeypatch):
     """Steps of any number of tokens are one program, however far rows go on, and wherever their states lie:
     those of one token are another, as without drafts.
     """
-    monkeypatch.setenv(policy.SWITCH, "1")
+    monkeypatch.setenv(_environment.CAPTURE, "1")
     model = eager(tiny_models.tiny_model(architecture))
     torch_moe_mps.accelerate(model)
     many, configs = prompts(rows), [settings(40)] * rows

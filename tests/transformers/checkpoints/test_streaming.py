@@ -15,7 +15,7 @@ from support.processes import forked
 from support.sweep import in_sweep
 
 import torch_moe_mps
-from torch_moe_mps._extension import ONE_THREAD
+from torch_moe_mps._environment import ONE_THREAD
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.transformers.basics.interface import experts_of, is_quantized

@@ -21,10 +21,10 @@ from support.speculative import Answered, prompts, settings
 from support.sweep import in_sweep, rows_in_sweep
 
 import torch_moe_mps
+from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.serving.speculative.mtp import Mtp
 from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.capture.policy import SWITCH
 from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
@@ -81,7 +81,7 @@ OWN_CODE = {
 
 @pytest.fixture(autouse=True)
 def captured(monkeypatch):
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(CAPTURE, "1")
 
 
 def accelerated(architecture: str, **overrides: object):

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import inspect
 import json
-import os
 import platform
 import sys
 import time
@@ -23,9 +22,10 @@ import torch
 import transformers
 from torch import nn
 
+from ..._environment import CHECK, is_on
 from ..._extension import PACKAGE
 from ..._faults import is_out_of_memory, raise_fault
-from ...selfcheck.machine import SWITCH, cache_folder, read_object, write_object
+from ...selfcheck.machine import cache_folder, read_object, write_object
 from ..basics.bounded import Bounded
 from ..basics.classes import class_before
 from ..basics.state import CLASS_MARK, OUR_FORWARD
@@ -128,7 +128,7 @@ def _own_code() -> str:
 
 def _name(key: tuple[Any, ...]) -> str | None:
     """The name of a key in the file; None where nothing is to be kept, or the code is not found again."""
-    if os.environ.get(SWITCH) == "0":
+    if not is_on(CHECK):
         return None
     try:
         files = dict[str, None]()
