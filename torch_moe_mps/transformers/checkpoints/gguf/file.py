@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Container, Iterable
 from importlib.util import find_spec
-from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -253,8 +252,8 @@ def placing_of(architecture: str, model: "PreTrainedModel") -> _Processed | _Con
     return (_Converted if is_gguf_arch_supported(architecture) else _Processed)(architecture, model)
 
 
-class GgufRows:
-    """A parameter whose rows are rows of the file: `order` numbers those of `tensors` one after the other.
+class GgufWeight:
+    """A parameter whose rows are rows of blocks: `order` numbers those of `tensors` one after the other.
 
     Attributes:
         inputs: indices of the input elements that the weight takes; None for all, in order. Where blocks
@@ -267,8 +266,6 @@ class GgufRows:
         rows = order.flatten().numpy()
         self._order = None if (rows == np.arange(len(rows))).all() else rows
         self._blocks: np.ndarray | None = None  # the order of a row's blocks
-        self._left: dict[int, Tensor] = {}
-        self._lock = Lock()  # transformers loads in several threads
         if inputs is not None:
             columns = inputs.argsort().view(-1, block_values(self.format))
             whole = columns[:, :1] + torch.arange(columns.shape[1])
@@ -281,17 +278,15 @@ class GgufRows:
         assert format is not None
         return format
 
-    def take(self, number: int) -> Tensor:
-        """One of the tensors of the packed parameter. Blocks are taken apart once for all of them."""
-        with self._lock:
-            if number not in self._left:
-                self._left = {n: words(t) for n, t in enumerate(self.weight()) if t is not None}
-            return self._left.pop(number)
+    def __getitem__(self, _: Any) -> "GgufWeight":
+        """transformers' loader reads tensors by `[...]`, and moves them."""
+        return self
 
-    def weight(self) -> QuantizedWeight:
-        """Some rows are read at a time: beside the weight, memory stays under about 25 MiB."""
+    def to(self, device: Any, dtype: None) -> QuantizedWeight:
+        """The packed weight. Some rows are read at a time: memory beside it stays under about 25 MiB."""
         shape = (*self._shape, self.tensors[0].shape[-1])
-        return blocks_of(shape, self.tensors[0].kind, self._some)
+        weight = blocks_of(shape, self.tensors[0].kind, self._some)
+        return weight.map(lambda tensor: words(tensor).to(device))
 
     def _some(self, rows: slice) -> Tensor:
         """The blocks [n, bytes] of some rows of the parameter."""
@@ -308,6 +303,13 @@ class GgufRows:
         return torch.from_numpy(out)
 
 
+class Order(NamedTuple):
+    """Indices of a file's rows that make up a parameter; `is_turned`: its last dimensions are transposed."""
+
+    rows: Tensor
+    is_turned: bool
+
+
 class File:
     """A file, and transformers' code for its architecture.
 
@@ -322,6 +324,7 @@ class File:
                 expected = "absent, for a factor of a whole tensor has no operator"
                 raise ValueError(f"moe_mps::gguf: {tensor.name} must be {expected}, got {tensor.shape}")
         self._placing = placing_of(architecture, model)
+        self._orders: dict[str, Order | None] = {}
         self.parts: dict[str, list[GgufTensor]] = defaultdict(list)
         for tensor in self.tensors:
             for name in self._placing.names(tensor):
@@ -331,15 +334,13 @@ class File:
         """A tensor that would go into a parameter, by its name in files where that is known."""
         return self._placing.name_of(parameter)
 
-    def shape(self, name: str, columns: int | None = None) -> tuple[int, ...] | None:
-        """Shape of a parameter as transformers makes it; None where that fails.
-
-        Args:
-            name: of the parameter.
-            columns: of the numbers that stand for the tensors; the default is their own.
-        """
-        shapes = [(t, t.shape if columns is None else (*t.shape[:-1], columns)) for t in self.parts[name]]
-        stands = [(tensor, np.broadcast_to(np.float32(-1), shape)) for tensor, shape in shapes]
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a parameter as transformers makes it; None where that fails."""
+        tensors = self.parts[name]
+        if (order := self.order(name)) is not None:
+            rows, columns = order.rows.shape, tensors[0].shape[-1]
+            return (*rows[:-1], columns, rows[-1]) if order.is_turned else (*rows, columns)
+        stands = [(tensor, np.broadcast_to(np.float32(-1), tensor.shape)) for tensor in tensors]
         try:
             return tuple(self._placing.value(name, stands).shape)
         except (ValueError, IndexError, KeyError, RuntimeError):
@@ -352,7 +353,7 @@ class File:
     def value_of(self, target: Target, parameter: str) -> Tensor:
         """Value of a target's parameter, in its dtype: rows of the file are dequantised some at a time."""
         name, weight = f"{target.name}.{parameter}", target.dense(parameter)
-        tensors, order = self.parts[name], self._order(target, parameter)
+        tensors, order = self.parts[name], self._rows(target, parameter)
         if order is None or self._placing.inputs(name) is not None:
             return self.value(name).to(weight.dtype)
         rows, first = order.flatten().numpy(), 0
@@ -366,46 +367,52 @@ class File:
             first += tensor.rows
         return target.rows_first(out.view(target.rows_first(weight).shape)).view(weight.shape)
 
-    def sources(self, target: Target, parameter: str) -> dict[str, GgufRows]:
+    def sources(self, target: Target, parameter: str) -> dict[str, GgufWeight]:
         """A parameter of a target if its rows are rows of blocks of one type; nothing if they are not.
 
         Gate and up projections of experts may be of two types; they are parameters of their own then.
         """
         name = f"{target.name}.{parameter}"
         tensors = self.parts.get(name, [])
-        order = None if any(tensor.format is None for tensor in tensors) else self._order(target, parameter)
+        order = None if any(tensor.format is None for tensor in tensors) else self._rows(target, parameter)
         if order is None:
             return {}
         inputs = self._placing.inputs(name)
         if len({tensor.kind for tensor in tensors}) == 1:
-            return {parameter: GgufRows(target, tensors, order, inputs)}
+            return {parameter: GgufWeight(target, tensors, order, inputs)}
         if parameter != "gate_up_proj" or len(tensors) != 2:
             return {}
         count, halves = tensors[0].rows, order.chunk(2, 1)
         if bool((halves[0] >= count).any() or (halves[1] < count).any()):
             return {}
         return {
-            "gate_up_proj": GgufRows(target, tensors[:1], halves[0], inputs),
-            "up_proj": GgufRows(target, tensors[1:], halves[1] - count, inputs),
+            "gate_up_proj": GgufWeight(target, tensors[:1], halves[0], inputs),
+            "up_proj": GgufWeight(target, tensors[1:], halves[1] - count, inputs),
         }
 
-    def _order(self, target: Target, parameter: str) -> Tensor | None:
+    def _rows(self, target: Target, parameter: str) -> Tensor | None:
         """Indices of the file's rows that make up a parameter; None if it has other rows, too."""
-        name = f"{target.name}.{parameter}"
-        tensors, weight = self.parts.get(name, []), target.rows_first(getattr(target.module, parameter))
-        if not tensors or tensors[0].shape[-1] != weight.shape[-1]:
+        order = self.order(f"{target.name}.{parameter}")
+        weight = target.rows_first(getattr(target.module, parameter))
+        if order is None:
             return None
-        for columns in (2, weight.shape[-1]):  # some of transformers' code states the width of its weight
-            order = self._rows_of(target, name, tensors, columns)
-            if order is not None:
-                return order if order.shape == weight.shape[:-1] else None
-        return None
+        rows = order.rows if target.kind == "experts" else order.rows.unsqueeze(0)
+        return rows if rows.shape == weight.shape[:-1] else None
 
-    def _rows_of(self, target: Target, name: str, tensors: list[GgufTensor], columns: int) -> Tensor | None:
-        """Rows of the tensors that a parameter's rows are, read from numbers in place of some columns.
+    def order(self, name: str) -> "Order | None":
+        """Rows of the file that make up a parameter; None if it has other rows, too, or is no matrix.
 
-        Returns: None if they are no whole rows, or cannot be found so.
+        transformers' code runs once on numbers in place of two columns, which most of it takes for a matrix.
         """
+        if name not in self._orders:
+            tensors = self.parts.get(name, [])
+            widths = {tensor.shape[-1] for tensor in tensors if len(tensor.shape) > 1}
+            tries = (2, *widths) if len(widths) == 1 else ()
+            made = (self._order(name, tensors, columns) for columns in tries)
+            self._orders[name] = next((order for order in made if order is not None), None)
+        return self._orders[name]
+
+    def _order(self, name: str, tensors: list[GgufTensor], columns: int) -> "Order | None":
         stands, first = [], 1
         for tensor in tensors:
             end = first + tensor.rows
@@ -413,14 +420,16 @@ class File:
             stands.append((tensor, numbers.reshape(*tensor.shape[:-1], columns)))
             first = end
         try:
-            placed = target.rows_first(self._placing.value(name, stands))
-        except (ValueError, IndexError, RuntimeError):
+            placed = self._placing.value(name, stands)
+        except (ValueError, IndexError, KeyError, RuntimeError):
             return None
-        rows = placed[..., 0] / columns
-        whole = rows.unsqueeze(-1) * columns + torch.arange(columns)
-        if placed.shape[-1] != columns or not bool(((rows >= 1) & (rows == rows.round())).all()):
-            return None
-        return rows.long() - 1 if torch.equal(placed, whole.to(placed.dtype)) else None
+        for is_turned in (False, True):
+            whole = placed.mT if is_turned and placed.dim() > 1 else placed
+            rows = whole[..., :1] / columns
+            numbers = (rows * columns + torch.arange(columns)).to(whole.dtype)
+            if bool(((rows >= 1) & (rows == rows.round())).all()) and torch.equal(whole, numbers):
+                return Order(rows[..., 0].long() - 1, is_turned)
+        return None
 
 
 def read_checked(gguf_path: str, string_arrays: Container[str] = ()) -> Any:

@@ -8,23 +8,15 @@ from torch import Tensor
 
 from ...basics.report import QuantizationReport
 from ..layouts.layout import Layout
+from ..layouts.operations import Operation
+from ..mlx.rows import NamedConverter
 from ..quantize.reasons import Reasons
 from ..quantize.sizes import add_stored, bytes_a_token
 from ..quantize.target import Target, quantizable
 from ..quantize.tied import add_tied, tied_layers
 from ..quantize.weights import quantized_names
 from .checking import check_declared
-from .file import File, GgufRows
-
-
-class Part:
-    """One tensor of a packed parameter, as transformers' loader reads it."""
-
-    def __init__(self, source: GgufRows, number: int):
-        self.source, self.number = source, number
-
-    def __getitem__(self, _: Any) -> Tensor:
-        return self.source.take(self.number)
+from .file import File, GgufWeight
 
 
 class Dense:
@@ -66,7 +58,7 @@ class GgufLayout(Layout):
         super().__init__()
         self.model, self.file = model, _checked(file, model)
         self.report = QuantizationReport(bytes_before=bytes_a_token(model))
-        self._sources: dict[str, GgufRows] = {}
+        self._sources: dict[str, GgufWeight] = {}
         reasons, every = Reasons(model), quantizable(model)
         for target in every.values():
             if target.kind == "experts" or reasons.needs(target.name, target.module) is None:
@@ -116,23 +108,22 @@ class GgufLayout(Layout):
         target.formats.clear()
 
     def state(self) -> dict[str, Any]:
-        """{name in the model, once the targets have quantised weights: the tensor read for it}"""
-        state: dict[str, Any] = {
-            name: Dense(self.file, name) for name in self.file.parts if name not in self._sources
-        }
-        for full, source in self._sources.items():
-            owner, _, parameter = full.rpartition(".")
-            present = self.model.get_submodule(owner)._parameters
-            for number, name in enumerate(quantized_names(parameter)):
-                if name in present:
-                    state[f"{owner}.{name}"] = Part(source, number)
-            if source.inputs is not None:
-                state[f"{owner}.order"] = source.inputs.int()
+        """{name: what is read for it}: parameters of the model, and those that `conversions` unpack."""
+        state: dict[str, Any] = {name: Dense(self.file, name) for name in self.file.parts} | self._sources
+        for name, weight in self._sources.items():
+            if weight.inputs is not None:
+                state[f"{name.rpartition('.')[0]}.order"] = weight.inputs.int()
         return state
 
-    def conversions(self, others: list) -> list:
-        """None: the names of `state` are the model's."""
-        return []
+    def conversions(self, others: list) -> list[NamedConverter]:
+        """Converters of packed weights alone: all other names of `state` are the model's."""
+        return [*map(self._unpacked, self._sources)]
+
+    def _unpacked(self, name: str) -> NamedConverter:
+        owner, _, parameter = name.rpartition(".")
+        present = self.model.get_submodule(owner)._parameters
+        made = [f"{owner}.{part}" for part in quantized_names(parameter) if part in present]
+        return NamedConverter([name], made, [Operation(_tensors)])
 
     def check(self, model: Any, loaded: Callable[[str], bool]) -> None:
         """The file was checked before it was read."""
@@ -143,3 +134,8 @@ class GgufLayout(Layout):
                 source = self._sources.get(f"{name}.{parameter}")
                 if source is not None:
                     add_stored(self.report, self.targets[name], parameter, source.format)
+
+
+def _tensors(weights: list[Any]) -> list[Tensor]:
+    (weight,) = weights
+    return [tensor for tensor in weight if tensor is not None]

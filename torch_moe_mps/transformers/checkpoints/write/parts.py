@@ -110,7 +110,6 @@ class Parts:
             assert self._quantizer is not None
             for name, tensor in self._quantizer.get_state_dict(files[0], self.model).items():
                 self._keys[self.part_of(name)][name] = tensor
-            self._conversions: list[Any] = []  # these names are the model's
         self._load(REST)
 
     def _open(self, files: Sequence[str]) -> None:
