@@ -197,7 +197,7 @@ def quantize_stack(
     out = QuantizedWeight.empty(stack.shape, stack.dtype, stack.device, format)
     if stack.numel() == 0:
         return out
-    words = out.packed.view(torch.int32)
+    codes = out.packed.view(torch.int32)
     device = _device_for(stack, format, importance)
     if importance is not None:  # relative, so that float32 holds the sums
         importance = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
@@ -209,7 +209,7 @@ def quantize_stack(
         else:
             own = None if importance is None else importance[index[0]]
             packed, scales, biases = _by_search(piece, own, format, errors)
-        words[index], out.scales[index] = packed, scales
+        codes[index], out.scales[index] = packed, scales
         if out.biases is not None and biases is not None:
             out.biases[index] = biases
     synchronize(device)  # before wrong numbers are taken for those of the weight

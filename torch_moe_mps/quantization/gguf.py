@@ -125,8 +125,12 @@ def _flags(octets: Tensor) -> Tensor:
 
 
 def _points(numbers: Tensor, signs: Tensor) -> Tensor:
-    """The words of 32 values each, as bytes: the lower eight bits [n, 8, points] of numbers, then flags [n,
-    256], signs or other bits, in the order of the values."""
+    """Packed codes of eight times 32 values, as bytes.
+
+    Args:
+        numbers: [n, 8, points], the lower eight bits.
+        signs: flags [n, 256], signs or other bits, in the order of the values.
+    """
     eights = signs.unflatten(-1, (8, 4, 4, 2))
     return torch.cat((numbers, pack_octets(eights.transpose(-3, -1).flatten(-3), 1)), -1)
 
@@ -266,9 +270,9 @@ def blocks_of(
     (sizes, made_of), format = _BLOCKS[name.lower()], _format(name)
     bits = format.bits if format.codebook is None else 8  # codebook formats come packed
     out = QuantizedWeight.empty(shape, torch.float16, torch.device(device), format)
-    for rows, (words, *targets) in _some_rows(out, shape[-1]):
+    for rows, (packed, *targets) in _some_rows(out, shape[-1]):
         codes, *scales = made_of(*some(rows).reshape(-1, sum(sizes)).split(sizes, -1))
-        words.view(torch.int32).copy_(pack(codes.flatten(), bits).view(-1, words.shape[1]))
+        packed.view(torch.int32).copy_(pack(codes.flatten(), bits).view(-1, packed.shape[1]))
         for target, part in zip(targets, scales, strict=False):
             if part is not None:
                 target.copy_(part.reshape(-1, target.shape[1]))

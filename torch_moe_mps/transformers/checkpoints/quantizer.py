@@ -147,7 +147,7 @@ class Quantizer(Lifecycle, HfQuantizer):
             note_exceptions(model, recipe)
             self.wanted, self.report = Wanted(dense), report
             if config.importance is not None:
-                report.importance = config.importance.give(model, dense)
+                report.importance = config.importance.assign(model, dense)
         elif config.measured:
             self.report = QuantizationReport(measured=config.measured)
         self.wanted.compare(self.layout.targets, self.report, config.requantize)
@@ -192,7 +192,7 @@ class Quantizer(Lifecycle, HfQuantizer):
 
     def place_empty(self, model: nn.Module, done: Callable[[str], bool]) -> None:
         for name in filter(done, [*self.layout.targets, *self.wanted.dense]):
-            target = self.wanted.take(name, self.layout.targets)
+            target = self.wanted.resolve(name, self.layout.targets)
             replace(model, target, {name: empty_weight(target, name) for name in target.formats})
 
     def update_weight_conversions(self, weight_conversions: list, model: nn.Module) -> list:

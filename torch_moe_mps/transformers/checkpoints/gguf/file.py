@@ -21,7 +21,7 @@ from ....quantization import Format, QuantizedWeight
 from ....quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks, from_blocks
 from ...upstream.weights import CONFIG_MAPPING, WeightConverter, WeightRenaming, rename_source_key
 from ..quantize.target import Target
-from ..quantize.weights import words
+from ..quantize.weights import as_int32
 from .header import check_offsets, check_sizes, header_of, read_metadata
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
@@ -286,7 +286,7 @@ class GgufWeight:
         """The packed weight. Some rows are read at a time: memory beside it stays under about 25 MiB."""
         shape = (*self._shape, self.tensors[0].shape[-1])
         weight = blocks_of(shape, self.tensors[0].kind, self._some)
-        return weight.map(lambda tensor: words(tensor).to(device))
+        return weight.map(lambda tensor: as_int32(tensor).to(device))
 
     def _some(self, rows: slice) -> Tensor:
         """The blocks [n, bytes] of some rows of the parameter."""

@@ -41,7 +41,7 @@ class Entry(NamedTuple):
 
 
 def is_imatrix(path: Path) -> bool:
-    """Whether a file is not in safetensors, by its first bytes: those have JSON behind eight octets."""
+    """Whether a file is not in safetensors, by its first bytes: those have JSON behind eight bytes."""
     with path.open("rb") as file:
         start = file.read(9)
     return start[:4] == b"GGUF" or (len(start) == 9 and start[8:] != b"{")

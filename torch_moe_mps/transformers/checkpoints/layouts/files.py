@@ -99,7 +99,7 @@ def tensors_in(files: Iterable[str]) -> Iterator[tuple[str, str, str, tuple[int,
 class Shards:
     """New safetensors files of a folder, and their index.
 
-    Tensors wait for their file in temporary files of the folder, so that output takes no memory.
+    Tensors wait for their file in temporary files of the folder, so that output is not held in memory.
 
     Args:
         format: "pt" or "mlx".
@@ -196,8 +196,8 @@ def _in_a_file(tensor: Tensor, folder: Path) -> Tensor:
     with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:  # a buffer would fail again in close()
         rows = max(1, _COPIED * len(tensor) // max(1, tensor.nbytes)) if tensor.dim() else 1
         for some in tensor.split(rows) if tensor.dim() else [tensor]:
-            octets = some.contiguous().view(-1).view(torch.uint8).numpy().data
-            while octets:
-                octets = octets[file.write(octets) :]
+            rest = some.contiguous().view(-1).view(torch.uint8).numpy().data
+            while rest:
+                rest = rest[file.write(rest) :]
         size = tensor.numel()
         return torch.from_file(file.name, shared=True, size=size, dtype=tensor.dtype).view(tensor.shape)

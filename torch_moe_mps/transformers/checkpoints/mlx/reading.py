@@ -1,4 +1,4 @@
-"""Reads checkpoints that MLX wrote; packed words and scales have the same layout as ours.
+"""Reads checkpoints that MLX wrote; packed codes and scales have the same layout as ours.
 
 The names in the files tell which weights are quantised, and the config tells how.
 """
@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
     from transformers import PreTrainedModel
 
 _CHECK = Check("load")
-# The tensors of a quantised matrix have these dtypes; the scales of formats without biases are octets.
-_WORDS, _FLOATS, _OCTETS = ("U32",), ("F16", "BF16", "F32"), ("U8",)
+# The tensors of a quantised matrix have these dtypes; the scales of formats without biases are uint8.
+_PACKED, _FLOATS, _EXPONENTS = ("U32",), ("F16", "BF16", "F32"), ("U8",)
 _CODES = {"U32": torch.uint32, "U8": torch.uint8}
 
 
@@ -96,8 +96,8 @@ class TensorsOfFiles:
         rows = [tuple(self.tensors[name].shape[:-1]) for name in parts]
         if len({*rows}) > 1:
             _CHECK.fail(" and ".join(parts), "of as many rows", " and ".join(map(str, rows)))
-        scales = _FLOATS if format.has_biases else _OCTETS
-        self._check(parts[0], _WORDS, (*rows[0], columns * format.bits // 32))
+        scales = _FLOATS if format.has_biases else _EXPONENTS
+        self._check(parts[0], _PACKED, (*rows[0], columns * format.bits // 32))
         for name in parts[1:]:
             self._check(name, scales, (*rows[0], columns // format.group_size))
         if format.has_biases and self.dtypes[parts[1]] != self.dtypes[parts[2]]:
@@ -226,7 +226,7 @@ class MlxLayout(Layout):
                 self.model.get_submodule(owner)._parameters[last] = nn.Parameter(zeros, requires_grad=False)
 
     def _check_shapes(self, row: NamedConverter) -> None:
-        """Runs the row on tensors without memory."""
+        """Runs the row on the meta device."""
         sources = row.source_patterns
         for source in {*sources} - self.stored.quantized:
             if self.stored.dtypes[source] not in DENSE:

@@ -20,7 +20,7 @@ from ...upstream.weights import (
 )
 from ..quantize.weights import quantized_names
 from .names import Names
-from .operations import Cast, as_words, dequantized, halves, one_less
+from .operations import Cast, as_stored, dequantized, halves, one_less
 
 PARTS = ("weight", "scales", "biases")  # tensors of a quantised matrix in MLX
 
@@ -93,7 +93,7 @@ class Rows:
         elif packed:
             ends = dict(zip(TENSORS, PARTS, strict=True))
             sources = [f"{other.removesuffix('weight')}{ends[part]}" for other in theirs]
-            yield NamedConverter(sources, [name], [as_words(), *_concatenated(sources, 0), Cast()])
+            yield NamedConverter(sources, [name], [as_stored(), *_concatenated(sources, 0), Cast()])
         elif name in self.stored:
             operation = dequantized(self.stored[name], _rows_of(tensor))
             yield NamedConverter(_matrices(theirs, self.stored[name]), [name], [operation, Cast()])
@@ -124,7 +124,7 @@ class Rows:
             if hasattr(module, quantized[0][0]):
                 for ours, part in quantized:
                     if getattr(module, ours, None) is not None:
-                        operations = [as_words(), *join, Cast()]
+                        operations = [as_stored(), *join, Cast()]
                         yield NamedConverter(_ends(modules, part), [f"{name}.{ours}"], operations)
             else:
                 turned = [*join, *([Transpose(1, 2)] if module.is_transposed else []), Cast()]

@@ -21,14 +21,14 @@ from ....quantization import Format, QuantizedWeight
 from ....quantization.formats import ErrorSums, quantize_stack
 from ..layouts.checking import check_tensor
 from ..layouts.files import tensors_in
-from ..quantize.weights import words
+from ..quantize.weights import as_int32
 from .schemes import Scheme
 
 _CHECK = Check("load")
 # Scales of activations, keys and values, which are not read.
 UNREAD = r"((^|[._])(input|output|[kqv])_(global_)?|(^|[._])activation_)(scale|zero_point)$"
 _GROUPS = (128, 64, 32)
-_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the codes in a word, the lowest first
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the codes in an int32, the lowest first
 _LEAST, _MOST = 2.0**-127, 2.0**127  # ends of e8m0
 _AT_ONCE = 1 << 18  # values whose magnitudes are added up at a time
 
@@ -154,8 +154,8 @@ class Stored:
         Raises: ValueError for zero points that the config says are none, and what no format holds.
         """
         layouts: dict[str, Callable[[], Matrix]] = {
-            "words": self._words,
-            "octets": self._octets,
+            "packed": self._packed,
+            "int8": self._int8,
             "gptq": self._gptq,
             "awq": self._awq,
             "mxfp4": self._mxfp4,
@@ -178,7 +178,7 @@ class Stored:
         """`read` takes the sums and the tensors of `parts`."""
 
         def made(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
-            return read(errors, *tensors).map(lambda tensor: words(tensor).contiguous())
+            return read(errors, *tensors).map(lambda tensor: as_int32(tensor).contiguous())
 
         return Matrix(tuple(map(self.name, parts)), made, format, order)
 
@@ -202,8 +202,8 @@ class Stored:
             scales = scales[:, columns // (wide or self.columns)]
         return scales
 
-    def _words(self) -> Matrix:
-        """compressed-tensors: words with an offset of half the range; zero points lie in words of rows."""
+    def _packed(self) -> Matrix:
+        """compressed-tensors: packed codes less half the range; zero points are packed along rows."""
         format, along = self._affine(), self.scheme.blocks(*self.shape)[0]
 
         def read(errors: ErrorSums, packed: Tensor, scales: Tensor, *zeros: Tensor) -> QuantizedWeight:
@@ -217,7 +217,7 @@ class Stored:
     def _zeros(self) -> list[str]:
         return [] if self.scheme.symmetric else ["weight_zero_point"]
 
-    def _octets(self) -> Matrix:
+    def _int8(self) -> Matrix:
         """compressed-tensors, and ModelOpt: int8."""
         format = self._affine()
 
@@ -335,27 +335,27 @@ class Stored:
         exact = exact and bool(((result >= _LEAST) & (result <= _MOST)).all())
         format = Format(mode="mxfp8") if exact else Format(8, 32)
 
-        def octets(codes: Tensor) -> Tensor:
+        def finite(codes: Tensor) -> Tensor:
             codes = codes.contiguous().view(torch.uint8)
             if bool(((codes & 0x7F) == 0x7F).any()):
                 _CHECK.fail(self.files.label(self.name("weight")), "finite", "NaN")
             return codes
 
         def values(tensors: list[Tensor]) -> Tensor:
-            groups = e4m3(octets(tensors[0])).unflatten(-1, (-1, 32))
+            groups = e4m3(finite(tensors[0])).unflatten(-1, (-1, 32))
             return (groups * self._for_groups(tensors[1]).unsqueeze(-1)).flatten(-2)
 
         def read(errors: ErrorSums, codes: Tensor, scales: Tensor) -> QuantizedWeight:
             if not exact:
                 return _again(values([codes, scales]), format, errors)
             exponents = (self._for_groups(scales).log2() + 127).to(torch.uint8)
-            return QuantizedWeight(octets(codes).view(torch.int32), exponents, None, format)
+            return QuantizedWeight(finite(codes).view(torch.int32), exponents, None, format)
 
         made = self._made(("weight", part), read, format)
         return made._replace(again=functools.partial(self._fp8, may_keep=False), values=values)
 
     def _for_groups(self, scales: Tensor) -> Tensor:
-        """One for each 32 columns, in float32; octets are exponents."""
+        """One for each 32 columns, in float32; uint8 scales are exponents."""
         scales = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
         return self._spread(scales, 32)
 

@@ -75,10 +75,10 @@ class Importance:
             result.update(self.means[name].numpy().tobytes())
         return result.hexdigest()
 
-    def give(self, model: nn.Module, targets: Mapping[str, Target]) -> str:
-        """Tells targets what their weights are multiplied with; tied layers have one for both.
+    def assign(self, model: nn.Module, targets: Mapping[str, Target]) -> str:
+        """Assigns the mean squares of its inputs to each target; tied layers share theirs.
 
-        Returns: what a report says of it.
+        Returns: a line for the report.
 
         Raises: ValueError for the importance of another model (a shape that does not fit, or no mean for any
             of these targets), and for targets of 1 bit.
@@ -237,8 +237,8 @@ def collect_importance(
     means = _blended(counts)
     for name, mean in means.items():
         check_importance(_CHECK, f"what {name} multiplies", mean)
-    octets = text.encode() if text else ids.cpu().numpy().tobytes()
-    return Importance(means, len(ids), _name_of(model), hashlib.sha256(octets).hexdigest())
+    contents = text.encode() if text else ids.cpu().numpy().tobytes()
+    return Importance(means, len(ids), _name_of(model), hashlib.sha256(contents).hexdigest())
 
 
 def _name_of(model: nn.Module) -> str:

@@ -70,7 +70,7 @@ def quantize_model(
         skipped=weights.dense | _packed(model), sizes=weights.sizes, notes=weights.notes
     )
     if importance is not None:
-        report.importance = importance.give(model, weights.targets)
+        report.importance = importance.assign(model, weights.targets)
     quantize_targets("quantize", model, weights.targets, report, progress)
     note_exceptions(model, recipe)
     return report

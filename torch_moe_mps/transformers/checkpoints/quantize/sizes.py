@@ -78,7 +78,7 @@ def add_stored(
 
 
 def quantized_bytes(weight: Tensor, format: Format) -> int:
-    """The bytes of a dense weight once it is quantised: words, scales and biases."""
+    """The bytes of a dense weight once it is quantised: packed codes, scales and biases."""
     return QuantizedWeight.empty(weight.shape, weight.dtype, torch.device("meta"), format).nbytes
 
 

@@ -73,9 +73,9 @@ class Wanted:
     def _quantize_again(self, stored: Mapping[str, Target], report: QuantizationReport) -> None:
         """Requantises weights stored with too many bits, tied layers once."""
         again = [name for name in stored if name in self.again]
-        words = {name: id(stored[name].module._buffers.get("packed", name)) for name in again}
-        sources = {words[name]: name for name in reversed(again)}
-        for name, source in [(name, sources[words[name]]) for name in again]:
+        codes = {name: id(stored[name].module._buffers.get("packed", name)) for name in again}
+        sources = {codes[name]: name for name in reversed(again)}
+        for name, source in [(name, sources[codes[name]]) for name in again]:
             formats, dtype = self.again.pop(name)
             if source == name:
                 report.modules[name] = requantize(stored[name], formats, dtype)
@@ -83,8 +83,8 @@ class Wanted:
                 share(stored[source], stored[name])
                 report.shared[name] = source
 
-    def take(self, name: str, stored: dict[str, Target]) -> Target:
-        """A target, with the formats that it will have; it is then neither stored nor wanted any more."""
+    def resolve(self, name: str, stored: dict[str, Target]) -> Target:
+        """Removes a target from the pending ones. Returns: it, with its final formats."""
         target = stored.pop(name, None) or self.dense.pop(name)
         target.formats |= self.again.pop(name, ({}, None))[0]
         return target
