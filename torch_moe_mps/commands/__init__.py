@@ -30,7 +30,7 @@ _SPINS = ("GOMP_SPINCOUNT", "1000")
 
 
 def run() -> int:
-    """Run the command of this process, whose end takes no module apart: that would be a second and more.
+    """Runs the command, then exits without tearing modules down, which takes over a second.
 
     Handlers of `atexit` run and threads are joined; an exception of `--debug` ends Python as ever.
     """
@@ -131,7 +131,7 @@ def _line(error: Exception) -> str | None:
 
 
 def _of_import(error: ImportError) -> str:
-    """The error and its cause: of a broken module, transformers only says which name it was needed for."""
+    """An import error with its cause, which transformers leaves out."""
     causes: list[BaseException] = [error]  # a circle, where one is raised again
     while (inner := causes[-1].__cause__ or causes[-1].__context__) and inner not in causes:
         causes.append(inner)
@@ -145,7 +145,7 @@ def _of_import(error: ImportError) -> str:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """A command that is told to stop raises SystemExit, so that it removes half-written files."""
+    """Makes SIGTERM raise SystemExit, so that half-written files are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return

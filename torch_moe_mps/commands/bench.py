@@ -230,7 +230,7 @@ class Bench:
                 yield self._row(f"ttft{options.turn}{name}", times, "ms", depth)
 
     def _read(self, depth: int) -> None:
-        """Computes a context, and no other one, with so many tokens more that states of it are cached."""
+        """Computes a context, with enough tokens more that its states are cached."""
         self.prompts.kept = []
         if depth:
             self._answer(self.ids[:, : depth + END], 1)
@@ -238,7 +238,7 @@ class Bench:
     def _answer(
         self, ids: Tensor, tokens: int, speculative: Drafting | None = None, **how: Any
     ) -> "_Answered":
-        """An answer behind the context, which stays cached alone."""
+        """Generates after the context, of which only the cached prefix remains."""
         kept = self.prompts.kept[:1]
         answered = _Answered(self.model, self.prompts, speculative, ids, tokens, **how)
         self.prompts.kept = kept or self.prompts.kept[:1]

@@ -74,7 +74,7 @@ The weights{of}, written by `torch-moe-mps convert` {__version__}.
 
 
 def use_of_adapter(folder: str, model: str, options: argparse.Namespace) -> str:
-    """The command that asks a model with the adapter in a folder, as it was trained."""
+    """Command that prompts the model with a trained adapter."""
     own = ("--bits", "--group-size")
     given = [(name, getattr(options, name[2:].replace("-", "_"))) for name in own]
     words = [word for name, value in given if value is not None for word in (name, str(value))]
@@ -130,7 +130,7 @@ A LoRA adapter for {model}, trained by `torch-moe-mps finetune` {__version__}.
 
 
 def keep_figures(folder: str, about: str, figures: str) -> None:
-    """Keeps what was measured of a model where this package wrote it: in config.json, and in the model card.
+    """Adds measured figures to the config.json and the card of a checkpoint that this package wrote.
 
     Args:
         folder: of any model; none of another program is changed.

@@ -38,7 +38,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 @contextmanager
 def importing_torch(command: str) -> Iterator[None]:
-    """Block that imports torch, of which a line on stderr tells, unless that is done.
+    """Block that imports torch, with a line on stderr unless it is imported already.
 
     Python would search for garbage meanwhile, of which there is none, for a quarter of the time.
     """
@@ -155,7 +155,7 @@ def says_a_format(options: argparse.Namespace) -> bool:
 
 
 def packs(options: argparse.Namespace) -> bool:
-    """Whether `convert` leaves a GGUF file in its formats."""
+    """True if `convert` leaves a GGUF file in its formats."""
     return options.source.endswith(".gguf") and not says_a_format(options)
 
 

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _text(options: argparse.Namespace, sources: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """The tokens of the text, and those in front of it, as `text_ids` has them, for all of the models.
+    """Tokens of the text, and its leading tokens, which all of the models share.
 
     Raises: ValueError for models of several tokenizers, and for a text that is too short.
     """
@@ -245,7 +245,7 @@ def _synchronize(model: Callable) -> None:
 
 
 def _log_probabilities(model: Callable, ids: Tensor) -> Tensor:
-    """[T] -> [T - 1, V] in float32: of the token after each but the last."""
+    """Log probabilities [T - 1, V], float32, of the tokens after each but the last of [T]."""
     device = getattr(model, "device", ids.device)
     with wide_logits():
         logits = model(input_ids=ids[None].to(device)).logits

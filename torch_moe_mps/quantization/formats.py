@@ -64,7 +64,7 @@ class ErrorSums:
 
     @property
     def relative(self) -> float:
-        """0 for weights that are all zero."""
+        """Relative error; 0 for weights that are all zero."""
         return self.difference / self.magnitude if self.magnitude > 0 else 0.0
 
 
@@ -145,7 +145,7 @@ def check_weighed(check: Check, format: Format, weight: str = "weight") -> None:
 
 
 def _device_for(stack: Tensor, format: Format, importance: Tensor | None) -> torch.device:
-    """Where weights are encoded: a search takes a GPU that can do it, also for weights on the CPU.
+    """Device that quantises: a search runs on a GPU where there is one, also for weights on the CPU.
 
     MLX's rule has MLX's bits on a CPU alone, because GPUs divide differently; mps has no float8.
     """
@@ -157,7 +157,7 @@ def _device_for(stack: Tensor, format: Format, importance: Tensor | None) -> tor
 
 
 def _at_once(format: Format, device: torch.device, by_importance: bool) -> int:
-    """How many weights are quantised at a time."""
+    """Number of weights quantised at a time."""
     if format.integers is not None:
         return CHUNK if device.type == "cpu" else IN_SUPERBLOCKS
     return SEARCHED if by_importance else CHUNK

@@ -1,4 +1,4 @@
-"""ggml's blocks, as GGUF files hold them, taken apart into the tensors of the formats of the same name.
+"""Unpacks ggml's blocks, as in GGUF files, into the tensors of the formats of the same name.
 
 A block holds 32, 64 or 256 neighbouring values of a row: their codes, and the parts of their scales.
 Decoded values equal the blocks' in float32; the tensors take as many bytes as the blocks.
@@ -19,7 +19,7 @@ VALUES_AT_ONCE = 1 << 20
 
 
 def _runs(octets: Tensor, length: int, shifts: tuple[int, ...], bits: int) -> Tensor:
-    """The codes that lie one above the other in the bytes of each run of `length`: the lowest come first."""
+    """Codes that share the bytes of each run of `length`, lowest bits first."""
     runs, mask = octets.unflatten(-1, (-1, 1, length)), (1 << bits) - 1
     return torch.cat([(runs >> shift) & mask for shift in shifts], dim=-2).flatten(-3)
 
@@ -63,7 +63,7 @@ def _mxfp4(scales: Tensor, codes: Tensor) -> Parts:
 
 
 def _nvfp4(scales: Tensor, codes: Tensor) -> Parts:
-    """The sign of a scale counts nothing, and the largest stands for 0."""
+    """nvfp4: the sign of a scale is ignored, and the largest code is 0."""
     return _nibbles(codes, 8), torch.where(scales == 127, 0, scales & 127), None
 
 
@@ -217,12 +217,12 @@ def format_of_blocks(name: str) -> Format | None:
 
 
 def _format(name: str) -> Format:
-    """tq1_0 has the values of tq2_0 in a code that is no number of bits."""
+    """Format of a type; tq1_0 becomes tq2_0, which has the same values."""
     return FORMATS[name.lower().replace("tq1", "tq2")]
 
 
 def _some_rows(weight: QuantizedWeight, columns: int) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Some of the rows of all matrices at a time, and what the weight's tensors have of them."""
+    """Yields slices of all matrices' rows, and the weight's tensors at these rows."""
     flat = [tensor.view(-1, tensor.shape[-1]) for tensor in weight if tensor is not None]
     step = max(1, VALUES_AT_ONCE // max(1, columns))
     for first in range(0, len(flat[0]), step):
@@ -231,12 +231,12 @@ def _some_rows(weight: QuantizedWeight, columns: int) -> Iterator[tuple[slice, l
 
 
 def block_values(format: Format) -> int:
-    """How many values of a row a block holds."""
+    """Number of values in a block."""
     return 64 if format.name == "nvfp4" else max(32, format.multiple)
 
 
 def from_blocks(blocks: Tensor, name: str) -> QuantizedWeight:
-    """Take the blocks of a matrix, or of a stack, apart.
+    """Unpacks the blocks of a matrix, or of a stack of matrices.
 
     Args:
         blocks: uint8 [..., R, bytes of a row], any strides.

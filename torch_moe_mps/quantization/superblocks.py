@@ -142,7 +142,7 @@ class _Search:
         return (numbers + self.offset).byte()
 
     def error(self, blocks: Superblocks) -> Tensor:
-        """[N, groups, 1]"""
+        """Weighted squared errors [N, groups, 1]."""
         return self.error_of(blocks.d * blocks.s, blocks.m * blocks.n)
 
     def error_of(self, scale: Tensor, minimum: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def _divided(values: Tensor, by: Tensor, least: int, most: int) -> Tensor:
 
 
 def _inverse(values: Tensor) -> Tensor:
-    """0 for numbers so small that their inverse is not finite."""
+    """Inverses; 0 where they would not be finite."""
     return torch.where(values.abs() < SMALLEST, 0.0, 1 / values)
 
 

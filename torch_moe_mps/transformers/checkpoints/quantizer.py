@@ -52,7 +52,7 @@ _PACKAGES = {"awq": "gptqmodel", "compressed-tensors": "compressed_tensors", "gp
 
 
 def _recognise(cls: Any, name: str) -> None:
-    """MLX's quantisation and ours name no method, which transformers takes for an error."""
+    """Makes a function of transformers accept the quantisation of MLX and ours, which name no method."""
     own = getattr(cls, name)
 
     def recognised(quantization_config_dict: Any) -> Any:
@@ -75,7 +75,7 @@ def _with_method(stored: Any) -> Any:
 
 
 def _is_for_us(stored: dict[str, Any]) -> bool:
-    """Whether transformers cannot read the checkpoint of another library here, or only for other GPUs."""
+    """True if transformers cannot read the checkpoint of another library on this machine."""
     method = stored.get("quant_method")
     if method not in _PACKAGES:
         return method == "modelopt"  # transformers would take it for a dense checkpoint
@@ -101,11 +101,11 @@ class Quantizer(Lifecycle, HfQuantizer):
 
     @property
     def streams(self) -> bool:
-        """Whether the checkpoint is dense, or can be dequantised while it is read."""
+        """True if the checkpoint is dense, or dequantised while it is read."""
         return not self.pre_quantized or self.quantization_config.source is not None
 
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
-        """A model that is wholly for MPS is quantised on the CPU, where files are mapped instead of read."""
+        """Device map for loading: a model for MPS alone is quantised on the CPU, where files are mapped."""
         _check_no_offloading(device_map)
         whole = device_map.get("") if isinstance(device_map, dict) and len(device_map) == 1 else None
         if self.streams and isinstance(whole, str | torch.device) and torch.device(whole).type == "mps":
@@ -117,7 +117,7 @@ class Quantizer(Lifecycle, HfQuantizer):
         """transformers asks quantizers of GGUF files; their tensors are read with the weights."""
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """None for a GGUF file's, which then is transformers' default."""
+        """The requested dtype, or transformers' default for None, as of a GGUF file."""
         return torch.get_default_dtype() if dtype is None else dtype
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Dense]:
@@ -160,7 +160,7 @@ class Quantizer(Lifecycle, HfQuantizer):
             self.report.bytes_before = bytes_a_token(model)
 
     def forget_absent(self, model: nn.Module) -> None:
-        """The model was cut: weights that it no longer has are neither read nor quantised."""
+        """Drops weights that the model no longer has."""
         self.wanted.dense = present(model, self.wanted.dense)
         self.layout.forget_absent(model)
         if self.streams:
@@ -208,7 +208,7 @@ class Quantizer(Lifecycle, HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether adapters on its layers can be trained."""
+        """True: adapters on quantised layers can be trained."""
         return True
 
     @property
@@ -239,7 +239,7 @@ def _check_no_offloading(device_map: Any) -> None:
 
 
 def _keep_float32(model: Any) -> None:
-    """Casts, on the meta device, what transformers keeps in float32: quantised layers take its dtype."""
+    """Casts parameters that transformers keeps in float32, on the meta device."""
     plan = model._get_dtype_plan(model.dtype)
     names, _, _ = build_glob_alternation([*plan])
     for name, tensor in [*model.named_parameters(), *model.named_buffers()] if plan else ():

@@ -1,4 +1,4 @@
-"""Knowledge of a checkpoint before its weights are read."""
+"""What a checkpoint's config and files say before its weights are read."""
 
 import copy
 from collections.abc import Mapping
@@ -158,7 +158,7 @@ class Source:
 
     @property
     def by_others(self) -> bool:
-        """Whether another library quantised the checkpoint."""
+        """True if another library quantised the checkpoint."""
         return self.stored.get("quant_method") in METHODS
 
     def check_files(self) -> None:
@@ -199,7 +199,7 @@ def _looked_for(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _check_routing(config: PreTrainedConfig) -> None:
-    """Raises: ValueError for more experts a token than a layer has, which torch says in the first forward."""
+    """Raises: ValueError for more experts a token than a layer has."""
     experts = [vars(config).get(name) for name in _EXPERTS]
     most = max((number for number in experts if isinstance(number, int)), default=0)
     for name in _CHOSEN:
@@ -271,7 +271,7 @@ def _object(stored: Any) -> dict[str, Any]:
 
 
 def _file(name: str, file: str, arguments: Mapping[str, Any]) -> str | None:
-    """The path of a file in the folder of a checkpoint, or on the Hub where that can be asked; or None."""
+    """Path of a file of a checkpoint, here or in the Hub's cache, or None."""
     where = {key: arguments[key] for key in _WHERE if arguments.get(key) is not None}
     quiet = ("missing_entries", "connection_errors", "gated_repo")
     passed = where | {f"_raise_exceptions_for_{kind}": False for kind in quiet}

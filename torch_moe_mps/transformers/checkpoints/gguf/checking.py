@@ -26,7 +26,7 @@ _OUTSIDE = re.compile(r"output\.|cls\.")  # heads, which a model of another clas
 
 
 def check_declared(file: File, model: "PreTrainedModel", path: str) -> None:
-    """Compares a file with the model, on the meta device, that its metadata makes.
+    """Checks the tensors of a file against the meta model made of its metadata.
 
     Raises: ValueError for a tensor that the model has no place for, for one that is missing, and for one in
         another shape or of integers, before any value is read.
@@ -49,7 +49,7 @@ def check_declared(file: File, model: "PreTrainedModel", path: str) -> None:
 
 
 def _check_surplus(file: File, model: "PreTrainedModel", path: str) -> None:
-    """A tensor may be without a place in a block that was cut from the model, or predicts further tokens."""
+    """Checks for tensors without a parameter; blocks that were cut, or are MTP layers, may have some."""
     metadata = header_of(path).metadata
     count = metadata.get(f"{metadata['general.architecture']}.block_count")
     placed = {tensor.name for tensors in file.parts.values() for tensor in tensors}

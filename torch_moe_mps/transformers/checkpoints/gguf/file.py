@@ -59,7 +59,7 @@ class GgufTensor(NamedTuple):
         return math.prod(self.shape[:-1])
 
     def values(self, data: np.ndarray | None = None) -> np.ndarray:
-        """float32, of all rows or of those with the given bytes.
+        """Dequantised float32 values of all rows, or of the given bytes.
 
         Raises: ValueError for a type that has none, or that neither the package `gguf` nor this one reads.
         """
@@ -76,7 +76,7 @@ class GgufTensor(NamedTuple):
 
 
 def known_types() -> dict[int, tuple[str, int, int]]:
-    """The types of the package `gguf`, and newer ones, as in NEWER_TYPES."""
+    """{number: (name, values, bytes)} of all types, as in NEWER_TYPES."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     known = {kind: (GGMLQuantizationType(kind).name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
@@ -84,7 +84,7 @@ def known_types() -> dict[int, tuple[str, int, int]]:
 
 
 def read_file(path: str) -> tuple[str, list[GgufTensor]]:
-    """The architecture and the tensors of a file, not read yet.
+    """Architecture and tensors of a file, as maps of its bytes.
 
     Raises: ValueError, in one line, for a file that is no GGUF, is cut off or damaged.
     """
@@ -132,7 +132,7 @@ def check_file(path: str) -> None:
 
 
 class _AroundLayers:
-    """A model for transformers' search of names, without the modules of its layers.
+    """A model without its layers' modules, for transformers' table of names.
 
     Names of tensors in layers have a number, which those of a layer's modules lack. transformers makes gguf's
     table again for each module: that would take most of the time of loading.
@@ -148,7 +148,7 @@ class _AroundLayers:
 
 
 class _Processed:
-    """transformers' loader for an architecture, the first that it registers."""
+    """Names and values by transformers' first GGUF loader, which processes numpy arrays."""
 
     def __init__(self, architecture: str, model: "PreTrainedModel"):
         from transformers import modeling_gguf_pytorch_utils as first
@@ -171,28 +171,28 @@ class _Processed:
             into[self._names[result.name]] = torch.from_numpy(np.copy(result.weights))
 
     def names(self, tensor: GgufTensor) -> Iterable[str]:
-        """The parameters of the model that a tensor goes into."""
+        """Names of the parameters that a tensor goes into."""
         keys = (tensor.name, tensor.name.removesuffix(".weight"))  # the latter of stacked experts
         return [self._names[key] for key in keys if key in self._names][:1]
 
     def name_of(self, parameter: str) -> str:
-        """A tensor that would go into a parameter, as a file calls it."""
+        """Name in a file of a tensor that would go into a parameter."""
         return next((name for name, placed in self._names.items() if placed == parameter), parameter)
 
     def value(self, name: str, values: list[tuple[GgufTensor, np.ndarray]]) -> Tensor:
-        """A parameter, of the values of all its tensors, or of what stands for them."""
+        """A parameter made of the values of its tensors, or of numbers in their place."""
         result: dict[str, Tensor] = {}
         for tensor, item in values:
             self._place(tensor, item, result)
         return result[name]
 
     def inputs(self, name: str) -> Tensor | None:
-        """Elements of its input that a weight takes, in its order, where its columns do not move."""
+        """Order of the inputs of a weight whose columns do not move; None for all, in order."""
         return None
 
 
 class _Converted:
-    """The same of its second loader, which keeps blocks itself: conversions as of other checkpoints."""
+    """Names and values by its second GGUF loader, which has converters as of other checkpoints."""
 
     def __init__(self, architecture: str, model: "PreTrainedModel"):
         from ...upstream.weights import get_gguf_conversion_mapping
@@ -253,7 +253,10 @@ def placing_of(architecture: str, model: "PreTrainedModel") -> _Processed | _Con
 
 
 class GgufWeight:
-    """A parameter whose rows are rows of blocks: `order` numbers those of `tensors` one after the other.
+    """A parameter that stays packed: its rows are rows of blocks of the file.
+
+    Args:
+        order: of the parameter's rows, which numbers those of `tensors` one after the other.
 
     Attributes:
         inputs: indices of the input elements that the weight takes; None for all, in order. Where blocks
@@ -279,7 +282,7 @@ class GgufWeight:
         return format
 
     def __getitem__(self, _: Any) -> "GgufWeight":
-        """transformers' loader reads tensors by `[...]`, and moves them."""
+        """Itself: transformers' loader indexes tensors by `[...]`, then calls `to`."""
         return self
 
     def to(self, device: Any, dtype: None) -> QuantizedWeight:
@@ -331,7 +334,7 @@ class File:
                 self.parts[name].append(tensor)
 
     def name_of(self, parameter: str) -> str:
-        """A tensor that would go into a parameter, by its name in files where that is known."""
+        """Name in a file of a tensor that would go into a parameter, where that is known."""
         return self._placing.name_of(parameter)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -433,6 +436,6 @@ class File:
 
 
 def read_checked(gguf_path: str, string_arrays: Container[str] = ()) -> Any:
-    """transformers reads the metadata first: a bad file is refused there."""
+    """Metadata of a file for transformers, which reads it first, after our checks of the file."""
     check_file(gguf_path)
     return read_metadata(gguf_path, string_arrays)

@@ -27,7 +27,7 @@ _asked: ContextVar[bool] = ContextVar("moe_mps_packs_gguf", default=False)
 
 
 def packing() -> AbstractContextManager[bool]:
-    """Files that are loaded inside the block stay packed here, wherever that is."""
+    """Block in which GGUF files stay packed on any device."""
     return having(_asked, True)
 
 
@@ -98,7 +98,7 @@ class GgufQuantizer(Lifecycle, GgufHfQuantizer):
 
 
 def _transformers_packs(gguf_file: str) -> bool:
-    """Whether transformers keeps a file's blocks on this Mac: some architectures, with its kernels."""
+    """True if transformers itself keeps a file's blocks packed on this Mac."""
     architecture = read_checked(gguf_file)[0]["general.architecture"]
     knows = architecture not in GGUF and is_gguf_arch_supported(architecture)
     return knows and get_gguf_kernel() is not False

@@ -1,4 +1,4 @@
-"""Contents of a GGUF file, as parts of a model: blocks that stay packed, and values that are dequantised."""
+"""Layout of a GGUF file: weights that stay packed, and parameters that are dequantised."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +20,11 @@ from .file import File, GgufWeight
 
 
 class Dense:
-    """A dequantised parameter, as transformers' loader reads it; `wanted`: a target and its parameter."""
+    """A parameter that transformers' loader reads dequantised.
+
+    Args:
+        wanted: a target and its parameter, for a value in its dtype; None for all other parameters.
+    """
 
     def __init__(self, file: File, name: str, wanted: tuple[Target, str] | None = None):
         self.file, self.name, self.wanted = file, name, wanted
@@ -44,7 +48,7 @@ def _checked(path: str, model: Any) -> File:
 
 
 class GgufLayout(Layout):
-    """The blocks that can stay packed.
+    """Layout of the weights that stay packed.
 
     Attributes:
         report: the packed weights; `skipped` lists the others, with reasons.
@@ -72,7 +76,7 @@ class GgufLayout(Layout):
         self._note_dense()
 
     def _agree_on_tied(self, tied: Mapping[str, str]) -> None:
-        """Keeps both of two tied layers dense where one is, and the file has both."""
+        """Leaves both of two tied layers dense if one of them is and the file has both."""
         for name, other in tied.items():
             if name in self.targets and other not in self.targets:
                 self._leave_dense(name)
@@ -80,7 +84,7 @@ class GgufLayout(Layout):
                 self._leave_dense(other)
 
     def _note_dense(self) -> None:
-        """Notes in the report which quantised tensors of the file are dense in the model, and why.
+        """Adds quantised tensors that are dense in the model to the report, with reasons.
 
         Raises: ValueError for one that cannot be read.
         """
@@ -93,7 +97,7 @@ class GgufLayout(Layout):
                 self.report.skipped[tensor.name] = f"{tensor.kind.lower()}, which {why}"
 
     def _pack(self, target: Target) -> None:
-        """Notes where a target's parameters come from if all of them can stay packed."""
+        """Adds a target whose parameters can all stay packed."""
         with torch.device("cpu"):  # the model is made on the meta device
             result = [self.file.sources(target, parameter) for parameter in target.parameters]
         for parameter, source in (pair for sources in result if all(result) for pair in sources.items()):
@@ -126,7 +130,7 @@ class GgufLayout(Layout):
         return NamedConverter([name], made, [Operation(_tensors)])
 
     def check(self, model: Any, loaded: Callable[[str], bool]) -> None:
-        """The file was checked before it was read."""
+        """Nothing: the file was checked before it was read."""
 
     def finish(self, loaded: Callable[[str], bool]) -> None:
         for name in filter(loaded, self.targets):

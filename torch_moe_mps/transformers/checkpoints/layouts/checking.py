@@ -105,7 +105,7 @@ def check_scales(model: nn.Module, loaded: Callable[[str], bool]) -> None:
 
 
 def may_lack(model: "PreTrainedModel") -> Callable[[str], bool]:
-    """Tells the names of parameters that a checkpoint of the model need not have."""
+    """Predicate of parameter names that a checkpoint may lack."""
     patterns = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
     return lambda name: any(pattern.search(name) for pattern in patterns)
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: finds existing ones, and writes new ones piece by piece."""
+"""Files of a checkpoint: finds existing ones, writes new ones tensor by tensor."""
 
 import json
 import shutil
@@ -145,7 +145,7 @@ class Shards:
         self._total += tensor.nbytes
 
     def end(self, part: str, note: Any = None) -> None:
-        """All tensors of a part were added."""
+        """Ends a part, all of whose tensors were added."""
         self._ended[part] = note
 
     def _file(self, number: int) -> Path:
@@ -174,7 +174,7 @@ class Shards:
             new.replace(progress)
 
     def finish(self) -> None:
-        """Writes what waits, and the index."""
+        """Writes the last file, the final names, and the index."""
         if self._waiting:
             self._write()
         weight_map: dict[str, str] = {}

@@ -75,7 +75,7 @@ class Layout:
         return others
 
     def forget_absent(self, model: nn.Module) -> None:
-        """The model was cut: weights that it no longer has are not read."""
+        """Drops targets that the model no longer has."""
         self.targets = present(model, self.targets)
 
     def finish(self, loaded: Callable[[str], bool]) -> None:

@@ -26,7 +26,7 @@ PARTS = ("weight", "scales", "biases")  # tensors of a quantised matrix in MLX
 
 
 class NamedConverter(WeightConverter):
-    """A converter from some tensors to some parameters, by their whole names."""
+    """A converter between tensors and parameters given by full names, not patterns."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class NamedConverter(WeightConverter):
         return source_key, None
 
     def of(self, tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-        """Parameters made of the tensors of these names; the row can be used once."""
+        """Parameters made of named tensors; a converter can be used once."""
         target = self.target_patterns[0]
         for name in self.source_patterns:
             self.add_tensor(target, name, name, tensors[name])
@@ -54,7 +54,7 @@ class NamedConverter(WeightConverter):
 
 
 class Rows:
-    """The rows of a model whose modules are quantised as in the checkpoint.
+    """Converters for a model whose modules are quantised as in the checkpoint.
 
     Args:
         names: of the model.
@@ -71,7 +71,7 @@ class Rows:
         self.names, self.model, self.halved, self.stored = names, names.model, halved, stored
 
     def of(self, state: Mapping[str, Tensor]) -> Iterator[NamedConverter]:
-        """Converters for some parameters and buffers; experts and layers are there as a whole."""
+        """Converters for parameters and buffers of whole modules."""
         experts = experts_of(self.model)
         for owner, module in experts.items():
             if any(name.startswith(f"{owner}.") for name in state):

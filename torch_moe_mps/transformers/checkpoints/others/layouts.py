@@ -34,7 +34,7 @@ _AT_ONCE = 1 << 18  # values whose magnitudes are added up at a time
 
 
 class Files:
-    """The tensors in some files, which are read when they are asked for.
+    """Tensors of files, read on demand.
 
     Args:
         names: of those that count; None is all.
@@ -67,7 +67,7 @@ class Files:
 
 
 class Matrix(NamedTuple):
-    """A matrix of a checkpoint.
+    """A matrix of a checkpoint, and how it becomes a quantised weight.
 
     Attributes:
         names: of its tensors.
@@ -86,14 +86,14 @@ class Matrix(NamedTuple):
     values: Callable[[list[Tensor]], Tensor] | None = None
 
     def dense(self, tensors: list[Tensor]) -> Tensor:
-        """The values that the tensors stand for."""
+        """Dequantised values of the tensors."""
         if self.values is not None:
             return self.values(tensors)
         return self.read(tensors, ErrorSums()).values(slice(None))
 
 
 def alike(name: str, matrices: Sequence[Matrix]) -> list[Matrix]:
-    """The matrices that one parameter is made of, in one format.
+    """Matrices of one parameter, brought to one format.
 
     Raises: ValueError where there is none.
     """
@@ -175,7 +175,7 @@ class Stored:
         format: Format,
         order: Tensor | None = None,
     ) -> Matrix:
-        """`read` takes the sums and the tensors of `parts`."""
+        """A Matrix of the named tensors; `read` takes the error sums and the tensors of `parts`."""
 
         def made(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
             return read(errors, *tensors).map(lambda tensor: as_int32(tensor).contiguous())
@@ -183,7 +183,7 @@ class Stored:
         return Matrix(tuple(map(self.name, parts)), made, format, order)
 
     def _affine(self) -> Format:
-        """Integers in groups, each within one group of the scales."""
+        """Group-wise affine format whose groups lie within those of the scales."""
         size = min(self.scheme.block[1] or self.columns, self.columns)
         fits = [group for group in _GROUPS if size % group == 0 and self.columns % group == 0]
         if not fits:
@@ -191,7 +191,7 @@ class Stored:
         return Format(self.scheme.bits, fits[0])
 
     def _spread(self, scales: Tensor, group_size: int) -> Tensor:
-        """[rows, columns / group_size]: for each group of columns the scale of the block that has it."""
+        """Scales [rows, columns / group_size], repeated from blocks to groups."""
         high, wide = self.scheme.block
         scales = scales.reshape(self.scheme.blocks(*self.shape))
         device = scales.device
@@ -229,7 +229,7 @@ class Stored:
         return self._made(("weight", "weight_scale", *self._zeros()), read, format)
 
     def _gptq(self) -> Matrix:
-        """Words of columns, and zero points less one; an order of columns becomes one of the inputs."""
+        """GPTQ: codes packed along columns; a column order becomes an order of inputs."""
         format, half = self._affine(), 2 ** (self.scheme.bits - 1)
         order = self._order() if "g_idx" in self else None
 
@@ -250,7 +250,7 @@ class Stored:
         return self._made(("qweight", "qzeros", "scales"), read, format, order)
 
     def _order(self) -> Tensor | None:
-        """The columns by their groups, if they are not so already."""
+        """Order of columns by group, or None if they are in order."""
         group_of = self.read("g_idx").long()
         order, columns = group_of.argsort(stable=True), torch.arange(self.columns)
         size = self.scheme.block[1] or self.columns
@@ -259,7 +259,7 @@ class Stored:
         return None if torch.equal(order, columns) else order.int()
 
     def _awq(self) -> Matrix:
-        """AutoAWQ's gemm: packed rows, eight values a word in AutoAWQ's order."""
+        """AutoAWQ's gemm: eight codes an int32 along rows, in AutoAWQ's order."""
         format = self._affine()
 
         def read(errors: ErrorSums, packed: Tensor, zeros: Tensor, scales: Tensor) -> QuantizedWeight:
@@ -271,7 +271,7 @@ class Stored:
     def _with_zeros(
         self, errors: ErrorSums, packed: Tensor, scales: Tensor, zero: Tensor | float, format: Format
     ) -> QuantizedWeight:
-        """The weight of (q - zero) * scale; scales and zeros are one for each block."""
+        """Weight of (q - zero) * scale, with one scale and zero point a block."""
         scales = self._spread(scales, format.group_size)
         zero = self._spread(zero, format.group_size).float() if isinstance(zero, Tensor) else zero
         exact = -zero * scales.float()
@@ -294,7 +294,7 @@ class Stored:
         return self._made((self.scheme.codes, "weight_scale"), read, format)
 
     def _nvfp4(self, may_keep: bool = True) -> Matrix:
-        """Codes whose scales a factor of the matrix multiplies, or divides; they may stay scales of nvfp4."""
+        """NVFP4, kept where e4m3 holds its scales times the matrix's factor, else requantised."""
         divides = self.scheme.codes == "weight_packed"
         factor = "weight_global_scale" if divides else "weight_scale_2"
 
@@ -326,7 +326,7 @@ class Stored:
         return made._replace(again=functools.partial(self._nvfp4, may_keep=False), values=values)
 
     def _fp8(self, may_keep: bool = True) -> Matrix:
-        """Codes with a scale for each block; by powers of two they are mxfp8."""
+        """FP8 with a scale a block: mxfp8 where scales are powers of two, else requantised."""
         part = self.scheme.scale
         if (wide := self.scheme.block[1] or self.columns) % 32 and wide < self.columns:
             _CHECK.fail(self.files.label(self.name(part)), "for blocks of a multiple of 32 columns", wide)
@@ -355,7 +355,7 @@ class Stored:
         return made._replace(again=functools.partial(self._fp8, may_keep=False), values=values)
 
     def _for_groups(self, scales: Tensor) -> Tensor:
-        """One for each 32 columns, in float32; uint8 scales are exponents."""
+        """float32 scales for each 32 columns; uint8 scales are exponents."""
         scales = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
         return self._spread(scales, 32)
 
@@ -412,7 +412,7 @@ class StoredExperts:
 
 
 class _Expert(Files):
-    """The tensors of one expert, as if its matrix were a module's; tensors for all experts go to each.
+    """Tensors of one expert of a stack, under a module's names; each expert has the shared ones.
 
     Args:
         own: {name of a module's tensor: name of the stacked one}.
@@ -446,7 +446,7 @@ class _Expert(Files):
 
 
 def _again(values: Tensor, format: Format, errors: ErrorSums) -> QuantizedWeight:
-    """Quantises values in float32, by way of bfloat16, which has their range."""
+    """Requantises float32 values, via bfloat16."""
     return quantize_stack(values.bfloat16().unsqueeze(0), format, errors).map(lambda tensor: tensor[0])
 
 

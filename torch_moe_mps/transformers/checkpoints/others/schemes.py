@@ -198,7 +198,7 @@ class Schemes:
 
 
 def _exactness(target: str, name: str) -> int:
-    """How exactly a target names a module; 0 is not at all."""
+    """Specificity with which a target matches a module; 0 is no match."""
     if target == name or name.startswith(f"{target}."):
         return 3
     if target.startswith("re:"):
@@ -307,7 +307,7 @@ def _group(stored: Stored) -> tuple[int, int | None]:
 
 
 def _fp8_of(stored: Stored) -> Iterator[tuple[str, Scheme]]:
-    """DeepSeek and transformers."""
+    """FP8 of DeepSeek and transformers."""
     _one_of("fmt", ("e4m3", "float8_e4m3fn"), str(stored.get("fmt") or "e4m3").lower())
     block: Any = stored.get("weight_block_size", (128, 128))
     block = (None, None) if block is None else _rows_and_columns("weight_block_size", block)
@@ -329,7 +329,7 @@ _MODELOPT = {
 
 
 def modelopt_beside(file: str) -> dict[str, Any]:
-    """The quantization_config that a hf_quant_config.json stands for: older versions write no other.
+    """quantization_config from a hf_quant_config.json, all that older versions of ModelOpt write.
 
     Raises: ValueError for a file without one.
     """

@@ -11,7 +11,7 @@ from .weights import quantized_names
 
 
 def packed_parameters(model: nn.Module, exclude_embeddings: bool = False) -> int:
-    """How many numbers packed weights stand for, less the scales and biases that count as parameters.
+    """Number of weights that are packed, less scales and biases, which count as parameters.
 
     Shared packed codes count once. `exclude_embeddings` leaves out codes and scales of embeddings.
     """

@@ -172,7 +172,7 @@ def _check_one_method(function: str, model: nn.Module) -> None:
 
 
 def refuse_dequantizing() -> NoReturn:
-    """The answer to `model.dequantize()` of transformers."""
+    """Raises the error of `model.dequantize()`, which is not supported."""
     raise NotImplementedError(
         "moe_mps::dequantize: packed weights stay packed; from_pretrained of the dense checkpoint has dense "
         "ones, or of a GGUF file with GgufConfig(dequantize=True)"

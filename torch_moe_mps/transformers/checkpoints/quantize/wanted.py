@@ -1,4 +1,4 @@
-"""Wishes of a recipe beyond the formats that a checkpoint has."""
+"""Weights that a recipe quantises beyond what a checkpoint has quantised."""
 
 from collections.abc import Callable, Mapping
 
@@ -18,7 +18,7 @@ _CHECK = Check("quantize")
 
 
 class Wanted:
-    """Weights that are to be quantised and were not yet.
+    """Pending weights: to quantise, or to requantise.
 
     Attributes:
         dense: {name: target} of the checkpoint's dense weights.
@@ -91,7 +91,7 @@ class Wanted:
 
 
 def _smaller(wanted: Target, stored: Target) -> dict[str, Format]:
-    """Formats with fewer bytes than those that are stored: larger ones would not bring back what is lost."""
+    """Requested formats that take fewer bytes than the stored ones."""
     result = {}
     for parameter, format in wanted.formats.items():
         weight = wanted.rows_first(getattr(wanted.module, parameter))

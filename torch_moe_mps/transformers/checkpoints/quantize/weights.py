@@ -37,7 +37,7 @@ from .target import Target
 
 
 def quantized_names(parameter: str) -> list[str]:
-    """The names of the tensors that replace a dense parameter: packed codes, scales and biases."""
+    """Names of the packed codes, scales and biases that replace a dense parameter."""
     prefix = "" if parameter == "weight" else f"{parameter}_"
     return [f"{prefix}{part}" for part in TENSORS]
 
@@ -64,7 +64,7 @@ def as_int32(tensor: Tensor) -> Tensor:
 
 
 def as_parameters(target: Target, stack: QuantizedWeight) -> QuantizedWeight:
-    """Makes a stack of matrices parameters of the module; a layer has a single matrix, without a stack."""
+    """A stack of matrices as parameters of a target; a layer has one matrix, without the stack dimension."""
 
     def parameter(tensor: Tensor) -> nn.Parameter:
         own = tensor if target.kind == "experts" else tensor.squeeze(0)

@@ -21,7 +21,7 @@ from ..quantize.target import quantizable
 
 
 def mark_quantized(model: nn.Module) -> None:
-    """Lets transformers know which of its models within `model` are quantised, and how."""
+    """Sets the quantization_config and quantizer of each transformers model within `model`."""
     # Still incomplete when transformers' quantizers, and with them ours, are imported.
     from transformers import PreTrainedModel
 
