@@ -112,8 +112,12 @@ class Engine:
 
         One that `generate` must generate is generated to its end, and the steps of the others come between.
         """
+        self.run(self._step)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Runs work on the device, between steps; a fault of the GPU ends all sequences that have begun."""
         try:
-            self._step()
+            work()
         except torch.AcceleratorError as fault:
             self.pool.fail_all(fault)
 
@@ -176,7 +180,7 @@ class Engine:
         """Begins a sequence, unless its prefix is still read. Returns: whether it has begun, or ended."""
         sequence: Sequence = plan.admit
         is_restored = True
-        with self.pool.isolation.optional():  # what cannot be read is computed
+        with self.pool.isolation.optional():  # prefixes that cannot be read are computed
             is_restored = self._is_restored(sequence)
         if not is_restored:
             return False
