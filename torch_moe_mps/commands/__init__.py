@@ -19,7 +19,7 @@ from .._install import install_command
 from .._text import first_line
 from .arguments import parse, parser
 from .early import check_options, importing_torch
-from .processes import first_process_talks, follows, tell_other_processes
+from .processes import first_process_talks, follows, send_to_other_processes
 
 WITHOUT_TORCH = ("launch",)
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)  # behind ^C, or a bar of progress that has not begun to count
         code, said = 128 + signal.SIGINT, "interrupted"
     except Exception as error:
-        tell_other_processes(error)
+        send_to_other_processes(error)
         line = _line(error)
         if line is None or options.debug:
             raise

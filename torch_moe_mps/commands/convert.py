@@ -38,7 +38,7 @@ from ..transformers.mtp.layers import MTP, check_exceptions, converted_mtp, has_
 from ..transformers.mtp.steps import MtpCounted
 from ..transformers.upstream.models import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
-from .early import packs, says_a_format
+from .early import keeps_blocks, requests_format
 from .recipes import arguments_of
 from .results import locked, unfinished, write_json, written_whole
 from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
@@ -53,7 +53,7 @@ _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.js
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, RuntimeError, SafetensorError with a one-line message."""
     destination = Path(options.destination)
-    gguf, packed = options.source.endswith(".gguf"), packs(options)
+    gguf, packed = options.source.endswith(".gguf"), keeps_blocks(options)
     local = Path(options.source).is_dir() or gguf
     source = folder_of(options.source, options.revision, weights=local)
     about = Source(source, loading_options(options))
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
         source = folder_of(options.source, options.revision)
     tokenizer = tokenizer_of(source) if gguf else None
     arguments = None if packed else arguments_of(options, model)
-    recipe: dict[str, Any] = {"recipe": arguments, "requantize": says_a_format(options)}
+    recipe: dict[str, Any] = {"recipe": arguments, "requantize": requests_format(options)}
     speculative = _drafts(source, model, options.to == "mlx")
     plan = _planned(about, model, source, recipe, speculative, options.to == "mlx")
     if options.dry_run:

@@ -126,7 +126,7 @@ def _convert(options: argparse.Namespace) -> None:
     if options.adapter is not None:
         adapter_config(options.adapter)
         _check_package("peft", "--adapter", "adapters")
-    if packs(options):
+    if keeps_blocks(options):
         _check_packed(options)
 
 
@@ -148,15 +148,15 @@ def _check_packed(options: argparse.Namespace) -> None:
         raise ValueError("--to mlx of a GGUF file needs --bits: MLX does not have its formats")
 
 
-def says_a_format(options: argparse.Namespace) -> bool:
+def requests_format(options: argparse.Namespace) -> bool:
     """True if `convert` is asked for a format, which then applies to quantised weights of SRC, too."""
     usual = options.bits is None and options.recipe is None and options.mode == "affine"
     return not (usual and (options.linear_bits, options.embedding_bits) == ("auto", "auto"))
 
 
-def packs(options: argparse.Namespace) -> bool:
+def keeps_blocks(options: argparse.Namespace) -> bool:
     """True if `convert` leaves a GGUF file in its formats."""
-    return options.source.endswith(".gguf") and not says_a_format(options)
+    return options.source.endswith(".gguf") and not requests_format(options)
 
 
 def _finetune(options: argparse.Namespace) -> None:

@@ -307,10 +307,9 @@ def _more_for_the_gpu(mac: Mac | None) -> str:
     if mac is not None and mac.memory - 8 * GIB <= mac.limit:
         return "macOS lets the GPU have all but 8 GiB, which other programs need."
     here = "$(( $(sysctl -n hw.memsize) / 1048576 - 8192 ))"  # computed on the Mac where it is pasted
-    most = here if mac is None else (mac.memory - 8 * GIB) >> 20
-    return (
-        f"This lets the GPU have all but 8 GiB until the next start:\nsudo sysctl iogpu.wired_limit_mb={most}"
-    )
+    limit = here if mac is None else (mac.memory - 8 * GIB) >> 20
+    command = f"sudo sysctl iogpu.wired_limit_mb={limit}"
+    return f"This lets the GPU have all but 8 GiB until the next start:\n{command}"
 
 
 def spread(

@@ -73,7 +73,7 @@ def first_process_talks() -> Iterator[None]:
         yield
 
 
-def tell_other_processes(error: Exception) -> None:
+def send_to_other_processes(error: Exception) -> None:
     peers = sys.modules.get(f"{_PIPELINE}.peers")
     if peers is not None:
         peers.tell(error)

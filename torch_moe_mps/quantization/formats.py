@@ -163,26 +163,26 @@ def _at_once(format: Format, device: torch.device, by_importance: bool) -> int:
     return SEARCHED if by_importance else CHUNK
 
 
-def _by_rule(piece: Tensor, format: Format, errors: ErrorSums | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _by_rule(chunk: Tensor, format: Format, errors: ErrorSums | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Packed, scales and biases by MLX's rule."""
-    groups = piece.float().unflatten(-1, (-1, format.group_size))
-    codes, scales, biases = encode(groups, piece.dtype, format)
+    groups = chunk.float().unflatten(-1, (-1, format.group_size))
+    codes, scales, biases = encode(groups, chunk.dtype, format)
     if biases is not None:
-        scales, biases = scales.to(piece.dtype), biases.to(piece.dtype)
+        scales, biases = scales.to(chunk.dtype), biases.to(chunk.dtype)
     if errors is not None:
         errors.add(groups, decode(codes, scales, biases, format))
     return pack(codes.flatten(-2), format.bits), scales, biases
 
 
 def _by_search(
-    piece: Tensor, importance: Tensor | None, format: Format, errors: ErrorSums | None
+    chunk: Tensor, importance: Tensor | None, format: Format, errors: ErrorSums | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Packed, scales and biases by importance [E, C]; None, the same for all, where scales are integers."""
     if format.integers is not None:
         weights = None if importance is None else importance[:, None]
-        *tensors, sums = quantize_superblocks(piece.float(), weights, format, format.integers)
+        *tensors, sums = quantize_superblocks(chunk.float(), weights, format, format.integers)
     else:
-        *tensors, sums = quantize_by_importance(piece, importance, format.name)
+        *tensors, sums = quantize_by_importance(chunk, importance, format.name)
     if errors is not None:
         errors.add_sums(*sums.flatten(0, -2).sum(0).tolist())
     packed, scales, biases = tensors
@@ -203,12 +203,12 @@ def quantize_stack(
         importance = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         importance = importance.to(device)
     for index in chunks(stack, _at_once(format, device, importance is not None)):
-        piece = stack[index].to(device)
+        chunk = stack[index].to(device)
         if importance is None and format.integers is None:
-            packed, scales, biases = _by_rule(piece, format, errors)
+            packed, scales, biases = _by_rule(chunk, format, errors)
         else:
             own = None if importance is None else importance[index[0]]
-            packed, scales, biases = _by_search(piece, own, format, errors)
+            packed, scales, biases = _by_search(chunk, own, format, errors)
         codes[index], out.scales[index] = packed, scales
         if out.biases is not None and biases is not None:
             out.biases[index] = biases

@@ -18,18 +18,18 @@ Parts = tuple[Tensor, Tensor, Tensor | None]
 VALUES_AT_ONCE = 1 << 20
 
 
-def _runs(octets: Tensor, length: int, shifts: tuple[int, ...], bits: int) -> Tensor:
+def _runs(data: Tensor, length: int, shifts: tuple[int, ...], bits: int) -> Tensor:
     """Codes that share the bytes of each run of `length`, lowest bits first."""
-    runs, mask = octets.unflatten(-1, (-1, 1, length)), (1 << bits) - 1
+    runs, mask = data.unflatten(-1, (-1, 1, length)), (1 << bits) - 1
     return torch.cat([(runs >> shift) & mask for shift in shifts], dim=-2).flatten(-3)
 
 
-def _nibbles(octets: Tensor, length: int) -> Tensor:
-    return _runs(octets, length, (0, 4), 4)
+def _nibbles(data: Tensor, length: int) -> Tensor:
+    return _runs(data, length, (0, 4), 4)
 
 
-def _halves(octets: Tensor) -> Tensor:
-    return aligned(octets).view(torch.int16)
+def _halves(data: Tensor) -> Tensor:
+    return aligned(data).view(torch.int16)
 
 
 def _q4(scales: Tensor, codes: Tensor) -> Parts:
@@ -41,8 +41,8 @@ def _q5(scales: Tensor, fifth: Tensor, low: Tensor) -> Parts:
     return _nibbles(low, 16) | _runs(fifth, 1, tuple(range(8)), 1) << 4, *_one_or_two(scales)
 
 
-def _one_or_two(octets: Tensor) -> tuple[Tensor, Tensor | None]:
-    halves = _halves(octets)
+def _one_or_two(data: Tensor) -> tuple[Tensor, Tensor | None]:
+    halves = _halves(data)
     return halves[:, :1], halves[:, 1:] if halves.shape[1] > 1 else None
 
 
@@ -67,9 +67,9 @@ def _nvfp4(scales: Tensor, codes: Tensor) -> Parts:
     return _nibbles(codes, 8), torch.where(scales == 127, 0, scales & 127), None
 
 
-def _six_bit_pairs(octets: Tensor) -> Tensor:
+def _six_bit_pairs(data: Tensor) -> Tensor:
     """The factors of eight scales and minima of q4_k and q5_k, alternating, in 6 bits each."""
-    low, minima, rest = octets.split((4, 4, 4), -1)
+    low, minima, rest = data.split((4, 4, 4), -1)
     factors = torch.cat((low & 63, rest & 15 | low >> 2 & 48), -1)
     minima = torch.cat((minima & 63, rest >> 4 | minima >> 2 & 48), -1)
     return pack_octets(torch.stack((factors, minima), -1).flatten(-2), 6)
@@ -111,17 +111,17 @@ def _tq2_0(codes: Tensor, halves: Tensor) -> Parts:
 def _tq1_0(long: Tensor, short: Tensor, four: Tensor, halves: Tensor) -> Parts:
     """Five digits of base 3 in a byte, as a fraction: the first is the largest third that it fits in."""
     codes = []
-    for octets, digits in ((long, 5), (short, 5), (four, 4)):
-        left = octets.int()
+    for data, digits in ((long, 5), (short, 5), (four, 4)):
+        left = data.int()
         for _ in range(digits):
             codes.append(left * 3 >> 8)
             left = left * 3 & 255
     return torch.cat(codes, -1).byte(), _halves(halves), None
 
 
-def _flags(octets: Tensor) -> Tensor:
+def _flags(data: Tensor) -> Tensor:
     """The bits [n, 8 * bytes], the lowest first."""
-    return _runs(octets, 1, tuple(range(8)), 1)
+    return _runs(data, 1, tuple(range(8)), 1)
 
 
 def _points(numbers: Tensor, signs: Tensor) -> Tensor:
@@ -144,9 +144,9 @@ def _iq3_xxs(halves: Tensor, numbers: Tensor, rest: Tensor) -> Parts:
     return _points(numbers.unflatten(-1, (8, 8)), _sevens(rest.unflatten(-1, (8, 4)))), _halves(halves), None
 
 
-def _sevens(octets: Tensor) -> Tensor:
+def _sevens(data: Tensor) -> Tensor:
     """Flags of four times seven signs, each followed by a bit of the four above all."""
-    flags = _flags(octets.flatten(-2)).unflatten(-1, (8, 32))
+    flags = _flags(data.flatten(-2)).unflatten(-1, (8, 32))
     return torch.cat((flags[..., :28].unflatten(-1, (4, 7)), flags[..., 28:].unsqueeze(-1)), -1).flatten(1)
 
 

@@ -152,7 +152,7 @@ def largest(model: nn.Module, ids: Tensor) -> Largest:
 def _looked_at(model: nn.Module) -> Iterator[list[Tensor]]:
     """Block in which the yielded list collects the largest magnitude of each module call but the head's.
 
-    A module with a hook runs its own code, so that what an operator would keep to itself is seen, too.
+    A module with a hook runs eager, so that values inside a fused operator are seen, too.
     """
     seen: list[Tensor] = []
 

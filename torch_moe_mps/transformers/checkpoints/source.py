@@ -201,11 +201,11 @@ def _looked_for(name: str, arguments: Mapping[str, Any]) -> str:
 def _check_routing(config: PreTrainedConfig) -> None:
     """Raises: ValueError for more experts a token than a layer has."""
     experts = [vars(config).get(name) for name in _EXPERTS]
-    most = max((number for number in experts if isinstance(number, int)), default=0)
+    available = max((number for number in experts if isinstance(number, int)), default=0)
     for name in _CHOSEN:
         number = vars(config).get(name)
-        if most > 1 and isinstance(number, int) and number > most:  # a model with one has no router
-            expected = f"at most {most}, the experts of a layer"
+        if available > 1 and isinstance(number, int) and number > available:  # a model with one has no router
+            expected = f"at most {available}, the experts of a layer"
             raise ValueError(f"moe_mps::from_pretrained: {name} must be {expected}, got {number}")
 
 

@@ -27,7 +27,7 @@ from ..quantize.target import quantizable
 from .file import GgufTensor, placing_of
 
 _CHECK = Check("imatrix")
-# GGUF's names of architectures whose model_type is another word.
+# GGUF's names of architectures whose model_type differs.
 _ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "cohere": "commandr", "umt5": "t5"}
 # The tokens of a call, unless somebody chose another number: the older form does not say it.
 _CALL = 512

@@ -87,14 +87,14 @@ def groups_of(module: nn.Module) -> int | None:
     is_own = isinstance(module, nn.Linear) and type(module) is not nn.Linear and module.bias is None
     if not is_own or not isinstance(groups, int) or groups < 1:
         return None
-    twin = bare_twin(module)
+    probe = bare_twin(module)
     with on_the_cpu():
         weight, x = torch.rand(groups, 3, 5) - 0.5, torch.rand(2, 4, groups, 5) - 0.5
-        vars(twin).pop("weight", None)  # stands for one that is read from a checkpoint
-        vars(twin).update(_parameters={"weight": weight.flatten(0, 1), "bias": None})
-        twin.in_features, twin.out_features = 5, 3 * groups
+        vars(probe).pop("weight", None)  # stands for one that is read from a checkpoint
+        vars(probe).update(_parameters={"weight": weight.flatten(0, 1), "bias": None})
+        probe.in_features, probe.out_features = 5, 3 * groups
         expected = torch.einsum("btgc,grc->btgr", x, weight)
-        return groups if agrees(tried(twin, x), expected) else None
+        return groups if agrees(tried(probe, x), expected) else None
 
 
 def _is_plain_linear(module: Any) -> bool:

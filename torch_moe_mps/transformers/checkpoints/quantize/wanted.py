@@ -18,7 +18,7 @@ _CHECK = Check("quantize")
 
 
 class Wanted:
-    """Pending weights: to quantise, or to requantise.
+    """Weights that are still to quantise, or to requantise.
 
     Attributes:
         dense: {name: target} of the checkpoint's dense weights.
@@ -38,7 +38,7 @@ class Wanted:
         """
         asked: set[Format] = set()
         kinds = {target.kind for target in stored.values()}
-        most = "experts" if "experts" in kinds else "linears"  # a recipe may give the others more
+        main_kind = "experts" if "experts" in kinds else "linears"  # a recipe may give the others more
         for name in [name for name in stored if name in self.dense]:
             target, wanted = stored[name], self.dense.pop(name)
             smaller = _smaller(wanted, target)
@@ -50,7 +50,7 @@ class Wanted:
             elif report is not None:
                 has = " and ".join(dict.fromkeys(map(str, target.formats.values())))
                 report.skipped[name] = f"already {has}"
-                if target.kind == most:
+                if target.kind == main_kind:
                     asked.update({*wanted.formats.values()} - {*target.formats.values()})
         if asked and may_again and not self.dense and not self.again:
             has = _named({format for target in stored.values() for format in target.formats.values()})
@@ -84,7 +84,7 @@ class Wanted:
                 report.shared[name] = source
 
     def resolve(self, name: str, stored: dict[str, Target]) -> Target:
-        """Removes a target from the pending ones. Returns: it, with its final formats."""
+        """Removes a target from the weights to quantise. Returns: it, with its final formats."""
         target = stored.pop(name, None) or self.dense.pop(name)
         target.formats |= self.again.pop(name, ({}, None))[0]
         return target
