@@ -1,4 +1,4 @@
-"""What a checkpoint's config and files say before its weights are read."""
+"""Config, class and quantisation of a checkpoint, read before its weights."""
 
 import copy
 from collections.abc import Mapping
