@@ -42,8 +42,8 @@ from .sources import check_generates, context_of, folder_of, load, loading_optio
 from .speculative import drafts_of
 
 _DEPTHS = (0, 4096, 16384)
-SEQUENCES = (1, 2, 4, 8)  # of a step whose experts are counted,
-CONTEXT = 32  # behind so many tokens each
+SEQUENCES = (1, 2, 4, 8)  # steps whose experts are counted,
+CONTEXT = 32  # tokens before it, of each
 
 
 @dataclass
