@@ -235,7 +235,7 @@ def _takes(logits: Tensor) -> bool:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The token with the highest of the logits [B, V] of each row, and whether there was none: [2, B] int64."""
+    """The token with the highest of the logits [B, V] of each row, and 1 where there is none: [2, B]."""
     if _takes(logits):
         return sample(logits, None)
     best = logits.max(-1)
