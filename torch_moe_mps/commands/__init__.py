@@ -19,7 +19,7 @@ from .._install import install_command
 from .._text import first_line
 from .arguments import parse, parser
 from .early import check_options, importing_torch
-from .processes import first_process_talks, follows, tell_other_processes
+from .processes import first_process_talks, follows, send_to_other_processes
 
 WITHOUT_TORCH = ("launch",)
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
@@ -30,7 +30,7 @@ _SPINS = ("GOMP_SPINCOUNT", "1000")
 
 
 def run() -> int:
-    """Run the command of this process, whose end takes no module apart: that would be a second and more.
+    """Runs the command, then exits without tearing modules down, which takes over a second.
 
     Handlers of `atexit` run and threads are joined; an exception of `--debug` ends Python as ever.
     """
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)  # behind ^C, or a bar of progress that has not begun to count
         code, said = 128 + signal.SIGINT, "interrupted"
     except Exception as error:
-        tell_other_processes(error)
+        send_to_other_processes(error)
         line = "" if pressed else _line(error)  # an import that Ctrl-C interrupts raises anything
         if line is None or options.debug:
             raise
@@ -141,7 +141,7 @@ def _line(error: Exception) -> str | None:
 
 
 def _of_import(error: ImportError) -> str:
-    """The error and its cause: of a broken module, transformers only says which name it was needed for."""
+    """An import error with its cause, which transformers leaves out."""
     causes: list[BaseException] = [error]  # a circle, where one is raised again
     while (inner := causes[-1].__cause__ or causes[-1].__context__) and inner not in causes:
         causes.append(inner)
@@ -155,7 +155,7 @@ def _of_import(error: ImportError) -> str:
 
 @contextmanager
 def _signals_raise(pressed: list[int]) -> Iterator[None]:
-    """A command that is told to stop raises SystemExit, so that it removes half-written files.
+    """Makes SIGTERM raise SystemExit, so that half-written files are removed.
 
     Ctrl-C raises KeyboardInterrupt, and is noted in `pressed`.
     """

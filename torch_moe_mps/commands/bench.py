@@ -252,7 +252,7 @@ class Bench:
         return f"experts that a layer reads in a step: {', '.join(found)}"
 
     def _read(self, depth: int) -> None:
-        """Computes a context, and no other one, with so many tokens more that states of it are cached."""
+        """Computes a context, with enough tokens more that its states are cached."""
         self.prompts.kept = []
         if depth:
             self._answer(self.ids[:, : depth + END], 1)
@@ -260,7 +260,7 @@ class Bench:
     def _answer(
         self, ids: Tensor, tokens: int, speculative: Drafting | None = None, **how: Any
     ) -> "_Answered":
-        """An answer behind the context, which stays cached alone."""
+        """Generates after the context, of which only the cached prefix remains."""
         kept = self.prompts.kept[:1]
         answered = _Answered(self.model, self.prompts, speculative, ids, tokens, **how)
         self.prompts.kept = kept or self.prompts.kept[:1]

@@ -236,5 +236,5 @@ def _save(
 
 
 def _write_text(file: Path, text: str) -> None:
-    """Writes UTF-8; names of files that the locale cannot decode are written as the octets they have."""
+    """Writes UTF-8; names of files that the locale cannot decode are written as the bytes they have."""
     file.write_text(text, encoding="utf-8", errors="surrogateescape")

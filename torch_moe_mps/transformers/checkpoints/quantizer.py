@@ -125,11 +125,11 @@ class Quantizer(Lifecycle, HfQuantizer):
 
     @property
     def streams(self) -> bool:
-        """Whether the checkpoint is dense, or can be dequantised while it is read."""
+        """True if the checkpoint is dense, or dequantised while it is read."""
         return not self.pre_quantized or self.quantization_config.source is not None
 
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
-        """A model that is wholly for MPS is quantised on the CPU, where files are mapped instead of read."""
+        """Device map for loading: a model for MPS alone is quantised on the CPU, where files are mapped."""
         _check_no_offloading(device_map)
         whole = device_map.get("") if isinstance(device_map, dict) and len(device_map) == 1 else None
         if self.streams and isinstance(whole, str | torch.device) and torch.device(whole).type == "mps":
@@ -141,7 +141,7 @@ class Quantizer(Lifecycle, HfQuantizer):
         """transformers asks quantizers of GGUF files; their tensors are read with the weights."""
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """None for a GGUF file's, which then is transformers' default."""
+        """The requested dtype, or transformers' default for None, as of a GGUF file."""
         return torch.get_default_dtype() if dtype is None else dtype
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Dense]:
@@ -171,7 +171,7 @@ class Quantizer(Lifecycle, HfQuantizer):
             note_exceptions(model, recipe)
             self.wanted, self.report = Wanted(dense), report
             if config.importance is not None:
-                report.importance = config.importance.give(model, dense)
+                report.importance = config.importance.assign(model, dense)
         elif config.measured:
             self.report = QuantizationReport(measured=config.measured)
         self.wanted.compare(self.layout.targets, self.report, config.requantize)
@@ -184,7 +184,7 @@ class Quantizer(Lifecycle, HfQuantizer):
             self.report.bytes_before = bytes_a_token(model)
 
     def forget_absent(self, model: nn.Module) -> None:
-        """The model was cut: weights that it no longer has are neither read nor quantised."""
+        """Drops weights that the model no longer has."""
         self.wanted.dense = present(model, self.wanted.dense)
         self.layout.forget_absent(model)
         if self.streams:
@@ -216,7 +216,7 @@ class Quantizer(Lifecycle, HfQuantizer):
 
     def place_empty(self, model: nn.Module, done: Callable[[str], bool]) -> None:
         for name in filter(done, [*self.layout.targets, *self.wanted.dense]):
-            target = self.wanted.take(name, self.layout.targets)
+            target = self.wanted.resolve(name, self.layout.targets)
             replace(model, target, {name: empty_weight(target, name) for name in target.formats})
 
     def update_weight_conversions(self, weight_conversions: list, model: nn.Module) -> list:
@@ -232,7 +232,7 @@ class Quantizer(Lifecycle, HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether adapters on its layers can be trained."""
+        """True: adapters on quantised layers can be trained."""
         return True
 
     @property
@@ -260,7 +260,7 @@ def _check_no_offloading(device_map: Any) -> None:
 
 
 def _keep_float32(model: Any) -> None:
-    """Casts, on the meta device, what transformers keeps in float32: quantised layers take its dtype."""
+    """Casts parameters that transformers keeps in float32, on the meta device."""
     plan = model._get_dtype_plan(model.dtype)
     names, _, _ = build_glob_alternation([*plan])
     for name, tensor in [*model.named_parameters(), *model.named_buffers()] if plan else ():

@@ -1,4 +1,4 @@
-"""Knowledge of a checkpoint before its weights are read."""
+"""Config, class and quantisation of a checkpoint, read before its weights."""
 
 import contextlib
 import copy
@@ -163,7 +163,7 @@ class Source:
 
     @property
     def by_others(self) -> bool:
-        """Whether another library quantised the checkpoint."""
+        """True if another library quantised the checkpoint."""
         return self.stored.get("quant_method") in METHODS
 
     def check_files(self) -> None:
@@ -204,13 +204,13 @@ def _looked_for(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _check_routing(config: PreTrainedConfig) -> None:
-    """Raises: ValueError for more experts a token than a layer has, which torch says in the first forward."""
+    """Raises: ValueError for more experts a token than a layer has."""
     experts = [vars(config).get(name) for name in _EXPERTS]
-    most = max((number for number in experts if isinstance(number, int)), default=0)
+    available = max((number for number in experts if isinstance(number, int)), default=0)
     for name in _CHOSEN:
         number = vars(config).get(name)
-        if most > 1 and isinstance(number, int) and number > most:  # a model with one has no router
-            expected = f"at most {most}, the experts of a layer"
+        if available > 1 and isinstance(number, int) and number > available:  # a model with one has no router
+            expected = f"at most {available}, the experts of a layer"
             raise ValueError(f"moe_mps::from_pretrained: {name} must be {expected}, got {number}")
 
 
@@ -276,7 +276,7 @@ def _object(stored: Any) -> dict[str, Any]:
 
 
 def _file(name: str, file: str, arguments: Mapping[str, Any]) -> str | None:
-    """The path of a file in the folder of a checkpoint, or on the Hub where that can be asked; or None."""
+    """Path of a file of a checkpoint, here or in the Hub's cache, or None."""
     where = {key: arguments[key] for key in _WHERE if arguments.get(key) is not None}
     quiet = ("missing_entries", "connection_errors", "gated_repo")
     passed = where | {f"_raise_exceptions_for_{kind}": False for kind in quiet}

@@ -27,7 +27,7 @@ _asked: ContextVar[bool] = ContextVar("moe_mps_packs_gguf", default=False)
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """Files that are loaded inside the block stay packed here, wherever that is, and are checked first."""
+    """Block in which GGUF files are checked, and stay packed on any device."""
     with having(_asked, True), checked_headers():
         yield
 
@@ -99,7 +99,7 @@ class GgufQuantizer(Lifecycle, GgufHfQuantizer):
 
 
 def _transformers_packs(gguf_file: str) -> bool:
-    """Whether transformers keeps a file's blocks on this Mac: some architectures, with its kernels."""
+    """True if transformers itself keeps a file's blocks packed on this Mac."""
     architecture = read_checked(gguf_file)[0]["general.architecture"]
     knows = architecture not in GGUF_FAMILIES and is_gguf_arch_supported(architecture)
     return knows and get_gguf_kernel() is not False

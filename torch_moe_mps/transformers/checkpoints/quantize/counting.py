@@ -11,11 +11,11 @@ from .weights import quantized_names
 
 
 def packed_parameters(model: nn.Module, exclude_embeddings: bool = False) -> int:
-    """How many numbers packed weights stand for, less the scales and biases that count as parameters.
+    """Number of weights that are packed, less scales and biases, which count as parameters.
 
-    Shared words count once. With `exclude_embeddings` an embedding's do not, and its scales are taken off.
+    Shared packed codes count once. `exclude_embeddings` leaves out codes and scales of embeddings.
     """
-    numbers: dict[int, int] = {}  # {id of the words: what they add}
+    numbers: dict[int, int] = {}  # {id of the packed codes: what they add}
     for module in model.modules():
         for parameter, format in formats_in(module).items():
             packed, *others = (getattr(module, name, None) for name in quantized_names(parameter))

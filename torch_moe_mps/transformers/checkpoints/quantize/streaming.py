@@ -52,7 +52,7 @@ class Stream:
         self._errors: list[ValueError] = []
 
     def quantize(self, name: str, weight: Tensor) -> None:
-        """An error is kept for `place`, because transformers would only mention it in its report."""
+        """Quantises a loaded parameter; `place` raises its error, which transformers would only log."""
         target, parameter = self.wanted[name]
         expected = getattr(target.module, parameter)
         expected._is_hf_initialized = True
@@ -67,7 +67,7 @@ class Stream:
             self._errors.append(error)
 
     def place(self, model: "PreTrainedModel", loaded: Callable[[str], bool]) -> None:
-        """Puts the quantised tensors into those modules whose names are `loaded`; others stay dense.
+        """Installs the quantised weights of the `loaded` modules; others stay dense.
 
         Raises: ValueError for the first parameter that could not be quantised.
         """
@@ -91,7 +91,7 @@ class Stream:
             self._done.pop(name, None)
 
     def _unite_tied(self, model: nn.Module) -> None:
-        """If the checkpoint has equal weights for two tied layers, keeps one of them."""
+        """Shares one weight between tied layers whose weights are equal."""
         for names in tied_layers(model).items():
             first, second = (self._done.get(f"{name}.weight") for name in names)
             if first is not None and second is not None and all(map(_equal, first, second)):
@@ -105,13 +105,13 @@ def _equal(first: Tensor | None, second: Tensor | None) -> bool:
 
 
 class QuantizeParameters(ConversionOps):
-    """Hands parameters from the loader to the stream, so that the loader has nothing to set."""
+    """Converter operation that passes parameters from the loader to the stream."""
 
     def __init__(self, stream: Stream):
         self.stream = stream
 
     def __deepcopy__(self, memo: dict) -> "QuantizeParameters":
-        """The loader copies its converters for every parameter, but there is only one stream."""
+        """Itself: the loader copies converters for each parameter, which share one stream."""
         return self
 
     def convert(self, input_dict: dict, missing_keys: set[str], **kwargs: Any) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class QuantizeParameters(ConversionOps):
 
 
 class _OneByOne:
-    """Holds an environment variable at 1 while any thread loads."""
+    """Sets transformers to one loading thread while any thread of ours loads."""
 
     def __init__(self) -> None:
         self._lock, self._loading = threading.Lock(), 0
@@ -145,7 +145,7 @@ class _OneByOne:
 
     @contextlib.contextmanager
     def __call__(self, enabled: bool) -> Iterator[None]:
-        """Makes transformers read a tensor at a time: its four threads would read faster than we quantise."""
+        """Block in which transformers reads one tensor at a time: four threads would outrun quantising."""
         if not enabled:
             yield
             return

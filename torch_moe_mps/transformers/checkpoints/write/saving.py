@@ -23,7 +23,7 @@ from ..quantize.target import quantizable
 
 
 def mark_quantized(model: nn.Module) -> None:
-    """Lets transformers know which of its models within `model` are quantised, and how."""
+    """Sets the quantization_config and quantizer of each transformers model within `model`."""
     quantizer = AUTO_QUANTIZER_MAPPING[NAME]
     for part in _outermost(model, PreTrainedModel):
         config = config_of(part)
