@@ -46,8 +46,8 @@ _HOST = re.compile(r"allocScalarBufferWithValue|newBufferWithBytes|getMPSGraphTe
 _OPERATOR = re.compile(r"^at::_ops::(\w+)::(?:call|redispatch)\(")
 # The end of what is read: containers, errors, other devices, and what each operator does.
 _ENDS = re.compile(
-    r"^(std::|c10::|void std::|at::_ops::|torch::|fmt::|operator |at::mps::MPSStream::|at::mps::HeapAllocator|"
-    r"at::mps::Profiler|at::native::mps::MetalShaderLibrary::|at::native::mps::MetalKernelFunction|"
+    r"^(std::|c10::|void std::|at::_ops::|torch::|fmt::|operator |at::mps::MPSStream::|"
+    r"at::mps::HeapAllocator|at::mps::Profiler|at::native::mps::MetalShaderLibrary::|at::native::mps::MetalKernelFunction|"
     r"at::native::DispatchStubImpl|at::TensorIterator|at::TensorBase::|at::Tensor::|at::Context)"
 )
 

@@ -17,7 +17,7 @@ VERSIONS = ("2.15", "2.14", "2.13")
 )
 def test_torch_has_a_kernel_for_each(architecture, version, simulated):
     """As its wheels for macOS say; scripts/macos/aten_table reads them."""
-    model = tiny_models.tiny_model(architecture, num_hidden_layers=1).to("mps")
+    model = tiny_models.tiny_model(architecture).to("mps")
     torch_moe_mps.accelerate(model)
     ids = torch.arange(1, 9, device="mps")[None]
     with simulated.torch_version(version):
