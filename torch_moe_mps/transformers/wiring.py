@@ -25,7 +25,6 @@ from .modules.rules import MODULE_RULES
 
 FAMILIES = (
     "deepseek_v4",
-    "falcon_h1",
     "gemma4",
     "glm5_next",
     "gpt_oss",
@@ -35,8 +34,6 @@ FAMILIES = (
     "minimax",
     "minimax_m3",
     "qwen4_exp",
-    "recurrent_gemma",
-    "zamba",
     "zaya",
 )
 
