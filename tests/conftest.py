@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import dependents, trained
+from support import trained
 from support.slow import pytest_runtest_call  # noqa: F401  # a hook
 from support.sweep import in_sweep
 
@@ -30,7 +30,6 @@ SIMULATED = sys.platform != "darwin"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--operators", default="", help="no cases of operators but these, joined by commas")
     parser.addoption("--slow-fails", action="store_true", help="a slow test fails unless it says why")
 
 
@@ -86,8 +85,6 @@ def leave_out_sweep(metafunc):
 def pytest_collection_modifyitems(config, items):
     """A case that runs only in the sweep is not run there in another order, too."""
     others = {i for i in items if OTHER_ORDER in i.nodeid and len(list(i.iter_markers("sweep"))) > 1}
-    if names := config.getoption("operators"):
-        others |= {i for i in items if dependents.of_other_operators(i, {*names.split(",")})}
     config.hook.pytest_deselected(items=[*others])
     items[:] = [item for item in items if item not in others]
 

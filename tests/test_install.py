@@ -1,16 +1,19 @@
-"""The commands that hints give: pip takes them, and installs this package from where it came."""
+"""What pip installs: the declared requirements are enough, and the commands of hints are right."""
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
 
 import pytest
 from support import installed
 from support.processes import REPOSITORY, python
+from support.sweep import in_sweep
 
 HINT = "from torch_moe_mps._install import install_command, is_from_index as known; "
 SHOW = "print(install_command('serve'), known(), sep='\\n')"
@@ -108,3 +111,47 @@ def test_a_module_that_is_gone_is_not_installed_again(tmp_path):
         names.append({*zipfile.ZipFile(wheel).namelist()})
         gone.unlink(missing_ok=True)
     assert names[0] - names[1] == {"torch_moe_mps/gone.py"} and names[1] < names[0]
+
+
+OPERATOR = """
+    import json, torch, torch_moe_mps
+    x, weight = torch.randn(3, 64), torch.randn(64)
+    got = torch.ops.moe_mps.rms_norm(x, weight, 1e-6)
+    expected = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    torch.testing.assert_close(got, expected.float())
+    checks = torch.library.opcheck(torch.ops.moe_mps.rms_norm.default, (x, weight, 1e-6))
+    print(json.dumps([torch_moe_mps.__file__, {*checks.values()} == {"SUCCESS"}]))
+"""
+MODEL = """
+    import torch, torch_moe_mps
+    from transformers import MixtralConfig, MixtralForCausalLM
+    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_local_experts=4)
+    heads = dict(num_attention_heads=2, num_key_value_heads=2, vocab_size=32)
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).eval()
+    report = torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    is_finite = model(torch.arange(4)[None]).logits.isfinite().all().item()
+    print(is_finite, "moe_experts_quantized" in report.operators())
+"""
+SERVE = "import torch_moe_mps.serving.http.app, torch_moe_mps.commands.serve; print(True)"
+
+
+@pytest.mark.slow("builds a wheel, and imports torch in an environment of its own")
+@pytest.mark.parametrize("extra", in_sweep(("", "transformers", "serve"), ("",)))
+def test_environment_of_the_declared_requirements(tmp_path_factory, extra):
+    """The wheel, torch and what the metadata declares, in a new process from another folder."""
+    home = installed.declared_environment(tmp_path_factory, extra)
+    file, is_right = json.loads(run_in(home, OPERATOR))
+    assert is_right and Path(file).is_relative_to(home)
+    if extra:
+        assert run_in(home, MODEL) == "True True"
+    if extra == "serve":
+        assert run_in(home, SERVE) == "True"
+
+
+def run_in(home: Path, source: str) -> str:
+    """What the Python of an environment prints, from its folder."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    line = [home / "bin" / "python", "-I", "-c", textwrap.dedent(source)]
+    result = subprocess.run(line, capture_output=True, text=True, timeout=300, env=kept, cwd=home)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()

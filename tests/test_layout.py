@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import dependents
-from support.dependents import PACKAGE, REPOSITORY, imports
-from support.rooms import floor, graph
+from support import rooms
+from support.rooms import PACKAGE, REPOSITORY, floor, graph, imports
 
 from torch_moe_mps._weight_formats import ROWS
 from torch_moe_mps.ops import _activations, _checks, routing
@@ -23,7 +22,7 @@ from torch_moe_mps.transformers import wiring
 @pytest.fixture(scope="module", autouse=True)
 def parsed():
     """Every file is parsed once, and not within the time of a test."""
-    return dependents.graph()
+    return rooms.files()
 
 
 @functools.cache
@@ -136,8 +135,9 @@ def test_rooms_that_know_no_model(room):
 
 
 def test_no_test_imports_another():
-    for path, others in dependents.graph().items():
-        assert not others & dependents.all_tests(), path
+    tests = {path for path in rooms.files() if path.name.startswith("test_")}
+    for path, others in rooms.files().items():
+        assert not others & tests, path
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def documented(tree: ast.Module) -> Iterator[str]:
 
 def test_the_version_of_macos_is_never_asked_of_python():
     """Which may be told an older one, depending on its build (cpython#135675): `macs.macos` asks sw_vers."""
-    root = dependents.REPOSITORY
+    root = REPOSITORY
     paths = [root / "setup.py", *PACKAGE.rglob("*.py"), *(root / "scripts").rglob("*.py")]
     assert [path.name for path in paths if "mac_ver(" in path.read_text()] == []
 
@@ -178,7 +178,7 @@ def test_docstrings_begin_with_the_thing():
     """A noun or a verb comes first, in the package and in the scripts."""
     assert MIDDLE.match(*documented(ast.parse('def f():\n    """Of each row."""')))
     assert not MIDDLE.match(*documented(ast.parse('class A:\n    """Offsets of rows."""')))
-    paths = [*PACKAGE.rglob("*.py"), *(dependents.REPOSITORY / "scripts").rglob("*.py")]
+    paths = [*PACKAGE.rglob("*.py"), *(REPOSITORY / "scripts").rglob("*.py")]
     texts = [(path, text) for path in paths for text in documented(tree(path))]
     assert not [(path, text) for path, text in texts if MIDDLE.match(text)]
 
@@ -229,7 +229,7 @@ GGUF = [name for name, row in ROWS.items() if not row.is_of_mlx]
 # Product files that name formats beside those that name each: a user's choice, an example, a type of its own.
 CHOICES = {
     *("commands/arguments.py", "commands/recipes.py", "ops/_formats.py", "ops/quantized.py"),
-    *("shaders/matmul/grids.txt", "transformers/checkpoints/layouts/gguf/file.py"),
+    *("shaders/matmul/grids.txt", "transformers/checkpoints/gguf/file.py"),
 }
 
 

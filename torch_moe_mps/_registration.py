@@ -38,7 +38,7 @@ def register_gguf(module: Any) -> None:
 
 def register_quantizer(module: object) -> None:
     from .transformers.checkpoints import quantizer
-    from .transformers.checkpoints.layouts.gguf.quantizer import register_readers
+    from .transformers.checkpoints.gguf.quantizer import register_readers
 
     quantizer.register()
     register_readers()
@@ -49,7 +49,7 @@ def register_models(module: Any) -> None:
     from .transformers.attention.implementations import batch_with_own_code, give_weights_by_own_code
     from .transformers.checkpoints.quantize.counting import count_packed
     from .transformers.checkpoints.write.saving import describe_when_saving
-    from .transformers.upstream.batching import ContinuousBatchingManager
+    from .transformers.upstream import ContinuousBatchingManager
 
     module.AttentionInterface.register(NAME, attention)
     batch_with_own_code(ContinuousBatchingManager)

@@ -246,7 +246,7 @@ def main() -> None:
         ratio = statistics.median(times[one]) / statistics.median(times[other])
         what = "a token of generate" if options.generate else "a step" if options.speculative else "a token"
         print(f"{one} / {other}: {ratio:.3f} of {what} ({options.layers} layers of {options.model})")
-        from torch_moe_mps.transformers.capture.calls import captures_of
+        from torch_moe_mps.transformers.capture.classes import captures_of
 
         if captures := captures_of(accelerated):
             seconds = ", ".join(f"{program.seconds:.2f}" for program in captures.programs)

@@ -2,8 +2,7 @@
 """Writes docs/rooms.svg: the rooms of the package, and which of them import which."""
 
 import paths
-from support.dependents import PACKAGE
-from support.rooms import FLOORS, floor, graph
+from support.rooms import FLOORS, PACKAGE, floor, graph
 
 from torch_moe_mps import _svg as svg
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from support import mlx_models
 
-from torch_moe_mps.transformers.checkpoints.layouts.mlx.architectures import ARCHITECTURES
+from torch_moe_mps.transformers.checkpoints.mlx.architectures import ARCHITECTURES
 
 DOCUMENT = paths.REPOSITORY / "docs" / "mlx.md"
 MARK = "<!-- scripts/make/make_mlx_table.py writes what follows -->\n"

@@ -41,8 +41,9 @@ import torch_moe_mps
 from torch_moe_mps._text import first_line
 from torch_moe_mps.pipeline.loop import CannotBeCut, find_loop
 from torch_moe_mps.transformers import experts_of
-from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
-from torch_moe_mps.transformers.checkpoints.layouts.mlx.names import DENSE
+from torch_moe_mps.transformers.capture.classes import captures_of
+from torch_moe_mps.transformers.capture.policy import SWITCH
+from torch_moe_mps.transformers.checkpoints.mlx.names import DENSE
 
 HEADER = """# Models
 

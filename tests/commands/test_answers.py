@@ -1,5 +1,7 @@
 """Parts of the server: text of tokens, stops, penalties, pictures, and where it listens."""
 
+import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +54,23 @@ def test_a_text_ends_before_its_first_stop(stops):
         cut = Cut(stops)
         shown = "".join(cut.add(text[at : at + size]) for at in range(0, len(text), size)) + cut.rest()
         assert shown == text[: min(ends)] and cut.stop in stops
+
+
+def test_a_stop_that_repeats_itself_is_found_where_it_begins_first():
+    draws = random.Random(1)
+    for _ in range(200):
+        stop, text = ("".join(draws.choices("ab", k=count)) for count in (draws.randint(1, 6), 40))
+        cut, shown = Cut([stop]), ""
+        for character in text:
+            shown += cut.add(character)
+        assert shown + cut.rest() == text.partition(stop)[0], (stop, text)
+
+
+def test_stops_take_linear_time():
+    """Of 1,024 characters each, all but the last of which a text repeats."""
+    cut, begun = Cut(["a" * 1023 + chr(98 + number) for number in range(16)]), time.process_time()
+    shown = "".join(cut.add("aaaa") for _ in range(2000))
+    assert shown + cut.rest() == "a" * 8000 and time.process_time() - begun < 2
 
 
 def test_penalties_are_openais():

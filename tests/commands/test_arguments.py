@@ -86,6 +86,8 @@ EARLY = {
     "generate {here} -p a --prompt-cache {here}/no/file": "--prompt-cache must be a file that can be written",
     "chat {here} --prompt-cache {here}": "--prompt-cache must be a file that can be written",
     "serve {here} --media-folder {here}/no": "--media-folder must be a folder",
+    "convert {here} {here}/new/..": "DST must name a new folder, got '{here}/new/..'",
+    "convert {here} {here}/data/new": "DST must be a folder that can be written, got {here}/data/new: Not a",
     "convert {here} {here}": "exists; convert writes a new folder",
     "convert {here} {here}/new --recipe best --bits 4": "--recipe already sets the bits",
     "convert {here} {here}/new --save-importance {here}/x": "--save-importance needs --importance",

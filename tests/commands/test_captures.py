@@ -11,7 +11,8 @@ from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
-from torch_moe_mps.transformers.capture.calls import SWITCH, Captures
+from torch_moe_mps.transformers.capture.calls import Captures
+from torch_moe_mps.transformers.capture.policy import SWITCH
 
 REQUESTS, TOKENS = 10, 5
 QUESTIONS = ["hello", "other", "a", "helloyou", "again", "bcd", "hello", "otherone", "zyx", "last"]

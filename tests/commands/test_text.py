@@ -52,6 +52,7 @@ def test_the_prompt_of_a_chat(here, ask):
         ("/tokenize", {"content": 1}, "'content' must be a text, got 1."),
         ("/tokenize", {}, "'content' must be there, got none."),
         ("/detokenize", {"tokens": "a"}, "'tokens' must be a list of tokens, got 'a'."),
+        ("/detokenize", {"tokens": [1] * 5000}, "'tokens' must have at most 4096 tokens, got 5000."),
         ("/detokenize", {"tokens": [0, -5]}, "'tokens' must be of tokens below {vocabulary}, got -5."),
         (
             "/detokenize",

@@ -10,7 +10,7 @@ from support import tiny_models
 import torch_moe_mps
 from torch_moe_mps._faults import Mark, gpu_busy
 from torch_moe_mps.ops._samples import packet, sample_arguments
-from torch_moe_mps.transformers.capture.calls import SWITCH
+from torch_moe_mps.transformers.capture.policy import SWITCH
 
 SAYS = {  # what macOS says, and what helps
     "timeout": ("Caused GPU Timeout Error", "MOE_MPS_COMMIT_EVERY=4"),

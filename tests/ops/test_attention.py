@@ -59,6 +59,55 @@ def test_what_kernels_count_in_32_bits_may_lie_further_apart(device, dtype):
     checked("attention", q[:, :2, :1], *one_head, 0.2, relative=far_apart(relative[:, :, :2], 2))
 
 
+@pytest.fixture
+def one_core(simulated):
+    """Plans for a GPU of one core, which few blocks of queries fill."""
+    before = torch.ops.moe_mps._plan_for(1, 0)
+    yield simulated
+    torch.ops.moe_mps._plan_for(*before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 20, "softcap": 3.0},
+        {"lookahead": 2**40, "sinks": True},
+        {"gate": True, "key_range": True},
+    ],
+    ids=["causal", "window", "all keys", "gate and range"],
+)
+def test_prompts_that_fill_the_gpu(one_core, dtype, options):
+    """Blocks of 32 queries: heads that share keys, odd widths and tokens, a window, ranges, sinks, a gate."""
+    for heads, key_heads, tokens, keys, width, value_width, kernel in (
+        (8, 4, 37, 150, 64, 64, "attention32_64"),
+        (3, 3, 33, 70, 128, 100, "attention32_128"),
+        (6, 3, 50, 40, 72, 127, "attention32_128"),
+    ):
+        q, k, v = tensors("mps", dtype, 1, heads, key_heads, tokens, keys, width, value_width)
+        given = dict(options)
+        if "sinks" in given:
+            given["sinks"] = numbers(heads).to("mps")
+        if "gate" in given:
+            given["gate"] = numbers(1, tokens, heads, value_width, dtype=dtype).to("mps")
+        if "key_range" in given:
+            given["key_range"] = torch.tensor([[5, keys - 3]], dtype=torch.int32, device="mps")
+        with one_core.trace() as commands:
+            checked("attention", q, k, v, width**-0.5, **given)
+        assert any(kernel in str(command) for command in commands), kernel
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_float32_and_masks_have_no_blocks_of_32_queries(one_core, masked):
+    dtype = torch.bfloat16 if masked else torch.float32
+    q, k, v = tensors("mps", dtype, 1, 8, 4, 40, 40, 64)
+    mask = torch.ones(1, 1, 40, 40, dtype=torch.bool, device="mps").tril() if masked else None
+    with one_core.trace() as commands:
+        checked("attention", q, k, v, 0.125, mask=mask)
+    assert any("attention16_64" in str(command) for command in commands)
+
+
 def test_more_tokens_than_keys(device):
     """The first tokens see no key: zeros, with and without a sink."""
     q, k, v = tensors(device, torch.float32, 1, 2, 1, 5, 3, 16)

@@ -18,7 +18,7 @@ from torch_moe_mps.pipeline.loop import find_loop
 from torch_moe_mps.pipeline.peers import PeerError, Timeouts
 from torch_moe_mps.pipeline.running import Running
 from torch_moe_mps.pipeline.stages import Stage
-from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 HOST = socket.gethostname()

@@ -26,7 +26,7 @@ from torch_moe_mps.commands import check, main
 from torch_moe_mps.ops.quantized import MATRICES
 from torch_moe_mps.selfcheck import machine, once, tuner
 from torch_moe_mps.transformers import self_check
-from torch_moe_mps.transformers.capture.calls import SWITCH
+from torch_moe_mps.transformers.capture.policy import SWITCH
 
 ops = torch.ops.moe_mps
 NUMBERS = [2, 1, 4, 8]

@@ -100,6 +100,18 @@ def test_a_turn_behind_a_restart(architecture, how, tmp_path):
     assert "kv_bits" not in how or eight == [True, True]
 
 
+@pytest.mark.slow("three turns of a model with an indexer")
+def test_pools_of_an_indexer_are_derived_again(tmp_path):
+    """Blocks of a turn within the indexer's budget have none, those of the next turn would have the last."""
+    model, ids = model_of("qwen4_exp", indexer_budget=40), LONG[:, :34]
+    for behind in (LONG[:, 34:64], LONG[:, :9], LONG[:, 9:14]):
+        asked = Asked(ids)
+        answer(model, Disk(tmp_path, MEMORY), asked)
+        assert asked.tokens == asked.expected(model)
+        ids = turn(asked, *behind[0].tolist())
+    assert asked.job.usage.disk_tokens == 75
+
+
 @pytest.mark.parametrize("tokens", [70, 64])
 def test_a_request_that_is_asked_again(tokens, tmp_path):
     """As behind a kill: all but the last token comes from the disk, at the end of a block and elsewhere."""

@@ -17,8 +17,8 @@ from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.attention.attention import NAME
-from torch_moe_mps.transformers.capture import calls
-from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.capture import policy
+from torch_moe_mps.transformers.capture.classes import captures_of
 
 # {architecture: its prompts}: windows and sinks, latents, recurrent states.
 PROMPTS = {"qwen3_moe": 9, "gpt_oss": 3, "deepseek_v3": 3, "qwen3_next": 3}
@@ -29,7 +29,7 @@ OF_OTHER_STATES = ("kimi_linear", "granitemoehybrid", "lfm2_moe", "minimax", "ma
 
 @pytest.fixture(autouse=True)
 def captured(monkeypatch):
-    monkeypatch.setenv(calls.SWITCH, "1")
+    monkeypatch.setenv(policy.SWITCH, "1")
 
 
 class Asked(Job):

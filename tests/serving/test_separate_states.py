@@ -10,8 +10,9 @@ from support.sweep import in_sweep, rows_in_sweep
 import torch_moe_mps
 from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.deferred_states import deferrable_layers
+from torch_moe_mps.transformers.trials.batching import reason_for_order
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 ARCHITECTURES = ("deepseek_v4", "glm5_next", "minimax_m3_vl", "qwen4_exp")
@@ -44,6 +45,20 @@ def test_models_that_are_not_accelerated_run_sequentially(architecture):
     model, many = eager(tiny_models.tiny_model(architecture)), prompts(2)
     expected = [alone(model, ids, 6) for ids in many]
     assert Answered(model, many, [settings(6)] * 2, most=2).answers == expected
+
+
+@pytest.mark.slow("a trial of a small model, and answers")
+@torch.no_grad()
+def test_eager_attention_of_sequences():
+    """Its weights have another size for each sequence: they are not joined."""
+    model, many = eager(tiny_models.tiny_model("deepseek_v4")), prompts(2)
+    expected = [alone(model, ids, 4) for ids in many]
+    torch_moe_mps.accelerate(model)
+    model.set_attn_implementation("eager")
+    seen = []
+    model.get_decoder().layers[0].register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    assert Answered(model, many, [settings(4)] * 2, most=2).answers == expected and max(seen) == 2
+    assert "cannot be tried" not in str(reason_for_order(model))
 
 
 @pytest.mark.slow("answers of a model, alone and beside others")

@@ -30,7 +30,7 @@ from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.http.logprobs import Logprobs
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.attention.attention import NAME
-from torch_moe_mps.transformers.capture import calls
+from torch_moe_mps.transformers.capture import policy
 
 _TOKEN, _GPU = TOKENS[0], GPUS["M4 Max"]  # of Qwen3-30B-A3B
 _COMMAND = 10e-6  # seconds of the host to encode a launch
@@ -40,7 +40,7 @@ _NEW, _STEADY = 20, slice(4, 12)
 
 @pytest.fixture(autouse=True)
 def captured(monkeypatch):
-    monkeypatch.setenv(calls.SWITCH, "1")
+    monkeypatch.setenv(policy.SWITCH, "1")
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """The package as pip installs it: a wheel of this checkout in a folder of its own."""
 
 import fcntl
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -8,10 +9,12 @@ import sys
 import sysconfig
 import textwrap
 import venv
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from .processes import REPOSITORY
 
@@ -58,20 +61,56 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def new_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment with that wheel, and the packages of this one behind it."""
 
+    def make(own: Path) -> None:
+        paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        (own / "others.pth").write_text("".join(f"{path}\n" for path in sorted(paths)))  # without their .pth
+
+    return _environment(tmp_path_factory, "environment", make)
+
+
+def declared_environment(tmp_path_factory: pytest.TempPathFactory, extra: str = "") -> Path:
+    """A virtual environment with that wheel, and links to what its metadata, and its extra's, require."""
+    built = zipfile.Path(wheel(tmp_path_factory))
+    (about,) = (path for path in built.iterdir() if path.name.endswith(".dist-info"))
+
+    def make(own: Path) -> None:
+        link_requirements(importlib.metadata.PathDistribution(about), extra, own)
+
+    return _environment(tmp_path_factory, f"declared_{extra}", make)
+
+
+def link_requirements(package: importlib.metadata.Distribution, extra: str, target: Path) -> None:
+    """Links the installed files of all distributions that a package's metadata requires."""
+    wanted, done = [(package.name, extra)], set()
+    while wanted:
+        name, extra = one = wanted.pop()
+        if one in done:
+            continue
+        done.add(one)
+        try:
+            distribution = package if name == package.name else importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:  # tests/alone.txt is installed without requirements
+            continue
+        for line in distribution.requires or ():
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                wanted += [(requirement.name, each) for each in ("", *requirement.extras)]
+        if distribution is not package:
+            for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+                if not (target / top).exists():
+                    (target / top).symlink_to(distribution.locate_file(top))
+
+
+def _environment(tmp_path_factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], None]) -> Path:
     def make(folder: Path) -> None:
         venv.create(folder, symlinks=True)
-        interpreter = folder / "bin" / "python"
         (own,) = (folder / "lib").glob("python*/site-packages")
-        paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-        (own / "others.pth").write_text(
-            "".join(f"{path}\n" for path in sorted(paths))
-        )  # reads none of their .pth
+        fill(own)
         options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--ignore-installed")
-        build_wheel.run(
-            sys.executable, "-m", "pip", "--python", interpreter, "install", *options, wheel(tmp_path_factory)
-        )
+        pip = ("-m", "pip", "--python", folder / "bin" / "python", "install")
+        build_wheel.run(sys.executable, *pip, *options, wheel(tmp_path_factory))
 
-    return once(tmp_path_factory, "environment", make)
+    return once(tmp_path_factory, name, make)
 
 
 def environment(package: Path, **variables: str) -> dict[str, str]:

@@ -218,7 +218,7 @@ def saved(architecture: str, folder: str, form: str) -> tuple[Any, dict[str, Any
 def equal(root: str, wanted: list[list[str]]) -> dict[str, Any]:
     """{architecture, form: {case: outcome}} and what this process holds."""
     import torch_moe_mps
-    from torch_moe_mps.transformers.capture.calls import captures_of
+    from torch_moe_mps.transformers.capture.classes import captures_of
 
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
@@ -299,7 +299,7 @@ def _engine(folder: str, patched: str | None = None, **given: Any) -> dict[str, 
     scheduler.LARGEST_CHUNK = 16
     model = staged(folder)
     calls: list[list[int]] = []
-    model.get_decoder().register_forward_pre_hook(
+    model.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append([*kwargs["input_ids"].shape]), with_kwargs=True
     )
     answers, following, drafted, sent = None, Following(model.pipeline), 0, 0

@@ -158,7 +158,7 @@ def difference(result: Any, expected: Any) -> str | None:
 
 def reason(model: Any) -> str | None:
     """Why the last token of a model was not one call."""
-    from torch_moe_mps.transformers.capture.calls import captures_of
+    from torch_moe_mps.transformers.capture.classes import captures_of
 
     captures = captures_of(model)
     return "its forward has no argument for a cache" if captures is None else captures.reason

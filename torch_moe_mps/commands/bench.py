@@ -30,7 +30,7 @@ from ..serving.engine.prefill import END
 from ..serving.prefix_cache.memory import PrefixCache
 from ..serving.speculative.drafting import Drafting
 from ..transformers.caches.prompt_cache import new_cache
-from ..transformers.capture.calls import tokens_of
+from ..transformers.capture.classes import tokens_of
 from ..transformers.checkpoints.source import Source
 from ..transformers.upstream.calls import cache_among, cache_argument
 from .arguments import NO_DRAFTS

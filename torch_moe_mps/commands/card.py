@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from .. import __version__
 from .._install import is_from_index
 from .._text import split_gguf
-from ..transformers.checkpoints.layouts.own.config import is_ours
+from ..transformers.checkpoints.own.config import is_ours
 
 CARD = "README.md"
 _TAG = "torch-moe-mps"

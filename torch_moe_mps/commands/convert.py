@@ -23,9 +23,9 @@ from ..macs import BANDWIDTHS, machine_memory
 from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.activations import chosen, range_of
 from ..transformers.checkpoints.calibration import importance_for
-from ..transformers.checkpoints.layouts.files import LARGEST, UNFINISHED, Shards, checkpoint_files
-from ..transformers.checkpoints.layouts.mlx.names import check_architecture
-from ..transformers.checkpoints.layouts.mlx.writing import save_mlx, sizes_in_mlx
+from ..transformers.checkpoints.layouts.files import LARGEST, Shards, checkpoint_files, progress_file
+from ..transformers.checkpoints.mlx.names import check_architecture
+from ..transformers.checkpoints.mlx.writing import save_mlx, sizes_in_mlx
 from ..transformers.checkpoints.quantize.importance import Importance
 from ..transformers.checkpoints.quantize.recipe import requested_recipe
 from ..transformers.checkpoints.ranges import Largest, key_of, remember
@@ -36,11 +36,11 @@ from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
 from ..transformers.mtp.layers import MTP, check_exceptions, converted_mtp, has_mtp, left_out_mtp, planned_mtp
 from ..transformers.mtp.steps import MtpCounted
-from ..transformers.upstream.utilities import GENERATION_CONFIG_NAME
+from ..transformers.upstream.models import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import packs, says_a_format
 from .recipes import arguments_of
-from .results import locked, write_json, written_whole
+from .results import locked, unfinished, write_json, written_whole
 from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
 
 _HELD = 0.75  # part of the memory that a model's weights may take
@@ -178,41 +178,37 @@ def _check_space(destination: Path, size: int) -> None:
     """Tensors wait for their file in others, so that the largest file is there twice."""
     parent = next(folder for folder in destination.absolute().parents if folder.exists())
     needed, free = size + min(size, LARGEST), shutil.disk_usage(parent).free
-    unfinished = _unfinished(destination)
-    if unfinished.is_dir():
-        needed -= sum(file.stat().st_size for file in unfinished.glob("*"))
+    begun = unfinished(destination)
+    if begun.is_dir():
+        needed -= sum(file.stat().st_size for file in begun.glob("*"))
     if free < needed:
         show = in_unit(needed)
         raise ValueError(f"{parent} must have {show(needed)} of free space, got {show(free)}")
 
 
-def _unfinished(destination: Path) -> Path:
-    return destination.parent / f".{destination.name}.unfinished"
-
-
 @contextmanager
 def _written_beside(destination: Path) -> Iterator[Path]:
     """A folder that becomes the destination in the end; a process that was killed may have begun it."""
-    folder = _unfinished(destination)
+    folder = unfinished(destination)
     with locked(folder, destination), _finished(folder, destination):
         yield folder
 
 
 @contextmanager
 def _finished(folder: Path, destination: Path) -> Iterator[None]:
-    """Gives a folder its name in the end; what an error leaves is removed."""
+    """Gives a folder its name in the end; what an error leaves is removed, but for complete files."""
+    progress = progress_file(folder)
     try:
         yield
         folder.chmod(0o755)
         _rename(folder, destination)
-    except Exception:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    except BaseException:  # told to end: what is complete serves the next run
-        if (folder / UNFINISHED).exists():
+        progress.unlink(missing_ok=True)
+    except BaseException as error:
+        if progress.exists():
             print(f"{folder} has what is complete: the same command goes on with it", file=sys.stderr)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, Exception):  # told to end
             print(f"nothing of {destination} is complete: the same command begins anew", file=sys.stderr)
         raise
 
@@ -232,7 +228,7 @@ def _convert(
     """
     destination = Path(options.destination)
     with _written_beside(destination) as folder:
-        began = (folder / UNFINISHED).exists()
+        began = progress_file(folder).exists()
         format = "mlx" if options.to == "mlx" else "pt"
         shards = Shards(folder, format, _key(source, options, recipe, importance))
         if began:

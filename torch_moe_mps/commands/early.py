@@ -16,7 +16,7 @@ from .arguments import MIXED, RECIPES
 from .launch import check_agent
 from .places import adapter_config, look_for_files, look_for_models, place_of_adapter, prompts_of, utf8_text
 from .processes import check_processes
-from .results import check_folder, check_writable
+from .results import check_folder, check_new_folder, check_writable
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -111,6 +111,7 @@ def _perplexity(options: argparse.Namespace) -> None:
 def _convert(options: argparse.Namespace) -> None:
     if os.path.lexists(options.destination):
         raise ValueError(f"{options.destination} exists; convert writes a new folder")
+    check_new_folder("DST", options.destination)
     check_writable("--json", options.json)
     check_writable("--save-importance", options.save_importance)
     if options.save_importance is not None and options.importance is None:

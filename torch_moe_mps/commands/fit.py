@@ -25,9 +25,9 @@ from ..serving.speculative.dflash import is_dflash, require_assistant
 from ..serving.speculative.draft import require_tokens
 from ..transformers.basics.interface import experts_of
 from ..transformers.basics.report import aligned, unit_of
+from ..transformers.checkpoints.gguf.reading import GgufLayout
 from ..transformers.checkpoints.layouts.files import checkpoint_files
-from ..transformers.checkpoints.layouts.gguf.reading import GgufLayout
-from ..transformers.checkpoints.layouts.own.config import QuantizationConfig
+from ..transformers.checkpoints.own.config import QuantizationConfig
 from ..transformers.checkpoints.quantize.decision import weights_of
 from ..transformers.checkpoints.quantize.recipe import (
     AUTO_BITS,

@@ -86,7 +86,7 @@ def load_spread(options: argparse.Namespace, folder: str, **asked: Any) -> Any:
 
         return from_pretrained(folder, **asked)
     from ..pipeline import executor, loading
-    from ..transformers.upstream.processes import DistributedConfig
+    from ..transformers.upstream import DistributedConfig
 
     size = DistributedConfig(pp_size=processes())
     model = loading.from_pretrained(folder, distributed_config=size, shares=options.shares, **asked)

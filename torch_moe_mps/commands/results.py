@@ -57,12 +57,28 @@ def locked(folder: Path, name: object) -> Iterator[None]:
 
 def check_folder(option: str, folder: str) -> None:
     """Raises: ValueError for a folder in which no file can be written, or that another process writes."""
+    _check_folder(option, Path(folder), folder)
+
+
+def check_new_folder(option: str, folder: str) -> None:
+    """Raises: ValueError for a name that is none of a new folder, or where none can be written."""
+    if Path(folder).name in ("", ".."):
+        raise ValueError(f"{option} must name a new folder, got {folder!r}")
+    _check_folder(option, unfinished(Path(folder)), folder)
+
+
+def unfinished(destination: Path) -> Path:
+    """The folder in which a new folder is written, before it gets its name."""
+    return destination.parent / f".{destination.name}.unfinished"
+
+
+def _check_folder(option: str, folder: Path, name: str) -> None:
     try:
-        with locked(Path(folder), folder):
+        with locked(folder, name):
             tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         expected = "must be a folder that can be written"
-        raise ValueError(f"{option} {expected}, got {folder}: {error.strerror}") from None
+        raise ValueError(f"{option} {expected}, got {name}: {error.strerror}") from None
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from ..macs import refusal
 from ..serving.engine.encoder import NO_TEXT
 from ..serving.prefix_cache.memory import LONGEST
 from ..transformers.checkpoints.activations import load_in_best
+from ..transformers.checkpoints.gguf.file import check_file
 from ..transformers.checkpoints.layouts.files import check_files
-from ..transformers.checkpoints.layouts.gguf.file import check_file
 from ..transformers.checkpoints.source import Source, read_tokenizer
 from .places import SMALL_FILES, place_of, place_of_adapter
 from .processes import is_first_process, load_spread, processes

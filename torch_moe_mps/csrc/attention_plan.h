@@ -16,7 +16,7 @@ struct AttentionShape {
   int64_t keys;  // keys that any token may see
   int64_t width, value_width;
   const char* file = "attention";  // has the kernels
-  bool may_be_wide = false;  // there is a kernel for 16 queries of values over 256: dense, 16 bits, no mask
+  bool is_plain = false;  // a dense cache of 16 bits, without a mask: there are kernels of more queries
   // Each token has keys of its own.
   bool selects() const {
     const std::string_view name = file;

@@ -20,7 +20,7 @@ from ..transformers import loading
 from ..transformers.basics.scoped import having
 from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
-from ..transformers.upstream.utilities import cached_file
+from ..transformers.upstream.models import cached_file
 from .loop import CannotBeCut, find_loop
 from .peers import PeerError, Peers, Timeouts
 from .running import Running

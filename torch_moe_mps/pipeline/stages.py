@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..transformers.caches.separate import Separate
 from ..transformers.checkpoints.absent import beside_text, leave_out
-from ..transformers.upstream.caches import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from ..transformers.upstream.calls import cache_among
+from ..transformers.upstream.models import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from .loop import Loop
 
 

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..transformers.adapters.lora import quiet
 from ..transformers.basics.interface import experts_of, projections
-from ..transformers.upstream.training import TRAINER_STATE_NAME, PrinterCallback, TrainerState
+from ..transformers.upstream import TRAINER_STATE_NAME, PrinterCallback, TrainerState
 from .examples import Example
 from .memory import Ranks
 

@@ -108,7 +108,7 @@ def accelerate(
     require_kv_bits("accelerate", kv_bits)
     keeps_own = False
     if _is_of_transformers(model):
-        from .capture.calls import wanted_capture
+        from .capture.policy import wanted_capture
         from .trials.untested import settle
 
         capture = wanted_capture(capture)
@@ -216,7 +216,7 @@ def _add_other_experts(model: nn.Module, report: Report, known: Collection[str])
 def _replace_calls(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
     """Changes calls of the model: its caches, its head and losses, tokens that become one call."""
     from .caches.cache import grow_caches_in_place, growth_of
-    from .capture.calls import capture_calls, never_captured, operators_of_calls, tokens_of
+    from .capture.classes import capture_calls, never_captured, operators_of_calls, tokens_of
     from .modules.loss import chunk_losses
 
     grow_caches_in_place(model, kv_bits)
@@ -250,7 +250,7 @@ def restore(model: nn.Module) -> nn.Module:
     end_residency(model)
     if _is_of_transformers(model):
         from .caches.cache import restore_cache
-        from .capture.calls import restore_calls
+        from .capture.classes import restore_calls
         from .modules.loss import restore_losses
 
         restore_calls(model)

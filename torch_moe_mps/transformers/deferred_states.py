@@ -21,8 +21,8 @@ from .trials.comparing import agrees, on_the_cpu, tried
 from .trials.draws import normal
 from .trials.forms import first_form
 from .trials.twins import LinearCache, twin_of, width_of
-from .upstream.caches import STATE_METHODS, CacheLayerMixin, LinearAttentionLayer
 from .upstream.calls import cache_argument, needed_arguments
+from .upstream.models import STATE_METHODS, CacheLayerMixin, LinearAttentionLayer
 
 _PROMPT, _DRAFTS = 5, 4  # tokens
 _RIGHT = (3, 1)  # accepted draft tokens, of two rows
@@ -121,7 +121,7 @@ def _chunks(module: nn.Module, cls: type[nn.Module], states: int) -> Callable[[i
     return lambda _: _goes_on(_twin_that_runs(module), states)
 
 
-def _goes_on(twin: nn.Module, states: int) -> bool:
+def _goes_on(twin: Any, states: int) -> bool:
     """Whether a prompt in two pieces gives the result that it has in one."""
     found = []
     x = normal(1, _PROMPT + _DRAFTS, _width_of(twin, states))
@@ -133,7 +133,7 @@ def _goes_on(twin: nn.Module, states: int) -> bool:
     return agrees(in_pieces, whole, 1e-3)
 
 
-def _takes_back(twin: nn.Module, states: int, kind: AnyKind) -> bool:
+def _takes_back(twin: Any, states: int, kind: AnyKind) -> bool:
     """Whether rows that have lost different numbers of tokens go on as if these had never been."""
     x = normal(len(_RIGHT), _PROMPT + _DRAFTS + 1, _width_of(twin, states))
     prompt, drafts, token = x.split((_PROMPT, _DRAFTS, 1), 1)
@@ -162,7 +162,7 @@ def _takes_back(twin: nn.Module, states: int, kind: AnyKind) -> bool:
     return True
 
 
-def _width_of(twin: nn.Module, states: int) -> int:
+def _width_of(twin: Any, states: int) -> int:
     return width_of(twin, lambda x: _result(twin, x, LinearCache(states, twin.layer_idx)))
 
 

@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from .capture.calls import capture_calls, captures_of, wanted_capture
+from .capture.classes import capture_calls, captures_of
+from .capture.policy import wanted_capture
 from .upstream.calls import cache_argument
 
 
@@ -36,7 +37,7 @@ class DFlashStep(PreTrainedModel):
             states: [1, T, H] of the model's tokens in front of the block, that the assistant has not read.
             position_ids: [1, T + block]
         """
-        from .upstream.dflash import block_embedding
+        from .upstream.models import block_embedding
 
         kept: Any = cache
         kept.set_previous_accepted_tokens(states.shape[1])

@@ -31,6 +31,7 @@ from .basics.state import (
     original_class,
     state_of,
 )
+from .caches.separate import by_sequence, reads_a_layer
 from .modules.experts import runs_own_code
 from .modules.functions import InPlace, with_operators
 from .modules.rules import FUNCTION_RULES, MODULE_RULES
@@ -46,7 +47,14 @@ def is_rewritten(module: nn.Module) -> bool:
 
 @on_the_cpu()  # for tensors that a model's functions are tried on
 def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
-    """Rewrites a module's forward. Returns: what was replaced in it, and if that is nothing, the reason."""
+    """Rewrites a module's forward. Returns: what was replaced in it, and why nothing or no more was."""
+    done, reason = _rewrite(module)
+    if not is_rewritten(module) and reads_a_layer(module):  # for batches that it reads sequence by sequence
+        _run(module, type(module).forward, {}, is_own=True)
+    return done, reason
+
+
+def _rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
     if is_rewritten(module):
         if not _is_on_top(module):
             return [], "a class was put on top of the one that was rewritten"
@@ -77,7 +85,7 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
         return [], first_line(error)
     if done:
         _run(module, forward, {}, is_own=True)
-        return done, None
+        return done, next(iter(refusals), reason)
     return [], next(iter(refusals), reason) or "its formula is none of the operators'"
 
 
@@ -198,6 +206,8 @@ def _rewritten_class(
             result = NotImplemented if given is None else rewritten(self, *given[0], **given[1])
         return runs_own(self, *args, **kwargs) if result is NotImplemented else result
 
+    if cache_name(own) is not None:
+        forward = by_sequence(forward)
     marks = {OWN_FORWARD: (original, own), OUR_FORWARD: staticmethod(rewritten)}
     cls = subclass(original, CLASS_MARK, _copy_class, forward=forward, **marks)
     return cls

@@ -15,8 +15,8 @@ from .attention.implementations import require_kv_bits
 from .basics.self_check_state import own_code
 from .caches.cache import grow_caches_in_place
 from .checkpoints.calibration import importance_for
-from .checkpoints.layouts.gguf.quantizer import packing
-from .checkpoints.layouts.own.config import QuantizationConfig
+from .checkpoints.gguf.quantizer import packing
+from .checkpoints.own.config import QuantizationConfig
 from .checkpoints.quantize.importance import Importance, is_file_of_importance
 from .checkpoints.quantize.recipe import ARGUMENTS, Recipe, requested_recipe
 from .checkpoints.quantize.streaming import one_by_one

@@ -23,8 +23,8 @@ from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.serving.speculative.verify import verified
 from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.capture import calls
-from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.capture import policy
+from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
@@ -133,7 +133,7 @@ def test_one_capture_more(architecture, rows, monkeypatch):
     """Steps of any number of tokens are one program, however far rows go on, and wherever their states lie:
     those of one token are another, as without drafts.
     """
-    monkeypatch.setenv(calls.SWITCH, "1")
+    monkeypatch.setenv(policy.SWITCH, "1")
     model = eager(tiny_models.tiny_model(architecture))
     torch_moe_mps.accelerate(model)
     many, configs = prompts(rows), [settings(40)] * rows

@@ -32,7 +32,8 @@ from torch_moe_mps.selfcheck.units import SDPA_VARIABLE, chunks_run_sdpa
 from torch_moe_mps.transformers.attention.attention import attention, attention_mask
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
+from torch_moe_mps.transformers.capture.classes import captures_of
+from torch_moe_mps.transformers.capture.policy import SWITCH
 from torch_moe_mps.transformers.families.glm5_next import indexer as kpool_indexer
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 

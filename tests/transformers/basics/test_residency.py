@@ -13,7 +13,7 @@ from transformers import DynamicCache
 import torch_moe_mps
 from torch_moe_mps.transformers.basics import residency
 from torch_moe_mps.transformers.basics.residency import MOVED
-from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 OPS = torch.ops.moe_mps

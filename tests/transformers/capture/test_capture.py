@@ -34,9 +34,10 @@ from torch_moe_mps.ops.attention import bits_as_bool
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.basics.state import state_in
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
-from torch_moe_mps.transformers.capture import calls, surroundings
+from torch_moe_mps.transformers.capture import calls, policy, surroundings
 from torch_moe_mps.transformers.capture import fingerprint as fingerprints
-from torch_moe_mps.transformers.capture.calls import Captures, captures_of
+from torch_moe_mps.transformers.capture.calls import Captures
+from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.capture.fingerprint import Fingerprint
 from torch_moe_mps.transformers.capture.match import Match
 from torch_moe_mps.transformers.capture.trial import unnoticed_change
@@ -50,7 +51,7 @@ PROMPT = 9
 
 @pytest.fixture(autouse=True)
 def captured_anywhere(monkeypatch):
-    monkeypatch.setenv(calls.SWITCH, "1")
+    monkeypatch.setenv(policy.SWITCH, "1")
 
 
 @pytest.fixture
@@ -1091,13 +1092,13 @@ def test_a_recording_that_changes_the_model_is_undone():
 
 
 def test_the_switch(monkeypatch):
-    monkeypatch.setenv(calls.SWITCH, "0")
+    monkeypatch.setenv(policy.SWITCH, "0")
     model = accelerated("qwen3_moe", "cpu")
     assert captures_of(model) is None and isinstance(model, tiny_models.model_class("qwen3_moe"))
-    monkeypatch.setenv(calls.SWITCH, "yes")
+    monkeypatch.setenv(policy.SWITCH, "yes")
     with pytest.raises(ValueError, match="MOE_MPS_CAPTURE must be 0, 1 or auto, got 'yes'"):
         torch_moe_mps.accelerate(model)
-    monkeypatch.setenv(calls.SWITCH, "1")
+    monkeypatch.setenv(policy.SWITCH, "1")
     torch_moe_mps.accelerate(model)
     assert isinstance(captures_of(model), Captures) and isinstance(
         model, tiny_models.model_class("qwen3_moe")
@@ -1176,7 +1177,7 @@ def test_generate(device, same_bits, ways):
             torch.manual_seed(0)
             results.append(each.generate(input_ids=ids, attention_mask=mask, **options).cpu())
         assert torch.equal(*results), options
-        assert captures.programs and captures._failure is None, (options, str(captures))
+        assert captures.programs and captures._policy.failure is None, (options, str(captures))
 
 
 @pytest.mark.sweep

@@ -19,7 +19,8 @@ from support.sweep import in_sweep, rows_in_sweep
 from transformers import DynamicCache
 
 import torch_moe_mps
-from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
+from torch_moe_mps.transformers.capture.classes import captures_of
+from torch_moe_mps.transformers.capture.policy import SWITCH
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 transformers.logging.set_verbosity_error()

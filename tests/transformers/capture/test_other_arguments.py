@@ -9,7 +9,7 @@ from support.sweep import in_sweep
 from support.tiny_models import tiny_model
 
 import torch_moe_mps
-from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.capture.classes import captures_of
 
 
 @pytest.mark.parametrize("architecture", in_sweep(("mamba", "mamba2", "falcon_mamba"), ("mamba2",)))

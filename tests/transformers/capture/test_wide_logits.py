@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor
 import torch_moe_mps
 from torch_moe_mps.commands import perplexity
 from torch_moe_mps.serving.engine import encoder
-from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 

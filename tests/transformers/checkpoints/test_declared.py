@@ -30,7 +30,7 @@ from support.other_libraries import (
 )
 
 import torch_moe_mps
-from torch_moe_mps.transformers.checkpoints.layouts.mlx.writing import save_mlx
+from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 
 SIZES = {"num_hidden_layers": 1, "num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2}
 

@@ -22,9 +22,9 @@ from transformers.integrations.gguf import kernels
 import torch_moe_mps
 from torch_moe_mps import quantization
 from torch_moe_mps.transformers.basics.report import any_layer
-from torch_moe_mps.transformers.capture.calls import SWITCH
-from torch_moe_mps.transformers.checkpoints.layouts.gguf import file as gguf_file
-from torch_moe_mps.transformers.checkpoints.layouts.gguf.quantizer import packing
+from torch_moe_mps.transformers.capture.policy import SWITCH
+from torch_moe_mps.transformers.checkpoints.gguf import file as gguf_file
+from torch_moe_mps.transformers.checkpoints.gguf.quantizer import packing
 from torch_moe_mps.transformers.checkpoints.quantize.target import quantizable
 from torch_moe_mps.transformers.checkpoints.quantize.weights import quantized_names
 from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in

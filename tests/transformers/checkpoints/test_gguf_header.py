@@ -12,7 +12,7 @@ from transformers.integrations.gguf import reader
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
-from torch_moe_mps.transformers.checkpoints.layouts.gguf import header as gguf_header
+from torch_moe_mps.transformers.checkpoints.gguf import header as gguf_header
 
 TOKENS = 30_000
 

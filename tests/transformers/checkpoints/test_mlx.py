@@ -15,8 +15,8 @@ from support.models import assert_close, output, prompt
 
 import torch_moe_mps
 from torch_moe_mps.transformers.basics.interface import formats_of
-from torch_moe_mps.transformers.checkpoints.layouts.mlx.architectures import ARCHITECTURES
-from torch_moe_mps.transformers.checkpoints.layouts.mlx.reading import MlxLayout
+from torch_moe_mps.transformers.checkpoints.mlx.architectures import ARCHITECTURES
+from torch_moe_mps.transformers.checkpoints.mlx.reading import MlxLayout
 
 pytest.importorskip("mlx_lm")
 transformers.logging.set_verbosity_error()

@@ -18,8 +18,8 @@ from support.sweep import covering, in_sweep, rows_in_sweep
 import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.transformers.basics.interface import is_experts, is_quantized
-from torch_moe_mps.transformers.checkpoints.layouts.mlx.older_keys import with_older_keys
-from torch_moe_mps.transformers.checkpoints.layouts.mlx.writing import save_mlx
+from torch_moe_mps.transformers.checkpoints.mlx.older_keys import with_older_keys
+from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 from torch_moe_mps.transformers.modules.linears import QuantizedLayer, formats_in
 from torch_moe_mps.transformers.mtp import layers as mtp
 from torch_moe_mps.transformers.mtp.layers import has_mtp

@@ -1,5 +1,6 @@
 """Checkpoints that other libraries quantised: the same codes, and the values of their own arithmetic."""
 
+import copy
 import itertools
 import json
 
@@ -29,8 +30,10 @@ import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.quantization import Format
 from torch_moe_mps.transformers.checkpoints import quantizer
-from torch_moe_mps.transformers.checkpoints.layouts.others.layouts import Matrix, alike
-from torch_moe_mps.transformers.checkpoints.layouts.others.schemes import Scheme
+from torch_moe_mps.transformers.checkpoints.others.layouts import Matrix, alike
+from torch_moe_mps.transformers.checkpoints.others.schemes import Scheme, Schemes
+from torch_moe_mps.transformers.checkpoints.own.config import QuantizationConfig
+from torch_moe_mps.transformers.checkpoints.source import Source
 from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
 
 
@@ -381,6 +384,19 @@ def change(folder, part: str, function) -> None:
             "fp8 of rows", "weight", lambda t: torch.full(t.shape, 127, dtype=torch.uint8).view(E4M3),
             " must be finite, got NaN",
         ),
+        *[
+            ("nvfp4", "weight_global_scale", lambda t, value=value: torch.full_like(t, value),
+             rf"weight_global_scale must be between 2\^-100 and 2\^100, got {value:g}$")
+            for value in (torch.inf, 1e-38)
+        ],
+        (
+            "nvfp4", "weight_scale", lambda t: torch.full(t.shape, 127, dtype=torch.uint8).view(E4M3),
+            "weight_scale must be finite, got NaN",
+        ),
+        (
+            "nvfp4 of modelopt", "weight_scale_2", lambda t: t * 0,
+            r"weight_scale_2 must be between 2\^-100 and 2\^100, got 0$",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(name, part, function, message, tmp_path):
@@ -389,6 +405,56 @@ def test_what_is_wrong_is_one_line(name, part, function, message, tmp_path):
     with pytest.raises(ValueError, match=rf"^moe_mps::load: \S+?{message}") as error:
         torch_moe_mps.from_pretrained(tmp_path)
     assert "\n" not in str(error.value)
+
+
+# {what wrote it: the quantisation in a config}
+CONFIGS = {name: writer.config for name, (writer, *_) in CASES.items()} | {
+    "rotated": {
+        **CASES["int4"][0].config,
+        "transform_config": {"config_groups": {"R1": {"apply": [{"location": "weight_input"}]}}},
+    },
+    "gptq of layers": {
+        "quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False,
+        "dynamic": {"-:a": {}, "+:b": {"bits": 8}}, "checkpoint_format": "gptq",
+    },
+    "modelopt of layers": {
+        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {"a": {"quant_algo": "NVFP4", "group_size": 16}},
+    },
+    "mxfp4 of gpt-oss": {"quant_method": "mxfp4", "modules_to_not_convert": ["a"]},
+    "mlx": {"bits": 4, "group_size": 32, "a": {"bits": 8, "group_size": 32}, "b": False},
+    "ours": {"library": "torch_moe_mps", "modules": {"a": "affine4_32"}, "ordered": ["a"], "absent": ["b"]},
+}  # fmt: skip
+
+
+def places(stored, path=()):
+    """Paths of all values in a JSON value, itself first."""
+    yield path
+    items = (
+        stored.items() if isinstance(stored, dict) else enumerate(stored if isinstance(stored, list) else ())
+    )
+    for key, value in items:
+        yield from places(value, (*path, key))
+
+
+@pytest.mark.parametrize("name", in_sweep(CONFIGS, ("rotated", "gptq of layers", "mlx", "ours")))
+def test_values_of_other_kinds_in_the_quantization_are_one_line(name, tmp_path):
+    """Every value of a config in turn, where JSON may have any."""
+    for place in places(CONFIGS[name]):
+        for value in ([], {}, [1], {"a": 1}, 4, "x", None):
+            config = {"model_type": "qwen3_moe", "quantization": copy.deepcopy(CONFIGS[name])}
+            inside, path = config, ("quantization", *place)
+            for key in path[:-1]:
+                inside = inside[key]
+            inside[path[-1]] = value
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            try:
+                stored = Source(str(tmp_path), {}).quantization(None) or {}
+                QuantizationConfig(**stored)
+                if "other" in stored:
+                    Schemes(stored["other"])
+            except ValueError as error:
+                assert "\n" not in str(error), (path, value)
 
 
 # {scheme: (group, format, the largest difference of weights)}

@@ -19,8 +19,8 @@ from torch_moe_mps._extension import ONE_THREAD
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.transformers.basics.interface import experts_of, is_quantized
-from torch_moe_mps.transformers.checkpoints.layouts.mlx.writing import save_mlx
-from torch_moe_mps.transformers.checkpoints.layouts.own.config import QuantizationConfig
+from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
+from torch_moe_mps.transformers.checkpoints.own.config import QuantizationConfig
 from torch_moe_mps.transformers.checkpoints.quantize.sizes import total_bytes
 from torch_moe_mps.transformers.checkpoints.quantize.streaming import one_by_one
 from torch_moe_mps.transformers.checkpoints.source import Source

@@ -15,7 +15,7 @@ import torch_moe_mps
 from torch_moe_mps.selfcheck import calls, machine, once
 from torch_moe_mps.transformers import self_check
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
-from torch_moe_mps.transformers.capture.calls import SWITCH
+from torch_moe_mps.transformers.capture.policy import SWITCH
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 NORM = once.checks_of([calls.Subject("rms_norm", torch.float32)])[:1]

@@ -11,7 +11,7 @@ from support.sweep import in_sweep, rows_in_sweep
 from transformers import DynamicCache
 
 import torch_moe_mps
-from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.families.deepseek_v4 import attention as compressed_attention
 from torch_moe_mps.transformers.graphs import passes
 from torch_moe_mps.transformers.upstream.calls import cache_argument

@@ -10,7 +10,7 @@ from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.transformers.basics.state import original_class
-from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.capture.classes import captures_of
 
 ROUNDING = 1e-5
 IDS = torch.randint(2, 90, (2, 20), generator=torch.Generator().manual_seed(0))

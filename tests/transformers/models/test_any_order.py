@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from support.model_machine import ModelMachine, TokenMachine
 
-from torch_moe_mps.transformers.capture.calls import SWITCH
+from torch_moe_mps.transformers.capture.policy import SWITCH
 
 PHASES = (Phase.explicit, Phase.generate)  # a failure is told as it was found: to shrink it takes long
 ALWAYS = {

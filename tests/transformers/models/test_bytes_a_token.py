@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
 import torch_moe_mps
 from torch_moe_mps.transformers.caches.state import parts
 from torch_moe_mps.transformers.capture import calls
-from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 # Qwen3-30B-A3B: of its experts those that a token is routed to, one of its layers, fewer rows of the head.

@@ -23,7 +23,8 @@ from support.sweep import in_sweep, rows_in_sweep
 import torch_moe_mps
 from torch_moe_mps.serving.speculative.mtp import Mtp
 from torch_moe_mps.transformers.caches.batched import BatchedCache
-from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
+from torch_moe_mps.transformers.capture.classes import captures_of
+from torch_moe_mps.transformers.capture.policy import SWITCH
 from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 

@@ -14,7 +14,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import torch_moe_mps
 from torch_moe_mps.transformers.basics.state import NOTHING, STATE
-from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
+from torch_moe_mps.transformers.capture.classes import captures_of
+from torch_moe_mps.transformers.capture.policy import SWITCH
 from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules.recognise import Call
 from torch_moe_mps.transformers.modules.rules import linear_attention as rules

@@ -11,7 +11,7 @@ from support.waits import Waits
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 import torch_moe_mps
-from torch_moe_mps.transformers.capture import calls
+from torch_moe_mps.transformers.capture import classes, generate
 from torch_moe_mps.transformers.modules import sampling
 
 IDS = torch.tensor([[3, 5, 7, 9, 4], [8, 2, 6, 1, 5]])
@@ -34,7 +34,7 @@ MORE = [
 def own_code():
     """transformers' loop, processors and torch.multinomial."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "sampling", lambda processors, *_: contextlib.nullcontext(processors))
+        patch.setattr(generate, "sampling", lambda processors, *_: contextlib.nullcontext(processors))
         yield
 
 
@@ -70,7 +70,7 @@ def test_captured_tokens(model):
         expected = generated(model, **how)
     torch_moe_mps.accelerate(model, capture=True)
     assert torch.equal(generated(model, **how), expected)
-    assert calls.captures_of(model).programs
+    assert classes.captures_of(model).programs
 
 
 def test_launches(model, simulated):

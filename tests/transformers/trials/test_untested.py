@@ -21,7 +21,7 @@ from torch_moe_mps.transformers import restore, supported
 from torch_moe_mps.transformers.basics.classes import class_before
 from torch_moe_mps.transformers.basics.report import Done
 from torch_moe_mps.transformers.basics.self_check_state import OWN_CODE
-from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.graphs.passes import PASSES
 from torch_moe_mps.transformers.modules.rules import MODULE_RULES
 from torch_moe_mps.transformers.trials import memory, small_models

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ...transformers.caches.cache import hands_cache_on
 from ...transformers.caches.prompt_cache import reads_whole, takes_layers
 from ...transformers.trials.batching import reason_against_rows
-from ...transformers.upstream.generation import GenerationMixin, GenerationMode
+from ...transformers.upstream import GenerationMixin, GenerationMode
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, StoppingCriteria
 
 from ..._faults import raise_fault, synchronize
 from ...transformers.basics.scoped import Seeded
-from ...transformers.upstream.generation import as_text
+from ...transformers.upstream.models import as_text
 from .job import Job, Reason, prompt_length
 from .prefill import turned, turning
 

@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ...transformers.caches.prompt_cache import kept_states, new_cache, takes_layers
-from ...transformers.upstream.caches import LinearAttentionCacheLayerMixin
-from ...transformers.upstream.calls import cache_among
+from ...transformers.upstream.calls import cache_among, takes_positions
+from ...transformers.upstream.models import LinearAttentionCacheLayerMixin
 from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
 from .scheduler import LARGEST_CHUNK
 
@@ -19,7 +18,6 @@ from .scheduler import LARGEST_CHUNK
 # so this many tokens are computed again. Every so many tokens states are kept for prompts that share a
 # document; of all, the first and the last are.
 END, _EVERY, _FIRST, _LAST = 32, 4 * LARGEST_CHUNK, 2, 2
-_ROTATE: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # {model: whether it has rotary embeddings}
 
 
 def turning(model: Any) -> dict[str, Any]:
@@ -83,9 +81,10 @@ class Prefill:
         self._deltas = {} if self.cached.images is None else self.cached.images.moved
         self._end = ids.shape[1]
         self._is_whole = cache is None or reads_whole or self.has_new_images
-        # Bamba's own code counts positions from the first token of a call.
+        # Bamba's own code counts positions from the first token of a call. Stages of a pipeline decide alike:
+        # their caches are of one config, and their forwards of one class.
         has_states = cache is not None and any(map(_has_states, cache.layers))
-        self._tells_positions = has_states and not modules and _rotates(model)
+        self._tells_positions = has_states and not modules and takes_positions(model.forward)
         pauses = [] if self._is_whole else _pauses(self.cached, self._end)
         self._ends = [end for end in (*pauses, self._end) if end > len(self.cached.ids)]
 
@@ -154,13 +153,6 @@ class Prefill:
 
 def _has_states(layer: Any) -> bool:
     return isinstance(layer, LinearAttentionCacheLayerMixin)
-
-
-def _rotates(model: Any) -> bool:
-    """Whether a model has rotary embeddings: asked once, as all of its modules are for it."""
-    if model not in _ROTATE:
-        _ROTATE[model] = any(hasattr(module, "inv_freq") for module in model.modules())
-    return _ROTATE[model]
 
 
 def _pauses(kept: CachedPrefix, prompt: int) -> list[int]:

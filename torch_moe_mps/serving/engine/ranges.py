@@ -13,6 +13,8 @@ from .job import Job
 Check = tuple[Callable[[Any], bool], str]  # whether a value can be so, and what it must be
 LARGEST = 1e6  # number that any dtype of logits bears as a factor or a divisor, with all that follows from it
 MOST = (1 << 63) - 1  # the largest that an operator can count
+# Entries of settings that list tokens: each step of an answer compares the logits with them.
+TOKENS, ENDS, WORDS, WORD_TOKENS, FIRST_TOKENS = 1024, 64, 256, 64, 16
 
 
 def number(low: float, high: float = LARGEST, open_at_low: bool = False) -> Check:
@@ -72,6 +74,11 @@ _ALONE = {"encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "guidanc
 _NO_MATTER = {"_from_model_config", "stop_strings", "transformers_version"}
 
 
+def is_list_of(kind: type, value: Any) -> bool:
+    """True for a list or tuple whose entries are all of one type; bool is no int."""
+    return isinstance(value, list | tuple) and {*map(type, value)} <= {kind}
+
+
 def token(vocabulary: int) -> Check:
     """Check of a token that a model knows."""
     fits, _ = integer(0, vocabulary - 1)
@@ -82,26 +89,29 @@ def tokens(vocabulary: int) -> dict[str, Check]:
     """Checks of the settings that are tokens: {setting: its range, where it is not None}."""
     fits, expected = token(vocabulary)
 
-    def all_fit(value: Any) -> bool:
-        return isinstance(value, (list, tuple)) and all(map(fits, value))
+    def all_fit(value: Any, most: int) -> bool:
+        return isinstance(value, (list, tuple)) and len(value) <= most and all(map(fits, value))
 
     def are_words(value: Any) -> bool:
-        return (
-            isinstance(value, (list, tuple)) and bool(value) and all(word and all_fit(word) for word in value)
-        )
+        is_short = isinstance(value, (list, tuple)) and 0 < len(value) <= WORDS
+        return is_short and all(word and all_fit(word, WORD_TOKENS) for word in value)
+
+    def listed(most: int) -> Check:
+        return (lambda value: all_fit(value, most)), f"a list {expected}, at most {most}"
 
     one = fits, expected
-    some = (lambda value: fits(value) or all_fit(value)), expected
-    listed = all_fit, f"a list {expected}"
+    words = f"a list of at most {WORDS} lists {expected}, each of 1 to {WORD_TOKENS}"
+    are_ends, _ = listed(ENDS)
+    ends = (lambda value: fits(value) or are_ends(value)), f"{expected}, at most {ENDS}"
     return {
-        "bad_words_ids": (are_words, f"a list of lists {expected}, none of them empty"),
-        "begin_suppress_tokens": listed,
+        "bad_words_ids": (are_words, words),
+        "begin_suppress_tokens": listed(FIRST_TOKENS),
         "bos_token_id": one,
-        "eos_token_id": some,
+        "eos_token_id": ends,
         "forced_bos_token_id": one,
-        "forced_eos_token_id": some,
+        "forced_eos_token_id": ends,
         "pad_token_id": one,
-        "suppress_tokens": listed,
+        "suppress_tokens": listed(TOKENS),
     }
 
 
@@ -121,6 +131,8 @@ def unknown_token(model: Any, ids: Tensor | Sequence[int]) -> int | None:
     most = vocabulary_of(model)
     if isinstance(ids, Tensor):
         ids = ids[(ids < 0) | (ids >= most)].tolist()
+    if not len(ids) or 0 <= min(ids) <= max(ids) < most:
+        return None
     beyond = [token for token in ids if not 0 <= token < most]
     known = placeholders_of(model) if beyond else ()
     return next((token for token in beyond if token not in known), None)

@@ -52,36 +52,57 @@ def text_stream(tokenizer: Any, skips_special: bool) -> Callable[[int], str | No
 class Cut:
     """Text that ends before the first of some stops, piece by piece.
 
-    What may be the beginning of a stop is held back until it is known not to be one.
+    What may be the beginning of a stop is held back until it is known not to be one. The time is linear in
+    the text (Knuth, Morris and Pratt).
 
     Attributes:
         stop: the one that has come, if any.
     """
 
     def __init__(self, stops: Sequence[str]):
-        self._stops, self._back = stops, ""
+        self._stops, self._back = [(stop, _borders(stop)) for stop in stops], ""
+        self._matched = [0] * len(stops)  # characters of each stop that the text ends with
         self.stop: str | None = None
 
     def add(self, piece: str) -> str:
         """Returns: what can be shown now."""
         if self.stop is not None:
             return ""
-        text, self._back = self._back + piece, ""
-        ends = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        text, before = self._back + piece, len(self._back)
+        ends = list[tuple[int, str]]()
+        for number, (stop, borders) in enumerate(self._stops):
+            matched = self._matched[number]
+            for place, character in enumerate(piece, before + 1):
+                while matched and stop[matched] != character:
+                    matched = borders[matched - 1]
+                matched += stop[matched] == character
+                if matched == len(stop):
+                    ends.append((place - matched, stop))
+                    break
+            self._matched[number] = matched
         if ends:
             place, self.stop = min(ends)
+            self._back = ""
             return text[:place]
-        most = max((len(stop) for stop in self._stops), default=1) - 1
-        for count in range(min(most, len(text)), 0, -1):
-            if any(stop.startswith(text[-count:]) for stop in self._stops):
-                self._back = text[-count:]
-                return text[:-count]
-        return text
+        shown = len(text) - max(self._matched, default=0)
+        self._back = text[shown:]
+        return text[:shown]
 
     def rest(self) -> str:
         """Returns: the text that was held back, at the end."""
         rest, self._back = self._back, ""
         return rest
+
+
+def _borders(stop: str) -> list[int]:
+    """Lengths of the longest proper prefix of each prefix of a text that it ends with, too."""
+    borders, matched = [0], 0
+    for character in stop[1:]:
+        while matched and stop[matched] != character:
+            matched = borders[matched - 1]
+        matched += stop[matched] == character
+        borders.append(matched)
+    return borders
 
 
 @dataclass

@@ -26,6 +26,7 @@ from ..._text import first_line
 from ..engine.loop import Died
 from ..engine.memory import RETRY_AFTER, Level
 from ..prefix_cache.memory import LONGEST
+from . import limits
 from .answer import Item
 from .answers import Answers
 from .guard import REQUEST, Guard
@@ -39,9 +40,6 @@ from .protocols.protocol import Protocol, event, openai_error
 from .protocols.responses import Responses
 from .protocols.text import PATHS
 from .reading import (
-    MEDIA_BYTES,
-    TEXT_BYTES,
-    TOKEN_BYTES,
     Client,
     Kind,
     Reading,
@@ -175,8 +173,10 @@ class Server:
     ) -> tuple[Kind, T]:
         """The kind of thread for a body, and the result of a function of its object. Raises: Refused."""
         context = self.served.context
-        most = MEDIA_BYTES if self.served.reads_media else TEXT_BYTES + TOKEN_BYTES * context
-        octets = await body_of(asked, min(most, 2 * MEDIA_BYTES))
+        most = limits.TEXT_BYTES + limits.TOKEN_BYTES * context
+        if self.served.reads_media:
+            most = limits.MEDIA_BYTES
+        octets = await body_of(asked, min(most, 2 * limits.MEDIA_BYTES))
         kind = kind_of(len(octets))
         return kind, await client.run(kind, lambda: function(object_of(octets, context)))
 

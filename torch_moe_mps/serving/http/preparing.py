@@ -3,6 +3,7 @@
 import copy
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,20 +21,18 @@ from ..engine.penalties import Penalties
 from ..engine.ranges import check_settings, unserved_settings, vocabulary_of
 from ..media.decoding import File, decoded
 from ..prefix_cache.memory import Images
+from . import limits
 from .answer import Answer, Item, Items, text_stream
 from .answers import Answers
 from .logprobs import Logprobs
 from .protocols.tools import Parser, grammar
-from .request import STOPS, Chat, Refused, Request, unsupported, wrong
+from .request import STOPS, Chat, Refused, Request, check_count, unsupported, wrong
 from .served import Served
 from .structured import check_size
 from .template import tensor
 
 log = logging.getLogger(__name__)
 Show = Callable[[int, Item | None], None]
-_MOST_CHARACTERS = 1 << 23  # more than any context has
-# Messages of a conversation, and parts of them; tools: each is written by the chat template, in Python.
-_MOST_MESSAGES, _MOST_TOOLS = 10_000, 1024
 _OF_BEAMS = {"num_beams", "num_return_sequences"}  # settings
 
 
@@ -57,6 +56,10 @@ class Prompt:
 
 def prompts_of(served: Served, request: Request) -> list[Prompt]:
     """The prompts of a request, tokenised; long ones take a while. Raises: Refused."""
+    if request.form is not None:
+        check_size(request.form, request.form_field)
+    if request.forced is not None:
+        check_size([tool.schema for tool in request.forced.tools], request.form_field)
     return [_prompt(served, prompt, request) for prompt in request.prompts]
 
 
@@ -94,12 +97,6 @@ def prompt_text(served: Served, request: Request) -> str:
     return str(_templated(served, chat, request.prompt_field, tokenize=False))
 
 
-def check_characters(count: int, field: str) -> None:
-    """Raises: Refused for a text that takes too long to read."""
-    if count > _MOST_CHARACTERS:
-        raise Refused(f"'{field}' must have at most {_MOST_CHARACTERS} characters, got {count}.", field)
-
-
 # Prompts
 
 
@@ -108,6 +105,9 @@ def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) ->
     length = _length(read)
     _check_length(length, served.context, request.prompt_field)
     config = _settings(served, request, length)
+    if config.suppress_tokens:  # transformers' processor compares all logits with all of them
+        banned = dict.fromkeys([(token,) for token in config.suppress_tokens], -math.inf)
+        config.sequence_bias, config.suppress_tokens = (config.sequence_bias or {}) | banned, None
     served.check_tokens(read["input_ids"], request.prompt_field)
     inputs = {name: tensor(value) for name, value in read.items()}
     form, text, parser = served.template.form, None, None
@@ -127,7 +127,7 @@ def _inputs(served: Served, prompt: Chat | str | list[int], field: str) -> dict[
         return inputs
     ids: Any = prompt
     if isinstance(prompt, str):
-        check_characters(len(prompt), field)
+        check_count(field, len(prompt), limits.CHARACTERS, "characters")
         with served.template.tokenizing() as tokenizer:
             ids = tokenizer(prompt)["input_ids"]
     return {"input_ids": ids, "attention_mask": [1] * len(ids)}
@@ -139,14 +139,11 @@ def _templated(served: Served, chat: Chat, field: str, tokenize: bool = True) ->
         raise Refused(NO_TEXT, "model")
     template, messages = served.template, chat.messages
     parts = sum(len(message["content"]) for message in messages)
-    for what, count, most in (
-        ("messages", len(messages), _MOST_MESSAGES),
-        ("parts", parts, _MOST_MESSAGES),
-        ("tools", len(chat.tools), _MOST_TOOLS),
-    ):
-        if count > most:
-            raise Refused(f"A chat must have at most {most} {what}, got {count}.", field)
-    check_characters(sum(len(p.get("text", "")) for m in messages for p in m["content"]), field)
+    check_count(field, len(messages), limits.MESSAGES, "messages")
+    check_count(field, parts, limits.MESSAGES, "parts")
+    check_count("tools", len(chat.tools), limits.TOOLS, "tools")
+    characters = sum(len(part.get("text", "")) for message in messages for part in message["content"])
+    check_count(field, characters, limits.CHARACTERS, "characters")
     messages = _with_media(served, messages)
     if chat.tools and not template.shows_tools:
         log.warning("tools are left out, %d of them: prompts of this model show none", len(chat.tools))
@@ -324,7 +321,6 @@ def _processors(served: Served, request: Request, prompt: Prompt) -> tuple[list[
     if request.frequency or request.presence:
         made.append(Penalties(prompt_length(prompt.inputs), request.frequency, request.presence))
     if (form := _form(served, request, prompt)) is not None:
-        check_size(form, request.form_field)
         tokenizer, vocabulary = served.template.tokenizer, vocabulary_of(served.model)
         made.append(served.grammars.mask(tokenizer, prompt.config, vocabulary, form, request.form_field))
     logprobs = None

@@ -16,17 +16,12 @@ import msgspec
 from starlette.requests import Request as Asked
 
 from ..._text import first_line
+from . import limits
 from .limited import BESIDE
 from .request import Refused, read_json
 
 T = TypeVar("T")
-MEDIA_BYTES, TEXT_BYTES = 32 << 20, 8 << 20  # in a body for a model that sees or hears, and for any other
-TOKEN_BYTES = 32  # more for each token of the context, where a body is text
 _DROPPED = 8  # times as many bytes, at most, of a body that is read and dropped
-# Values, and objects and lists among them, in a body: both take Python's lock while they are made.
-_MOST_VALUES, _MOST_CONTAINERS = 1 << 20, 1 << 16
-_MOST_IN_TEXT = 1 << 18  # brackets more, of texts: at most as many as the context has tokens
-_SHORT = 1 << 16  # bytes of a body that is read beside long ones
 MOST_OF_CLIENT = 32  # requests of one address that are read, or wait for it
 _AT_ONCE = 2  # at a time of one client, on threads of one kind
 _RETRY_AFTER, _DRAINS = 1, 5.0  # seconds; the latter for the body of a request that is refused
@@ -37,7 +32,7 @@ Kind = Literal["short", "long", "grammar"]
 
 def kind_of(size: int) -> Kind:
     """The kind of thread on which a body of so many bytes is read."""
-    return "short" if size <= _SHORT else "long"
+    return "short" if size <= limits.SHORT_BYTES else "long"
 
 
 class Reading:
@@ -109,13 +104,13 @@ async def body_of(asked: Asked, most: int) -> bytes:
     The rest of that is read and dropped, as many clients read no answer before they have sent all.
     """
     declared, count, parts = int(asked.headers.get("content-length") or 0), 0, list[bytes]()
-    if declared <= _DROPPED * MEDIA_BYTES:
+    if declared <= _DROPPED * limits.MEDIA_BYTES:
         async for part in asked.stream():
             parts.append(part)
             count += len(part)
             if max(declared, count) > most:
                 parts.clear()
-            if count > _DROPPED * MEDIA_BYTES:
+            if count > _DROPPED * limits.MEDIA_BYTES:
                 break
     if max(declared, count) > most:
         raise Refused(f"The body must have at most {most >> 20} MiB.", None, "too_large", 413)
@@ -124,10 +119,10 @@ async def body_of(asked: Asked, most: int) -> bytes:
 
 def object_of(octets: bytes, context: int) -> dict[str, Any]:
     """The object in JSON of a body for a model that reads so many tokens. Raises: Refused."""
-    containers = octets.count(b"[") + octets.count(b"{")
+    containers, more = octets.count(b"[") + octets.count(b"{"), min(context, limits.OF_CONTEXT)
     for count, most, what in (
-        (containers, _MOST_CONTAINERS + min(context, _MOST_IN_TEXT), "objects and lists"),
-        (containers + octets.count(b","), _MOST_VALUES, "values"),
+        (containers, limits.CONTAINERS + more, "objects and lists"),
+        (containers + octets.count(b","), limits.VALUES + limits.VALUES_OF_TOKEN * more, "values"),
     ):
         if count > most:
             raise Refused(f"The body must have at most {most} {what}.", None, "too_large", 413)

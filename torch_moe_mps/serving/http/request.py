@@ -6,10 +6,8 @@ from typing import Any
 
 from ..._text import shown
 from ..engine.defaults import choice
-from ..engine.ranges import DRAWS, SEED, SETTINGS, Check, integer, number
-
-_MOST_STOPS = 16
-MOST_ANSWERS = 32  # to one request
+from ..engine.ranges import DRAWS, SEED, SETTINGS, TOKENS, Check, integer, is_list_of, number
+from . import limits
 
 
 class Refused(Exception):
@@ -35,6 +33,12 @@ class Refused(Exception):
 def wrong(field: str, expected: str, got: object) -> Refused:
     """The error of a field whose value is none that it can have."""
     return Refused(f"'{field}' must be {expected}, got {shown(got)}.", field, "invalid_value")
+
+
+def check_count(field: str, count: int, most: int, what: str) -> None:
+    """Raises: Refused for a field with more of something than it may have."""
+    if count > most:
+        raise Refused(f"'{field}' must have at most {most} {what}, got {count}.", field)
 
 
 def unsupported(field: str, got: object) -> Refused:
@@ -160,18 +164,23 @@ def instance(kind: type, expected: str) -> Check:
 
 def _are_stops(value: Any) -> bool:
     stops = [value] if isinstance(value, str) else value
-    are_texts = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
-    return are_texts and len(stops) <= _MOST_STOPS
+    if not isinstance(stops, list) or len(stops) > limits.STOPS or not is_list_of(str, stops):
+        return False
+    return all(0 < len(stop) <= limits.STOP_CHARACTERS for stop in stops)
 
 
 def _are_biases(value: Any) -> bool:
     fits, _ = number(-100, 100)
-    return isinstance(value, dict) and all(key.isdecimal() and fits(bias) for key, bias in value.items())
+    return (
+        isinstance(value, dict)
+        and len(value) <= TOKENS
+        and all(key.isdecimal() and fits(bias) for key, bias in value.items())
+    )
 
 
 def is_object_in_json(value: Any) -> bool:
     try:
-        return isinstance(read_json(value), dict)
+        return len(value) <= limits.FORM_CHARACTERS and isinstance(read_json(value), dict)
     except (TypeError, ValueError):
         return False
 
@@ -179,12 +188,18 @@ def is_object_in_json(value: Any) -> bool:
 TEXT = instance(str, "a text")
 OBJECT = instance(dict, "an object")
 YES_OR_NO = instance(bool, "true or false")
-STOPS: Check = (_are_stops, f"a text, or a list of at most {_MOST_STOPS}, none of them empty")
+STOPS: Check = (
+    _are_stops,
+    f"a text of 1 to {limits.STOP_CHARACTERS} characters, or a list of at most {limits.STOPS} of these",
+)
 # {field: check} of what all of OpenAI's protocols have, where it is not null.
 SHARED: dict[str, Check] = {
     "frequency_penalty": number(-2, 2),
-    "generation_config": (is_object_in_json, "the text of an object in JSON"),
-    "logit_bias": (_are_biases, "an object of token ids and numbers from -100 to 100"),
+    "generation_config": (
+        is_object_in_json,
+        f"the text of an object in JSON, of at most {limits.FORM_CHARACTERS} characters",
+    ),
+    "logit_bias": (_are_biases, f"an object of at most {TOKENS} token ids and numbers from -100 to 100"),
     "min_p": DRAWS["min_p"],
     "model": TEXT,
     "presence_penalty": number(-2, 2),
@@ -255,8 +270,7 @@ def texts_or_tokens(value: Any, field: str, most: int) -> list[str | list[int]]:
 
 
 def _is_text_or_tokens(value: Any) -> bool:
-    are_tokens = isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
-    return isinstance(value, str) or are_tokens
+    return isinstance(value, str) or (bool(value) and is_list_of(int, value))
 
 
 def common(body: dict[str, Any], later: Sequence[str] = ("stream_options",)) -> dict[str, Any]:

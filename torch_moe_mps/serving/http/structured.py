@@ -15,14 +15,12 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from ..._text import first_line
+from . import limits
 from .limited import BESIDE, Limited, TooLong
 from .request import Refused, wrong
 
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time and line of C++ in front of xgrammar's errors
 
-_MOST_CHARACTERS = 1 << 18  # in a schema or a grammar
-_MOST_CHOICES = 4096  # in one list, or in a grammar: their time grows by the square
-_MOST_PARENTHESES = _MOST_DEEP = 100  # inside of each other: xgrammar reads by recursion
 _COMPILES, _MASKS = 10.0, 2.0  # seconds at most, for a grammar with its first mask, and for any later mask
 # Seconds that the masks of an answer may compute, in all: the others wait for each of them.
 _SPENT, _SPENT_BY_TOKEN = 0.5, 0.005
@@ -112,20 +110,28 @@ def check_size(form: Any, field: str) -> None:
     """Raises: Refused for a form that takes xgrammar too long, or more stack than a thread has.
 
     Args:
-        form, field: as of `Grammars.mask`.
+        form: the text of a grammar, a schema in JSON, or a list of schemas.
     """
-    plain = form if isinstance(form, str | dict) else form.model_dump()
-    text = plain if isinstance(plain, str) else json.dumps(plain)
-    longest, depth = _sizes(plain) if isinstance(plain, dict | list) else (0, 0)
-    for got, most, expected in (
-        (len(text), _MOST_CHARACTERS, "be of at most {} characters"),
-        (depth, _MOST_DEEP, "nest at most {} deep"),
-        (max(longest, text.count("|")), _MOST_CHOICES, "have at most {} choices in one place"),
-        (_parentheses(text), _MOST_PARENTHESES, "have at most {} parentheses inside of each other"),
-    ):
+    kind = _kind_of(form)
+
+    def check(got: int, most: int, expected: str) -> None:
         if got > most:
-            line = f"The {_kind_of(form)} of '{field}' must {expected.format(most)}, got {got}."
+            line = f"The {kind} of '{field}' must {expected.format(most)}, got {got}."
             raise Refused(line, field, "invalid_value")
+
+    choices = "have at most {} choices in one place"
+    level, parts, depth = [] if isinstance(form, str) else [form], 0, 0
+    while level:  # wide and deep ones are refused before they are visited
+        parts, depth = parts + len(level), depth + 1
+        check(parts, limits.FORM_PARTS, "be of at most {} objects and lists")
+        check(depth, limits.DEPTH, "nest at most {} deep")
+        check(max(map(len, level)), limits.CHOICES, choices)
+        inner = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [part for values in inner for part in values if isinstance(part, dict | list)]
+    text = form if isinstance(form, str) else json.dumps(form)
+    check(len(text), limits.FORM_CHARACTERS, "be of at most {} characters")
+    check(text.count("|"), limits.CHOICES, choices)
+    check(_parentheses(text), limits.DEPTH, "have at most {} parentheses inside of each other")
 
 
 def _parentheses(text: str) -> int:
@@ -139,17 +145,6 @@ def _parentheses(text: str) -> int:
 
 def _kind_of(form: Any) -> str:
     return "grammar" if isinstance(form, str) else "schema"
-
-
-def _sizes(form: Any) -> tuple[int, int]:
-    """The length of the longest list in a form, and how deep it nests."""
-    level, longest, depth = [form], 0, 0
-    while level:
-        longest = max([longest, *(len(part) for part in level if isinstance(part, list))])
-        inner = (part.values() if isinstance(part, dict) else part for part in level)
-        level = [part for parts in inner for part in parts if isinstance(part, dict | list)]
-        depth += 1
-    return longest, depth
 
 
 class Grammars:

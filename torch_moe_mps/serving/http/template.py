@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...transformers.upstream.chat import variables_of
+from ...transformers.upstream.models import variables_of
 from .protocols.forms import form_of
 from .protocols.tools import family_of
 from .request import Chat, Tool

@@ -79,7 +79,7 @@ class DFlash(RowSource[_Read]):
     @torch.no_grad()
     def computed(self, row: Row, first: int, states: Tensor) -> None:
         """Takes the model's states [1, T, H] of a row's tokens from place `first` on."""
-        from ...transformers.upstream.dflash import DFlashCache  # 5.24 has it
+        from ...transformers.upstream import DFlashCache  # 5.24 has it
 
         read = self._read.get(row)
         if read is None:

@@ -15,8 +15,6 @@
 #include "common/simdgroups.h"
 #include "geometry/attention.h"
 
-constant constexpr int kKeyTiles = 2;  // of 8 keys, of a simdgroup: half as many barriers as with one
-
 // Reductions over the lanes that hold the same column.
 inline float max_of_column(float x) {
   x = max(x, simd_shuffle_xor(x, ushort(2)));
@@ -53,12 +51,13 @@ struct StagedOf<T, true> {
 };
 
 // C is DenseCache or QuantizedCache, or what reads one of them in another way. That has the cache, which says
-// how keys are stored: Metal has no derived classes.
-template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles>
+// how keys are stored: Metal has no derived classes. kKeyTiles, each of 8 keys, are those of a simdgroup: two
+// take half as many barriers as one, which leaves registers for 32 queries.
+template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles, int kKeyTiles = 2>
 struct Block {
   typedef typename C::Stored Stored;
   typedef typename Stored::Element T;
-  static constant constexpr bool kWide = kValueTiles * kQueryTiles > 8;
+  static constant constexpr bool kWide = kQueryTiles > 2 || kValueTiles* kQueryTiles > 8;
   typedef typename StagedOf<T, kWide>::type Staged;
   static constant constexpr int kSimdgroups = kTeams * kMembers;
   static constant constexpr int kQueries = 8 * kQueryTiles;
@@ -580,7 +579,7 @@ struct Block {
 };
 
 // Beside the keys and values there are their scales, or the keys and values of a tail.
-template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles>
+template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles, int kKeyTiles = 2>
 [[kernel, max_total_threads_per_threadgroup(kTeams* kMembers* kSimdWidth)]] void attention_block(
     device const typename C::Stored::Element* q [[buffer(0)]], device const uchar* k [[buffer(1)]],
     device const uchar* v [[buffer(2)]], device const uchar* mask [[buffer(3)]],
@@ -592,7 +591,7 @@ template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
     device const int* key_range [[buffer(11)]], device const typename C::Stored::Element* gate [[buffer(12)]],
     constant AttentionParams& params [[buffer(13)]], threadgroup uchar* staged [[threadgroup(0)]],
     uint3 group [[threadgroup_position_in_grid]], LANES) {
-  typedef Block<C, kTeams, kMembers, kValueTiles, kQueryTiles> B;
+  typedef Block<C, kTeams, kMembers, kValueTiles, kQueryTiles, kKeyTiles> B;
   threadgroup typename B::Shared shared;
   const uint batch = group.z / params.key_heads, key_head = group.z % params.key_heads;
   const C keys(k, k_beside, k_biases, batch, key_head, params.k);

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checkpoints.layouts.mlx.names import Names
+from ..checkpoints.mlx.names import Names
 from .lora import refuse
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapters.safetensors"

@@ -231,7 +231,7 @@ def _eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | N
 
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask of NAME, an additive one; None only where eager's may be, for own code adds columns to it."""
-    from ..upstream.masks import eager_mask
+    from ..upstream.models import eager_mask
 
     mask = None if args else _causal(**{"dtype": torch.float32, **kwargs})
     if mask is None:
@@ -249,7 +249,7 @@ def _causal(**options: Any) -> CausalMask | None:
 
     Models whose indexers read the mask do not let it be None; this also says that others change the order.
     """
-    from ..upstream.masks import causal_mask_function
+    from ..upstream.models import causal_mask_function
 
     plain = options.get("allow_is_causal_skip", True)
     plain = plain or options.get("mask_function") is causal_mask_function

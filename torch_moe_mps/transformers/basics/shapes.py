@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.fx.experimental import _config
 
-from ..upstream.utilities import logging
+from ..upstream.models import logging
 
 
 @torch.no_grad()

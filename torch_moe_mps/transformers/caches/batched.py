@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
 
-from ..upstream.caches import chosen_together
+from ..upstream.models import chosen_together
 from . import growing
 from .declared import Batched, declared
 from .deferred_states import AnyKind, DeferredLayer, can_defer, committed, deferred

@@ -20,14 +20,14 @@ from transformers import (
 from ...ops.attention import CACHE_BITS
 from ..basics.residency import follow_moved
 from ..basics.state import state_in, state_of
-from ..upstream.caches import GROWING, CacheLayerMixin
 from ..upstream.calls import cache_among, cache_name, decoder_cache
+from ..upstream.models import GROWING, CacheLayerMixin
 from .deferred_states import DeferredLayer
 from .held import HeldEntries
 from .in_layers import is_in_layers
 from .layers import Made, growing_class
 from .quantized_states import QuantizedStates, can_be_quantized
-from .separate import Separate, run_each
+from .separate import Separate
 from .state import LayerState
 
 STATES = "state"  # the argument of a forward that is a list of states: RWKV's
@@ -87,7 +87,6 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if is_plain:
         _note_unknown(module, _grow(cache, CACHE_BITS if quantizes else None))
         _prepare(cache, kwargs.get("position_ids", args[2] if len(args) > 2 else None))
-        run_each(module, cache)
     elif quantizes and not isinstance(cache, QuantizedCache):
         name = f"{'an offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
         warnings.warn(

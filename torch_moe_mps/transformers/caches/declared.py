@@ -50,7 +50,7 @@ class Declared:
         tensors: {attribute: axes}, or None in place of a tensor.
         mappings: {attribute: axes of the tensors in this dictionary, None where it has numbers}.
         numbers: attributes that are numbers, dtypes and devices.
-        derived: attributes that copies, pickles and batches make again of the others.
+        derived: attributes that files, pickles and batches leave out: they are computed again of the others.
         trim, batched: as these say.
         defers: whether the update of its states can wait until it is known which tokens are accepted.
     """

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ...ops.linear_attention import MAX_PENDING, pending_width, selective_pending_shape
 from ..basics.uncommitted import set_before, set_uncommitted
-from ..upstream.caches import LinearAttentionLayer
+from ..upstream.models import LinearAttentionLayer
 from .declared import STATE, Declared, declaration_of
 from .state import LayerState, copy_of_layer
 

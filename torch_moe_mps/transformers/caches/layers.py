@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..upstream.caches import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+from ..upstream.models import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from . import growing
 from .declared import GROWING_CLASSES, Declared, declaration_of
 from .held import HeldPools
@@ -78,11 +78,7 @@ class Made(CacheLayerMixin):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A copied or pickled layer has no room. A dense one is a plain one, which needs no package."""
-        state = {
-            name: growing.compact(value)
-            for name, value in LayerState(self).values().items()
-            if name not in self.declared.derived
-        }
+        state = {name: growing.compact(value) for name, value in LayerState(self).stored().items()}
         if self.bits is not None:
             return _empty_layer, (self.plain, self.bits), state
         return object.__new__, (self.plain,), state
@@ -207,6 +203,8 @@ class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
     def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
         held = self.pools
         before = 0 if held is None else held.shape[1]
+        if before > count or (before and rate != self.rate):  # they are of other keys
+            held, before = None, 0
         if before < count:
             new = pool(before, count)
             (self.pools,) = growing.extended((new.new_empty(0) if held is None else held,), (new,))

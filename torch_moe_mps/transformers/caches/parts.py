@@ -32,10 +32,10 @@ def block(cache: DynamicCache, start: int, end: int) -> Part:
     for index, layer in enumerate(cache.layers):
         if not fits_one_prefix(layer):
             before, after = (LayerState(_cut(layer, tokens)) for tokens in (start, end))
-            held = before.values()
+            held = before.stored()
             part[index] = {
                 name: _behind(held.get(name), value, after.axes(Name(OWN, name)).time)
-                for name, value in after.values().items()
+                for name, value in after.stored().items()
             }
     return part
 

@@ -152,7 +152,7 @@ def save_prompt_cache(
         {
             "class": plain_class(layer).__name__,
             "bits": getattr(layer, "bits", None),
-            "state": stored(LayerState(layer).values(), tensors),
+            "state": stored(LayerState(layer).stored(), tensors),
         }
         for layer in cache.layers
     ]

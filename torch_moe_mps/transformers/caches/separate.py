@@ -7,25 +7,25 @@ once for each sequence, with its row of every argument and its own layer: what t
 compute alone.
 """
 
+import functools
 import inspect
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Cache
 
 from ..basics.deferred import Deferred
-from ..upstream.caches import CacheLayerMixin
+from ..upstream import GradientCheckpointingLayer
 from ..upstream.calls import cache_name
-from ..upstream.utilities import GradientCheckpointingLayer
+from ..upstream.models import CacheLayerMixin
 from .declared import Batched, Declared, declared
 from .state import copy_of_cache
 
 _TABLES = "position_embeddings"  # the argument of modules that may have tables of all tokens
 _MASK = "attention_mask"
-_readers: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 
 
 class Separate(CacheLayerMixin):
@@ -91,42 +91,59 @@ def is_separate(layer: Any, pools: bool) -> bool:
     return batched is Batched.EACH or (pools and batched is Batched.BY_KEYS)
 
 
-class _Own(NamedTuple):
-    """The forward of a module for one call of its model: it runs its class's once for each sequence."""
+def reads_a_layer(module: nn.Module) -> bool:
+    """True for a module that reads one layer of the cache: attention, and what is in it, but no block."""
+    takes_cache = cache_name(type(module).forward) is not None
+    return takes_cache and hasattr(module, "layer_idx") and not isinstance(module, GradientCheckpointingLayer)
 
-    module: nn.Module
-    number: int
-    caches: list[Any]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = type(self.module).forward
-        bound = inspect.signature(own).bind(self.module, *args, **kwargs)
-        parts = [self._part(own, bound, row) for row in range(len(self.caches))]
-        if not isinstance(parts[0], tuple):
-            return torch.cat(parts)
-        return tuple(
-            torch.cat(part) if isinstance(part[0], Tensor) else None for part in zip(*parts, strict=True)
-        )
+def by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that runs once for each sequence of a batch where each has the module's layer for itself."""
 
-    def _part(self, own: Any, bound: inspect.BoundArguments, row: int) -> Any:
-        cache, rows = self.caches[row], len(self.caches)
-        layer, name = cache.layers[self.number], cache_name(own)
-        given: dict[str, Any] = {}
-        for key, value in bound.arguments.items():
-            if bound.signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD:
-                given |= {inner: _row(item, row, rows) for inner, item in value.items()}
-            else:
-                given[key] = _row(value, row, rows)
-        del given["self"]
-        tokens = next(value for value in given.values() if isinstance(value, Tensor)).shape[1]
-        keys = layer.get_mask_sizes(tokens)[0]
-        if isinstance(mask := given.get(_MASK), Tensor):
-            given[_MASK] = _mask_of(mask, tokens, keys)
-        if isinstance(tables := given.get(_TABLES), tuple):
-            given[_TABLES] = tuple(
-                table if table.shape[1] == tokens else table[:, -keys:] for table in tables
-            )
-        return own(self.module, **given | {"cache" if name is None else name: cache})
+    @functools.wraps(forward)
+    def of_sequences(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        cache = next((value for value in (*kwargs.values(), *args) if isinstance(value, Cache)), None)
+        number: Any = getattr(self, "layer_idx", None)
+        layers = getattr(cache, "layers", ())
+        layer = layers[number] if type(number) is int and 0 <= number < len(layers) else None
+        if type(layer) is not Separate:
+            return forward(self, *args, **kwargs)
+        bound = inspect.signature(forward).bind(self, *args, **kwargs)
+        return _joined([_of_row(forward, bound, cache, number, row) for row in range(len(layer.layers))])
+
+    return of_sequences
+
+
+def _of_row(
+    forward: Callable[..., Any], bound: inspect.BoundArguments, cache: Any, number: int, row: int
+) -> Any:
+    """The result of a forward for one sequence, with its layers of the cache."""
+    rows = len(cache.layers[number].layers)
+    alone = copy_of_cache(cache, [_layer_of(layer, row) for layer in cache.layers])
+    given: dict[str, Any] = {}
+    for key, value in bound.arguments.items():
+        if bound.signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD:
+            given |= {inner: _row(item, row, rows) for inner, item in value.items()}
+        else:
+            given[key] = _row(value, row, rows)
+    module = given.pop("self")
+    given = {key: alone if value is cache else value for key, value in given.items()}
+    tokens = next(value for value in given.values() if isinstance(value, Tensor)).shape[1]
+    keys = alone.layers[number].get_mask_sizes(tokens)[0]
+    if isinstance(mask := given.get(_MASK), Tensor):
+        given[_MASK] = _mask_of(mask, tokens, keys)
+    if isinstance(tables := given.get(_TABLES), tuple):
+        given[_TABLES] = tuple(table if table.shape[1] == tokens else table[:, -keys:] for table in tables)
+    return forward(module, **given)
+
+
+def _joined(results: list[Any]) -> Any:
+    """The results of all sequences as one; None for what has another shape in each, as attention weights."""
+    if isinstance(results[0], tuple):
+        return tuple(map(_joined, map(list, zip(*results, strict=True))))
+    if not isinstance(results[0], Tensor) or len({result.shape for result in results}) > 1:
+        return None
+    return torch.cat(results)
 
 
 def _row(value: Any, row: int, rows: int) -> Any:
@@ -148,43 +165,5 @@ def _mask_of(mask: Tensor, tokens: int, keys: int) -> Tensor:
     return mask if mask.shape[-1] == tokens else mask[..., -keys:]
 
 
-def run_each(decoder: nn.Module, cache: Any) -> None:
-    """Lets the modules of a decoder that read separate layers run once for each sequence, for one call."""
-    numbers = {number for number, layer in enumerate(cache.layers) if isinstance(layer, Separate)}
-    if not numbers:
-        return
-    rows = max(len(layer.layers) for layer in cache.layers if isinstance(layer, Separate))
-    caches = [copy_of_cache(cache, [_layer_of(layer, row) for layer in cache.layers]) for row in range(rows)]
-    if decoder not in _readers:
-        _readers[decoder] = [*_reading(decoder)]
-    changed = []
-    for module in _readers[decoder]:
-        number: Any = module.layer_idx
-        if number in numbers:
-            module.forward = _Own(module, number, caches)  # type: ignore[assignment]  # takes its place
-            changed.append(module)
-
-    def restore(*args: Any) -> None:
-        handle.remove()
-        for module in changed:
-            if isinstance(module.forward, _Own):  # else another call's hook was first
-                del module.forward
-
-    handle = decoder.register_forward_hook(restore, always_call=True)
-
-
 def _layer_of(layer: Any, row: int) -> Any:
     return layer.layers[row] if isinstance(layer, Separate) else layer
-
-
-def _reading(decoder: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that have the number of a layer and take a cache, but for a model's blocks."""
-    found = [
-        module
-        for module in decoder.modules()
-        if hasattr(module, "layer_idx")
-        and not isinstance(module, GradientCheckpointingLayer)
-        and cache_name(type(module).forward) is not None
-    ]
-    inner = {part for module in found for part in module.modules() if part is not module}
-    return (module for module in found if module not in inner)

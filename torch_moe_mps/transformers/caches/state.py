@@ -46,6 +46,10 @@ class LayerState:
         names = (name for name in self._declared.names if name in held)
         return {name: dict(held[name]) if name in mappings else held[name] for name in names}
 
+    def stored(self) -> dict[str, Any]:
+        """`values` to write: without the attributes that the others are enough to derive."""
+        return {n: value for n, value in self.values().items() if n not in self._declared.derived}
+
     def items(self) -> Iterator[tuple[Name, Any]]:
         """Names and values, but for the dictionaries themselves."""
         for name, value in self.values().items():

@@ -18,7 +18,7 @@ from ..caches.declared import declaration_of
 from ..caches.in_layers import is_in_layers
 from ..caches.separate import Separate
 from ..caches.state import copy_of_cache, copy_of_layer, dictionaries_of, parts
-from ..upstream.caches import GROWING
+from ..upstream.models import GROWING
 
 _CACHES = (*GROWING, StaticCache, QuantizedCache)
 

@@ -1,16 +1,11 @@
 """Lets a model's calls for a few new tokens run as one call of a program, from the third of their kind on."""
 
 import functools
-import inspect
-import os
 import platform
 import sys
 import threading
 import time
-import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,48 +16,32 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache
 
-from ..._extension import host_library
-from ..._faults import synchronized
 from ..._text import first_line
 from ...ops._decoded import checked_at_once
 from ..attention.attention import MOST_TOKENS
-from ..attention.causal_mask import follow_mask
-from ..basics.bounded import Bounded
-from ..basics.classes import restore_class, subclass
 from ..basics.residency import follow_moved
-from ..basics.scoped import having
-from ..basics.self_check_state import is_on_mps, refused
-from ..basics.state import state_in, state_of
-from ..basics.wide_logits import wide_logits
-from ..caches.cache import FOLLOWS, takes_states
+from ..basics.self_check_state import refused
+from ..caches.cache import FOLLOWS
 from ..caches.held import HeldEntries
 from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator, symbols_end
-from ..modules.sampling import OPERATOR, current, sampling
 from ..upstream.calls import cache_among
-from ..upstream.utilities import ModelOutput
-from .arguments import MASK, padding_of, whole
-from .candidates import CANDIDATES, DRAFTING, are_by_layers
+from ..upstream.models import ModelOutput
+from .arguments import padding_of, whole
 from .exchange import ExchangeError, exchange_of
-from .fingerprint import Fingerprint, note_change
+from .fingerprint import Fingerprint
 from .match import Match, Taken
 from .own_code import OwnCode
+from .policy import Kind, Policy
 from .program import Integers, assemble
 from .reading import BeginsCache, Reading
 from .recording import Recording
 from .surroundings import forbidden
 from .trial import unnoticed_change
 
-SWITCH = "MOE_MPS_CAPTURE"
-_MARK = "_moe_mps_captures"  # in a class that `_capturing_class` made: the one in whose place it is
-_CALLS_BEFORE = 2  # the third call of a kind is captured
-_MOST_PROGRAMS = 8  # kept for each model
-_MOST_CAPTURES = 16  # for each kind of calls: the guards of some never hold for long
-_MOST_PINNED = 4
-_MOST_KINDS = 64
-_LONGEST_REST = 4096  # calls after which a capture that failed is tried again
+_MAX_PROGRAMS = 8  # kept for each model
 # Errors of a layer of a cache that holds something else than the recorded one.
 _OF_OTHERS = (AttributeError, LookupError, TypeError, RuntimeError)
 _TOO_FEW = "no kind of call for a few tokens was repeated three times"
@@ -89,19 +68,6 @@ class Capture(NamedTuple):
     seconds: float
 
 
-class _Kind:
-    """Calls that differ in numbers and tensors alone."""
-
-    def __init__(self) -> None:
-        self.calls = 0  # since the last capture
-        self.captures = 0
-        self.pinned = 0  # captures that hold for one value of a number
-        self.fixes_rows = False  # the model runs other operators for each number of rows
-        self.begins_cache: str | None = None  # why these calls are left alone
-        self.numbers: list[int] = []
-        self.varied: dict[int, int] = {}  # {position of a number that changes: its value before}
-
-
 class Captures:
     """Counts of a model's calls, and programs of those that repeat.
 
@@ -115,13 +81,10 @@ class Captures:
         self.programs: list[Capture] = []
         self.reason: str | None = _TOO_FEW
         self._anywhere, self._own_code, self._most = anywhere, own_code, most
-        self._failure: str | None = None  # why the last capture failed
-        self._kinds = Bounded(_MOST_KINDS)
-        self._rest, self._rests = 0, 0
+        self._policy = Policy()
         self._reads_masks = False
         self._lock = threading.Lock()
         self._entering, self._inside = threading.Lock(), 0  # threads in a call
-        self._has_warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Captures, (self._anywhere, self._own_code, self._most)
@@ -139,7 +102,8 @@ class Captures:
 
     def clear(self, reason: str = _TOO_FEW) -> None:
         """Forgets all programs, and with them the weights that they hold."""
-        self.programs, self._kinds, self.reason = [], Bounded(_MOST_KINDS), reason
+        self.programs, self.reason = [], reason
+        self._policy.forget()
 
     def call(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Result of `own`, the model's forward, for these arguments."""
@@ -160,9 +124,8 @@ class Captures:
             result = self._run(model, arguments)
             if result is not None:
                 return result[0]
-            if self._rest > 0:
-                self._rest -= 1
-                self.reason = self._failure
+            if self._policy.rests():
+                self.reason = self._policy.failure
             elif self._may_capture(model, own, arguments):
                 result = self._run(model, arguments)
                 if result is not None:
@@ -236,10 +199,10 @@ class Captures:
         """Counts a call, and captures it if it is the third of its kind. Returns: whether it has."""
         if not self._lock.acquire(blocking=False):
             return False  # another thread captures
-        kind: _Kind | None = None
+        kind: Kind | None = None
         try:
             reading = Reading(arguments, None if self._reads_masks else padding_of(model, arguments))
-            kind = self._kind_to_capture(reading)
+            kind = self._policy.kind_to_capture(reading)
             if kind is None:
                 return False
             with symbols_end():
@@ -259,8 +222,8 @@ class Captures:
         except Exception as error:
             self._fail(f"{type(error).__name__}: {first_line(error)}", is_expected=False)
         else:
-            self.programs = [program, *self._still_right(program.fingerprint)][:_MOST_PROGRAMS]
-            self._rests, self._failure = 0, None
+            self.programs = [program, *self._still_right(program.fingerprint)][:_MAX_PROGRAMS]
+            self._policy.succeeded()
             follow_moved()  # passes have joined weights
             return True
         finally:
@@ -274,39 +237,12 @@ class Captures:
         return [program._replace(fingerprint=now) for program in self.programs]
 
     def _fail(self, reason: str, is_expected: bool = True) -> None:
-        """Notes why a token is not captured, and says so once: if it happens again, or is not expected."""
-        self.reason = self._failure = reason
-        self._rests += 1
-        self._rest = min(4**self._rests, _LONGEST_REST)
-        if not self._has_warned and not (is_expected and (self.programs or self._rests < 2)):
-            self._has_warned = True
-            warnings.warn(
-                f"torch_moe_mps: a token could not be captured and runs module by module: {reason}",
-                stacklevel=6,
-            )
-
-    def _kind_to_capture(self, reading: Reading) -> _Kind | None:
-        """The kind of a call, if this is the one to capture."""
-        kind: _Kind | None = self._kinds.get(reading.key)
-        if kind is None:
-            kind = self._kinds[reading.key] = _Kind()
-        for position, (before, now) in enumerate(zip(kind.numbers, reading.numbers, strict=False)):
-            if before != now:
-                kind.varied[position] = before
-        kind.numbers = reading.numbers
-        if kind.begins_cache is not None:
-            raise BeginsCache(kind.begins_cache)
-        kind.calls += 1
-        if kind.calls <= _CALLS_BEFORE:
-            return None
-        if kind.captures >= _MOST_CAPTURES:
-            raise NotCapturable(f"calls of one kind were captured {_MOST_CAPTURES} times, and differ again")
-        kind.calls, kind.captures = 0, kind.captures + 1
-        return kind
+        self.reason = reason
+        self._policy.failed(reason, is_expected, bool(self.programs))
 
     @torch.inference_mode(False)  # in which torch refuses views of weights among fake tensors
     @torch.no_grad()
-    def _captured(self, model: nn.Module, own: Callable[..., Any], reading: Reading, kind: _Kind) -> Capture:
+    def _captured(self, model: nn.Module, own: Callable[..., Any], reading: Reading, kind: Kind) -> Capture:
         started = time.perf_counter()
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             raise NotCapturable("Python runs without its global lock, with which a token compares the model")
@@ -317,7 +253,7 @@ class Captures:
             raise NotCapturable("a profiler hides whose code a token runs")
         own_code = OwnCode()
         recorder = Recorder(None if self._own_code else own_code.look)
-        symbol, values, least = _symbols(reading, kind)
+        symbol, values, least = kind.symbols(reading)
         symints = [recorder.symbol(*value) for value in zip(values, least, strict=True)]
         recording = Recording(reading, symbol, symints, recorder)
         exchange = exchange_of(model)
@@ -351,10 +287,8 @@ class Captures:
         weights = [*model.parameters(), *model.buffers()]
         program = assemble(recorder.graph, integers, recording, weights)
         evaluate = integers.function(least)
-        kind.fixes_rows |= any(integers.is_fixed(symbol[p]) for p in reading.rows & symbol.keys())
-        kind.pinned += integers.is_pinned  # once a window is full, it is so for all tokens
-        if kind.pinned > _MOST_PINNED:
-            raise NotCapturable("it rests on one length of the context")
+        fixes_rows = any(integers.is_fixed(symbol[p]) for p in reading.rows & symbol.keys())
+        kind.note_program(integers.is_pinned, fixes_rows)
         seconds = time.perf_counter() - started
         operators = tuple(node.target for node in recorder.graph.nodes if is_operator(node))
         match = recording.match(writes)
@@ -371,29 +305,6 @@ def _positions_by_hand(arguments: dict[str, Any]) -> str | None:
     layers = getattr(cache_among(arguments), "layers", ())
     counts = any(isinstance(layer, HeldEntries) for layer in layers)
     return "position_ids are compared with the cache, outside of generate()" if counts else None
-
-
-def _symbols(reading: Reading, kind: _Kind) -> tuple[dict[int, int], list[int], list[int]]:
-    """{position of a number: its symbol}, what the symbols are now, and what they are at least.
-
-    Numbers that were equal in both of two calls share a symbol, if both are sizes, places in memories or
-    neither. A size below 2 is never one: calls of one kind have the same sizes of 0 and 1. The rows of a
-    batch may be others in the next call, before they ever were.
-    """
-    rows = set() if kind.fixes_rows else reading.rows
-    assumed = rows if rows.isdisjoint(kind.varied) else set()
-    assumed |= reading.starts if rows else set()  # they move on when a row leaves that was the longest
-    changing = {position: reading.numbers[position] for position in reading.growing | assumed} | kind.varied
-    groups: dict[tuple[int, int, bool, bool, bool], int] = {}
-    symbol: dict[int, int] = {}
-    for position, before in sorted(changing.items()):
-        now = reading.numbers[position]
-        is_size, is_row = position in reading.sizes, position in reading.rows
-        if (is_size and now < 2) or (is_row and kind.fixes_rows):
-            continue
-        group = before, now, is_row, position in reading.starts, is_size
-        symbol[position] = groups.setdefault(group, len(groups))
-    return symbol, [now for _, now, *_ in groups], [2 if is_size else 0 for *_, is_size in groups]
 
 
 def _maker(value: Any, tensors: list[Tensor], cache: Any) -> Make:
@@ -415,173 +326,3 @@ def _maker(value: Any, tensors: list[Tensor], cache: Any) -> Make:
     if isinstance(value, Cache):
         raise BeginsCache("it makes a cache")
     raise NotCapturable(f"it returns a {type(value).__name__}")
-
-
-def wanted_capture(capture: bool | None) -> bool | None:
-    """Whether tokens are captured: True always, False never; for None as MOE_MPS_CAPTURE says."""
-    switch = os.environ.get(SWITCH, "auto")
-    if switch not in ("0", "1", "auto"):
-        raise ValueError(f"torch_moe_mps: {SWITCH} must be 0, 1 or auto, got {switch!r}")
-    if capture is not None and type(capture) is not bool:
-        raise ValueError(f"moe_mps::accelerate: capture must be True, False or None, got {capture!r}")
-    return {"0": False, "1": True}.get(switch) if capture is None else capture
-
-
-def capture_calls(model: nn.Module, wanted: bool | None, most: int = MOST_TOKENS) -> None:
-    """Lets the models of transformers in a module capture their calls, as `wanted_capture` says.
-
-    Args:
-        most: tokens of each row of a call.
-    """
-    note_change()
-    for module in _models(model):
-        may_be = wanted is not False and host_library() is not None
-        state_of(module).captures = Captures(bool(wanted), bool(wanted), most) if may_be else None
-        DRAFTING.pop(module, None)
-        if not hasattr(type(module), _MARK):
-            cls: Any = type(module)
-            module.__class__ = _capturing_class(cls)
-
-
-def restore_calls(model: nn.Module) -> None:
-    """Undoes `capture_calls`. Beneath a class that somebody put on top, a model's own code runs."""
-    note_change()
-    for module in model.modules():
-        if captures_in(module) is not None:
-            state_of(module).captures = None
-        DRAFTING.pop(module, None)
-        restore_class(module, _MARK)
-
-
-def captures_in(model: nn.Module) -> Captures | None:
-    """The captures of a model itself, None where its calls are not captured."""
-    found: Captures | None = state_in(model).captures
-    return found
-
-
-def captures_of(model: nn.Module) -> Captures | None:
-    """Captures of the first model in a module that captures its calls."""
-    return next(filter(None, map(captures_in, model.modules())), None)
-
-
-def tokens_of(model: nn.Module) -> Callable[[], str | None]:
-    """A function that says how the tokens of a model run, as long as the model is there."""
-    captures = captures_of(model)
-    known = (lambda: None) if captures is None else weakref.ref(captures)
-
-    def says() -> str | None:
-        result = known()
-        return None if result is None else str(result)
-
-    return says
-
-
-def never_captured(model: nn.Module, wanted: bool | None) -> str | None:
-    """Reason why decode steps are not captured on this device and with these options, or None."""
-    may_be = wanted is not False and host_library() is not None and (bool(wanted) or is_on_mps(model))
-    says_tokens = any(isinstance(m, PreTrainedModel) and m.can_generate() for m in model.modules())
-    if captures_of(model) is not None or not may_be or not says_tokens:
-        return None
-    return "tokens run module by module: its forward has no argument for a cache"
-
-
-def operators_of_calls(model: nn.Module) -> set[str]:
-    """Operators that `generate` of a model runs beside the model."""
-    return {OPERATOR} if any(_samples(type(module)) for module in model.modules()) else set()
-
-
-def _samples(cls: type[nn.Module]) -> bool:
-    """True for a class whose `generate` samples by the operator."""
-    own = getattr(getattr(cls, _MARK, cls), "_sample", None)
-    return getattr(cls, "_sample", None) is not own
-
-
-def _models(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost models of transformers that take a cache, or states in its place."""
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if module not in inside and isinstance(module, PreTrainedModel) and takes_states(module):
-            inside.update(module.modules())
-            yield module
-
-
-@functools.cache
-def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a model's class that captures calls, and whose `generate` gives no tokens out that the
-    GPU failed at, and reads MTP layers once; everything else stays."""
-    own: Callable[..., Any] = original.forward
-    parameters = inspect.signature(own).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
-
-    @functools.wraps(own)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if original.forward is not own:  # somebody has patched the class
-            return original.forward(self, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            return own(self, *args, **kwargs)
-        captures = captures_in(self)
-        if captures is None or len(args) > len(names):
-            with checked_at_once(self):
-                return own(self, *args, **kwargs)
-        if args:
-            arguments = dict(zip(names, args, strict=False))
-            if not arguments.keys().isdisjoint(kwargs):
-                return own(self, *args, **kwargs)  # it raises the error
-            kwargs |= arguments
-        return captures.call(self, own, kwargs)
-
-    def apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        if (captures := captures_in(self)) is not None:
-            captures.clear()  # they hold the weights that go
-        return original._apply(self, *args, **kwargs)
-
-    members = {"forward": forward, "_apply": apply, **_of_generate(original)}
-    return subclass(original, _MARK, _capturing_class, **members)
-
-
-def _of_generate(original: Any) -> dict[str, Any]:
-    """Members of a model's class by which `generate` gives no tokens out that the GPU failed at, samples by
-    the operator, and reads MTP layers once."""
-    members: dict[str, Any] = {}
-    if hasattr(original, "generate"):
-
-        @functools.wraps(original.generate)
-        def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            follows = kwargs.get("position_ids") is None
-            is_own = kwargs.get("custom_generate") is None  # else who knows what reads logits
-            with (
-                having(FOLLOWS, follows),
-                wide_logits() if is_own else nullcontext(),
-                synchronized(self.device),
-            ):
-                return original.generate(self, *args, **kwargs)
-
-        members["generate"] = generate
-    if getattr(original, "_sample", None) is GenerationMixin._sample:
-
-        def update(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            before = (args[0] if args else kwargs["model_kwargs"]).get(MASK)
-            passed = original._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
-            follow_mask(before, passed.get(MASK), self)
-            if (steps := current()) is not None:
-                steps.take(outputs)
-            return passed
-
-        def sample(
-            self: Any, ids: Tensor, *, logits_processor: Any, generation_config: Any, **kwargs: Any
-        ) -> Any:
-            with sampling(logits_processor, generation_config, ids.device, self) as stands:
-                how = {"logits_processor": stands, "generation_config": generation_config}
-                return original._sample(self, ids, **how, **kwargs)
-
-        members |= {"_sample": sample, "_update_model_kwargs_for_generation": update}
-    own_candidates = getattr(original, "_get_candidate_generator", None)
-    if own_candidates is GenerationMixin._get_candidate_generator:
-
-        def candidates(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-            if are_by_layers(generation_config):
-                return CANDIDATES[0](self, generation_config, kwargs["logits_processor"])
-            return own_candidates(self, generation_config, *args, **kwargs)
-
-        members["_get_candidate_generator"] = candidates
-    return members

@@ -31,8 +31,7 @@ from ..._extension import host_library
 from ..basics.reads import attributes_of
 from ..basics.state import Beside, State
 from ..graphs.tracing import NotCapturable
-from ..upstream.caches import CacheLayerMixin
-from ..upstream.utilities import GeneralInterface
+from ..upstream.models import CacheLayerMixin, GeneralInterface
 from .own_code import is_of_library
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from ..graphs.tracing import NotCapturable
-from ..upstream.utilities import HF_MODULES_CACHE
+from ..upstream.models import HF_MODULES_CACHE
 
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

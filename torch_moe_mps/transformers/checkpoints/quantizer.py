@@ -13,26 +13,26 @@ from torch import nn
 from ...ops._checks import Check
 from ..basics.report import QuantizationReport
 from ..modules.experts import NAME
-from ..upstream.loading import build_glob_alternation
-from ..upstream.quantizers import (
+from ..upstream.weights import (
     AUTO_QUANTIZER_MAPPING,
     AutoHfQuantizer,
     AutoQuantizationConfig,
     GgufConfig,
     HfQuantizer,
+    build_glob_alternation,
     register_quantization_config,
     register_quantizer,
 )
 from .absent import leave_out
+from .gguf.quantizer import GgufQuantizer
+from .gguf.reading import Dense, dense_state
 from .layouts.dense import DenseLayout
-from .layouts.gguf.quantizer import GgufQuantizer
-from .layouts.gguf.reading import Dense, dense_state
 from .layouts.layout import Layout, Section
 from .layouts.lifecycle import Lifecycle
-from .layouts.mlx.reading import MlxLayout
-from .layouts.others.reading import OthersLayout
-from .layouts.own.config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
-from .layouts.own.reading import OwnLayout
+from .mlx.reading import MlxLayout
+from .others.reading import OthersLayout
+from .own.config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
+from .own.reading import OwnLayout
 from .quantize.decision import note_exceptions, weights_of
 from .quantize.importance import Importance
 from .quantize.in_place import refuse_second_method

@@ -24,12 +24,12 @@ from ..._hub import folder_in_the_cache
 from ..._text import first_line, split_gguf
 from ...quantization import Format
 from ..modules.experts import NAME
-from ..upstream.quantizers import AutoHfQuantizer
-from ..upstream.utilities import cached_file
+from ..upstream.models import cached_file
+from ..upstream.weights import AutoHfQuantizer
 from .layouts.files import check_index, checkpoint_files
-from .layouts.mlx.reading import written_by_mlx
-from .layouts.others.schemes import METHODS, modelopt_beside
-from .layouts.own.config import FROM_GGUF, is_mlx, is_ours
+from .mlx.reading import written_by_mlx
+from .others.schemes import METHODS, modelopt_beside
+from .own.config import FROM_GGUF, is_mlx, is_ours
 
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
@@ -233,7 +233,7 @@ def _config_class(name: str, given: Mapping[str, Any]) -> Any:
         got = type(stored).__name__
         raise ValueError(f"moe_mps::from_pretrained: the config of {name} must be an object, got a {got}")
     kind = stored.get("model_type")
-    mlx = is_mlx(stored.get("quantization") or {}) or written_by_mlx(name)
+    mlx = is_mlx(_object(stored.get("quantization") or {})) or written_by_mlx(name)
     if not mlx or kind in CONFIG_MAPPING or where.get("trust_remote_code"):
         return AutoConfig
     if kind not in _SAME_MODEL:
@@ -244,7 +244,7 @@ def _config_class(name: str, given: Mapping[str, Any]) -> Any:
 def _stored(name: str, config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The quantisation of a checkpoint, from its config, or its files if MLX or ModelOpt wrote them."""
     stored = getattr(config, "quantization_config", None) or getattr(config, "quantization", None) or {}
-    stored = dict(stored) if isinstance(stored, Mapping) else stored.to_dict()
+    stored = stored.to_dict() if hasattr(stored, "to_dict") else _object(stored)
     if is_mlx(stored) or (not stored and written_by_mlx(name)):
         return {"quant_method": NAME, "mlx": stored}
     if is_ours(stored):
@@ -254,10 +254,20 @@ def _stored(name: str, config: Any, arguments: Mapping[str, Any]) -> dict[str, A
     if not stored:
         return {}
     method = getattr(stored.get("quant_method"), "value", stored.get("quant_method"))
+    if not isinstance(method, str | None):
+        raise ValueError(f"moe_mps::from_pretrained: quant_method must be a string, got {method!r}")
     if method not in METHODS and not AutoHfQuantizer.supports_quant_method(dict(stored)):
         expected = "a method that transformers or this package reads"
         raise ValueError(f"moe_mps::from_pretrained: quant_method must be {expected}, got {method!r}")
     return {**stored, "quant_method": method}
+
+
+def _object(stored: Any) -> dict[str, Any]:
+    """The quantisation in a config. Raises: ValueError if it is not an object."""
+    if not isinstance(stored, Mapping):
+        expected = "the quantization of the config must be an object"
+        raise ValueError(f"moe_mps::from_pretrained: {expected}, got {stored!r}")
+    return dict(stored)
 
 
 def _file(name: str, file: str, arguments: Mapping[str, Any]) -> str | None:

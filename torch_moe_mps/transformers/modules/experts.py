@@ -21,8 +21,7 @@ from ..basics.state import OWN_FORWARD, state_in, state_of
 from ..graphs.fakes import geometry
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
-from ..upstream.caches import Cache
-from ..upstream.experts import ALL_EXPERTS_FUNCTIONS
+from ..upstream.models import ALL_EXPERTS_FUNCTIONS, Cache
 from .traced import Input, Sizes, Traced, everywhere, remembered, trace
 
 ops = torch.ops.moe_mps

@@ -19,7 +19,7 @@ from ...ops.sampling import MAX_VOCABULARY, sample
 from ..basics.overflow import is_missing, is_watched, no_distribution
 from ..basics.scoped import having
 from ..basics.self_check_state import refused
-from ..upstream.generation import (
+from ..upstream import (
     LogitsProcessorList,
     MinPLogitsWarper,
     TemperatureLogitsWarper,

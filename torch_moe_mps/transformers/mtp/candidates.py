@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..upstream.speculative import MtpCache, MTPCandidateGenerator
+from ..upstream import MtpCache, MTPCandidateGenerator
 from .layers import config_of_mtp
 from .steps import mtp_layers
 

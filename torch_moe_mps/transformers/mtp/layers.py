@@ -25,10 +25,10 @@ from ...quantization import Format
 from ..basics.interface import experts_of
 from ..checkpoints.layouts.files import checkpoint_files, tensors_in
 from ..checkpoints.layouts.layout import Section
-from ..checkpoints.layouts.mlx.architectures import ARCHITECTURES, Architecture
-from ..checkpoints.layouts.mlx.names import type_of
-from ..checkpoints.layouts.others.schemes import METHODS
-from ..checkpoints.layouts.own.config import QuantizationConfig, is_mlx, is_ours
+from ..checkpoints.mlx.architectures import ARCHITECTURES, Architecture
+from ..checkpoints.mlx.names import type_of
+from ..checkpoints.others.schemes import METHODS
+from ..checkpoints.own.config import QuantizationConfig, is_mlx, is_ours
 from ..checkpoints.quantize.decision import exceptions_of, weights_of
 from ..checkpoints.quantize.importance import Importance
 from ..checkpoints.quantize.recipe import OF_MTP, Recipe, fits, no_such_weight, requested_recipe
@@ -39,7 +39,7 @@ from ..checkpoints.source import Source
 from ..checkpoints.write.parts import read_tensors
 from ..modules.experts import NAME
 from ..modules.linears import formats_in
-from ..upstream.loading import WeightRenaming, seen_with
+from ..upstream.weights import WeightRenaming, seen_with
 
 # Models whose configs do not say how many of these layers there are: they are counted in a checkpoint. Their
 # attention is full.
@@ -203,7 +203,7 @@ def _packed_in(source: str) -> dict[str, str]:
 
 def _without_memory(model: Any) -> Any:
     """transformers' module of these layers on the meta device, in the model's dtype, and nothing of it."""
-    from ..upstream.speculative import MtpModel
+    from ..upstream import MtpModel
 
     with torch.device("meta"):
         result = MtpModel(model, model.config.get_text_config().num_mtp_layers).eval()
@@ -230,7 +230,7 @@ def _of_converted(model: Any) -> list[Any]:
 
 def _prefix(model: Any, layer: int) -> str:
     """Prefix of names of a quantised layer's tensors: transformers takes them for such a layer's."""
-    from ..upstream.speculative import MtpModel
+    from ..upstream import MtpModel
 
     names = MtpModel.get_mtp_weights_regex(model)
     number = model.config.get_text_config().num_hidden_layers + layer
@@ -339,7 +339,7 @@ def empty_mtp(model: Any, source: str) -> Any:
 
     Where its weights are not here, its config says how many there are.
     """
-    from ..upstream.speculative import MtpModel
+    from ..upstream import MtpModel
 
     config = model.config.get_text_config()
     is_here = Path(source).is_file() or any(Path(source).glob("*.safetensors"))
@@ -410,7 +410,7 @@ class _Found(NamedTuple):
 
 def _found(source: str, model: Any) -> _Found:
     """The tensors that a checkpoint has of the MTP layers for a model."""
-    from ..upstream.speculative import MtpModel
+    from ..upstream import MtpModel
 
     config = model.config.get_text_config()
     known = getattr(config, "num_mtp_layers", 0) or config.model_type in _UNCOUNTED

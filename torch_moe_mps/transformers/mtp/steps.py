@@ -8,8 +8,9 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..basics.state import STATE, kv_bits_of, state_of
 from ..caches.cache import grow_cache
-from ..capture.calls import capture_calls, captures_of, wanted_capture
 from ..capture.candidates import DRAFTING
+from ..capture.classes import capture_calls, captures_of
+from ..capture.policy import wanted_capture
 from ..checkpoints.quantize.in_place import LOADED
 from .layers import config_of_mtp, named, read_mtp, require_mtp
 

@@ -4,6 +4,7 @@ Keys that hold their positions may lie in any order, but for layers with a windo
 windows that the model's own code cuts out of all keys, go by the places where the keys lie.
 """
 
+import types
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..basics.classes import class_before
 from ..caches.batched import BatchedCache
 from ..caches.cache import grow_cache
 from ..caches.prompt_cache import new_cache
+from ..caches.separate import by_sequence, reads_a_layer
 from ..upstream.calls import cache_argument
 from .comparing import TOLERANCE, apart
 from .memory import note_error, recall_of_model
@@ -71,6 +73,8 @@ def _is_alike(model: PreTrainedModel, drafts: int) -> bool:
 
 def _goes_on(model: PreTrainedModel, drafts: int) -> bool:
     generator, rows, talks = torch.Generator().manual_seed(0), BatchedCache(model), list[Tensor]()
+    for module in filter(reads_a_layer, model.modules()):
+        module.forward = types.MethodType(by_sequence(type(module).forward), module)
     for length in _LENGTHS:
         ids = torch.randint(2, VOCABULARY // 2, (1, length + drafts + 1), generator=generator)
         cache = new_cache(model)

@@ -88,7 +88,7 @@ class Branches(TorchDispatchMode):
 
     def _before(self, name: str, args: Any, kwargs: Any) -> Outcomes | None:
         """Outcomes that the arguments tell: an operator may overwrite them."""
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
         if name in _CLAMP:
             return self._clamped(name, args, kwargs)
         if name in _FIXED_BOUNDS:

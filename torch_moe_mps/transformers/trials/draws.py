@@ -104,7 +104,7 @@ class Draws:
 
         Raises: Unsupported if a branch never had one of them; the message names it.
         """
-        seen, void = Branches(), 0
+        seen, void, missing = Branches(), 0, None
         for number in range(MOST if self._count is None else self._count):
             if number == len(self._made):
                 reached = {*seen.bounds}

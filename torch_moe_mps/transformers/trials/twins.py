@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..basics.state import STATE, original_class
 from ..caches.held import HeldPools
 from ..caches.in_layers import InLayers
-from ..upstream.caches import LinearAttentionLayer
+from ..upstream.models import LinearAttentionLayer
 from .comparing import tried
 from .draws import current, is_first_kind, magnitude, normal
 

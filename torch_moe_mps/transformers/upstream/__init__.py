@@ -1,1 +1,38 @@
-"""Names of transformers, PEFT, TRL and gguf that a release may change; other rooms have them from here."""
+"""Names of transformers, PEFT, TRL and gguf that a release may change; other rooms have them from here.
+
+`from ..upstream import NAME` imports a name of `_ON_USE` on first use: its module is slow to import, or
+not in every release.
+"""
+
+import importlib
+from typing import Any
+
+_ON_USE = {
+    "ContinuousBatchingManager": "generation.continuous_batching",
+    "DFlashCache": "cache_utils",
+    "DFlashTokenCandidateGenerator": "generation.candidate_generator",
+    "DistributedConfig": "distributed",
+    "GenerationMixin": "generation",
+    "GenerationMode": "generation",
+    "GradientCheckpointingLayer": "modeling_layers",
+    "LogitsProcessorList": "generation",
+    "MTPCandidateGenerator": "generation.candidate_generator",
+    "MinPLogitsWarper": "generation",
+    "MiniMaxCache": "models.minimax.modeling_minimax",
+    "MtpCache": "cache_utils",
+    "MtpModel": "modeling_layers",
+    "PrinterCallback": "trainer_callback",
+    "ResponseParser": "utils.chat_parsing",
+    "TRAINER_STATE_NAME": "trainer",
+    "TemperatureLogitsWarper": "generation",
+    "TopKLogitsWarper": "generation",
+    "TopPLogitsWarper": "generation",
+    "TrainerState": "trainer_callback",
+    "bytes_to_unicode": "convert_slow_tokenizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"transformers.{_ON_USE[name]}"), name)

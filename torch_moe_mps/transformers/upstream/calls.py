@@ -51,6 +51,11 @@ def _is_cache_type(annotation: Any) -> bool:
     return any(isinstance(kind, type) and issubclass(kind, Cache) for kind in kinds)
 
 
+def takes_positions(forward: Callable) -> bool:
+    """True if a model's forward has an argument for the positions of its tokens."""
+    return "position_ids" in inspect.signature(forward).parameters
+
+
 def cache_argument(called: Any, cache: Any) -> dict[str, Any]:
     """The cache as an argument of a model's call and of its `generate`, or of a function's call."""
     name = cache_name(getattr(called, "forward", called))

@@ -4,11 +4,11 @@ import time
 from typing import Any
 
 from ...engine.ranges import integer
+from .. import limits
 from ..answer import Answer, Item, Piece
 from ..answers import Answers
 from ..request import (
     HINTS,
-    MOST_ANSWERS,
     OBJECT,
     SHARED,
     TEXT,
@@ -53,7 +53,7 @@ _FIELDS = Fields(
         "logprobs": YES_OR_NO,
         "max_completion_tokens": integer(1),
         "max_tokens": integer(1),
-        "n": integer(1, MOST_ANSWERS),
+        "n": integer(1, limits.ANSWERS),
         "prediction": (
             lambda value: _predicted(value) is not None,
             'an object of type "content" with a text, or a list of texts',

@@ -3,22 +3,23 @@
 from typing import Any
 
 from ...engine.ranges import integer
+from .. import limits
 from ..answer import Answer, Item, Piece
 from ..answers import Answers
 from ..logprobs import completion_form
-from ..request import HINTS, MOST_ANSWERS, OBJECT, SHARED, Fields, Request, common, texts_or_tokens
+from ..request import HINTS, OBJECT, SHARED, Fields, Request, common, texts_or_tokens
 from ..served import Served
 from ..structured import schema_of
 from .chat import Chunks, envelope, usage
 from .protocol import Protocol, Writer
 
-_MOST_LOGPROBS, _MOST_PROMPTS = 5, 64
+_MOST_LOGPROBS = 5
 _FIELDS = Fields(
     SHARED
     | {
         "logprobs": integer(0, _MOST_LOGPROBS),
         "max_tokens": integer(1),
-        "n": integer(1, MOST_ANSWERS),
+        "n": integer(1, limits.ANSWERS),
         "stream_options": OBJECT,
     },
     needed="prompt",
@@ -33,7 +34,7 @@ class Completions(Protocol):
     def read(self, body: dict[str, Any], served: Served) -> Request:
         _FIELDS.check(body, self.path, served.say_once)
         return Request(
-            prompts=[*texts_or_tokens(body["prompt"], "prompt", _MOST_PROMPTS)],
+            prompts=[*texts_or_tokens(body["prompt"], "prompt", limits.PROMPTS)],
             prompt_field="prompt",
             most=body.get("max_tokens"),
             form=schema_of(body.get("response_format"), "response_format"),

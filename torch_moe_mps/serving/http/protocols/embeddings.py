@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ...engine.encoder import Encoder
 from ...engine.ranges import integer
-from ..request import TEXT, YES_OR_NO, Fields, Refused, texts_or_tokens, wrong
+from .. import limits
+from ..request import TEXT, YES_OR_NO, Fields, Refused, check_count, texts_or_tokens, wrong
 from ..served import Served
 
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
-_MOST_TEXTS = 2048
 _FIELDS = {
     EMBEDDINGS: Fields(
         {"dimensions": integer(1), "model": TEXT, "user": TEXT}, "input", frozenset({"encoding_format"})
@@ -51,12 +51,15 @@ class Texts:
         if path == RERANK:
             field = "texts" if body.get("texts") is not None else "documents"
             self.documents = _documents(body.get(field), field)
+            count = sum(map(len, self.documents)) + len(self.documents) * len(body["query"])
+            check_count(field, count, limits.CHARACTERS, "characters, with the query for each text,")
             with served.template.tokenizing():
                 self.ids = self.encoder.pairs(body["query"], self.documents)
         else:
             if body.get("encoding_format") not in (None, "float", "base64"):
                 raise wrong("encoding_format", "float or base64", body["encoding_format"])
-            values = texts_or_tokens(body.get("input"), field, _MOST_TEXTS)
+            values = texts_or_tokens(body.get("input"), field, limits.TEXTS)
+            check_count(field, sum(map(len, values)), limits.CHARACTERS, "characters")
             self.ids = [self._tokens(value) for value in values]
         for ids in self.ids:
             served.check_tokens(ids, field)
@@ -127,10 +130,11 @@ def _encoder(path: str, served: Served) -> Encoder:
 
 
 def _documents(value: Any, field: str) -> list[str]:
-    listed = [d.get("text") if isinstance(d, dict) else d for d in value] if isinstance(value, list) else []
+    is_short = isinstance(value, list) and len(value) <= limits.TEXTS
+    listed = [d.get("text") if isinstance(d, dict) else d for d in value] if is_short else []
     texts = [text for text in listed if isinstance(text, str)]
-    if not 0 < len(texts) <= _MOST_TEXTS or len(texts) < len(listed):
-        raise wrong(field, f"a list of at most {_MOST_TEXTS} texts", value)
+    if not 0 < len(texts) == len(listed):
+        raise wrong(field, f"a list of at most {limits.TEXTS} texts", value)
     return texts
 
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from ...engine.ranges import is_list_of
+from .. import limits
 from ..logprobs import text_of
-from ..preparing import check_characters
-from ..request import TEXT, YES_OR_NO, Fields, wrong
+from ..request import TEXT, YES_OR_NO, Fields, check_count, wrong
 from ..served import Served
 
-_MOST_PIECES = 1 << 14
 _OPTIONS = {"add_special": YES_OR_NO, "parse_special": YES_OR_NO, "with_pieces": YES_OR_NO}
 _TOKENIZE = Fields({"content": TEXT, "model": TEXT, **_OPTIONS}, "content")
 _DETOKENIZE = Fields({"model": TEXT}, "tokens")
@@ -16,13 +16,13 @@ _DETOKENIZE = Fields({"model": TEXT}, "tokens")
 def tokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
     """The tokens of `content`, and with `with_pieces` their texts. Raises: Refused."""
     _TOKENIZE.check(body, "/tokenize", served.say_once)
-    check_characters(len(body["content"]), "content")
+    check_count("content", len(body["content"]), limits.CHARACTERS, "characters")
     with served.template.tokenizing(splits=body.get("parse_special") is False) as tokenizer:
         ids = tokenizer(body["content"], add_special_tokens=bool(body.get("add_special")))["input_ids"]
         if not body.get("with_pieces"):
             return {"tokens": [*ids]}
-        if len(ids) > _MOST_PIECES:
-            raise wrong("with_pieces", f"false for more than {_MOST_PIECES} tokens", True)
+        if len(ids) > limits.PIECES:
+            raise wrong("with_pieces", f"false for more than {limits.PIECES} tokens", True)
         pieces = {token: _piece(served, token) for token in {*ids}}
         return {"tokens": [{"id": token, "piece": pieces[token]} for token in ids]}
 
@@ -31,8 +31,9 @@ def detokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
     """The text of `tokens`. Raises: Refused."""
     _DETOKENIZE.check(body, "/detokenize", served.say_once)
     tokens = body["tokens"]
-    if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+    if not is_list_of(int, tokens):
         raise wrong("tokens", "a list of tokens", tokens)
+    check_count("tokens", len(tokens), served.context, "tokens")
     served.check_tokens(tokens, "tokens")
     with served.template.tokenizing() as tokenizer:
         return {"content": tokenizer.decode(tokens)}

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ....transformers.upstream.chat import ResponseParser
+from ....transformers.upstream import ResponseParser
 from ..request import Forced, Refused
 from .forms import FAMILIES
 

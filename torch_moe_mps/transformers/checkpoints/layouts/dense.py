@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...basics.report import QuantizationReport
-from ...upstream.quantizers import AutoHfQuantizer
+from ...upstream.weights import AutoHfQuantizer
+from ..own.config import FROM_GGUF
 from ..quantize.streaming import QuantizeParameters, Stream
 from ..quantize.target import Target
 from .layout import Layout
-from .own.config import FROM_GGUF
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel

@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig
 from ...._text import first_line
 
 INDEX = "model.safetensors.index.json"
-UNFINISHED = "unfinished.json"  # lists the complete files of a folder that is being written
 LARGEST = 2_000_000_000  # bytes of a new file
 _COPIED = 1 << 20  # bytes that are made contiguous at a time
 
@@ -37,7 +36,7 @@ def checkpoint_files(source: str, variant: str | None = None, **where: Any) -> l
     Raises: ValueError, with its name, for a file that is missing or truncated, and for no file.
     """
     # Not above: transformers imports its models after its quantizers, and so this file.
-    from ...upstream.loading import _get_resolved_checkpoint_files
+    from ...upstream.weights import _get_resolved_checkpoint_files
 
     config, _ = PreTrainedConfig.get_config_dict(source, **where)
     check_index(Path(source))
@@ -100,13 +99,14 @@ def tensors_in(files: Iterable[str]) -> Iterator[tuple[str, str, str, tuple[int,
 class Shards:
     """New safetensors files of a folder, and their index.
 
-    Tensors wait for their file in temporary files of the folder, so that output takes no memory. A JSON file
-    lists the complete files, so that another process resumes if this one is killed.
+    Tensors wait for their file in temporary files of the folder, so that output takes no memory.
 
     Args:
         format: "pt" or "mlx".
-        key: identifies the output. Files of this key in the folder are resumed, all others are removed;
-            nobody else may write there. Without one the folder must be empty.
+        key: identifies the output. With a key, a JSON file beside the folder lists the complete files, so
+            that another process resumes if this one is killed at any moment, after `finish`, too. Files that
+            are not in that list, or of another key, are removed; nobody else may write there. Without one
+            the folder must be empty.
 
     Attributes:
         done: {part: what `end` was told of it} of the parts whose tensors are in complete files.
@@ -123,11 +123,14 @@ class Shards:
         self._names: list[list[str]] = []  # names of tensors in each complete file
         self.done: dict[str, Any] = {}
         self._total = 0
-        state = folder / UNFINISHED
-        if state.exists() and (stored := json.loads(state.read_text()))[0] == key:
+        progress = progress_file(folder)
+        if key and progress.exists() and (stored := json.loads(progress.read_text()))[0] == key:
             _, self._names, self._total, self.done = stored
-        complete = {state, *map(self._file, range(1, len(self._names) + 1))}
-        for file in {*folder.glob("*")} - complete:
+        complete = {self._file(number) for number in range(1, len(self._names) + 1)}
+        existing = {*folder.glob("*")}
+        if not complete <= existing:  # someone removed some
+            self._names, self._total, self.done, complete = [], 0, {}, set()
+        for file in existing - complete:
             shutil.rmtree(file) if file.is_dir() else file.unlink()
         self._known = {name for names in self._names for name in names}
 
@@ -146,31 +149,46 @@ class Shards:
         self._ended[part] = note
 
     def _file(self, number: int) -> Path:
+        """A complete file, which `finish` names by their number."""
+        final = self._final(number)
+        return final if final.exists() else self._new(number)
+
+    def _final(self, number: int) -> Path:
+        count = len(self._names)
+        name = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+        return self.folder / name
+
+    def _new(self, number: int) -> Path:
         return self.folder / f"model-{number:05}.safetensors"
 
     def _write(self) -> None:
+        save_file(self._waiting, self._new(len(self._names) + 1), metadata={"format": self.format})
         self._names.append([*self._waiting])
-        save_file(self._waiting, self._file(len(self._names)), metadata={"format": self.format})
         self._waiting = {}
         self.done |= self._ended
         self._ended = {}
-        new = self.folder / f"{UNFINISHED}.new"
-        new.write_text(json.dumps([self.key, self._names, self._total, self.done]))
-        new.replace(self.folder / UNFINISHED)
+        if self.key:
+            progress = progress_file(self.folder)
+            new = progress.with_suffix(".new")
+            new.write_text(json.dumps([self.key, self._names, self._total, self.done]))
+            new.replace(progress)
 
     def finish(self) -> None:
-        """Writes what waits, and the index; files are named by their number when that is known."""
+        """Writes what waits, and the index."""
         if self._waiting:
             self._write()
-        count = len(self._names)
         weight_map: dict[str, str] = {}
         for number, names in enumerate(self._names, 1):
-            final = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-            self._file(number).rename(self.folder / final).chmod(0o644)  # safetensors keeps others out
-            weight_map |= dict.fromkeys(names, final)
+            final = self._final(number)
+            self._file(number).rename(final).chmod(0o644)  # safetensors keeps others out
+            weight_map |= dict.fromkeys(names, final.name)
         index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
         (self.folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
-        (self.folder / UNFINISHED).unlink()
+
+
+def progress_file(folder: Path) -> Path:
+    """The file beside a folder that lists which of its files are complete."""
+    return folder.with_name(f"{folder.name}.json")
 
 
 def _in_a_file(tensor: Tensor, folder: Path) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ....quantization import repack_mxfp4_blocks
-from ...upstream.loading import ConversionOps
+from ...upstream.weights import ConversionOps
 
 Function = Callable[[list[Tensor]], Sequence[Tensor]]
 

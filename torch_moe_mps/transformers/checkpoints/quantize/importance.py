@@ -126,7 +126,7 @@ def read_importance(file: str | Path, model: nn.Module) -> Importance:
 
     Raises: ValueError for a file that is neither, is damaged, or has numbers that are no mean squares.
     """
-    from ..layouts.gguf.imatrix import is_imatrix, read_imatrix
+    from ..gguf.imatrix import is_imatrix, read_imatrix
 
     path = Path(file)
     if not path.is_file():

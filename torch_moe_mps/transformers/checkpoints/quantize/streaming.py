@@ -18,7 +18,7 @@ from ...._extension import ONE_THREAD
 from ....ops._checks import Check
 from ....quantization import QuantizedWeight
 from ...basics.report import QuantizationReport
-from ...upstream.loading import ConversionOps, WeightConverter
+from ...upstream.weights import ConversionOps, WeightConverter
 from ..layouts.operations import only
 from .target import Target
 from .tied import tied_layers

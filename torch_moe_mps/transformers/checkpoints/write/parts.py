@@ -20,7 +20,9 @@ from ...._progress import with_progress
 from ....ops._checks import Check
 from ...basics.interface import codes_of, weights_in
 from ...basics.report import QuantizationReport
-from ...upstream.loading import (
+from ...upstream.models import logging
+from ...upstream.weights import (
+    AutoHfQuantizer,
     LoadStateDictConfig,
     WeightConverter,
     WeightRenaming,
@@ -28,8 +30,6 @@ from ...upstream.loading import (
     get_model_conversion_mapping,
     rename_source_key,
 )
-from ...upstream.quantizers import AutoHfQuantizer
-from ...upstream.utilities import logging
 from ..layouts.checking import may_lack
 from ..layouts.files import Shards, checkpoint_files
 from ..layouts.lifecycle import Lifecycle
@@ -138,7 +138,7 @@ class Parts:
         self._stack.close()
 
     def into(self, shards: Shards) -> Iterator[dict[str, Tensor]]:
-        """The tensors of each part that the shards do not have; they are told when a part is complete."""
+        """The tensors of each part that the shards do not have; `end` is called for each complete part."""
         parts = dict.fromkeys([REST, *(self.part_of(f"{name}.weight") for name in self.modules)])
         done = shards.done.keys() & parts.keys()
         if self._quantizer is not None:
@@ -155,10 +155,13 @@ class Parts:
 
     @property
     def report(self) -> QuantizationReport | None:
-        """Report of what was quantised of a dense checkpoint."""
+        """Report of what was quantised, in the model's order, whatever parts another process wrote."""
         report = None if self._quantizer is None else self._quantizer.report
         if report is not None:
             report.bytes_after = bytes_a_token(self.model)
+            place = {name: number for number, (name, _) in enumerate(self.model.named_modules())}
+            names = sorted(report.modules, key=lambda name: place.get(name, len(place)))
+            report.modules = {name: report.modules[name] for name in names}
         return report
 
     def part_of(self, name: str) -> str:

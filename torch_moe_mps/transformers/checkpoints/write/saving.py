@@ -13,10 +13,10 @@ from ...basics.interface import experts_of, projections
 from ...basics.state import state_in
 from ...modules.experts import NAME
 from ...modules.linears import OrderedLinear, formats_in
-from ...upstream.loading import revert_weight_conversion, seen_with
+from ...upstream.weights import revert_weight_conversion, seen_with
 from ..absent import absent_in
 from ..layouts.files import Shards
-from ..layouts.own.config import QuantizationConfig, is_ours, together
+from ..own.config import QuantizationConfig, is_ours, together
 from ..quantize.target import quantizable
 
 
@@ -25,7 +25,7 @@ def mark_quantized(model: nn.Module) -> None:
     # Still incomplete when transformers' quantizers, and with them ours, are imported.
     from transformers import PreTrainedModel
 
-    from ...upstream.quantizers import AUTO_QUANTIZER_MAPPING
+    from ...upstream.weights import AUTO_QUANTIZER_MAPPING
 
     quantizer = AUTO_QUANTIZER_MAPPING[NAME]
     for part in _outermost(model, PreTrainedModel):

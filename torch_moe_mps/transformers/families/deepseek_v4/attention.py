@@ -23,7 +23,7 @@ from ...modules.rules.rotary import is_fixed
 from ...trials.comparing import agrees
 from ...trials.draws import eager, normal
 from ...trials.forms import Tried, made_alike
-from ...upstream.caches import DynamicCache
+from ...upstream.models import DynamicCache
 from .cache import GrowingCompressed
 
 ops = torch.ops.moe_mps

@@ -21,7 +21,6 @@ _HELD = Declared(
         "overlap_gate": INDEX, "entry_count": None, _POOLS: STATE, _BIASES: SHARED,
     },
     numbers=("compress_rate", "is_in_order"),
-    derived=frozenset(("is_in_order",)),
     trim=Trim.COPY,
 )  # fmt: skip
 

@@ -6,8 +6,9 @@ and sinks under names that no file has.
 
 from typing import Any
 
-from ...upstream.gguf_files import DENSE_DECODER_RENAMINGS, GGUF_CONFIG_MAPPING
-from ...upstream.loading import (
+from ...upstream.weights import (
+    DENSE_DECODER_RENAMINGS,
+    GGUF_CONFIG_MAPPING,
     Concatenate,
     Interleave,
     Transpose,

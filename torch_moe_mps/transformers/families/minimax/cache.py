@@ -3,7 +3,7 @@
 from transformers import DynamicCache
 
 from ...caches.in_layers import InLayers
-from ...upstream.minimax import MiniMaxCache
+from ...upstream import MiniMaxCache
 
 
 class MiniMaxLayers(InLayers, MiniMaxCache):

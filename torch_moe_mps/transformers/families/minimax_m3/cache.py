@@ -9,7 +9,7 @@ from ...caches import growing
 from ...caches.declared import BLOCKS
 from ...caches.held import HeldIndex
 from ...caches.layers import Growing, Made
-from ...upstream.caches import DynamicLayer
+from ...upstream.models import DynamicLayer
 
 
 @runtime_checkable
@@ -52,9 +52,10 @@ class GrowingBlocks(Growing, HeldIndex):
 
     def crop(self, tokens_to_remove: int) -> None:
         held = self.idx_keys
+        if held is None:  # the layer is in another process of a pipeline
+            self.idx_keys = self.keys
         super().crop(tokens_to_remove)
-        if self.idx_keys is not held:
-            self.idx_keys = growing.in_memory_of(held, self.idx_keys)
+        self.idx_keys = None if held is None else growing.in_memory_of(held, self.idx_keys)
 
     def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._change_batch(change)

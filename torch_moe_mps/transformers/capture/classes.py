@@ -1,0 +1,138 @@
+"""Classes of models that capture their calls: who gets one, and what a model says of its tokens."""
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..._extension import host_library
+from ...ops._decoded import checked_at_once
+from ..attention.attention import MOST_TOKENS
+from ..basics.classes import restore_class, subclass
+from ..basics.self_check_state import is_on_mps
+from ..basics.state import state_in, state_of
+from ..caches.cache import takes_states
+from ..modules.sampling import OPERATOR
+from .calls import Captures
+from .candidates import DRAFTING
+from .fingerprint import note_change
+from .generate import members_of_generate
+
+_MARK = "_moe_mps_captures"  # in a class that `_capturing_class` made: the one in whose place it is
+
+
+def capture_calls(model: nn.Module, wanted: bool | None, most: int = MOST_TOKENS) -> None:
+    """Lets the models of transformers in a module capture their calls, as `wanted_capture` says.
+
+    Args:
+        most: tokens of each row of a call.
+    """
+    note_change()
+    for module in _models(model):
+        may_be = wanted is not False and host_library() is not None
+        state_of(module).captures = Captures(bool(wanted), bool(wanted), most) if may_be else None
+        DRAFTING.pop(module, None)
+        if not hasattr(type(module), _MARK):
+            cls: Any = type(module)
+            module.__class__ = _capturing_class(cls)
+
+
+def restore_calls(model: nn.Module) -> None:
+    """Undoes `capture_calls`. Beneath a class that somebody put on top, a model's own code runs."""
+    note_change()
+    for module in model.modules():
+        if captures_in(module) is not None:
+            state_of(module).captures = None
+        DRAFTING.pop(module, None)
+        restore_class(module, _MARK)
+
+
+def captures_in(model: nn.Module) -> Captures | None:
+    """The captures of a model itself, None where its calls are not captured."""
+    found: Captures | None = state_in(model).captures
+    return found
+
+
+def captures_of(model: nn.Module) -> Captures | None:
+    """Captures of the first model in a module that captures its calls."""
+    return next(filter(None, map(captures_in, model.modules())), None)
+
+
+def tokens_of(model: nn.Module) -> Callable[[], str | None]:
+    """A function that says how the tokens of a model run, as long as the model is there."""
+    captures = captures_of(model)
+    known = (lambda: None) if captures is None else weakref.ref(captures)
+
+    def says() -> str | None:
+        result = known()
+        return None if result is None else str(result)
+
+    return says
+
+
+def never_captured(model: nn.Module, wanted: bool | None) -> str | None:
+    """Reason why decode steps are not captured on this device and with these options, or None."""
+    may_be = wanted is not False and host_library() is not None and (bool(wanted) or is_on_mps(model))
+    says_tokens = any(isinstance(m, PreTrainedModel) and m.can_generate() for m in model.modules())
+    if captures_of(model) is not None or not may_be or not says_tokens:
+        return None
+    return "tokens run module by module: its forward has no argument for a cache"
+
+
+def operators_of_calls(model: nn.Module) -> set[str]:
+    """Operators that `generate` of a model runs beside the model."""
+    return {OPERATOR} if any(_samples(type(module)) for module in model.modules()) else set()
+
+
+def _samples(cls: type[nn.Module]) -> bool:
+    """True for a class whose `generate` samples by the operator."""
+    own = getattr(getattr(cls, _MARK, cls), "_sample", None)
+    return getattr(cls, "_sample", None) is not own
+
+
+def _models(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost models of transformers that take a cache, or states in its place."""
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in inside and isinstance(module, PreTrainedModel) and takes_states(module):
+            inside.update(module.modules())
+            yield module
+
+
+@functools.cache
+def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a model's class that captures calls, and whose `generate` gives no tokens out that the
+    GPU failed at, and reads MTP layers once; everything else stays."""
+    own: Callable[..., Any] = original.forward
+    parameters = inspect.signature(own).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if original.forward is not own:  # somebody has patched the class
+            return original.forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return own(self, *args, **kwargs)
+        captures = captures_in(self)
+        if captures is None or len(args) > len(names):
+            with checked_at_once(self):
+                return own(self, *args, **kwargs)
+        if args:
+            arguments = dict(zip(names, args, strict=False))
+            if not arguments.keys().isdisjoint(kwargs):
+                return own(self, *args, **kwargs)  # it raises the error
+            kwargs |= arguments
+        return captures.call(self, own, kwargs)
+
+    def apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if (captures := captures_in(self)) is not None:
+            captures.clear()  # they hold the weights that go
+        return original._apply(self, *args, **kwargs)
+
+    members = {"forward": forward, "_apply": apply, **members_of_generate(original)}
+    return subclass(original, _MARK, _capturing_class, **members)

@@ -1,0 +1,65 @@
+"""Members of a model's class by which `generate` runs: it samples by the operator and checks the GPU."""
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationMixin
+
+from ..._faults import synchronized
+from ..attention.causal_mask import follow_mask
+from ..basics.scoped import having
+from ..basics.wide_logits import wide_logits
+from ..caches.cache import FOLLOWS
+from ..modules.sampling import current, sampling
+from .arguments import MASK
+from .candidates import CANDIDATES, are_by_layers
+
+
+def members_of_generate(original: Any) -> dict[str, Any]:
+    """Members of a model's class by which `generate` gives no tokens out that the GPU failed at, samples by
+    the operator, and reads MTP layers once."""
+    members: dict[str, Any] = {}
+    if hasattr(original, "generate"):
+
+        @functools.wraps(original.generate)
+        def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+            follows = kwargs.get("position_ids") is None
+            is_own = kwargs.get("custom_generate") is None  # else who knows what reads logits
+            with (
+                having(FOLLOWS, follows),
+                wide_logits() if is_own else nullcontext(),
+                synchronized(self.device),
+            ):
+                return original.generate(self, *args, **kwargs)
+
+        members["generate"] = generate
+    if getattr(original, "_sample", None) is GenerationMixin._sample:
+
+        def update(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            before = (args[0] if args else kwargs["model_kwargs"]).get(MASK)
+            passed = original._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
+            follow_mask(before, passed.get(MASK), self)
+            if (steps := current()) is not None:
+                steps.take(outputs)
+            return passed
+
+        def sample(
+            self: Any, ids: Tensor, *, logits_processor: Any, generation_config: Any, **kwargs: Any
+        ) -> Any:
+            with sampling(logits_processor, generation_config, ids.device, self) as stands:
+                how = {"logits_processor": stands, "generation_config": generation_config}
+                return original._sample(self, ids, **how, **kwargs)
+
+        members |= {"_sample": sample, "_update_model_kwargs_for_generation": update}
+    own_candidates = getattr(original, "_get_candidate_generator", None)
+    if own_candidates is GenerationMixin._get_candidate_generator:
+
+        def candidates(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+            if are_by_layers(generation_config):
+                return CANDIDATES[0](self, generation_config, kwargs["logits_processor"])
+            return own_candidates(self, generation_config, *args, **kwargs)
+
+        members["_get_candidate_generator"] = candidates
+    return members

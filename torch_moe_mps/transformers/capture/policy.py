@@ -1,0 +1,130 @@
+"""Decides which calls of a model are captured: the third of each kind, and what differs among them."""
+
+import os
+import warnings
+
+from ..basics.bounded import Bounded
+from ..graphs.tracing import NotCapturable
+from .reading import BeginsCache, Reading
+
+SWITCH = "MOE_MPS_CAPTURE"
+_CALLS_BEFORE = 2  # the third call of a kind is captured
+_MAX_CAPTURES = 16  # for each kind of calls: the guards of some never hold for long
+_MAX_PINNED = 4
+_MAX_KINDS = 64
+_LONGEST_REST = 4096  # calls after which a capture that failed is tried again
+
+
+class Kind:
+    """Calls that differ in numbers and tensors alone."""
+
+    def __init__(self) -> None:
+        self.calls = 0  # since the last capture
+        self.captures = 0
+        self.pinned = 0  # captures that hold for one value of a number
+        self.fixes_rows = False  # the model runs other operators for each number of rows
+        self.begins_cache: str | None = None  # why these calls are left alone
+        self.numbers: list[int] = []
+        self.varied: dict[int, int] = {}  # {position of a number that changes: its value before}
+
+    def note(self, numbers: list[int]) -> None:
+        """Records the numbers of a call, and which of them differ from the call before."""
+        for position, (before, now) in enumerate(zip(self.numbers, numbers, strict=False)):
+            if before != now:
+                self.varied[position] = before
+        self.numbers = numbers
+
+    def note_program(self, is_pinned: bool, fixes_rows: bool) -> None:
+        """Raises: NotCapturable if too many programs of this kind hold for one length alone."""
+        self.fixes_rows |= fixes_rows
+        self.pinned += is_pinned  # once a window is full, it is so for all tokens
+        if self.pinned > _MAX_PINNED:
+            raise NotCapturable("it rests on one length of the context")
+
+    def symbols(self, reading: Reading) -> tuple[dict[int, int], list[int], list[int]]:
+        """{position of a number: its symbol}, what the symbols are now, and what they are at least.
+
+        Numbers that were equal in both of two calls share a symbol, if both are sizes, places in buffers or
+        neither. A size below 2 is never one: calls of one kind have the same sizes of 0 and 1. The rows of a
+        batch may be others in the next call, before they ever were.
+        """
+        rows = set() if self.fixes_rows else reading.rows
+        assumed = rows if rows.isdisjoint(self.varied) else set()
+        assumed |= reading.starts if rows else set()  # they move on when a row leaves that was the longest
+        changing = {position: reading.numbers[position] for position in reading.growing | assumed}
+        groups: dict[tuple[int, int, bool, bool, bool], int] = {}
+        symbol: dict[int, int] = {}
+        for position, before in sorted((changing | self.varied).items()):
+            now = reading.numbers[position]
+            is_size, is_row = position in reading.sizes, position in reading.rows
+            if (is_size and now < 2) or (is_row and self.fixes_rows):
+                continue
+            group = before, now, is_row, position in reading.starts, is_size
+            symbol[position] = groups.setdefault(group, len(groups))
+        return symbol, [now for _, now, *_ in groups], [2 if is_size else 0 for *_, is_size in groups]
+
+
+class Policy:
+    """Chooses the calls of a model that are captured.
+
+    Attributes:
+        failure: why the last capture failed; None if it did not.
+    """
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        self._kinds = Bounded(_MAX_KINDS)
+        self._rest, self._failures = 0, 0
+        self._has_warned = False
+
+    def forget(self) -> None:
+        """Forgets the calls so far, but not that captures failed."""
+        self._kinds = Bounded(_MAX_KINDS)
+
+    def rests(self) -> bool:
+        """True for the calls after a failure that are not counted; their number grows with each failure."""
+        if self._rest == 0:
+            return False
+        self._rest -= 1
+        return True
+
+    def kind_to_capture(self, reading: Reading) -> Kind | None:
+        """The kind of a call, if this is the one to capture."""
+        kind: Kind | None = self._kinds.get(reading.key)
+        if kind is None:
+            kind = self._kinds[reading.key] = Kind()
+        kind.note(reading.numbers)
+        if kind.begins_cache is not None:
+            raise BeginsCache(kind.begins_cache)
+        kind.calls += 1
+        if kind.calls <= _CALLS_BEFORE:
+            return None
+        if kind.captures >= _MAX_CAPTURES:
+            raise NotCapturable(f"calls of one kind were captured {_MAX_CAPTURES} times, and differ again")
+        kind.calls, kind.captures = 0, kind.captures + 1
+        return kind
+
+    def succeeded(self) -> None:
+        self._failures, self.failure = 0, None
+
+    def failed(self, reason: str, is_expected: bool, has_programs: bool) -> None:
+        """Records why a call was not captured, and warns once: if it happens again, or is not expected."""
+        self.failure = reason
+        self._failures += 1
+        self._rest = min(4**self._failures, _LONGEST_REST)
+        if not self._has_warned and not (is_expected and (has_programs or self._failures < 2)):
+            self._has_warned = True
+            warnings.warn(
+                f"torch_moe_mps: a token could not be captured and runs module by module: {reason}",
+                stacklevel=7,
+            )
+
+
+def wanted_capture(capture: bool | None) -> bool | None:
+    """Whether tokens are captured: True always, False never; for None as MOE_MPS_CAPTURE says."""
+    switch = os.environ.get(SWITCH, "auto")
+    if switch not in ("0", "1", "auto"):
+        raise ValueError(f"torch_moe_mps: {SWITCH} must be 0, 1 or auto, got {switch!r}")
+    if capture is not None and type(capture) is not bool:
+        raise ValueError(f"moe_mps::accelerate: capture must be True, False or None, got {capture!r}")
+    return {"0": False, "1": True}.get(switch) if capture is None else capture

@@ -1,0 +1,145 @@
+"""Contents of a GGUF file, as parts of a model: blocks that stay packed, and values that are dequantised."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...basics.report import QuantizationReport
+from ..layouts.layout import Layout
+from ..quantize.reasons import Reasons
+from ..quantize.sizes import add_stored, bytes_a_token
+from ..quantize.target import Target, quantizable
+from ..quantize.tied import add_tied, tied_layers
+from ..quantize.weights import quantized_names
+from .checking import check_declared
+from .file import File, GgufRows
+
+
+class Part:
+    """One tensor of a packed parameter, as transformers' loader reads it."""
+
+    def __init__(self, source: GgufRows, number: int):
+        self.source, self.number = source, number
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self.source.take(self.number)
+
+
+class Dense:
+    """A dequantised parameter, as transformers' loader reads it; `wanted`: a target and its parameter."""
+
+    def __init__(self, file: File, name: str, wanted: tuple[Target, str] | None = None):
+        self.file, self.name, self.wanted = file, name, wanted
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self.file.value(self.name) if self.wanted is None else self.file.value_of(*self.wanted)
+
+
+def dense_state(file: str, model: Any, wanted: Mapping[str, tuple[Target, str]]) -> dict[str, Dense]:
+    """{parameter of a model on the meta device: its GGUF tensor, dequantised when it is read}"""
+    whole = _checked(file, model)
+    return {name: Dense(whole, name, wanted.get(name)) for name in whole.parts}
+
+
+def _checked(path: str, model: Any) -> File:
+    """Raises: ValueError for a file that has not what its metadata declares."""
+    with torch.device("cpu"):  # the model is made on the meta device
+        file = File(path, model)
+        check_declared(file, model, path)
+    return file
+
+
+class GgufLayout(Layout):
+    """The blocks that can stay packed.
+
+    Attributes:
+        report: the packed weights; `skipped` lists the others, with reasons.
+
+    Raises: ValueError for a file that has not what its metadata declares, or that cannot be read.
+    """
+
+    has_other_names = True
+
+    def __init__(self, model: Any, file: str):
+        super().__init__()
+        self.model, self.file = model, _checked(file, model)
+        self.report = QuantizationReport(bytes_before=bytes_a_token(model))
+        self._sources: dict[str, GgufRows] = {}
+        reasons, every = Reasons(model), quantizable(model)
+        for target in every.values():
+            if target.kind == "experts" or reasons.needs(target.name, target.module) is None:
+                self._pack(target)
+        self.targets = {name: target for name, target in every.items() if target.formats}
+        tied = tied_layers(model)
+        self._agree_on_tied(tied)
+        own = {*self.targets}
+        add_tied(tied, every, self.targets)
+        self.report.shared |= {name: tied[name] for name in self.targets if name not in own}
+        self._note_dense()
+
+    def _agree_on_tied(self, tied: Mapping[str, str]) -> None:
+        """Keeps both of two tied layers dense where one is, and the file has both."""
+        for name, other in tied.items():
+            if name in self.targets and other not in self.targets:
+                self._leave_dense(name)
+            elif other in self.targets and name not in self.targets and f"{name}.weight" in self.file.parts:
+                self._leave_dense(other)
+
+    def _note_dense(self) -> None:
+        """Notes in the report which quantised tensors of the file are dense in the model, and why.
+
+        Raises: ValueError for one that cannot be read.
+        """
+        whole = {f"{target.name}.{p}" for target in self.targets.values() for p in target.formats}
+        dense = [t for name, parts in self.file.parts.items() if name not in whole for t in parts]
+        for tensor in dense:
+            if tensor.is_quantized:
+                tensor.values(tensor.data.reshape(tensor.rows, -1)[:1])  # raises what it would later
+                why = "has no format here" if tensor.format is None else "cannot stay as it is in the model"
+                self.report.skipped[tensor.name] = f"{tensor.kind.lower()}, which {why}"
+
+    def _pack(self, target: Target) -> None:
+        """Notes where a target's parameters come from if all of them can stay packed."""
+        with torch.device("cpu"):  # the model is made on the meta device
+            result = [self.file.sources(target, parameter) for parameter in target.parameters]
+        for parameter, source in (pair for sources in result if all(result) for pair in sources.items()):
+            target.formats[parameter] = source.format
+            target.has_order = source.inputs is not None
+            self._sources[f"{target.name}.{parameter}"] = source
+
+    def _leave_dense(self, name: str) -> None:
+        target = self.targets.pop(name)
+        for parameter in target.formats:
+            del self._sources[f"{name}.{parameter}"]
+        target.formats.clear()
+
+    def state(self) -> dict[str, Any]:
+        """{name in the model, once the targets have quantised weights: the tensor read for it}"""
+        state: dict[str, Any] = {
+            name: Dense(self.file, name) for name in self.file.parts if name not in self._sources
+        }
+        for full, source in self._sources.items():
+            owner, _, parameter = full.rpartition(".")
+            present = self.model.get_submodule(owner)._parameters
+            for number, name in enumerate(quantized_names(parameter)):
+                if name in present:
+                    state[f"{owner}.{name}"] = Part(source, number)
+            if source.inputs is not None:
+                state[f"{owner}.order"] = source.inputs.int()
+        return state
+
+    def conversions(self, others: list) -> list:
+        """None: the names of `state` are the model's."""
+        return []
+
+    def check(self, model: Any, loaded: Callable[[str], bool]) -> None:
+        """The file was checked before it was read."""
+
+    def finish(self, loaded: Callable[[str], bool]) -> None:
+        for name in filter(loaded, self.targets):
+            for parameter in self.targets[name].formats:
+                source = self._sources.get(f"{name}.{parameter}")
+                if source is not None:
+                    add_stored(self.report, self.targets[name], parameter, source.format)

@@ -1,5 +1,0 @@
-"""Models over several processes."""
-
-from transformers.distributed import DistributedConfig
-
-__all__ = ["DistributedConfig"]
