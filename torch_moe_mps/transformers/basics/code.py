@@ -14,7 +14,7 @@ from .scoped import having
 
 _LIBRARIES = {"torch", "transformers", PACKAGE.name, *sys.stdlib_module_names}
 _CONSTANTS = (type(None), bool, int, float, str, bytes)
-_MOST_ITEMS = 64  # of a container whose items count
+_MOST_ITEMS = 64  # a larger container is one value
 _known: ContextVar[dict[Any, Hashable] | None] = ContextVar("moe_mps_code", default=None)
 
 
@@ -55,9 +55,9 @@ def _read(subject: Any) -> Iterator[Hashable]:
 
 
 def _names_of(function: types.FunctionType, owner: type | None) -> Iterator[tuple[str, Any]]:
-    """What a function reads: (name, value)."""
+    """Pairs (name, value) that a function reads."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if cell != types.CellType():  # which is empty
+        if cell != types.CellType():  # an empty cell
             yield name, cell.cell_contents
     if not _is_followed(function.__module__):
         return

@@ -79,7 +79,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
     def pooled(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> tuple[Tensor, Tensor]:
         """The memory for what new tokens have, kv [B, T, W], which `update` or `take` has counted already.
 
-        Returns: what `pool_window_` updates in place: the last tokens, and all entries with room for the new
+        Returns: what `_pool_window_` updates in place: the last tokens, and all entries with room for the new
             ones, which the layer holds from then on, [B, N, width].
         """
         tokens, closed = kv.shape[1], self.cumulative_length // self.compress_rate
@@ -102,7 +102,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
 
     @property
     def pools(self) -> dict[str, Tensor]:
-        """{name: [B, rate or 2 rate, 2, W]}, the last tokens as `pool_window_` keeps them."""
+        """{name: [B, rate or 2 rate, 2, W]}, the last tokens as `_pool_window_` keeps them."""
         return self.__dict__.setdefault(_POOLS, {})
 
     @property
