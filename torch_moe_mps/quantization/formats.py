@@ -181,6 +181,7 @@ def _by_search(
         weights = None if importance is None else importance[:, None]
         *tensors, sums = quantize_superblocks(piece.float(), weights, format, format.integers)
     else:
+        assert importance is not None
         *tensors, sums = quantize_by_importance(piece, importance, format.name)
     if errors is not None:
         errors.add_sums(*sums.flatten(0, -2).sum(0).tolist())

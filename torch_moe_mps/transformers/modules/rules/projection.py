@@ -123,9 +123,16 @@ def projection_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Ten
     fits = fits and len(args) + len(named) == len(formula.inputs)
     if not fits or any(_of_kind(item) != ((*x.shape[:-1], layer.rows), x.dtype) for item in residual):
         return NotImplemented
-    *weight, bias = layer.weights()
+    packed, scales, biases, bias = layer.weights()
     out: Tensor = linear_quantized(
-        x, *weight, layer.format.name, bias, *residual, activation=formula.activation
+        x,
+        packed,
+        scales,
+        biases,
+        layer.format.name,
+        bias,
+        next(iter(residual), None),
+        activation=formula.activation,
     )
     return out if formula.norm is None else getattr(module, formula.norm)(out)
 
