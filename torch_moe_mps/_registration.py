@@ -46,14 +46,14 @@ def register_quantizer(module: object) -> None:
 
 def register_models(module: Any) -> None:
     from .transformers.attention.attention import NAME, attention
-    from .transformers.attention.implementations import batch_with_own_code, give_weights_by_own_code
+    from .transformers.attention.implementations import batch_eagerly, give_weights_eagerly
     from .transformers.checkpoints.quantize.counting import count_packed
     from .transformers.checkpoints.write.saving import describe_when_saving
     from .transformers.upstream import ContinuousBatchingManager
 
     module.AttentionInterface.register(NAME, attention)
-    batch_with_own_code(ContinuousBatchingManager)
-    give_weights_by_own_code(module.PreTrainedConfig)
+    batch_eagerly(ContinuousBatchingManager)
+    give_weights_eagerly(module.PreTrainedConfig)
     describe_when_saving(module.PreTrainedModel)
     count_packed(module.PreTrainedModel)
 

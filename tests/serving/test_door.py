@@ -332,7 +332,7 @@ def test_what_is_too_long_is_refused_before_it_is_read_whole(here, monkeypatch):
 def test_a_body_of_too_many_values_is_refused(here, monkeypatch):
     """They hold other threads up while they are made."""
     monkeypatch.setattr(limits, "CONTAINERS", 40)
-    monkeypatch.setattr(limits, "OF_CONTEXT", 10)
+    monkeypatch.setattr(limits, "CONTEXT", 10)
     monkeypatch.setattr(limits, "VALUES", 80)
     for many, what in (
         ([[]] * 50, "50 objects and lists"),

@@ -126,6 +126,10 @@ def _line(error: Exception) -> str | None:
         return f"the model's chat template: {first_line(error)}"
     if not isinstance(error, (ValueError, OSError, RuntimeError, SafetensorError)):
         return None
+    if "torch" in sys.modules:  # torch's own words for a fault of the GPU name neither operators nor help
+        from .._faults import fault_of
+
+        error = fault_of(error) or error
     line = first_line(error) or type(error).__name__
     return f"{line} --trust-remote-code lets it run." if "trust_remote_code" in str(error) else line
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from . import families
 from .accelerate import PREPARED_BY, accelerate
-from .attention.implementations import LAYER_HOOKS, NEEDS_OUR_KERNEL
+from .attention.implementations import LAYER_HOOKS, MASKS_CHOICES, NEEDS_OUR_KERNEL
 from .attention.indexer import rewrite_indexer
 from .caches.declared import GROWING_CLASSES
 from .caches.in_layers import OWN_CACHES
@@ -71,9 +71,9 @@ for family in _declared():
     OWN_CACHES.extend(filter(None, [family.own_cache]))
     LAYER_HOOKS.extend(filter(None, [family.layer_hook]))
     NEEDS_OUR_KERNEL.extend(filter(None, [family.needs_our_kernel]))
+    MASKS_CHOICES.extend(filter(None, [family.masks_choices]))
     OPTIONS_OF.extend(filter(None, [family.options_of]))
     INTRODUCED.update(family.introduced)
     families.GGUF.update(family.gguf)
-    families.ANSWERS.update(family.answers)
     for place in family.passes:
         place.put_into(PASSES)

@@ -120,7 +120,7 @@ def test_every_architecture(architecture, device, same_bits):
     """Without Inkling 2, which needs a router in float32 beside layers in bfloat16."""
     with tiny_models.sizes(**QUANTISED_SIZES):
         model, own = pair(architecture, device, torch.bfloat16, bits=4, group_size=32)
-    captures_of(model)._own_code = False  # all that runs is a library's
+    captures_of(model)._user_code = False  # all that runs is a library's
     assert_equal(answer(model, device), answer(own, device))
     captures = captures_of(model)
     assert captures.programs, str(captures)

@@ -119,9 +119,9 @@ async def body_of(asked: Asked, most: int) -> bytes:
 
 def object_of(octets: bytes, context: int) -> dict[str, Any]:
     """The object in JSON of a body for a model that reads so many tokens. Raises: Refused."""
-    containers, more = octets.count(b"[") + octets.count(b"{"), min(context, limits.OF_CONTEXT)
+    containers, more = octets.count(b"[") + octets.count(b"{"), min(context, limits.CONTEXT)
     for count, most, what in (
-        (containers, limits.CONTAINERS + more, "objects and lists"),
+        (containers, limits.CONTAINERS + limits.CONTAINERS_OF_TOKEN * more, "objects and lists"),
         (containers + octets.count(b","), limits.VALUES + limits.VALUES_OF_TOKEN * more, "values"),
     ):
         if count > most:

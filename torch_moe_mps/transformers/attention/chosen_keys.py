@@ -66,7 +66,7 @@ class Choice(NamedTuple):
 
 
 class ChosenMask(CausalMask):
-    """[B, Hk or 1, T, S]: of the keys that a causal mask shows, those that an indexer has chosen.
+    """Mask [B, Hk or 1, T, S] of the visible keys that an indexer has chosen.
 
     Attributes:
         choice: of the keys, or of blocks of them.
@@ -83,7 +83,7 @@ class ChosenMask(CausalMask):
         return made
 
     def read_by_one(self) -> Tensor | None:
-        """Keys that a single token reads, [B, Hk or 1, 1, K], in blocks; None where it needs a mask."""
+        """Keys that a single token reads, [B, Hk or 1, 1, K], in blocks; None if it needs a mask."""
         tokens, keys = self.shape[2:]
         if tokens != 1 or self.key_range is not None or self.seen != keys:
             return None

@@ -166,7 +166,7 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
 
 
 def _fits(turn: Turn | None, rotary: int, width: int) -> bool:
-    """Whether a turn by tables of a width stays within the heads."""
+    """True if a turn by tables of a width stays within the heads."""
     columns = 0 if turn is None else rotary // (2 if turn.half_of_table else 1)
     return turn is None or columns * (2 if turn.doubled else 1) <= width
 

@@ -86,7 +86,7 @@ class Latents:
         self._expanded: tuple[Tensor, Tensor] | None = None
 
     def expanded(self) -> tuple[Tensor, Tensor]:
-        """Keys [B, Hq, S, N + R] and values [B, Hq, S, V] by the model's own code."""
+        """Keys [B, Hq, S, N + R] and values [B, Hq, S, V] by the eager code of the layer."""
         if self._expanded is None:
             self._expanded = self.own(self.module, self.latents, self.rotated)
         return self._expanded
@@ -94,7 +94,7 @@ class Latents:
     def some_heads(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(heads, their keys, their values), as many heads at a time as MOST_BYTES allow, at least one.
 
-        Nothing where all heads are no more, and where the model's own code has to run.
+        Nothing where all heads are no more, and where the eager code must run.
         """
         form: Expansion = self.module.__dict__[STATE].expansion
         layer: Any = getattr(self.module, form.projection, None)
@@ -131,7 +131,7 @@ class Latents:
     def brought(self, query: Tensor) -> Tensor | None:
         """The queries [B, Hq, T, N + R] as ones of the latents, [B, Hq, T, L + R].
 
-        None where the model's own code has to run.
+        None where the eager code must run.
         """
         form: Expansion = self.module.__dict__[STATE].expansion
         layer: Any = getattr(self.module, form.projection, None)
@@ -175,7 +175,7 @@ def _rows_product(layer: Any, rows: slice, x: Tensor) -> Tensor:
 
 
 def _operator_for(layer: Any) -> str | None:
-    """Operator that multiplies by the heads' matrices of a layer; None where its own code has to run."""
+    """Operator that multiplies by the heads' matrices of a layer; None where its eager code must run."""
     operator = {nn.Linear: "heads_mm", QuantizedLinear: "heads_quantized"}.get(type(layer))
     is_plain = operator is not None and layer.bias is None and not is_observed(layer)
     return operator if is_plain else None

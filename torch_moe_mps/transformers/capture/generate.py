@@ -1,4 +1,4 @@
-"""Members of a model's class by which `generate` runs: it samples by the operator and checks the GPU."""
+"""Overrides of `generate`: sampling by the operator, errors of the GPU, drafts of MTP layers."""
 
 import functools
 from contextlib import nullcontext
@@ -18,8 +18,10 @@ from .candidates import CANDIDATES, are_by_layers
 
 
 def members_of_generate(original: Any) -> dict[str, Any]:
-    """Members of a model's class by which `generate` gives no tokens out that the GPU failed at, samples by
-    the operator, and reads MTP layers once."""
+    """Members of a capturing class that override `generate` and its steps.
+
+    `generate` raises if the GPU failed, samples by the operator, and drafts by MTP layers.
+    """
     members: dict[str, Any] = {}
     if hasattr(original, "generate"):
 

@@ -167,7 +167,7 @@ def as_codes(tensor: Tensor) -> Tensor:
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
-    """A parameter; one that is given stays the same object, because tied layers share it."""
+    """A parameter; a given parameter stays the same object, because tied layers share it."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
 
 

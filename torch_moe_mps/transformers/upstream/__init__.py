@@ -22,7 +22,6 @@ _ON_USE = {
     "MtpCache": "cache_utils",
     "MtpModel": "modeling_layers",
     "PrinterCallback": "trainer_callback",
-    "ResponseParser": "utils.chat_parsing",
     "TRAINER_STATE_NAME": "trainer",
     "TemperatureLogitsWarper": "generation",
     "TopKLogitsWarper": "generation",

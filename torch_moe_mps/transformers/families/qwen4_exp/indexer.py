@@ -33,6 +33,10 @@ _NUMBERS = (
 )
 
 
+def masks_choices(module: Any) -> bool:
+    return module.indexer is not None and has_parts(module.indexer, _PARTS, _NUMBERS)
+
+
 def qsa_forward(
     indexer: Any,
     hidden_states: Tensor,

@@ -44,7 +44,7 @@ def _is_of_one_token(call: fx.Node) -> bool:
 
 
 def _is_the_same_behind(turning: fx.Node, call: fx.Node) -> bool:
-    """Whether a rotation reads and writes the same in front of a later call."""
+    """True if a rotation reads and writes the same in front of a later call."""
     places = arguments(turning)["keys_"], arguments(turning)["values_"]
     return all(is_unchanged(place, turning, call, read=False) for place in places) and all(
         is_unchanged(node, turning, call) for node in turning.all_input_nodes

@@ -1,4 +1,4 @@
-"""Chains of operations on elements: one launch in place of one for each."""
+"""Chains of operations on elements: one dispatch for all of them."""
 
 import heapq
 import math
@@ -83,7 +83,7 @@ def _rank(shape: Any) -> int:
 
 
 def _parts(shape: Any, fine: Any) -> list[list[int]] | None:
-    """For each dimension of a shape those that it is split into; None for shapes that do not go so."""
+    """Sizes that each dimension of `shape` is split into in `fine`; None if it is no such split."""
     if not all(type(size) is int and size > 0 for size in (*shape, *fine)):
         return None
     left, parts = list(fine), list[list[int]]()
@@ -109,7 +109,7 @@ def _split(value: fx.Node, parts: list[list[int]], before: fx.Node) -> fx.Node:
 
 
 class _Group:
-    """A call and what only leads to it, as long as one launch can compute all."""
+    """A call and what only leads to it, as long as one dispatch can compute all."""
 
     def __init__(self, root: fx.Node, place: dict[fx.Node, int]):
         self.root, self._place = root, place
@@ -217,7 +217,7 @@ def _operands(call: fx.Node) -> list[Any]:
 
 
 def _operation(call: fx.Node) -> tuple[Step, ...] | None:
-    """The steps of a call; None for one that is no operation on elements."""
+    """Steps of a pointwise call; None for other calls."""
     packet: Any = getattr(call.target, "overloadpacket", None)
     if not call.users or (packet not in _STEPS and packet is not aten.clamp):
         return None
@@ -249,7 +249,7 @@ def _can_read(value: Any, call: fx.Node) -> bool:
 
 
 def _is_shaped(value: fx.Node) -> bool:
-    """Whether a value is another one in another shape, or repeated."""
+    """True if a value is another one in another shape, or repeated."""
     return is_reshaped(value) or is_call(value, aten.expand)
 
 

@@ -57,7 +57,7 @@ def turn_parts(graph: fx.Graph) -> None:
 def heads_that_do_not_turn(graph: fx.Graph) -> None:
     """attention(Q, KEYS, VALUES) -> attention(rope(Q), KEYS, VALUES), and so K in its write; without tables.
 
-    As parts of `rope` their norms and the writes into the cache are one launch.
+    As parts of `rope` their norms and the writes into the cache are one dispatch.
     """
     copies = calls(graph, aten.copy_)
     for call in calls(graph, ours.attention):
@@ -161,7 +161,7 @@ def _given(call: fx.Node) -> list[str]:
 
 
 def _are_heads(q: fx.Node, k: fx.Node) -> bool:
-    """Whether `rope` takes these heads [B, H, T, D], and has not made one of them."""
+    """True if `rope` takes these heads [B, H, T, D], and has not made one of them."""
     one, other = tensor_of(q), tensor_of(k)
     return (
         one.dim() == other.dim() == 4
@@ -209,7 +209,7 @@ def _whole(call: fx.Node, part: fx.Node, result: fx.Node) -> tuple[fx.Node, fx.N
 
 
 def _consists_of(source: fx.Node, swap: bool, part: Tensor, beside: Tensor, is_last: bool) -> bool:
-    """Whether heads, or their transpose with `swap`, are `part` [B, T, H, R] and `beside` [B, H, T, P]."""
+    """True if heads, or their transpose with `swap`, are `part` [B, T, H, R] and `beside` [B, H, T, P]."""
     width, kept = part.shape[-1], beside.shape[-1]
     rows = tensor_of(source)
     if rows.dim() != 4 or rows.shape[-1] != width + kept or rows.shape[-1] % 2:
@@ -242,7 +242,7 @@ def _norm_of(value: fx.Node, reader: fx.Node) -> _Norm | None:
 
 
 def _views_of_one_reader(value: fx.Node, reader: fx.Node) -> list[fx.Node]:
-    """A value that nothing but one reader reads, and its views up to what it reads; the reader for others."""
+    """Views from a value back to its source, if `reader` alone reads each; else `reader`."""
     found = [reader]
     while list(value.users) == found[:1]:
         found.insert(0, value)
@@ -376,7 +376,7 @@ def _write_alone(call: fx.Node) -> None:
 
 
 def _fit(turned: _Write, other: _Write, v: fx.Node) -> bool:
-    """Whether two writes are ones that the operator can do, the second of the rows of v [B, H, T, D]."""
+    """True if the operator can do two writes, the second of rows v [B, H, T, D]."""
     tensors = [tensor_of(item) for item in (turned.source, turned.place, other.place, v)]
     k, keys, values, rows = tensors
     if any(tensor.dim() != 4 or (tensor.dtype, tensor.device) != (k.dtype, k.device) for tensor in tensors):
@@ -393,7 +393,7 @@ def _swapped(x: fx.Node, before: fx.Node) -> fx.Node:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two views of one memory show the same."""
+    """True if two views of one buffer have the same elements."""
     strides = zip(one.shape, one.stride(), other.stride(), strict=False)
     same = one.shape == other.shape and one.dtype == other.dtype
     return (

@@ -93,7 +93,7 @@ def shared_expert_in_experts(graph: fx.Graph) -> None:
 
 
 def _is_like_experts(own: dict[str, Any], passed: dict[str, Any]) -> bool:
-    """Whether an MLP has the arguments of one of some experts, perhaps with another activation."""
+    """True if an MLP has the arguments of one of some experts, perhaps with another activation."""
     has_activation = own["activation"] in POINTWISE or all(own[n] == passed[n] for n in Activation._fields)
     return (
         has_activation
@@ -105,7 +105,7 @@ def _is_like_experts(own: dict[str, Any], passed: dict[str, Any]) -> bool:
 
 
 def _is_like_one(matrix: fx.Node | None, stack: fx.Node | None) -> bool:
-    """Whether a matrix is like each of a stack."""
+    """True if a matrix is like each of a stack."""
     if matrix is None or stack is None:
         return matrix is stack
     one, all_ = tensor_of(matrix), tensor_of(stack)

@@ -125,7 +125,7 @@ def rewrite_rotary(module: nn.Module) -> tuple[Callable, list[Done]] | None:
 
 
 def is_fixed(rope_type: str) -> bool:
-    """Whether frequencies do not change with the length of the sequence."""
+    """True if frequencies do not change with the length of the sequence."""
     return "dynamic" not in rope_type and rope_type != "longrope"
 
 
@@ -156,7 +156,7 @@ def _tables(module: nn.Module, layer_type: str | None) -> Tables | None:
 
 
 def _own_tables(module: nn.Module, x: Tensor, ids: Tensor, layer_type: str | None) -> list[Tensor] | None:
-    """The tables that the module's own forward gives for positions; None where it gives something else."""
+    """Tables of the module's eager forward for these positions; None if it returns no pair of tensors."""
     options = {} if layer_type is None else {"layer_type": layer_type}
     tables = tried(original_class(module).forward, module, x, ids, **options)
     is_pair = isinstance(tables, tuple) and len(tables) == 2 and all(isinstance(t, Tensor) for t in tables)
