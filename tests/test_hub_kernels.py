@@ -120,12 +120,14 @@ def layers(kernel, simulated):
     return kernel.layers
 
 
+@pytest.mark.sweep
 def test_metadata_is_what_kernels_reads(folder):
     (variant,) = (folder / "build").iterdir()
     metadata = Metadata.read_from_file(variant / "metadata.json")
     metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
 
 
+@pytest.mark.sweep
 def test_operators_have_a_namespace_of_their_own(kernel, simulated):
     """Beside the package's in one process, behind checks of their own."""
     ours, theirs = torch.ops.moe_mps, getattr(torch.ops, UNIQUE)
@@ -173,6 +175,7 @@ def moved(module: torch.nn.Module) -> torch.nn.Module:
     return module.to("mps")
 
 
+@pytest.mark.sweep
 def test_experts_of_gpt_oss(layers):
     config = gpt_oss.GptOssConfig(
         hidden_size=64, intermediate_size=32, num_local_experts=8, num_experts_per_tok=2
@@ -185,6 +188,7 @@ def test_experts_of_gpt_oss(layers):
         close(one, other)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", ["qwen3_5", "laguna"])
 def test_routers(layers, family):
     if family == "qwen3_5":
@@ -200,6 +204,7 @@ def test_routers(layers, family):
         close(one, other)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("width", [40, 6])
 def test_norms(layers, width):
     x, norm = random(2, 5, width), filled(qwen3.Qwen3RMSNorm(width))
@@ -210,6 +215,7 @@ def test_norms(layers, width):
     close(layers.RMSNormZeroCentered.forward(moved(centred), x.to("mps")), expected)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_convolution(layers, dtype):
     """Of a prompt, and of tokens behind a state, which moves on."""
@@ -229,6 +235,7 @@ def test_convolution(layers, dtype):
         layers.causal_conv1d_fn()(*on_mps(x, weight), None, "gelu")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["chunk", "fused_recurrent"])
 @pytest.mark.parametrize(("key_heads", "width"), [(2, 24), (4, 80)])
 def test_gated_delta_rule(layers, kind, key_heads, width):
@@ -251,6 +258,7 @@ def test_gated_delta_rule(layers, kind, key_heads, width):
     assert getattr(layers, f"{kind}_gated_delta_rule")()(*on_device)[1] is None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["chunk", "fused_recurrent"])
 def test_kimi_delta_attention(layers, kind):
     own = {"chunk": kimi.chunk_kimi_delta_attention, "fused_recurrent": kimi.recurrent_kimi_delta_attention}[
@@ -265,6 +273,7 @@ def test_kimi_delta_attention(layers, kind):
     close(after, expected_after)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("own", [qwen3_next.Qwen3NextRMSNormGated, kimi.KimiLinearRMSNormGated])
 @pytest.mark.parametrize("width", [40, 6])
 def test_gated_norm(layers, own, width):
@@ -275,6 +284,7 @@ def test_gated_norm(layers, own, width):
     close(layers.RMSNormGated.forward(moved(module), *on_mps(x, gate)), expected)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("turning", [16, 8])
 def test_rotary_embedding(layers, turning):
     """All of a head, or its first elements; heads in front of tokens, and behind."""
@@ -288,6 +298,7 @@ def test_rotary_embedding(layers, turning):
             close(result, torch.cat([part, x[..., turning:]], -1))
 
 
+@pytest.mark.sweep
 def test_signatures_are_those_that_kernels_asks_for(layers):
     replaced = {
         "causal_conv1d_fn": qwen3_next.causal_conv1d_fn,

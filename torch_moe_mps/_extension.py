@@ -87,7 +87,7 @@ def activate(library: Path) -> None:
 
 
 def format_arguments() -> Iterator[tuple[Any, ...]]:
-    """What the host code gets of each format of weights: its name, its shader template and its sizes."""
+    """Yields the arguments of `_add_format` for each format: its name, shader template and sizes."""
     for name, row in ROWS.items():
         yield name, *row.template, row.bits, row.group_size, isinstance(row.scales, LikeActivations)
 

@@ -508,6 +508,8 @@ def rg_lru_(
     Returns: [B, T, C] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
+
+    In models of RecurrentGemma, which the recorded architectures do not have.
     """
     rate = -8.0 * torch.nn.functional.softplus(decay.float())
     state, results = state_.clone(), torch.empty(x.shape, dtype=torch.float32, device=x.device)

@@ -71,6 +71,8 @@ def sample(
     to the host has both.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
+
+    In models' `generate` it chooses the token.
     """
     scores = logits.float() / temperature
     vocabulary = scores.shape[1]
