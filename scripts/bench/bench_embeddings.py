@@ -31,7 +31,7 @@ sentence-transformers (`SentenceTransformer`, `CrossEncoder`) and `serve`:
     torch-moe-mps convert sentence-transformers/all-MiniLM-L6-v2 minilm-6bit --bits 6
 
 BERT, XLM-RoBERTa, ModernBERT and Qwen3 (Embedding, Reranker) are tested against dense models with the same
-rounded weights (`tests/commands/test_sentence_transformers.py`). Linear layers and embeddings run on our
+rounded weights (`tests/serving/http/test_sentence_transformers.py`). Linear layers and embeddings run on our
 kernels, and so do norms, with a bias or without, rotary embeddings, sliding windows and causal attention. A
 layer of BERT takes 12 dispatches. A head with one score stays dense. The report of `convert` and `accelerate`
 names what does.

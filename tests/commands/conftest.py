@@ -1,44 +1,5 @@
-"""Models of letters, and of the printable characters, and a server of these, for all tests that ask one.
+"""Servers of small models for the tests of this folder."""
 
-torch is asked for MPS by what these import, which must come after the simulator.
-"""
+from support.servers import checkpoint, client, here, printable
 
-import pytest
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    """Of a model whose tokens are letters, for all tests that do not change it."""
-    from support import serving
-
-    return serving.chat_checkpoint(tmp_path_factory.mktemp("letters") / "model")
-
-
-@pytest.fixture(scope="session")
-def printable(tmp_path_factory):
-    """The model's checkpoint."""
-    from support import serving
-
-    return serving.printable_checkpoint(tmp_path_factory.mktemp("printable") / "model")
-
-
-@pytest.fixture(
-    scope="module",
-    params=[(), pytest.param(("--speculative", "none"), marks=pytest.mark.sweep)],
-    ids=["as it comes", "without drafts"],
-)
-def client(request, printable):
-    """Of a server as it comes, and of one that drafts no tokens; a process has one server at a time."""
-    from support import serving
-
-    with serving.client_of(printable, *serving.QUANTISED, *request.param) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def here():
-    """A server whose answers are written by hand."""
-    from support import scripted
-
-    with scripted.server() as running:
-        yield running
+__all__ = ["checkpoint", "client", "here", "printable"]

@@ -11,7 +11,7 @@ from simulator import shaderlib
 from support import tiny_models
 from support.checkpoints import add_tokenizer
 from support.launches import Launches
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import torch_moe_mps
 from torch_moe_mps.commands import bench, main
@@ -65,6 +65,26 @@ def test_rows_and_json(checkpoint, tmp_path, capsys):
     bound = 100e9 / (data["bytes_a_token"] + 20 * codes)
     assert generated[-1]["rate"] / generated[-1]["share"] == pytest.approx(bound)
     assert all(row["memory"] > 1e6 and row["rate"] > 0 for row in data["rows"])
+
+
+def test_experts_of_a_step_of_several_sequences(checkpoint, capsys, monkeypatch):
+    """As the routers of transformers' own model choose them."""
+    monkeypatch.setattr(bench, "SEQUENCES", (1, 3))
+    monkeypatch.setattr(bench, "CONTEXT", 4)
+    sizes = ["--prompt", 4, "--max-tokens", 2, "--turn", 2, "--depth", 0, "--repeats", 1, "--device", "cpu"]
+    assert run(checkpoint, *sizes) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("experts that")]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval()
+    ids = torch.randint(97, (1, 4 + 2 + bench.END + 1), generator=torch.Generator().manual_seed(0))
+    found = []
+    for count in (1, 3):
+        rows = ids.repeat(1, 9)[0, : count * 5].view(count, 5)
+        with torch.no_grad():
+            logits = model(rows, output_router_logits=True).router_logits
+        chosen = [layer.view(count, 5, -1)[:, -1].topk(model.config.num_experts_per_tok) for layer in logits]
+        mean = sum(len(each.indices.unique()) for each in chosen) / len(chosen)
+        found.append(f"{mean:.1f} of {count} sequences")
+    assert line == "experts that a layer reads in a step: " + ", ".join(found)
 
 
 def test_launches_are_the_operators_of_a_token_on_a_cpu(checkpoint):

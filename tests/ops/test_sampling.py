@@ -138,3 +138,23 @@ def test_draws_of_zero(device):
     assert tokens.tolist() == [1, 1, 1] and wrong.tolist() == [0, 0, 0]
     (token,), (wrong,) = sampled(logits[:1], -torch.zeros(1, 5), **OFF | {"top_k": 1}, otherwise=4)
     assert (token, wrong) == (1, 0)
+
+
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+def test_the_token_with_the_highest_logit(device, dtype):
+    """The first of equal ones, and +inf where there is no NaN; -inf alone and NaN have none."""
+    logits = numbers(9, 1000, dtype=dtype).to(device)
+    logits[1, [3, 700]] = 60.0
+    logits[2, 5:900] = -torch.inf
+    logits[3, [800, 20]] = torch.inf
+    logits[4] = -torch.inf
+    logits[5, 500], logits[5, 2] = torch.nan, torch.inf
+    logits[6] = torch.nan
+    logits[7], logits[7, 1] = -torch.inf, torch.finfo(dtype).min
+    invalid = torch.zeros(9, dtype=torch.int64, device=device)
+    invalid[8] = 1
+    tokens, wrong = sample(logits, None, invalid, top_k=3, top_p=0.5, min_p=0.5, otherwise=7).cpu()
+    assert wrong.tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 1]
+    for row in (0, 1, 2, 3, 7, 8):
+        assert tokens[row] == int(np.argmax(logits[row].float().cpu().numpy()))
+    assert tokens[[4, 5, 6]].tolist() == [7, 7, 7]

@@ -300,14 +300,15 @@ def test_a_masked_token_whose_draw_is_minus_zero(monkeypatch):
     assert sample([Sampler(model_of(), job)], logits).read() == [39]
 
 
-def test_what_a_sampled_token_launches(simulated):
+@pytest.mark.parametrize("draws", [True, False])
+def test_what_a_sampled_token_launches(simulated, draws):
     """Its numbers, the operator, and one copy to the host, which has the token and whether it is one."""
-    job = Job({"input_ids": torch.arange(3)[None]}, config(do_sample=True), lambda token: False, print)
+    job = Job({"input_ids": torch.arange(3)[None]}, config(do_sample=draws), lambda token: False, print)
     samplers = [Sampler(model_of().to("mps"), job) for _ in range(4)]
     logits = torch.randn(4, 97, generator=torch.Generator().manual_seed(0)).to("mps")
     with Launches() as counted, simulated.trace() as commands:
         sample(samplers, logits).read()
-    assert counted.counts == {"exponential_": 1, "copy_": 1}
+    assert counted.counts == {"exponential_": 1, "copy_": 1} if draws else {"copy_": 1}
     assert [line.split()[0] for line in commands if " grid " in line] == ["sample_rows_f32"]
 
 

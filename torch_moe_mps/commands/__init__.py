@@ -19,7 +19,7 @@ from .._install import install_command
 from .._text import first_line
 from .arguments import parse, parser
 from .early import check_options, importing_torch
-from .processes import first_process_talks, follows, tell_other_processes
+from .processes import first_process_talks, follows, send_to_other_processes
 
 WITHOUT_TORCH = ("launch",)
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
@@ -30,13 +30,18 @@ _SPINS = ("GOMP_SPINCOUNT", "1000")
 
 
 def run() -> int:
-    """Run the command of this process, whose end takes no module apart: that would be a second and more.
+    """Runs the command, then exits without tearing modules down, which takes over a second.
 
     Handlers of `atexit` run and threads are joined; an exception of `--debug` ends Python as ever.
     """
     codes: list[int] = []
     atexit.register(_leave, codes)  # the first of the handlers is the last that runs
-    codes.append(main())
+    try:
+        codes.append(main())
+    except SystemExit as error:
+        if not isinstance(error.code, int):
+            raise
+        codes.append(error.code)
     return codes[0]
 
 
@@ -55,8 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser().print_help()
         return 0
+    pressed: list[int] = []
     try:
-        with _signals_raise(), first_process_talks():
+        with _signals_raise(pressed), first_process_talks():
             _set_libraries()
             check_options(options)  # before the seconds in which torch is imported
             code = _run(options)
@@ -67,11 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)  # behind ^C, or a bar of progress that has not begun to count
         code, said = 128 + signal.SIGINT, "interrupted"
     except Exception as error:
-        tell_other_processes(error)
-        line = _line(error)
+        send_to_other_processes(error)
+        line = "" if pressed else _line(error)  # an import that Ctrl-C interrupts raises anything
         if line is None or options.debug:
             raise
-        code, said = 1, f"error: {line}"
+        code, said = (128 + signal.SIGINT, "interrupted") if pressed else (1, f"error: {line}")
     if said is not None:  # behind a bar of progress, which has ended its line with the exception
         print(f"torch-moe-mps: {said}", file=sys.stderr)
     try:
@@ -135,7 +141,7 @@ def _line(error: Exception) -> str | None:
 
 
 def _of_import(error: ImportError) -> str:
-    """The error and its cause: of a broken module, transformers only says which name it was needed for."""
+    """An import error with its cause, which transformers leaves out."""
     causes: list[BaseException] = [error]  # a circle, where one is raised again
     while (inner := causes[-1].__cause__ or causes[-1].__context__) and inner not in causes:
         causes.append(inner)
@@ -148,8 +154,11 @@ def _of_import(error: ImportError) -> str:
 
 
 @contextmanager
-def _signals_raise() -> Iterator[None]:
-    """A command that is told to stop raises SystemExit, so that it removes half-written files."""
+def _signals_raise(pressed: list[int]) -> Iterator[None]:
+    """Makes SIGTERM raise SystemExit, so that half-written files are removed.
+
+    Ctrl-C raises KeyboardInterrupt, and is noted in `pressed`.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
@@ -157,7 +166,14 @@ def _signals_raise() -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         sys.exit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in _ENDED}
+    def interrupt(number: int, frame: object) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    handlers = dict.fromkeys(_ENDED, end)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        handlers[signal.SIGINT] = interrupt
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:

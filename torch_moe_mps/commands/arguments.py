@@ -26,7 +26,7 @@ EPILOG = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its errors are one line."""
+    """ArgumentParser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {message}", file=sys.stderr)
@@ -105,16 +105,16 @@ def _origin(text: str) -> str:
     return text.rstrip("/").lower()
 
 
-def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
+def _integer(least: int, largest: int | None = None) -> Callable[[str], int]:
     """Reads an integer within bounds."""
-    expected = f"of at least {least}" if most is None else f"from {least} to {most}"
+    expected = f"of at least {least}" if largest is None else f"from {least} to {largest}"
 
     def read(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least or (most is not None and value > most):
+        if value < least or (largest is not None and value > largest):
             raise argparse.ArgumentTypeError(f"must be an integer {expected}, got {text}")
         return value
 

@@ -42,6 +42,8 @@ from .sources import check_generates, context_of, folder_of, load, loading_optio
 from .speculative import drafts_of
 
 _DEPTHS = (0, 4096, 16384)
+SEQUENCES = (1, 2, 4, 8)  # steps whose experts are counted,
+CONTEXT = 32  # tokens before it, of each
 
 
 @dataclass
@@ -137,6 +139,8 @@ def run(options: argparse.Namespace) -> None:
         bench.captured = tokens_of(model)()
         if bench.captured:
             print(f"\n{bench.captured}")
+        if experts := bench.experts():
+            print(f"\n{experts}")
         if bench.speculative is not None:
             print(f"\n{bench.speculative}")
         for row in rows:
@@ -229,8 +233,26 @@ class Bench:
                 times = [1e3 * each.prefill for each in self._behind(depth, options.turn)]
                 yield self._row(f"ttft{options.turn}{name}", times, "ms", depth)
 
+    @torch.no_grad()
+    def experts(self) -> str | None:
+        """How many experts a step of several sequences reads; None for a model that runs none of ours.
+
+        A step takes as long as the weights that it reads, which are the fewer the more sequences agree.
+        """
+        found = []
+        for count in SEQUENCES:
+            ids = self.ids.repeat(1, count * 2 * CONTEXT // self.ids.shape[1] + 1)[0, : count * (CONTEXT + 1)]
+            ids = ids.view(count, CONTEXT + 1).to(self.device)
+            cache = cache_among(self._forward(ids[:, :-1], None))
+            with _Experts() as read:
+                self._forward(ids[:, -1:], cache)
+            if not read.counts:
+                return None
+            found.append(f"{statistics.mean(read.counts):.1f} of {count} sequences")
+        return f"experts that a layer reads in a step: {', '.join(found)}"
+
     def _read(self, depth: int) -> None:
-        """Computes a context, and no other one, with so many tokens more that states of it are cached."""
+        """Computes a context, with enough tokens more that its states are cached."""
         self.prompts.kept = []
         if depth:
             self._answer(self.ids[:, : depth + END], 1)
@@ -238,7 +260,7 @@ class Bench:
     def _answer(
         self, ids: Tensor, tokens: int, speculative: Drafting | None = None, **how: Any
     ) -> "_Answered":
-        """An answer behind the context, which stays cached alone."""
+        """Generates after the context, of which only the cached prefix remains."""
         kept = self.prompts.kept[:1]
         answered = _Answered(self.model, self.prompts, speculative, ids, tokens, **how)
         self.prompts.kept = kept or self.prompts.kept[:1]
@@ -385,6 +407,25 @@ class _Answered:
 
 # Operators that compute nothing, although they are not views.
 _FREE = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty"}
+
+
+class _Experts(TorchDispatchMode):
+    """Notes how many experts each layer reads.
+
+    Attributes:
+        counts: of each layer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "moe_mps" and function._schema.name.startswith("moe_mps::moe_experts"):
+            names = [argument.name for argument in function._schema.arguments]
+            ids = {**dict(zip(names, args, strict=False)), **(kwargs or {})}["ids"]
+            self.counts.append(len({*ids.flatten().tolist()}))
+        return function(*args, **(kwargs or {}))
 
 
 class _Launches(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""How many bytes a model's KV cache takes, found by running its code on the meta device."""
+"""Bytes of a model's KV cache, measured by forwards on the meta device."""
 
 import bisect
 from collections import Counter
@@ -49,13 +49,13 @@ class KVCache:
         room = sum(rooms[window] * rate for window, rate in self.rates.items())
         return self.at(context) + room + self.beside
 
-    def tokens_in(self, space: int, most: int) -> int:
-        """How many tokens, at most `most`, fit into `space` bytes."""
-        return bisect.bisect_right(range(1, most + 1), space, key=self.memory)
+    def tokens_in(self, space: int, longest: int) -> int:
+        """Number of tokens, at most `longest`, that fit into `space` bytes."""
+        return bisect.bisect_right(range(1, longest + 1), space, key=self.memory)
 
 
 def kv_cache(model: Any, bits: int = 16, more: int = 0) -> KVCache | None:
-    """From the caches that two short forwards leave; None where they do not run on the meta device.
+    """Cache sizes from two short forwards on the meta device; None if these fail.
 
     Args:
         model: of transformers, on the meta device, and not accelerated.

@@ -21,7 +21,7 @@ _MEASURED = "\n## Measured\n\n"
 _KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "base_model")
 
 _OURS = """{install}
-torch-moe-mps chat {word}
+torch-moe-mps chat {argument}
 ```
 
 ```python
@@ -34,7 +34,7 @@ _FROM_SOURCES = """With torch_moe_mps, which its README installs from a checkout
 
 ```"""
 _MLX = """```
-mlx_lm.chat --model {word}
+mlx_lm.chat --model {argument}
 ```"""
 
 
@@ -59,7 +59,7 @@ def model_card(name: str, source: str, base: str | None, layout: str, report: st
     data = ModelCardData(library_name=library, tags=[library, _TAG], **result)
     of = f" of [{result['base_model']}](https://huggingface.co/{result['base_model']})" if base else ""
     begin = _FROM_PYPI if is_from_index() else _FROM_SOURCES
-    use = (_MLX if layout == "mlx" else _OURS).format(name=name, word=shlex.quote(name), install=begin)
+    use = (_MLX if layout == "mlx" else _OURS).format(name=name, argument=shlex.quote(name), install=begin)
     errors = f"\n```\n{report}\n```\n" if report else ""
     return f"""---
 {data.to_yaml()}
@@ -74,12 +74,12 @@ The weights{of}, written by `torch-moe-mps convert` {__version__}.
 
 
 def use_of_adapter(folder: str, model: str, options: argparse.Namespace) -> str:
-    """The command that asks a model with the adapter in a folder, as it was trained."""
+    """Command that prompts the model with a trained adapter."""
     own = ("--bits", "--group-size")
     given = [(name, getattr(options, name[2:].replace("-", "_"))) for name in own]
-    words = [word for name, value in given if value is not None for word in (name, str(value))]
+    asked = [part for name, value in given if value is not None for part in (name, str(value))]
     question = ("--adapter", folder, "-p", "Who are you?")
-    return shlex.join(("torch-moe-mps", "generate", model, *words, *question))
+    return shlex.join(("torch-moe-mps", "generate", model, *asked, *question))
 
 
 def adapter_card(
@@ -130,7 +130,7 @@ A LoRA adapter for {model}, trained by `torch-moe-mps finetune` {__version__}.
 
 
 def keep_figures(folder: str, about: str, figures: str) -> None:
-    """Keeps what was measured of a model where this package wrote it: in config.json, and in the model card.
+    """Adds measured figures to the config.json and the card of a checkpoint that this package wrote.
 
     Args:
         folder: of any model; none of another program is changed.

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .._interrupts import at_ctrl_c
 from .._text import first_line
 from ..serving.engine.defaults import choice
 from ..serving.http.answer import Answer, Call, CallEnd, Event, Piece
@@ -21,7 +22,6 @@ from ..serving.http.answers import Answers
 from ..serving.http.preparing import prepare
 from ..serving.http.request import Chat, Refused, Request
 from ..serving.http.served import Served
-from .interrupts import at_ctrl_c
 from .results import write_new
 from .serving import served_by
 from .settings import read_settings, settings_of

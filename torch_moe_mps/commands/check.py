@@ -223,7 +223,7 @@ def never_launched(kernels: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def compare_all(work: Sequence[Subject]) -> list[Finding]:
-    """Each subject up to the first call that fails."""
+    """Compares each subject with the CPU, up to its first failing call."""
     findings = []
     checks = checks_of(work)
     with Progress("Comparing", len(checks), "check") as bar:
@@ -312,7 +312,7 @@ def model_difference(actual: Any, expected: Any, chosen: int) -> float:
 
 
 def why_not() -> str:
-    """The reason for which no GPU can be checked here."""
+    """Reason why no GPU can be checked on this machine."""
     cannot = "nothing was compiled and nothing was compared"
     if reason := refusal():
         return f"{reason}: {cannot}."

@@ -38,7 +38,7 @@ from ..transformers.mtp.layers import MTP, check_exceptions, converted_mtp, has_
 from ..transformers.mtp.steps import MtpCounted
 from ..transformers.upstream.models import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
-from .early import packs, says_a_format
+from .early import keeps_blocks, requests_format
 from .recipes import arguments_of
 from .results import locked, unfinished, write_json, written_whole
 from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
@@ -53,7 +53,7 @@ _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.js
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, RuntimeError, SafetensorError with a one-line message."""
     destination = Path(options.destination)
-    gguf, packed = options.source.endswith(".gguf"), packs(options)
+    gguf, packed = options.source.endswith(".gguf"), keeps_blocks(options)
     local = Path(options.source).is_dir() or gguf
     source = folder_of(options.source, options.revision, weights=local)
     about = Source(source, loading_options(options))
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
         source = folder_of(options.source, options.revision)
     tokenizer = tokenizer_of(source) if gguf else None
     arguments = None if packed else arguments_of(options, model)
-    recipe: dict[str, Any] = {"recipe": arguments, "requantize": says_a_format(options)}
+    recipe: dict[str, Any] = {"recipe": arguments, "requantize": requests_format(options)}
     speculative = _drafts(source, model, options.to == "mlx")
     plan = _planned(about, model, source, recipe, speculative, options.to == "mlx")
     if options.dry_run:
@@ -102,7 +102,7 @@ def _planned(
 
 
 def _drafts(source: str, model: Any, to_mlx: bool) -> bool:
-    """Whether the layers of a checkpoint that draft are converted, too; says why not, where it has some."""
+    """True if a checkpoint's MTP layers are converted, too; prints why not, if it has some."""
     if not _weights(source) or not has_mtp(model, source):
         return False
     reason = left_out_mtp(source, model, to_mlx)
@@ -175,7 +175,7 @@ def _size_of_files(folder: Path) -> str:
 
 
 def _check_space(destination: Path, size: int) -> None:
-    """Tensors wait for their file in others, so that the largest file is there twice."""
+    """Raises: ValueError without disk space for the new files, the largest of which is there twice."""
     parent = next(folder for folder in destination.absolute().parents if folder.exists())
     needed, free = size + min(size, LARGEST), shutil.disk_usage(parent).free
     begun = unfinished(destination)
@@ -188,7 +188,7 @@ def _check_space(destination: Path, size: int) -> None:
 
 @contextmanager
 def _written_beside(destination: Path) -> Iterator[Path]:
-    """A folder that becomes the destination in the end; a process that was killed may have begun it."""
+    """Block that writes a folder, which is then renamed to the destination; resumes a killed process's."""
     folder = unfinished(destination)
     with locked(folder, destination), _finished(folder, destination):
         yield folder
@@ -196,7 +196,7 @@ def _written_beside(destination: Path) -> Iterator[Path]:
 
 @contextmanager
 def _finished(folder: Path, destination: Path) -> Iterator[None]:
-    """Gives a folder its name in the end; what an error leaves is removed, but for complete files."""
+    """Block after which a folder gets its name; after an error it is removed unless it has complete files."""
     progress = progress_file(folder)
     try:
         yield
@@ -288,7 +288,7 @@ def _dtype(source: str, options: argparse.Namespace, recipe: dict[str, Any]) -> 
 
 
 def _measured(folder: Path, options: argparse.Namespace) -> Largest | None:
-    """The range of the activations of a checkpoint; config.json then names the dtype that they need.
+    """Measures the range of a checkpoint's activations, and writes their dtype to config.json.
 
     None, and bfloat16, for a checkpoint that this machine cannot hold or that has no tokenizer.
     """

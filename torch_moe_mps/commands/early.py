@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .._install import install_command
+from .._interrupts import ending_at_once
 from .._text import one_of
 from .._weight_formats import BITS, GROUP_SIZES
 from .arguments import MIXED, RECIPES
@@ -38,7 +39,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 @contextmanager
 def importing_torch(command: str) -> Iterator[None]:
-    """Block that imports torch, of which a line on stderr tells, unless that is done.
+    """Block that imports torch, with a line on stderr unless it is imported already.
 
     Python would search for garbage meanwhile, of which there is none, for a quarter of the time.
     """
@@ -49,7 +50,8 @@ def importing_torch(command: str) -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with ending_at_once():
+            yield
     finally:
         gc.freeze()
         if was_enabled:
@@ -126,7 +128,7 @@ def _convert(options: argparse.Namespace) -> None:
     if options.adapter is not None:
         adapter_config(options.adapter)
         _check_package("peft", "--adapter", "adapters")
-    if packs(options):
+    if keeps_blocks(options):
         _check_packed(options)
 
 
@@ -148,15 +150,15 @@ def _check_packed(options: argparse.Namespace) -> None:
         raise ValueError("--to mlx of a GGUF file needs --bits: MLX does not have its formats")
 
 
-def says_a_format(options: argparse.Namespace) -> bool:
+def requests_format(options: argparse.Namespace) -> bool:
     """True if `convert` is asked for a format, which then applies to quantised weights of SRC, too."""
     usual = options.bits is None and options.recipe is None and options.mode == "affine"
     return not (usual and (options.linear_bits, options.embedding_bits) == ("auto", "auto"))
 
 
-def packs(options: argparse.Namespace) -> bool:
-    """Whether `convert` leaves a GGUF file in its formats."""
-    return options.source.endswith(".gguf") and not says_a_format(options)
+def keeps_blocks(options: argparse.Namespace) -> bool:
+    """True if `convert` leaves a GGUF file in its formats."""
+    return options.source.endswith(".gguf") and not requests_format(options)
 
 
 def _finetune(options: argparse.Namespace) -> None:

@@ -78,7 +78,7 @@ class Size:
 
 
 class Drafts(NamedTuple):
-    """Memory of what drafts beside a model.
+    """Memory of a drafter beside a model.
 
     Attributes:
         what: name of what chat and serve load; "" where it takes no memory of its own.
@@ -216,7 +216,7 @@ def _of_bounds(
 def _drafts(
     options: argparse.Namespace, model: Any, folder: str, sizes: Sequence[Size], cache: KVCache | None
 ) -> Drafts:
-    """Plan of what drafts beside a model; the sizes get its bytes.
+    """Plan of a drafter beside a model; adds its bytes to the sizes.
 
     Raises: ValueError, OSError for layers that the checkpoint does not have, or that a recipe has exceptions
         for, for the draft or assistant of another model, and for what several Macs do not load.
@@ -303,14 +303,13 @@ def _chips(mac: Mac | None) -> list[tuple[str, float]]:
 
 
 def _more_for_the_gpu(mac: Mac | None) -> str:
-    """How to raise the limit of macOS, which leaves a quarter or a third of the memory unused."""
+    """Line on how to raise macOS's limit of GPU memory."""
     if mac is not None and mac.memory - 8 * GIB <= mac.limit:
         return "macOS lets the GPU have all but 8 GiB, which other programs need."
     here = "$(( $(sysctl -n hw.memsize) / 1048576 - 8192 ))"  # computed on the Mac where it is pasted
-    most = here if mac is None else (mac.memory - 8 * GIB) >> 20
-    return (
-        f"This lets the GPU have all but 8 GiB until the next start:\nsudo sysctl iogpu.wired_limit_mb={most}"
-    )
+    limit = here if mac is None else (mac.memory - 8 * GIB) >> 20
+    command = f"sudo sysctl iogpu.wired_limit_mb={limit}"
+    return f"This lets the GPU have all but 8 GiB until the next start:\n{command}"
 
 
 def spread(
@@ -427,7 +426,7 @@ def _size(name: str, model: Any, targets: Iterable[Target]) -> Size:
 
 
 def _context(cache: KVCache | None, room: int, longest: int) -> int | bool | None:
-    """How many tokens fit, at most what the model reads, None for any number.
+    """Number of tokens that fit, at most the model's context; None for any number.
 
     Of an unknown cache whether the weights fit.
     """

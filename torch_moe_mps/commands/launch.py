@@ -33,7 +33,7 @@ _OF_THE_SERVER = (
 
 
 class Server(NamedTuple):
-    """A server that answers.
+    """A running server.
 
     Attributes:
         url: without a path.
@@ -213,7 +213,7 @@ def _free_port() -> int:
 
 @contextmanager
 def _ctrl_c_is_the_agents() -> Iterator[None]:
-    """Ctrl-C reaches the agent, in the same terminal, and does nothing here."""
+    """Block in which Ctrl-C is ignored here: the agent in the same terminal gets it."""
     before = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         yield

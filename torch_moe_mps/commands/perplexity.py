@@ -45,15 +45,15 @@ def run(options: argparse.Namespace) -> None:
         check_generates(options, source)
     ids, first = _text(options, sources)
     ids = ids[: options.tokens]
-    pieces = windows(ids, first, options.window)
+    chunks = windows(ids, first, options.window)
     print(f"{len(ids)} tokens in windows of {options.window}")
     result: list[Means] = []
     with tempfile.TemporaryDirectory() as folder:
         if other is not None:
-            save_references(load_stored(options, other, device), pieces, Path(folder))
+            save_references(load_stored(options, other, device), chunks, Path(folder))
         for source in sources:
             free(device)
-            means, dtype = _measured(options, source, device, pieces, Path(folder) if other else None)
+            means, dtype = _measured(options, source, device, chunks, Path(folder) if other else None)
             result.append(means)
             if options.card:
                 keep_figures(source, *_kept(options, len(ids), means, dtype))
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _text(options: argparse.Namespace, sources: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """The tokens of the text, and those in front of it, as `text_ids` has them, for all of the models.
+    """Tokens of the text, and its leading tokens, which all of the models share.
 
     Raises: ValueError for models of several tokenizers, and for a text that is too short.
     """
@@ -81,12 +81,12 @@ def _text(options: argparse.Namespace, sources: Sequence[str]) -> tuple[Tensor, 
 
 
 def _measured(
-    options: argparse.Namespace, source: str, device: str, pieces: list[Tensor], folder: Path | None
+    options: argparse.Namespace, source: str, device: str, chunks: list[Tensor], folder: Path | None
 ) -> tuple["Means", str]:
     """Means of a model over the text, and the dtype of its activations."""
     check_adapter(options, source)
     model = with_adapter(options, load_stored(options, source, device))
-    means = measure(WithQuantizedCache(model) if options.kv_bits == CACHE_BITS else model, pieces, folder)
+    means = measure(WithQuantizedCache(model) if options.kv_bits == CACHE_BITS else model, chunks, folder)
     return means, str(model.dtype).removeprefix("torch.")
 
 
@@ -162,29 +162,29 @@ class Means:
 
 
 @torch.no_grad()
-def save_references(model: Callable, pieces: list[Tensor], folder: Path) -> None:
-    """Write what `measure` needs of the other model: a file for each piece, 8 KB a token."""
-    for index, piece in enumerate(with_progress(pieces, "Reading, first model", "window")):
-        logs = _log_probabilities(model, piece)
+def save_references(model: Callable, chunks: list[Tensor], folder: Path) -> None:
+    """Write what `measure` needs of the other model: a file for each chunk, 8 KB a token."""
+    for index, chunk in enumerate(with_progress(chunks, "Reading, first model", "window")):
+        logs = _log_probabilities(model, chunk)
         top, ids = logs.topk(min(LIKELIEST, logs.shape[1]), dim=1)
-        target = logs.gather(1, piece[1:, None].to(logs.device))
+        target = logs.gather(1, chunk[1:, None].to(logs.device))
         kept = (top, ids.int(), logs.argmax(1), target)
         torch.save([tensor.cpu() for tensor in kept], folder / f"{index}.pt")
     _synchronize(model)
 
 
 @torch.no_grad()
-def measure(model: Callable, pieces: list[Tensor], folder: Path | None = None) -> Means:
-    """Means over the predicted tokens of pieces [T] of a text.
+def measure(model: Callable, chunks: list[Tensor], folder: Path | None = None) -> Means:
+    """Means over the predicted tokens of chunks [T] of a text.
 
     Args:
-        folder: with the files that `save_references` wrote for the same pieces.
+        folder: with the files that `save_references` wrote for the same chunks.
     """
     sums, count = Means(), 0  # sums of squares, in place of the errors
-    for index, piece in enumerate(with_progress(pieces, "Reading", "window")):
-        logs = _log_probabilities(model, piece)
+    for index, chunk in enumerate(with_progress(chunks, "Reading", "window")):
+        logs = _log_probabilities(model, chunk)
         count += len(logs)
-        losses = -logs.gather(1, piece[1:, None].to(logs.device)).cpu().double()
+        losses = -logs.gather(1, chunk[1:, None].to(logs.device)).cpu().double()
         sums.loss += float(losses.sum())
         sums.loss_error += float(losses.square().sum())
         if folder is not None:
@@ -223,9 +223,9 @@ def _divergence(logs: Tensor, top: Tensor, ids: Tensor) -> dict[str, float]:
 
 def text_ids(source: str, text: str | None, trust_remote_code: bool = False) -> tuple[Tensor, Tensor]:
     """The tokens [T] of a text file, and the token [1] that the tokenizer puts in front, or none [0]."""
-    words = utf8_text("--text", text or SAMPLE)
+    text_read = utf8_text("--text", text or SAMPLE)
     tokenizer = tokenizer_of(source, trust_remote_code)
-    ids = tokenizer(words, return_tensors="pt", verbose=False).input_ids[0]
+    ids = tokenizer(text_read, return_tensors="pt", verbose=False).input_ids[0]
     begins = len(ids) > 0 and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
     return (ids[1:], ids[:1]) if begins else (ids, ids[:0])
 
@@ -233,7 +233,7 @@ def text_ids(source: str, text: str | None, trust_remote_code: bool = False) -> 
 def windows(ids: Tensor, first: Tensor, window: int) -> list[Tensor]:
     """Chunks of a text that predict each token once, but the first of the text.
 
-    A piece begins with `first`, or if that is empty with the last token of the piece before it.
+    A chunk begins with `first`, or if that is empty with the last token of the chunk before it.
     """
     size, shared = window - len(first), 1 - len(first)
     starts = range(0, len(ids) - shared, size - shared)
@@ -245,7 +245,7 @@ def _synchronize(model: Callable) -> None:
 
 
 def _log_probabilities(model: Callable, ids: Tensor) -> Tensor:
-    """[T] -> [T - 1, V] in float32: of the token after each but the last."""
+    """Log probabilities [T - 1, V], float32, of the tokens after each but the last of [T]."""
     device = getattr(model, "device", ids.device)
     with wide_logits():
         logits = model(input_ids=ids[None].to(device)).logits

@@ -1,4 +1,4 @@
-"""Where a model's files are: in a folder, or under a name on the Hub, in its cache.
+"""Finds a model's files: in a folder, or by name in the Hub's cache.
 
 Nothing here waits for torch, so that a wrong name is said at once.
 """

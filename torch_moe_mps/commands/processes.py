@@ -1,4 +1,4 @@
-"""The processes that torchrun starts for a command: the first talks, and all load their layers.
+"""Processes that torchrun starts for a command: each loads its layers, the first prints.
 
 Importing this costs nothing: --help must not wait for torch.
 """
@@ -19,22 +19,22 @@ _PIPELINE = f"{__package__.rpartition('.')[0]}.pipeline"
 
 
 def processes() -> int:
-    """How many there are; 1 without torchrun."""
+    """Number of processes; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first_process() -> bool:
-    """Whether this is the process that talks: the only one, or rank 0."""
+    """True in the only process, or that of rank 0, which prints."""
     return processes() == 1 or os.environ.get("RANK") == "0"
 
 
 def follows(command: str) -> bool:
-    """Whether this process only does what the first one wants of it."""
+    """True in processes that only follow the first one."""
     return command in _LED and not is_first_process()
 
 
 def check_processes(options: argparse.Namespace) -> None:
-    """Checks what a command is asked for with several processes, and sets what it must not do there.
+    """Checks and adapts a command's options for several processes.
 
     Raises: ValueError.
     """
@@ -60,7 +60,7 @@ def check_processes(options: argparse.Namespace) -> None:
 
 @contextmanager
 def first_process_talks() -> Iterator[None]:
-    """The other processes print nothing but errors, and end with the first one."""
+    """Block in which other processes print only errors, and end with the first one."""
     if is_first_process():
         try:
             yield
@@ -73,7 +73,7 @@ def first_process_talks() -> Iterator[None]:
         yield
 
 
-def tell_other_processes(error: Exception) -> None:
+def send_to_other_processes(error: Exception) -> None:
     peers = sys.modules.get(f"{_PIPELINE}.peers")
     if peers is not None:
         peers.tell(error)

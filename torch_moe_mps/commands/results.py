@@ -13,7 +13,7 @@ from .. import __version__
 
 
 def check_writable(option: str, file: str | None) -> None:
-    """Refuse a file that cannot be written, before the work for it begins.
+    """Checks that a file can be written, before the work for it begins.
 
     Raises: ValueError for a file that cannot be written.
     """
@@ -83,7 +83,7 @@ def _check_folder(option: str, folder: Path, name: str) -> None:
 
 @contextmanager
 def written_whole(file: str) -> Iterator[None]:
-    """Around what writes a file: if that fails, as on a full disk, no part of it is left.
+    """Block that writes a file; if it fails, as on a full disk, no part of the file is left.
 
     Raises: OSError that names the file.
     """
@@ -113,7 +113,7 @@ def write_new(file: Path, text: str) -> None:
 
 
 def write_json(file: str | None, found: dict[str, Any]) -> None:
-    """Writes what a command has found, with the versions that found it, and says so."""
+    """Writes a command's results as JSON, with versions, and prints the file's name."""
     if file is None:
         return
     import torch

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _frozen() -> Iterator[None]:
-    """Block in which Python looks for garbage among new objects, not among those of the model."""
+    """Block whose garbage collection skips the objects of the model."""
     is_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
@@ -67,7 +67,7 @@ def key_of(options: argparse.Namespace) -> str | None:
 
 
 def server_of(served: Any, options: argparse.Namespace, key: str | None) -> "uvicorn.Server":
-    """The server, which ends all answers when it is told to end."""
+    """Server that ends all answers on shutdown."""
     import uvicorn
 
     from ..serving.http.app import Access, Server

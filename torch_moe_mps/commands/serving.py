@@ -1,4 +1,4 @@
-"""The part that serve and chat share: a model is loaded, and answers until the command ends."""
+"""Shared by serve and chat: loads a model, which answers until the command ends."""
 
 import argparse
 import contextlib
@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from .._interrupts import at_ctrl_c
 from ..macs import machine_memory
 from ..selfcheck.machine import cache_folder
 from ..serving.engine.encoder import Encoder, encoder_of
@@ -19,7 +20,6 @@ from ..serving.media.loading import Media
 from ..serving.prefix_cache.disk import Disk
 from ..serving.prefix_cache.memory import PrefixCache
 from .caches import kv_cache
-from .interrupts import at_ctrl_c
 from .processes import processes
 from .sources import (
     check_adapter,
@@ -41,7 +41,7 @@ _DISK = 16.0  # GB of cached prefixes, by default
 
 @contextmanager
 def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterator[Served]:
-    """The model, which answers inside the block; its cached prefixes are written behind it.
+    """Block with a running engine of the model; cached prefixes are written at its end.
 
     Raises: ValueError, OSError, ImportError with a one-line message.
     """
@@ -64,9 +64,9 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
 
 
 def _context_in(
-    generator: DeviceThread, most: int, options: argparse.Namespace, folder: str, model: Any
+    generator: DeviceThread, longest: int, options: argparse.Namespace, folder: str, model: Any
 ) -> int:
-    """How many tokens of a sequence fit beside the weights, at most `most`; a line says where it is less.
+    """Number of tokens a sequence may have beside the weights, at most `longest`; prints a smaller one.
 
     Layers of the checkpoint that draft have a cache as the model's last layer; a draft has its own. Where not
     even one token fits, the model answers all the same, as well as the system can.
@@ -76,14 +76,14 @@ def _context_in(
     cache = kv_cache(skeleton_of(options, folder)[1].to(model.dtype), options.kv_bits, more)
     if cache is not None and (of_draft := draft_cache(options, model.dtype)) is not None:
         cache += of_draft
-    context = most if cache is None else cache.tokens_in(room, most)
-    if context == most:
-        return most
+    context = longest if cache is None else cache.tokens_in(room, longest)
+    if context == longest:
+        return longest
     space = f"fit into the {room / 1e9:.1f} GB beside the model"
     if context == 0:
         print(f"No sequences {space}: it may be slow", file=sys.stderr)
-        return most
-    line = f"Sequences have at most {context:,} tokens, of {most:,} that the model reads: no more {space}"
+        return longest
+    line = f"Sequences have at most {context:,} tokens, of {longest:,} that the model reads: no more {space}"
     print(line, file=sys.stderr)
     return context
 
@@ -99,7 +99,7 @@ def _generator(options: argparse.Namespace, model: Any, folder: str, device: str
 
 
 def _closed(generator: DeviceThread) -> None:
-    """Ends what generates; a Ctrl-C meanwhile loses no cached prefix, a second one does."""
+    """Shuts the engine down; a first Ctrl-C meanwhile loses no cached prefix, a second one does."""
     line = "torch-moe-mps: the prefix cache is being written; Ctrl-C once more leaves it"
     with at_ctrl_c(lambda: print(line, file=sys.stderr)):
         generator.close()

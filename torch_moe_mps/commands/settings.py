@@ -40,9 +40,9 @@ def read_settings(texts: Sequence[str]) -> dict[str, Any]:
     for name, value in settings.items():
         if isinstance(value, str) and name in vars(config).keys() - _OF_TEXT:
             raise ValueError(f"--set {name} must be a number, true, false, None or a list, got {value}")
-        most = _AT_MOST.get(name)
-        if most is not None and isinstance(value, int | float) and not 0 <= value <= most:
-            raise ValueError(f"--set {name} must be from 0 to {most}, got {value}")
+        highest = _AT_MOST.get(name)
+        if highest is not None and isinstance(value, int | float) and not 0 <= value <= highest:
+            raise ValueError(f"--set {name} must be from 0 to {highest}, got {value}")
     if "max_length" in settings:  # it counts the prompt
         raise ValueError("--set max_length must be left out: --max-tokens says how long an answer may be")
     unknown = config.update(**settings)

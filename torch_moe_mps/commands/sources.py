@@ -1,4 +1,4 @@
-"""Questions of commands about a model's files, and the model in them; places.py says where they are."""
+"""A model's files and the model in them, for commands; places.py finds the files."""
 
 import argparse
 import os
@@ -68,7 +68,7 @@ def check_generates(options: argparse.Namespace, folder: str) -> None:
 
 
 def context_of(config: Any) -> int:
-    """How many tokens a model reads, LONGEST for any number."""
+    """Context length of a model; LONGEST for any number."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
 
 
@@ -148,7 +148,7 @@ def _is_quiet(options: argparse.Namespace) -> bool:
 
 
 def check_adapter(options: argparse.Namespace, folder: str) -> None:
-    """Refuses an --adapter that does not fit the model in a folder, before its weights are loaded.
+    """Checks that an --adapter fits the model in a folder, before weights are loaded.
 
     Raises: ValueError that names a tensor.
     """

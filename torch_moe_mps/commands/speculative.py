@@ -80,7 +80,7 @@ def _draft(options: argparse.Namespace, model: Any, device: str) -> tuple[Any, s
 
 
 def _differ(options: argparse.Namespace, model: Any, folder: str, draft: Any, draft_folder: str) -> bool:
-    """Whether a model and its draft have other tokens, or another number of them."""
+    """True if a model and its draft have different vocabularies."""
     own, other = (tokenizer_of(name, options.trust_remote_code) for name in (folder, draft_folder))
     sizes = {vocabulary_of(part) for part in (model, draft)}
     return own.get_vocab() != other.get_vocab() or len(sizes) > 1

@@ -13,13 +13,13 @@ namespace {
 
 using at::Tensor;
 
-Tensor sample(const Tensor& logits_, const Tensor& draws_, const OptionalTensor& invalid_, double temperature,
-              int64_t top_k, double top_p, double min_p, int64_t otherwise) {
+Tensor sample(const Tensor& logits_, const OptionalTensor& draws_, const OptionalTensor& invalid_,
+              double temperature, int64_t top_k, double top_p, double min_p, int64_t otherwise) {
   const int64_t rows = logits_.size(0), vocabulary = logits_.size(1);
   Tensor sampled = at::empty({2, rows}, logits_.options().dtype(at::kLong));
   if (rows == 0) return sampled;
-  const Tensor logits = rows_contiguous(logits_), draws = draws_.contiguous();
-  const OptionalTensor invalid = contiguous(invalid_);
+  const Tensor logits = rows_contiguous(logits_);
+  const OptionalTensor draws = contiguous(draws_), invalid = contiguous(invalid_);
   SampleParams params{};
   params.row_stride = logits.stride(0);
   params.rows = rows;
@@ -30,9 +30,10 @@ Tensor sample(const Tensor& logits_, const Tensor& draws_, const OptionalTensor&
   params.otherwise = otherwise;
   params.temperature = static_cast<float>(temperature);
   params.min_p = static_cast<float>(min_p);
+  params.has_draws = draws.has_value();
   params.has_invalid = invalid.has_value();
   Commands commands;
-  commands.add({"sampling", logits.scalar_type()}, "sample_rows", draws)
+  commands.add({"sampling", logits.scalar_type()}, "sample_rows", sampled)
       .bind_strided(logits)
       .bind(draws, invalid, sampled)
       .params(params)

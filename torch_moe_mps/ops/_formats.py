@@ -156,14 +156,11 @@ class Format:
         blocks = columns // LARGE_BLOCK
         if self.stream_bits:
             return blocks * self.stream_bits, blocks * self.halves
-        count = self.groups(columns) if self.codebook is None else blocks
+        count = columns // self.group_size if self.codebook is None else blocks
         return count, count if self.has_biases else 0
 
     def words(self, columns: int) -> int:
         return columns * self.bits // 32
-
-    def groups(self, columns: int) -> int:
-        return columns // self.group_size
 
     def columns(self, words: int) -> int:
         return words * 32 // self.bits

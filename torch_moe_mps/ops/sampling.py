@@ -29,7 +29,7 @@ def _meta_sample(check, logits, temperature, top_p, min_p, otherwise, **_):
 )
 def sample(
     logits: Tensor,
-    draws: Tensor,
+    draws: Tensor | None,
     invalid: Tensor | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -54,12 +54,14 @@ def sample(
     alone are equal there.
 
     A row with NaN, with +inf, or with -inf alone has no distribution: its token is `otherwise`, and it is
-    invalid, where `torch.multinomial` waits for the device to raise an error.
+    invalid, where `torch.multinomial` waits for the device to raise an error. Without draws, +inf is the
+    highest.
 
     Args:
         logits: [R, V], float32, float16 or bfloat16, V up to 524,288; any strides.
         draws: [R, V] float32, not negative; the numbers of one draw for each token. 0 and -0, which torch's
-            exponential numbers on mps may be, are the smallest normal number.
+            exponential numbers on mps may be, are the smallest normal number. None for the token with the
+            highest logit, the first of equal ones: the other arguments then make no difference.
         invalid: [R] int64; rows where it is not 0 are invalid, too: those of tokens before, for an answer.
         temperature: above 0.
         top_k: so many tokens at least are kept; 0 keeps all.
@@ -74,6 +76,9 @@ def sample(
 
     In models' `generate` it chooses the token.
     """
+    if draws is None:
+        best, tokens = logits.float().max(-1)
+        return _result(tokens, best > -torch.inf, invalid, otherwise)
     scores = logits.float() / temperature
     vocabulary = scores.shape[1]
     highest = scores.amax(-1, keepdim=True)
@@ -94,7 +99,10 @@ def sample(
         .nan_to_num(nan=-1.0, posinf=torch.inf)
     )
     best, tokens = races.masked_fill(scores == -torch.inf, -1.0).max(-1)
-    valid = valid.squeeze(-1) & (best >= 0.0)
+    return _result(tokens, valid.squeeze(-1) & (best >= 0.0), invalid, otherwise)
+
+
+def _result(tokens: Tensor, valid: Tensor, invalid: Tensor | None, otherwise: int) -> Tensor:
     wrong = ~valid if invalid is None else ~valid | (invalid != 0)
     return torch.stack((torch.where(valid, tokens, otherwise), wrong.long()))
 
@@ -114,6 +122,7 @@ CALLS: Calls = {
 CHANGES: Changes = {
     "sample": lambda s: [
         {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "invalid": None},
+        {"draws": None},
         {"logits": s.values(300, s.T).t(), "top_k": 2},
         {"logits": s.values(s.T, 300).fill_(torch.nan), "otherwise": 7},
     ],

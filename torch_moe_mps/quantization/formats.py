@@ -64,7 +64,7 @@ class ErrorSums:
 
     @property
     def relative(self) -> float:
-        """0 for weights that are all zero."""
+        """Relative error; 0 for weights that are all zero."""
         return self.difference / self.magnitude if self.magnitude > 0 else 0.0
 
 
@@ -145,7 +145,7 @@ def check_weighed(check: Check, format: Format, weight: str = "weight") -> None:
 
 
 def _device_for(stack: Tensor, format: Format, importance: Tensor | None) -> torch.device:
-    """Where weights are encoded: a search takes a GPU that can do it, also for weights on the CPU.
+    """Device that quantises: a search runs on a GPU where there is one, also for weights on the CPU.
 
     MLX's rule has MLX's bits on a CPU alone, because GPUs divide differently; mps has no float8.
     """
@@ -157,33 +157,33 @@ def _device_for(stack: Tensor, format: Format, importance: Tensor | None) -> tor
 
 
 def _at_once(format: Format, device: torch.device, by_importance: bool) -> int:
-    """How many weights are quantised at a time."""
+    """Number of weights quantised at a time."""
     if format.integers is not None:
         return CHUNK if device.type == "cpu" else IN_SUPERBLOCKS
     return SEARCHED if by_importance else CHUNK
 
 
-def _by_rule(piece: Tensor, format: Format, errors: ErrorSums | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _by_rule(chunk: Tensor, format: Format, errors: ErrorSums | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Packed, scales and biases by MLX's rule."""
-    groups = piece.float().unflatten(-1, (-1, format.group_size))
-    codes, scales, biases = encode(groups, piece.dtype, format)
+    groups = chunk.float().unflatten(-1, (-1, format.group_size))
+    codes, scales, biases = encode(groups, chunk.dtype, format)
     if biases is not None:
-        scales, biases = scales.to(piece.dtype), biases.to(piece.dtype)
+        scales, biases = scales.to(chunk.dtype), biases.to(chunk.dtype)
     if errors is not None:
         errors.add(groups, decode(codes, scales, biases, format))
     return pack(codes.flatten(-2), format.bits), scales, biases
 
 
 def _by_search(
-    piece: Tensor, importance: Tensor | None, format: Format, errors: ErrorSums | None
+    chunk: Tensor, importance: Tensor | None, format: Format, errors: ErrorSums | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Packed, scales and biases by importance [E, C]; None, the same for all, where scales are integers."""
     if format.integers is not None:
         weights = None if importance is None else importance[:, None]
-        *tensors, sums = quantize_superblocks(piece.float(), weights, format, format.integers)
+        *tensors, sums = quantize_superblocks(chunk.float(), weights, format, format.integers)
     else:
         assert importance is not None
-        *tensors, sums = quantize_by_importance(piece, importance, format.name)
+        *tensors, sums = quantize_by_importance(chunk, importance, format.name)
     if errors is not None:
         errors.add_sums(*sums.flatten(0, -2).sum(0).tolist())
     packed, scales, biases = tensors
@@ -198,19 +198,19 @@ def quantize_stack(
     out = QuantizedWeight.empty(stack.shape, stack.dtype, stack.device, format)
     if stack.numel() == 0:
         return out
-    words = out.packed.view(torch.int32)
+    codes = out.packed.view(torch.int32)
     device = _device_for(stack, format, importance)
     if importance is not None:  # relative, so that float32 holds the sums
         importance = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         importance = importance.to(device)
     for index in chunks(stack, _at_once(format, device, importance is not None)):
-        piece = stack[index].to(device)
+        chunk = stack[index].to(device)
         if importance is None and format.integers is None:
-            packed, scales, biases = _by_rule(piece, format, errors)
+            packed, scales, biases = _by_rule(chunk, format, errors)
         else:
             own = None if importance is None else importance[index[0]]
-            packed, scales, biases = _by_search(piece, own, format, errors)
-        words[index], out.scales[index] = packed, scales
+            packed, scales, biases = _by_search(chunk, own, format, errors)
+        codes[index], out.scales[index] = packed, scales
         if out.biases is not None and biases is not None:
             out.biases[index] = biases
     synchronize(device)  # before wrong numbers are taken for those of the weight

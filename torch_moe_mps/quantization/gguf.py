@@ -1,4 +1,4 @@
-"""ggml's blocks, as GGUF files hold them, taken apart into the tensors of the formats of the same name.
+"""Unpacks ggml's blocks, as in GGUF files, into the tensors of the formats of the same name.
 
 A block holds 32, 64 or 256 neighbouring values of a row: their codes, and the parts of their scales.
 Decoded values equal the blocks' in float32; the tensors take as many bytes as the blocks.
@@ -18,18 +18,18 @@ Parts = tuple[Tensor, Tensor, Tensor | None]
 VALUES_AT_ONCE = 1 << 20
 
 
-def _runs(octets: Tensor, length: int, shifts: tuple[int, ...], bits: int) -> Tensor:
-    """The codes that lie one above the other in the bytes of each run of `length`: the lowest come first."""
-    runs, mask = octets.unflatten(-1, (-1, 1, length)), (1 << bits) - 1
+def _runs(data: Tensor, length: int, shifts: tuple[int, ...], bits: int) -> Tensor:
+    """Codes that share the bytes of each run of `length`, lowest bits first."""
+    runs, mask = data.unflatten(-1, (-1, 1, length)), (1 << bits) - 1
     return torch.cat([(runs >> shift) & mask for shift in shifts], dim=-2).flatten(-3)
 
 
-def _nibbles(octets: Tensor, length: int) -> Tensor:
-    return _runs(octets, length, (0, 4), 4)
+def _nibbles(data: Tensor, length: int) -> Tensor:
+    return _runs(data, length, (0, 4), 4)
 
 
-def _halves(octets: Tensor) -> Tensor:
-    return aligned(octets).view(torch.int16)
+def _halves(data: Tensor) -> Tensor:
+    return aligned(data).view(torch.int16)
 
 
 def _q4(scales: Tensor, codes: Tensor) -> Parts:
@@ -41,8 +41,8 @@ def _q5(scales: Tensor, fifth: Tensor, low: Tensor) -> Parts:
     return _nibbles(low, 16) | _runs(fifth, 1, tuple(range(8)), 1) << 4, *_one_or_two(scales)
 
 
-def _one_or_two(octets: Tensor) -> tuple[Tensor, Tensor | None]:
-    halves = _halves(octets)
+def _one_or_two(data: Tensor) -> tuple[Tensor, Tensor | None]:
+    halves = _halves(data)
     return halves[:, :1], halves[:, 1:] if halves.shape[1] > 1 else None
 
 
@@ -63,13 +63,13 @@ def _mxfp4(scales: Tensor, codes: Tensor) -> Parts:
 
 
 def _nvfp4(scales: Tensor, codes: Tensor) -> Parts:
-    """The sign of a scale counts nothing, and the largest stands for 0."""
+    """nvfp4: the sign of a scale is ignored, and the largest code is 0."""
     return _nibbles(codes, 8), torch.where(scales == 127, 0, scales & 127), None
 
 
-def _six_bit_pairs(octets: Tensor) -> Tensor:
+def _six_bit_pairs(data: Tensor) -> Tensor:
     """The factors of eight scales and minima of q4_k and q5_k, alternating, in 6 bits each."""
-    low, minima, rest = octets.split((4, 4, 4), -1)
+    low, minima, rest = data.split((4, 4, 4), -1)
     factors = torch.cat((low & 63, rest & 15 | low >> 2 & 48), -1)
     minima = torch.cat((minima & 63, rest >> 4 | minima >> 2 & 48), -1)
     return pack_octets(torch.stack((factors, minima), -1).flatten(-2), 6)
@@ -111,22 +111,26 @@ def _tq2_0(codes: Tensor, halves: Tensor) -> Parts:
 def _tq1_0(long: Tensor, short: Tensor, four: Tensor, halves: Tensor) -> Parts:
     """Five digits of base 3 in a byte, as a fraction: the first is the largest third that it fits in."""
     codes = []
-    for octets, digits in ((long, 5), (short, 5), (four, 4)):
-        left = octets.int()
+    for data, digits in ((long, 5), (short, 5), (four, 4)):
+        left = data.int()
         for _ in range(digits):
             codes.append(left * 3 >> 8)
             left = left * 3 & 255
     return torch.cat(codes, -1).byte(), _halves(halves), None
 
 
-def _flags(octets: Tensor) -> Tensor:
+def _flags(data: Tensor) -> Tensor:
     """The bits [n, 8 * bytes], the lowest first."""
-    return _runs(octets, 1, tuple(range(8)), 1)
+    return _runs(data, 1, tuple(range(8)), 1)
 
 
 def _points(numbers: Tensor, signs: Tensor) -> Tensor:
-    """The words of 32 values each, as bytes: the lower eight bits [n, 8, points] of numbers, then flags [n,
-    256], signs or other bits, in the order of the values."""
+    """Packed codes of eight times 32 values, as bytes.
+
+    Args:
+        numbers: [n, 8, points], the lower eight bits.
+        signs: flags [n, 256], signs or other bits, in the order of the values.
+    """
     eights = signs.unflatten(-1, (8, 4, 4, 2))
     return torch.cat((numbers, pack_octets(eights.transpose(-3, -1).flatten(-3), 1)), -1)
 
@@ -140,9 +144,9 @@ def _iq3_xxs(halves: Tensor, numbers: Tensor, rest: Tensor) -> Parts:
     return _points(numbers.unflatten(-1, (8, 8)), _sevens(rest.unflatten(-1, (8, 4)))), _halves(halves), None
 
 
-def _sevens(octets: Tensor) -> Tensor:
+def _sevens(data: Tensor) -> Tensor:
     """Flags of four times seven signs, each followed by a bit of the four above all."""
-    flags = _flags(octets.flatten(-2)).unflatten(-1, (8, 32))
+    flags = _flags(data.flatten(-2)).unflatten(-1, (8, 32))
     return torch.cat((flags[..., :28].unflatten(-1, (4, 7)), flags[..., 28:].unsqueeze(-1)), -1).flatten(1)
 
 
@@ -213,12 +217,12 @@ def format_of_blocks(name: str) -> Format | None:
 
 
 def _format(name: str) -> Format:
-    """tq1_0 has the values of tq2_0 in a code that is no number of bits."""
+    """Format of a type; tq1_0 becomes tq2_0, which has the same values."""
     return FORMATS[name.lower().replace("tq1", "tq2")]
 
 
 def _some_rows(weight: QuantizedWeight, columns: int) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Some of the rows of all matrices at a time, and what the weight's tensors have of them."""
+    """Yields slices of all matrices' rows, and the weight's tensors at these rows."""
     flat = [tensor.view(-1, tensor.shape[-1]) for tensor in weight if tensor is not None]
     step = max(1, VALUES_AT_ONCE // max(1, columns))
     for first in range(0, len(flat[0]), step):
@@ -227,12 +231,12 @@ def _some_rows(weight: QuantizedWeight, columns: int) -> Iterator[tuple[slice, l
 
 
 def block_values(format: Format) -> int:
-    """How many values of a row a block holds."""
+    """Number of values in a block."""
     return 64 if format.name == "nvfp4" else max(32, format.multiple)
 
 
 def from_blocks(blocks: Tensor, name: str) -> QuantizedWeight:
-    """Take the blocks of a matrix, or of a stack, apart.
+    """Unpacks the blocks of a matrix, or of a stack of matrices.
 
     Args:
         blocks: uint8 [..., R, bytes of a row], any strides.
@@ -266,9 +270,9 @@ def blocks_of(
     (sizes, made_of), format = _BLOCKS[name.lower()], _format(name)
     bits = format.bits if format.codebook is None else 8  # codebook formats come packed
     out = QuantizedWeight.empty(shape, torch.float16, torch.device(device), format)
-    for rows, (words, *targets) in _some_rows(out, shape[-1]):
+    for rows, (packed, *targets) in _some_rows(out, shape[-1]):
         codes, *scales = made_of(*some(rows).reshape(-1, sum(sizes)).split(sizes, -1))
-        words.view(torch.int32).copy_(pack(codes.flatten(), bits).view(-1, words.shape[1]))
+        packed.view(torch.int32).copy_(pack(codes.flatten(), bits).view(-1, packed.shape[1]))
         for target, part in zip(targets, scales, strict=False):
             if part is not None:
                 target.copy_(part.reshape(-1, target.shape[1]))

@@ -87,12 +87,12 @@ def quantize_superblocks(
     apart = apart.view(weight.shape).sum(-1)
     codes = search.codes(numbers).view(weight.shape)
     parts = (blocks.s, blocks.n) if integers.minima else (blocks.s,)
-    octets = (torch.cat(parts, -1) + integers.centre).to(torch.uint8)
+    integers_of_groups = (torch.cat(parts, -1) + integers.centre).to(torch.uint8)
     halves = torch.cat((blocks.d, blocks.m) if integers.minima else (blocks.d,), -1).half()
     rows = weight.shape[:-1]
     return (
         pack(codes, format.bits),
-        pack_octets(octets.view(*rows, -1), integers.bits),
+        pack_octets(integers_of_groups.view(*rows, -1), integers.bits),
         halves.view(torch.int16).view(*rows, -1),
         torch.stack((apart, weight.abs().sum(-1)), -1),
     )
@@ -119,7 +119,7 @@ class _Search:
     def __init__(self, weights: Tensor, importance: Tensor, format: Format, integers: Integers):
         self.w, self.k, self.bits = weights, importance, format.bits
         self.minima = integers.minima
-        self.least, self.most = -integers.centre, 2**integers.bits - 1 - integers.centre
+        self.lowest, self.highest = -integers.centre, 2**integers.bits - 1 - integers.centre
         self.levels, self.offset, codes = format.row.levels, format.row.offset, 2**format.bits
         self.ends = LEVELS[:: codes - 1] if self.levels else (-self.offset, codes - 1 - self.offset)
         self.nearest = _nearest_levels().to(weights.device) if self.levels else None
@@ -142,7 +142,7 @@ class _Search:
         return (numbers + self.offset).byte()
 
     def error(self, blocks: Superblocks) -> Tensor:
-        """[N, groups, 1]"""
+        """Weighted squared errors [N, groups, 1]."""
         return self.error_of(blocks.d * blocks.s, blocks.m * blocks.n)
 
     def error_of(self, scale: Tensor, minimum: Tensor) -> Tensor:
@@ -202,16 +202,18 @@ class _Search:
     def with_integers(self, scale: Tensor, minimum: Tensor) -> Superblocks:
         extreme = scale.gather(1, scale.abs().argmax(1, keepdim=True))
         # The least of the integers of either sign has the largest magnitude.
-        d = _half(extreme / (self.most if self.minima else self.least))
-        m = _half(minimum.amax(1, keepdim=True) / self.most)
-        s, n = (_divided(values, half, self.least, self.most) for values, half in ((scale, d), (minimum, m)))
+        d = _half(extreme / (self.highest if self.minima else self.lowest))
+        m = _half(minimum.amax(1, keepdim=True) / self.highest)
+        s, n = (
+            _divided(values, half, self.lowest, self.highest) for values, half in ((scale, d), (minimum, m))
+        )
         return Superblocks(d, m, s, n)
 
     def with_best_integers(self, blocks: Superblocks, error: Tensor) -> tuple[Superblocks, Tensor]:
         best_s, best_n = blocks.s, blocks.n
         for a, b in product((-1, 0, 1), (-1, 0, 1) if self.minima else (0,)):
-            s = (blocks.s + a).clamp_(self.least, self.most)
-            n = (blocks.n + b).clamp_(0, self.most) if b else blocks.n
+            s = (blocks.s + a).clamp_(self.lowest, self.highest)
+            n = (blocks.n + b).clamp_(0, self.highest) if b else blocks.n
             its_error = self.error(blocks._replace(s=s, n=n)) if a or b else error
             better = its_error < error
             best_s, best_n = torch.where(better, s, best_s), torch.where(better, n, best_n)
@@ -242,12 +244,12 @@ def _half(values: Tensor) -> Tensor:
     return values.clamp(-LARGEST_HALF, LARGEST_HALF).half().float()
 
 
-def _divided(values: Tensor, by: Tensor, least: int, most: int) -> Tensor:
-    return (values * _inverse(by)).round_().clamp_(least, most)
+def _divided(values: Tensor, by: Tensor, lowest: int, highest: int) -> Tensor:
+    return (values * _inverse(by)).round_().clamp_(lowest, highest)
 
 
 def _inverse(values: Tensor) -> Tensor:
-    """0 for numbers so small that their inverse is not finite."""
+    """Inverses; 0 where they would not be finite."""
     return torch.where(values.abs() < SMALLEST, 0.0, 1 / values)
 
 

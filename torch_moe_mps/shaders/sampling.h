@@ -171,11 +171,12 @@ constant constexpr float kLeastDraw = FLT_MIN;
 // where draws are of the exponential distribution. The first of equal ones.
 struct Race {
   device const float* draws;
+  bool has_draws;  // else the first token wins
   float best;
   uint token;
 
   void see(TokenKey key) {
-    const float value = as_type<float>(key.x) / max(draws[key.y], kLeastDraw);
+    const float value = has_draws ? as_type<float>(key.x) / max(draws[key.y], kLeastDraw) : 0.0f;
     if (value > best) {
       best = value;
       token = key.y;
@@ -187,6 +188,22 @@ struct Race {
     best = most;
   }
 };
+
+// The first token whose score is +inf, in a row with such scores or NaN; ~0 with NaN.
+template <typename T>
+inline uint first_infinite(ScoreRow<T> row, threadgroup uint* numbers, uint thread_index, uint lane,
+                           uint simdgroup) {
+  uint first = ~0u;  // from 1 on; 0 is NaN
+  for (uint token = thread_index; token < row.vocabulary; token += kSampleThreads) {
+    const float logit = widen(row.logits[token]);
+    if (isnan(logit)) first = 0;
+    if (logit == INFINITY) first = min(first, token + 1);
+  }
+  first = simd_min(first);
+  if (lane == 0) numbers[simdgroup] = first;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return simd_min(numbers[lane]) - 1;
+}
 
 // A threadgroup takes a row, and reads it once for the highest scores of chunks: after that, only chunks that
 // have tokens that may be kept. Loads of several chunks are in flight: the row's time is that of their
@@ -233,14 +250,18 @@ template <typename T>
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const bool was_invalid = params.has_invalid != 0 && invalid[group] != 0;
   if (!isfinite(row.highest)) {
+    const bool may_win = params.has_draws == 0 && row.highest > 0.0f;
+    const uint token = may_win ? first_infinite(row, numbers, thread_index, lane, simdgroup) : ~0u;
     if (thread_index == 0) {
-      sampled[group] = params.otherwise;
-      sampled[params.rows + group] = 1;
+      sampled[group] = token == ~0u ? params.otherwise : token;
+      sampled[params.rows + group] = token == ~0u || was_invalid;
     }
     return;
   }
   const SampleMemory memory = {bins, numbers, values, found};
-  if (params.top_k != 0) {
+  if (params.has_draws == 0) {
+    row.lowest_score = row.key(row.highest, 0).z;
+  } else if (params.top_k != 0) {
     // The top_k best tokens are not below the top_k best chunks.
     if (params.top_k <= row.chunks()) {
       row.lowest_score = last_kept<true, false>(row, params.top_k, memory, thread_index, lane, simdgroup).z;
@@ -248,11 +269,11 @@ template <typename T>
     const TokenKey last = last_kept<false, false>(row, params.top_k, memory, thread_index, lane, simdgroup);
     row.lowest_score = max(row.lowest_score, last.z);
   }
-  if (params.weight < kWholeWeight) {
+  if (params.has_draws != 0 && params.weight < kWholeWeight) {
     row.lowest = last_kept<false, true>(row, params.weight, memory, thread_index, lane, simdgroup);
   }
   row.lowest_weight = params.min_p;
-  Race race = {draws + ulong(group) * params.vocabulary, -1.0f, ~0u};
+  Race race = {draws + ulong(group) * params.vocabulary, params.has_draws != 0, -1.0f, ~0u};
   visit(row, race, lane, simdgroup);
   race.join_lanes();
   if (lane == 0) {

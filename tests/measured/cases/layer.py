@@ -17,7 +17,7 @@ class Norm(OperatorCase, fields="operator rows width dtype"):
 class LayerNorm(OperatorCase, fields="rows width dtype"):
     group = "norms"
     operator = "layer_norm"
-    tensors = "input[rows, width] weight[width]:f32 bias[width]:f32"
+    tensors = "x[rows, width] weight[width]:f32 bias[width]:f32"
     options: ClassVar[dict] = {"eps": EPS}
 
 
@@ -53,7 +53,7 @@ class Router(OperatorCase, fields="operator rows experts top_k dtype"):
     """moe_router_topk_softmax, fused_moe_routing, and moe_router with sigmoid, bias and groups."""
 
     group = "routing"
-    scales: ClassVar[dict] = {"logits": 2.0, "bias": 0.1}
+    scales: ClassVar[dict] = {"logits": 2.0, "correction_bias": 0.1}
 
     OPTIONS: ClassVar[dict] = {
         "moe_router_topk_softmax": {"norm_topk_prob": True},
@@ -66,7 +66,7 @@ class Router(OperatorCase, fields="operator rows experts top_k dtype"):
 
     @property
     def tensors(self):
-        return "logits[rows, experts]" + " bias[experts]:f32" * (self.operator == "moe_router")
+        return "logits[rows, experts]" + " correction_bias[experts]:f32" * (self.operator == "moe_router")
 
     @property
     def options(self):

@@ -117,7 +117,7 @@ def test_every_matrix_of_every_architecture_is_seen(architecture):
     importance = collected(model, tokens().remainder(90))
     usual = Format(4, 32)
     targets = weights_of(model, Recipe(usual, usual, usual)).targets
-    importance.give(model, targets)
+    importance.assign(model, targets)
     unseen = [
         target.path(parameter)
         for target in targets.values()

@@ -86,8 +86,6 @@ MORE = [
         *(("act_fn", torch.nn.Tanh()), "rg_lru"),
     ),
     Case("projected", "zaya", "model.layers.0.self_attn.qkv_proj", None, "conv_qk_depthwise"),
-    Case("projection", "xlm_roberta", "roberta.encoder.layer.0.output", ("LayerNorm.eps", 0.5), "dropout"),
-    Case("projection", "xlm_roberta", "roberta.encoder.layer.0.intermediate", None, "intermediate_act_fn"),
     Case("mlp", "deepseek_v4", "model.layers.0.mlp.shared_experts", ("limit", 0.01), "act_fn"),
     Case(
         *("recurrent_layer", "kimi_linear", "model.layers.0.self_attn"),
@@ -113,7 +111,7 @@ MORE = [
     ),
 ]
 CHOOSE = ("indexer", "block_indexer", "kpool_indexer", "qsa_indexer")
-QUANTISED = ("mlp", "projection")
+QUANTISED = ("mlp",)
 # What runs elsewhere only as its own code, or beside experts that take what it gives.
 IN_ACCELERATED = (*CHOOSE, "compressed_attention", "gating", *QUANTISED)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ..._faults import Mark, host_copy
-from ...transformers.basics.overflow import is_missing, no_distribution
-from ...transformers.modules.sampling import Sampling
+from ...transformers.basics.overflow import no_distribution
+from ...transformers.modules.sampling import Sampling, likeliest
 from .job import Job, as_errors
 
 _LEAST_DRAW = torch.finfo(torch.float32).tiny
@@ -234,9 +234,7 @@ def _of_kind(samplers: list[Sampler], scores: Tensor) -> Tensor:
     """The tokens of rows with equal settings, and whether each had no distribution: [2, R] int64."""
     sampling = samplers[0].sampling
     if not sampling.draws:
-        scores = sampling.known(None, scores.float()) if sampling.known else scores
-        likeliest = scores.max(-1)
-        return torch.stack((likeliest.indices, is_missing(likeliest.values).long()))
+        return likeliest(sampling.known(None, scores.float()) if sampling.known else scores)
 
     def fill(draws: Tensor) -> None:
         if any(sampler.repeats for sampler in samplers):

@@ -31,7 +31,7 @@ from .answer import Event, Item
 from .answers import Answers
 from .guard import REQUEST, Guard
 from .metrics import Metrics
-from .preparing import answers_to, check_media, count_tokens, media_parts, prompt_text, prompts_of
+from .preparing import check_media, count_tokens, media_parts, prepare, prompt_text
 from .protocols.chat import ChatCompletions
 from .protocols.completions import Completions
 from .protocols.embeddings import EMBEDDINGS, RERANK, Texts
@@ -161,11 +161,9 @@ class Server:
             return protocol.read(body, self.served)
 
         kind, request = await self._fetched(asked, client, read)
-        prompts = await client.run(kind, prompts_of, self.served, request)
-        compiles = request.form is not None or request.forced is not None
-        coming.answers = await client.run(
-            "grammar" if compiles else kind, answers_to, self.served, request, prompts, coming.show
-        )
+        if request.form is not None or request.forced is not None:
+            kind = "grammar"
+        coming.answers = await client.run(kind, prepare, self.served, request, coming.show)
         return request
 
     async def _read(

@@ -56,35 +56,25 @@ class Prompt:
     begin: Callable[[Sink], Reader] | None
 
 
-def prompts_of(served: Served, request: Request) -> list[Prompt]:
-    """The prompts of a request, tokenised; long ones take a while. Raises: Refused."""
+def prepare(served: Served, request: Request, show: Show) -> Answers:
+    """The answers to a request, each with its job: prompts are tokenised, media decoded, grammars compiled.
+
+    Args:
+        show: takes the number of an answer and its next event, on the thread of the device.
+
+    Raises: Refused.
+    """
     if request.form is not None:
         check_size(request.form, request.form_field)
     if request.forced is not None:
         check_size([tool.schema for tool in request.forced.tools], request.form_field)
-    return [_prompt(served, prompt, request) for prompt in request.prompts]
-
-
-def answers_to(served: Served, request: Request, prompts: list[Prompt], show: Show) -> Answers:
-    """The answers to a request, each with its job. Grammars are compiled, which may take seconds.
-
-    Args:
-        show: takes the number of an answer and a part of it, None behind the last; on any thread.
-
-    Raises: Refused.
-    """
     answers, mark = Answers(), object()
-    for prompt in prompts:
+    for prompt in [_prompt(served, prompt, request) for prompt in request.prompts]:
         for place in range(request.count):
             answer, job = _job(served, request, prompt, len(answers.jobs), show)
             job.request, job.seed = mark, None if request.seed is None else request.seed + place
             answers.add(answer, job)
     return answers
-
-
-def prepare(served: Served, request: Request, show: Show) -> Answers:
-    """`answers_to` the prompts of a request. Raises: Refused."""
-    return answers_to(served, request, prompts_of(served, request), show)
 
 
 def count_tokens(served: Served, request: Request) -> int:

@@ -9,5 +9,6 @@ struct SampleParams {
   uint32_t otherwise;  // the token of a row that has no distribution
   float temperature;
   float min_p;
+  uint32_t has_draws;  // 0: the token with the highest score
   uint32_t has_invalid;
 };

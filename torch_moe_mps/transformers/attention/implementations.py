@@ -5,13 +5,11 @@ accelerated. torch's attention knows neither sinks nor soft caps: models with th
 implementation of this package.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ops.attention import CACHE_BITS
 from ..basics.state import original_class, state_of
@@ -19,7 +17,6 @@ from .attention import IMPLEMENTATION, NAME, wrap_sdpa
 
 KV_BITS = (CACHE_BITS, 16)  # for keys and values in a cache; in 16 they are as the model makes them
 LAYER_HOOKS: list[Callable[[nn.Module], None]] = []  # called with each layer that the operator runs
-WEIGHING = WeakIdKeyDictionary()  # configs that named NAME before they were asked for weights
 NEEDS_OUR_KERNEL: list[Callable[[nn.Module], bool]] = []  # whether a layer runs NAME in place of "eager"
 MASKS_CHOICES: list[Callable[[nn.Module], bool]] = []  # whether a layer masks what its indexer left
 
@@ -93,47 +90,3 @@ def _implementation_for(module: nn.Module) -> str | None:
     capped = getattr(module, "attn_logit_softcapping", None) is not None
     needs_ours = capped or isinstance(getattr(module, "sinks", None), Tensor)
     return NAME if needs_ours or any(needs(module) for needs in NEEDS_OUR_KERNEL) else None
-
-
-def give_weights_eagerly(config_class: Any) -> None:
-    """Patches PreTrainedConfig: `output_attentions = True` turns NAME back to "eager", which returns weights.
-
-    transformers accepts it beside "eager" alone, which is what the model came with. False puts NAME back.
-    """
-    own = config_class.output_attentions
-
-    def output_attentions(self: Any, value: bool) -> None:
-        if value and self._attn_implementation == NAME:
-            _change(self, NAME, "eager")
-            WEIGHING[self] = True
-        own.fset(self, value)
-        if not value and WEIGHING.pop(self, False):
-            _change(self, "eager", NAME)
-
-    config_class.output_attentions = own.setter(output_attentions)
-
-
-def _change(config: Any, before: str, after: str) -> None:
-    """Names another implementation in a config, and in its parts that name the same."""
-    parts = {name: getattr(config, name, None) for name in config.sub_configs}
-    names = [name for name, part in parts.items() if getattr(part, IMPLEMENTATION, None) == before]
-    setattr(config, IMPLEMENTATION, dict.fromkeys(("", *names), after))
-
-
-def batch_eagerly(manager: Any) -> None:
-    """Patches the class ContinuousBatchingManager: layers that run NAME run eager attention in batches.
-
-    transformers has pages for "eager" and "sdpa" only, and goes back to the implementation that it found.
-    """
-    switch = manager.switch_to_cb_friendly_attn
-
-    @functools.wraps(switch)
-    def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        is_ours = model.config._attn_implementation == NAME
-        if is_ours:
-            model.set_attn_implementation("eager")
-        switch(self, model, *args, **kwargs)
-        if is_ours:
-            self._original_attn_impl = NAME
-
-    manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn

@@ -1,4 +1,4 @@
-"""Parts of a model that a checkpoint lacks: of a multimodal model, mlx-lm writes only the language model."""
+"""Stand-ins for absent parts of a model: of multimodal models, mlx-lm writes only the language model."""
 
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -48,7 +48,7 @@ def beside_text(model: Any) -> list[str]:
 
 
 def leave_out(model: nn.Module, names: Iterable[str]) -> None:
-    """Replaces these parts by stand-ins."""
+    """Replaces the named parts by stand-ins."""
     for name in names:
         model.set_submodule(name, Absent(name))
 

@@ -31,7 +31,7 @@ _END = torch.finfo(torch.float16).max
 
 
 class Activations(NamedTuple):
-    """Activations in a dtype; prints as what they are and why. No dtype is the checkpoint's."""
+    """Dtype of activations, and the reason for it; None is the checkpoint's dtype."""
 
     dtype: torch.dtype | None
     reason: str
@@ -44,7 +44,7 @@ class Activations(NamedTuple):
 def load_in_best(
     source: Source, quantises: bool, device: str, load: Callable[[torch.dtype | None], Any]
 ) -> tuple[Any, Activations]:
-    """A model with activations that lose least of it, and what they are.
+    """Loads a model in the most accurate 16-bit dtype. Returns: the model, and its activations.
 
     Args:
         quantises: whether its weights are quantised while it is loaded.
@@ -111,7 +111,7 @@ def chosen(found: Largest) -> Activations:
 
 
 def _watched(model: Any, key: str | None, activations: Activations) -> Any:
-    """The model, whose next start is in bfloat16 behind an overflow in float16."""
+    """Watches a float16 model: after an overflow, its next start is in bfloat16."""
     if activations.dtype == torch.float16:
 
         def on_overflow() -> str:
@@ -123,7 +123,7 @@ def _watched(model: Any, key: str | None, activations: Activations) -> Any:
 
 
 def _known(source: Source, quantises: bool, device: str) -> Activations | None:
-    """Activations that nothing has to be measured for."""
+    """Activations that need no measurement, or None."""
     if not (quantises or source.stored or source.gguf is not None):
         return Activations(None, "the weights are dense")
     if torch.device(device).type == "cpu":
@@ -140,7 +140,7 @@ def _tokens(source: Source) -> Tensor:
 
 @torch.no_grad()
 def largest(model: nn.Module, ids: Tensor) -> Largest:
-    """The largest number that a model's modules take or give while it reads tokens [T]."""
+    """Largest magnitude among inputs and outputs of a model's modules in a forward of tokens [T]."""
     device = next(model.parameters()).device
     with _looked_at(model) as seen:
         model(input_ids=ids[None].to(device))
@@ -150,9 +150,9 @@ def largest(model: nn.Module, ids: Tensor) -> Largest:
 
 @contextlib.contextmanager
 def _looked_at(model: nn.Module) -> Iterator[list[Tensor]]:
-    """A list that gets the largest magnitude of each call of a module but the output head, inside the block.
+    """Block in which the yielded list collects the largest magnitude of each module call but the head's.
 
-    A module with a hook runs its own code, so that what an operator would keep to itself is seen, too.
+    A module with a hook runs eager, so that values inside a fused operator are seen, too.
     """
     seen: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Importance from a text: the model is loaded for it, reads the text, and is freed again."""
+"""Importance matrix computed from a text, by a model that is loaded for it and freed again."""
 
 import os
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def importance_for(
 
 
 def is_read_as_it_is(source: Source) -> bool:
-    """Whether a model need not be quantised to run: it is stored so, or small."""
+    """True if a model runs as it is stored: quantised, or small enough."""
     if source.stored or source.gguf is not None:
         return True
     return total_bytes(source.skeleton()) < _SHARE * machine_memory()
@@ -83,12 +83,12 @@ def text_for(name: str) -> str:
         raise ValueError(f"moe_mps::importance: {file} must be {expected}, got {error.strerror}") from None
 
 
-def tokens_of_text(source: Source, text: str, most: int) -> Tensor:
-    """The first tokens of a text, in the model's own tokenizer, for which a part of it is read."""
+def tokens_of_text(source: Source, text: str, count: int) -> Tensor:
+    """First tokens of a text, by the model's tokenizer."""
     tokenizer = read_tokenizer(source.path, source.gguf, bool(source.others.get("trust_remote_code")))
-    letters = _LETTERS * (most + _EDGE)
+    letters = _LETTERS * (count + _EDGE)
     while True:
         ids = tokenizer(text[:letters], return_tensors="pt", verbose=False).input_ids[0]
-        if len(ids) >= most + _EDGE or letters >= len(text):
-            return ids[:most]
+        if len(ids) >= count + _EDGE or letters >= len(text):
+            return ids[:count]
         letters *= _LETTERS

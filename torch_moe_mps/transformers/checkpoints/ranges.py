@@ -12,14 +12,14 @@ _FILES = (".safetensors", ".bin", ".gguf", ".json")
 
 
 class Largest(NamedTuple):
-    """The largest magnitude of a model's activations over so many tokens; infinite for NaN."""
+    """Largest magnitude of a model's activations over a number of tokens; infinite for NaN."""
 
     value: float
     tokens: int
 
 
 def key_of(path: str, gguf: str | None, quantises: bool) -> str | None:
-    """Identifies the weights in a folder by their files' names, sizes and times; None for no folder here."""
+    """Digest of the names, sizes and times of a folder's files; None if there is no such folder."""
     folder = Path(path)
     if not folder.is_dir():
         return None
@@ -41,7 +41,7 @@ def remembered(key: str | None) -> Largest | None:
 
 
 def remember(key: str | None, largest: Largest) -> None:
-    """If the file cannot be written, the next process measures again."""
+    """Stores a measured range; without a writable file, the next process measures again."""
     if key is None:
         return
     value = largest.value if math.isfinite(largest.value) else None

@@ -1,5 +1,6 @@
-"""Knowledge of a checkpoint before its weights are read."""
+"""Config, class and quantisation of a checkpoint, read before its weights."""
 
+import contextlib
 import copy
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ from ...quantization import Format
 from ..modules.experts import NAME
 from ..upstream.models import cached_file
 from ..upstream.weights import AutoHfQuantizer
+from .gguf.file import checked_headers
 from .layouts.files import check_index, checkpoint_files
 from .mlx.reading import written_by_mlx
 from .others.schemes import METHODS, modelopt_beside
@@ -71,7 +73,8 @@ def read_tokenizer(path: str, gguf: str | None, trust_remote_code: bool) -> Any:
             raise ValueError(f"{path} has no tokenizer")
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     try:
-        return AutoTokenizer.from_pretrained(path, gguf_file=gguf)
+        with checked_headers():
+            return AutoTokenizer.from_pretrained(path, gguf_file=gguf)
     except Exception as error:  # transformers raises anything for what it misses
         name = folder / gguf if folder.is_dir() else f"{path}:{gguf}"
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -118,7 +121,9 @@ class Source:
             else:
                 config_class = getattr(model_class, "config_class", None) or _config_class(str(path), passed)
             try:
-                self.config, unused = config_class.from_pretrained(path, return_unused_kwargs=True, **passed)
+                with contextlib.nullcontext() if self.gguf is None else checked_headers():
+                    read = config_class.from_pretrained(path, return_unused_kwargs=True, **passed)
+                self.config, unused = read
             except (*NO_MODEL, StrictDataclassError) as error:  # a field is missing, or wrong
                 raise _wrong_config("one that transformers reads", error) from error
             kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
@@ -158,7 +163,7 @@ class Source:
 
     @property
     def by_others(self) -> bool:
-        """Whether another library quantised the checkpoint."""
+        """True if another library quantised the checkpoint."""
         return self.stored.get("quant_method") in METHODS
 
     def check_files(self) -> None:
@@ -199,13 +204,13 @@ def _looked_for(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _check_routing(config: PreTrainedConfig) -> None:
-    """Raises: ValueError for more experts a token than a layer has, which torch says in the first forward."""
+    """Raises: ValueError for more experts a token than a layer has."""
     experts = [vars(config).get(name) for name in _EXPERTS]
-    most = max((number for number in experts if isinstance(number, int)), default=0)
+    available = max((number for number in experts if isinstance(number, int)), default=0)
     for name in _CHOSEN:
         number = vars(config).get(name)
-        if most > 1 and isinstance(number, int) and number > most:  # a model with one has no router
-            expected = f"at most {most}, the experts of a layer"
+        if available > 1 and isinstance(number, int) and number > available:  # a model with one has no router
+            expected = f"at most {available}, the experts of a layer"
             raise ValueError(f"moe_mps::from_pretrained: {name} must be {expected}, got {number}")
 
 
@@ -271,7 +276,7 @@ def _object(stored: Any) -> dict[str, Any]:
 
 
 def _file(name: str, file: str, arguments: Mapping[str, Any]) -> str | None:
-    """The path of a file in the folder of a checkpoint, or on the Hub where that can be asked; or None."""
+    """Path of a file of a checkpoint, here or in the Hub's cache, or None."""
     where = {key: arguments[key] for key in _WHERE if arguments.get(key) is not None}
     quiet = ("missing_entries", "connection_errors", "gated_repo")
     passed = where | {f"_raise_exceptions_for_{kind}": False for kind in quiet}

@@ -29,7 +29,6 @@ class Family(NamedTuple):
         passes: where passes of a captured token stand.
         introduced: {pass: the operator that it puts in, if modules do not call that}.
         options_of: call of a router of its own -> its logits and options, as experts take them, or None.
-        gguf: {architecture of a GGUF file: the module with its `config` and `conversions`}.
 
     Modules are named, not imported, where they need a transformers that is complete.
     """
@@ -44,7 +43,3 @@ class Family(NamedTuple):
     passes: tuple[Place, ...] = ()
     introduced: Mapping[Callable[[fx.Graph], None], str] = MappingProxyType({})
     options_of: Callable[[fx.Node], dict[str, Any] | None] | None = None
-    gguf: Mapping[str, str] = MappingProxyType({})
-
-
-GGUF: dict[str, str] = {}  # `gguf` of all families

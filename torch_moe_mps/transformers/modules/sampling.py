@@ -88,10 +88,10 @@ class Sampling:
             fill: writes the numbers of the draw [B, V].
             invalid: rows that are invalid already; None for none.
         """
-        arguments = None if OPERATOR in refused() else self.arguments()
-        vocabulary = logits.shape[1]
-        if arguments is None or vocabulary > MAX_VOCABULARY or logits.dtype not in ACTIVATION_DTYPES:
+        arguments = self.arguments()
+        if arguments is None or not _takes(logits):
             return None
+        vocabulary = logits.shape[1]
         draws = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         fill(draws)
         end = self.end if 0 <= self.end < vocabulary else 0  # for rows without a distribution
@@ -226,3 +226,17 @@ def sampling(processors: Any, config: Any, device: torch.device, model: Any) -> 
     with having(_CURRENT, stands):
         yield stands
     stands.require_distributions(model)
+
+
+def _takes(logits: Tensor) -> bool:
+    """True if the operator takes the logits [B, V]."""
+    is_known = logits.dtype in ACTIVATION_DTYPES and logits.shape[1] <= MAX_VOCABULARY
+    return is_known and OPERATOR not in refused()
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The token with the highest of the logits [B, V] of each row, and 1 where there is none: [2, B]."""
+    if _takes(logits):
+        return sample(logits, None)
+    best = logits.max(-1)
+    return torch.stack((best.indices, is_missing(best.values).long()))

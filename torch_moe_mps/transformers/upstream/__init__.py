@@ -8,7 +8,6 @@ import importlib
 from typing import Any
 
 _ON_USE = {
-    "ContinuousBatchingManager": "generation.continuous_batching",
     "DFlashCache": "cache_utils",
     "DFlashTokenCandidateGenerator": "generation.candidate_generator",
     "DistributedConfig": "distributed",

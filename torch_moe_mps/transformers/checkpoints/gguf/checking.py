@@ -26,7 +26,7 @@ _OUTSIDE = re.compile(r"output\.|cls\.")  # heads, which a model of another clas
 
 
 def check_declared(file: File, model: "PreTrainedModel", path: str) -> None:
-    """Compares a file with the model, on the meta device, that its metadata makes.
+    """Checks the tensors of a file against the meta model made of its metadata.
 
     Raises: ValueError for a tensor that the model has no place for, for one that is missing, and for one in
         another shape or of integers, before any value is read.
@@ -49,7 +49,7 @@ def check_declared(file: File, model: "PreTrainedModel", path: str) -> None:
 
 
 def _check_surplus(file: File, model: "PreTrainedModel", path: str) -> None:
-    """A tensor may be without a place in a block that was cut from the model, or predicts further tokens."""
+    """Checks for tensors without a parameter; blocks that were cut, or are MTP layers, may have some."""
     metadata = header_of(path).metadata
     count = metadata.get(f"{metadata['general.architecture']}.block_count")
     placed = {tensor.name for tensors in file.parts.values() for tensor in tensors}
@@ -81,17 +81,7 @@ def _needed(model: "PreTrainedModel") -> Iterator[str]:
 
 
 def _shape_in_model(file: File, name: str) -> tuple[int, ...] | None:
-    """Shape of a parameter as transformers makes it of the file; None if it cannot, or would repeat values.
-
-    Its code runs on numbers: where it can, in matrices of 2 and 3 columns, which tell where columns go.
-    """
-    tensors = file.parts[name]
-    columns = tensors[0].shape[-1]
-    shape: tuple[int, ...] | None
-    two, three = (file.shape(name, count) for count in (2, 3))
-    if len(tensors[0].shape) > 1 and two and three and all(t.shape[-1] == columns for t in tensors):
-        shape = tuple(a + (b - a) * (columns - 2) for a, b in zip(two, three, strict=True))
-    else:
-        shape = file.shape(name)
-    values = sum(math.prod(tensor.shape) for tensor in tensors)
+    """Shape of a parameter as transformers makes it; None if it cannot, or would repeat values."""
+    shape = file.shape(name)
+    values = sum(math.prod(tensor.shape) for tensor in file.parts[name])
     return shape if shape is not None and math.prod(shape) == values else None

@@ -5,25 +5,34 @@ where it puts blocks, that code runs on row numbers in place of values, two for 
 the result is a row of the file, its blocks are copied unchanged.
 """
 
+import contextlib
 import copy
 import math
+import threading
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from importlib.util import find_spec
-from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import modeling_gguf_pytorch_utils
 
 from ...._text import first_line
 from ....quantization import Format, QuantizedWeight
 from ....quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks, from_blocks
-from ...upstream.weights import CONFIG_MAPPING, WeightConverter, WeightRenaming, rename_source_key
+from ...upstream.weights import (
+    CONFIG_MAPPING,
+    WeightConverter,
+    WeightRenaming,
+    gguf,
+    reader,
+    rename_source_key,
+)
 from ..quantize.target import Target
-from ..quantize.weights import words
-from .header import check_offsets, check_sizes, header_of, read_metadata
+from ..quantize.weights import as_int32
+from .header import check_offsets, check_sizes, header_of, read_metadata, reading_once
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -60,7 +69,7 @@ class GgufTensor(NamedTuple):
         return math.prod(self.shape[:-1])
 
     def values(self, data: np.ndarray | None = None) -> np.ndarray:
-        """float32, of all rows or of those with the given bytes.
+        """Dequantised float32 values of all rows, or of the given bytes.
 
         Raises: ValueError for a type that has none, or that neither the package `gguf` nor this one reads.
         """
@@ -77,7 +86,7 @@ class GgufTensor(NamedTuple):
 
 
 def known_types() -> dict[int, tuple[str, int, int]]:
-    """The types of the package `gguf`, and newer ones, as in NEWER_TYPES."""
+    """{number: (name, values, bytes)} of all types, as in NEWER_TYPES."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     known = {kind: (GGMLQuantizationType(kind).name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
@@ -85,7 +94,7 @@ def known_types() -> dict[int, tuple[str, int, int]]:
 
 
 def read_file(path: str) -> tuple[str, list[GgufTensor]]:
-    """The architecture and the tensors of a file, not read yet.
+    """Architecture and tensors of a file, as maps of its bytes.
 
     Raises: ValueError, in one line, for a file that is no GGUF, is cut off or damaged.
     """
@@ -133,7 +142,7 @@ def check_file(path: str) -> None:
 
 
 class _AroundLayers:
-    """A model for transformers' search of names, without the modules of its layers.
+    """A model without its layers' modules, for transformers' table of names.
 
     Names of tensors in layers have a number, which those of a layer's modules lack. transformers makes gguf's
     table again for each module: that would take most of the time of loading.
@@ -149,7 +158,7 @@ class _AroundLayers:
 
 
 class _Processed:
-    """transformers' loader for an architecture, the first that it registers."""
+    """Names and values by transformers' first GGUF loader, which processes numpy arrays."""
 
     def __init__(self, architecture: str, model: "PreTrainedModel"):
         from transformers import modeling_gguf_pytorch_utils as first
@@ -172,28 +181,28 @@ class _Processed:
             into[self._names[result.name]] = torch.from_numpy(np.copy(result.weights))
 
     def names(self, tensor: GgufTensor) -> Iterable[str]:
-        """The parameters of the model that a tensor goes into."""
+        """Names of the parameters that a tensor goes into."""
         keys = (tensor.name, tensor.name.removesuffix(".weight"))  # the latter of stacked experts
         return [self._names[key] for key in keys if key in self._names][:1]
 
     def name_of(self, parameter: str) -> str:
-        """A tensor that would go into a parameter, as a file calls it."""
+        """Name in a file of a tensor that would go into a parameter."""
         return next((name for name, placed in self._names.items() if placed == parameter), parameter)
 
     def value(self, name: str, values: list[tuple[GgufTensor, np.ndarray]]) -> Tensor:
-        """A parameter, of the values of all its tensors, or of what stands for them."""
+        """A parameter made of the values of its tensors, or of numbers in their place."""
         result: dict[str, Tensor] = {}
         for tensor, item in values:
             self._place(tensor, item, result)
         return result[name]
 
     def inputs(self, name: str) -> Tensor | None:
-        """Elements of its input that a weight takes, in its order, where its columns do not move."""
+        """Order of the inputs of a weight whose columns do not move; None for all, in order."""
         return None
 
 
 class _Converted:
-    """The same of its second loader, which keeps blocks itself: conversions as of other checkpoints."""
+    """Names and values by its second GGUF loader, which has converters as of other checkpoints."""
 
     def __init__(self, architecture: str, model: "PreTrainedModel"):
         from ...upstream.weights import get_gguf_conversion_mapping
@@ -253,8 +262,11 @@ def placing_of(architecture: str, model: "PreTrainedModel") -> _Processed | _Con
     return (_Converted if is_gguf_arch_supported(architecture) else _Processed)(architecture, model)
 
 
-class GgufRows:
-    """A parameter whose rows are rows of the file: `order` numbers those of `tensors` one after the other.
+class GgufWeight:
+    """A parameter that stays packed: its rows are rows of blocks of the file.
+
+    Args:
+        order: of the parameter's rows, which numbers those of `tensors` one after the other.
 
     Attributes:
         inputs: indices of the input elements that the weight takes; None for all, in order. Where blocks
@@ -267,8 +279,6 @@ class GgufRows:
         rows = order.flatten().numpy()
         self._order = None if (rows == np.arange(len(rows))).all() else rows
         self._blocks: np.ndarray | None = None  # the order of a row's blocks
-        self._left: dict[int, Tensor] = {}
-        self._lock = Lock()  # transformers loads in several threads
         if inputs is not None:
             columns = inputs.argsort().view(-1, block_values(self.format))
             whole = columns[:, :1] + torch.arange(columns.shape[1])
@@ -281,17 +291,15 @@ class GgufRows:
         assert format is not None
         return format
 
-    def take(self, number: int) -> Tensor:
-        """One of the tensors of the packed parameter. Blocks are taken apart once for all of them."""
-        with self._lock:
-            if number not in self._left:
-                self._left = {n: words(t) for n, t in enumerate(self.weight()) if t is not None}
-            return self._left.pop(number)
+    def __getitem__(self, _: Any) -> "GgufWeight":
+        """Itself: transformers' loader indexes tensors by `[...]`, then calls `to`."""
+        return self
 
-    def weight(self) -> QuantizedWeight:
-        """Some rows are read at a time: beside the weight, memory stays under about 25 MiB."""
+    def to(self, device: Any, dtype: None) -> QuantizedWeight:
+        """The packed weight. Some rows are read at a time: memory beside it stays under about 25 MiB."""
         shape = (*self._shape, self.tensors[0].shape[-1])
-        return blocks_of(shape, self.tensors[0].kind, self._some)
+        weight = blocks_of(shape, self.tensors[0].kind, self._some)
+        return weight.map(lambda tensor: as_int32(tensor).to(device))
 
     def _some(self, rows: slice) -> Tensor:
         """The blocks [n, bytes] of some rows of the parameter."""
@@ -308,6 +316,13 @@ class GgufRows:
         return torch.from_numpy(out)
 
 
+class Order(NamedTuple):
+    """Indices of a file's rows that make up a parameter; `is_turned`: its last dimensions are transposed."""
+
+    rows: Tensor
+    is_turned: bool
+
+
 class File:
     """A file, and transformers' code for its architecture.
 
@@ -322,24 +337,23 @@ class File:
                 expected = "absent, for a factor of a whole tensor has no operator"
                 raise ValueError(f"moe_mps::gguf: {tensor.name} must be {expected}, got {tensor.shape}")
         self._placing = placing_of(architecture, model)
+        self._orders: dict[str, Order | None] = {}
         self.parts: dict[str, list[GgufTensor]] = defaultdict(list)
         for tensor in self.tensors:
             for name in self._placing.names(tensor):
                 self.parts[name].append(tensor)
 
     def name_of(self, parameter: str) -> str:
-        """A tensor that would go into a parameter, by its name in files where that is known."""
+        """Name in a file of a tensor that would go into a parameter, where that is known."""
         return self._placing.name_of(parameter)
 
-    def shape(self, name: str, columns: int | None = None) -> tuple[int, ...] | None:
-        """Shape of a parameter as transformers makes it; None where that fails.
-
-        Args:
-            name: of the parameter.
-            columns: of the numbers that stand for the tensors; the default is their own.
-        """
-        shapes = [(t, t.shape if columns is None else (*t.shape[:-1], columns)) for t in self.parts[name]]
-        stands = [(tensor, np.broadcast_to(np.float32(-1), shape)) for tensor, shape in shapes]
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a parameter as transformers makes it; None where that fails."""
+        tensors = self.parts[name]
+        if (order := self.order(name)) is not None:
+            rows, columns = order.rows.shape, tensors[0].shape[-1]
+            return (*rows[:-1], columns, rows[-1]) if order.is_turned else (*rows, columns)
+        stands = [(tensor, np.broadcast_to(np.float32(-1), tensor.shape)) for tensor in tensors]
         try:
             return tuple(self._placing.value(name, stands).shape)
         except (ValueError, IndexError, KeyError, RuntimeError):
@@ -352,7 +366,7 @@ class File:
     def value_of(self, target: Target, parameter: str) -> Tensor:
         """Value of a target's parameter, in its dtype: rows of the file are dequantised some at a time."""
         name, weight = f"{target.name}.{parameter}", target.dense(parameter)
-        tensors, order = self.parts[name], self._order(target, parameter)
+        tensors, order = self.parts[name], self._rows(target, parameter)
         if order is None or self._placing.inputs(name) is not None:
             return self.value(name).to(weight.dtype)
         rows, first = order.flatten().numpy(), 0
@@ -366,46 +380,52 @@ class File:
             first += tensor.rows
         return target.rows_first(out.view(target.rows_first(weight).shape)).view(weight.shape)
 
-    def sources(self, target: Target, parameter: str) -> dict[str, GgufRows]:
+    def sources(self, target: Target, parameter: str) -> dict[str, GgufWeight]:
         """A parameter of a target if its rows are rows of blocks of one type; nothing if they are not.
 
         Gate and up projections of experts may be of two types; they are parameters of their own then.
         """
         name = f"{target.name}.{parameter}"
         tensors = self.parts.get(name, [])
-        order = None if any(tensor.format is None for tensor in tensors) else self._order(target, parameter)
+        order = None if any(tensor.format is None for tensor in tensors) else self._rows(target, parameter)
         if order is None:
             return {}
         inputs = self._placing.inputs(name)
         if len({tensor.kind for tensor in tensors}) == 1:
-            return {parameter: GgufRows(target, tensors, order, inputs)}
+            return {parameter: GgufWeight(target, tensors, order, inputs)}
         if parameter != "gate_up_proj" or len(tensors) != 2:
             return {}
         count, halves = tensors[0].rows, order.chunk(2, 1)
         if bool((halves[0] >= count).any() or (halves[1] < count).any()):
             return {}
         return {
-            "gate_up_proj": GgufRows(target, tensors[:1], halves[0], inputs),
-            "up_proj": GgufRows(target, tensors[1:], halves[1] - count, inputs),
+            "gate_up_proj": GgufWeight(target, tensors[:1], halves[0], inputs),
+            "up_proj": GgufWeight(target, tensors[1:], halves[1] - count, inputs),
         }
 
-    def _order(self, target: Target, parameter: str) -> Tensor | None:
+    def _rows(self, target: Target, parameter: str) -> Tensor | None:
         """Indices of the file's rows that make up a parameter; None if it has other rows, too."""
-        name = f"{target.name}.{parameter}"
-        tensors, weight = self.parts.get(name, []), target.rows_first(getattr(target.module, parameter))
-        if not tensors or tensors[0].shape[-1] != weight.shape[-1]:
+        order = self.order(f"{target.name}.{parameter}")
+        weight = target.rows_first(getattr(target.module, parameter))
+        if order is None:
             return None
-        for columns in (2, weight.shape[-1]):  # some of transformers' code states the width of its weight
-            order = self._rows_of(target, name, tensors, columns)
-            if order is not None:
-                return order if order.shape == weight.shape[:-1] else None
-        return None
+        rows = order.rows if target.kind == "experts" else order.rows.unsqueeze(0)
+        return rows if rows.shape == weight.shape[:-1] else None
 
-    def _rows_of(self, target: Target, name: str, tensors: list[GgufTensor], columns: int) -> Tensor | None:
-        """Rows of the tensors that a parameter's rows are, read from numbers in place of some columns.
+    def order(self, name: str) -> "Order | None":
+        """Rows of the file that make up a parameter; None if it has other rows, too, or is no matrix.
 
-        Returns: None if they are no whole rows, or cannot be found so.
+        transformers' code runs once on numbers in place of two columns, which most of it takes for a matrix.
         """
+        if name not in self._orders:
+            tensors = self.parts.get(name, [])
+            widths = {tensor.shape[-1] for tensor in tensors if len(tensor.shape) > 1}
+            tries = (2, *widths) if len(widths) == 1 else ()
+            made = (self._order(name, tensors, columns) for columns in tries)
+            self._orders[name] = next((order for order in made if order is not None), None)
+        return self._orders[name]
+
+    def _order(self, name: str, tensors: list[GgufTensor], columns: int) -> "Order | None":
         stands, first = [], 1
         for tensor in tensors:
             end = first + tensor.rows
@@ -413,17 +433,56 @@ class File:
             stands.append((tensor, numbers.reshape(*tensor.shape[:-1], columns)))
             first = end
         try:
-            placed = target.rows_first(self._placing.value(name, stands))
-        except (ValueError, IndexError, RuntimeError):
+            placed = self._placing.value(name, stands)
+        except (ValueError, IndexError, KeyError, RuntimeError):
             return None
-        rows = placed[..., 0] / columns
-        whole = rows.unsqueeze(-1) * columns + torch.arange(columns)
-        if placed.shape[-1] != columns or not bool(((rows >= 1) & (rows == rows.round())).all()):
-            return None
-        return rows.long() - 1 if torch.equal(placed, whole.to(placed.dtype)) else None
+        for is_turned in (False, True):
+            whole = placed.mT if is_turned and placed.dim() > 1 else placed
+            rows = whole[..., :1] / columns
+            numbers = (rows * columns + torch.arange(columns)).to(whole.dtype)
+            if bool(((rows >= 1) & (rows == rows.round())).all()) and torch.equal(whole, numbers):
+                return Order(rows[..., 0].long() - 1, is_turned)
+        return None
 
 
 def read_checked(gguf_path: str, string_arrays: Container[str] = ()) -> Any:
-    """transformers reads the metadata first: a bad file is refused there."""
+    """Metadata of a file for transformers, which reads it first, after our checks of the file."""
     check_file(gguf_path)
     return read_metadata(gguf_path, string_arrays)
+
+
+class _CheckedHeaders:
+    """Lets transformers read headers of GGUF files with our checks, and each once, while somebody loads."""
+
+    def __init__(self) -> None:
+        self._lock, self._loading = threading.Lock(), 0
+        self._before: list[tuple[Any, str, Any]] = []
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            if self._loading == 0:
+                self._replace()
+            self._loading += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loading -= 1
+                if self._loading == 0:
+                    for owner, name, before in self._before:
+                        setattr(owner, name, before)
+
+    def _replace(self) -> None:
+        load = reading_once(modeling_gguf_pytorch_utils.load_gguf_checkpoint)
+        readers = [
+            (gguf, "read_gguf_metadata", read_checked),
+            (reader, "read_gguf_metadata", read_checked),  # for tokenizers
+            (modeling_gguf_pytorch_utils, "load_gguf_checkpoint", load),
+        ]
+        self._before = [(owner, name, getattr(owner, name)) for owner, name, _ in readers]
+        for owner, name, function in readers:
+            setattr(owner, name, function)
+
+
+checked_headers = _CheckedHeaders()

@@ -48,7 +48,7 @@ class Header:
 
 
 def header_of(path: str) -> Header:
-    """The header of a file; it is read again where the file has changed.
+    """Header of a file, cached until the file changes.
 
     Raises: what reading a damaged file raises, of struct, of numpy and of Python.
     """
@@ -62,7 +62,7 @@ def _header(path: str, size: int, time: int) -> Header:
 
 
 def read_metadata(gguf_path: str, string_arrays: Container[str] = ()) -> tuple[dict, tuple[str, ...]]:
-    """In place of transformers' function: a file's metadata and the names of its tensors."""
+    """Metadata of a file and the names of its tensors, as transformers' function of this name has them."""
     header = header_of(gguf_path)
     has_texts = any(key in string_arrays for key in header.metadata)
     metadata = Header(gguf_path, string_arrays).metadata if has_texts else copy.deepcopy(header.metadata)
@@ -108,7 +108,7 @@ def check_offsets(tensors: list[tuple[str, int, int]], alignment: int, size: int
 
 
 def reading_once(load: Callable) -> Callable:
-    """transformers' first loader, which reads the fields of a config from a header."""
+    """Wraps transformers' first loader, which then parses a small file with the header's config fields."""
 
     @functools.wraps(load)
     def load_once(gguf_checkpoint_path: str, return_tensors: bool = False, *others: Any, **named: Any) -> Any:
@@ -131,9 +131,14 @@ def _parsed(load: Callable, path: str, header: Header) -> dict[str, Any]:
     config, tokens = parsed["config"], header.metadata.get(_TOKENS)
     if config.get("vocab_size") == 0 and tokens:  # it was counted
         config["vocab_size"] = tokens
-    widths = _WIDTHS.get(header.metadata["general.architecture"], {})
-    config |= {name: header.metadata[key] for key, name in widths.items() if key in header.metadata}
+    config |= widths_in(header)
     return parsed
+
+
+def widths_in(header: Header) -> dict[str, Any]:
+    """{name in the config: size} of the sizes that transformers' first loader leaves at its defaults."""
+    widths = _WIDTHS.get(header.metadata["general.architecture"], {})
+    return {name: header.metadata[key] for key, name in widths.items() if key in header.metadata}
 
 
 def _write_small(path: Path, header: Header) -> None:

@@ -27,7 +27,7 @@ from ..quantize.target import quantizable
 from .file import GgufTensor, placing_of
 
 _CHECK = Check("imatrix")
-# GGUF's names of architectures whose model_type is another word.
+# GGUF's names of architectures whose model_type differs.
 _ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "cohere": "commandr", "umt5": "t5"}
 # The tokens of a call, unless somebody chose another number: the older form does not say it.
 _CALL = 512
@@ -41,14 +41,14 @@ class Entry(NamedTuple):
 
 
 def is_imatrix(path: Path) -> bool:
-    """Whether a file is not in safetensors, by its first bytes: those have JSON behind eight octets."""
+    """True if a file is no safetensors file: those have JSON after eight bytes."""
     with path.open("rb") as file:
         start = file.read(9)
     return start[:4] == b"GGUF" or (len(start) == 9 and start[8:] != b"{")
 
 
 def read_imatrix(path: Path, model: nn.Module) -> tuple[dict[str, Tensor], int]:
-    """The means, by what recipes call the model's matrices, and the tokens that were counted, or 0.
+    """Mean squares, keyed by matrix path, and the number of tokens, or 0.
 
     Raises: ValueError for a damaged file, for one of another kind, and without the package gguf."""
     if find_spec("gguf") is None:
@@ -99,7 +99,7 @@ def _read_gguf(path: Path) -> tuple[dict[str, Entry], int]:
 
 
 def _read_dat(data: bytes) -> tuple[dict[str, Entry], int]:
-    """How many matrices an entry is of is not said: `_placed` learns it from the model."""
+    """Entries of the older form, which does not say how many matrices an entry has."""
     (count,) = struct.unpack_from("<i", data)
     place, entries = 4, {}
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Contents of a GGUF file, as parts of a model: blocks that stay packed, and values that are dequantised."""
+"""Layout of a GGUF file: weights that stay packed, and parameters that are dequantised."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,27 +8,23 @@ from torch import Tensor
 
 from ...basics.report import QuantizationReport
 from ..layouts.layout import Layout
+from ..layouts.operations import Operation
+from ..mlx.rows import NamedConverter
 from ..quantize.reasons import Reasons
 from ..quantize.sizes import add_stored, bytes_a_token
 from ..quantize.target import Target, quantizable
 from ..quantize.tied import add_tied, tied_layers
 from ..quantize.weights import quantized_names
 from .checking import check_declared
-from .file import File, GgufRows
-
-
-class Part:
-    """One tensor of a packed parameter, as transformers' loader reads it."""
-
-    def __init__(self, source: GgufRows, number: int):
-        self.source, self.number = source, number
-
-    def __getitem__(self, _: Any) -> Tensor:
-        return self.source.take(self.number)
+from .file import File, GgufWeight
 
 
 class Dense:
-    """A dequantised parameter, as transformers' loader reads it; `wanted`: a target and its parameter."""
+    """A parameter that transformers' loader reads dequantised.
+
+    Args:
+        wanted: a target and its parameter, for a value in its dtype; None for all other parameters.
+    """
 
     def __init__(self, file: File, name: str, wanted: tuple[Target, str] | None = None):
         self.file, self.name, self.wanted = file, name, wanted
@@ -52,7 +48,7 @@ def _checked(path: str, model: Any) -> File:
 
 
 class GgufLayout(Layout):
-    """The blocks that can stay packed.
+    """Layout of the weights that stay packed.
 
     Attributes:
         report: the packed weights; `skipped` lists the others, with reasons.
@@ -66,7 +62,7 @@ class GgufLayout(Layout):
         super().__init__()
         self.model, self.file = model, _checked(file, model)
         self.report = QuantizationReport(bytes_before=bytes_a_token(model))
-        self._sources: dict[str, GgufRows] = {}
+        self._sources: dict[str, GgufWeight] = {}
         reasons, every = Reasons(model), quantizable(model)
         for target in every.values():
             if target.kind == "experts" or reasons.needs(target.name, target.module) is None:
@@ -80,7 +76,7 @@ class GgufLayout(Layout):
         self._note_dense()
 
     def _agree_on_tied(self, tied: Mapping[str, str]) -> None:
-        """Keeps both of two tied layers dense where one is, and the file has both."""
+        """Leaves both of two tied layers dense if one of them is and the file has both."""
         for name, other in tied.items():
             if name in self.targets and other not in self.targets:
                 self._leave_dense(name)
@@ -88,7 +84,7 @@ class GgufLayout(Layout):
                 self._leave_dense(other)
 
     def _note_dense(self) -> None:
-        """Notes in the report which quantised tensors of the file are dense in the model, and why.
+        """Adds quantised tensors that are dense in the model to the report, with reasons.
 
         Raises: ValueError for one that cannot be read.
         """
@@ -101,7 +97,7 @@ class GgufLayout(Layout):
                 self.report.skipped[tensor.name] = f"{tensor.kind.lower()}, which {why}"
 
     def _pack(self, target: Target) -> None:
-        """Notes where a target's parameters come from if all of them can stay packed."""
+        """Adds a target whose parameters can all stay packed."""
         with torch.device("cpu"):  # the model is made on the meta device
             result = [self.file.sources(target, parameter) for parameter in target.parameters]
         for parameter, source in (pair for sources in result if all(result) for pair in sources.items()):
@@ -116,26 +112,25 @@ class GgufLayout(Layout):
         target.formats.clear()
 
     def state(self) -> dict[str, Any]:
-        """{name in the model, once the targets have quantised weights: the tensor read for it}"""
-        state: dict[str, Any] = {
-            name: Dense(self.file, name) for name in self.file.parts if name not in self._sources
-        }
-        for full, source in self._sources.items():
-            owner, _, parameter = full.rpartition(".")
-            present = self.model.get_submodule(owner)._parameters
-            for number, name in enumerate(quantized_names(parameter)):
-                if name in present:
-                    state[f"{owner}.{name}"] = Part(source, number)
-            if source.inputs is not None:
-                state[f"{owner}.order"] = source.inputs.int()
+        """{name: what is read for it}: parameters of the model, and those that `conversions` unpack."""
+        state: dict[str, Any] = {name: Dense(self.file, name) for name in self.file.parts} | self._sources
+        for name, weight in self._sources.items():
+            if weight.inputs is not None:
+                state[f"{name.rpartition('.')[0]}.order"] = weight.inputs.int()
         return state
 
-    def conversions(self, others: list) -> list:
-        """None: the names of `state` are the model's."""
-        return []
+    def conversions(self, others: list) -> list[NamedConverter]:
+        """Converters of packed weights alone: all other names of `state` are the model's."""
+        return [*map(self._unpacked, self._sources)]
+
+    def _unpacked(self, name: str) -> NamedConverter:
+        owner, _, parameter = name.rpartition(".")
+        present = self.model.get_submodule(owner)._parameters
+        made = [f"{owner}.{part}" for part in quantized_names(parameter) if part in present]
+        return NamedConverter([name], made, [Operation(_tensors)])
 
     def check(self, model: Any, loaded: Callable[[str], bool]) -> None:
-        """The file was checked before it was read."""
+        """Nothing: the file was checked before it was read."""
 
     def finish(self, loaded: Callable[[str], bool]) -> None:
         for name in filter(loaded, self.targets):
@@ -143,3 +138,8 @@ class GgufLayout(Layout):
                 source = self._sources.get(f"{name}.{parameter}")
                 if source is not None:
                     add_stored(self.report, self.targets[name], parameter, source.format)
+
+
+def _tensors(weights: list[Any]) -> list[Tensor]:
+    (weight,) = weights
+    return [tensor for tensor in weight if tensor is not None]

@@ -25,8 +25,8 @@ def check_files(model: nn.Module, files: Sequence[str] | None) -> None:
     for file, name, dtype, shape in tensors_in(file for file in files or () if file.endswith(".safetensors")):
         stored, place = (dtype, shape), f" in {file}"
         if (packed := state.get(f"{name.removesuffix('_blocks')}_packed")) is not None:  # gpt-oss has them
-            *rows, words = packed.shape
-            check_tensor(name, stored, ["U8"], [(*rows, words // 4, 16)], place)
+            *rows, columns = packed.shape
+            check_tensor(name, stored, ["U8"], [(*rows, columns // 4, 16)], place)
         elif name in state:
             dtypes = DENSE if state[name].is_floating_point() else [dtype]
             check_tensor(name, stored, dtypes, [tuple(state[name].shape)], place)
@@ -105,7 +105,7 @@ def check_scales(model: nn.Module, loaded: Callable[[str], bool]) -> None:
 
 
 def may_lack(model: "PreTrainedModel") -> Callable[[str], bool]:
-    """Tells the names of parameters that a checkpoint of the model need not have."""
+    """Predicate of parameter names that a checkpoint may lack."""
     patterns = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
     return lambda name: any(pattern.search(name) for pattern in patterns)
 

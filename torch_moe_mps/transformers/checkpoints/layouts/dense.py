@@ -1,4 +1,4 @@
-"""Checkpoints that are dense, or dequantised while they are read: their weights are quantised one by one."""
+"""Layout of dense checkpoints, and of those that are dequantised while they are read."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
 
 
 class DenseLayout(Layout):
-    """Hands each loaded tensor to a stream.
+    """Layout whose loaded tensors are quantised one by one, by a stream.
 
     Args:
         source: the quantisation that is dequantised: FP8, or FROM_GGUF; None for a dense checkpoint.

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: finds existing ones, and writes new ones piece by piece."""
+"""Files of a checkpoint: finds existing ones, writes new ones tensor by tensor."""
 
 import json
 import shutil
@@ -99,7 +99,7 @@ def tensors_in(files: Iterable[str]) -> Iterator[tuple[str, str, str, tuple[int,
 class Shards:
     """New safetensors files of a folder, and their index.
 
-    Tensors wait for their file in temporary files of the folder, so that output takes no memory.
+    Tensors wait for their file in temporary files of the folder, so that output is not held in memory.
 
     Args:
         format: "pt" or "mlx".
@@ -145,7 +145,7 @@ class Shards:
         self._total += tensor.nbytes
 
     def end(self, part: str, note: Any = None) -> None:
-        """All tensors of a part were added."""
+        """Ends a part, all of whose tensors were added."""
         self._ended[part] = note
 
     def _file(self, number: int) -> Path:
@@ -174,7 +174,7 @@ class Shards:
             new.replace(progress)
 
     def finish(self) -> None:
-        """Writes what waits, and the index."""
+        """Writes the last file, the final names, and the index."""
         if self._waiting:
             self._write()
         weight_map: dict[str, str] = {}
@@ -196,8 +196,8 @@ def _in_a_file(tensor: Tensor, folder: Path) -> Tensor:
     with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:  # a buffer would fail again in close()
         rows = max(1, _COPIED * len(tensor) // max(1, tensor.nbytes)) if tensor.dim() else 1
         for some in tensor.split(rows) if tensor.dim() else [tensor]:
-            octets = some.contiguous().view(-1).view(torch.uint8).numpy().data
-            while octets:
-                octets = octets[file.write(octets) :]
+            rest = some.contiguous().view(-1).view(torch.uint8).numpy().data
+            while rest:
+                rest = rest[file.write(rest) :]
         size = tensor.numel()
         return torch.from_file(file.name, shared=True, size=size, dtype=tensor.dtype).view(tensor.shape)

@@ -1,6 +1,6 @@
-"""The one road of a checkpoint's weights, whoever wrote them: what every layout says and does.
+"""Base class of checkpoint layouts: the steps in which a quantizer of transformers reads one.
 
-A quantizer of transformers walks it: `targets` and `absent` say what the files have, `start` follows once the
+`targets` and `absent` say what the files have, `start` follows once the
 targets have room for it, `conversions` names tensors for transformers' loader, and after each part that was
 read `finish` and `take` give the modules their quantised weights.
 """
@@ -15,7 +15,7 @@ from ....quantization import Format
 from ...basics.report import QuantizationReport
 from ..quantize.streaming import Stream
 from ..quantize.target import Target, present
-from ..quantize.weights import take_stored
+from ..quantize.weights import install_stored
 from .checking import check_loaded
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
@@ -35,7 +35,7 @@ class Section(NamedTuple):
 
 
 class Layout:
-    """Contents of a checkpoint, as parts of a model; this one has nothing.
+    """Contents of a checkpoint, by the parts of a model. The base class has none.
 
     Attributes:
         targets: {name: target} of what stays quantised, and was not taken yet.
@@ -75,7 +75,7 @@ class Layout:
         return others
 
     def forget_absent(self, model: nn.Module) -> None:
-        """The model was cut: weights that it no longer has are not read."""
+        """Drops targets that the model no longer has."""
         self.targets = present(model, self.targets)
 
     def finish(self, loaded: Callable[[str], bool]) -> None:
@@ -88,9 +88,9 @@ class Layout:
         """Raises: ValueError for a tensor of `loaded` modules that is missing or wrong."""
         check_loaded(model, loaded)
 
-    def take(self, model: nn.Module, loaded: Callable[[str], bool]) -> dict[str, Target]:
-        """Makes the targets whose names are `loaded` quantised modules, and returns them."""
+    def install(self, model: nn.Module, loaded: Callable[[str], bool]) -> dict[str, Target]:
+        """Replaces the `loaded` targets by quantised modules. Returns: these targets."""
         taken = {name: self.targets.pop(name) for name in filter(loaded, [*self.targets])}
         for target in taken.values():
-            take_stored(model, target)
+            install_stored(model, target)
         return taken

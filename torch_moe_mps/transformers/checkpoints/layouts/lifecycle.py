@@ -1,4 +1,4 @@
-"""Life of a checkpoint in transformers' loader: room for weights, parts that are read, a loaded model."""
+"""Base class of quantizers: allocates quantised weights, installs them when loaded, completes the model."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -7,6 +7,7 @@ from torch import nn
 
 from ...basics.report import QuantizationReport
 from ..quantize.in_place import finish_loading, refuse_dequantizing
+from ..quantize.streaming import one_by_one, threads_crash
 from ..quantize.target import Target
 from ..quantize.tied import tie_quantized
 from ..quantize.weights import store_empty
@@ -27,18 +28,20 @@ class Lifecycle:
     get_state_dict: Callable[[str, Any], Any]  # HfQuantizer has it
 
     def make_room(self, model: nn.Module) -> None:
-        """Gives the layout's targets quantised weights without values, tied as the dense ones."""
+        """Allocates uninitialised quantised weights for the layout's targets, tied as the dense ones."""
         for target in self.layout.targets.values():
             store_empty(target)
         tie_quantized(model)
+        self._reading = one_by_one(threads_crash())  # ends with this object where loading fails
+        self._reading.__enter__()
 
     def place(self, model: Any, loaded: Callable[[str], bool] = lambda name: True) -> dict[str, Target]:
-        """Gives the modules whose names are `loaded` their quantised weights, and returns their targets.
+        """Installs the quantised weights of the `loaded` modules. Returns: their targets.
 
         Raises: ValueError for a weight that cannot be quantised, is missing, of a wrong dtype or not finite.
         """
         self.layout.finish(loaded)
-        stored = self.layout.take(model, loaded)
+        stored = self.layout.install(model, loaded)
         self.layout.check(model, loaded)
         check_scales(model, stored.__contains__)
         if self.layout.has_other_names:
@@ -46,11 +49,13 @@ class Lifecycle:
         return stored
 
     def place_empty(self, model: nn.Module, done: Callable[[str], bool]) -> None:
-        """Gives the modules whose names are `done` quantised weights without memory, and never real ones."""
-        self.layout.take(model, done)
+        """Gives the `done` modules quantised weights on the meta device, in place of real ones."""
+        self.layout.install(model, done)
 
     def close(self, model: Any) -> None:
-        """The model has all its weights."""
+        """Ends loading, once the model has all its weights."""
+        self._reading.__exit__(None, None, None)
+        del self._reading
         if self.report is not None:
             model.hf_quantizer = self
         self.layout = Layout()

@@ -47,7 +47,7 @@ def each(function: Callable[[Tensor], Tensor], reverse: Callable[[Tensor], Tenso
 
 
 def packed_blocks() -> Operation:
-    """MXFP4 blocks as gpt-oss has them [E, R, C / 32, 16] as packed words [E, R, C / 8]: the same bits."""
+    """MXFP4 blocks as gpt-oss has them [E, R, C / 32, 16] as packed codes [E, R, C / 8]: the same bits."""
 
     def pack(blocks: Tensor) -> Tensor:
         # The scales are a parameter of their own; here they only say which shape the blocks must have.

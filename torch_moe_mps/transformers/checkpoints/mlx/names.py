@@ -1,4 +1,4 @@
-"""Names that mlx-lm has for the parameters of a model.
+"""mlx-lm's names of a model's parameters.
 
 It uses the names of an architecture's original checkpoints, as transformers writes them. Only the experts
 have names of mlx-lm, with one tensor for each of gate, up and down.
@@ -57,7 +57,7 @@ def type_of(config: Any) -> str:
 
 
 def canonical(name: str) -> str:
-    """A name without "model" and "language_model" in front, which not all checkpoints have."""
+    """A name without the prefixes "model" and "language_model", which some checkpoints lack."""
     return re.sub(r"^((model|language_model)\.)+", "", name)
 
 

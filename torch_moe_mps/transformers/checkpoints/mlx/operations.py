@@ -12,16 +12,16 @@ from torch import Tensor
 from ....quantization import Format, QuantizedWeight, dequantize
 from ...upstream.weights import ConversionOps
 from ..layouts.operations import Operation, each, only
-from ..quantize.weights import words
+from ..quantize.weights import as_int32
 
 
-def mlx_words(tensor: Tensor) -> Tensor:
+def as_uint32(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint32) if tensor.dtype == torch.int32 else tensor
 
 
-def as_words() -> Operation:
+def as_stored() -> Operation:
     """Takes packed codes, scales and biases unchanged: MLX's are ours, but for uint32."""
-    return each(words, mlx_words)
+    return each(as_int32, as_uint32)
 
 
 def one_less() -> Operation:
@@ -81,6 +81,6 @@ def halves(formats: Sequence[Format | None], heads: int, nope: int, format: Form
         rows = [tensor.detach().unflatten(0, (heads, -1)) for tensor in tensors]
         q, v = [tensor[:, :nope].contiguous() for tensor in rows], [tensor[:, nope:] for tensor in rows]
         (dense,) = _matrices([format], iter(q))
-        return [dense.mT, *map(mlx_words, v)]
+        return [dense.mT, *map(as_uint32, v)]
 
     return dequantized(formats, join, split)

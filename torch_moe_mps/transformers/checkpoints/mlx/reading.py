@@ -1,4 +1,4 @@
-"""Reads checkpoints that MLX wrote; packed words and scales have the same layout as ours.
+"""Reads checkpoints that MLX wrote; packed codes and scales have the same layout as ours.
 
 The names in the files tell which weights are quantised, and the config tells how.
 """
@@ -30,13 +30,13 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
     from transformers import PreTrainedModel
 
 _CHECK = Check("load")
-# The tensors of a quantised matrix have these dtypes; the scales of formats without biases are octets.
-_WORDS, _FLOATS, _OCTETS = ("U32",), ("F16", "BF16", "F32"), ("U8",)
+# The tensors of a quantised matrix have these dtypes; the scales of formats without biases are uint8.
+_PACKED, _FLOATS, _EXPONENTS = ("U32",), ("F16", "BF16", "F32"), ("U8",)
 _CODES = {"U32": torch.uint32, "U8": torch.uint8}
 
 
 class TensorsOfFiles:
-    """The names and shapes of the tensors in the files; names as `canonical` has them are found, too.
+    """Names, shapes and formats of the tensors in a checkpoint's files.
 
     Args:
         quantization: the quantisation in the config: a format, and {module: format, or whether it has one};
@@ -59,7 +59,7 @@ class TensorsOfFiles:
         self._keys = {canonical(name): name for name in self.tensors}
 
     def key(self, name: str) -> str | None:
-        """The name of a tensor in the files."""
+        """Name of a tensor in the files, with or without the prefixes that `canonical` drops."""
         return name if name in self.tensors else self._keys.get(canonical(name))
 
     def shape(self, name: str) -> torch.Size | None:
@@ -96,8 +96,8 @@ class TensorsOfFiles:
         rows = [tuple(self.tensors[name].shape[:-1]) for name in parts]
         if len({*rows}) > 1:
             _CHECK.fail(" and ".join(parts), "of as many rows", " and ".join(map(str, rows)))
-        scales = _FLOATS if format.has_biases else _OCTETS
-        self._check(parts[0], _WORDS, (*rows[0], columns * format.bits // 32))
+        scales = _FLOATS if format.has_biases else _EXPONENTS
+        self._check(parts[0], _PACKED, (*rows[0], columns * format.bits // 32))
         for name in parts[1:]:
             self._check(name, scales, (*rows[0], columns // format.group_size))
         if format.has_biases and self.dtypes[parts[1]] != self.dtypes[parts[2]]:
@@ -121,7 +121,7 @@ class TensorsOfFiles:
 
 
 class MlxLayout(Layout):
-    """Contents of a checkpoint of MLX, as parts of a model.
+    """Layout of a checkpoint of MLX.
 
     Args:
         quantization: as for TensorsOfFiles.
@@ -196,7 +196,7 @@ class MlxLayout(Layout):
             self._dense[name] = formats
 
     def conversions(self, others: list) -> list[NamedConverter]:
-        """Converters of this layout alone, once targets have quantised weights and absent parts are left out.
+        """Converters of all tensors, once targets have quantised weights.
 
         Raises: ValueError for a parameter without a tensor, or with tensors of another shape.
         """
@@ -226,7 +226,7 @@ class MlxLayout(Layout):
                 self.model.get_submodule(owner)._parameters[last] = nn.Parameter(zeros, requires_grad=False)
 
     def _check_shapes(self, row: NamedConverter) -> None:
-        """Runs the row on tensors without memory."""
+        """Checks shapes by running the converter on the meta device."""
         sources = row.source_patterns
         for source in {*sources} - self.stored.quantized:
             if self.stored.dtypes[source] not in DENSE:
@@ -259,7 +259,7 @@ class MlxLayout(Layout):
 
 
 def written_by_mlx(name: str) -> bool:
-    """Whether the metadata of the files in a folder says that MLX wrote them."""
+    """True if the metadata of a folder's files names MLX."""
     try:
         first = checkpoint_files(name)[0] if Path(name).is_dir() else None
     except ValueError:  # loading says what is wrong with them

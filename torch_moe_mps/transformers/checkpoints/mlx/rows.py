@@ -20,13 +20,13 @@ from ...upstream.weights import (
 )
 from ..quantize.weights import quantized_names
 from .names import Names
-from .operations import Cast, as_words, dequantized, halves, one_less
+from .operations import Cast, as_stored, dequantized, halves, one_less
 
 PARTS = ("weight", "scales", "biases")  # tensors of a quantised matrix in MLX
 
 
 class NamedConverter(WeightConverter):
-    """A converter from some tensors to some parameters, by their whole names."""
+    """A converter between tensors and parameters given by full names, not patterns."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class NamedConverter(WeightConverter):
         return source_key, None
 
     def of(self, tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-        """Parameters made of the tensors of these names; the row can be used once."""
+        """Parameters made of named tensors; a converter can be used once."""
         target = self.target_patterns[0]
         for name in self.source_patterns:
             self.add_tensor(target, name, name, tensors[name])
@@ -54,7 +54,7 @@ class NamedConverter(WeightConverter):
 
 
 class Rows:
-    """The rows of a model whose modules are quantised as in the checkpoint.
+    """Converters for a model whose modules are quantised as in the checkpoint.
 
     Args:
         names: of the model.
@@ -71,7 +71,7 @@ class Rows:
         self.names, self.model, self.halved, self.stored = names, names.model, halved, stored
 
     def of(self, state: Mapping[str, Tensor]) -> Iterator[NamedConverter]:
-        """Converters for some parameters and buffers; experts and layers are there as a whole."""
+        """Converters for parameters and buffers of whole modules."""
         experts = experts_of(self.model)
         for owner, module in experts.items():
             if any(name.startswith(f"{owner}.") for name in state):
@@ -93,7 +93,7 @@ class Rows:
         elif packed:
             ends = dict(zip(TENSORS, PARTS, strict=True))
             sources = [f"{other.removesuffix('weight')}{ends[part]}" for other in theirs]
-            yield NamedConverter(sources, [name], [as_words(), *_concatenated(sources, 0), Cast()])
+            yield NamedConverter(sources, [name], [as_stored(), *_concatenated(sources, 0), Cast()])
         elif name in self.stored:
             operation = dequantized(self.stored[name], _rows_of(tensor))
             yield NamedConverter(_matrices(theirs, self.stored[name]), [name], [operation, Cast()])
@@ -124,7 +124,7 @@ class Rows:
             if hasattr(module, quantized[0][0]):
                 for ours, part in quantized:
                     if getattr(module, ours, None) is not None:
-                        operations = [as_words(), *join, Cast()]
+                        operations = [as_stored(), *join, Cast()]
                         yield NamedConverter(_ends(modules, part), [f"{name}.{ours}"], operations)
             else:
                 turned = [*join, *([Transpose(1, 2)] if module.is_transposed else []), Cast()]

@@ -1,4 +1,4 @@
-"""Writes models in MLX's layout, by the reverse of the rows that read it."""
+"""Writes models in MLX's layout, by the reverse of the converters that read it."""
 
 import json
 import warnings

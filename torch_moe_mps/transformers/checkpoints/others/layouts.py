@@ -21,20 +21,20 @@ from ....quantization import Format, QuantizedWeight
 from ....quantization.formats import ErrorSums, quantize_stack
 from ..layouts.checking import check_tensor
 from ..layouts.files import tensors_in
-from ..quantize.weights import words
+from ..quantize.weights import as_int32
 from .schemes import Scheme
 
 _CHECK = Check("load")
 # Scales of activations, keys and values, which are not read.
 UNREAD = r"((^|[._])(input|output|[kqv])_(global_)?|(^|[._])activation_)(scale|zero_point)$"
 _GROUPS = (128, 64, 32)
-_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the codes in a word, the lowest first
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the codes in an int32, the lowest first
 _LEAST, _MOST = 2.0**-127, 2.0**127  # ends of e8m0
 _AT_ONCE = 1 << 18  # values whose magnitudes are added up at a time
 
 
 class Files:
-    """The tensors in some files, which are read when they are asked for.
+    """Tensors of files, read on demand.
 
     Args:
         names: of those that count; None is all.
@@ -67,7 +67,7 @@ class Files:
 
 
 class Matrix(NamedTuple):
-    """A matrix of a checkpoint.
+    """A matrix of a checkpoint, and how it becomes a quantised weight.
 
     Attributes:
         names: of its tensors.
@@ -86,14 +86,14 @@ class Matrix(NamedTuple):
     values: Callable[[list[Tensor]], Tensor] | None = None
 
     def dense(self, tensors: list[Tensor]) -> Tensor:
-        """The values that the tensors stand for."""
+        """Dequantised values of the tensors."""
         if self.values is not None:
             return self.values(tensors)
         return self.read(tensors, ErrorSums()).values(slice(None))
 
 
 def alike(name: str, matrices: Sequence[Matrix]) -> list[Matrix]:
-    """The matrices that one parameter is made of, in one format.
+    """Matrices of one parameter, brought to one format.
 
     Raises: ValueError where there is none.
     """
@@ -154,8 +154,8 @@ class Stored:
         Raises: ValueError for zero points that the config says are none, and what no format holds.
         """
         layouts: dict[str, Callable[[], Matrix]] = {
-            "words": self._words,
-            "octets": self._octets,
+            "packed": self._packed,
+            "int8": self._int8,
             "gptq": self._gptq,
             "awq": self._awq,
             "mxfp4": self._mxfp4,
@@ -175,15 +175,15 @@ class Stored:
         format: Format,
         order: Tensor | None = None,
     ) -> Matrix:
-        """`read` takes the sums and the tensors of `parts`."""
+        """A Matrix of the named tensors; `read` takes the error sums and the tensors of `parts`."""
 
         def made(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
-            return read(errors, *tensors).map(lambda tensor: words(tensor).contiguous())
+            return read(errors, *tensors).map(lambda tensor: as_int32(tensor).contiguous())
 
         return Matrix(tuple(map(self.name, parts)), made, format, order)
 
     def _affine(self) -> Format:
-        """Integers in groups, each within one group of the scales."""
+        """Group-wise affine format whose groups lie within those of the scales."""
         size = min(self.scheme.block[1] or self.columns, self.columns)
         fits = [group for group in _GROUPS if size % group == 0 and self.columns % group == 0]
         if not fits:
@@ -191,7 +191,7 @@ class Stored:
         return Format(self.scheme.bits, fits[0])
 
     def _spread(self, scales: Tensor, group_size: int) -> Tensor:
-        """[rows, columns / group_size]: for each group of columns the scale of the block that has it."""
+        """Scales [rows, columns / group_size], repeated from blocks to groups."""
         high, wide = self.scheme.block
         scales = scales.reshape(self.scheme.blocks(*self.shape))
         device = scales.device
@@ -202,8 +202,8 @@ class Stored:
             scales = scales[:, columns // (wide or self.columns)]
         return scales
 
-    def _words(self) -> Matrix:
-        """compressed-tensors: words with an offset of half the range; zero points lie in words of rows."""
+    def _packed(self) -> Matrix:
+        """compressed-tensors: packed codes less half the range; zero points are packed along rows."""
         format, along = self._affine(), self.scheme.blocks(*self.shape)[0]
 
         def read(errors: ErrorSums, packed: Tensor, scales: Tensor, *zeros: Tensor) -> QuantizedWeight:
@@ -217,7 +217,7 @@ class Stored:
     def _zeros(self) -> list[str]:
         return [] if self.scheme.symmetric else ["weight_zero_point"]
 
-    def _octets(self) -> Matrix:
+    def _int8(self) -> Matrix:
         """compressed-tensors, and ModelOpt: int8."""
         format = self._affine()
 
@@ -229,7 +229,7 @@ class Stored:
         return self._made(("weight", "weight_scale", *self._zeros()), read, format)
 
     def _gptq(self) -> Matrix:
-        """Words of columns, and zero points less one; an order of columns becomes one of the inputs."""
+        """GPTQ: codes packed along columns; a column order becomes an order of inputs."""
         format, half = self._affine(), 2 ** (self.scheme.bits - 1)
         order = self._order() if "g_idx" in self else None
 
@@ -250,7 +250,7 @@ class Stored:
         return self._made(("qweight", "qzeros", "scales"), read, format, order)
 
     def _order(self) -> Tensor | None:
-        """The columns by their groups, if they are not so already."""
+        """Order of columns by group, or None if they are in order."""
         group_of = self.read("g_idx").long()
         order, columns = group_of.argsort(stable=True), torch.arange(self.columns)
         size = self.scheme.block[1] or self.columns
@@ -259,7 +259,7 @@ class Stored:
         return None if torch.equal(order, columns) else order.int()
 
     def _awq(self) -> Matrix:
-        """AutoAWQ's gemm: packed rows, eight values a word in AutoAWQ's order."""
+        """AutoAWQ's gemm: eight codes an int32 along rows, in AutoAWQ's order."""
         format = self._affine()
 
         def read(errors: ErrorSums, packed: Tensor, zeros: Tensor, scales: Tensor) -> QuantizedWeight:
@@ -271,7 +271,7 @@ class Stored:
     def _with_zeros(
         self, errors: ErrorSums, packed: Tensor, scales: Tensor, zero: Tensor | float, format: Format
     ) -> QuantizedWeight:
-        """The weight of (q - zero) * scale; scales and zeros are one for each block."""
+        """Weight of (q - zero) * scale, with one scale and zero point a block."""
         scales = self._spread(scales, format.group_size)
         zero = self._spread(zero, format.group_size).float() if isinstance(zero, Tensor) else zero
         exact = -zero * scales.float()
@@ -294,7 +294,7 @@ class Stored:
         return self._made((self.scheme.codes, "weight_scale"), read, format)
 
     def _nvfp4(self, may_keep: bool = True) -> Matrix:
-        """Codes whose scales a factor of the matrix multiplies, or divides; they may stay scales of nvfp4."""
+        """NVFP4, kept where e4m3 holds its scales times the matrix's factor, else requantised."""
         divides = self.scheme.codes == "weight_packed"
         factor = "weight_global_scale" if divides else "weight_scale_2"
 
@@ -326,7 +326,7 @@ class Stored:
         return made._replace(again=functools.partial(self._nvfp4, may_keep=False), values=values)
 
     def _fp8(self, may_keep: bool = True) -> Matrix:
-        """Codes with a scale for each block; by powers of two they are mxfp8."""
+        """FP8 with a scale a block: mxfp8 where scales are powers of two, else requantised."""
         part = self.scheme.scale
         if (wide := self.scheme.block[1] or self.columns) % 32 and wide < self.columns:
             _CHECK.fail(self.files.label(self.name(part)), "for blocks of a multiple of 32 columns", wide)
@@ -335,27 +335,27 @@ class Stored:
         exact = exact and bool(((result >= _LEAST) & (result <= _MOST)).all())
         format = Format(mode="mxfp8") if exact else Format(8, 32)
 
-        def octets(codes: Tensor) -> Tensor:
+        def finite(codes: Tensor) -> Tensor:
             codes = codes.contiguous().view(torch.uint8)
             if bool(((codes & 0x7F) == 0x7F).any()):
                 _CHECK.fail(self.files.label(self.name("weight")), "finite", "NaN")
             return codes
 
         def values(tensors: list[Tensor]) -> Tensor:
-            groups = e4m3(octets(tensors[0])).unflatten(-1, (-1, 32))
+            groups = e4m3(finite(tensors[0])).unflatten(-1, (-1, 32))
             return (groups * self._for_groups(tensors[1]).unsqueeze(-1)).flatten(-2)
 
         def read(errors: ErrorSums, codes: Tensor, scales: Tensor) -> QuantizedWeight:
             if not exact:
                 return _again(values([codes, scales]), format, errors)
             exponents = (self._for_groups(scales).log2() + 127).to(torch.uint8)
-            return QuantizedWeight(octets(codes).view(torch.int32), exponents, None, format)
+            return QuantizedWeight(finite(codes).view(torch.int32), exponents, None, format)
 
         made = self._made(("weight", part), read, format)
         return made._replace(again=functools.partial(self._fp8, may_keep=False), values=values)
 
     def _for_groups(self, scales: Tensor) -> Tensor:
-        """One for each 32 columns, in float32; octets are exponents."""
+        """float32 scales for each 32 columns; uint8 scales are exponents."""
         scales = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
         return self._spread(scales, 32)
 
@@ -412,7 +412,7 @@ class StoredExperts:
 
 
 class _Expert(Files):
-    """The tensors of one expert, as if its matrix were a module's; tensors for all experts go to each.
+    """Tensors of one expert of a stack, under a module's names; each expert has the shared ones.
 
     Args:
         own: {name of a module's tensor: name of the stacked one}.
@@ -446,7 +446,7 @@ class _Expert(Files):
 
 
 def _again(values: Tensor, format: Format, errors: ErrorSums) -> QuantizedWeight:
-    """Quantises values in float32, by way of bfloat16, which has their range."""
+    """Requantises float32 values, via bfloat16."""
     return quantize_stack(values.bfloat16().unsqueeze(0), format, errors).map(lambda tensor: tensor[0])
 
 

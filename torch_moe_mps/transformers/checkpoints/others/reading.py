@@ -1,4 +1,4 @@
-"""Parameters of a model that a checkpoint of another library has quantised, and the converters for them.
+"""Layout of checkpoints quantised by other libraries, and its converters.
 
 Modules are named as in a dense checkpoint, so transformers' converters say which matrices a parameter is made
 of. They treat the rows of codes, scales and biases alike, for example to join experts.
@@ -56,7 +56,7 @@ _STACKED = ("_weight_scale", "_scale_inv", "_scale", "_packed")
 
 
 class _Place(NamedTuple):
-    """Where a matrix goes.
+    """The place of a matrix in the model.
 
     Attributes:
         key: the name that its dense weight would have.
@@ -78,7 +78,7 @@ _Found = tuple[str, _Place, Stored | StoredExperts]  # for the parameter of this
 
 
 class OthersLayout(Layout):
-    """Contents of a checkpoint of another library, as parts of a model.
+    """Layout of a checkpoint that another library quantised.
 
     Args:
         stored: the quantisation in the config.
@@ -129,7 +129,7 @@ class OthersLayout(Layout):
         add_tied(tied_layers(model), every, self.targets)
 
     def _take(self, target: Target, parameter: str, name: str) -> None:
-        """Lets a parameter of a target stay in the format of the matrices that it is made of."""
+        """Adds a parameter to its target, in the format of its matrices."""
         matrices = alike(name, [part.matrix for part in self._parts[name]])
         parts = [part._replace(matrix=m) for part, m in zip(self._parts[name], matrices, strict=True)]
         self._parts[name] = parts
@@ -140,7 +140,7 @@ class OthersLayout(Layout):
         self.targets[target.name] = target
 
     def _of_experts_apart(self) -> list[WeightConverter]:
-        """For experts that are one parameter in dense checkpoints, and modules in others."""
+        """Converters for experts stored as modules, of models whose dense checkpoints stack them."""
         made: dict[str, WeightConverter] = {}
         for name, module in self.model.named_modules():
             end = ".".join(name.split(".")[-2:])  # all layers have this end
@@ -204,7 +204,7 @@ class OthersLayout(Layout):
     def _dense_parts(
         self, state: Mapping[str, Tensor], taken: Collection[str]
     ) -> Iterator[tuple[str, _Place, tuple[int, ...]]]:
-        """Parameters that dense tensors are parts of, their places and shapes; checks all dense tensors."""
+        """Yields (parameter, place, shape) of dense tensors that are parts of one, after checking them."""
         for key, shape in self.files.shapes.items():
             if key in taken or re.search(_UNREAD, key):
                 continue
@@ -218,7 +218,7 @@ class OthersLayout(Layout):
                 yield name, _Place(apply_renamings(key, self._renamings), pattern), shape
 
     def _renamed(self, key: str, state: Mapping[str, Tensor]) -> tuple[str, str | None]:
-        """The name of the parameter, and the pattern of the converter that makes it, if there is one."""
+        """Name of the parameter of a key, and the pattern of its converter, or None."""
         prefix = self.model.base_model_prefix
         return rename_source_key(key, self._renamings, self._converters, prefix, state)
 
@@ -238,7 +238,7 @@ class OthersLayout(Layout):
             yield name, _Place(apply_renamings(key, self._renamings), pattern), stored
 
     def _stacks(self, state: Mapping[str, Tensor], schemes: Schemes) -> Iterator[_Found]:
-        """Experts that are one parameter in the checkpoint, as in the model."""
+        """Experts that the checkpoint stacks in one parameter."""
         ends = ((key, end) for key in self.files.shapes for end in _STACKED if key.endswith(end))
         codes = (key for key, dtype in self.files.dtypes.items() if dtype not in DENSE)
         for key in sorted({*(key.removesuffix(end) for key, end in ends), *codes}):
@@ -252,7 +252,7 @@ class OthersLayout(Layout):
             yield name, _Place(name, None), StoredExperts(self.files, key, shape, scheme, turned)
 
     def _is_turned(self, name: str) -> bool:
-        """Whether a parameter of stacked experts is transposed."""
+        """True if a parameter of stacked experts is transposed."""
         return _is_turned(self.model.get_submodule(name.rpartition(".")[0]))
 
     def _shape(self, name: str, pattern: str | None, weight: Tensor) -> tuple[int, int]:
@@ -348,7 +348,7 @@ class OthersLayout(Layout):
 
 
 def _is_turned(experts: Any) -> bool:
-    """Whether experts are stacked as [experts, columns, rows]; those without the interface have a gate."""
+    """True if experts are stacked as [experts, columns, rows]."""
     if (known := getattr(experts, "is_transposed", None)) is not None:
         return bool(known)
     first = getattr(experts, "gate_up_proj", None)

@@ -34,7 +34,7 @@ class Scheme(NamedTuple):
         symmetric: whether no zero points are stored, or in GPTQ all are half the range; None if that is
             not said.
         codes, scale: the names of tensors.
-        exponents: whether scales may be octets, the exponents of powers of two; None if they must be.
+        exponents: whether scales may be uint8, the exponents of powers of two; None if they must be.
         ordered: whether columns are in an order that is stored.
         less: what zero points are stored less.
     """
@@ -67,11 +67,11 @@ class Scheme(NamedTuple):
             shapes += [(rows,)]
         elif self.block[0] != 1:
             shapes += [(along, 1, across, 1)]
-        octets = () if self.exponents is False else _EXPONENTS
-        return Declared((*(() if self.exponents is None else _FLOATS), *octets), shapes)
+        exponents = () if self.exponents is False else _EXPONENTS
+        return Declared((*(() if self.exponents is None else _FLOATS), *exponents), shapes)
 
 
-def _words(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
+def _packed(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
     """compressed-tensors: a stream of bits in each row, and one of zero points in each column."""
     along, across = scheme.blocks(rows, columns)
     return {
@@ -90,7 +90,7 @@ def _no_zeros(scheme: Scheme, rows: int, columns: int) -> Declared:
     return Declared(["I8", "I32", "F8_E4M3", *_FLOATS], shapes, needed=False)
 
 
-def _octets(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
+def _int8(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
     scales, zeros = scheme.scales(rows, columns), _no_zeros(scheme, rows, columns)
     return {
         "weight": Declared(["I8"], [(rows, columns)]),
@@ -143,8 +143,8 @@ def _awq(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
 
 
 LAYOUTS: dict[str, Callable[[Scheme, int, int], dict[str, Declared]]] = {
-    "words": _words,
-    "octets": _octets,
+    "packed": _packed,
+    "int8": _int8,
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "nvfp4": _nvfp4,
@@ -198,7 +198,7 @@ class Schemes:
 
 
 def _exactness(target: str, name: str) -> int:
-    """How exactly a target names a module; 0 is not at all."""
+    """Specificity with which a target matches a module; 0 is no match."""
     if target == name or name.startswith(f"{target}."):
         return 3
     if target.startswith("re:"):
@@ -230,9 +230,9 @@ def _of_compressed_tensors(named: str, weights: Stored) -> Scheme:
         _fail("actorder", "one that leaves groups of columns side by side", weights["actorder"])
     match named, kind, bits:
         case "pack-quantized", "int", _:
-            return Scheme("words", _one_of("num_bits", _BITS, bits), block, symmetric)
+            return Scheme("packed", _one_of("num_bits", _BITS, bits), block, symmetric)
         case "int-quantized" | "naive-quantized", "int", 8:
-            return Scheme("octets", 8, block, symmetric)
+            return Scheme("int8", 8, block, symmetric)
         case "float-quantized" | "naive-quantized", "float", 8 if symmetric:
             return Scheme("fp8", 8, block)
         case "mxfp8-quantized", "float", 8 if symmetric and block == (1, 32):
@@ -307,7 +307,7 @@ def _group(stored: Stored) -> tuple[int, int | None]:
 
 
 def _fp8_of(stored: Stored) -> Iterator[tuple[str, Scheme]]:
-    """DeepSeek and transformers."""
+    """FP8 of DeepSeek and transformers."""
     _one_of("fmt", ("e4m3", "float8_e4m3fn"), str(stored.get("fmt") or "e4m3").lower())
     block: Any = stored.get("weight_block_size", (128, 128))
     block = (None, None) if block is None else _rows_and_columns("weight_block_size", block)
@@ -321,15 +321,15 @@ _MODELOPT = {
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme("fp8", 8, (1, None)),
     "FP8_PB_WO": Scheme("fp8", 8, (128, 128)),
     "MXFP8": Scheme("fp8", 8, (1, 32), exponents=None),
-    "W8A16": Scheme("octets", 8, (1, None)),
-    "W8A8_SQ_PER_CHANNEL": Scheme("octets", 8, (1, None)),
+    "W8A16": Scheme("int8", 8, (1, None)),
+    "W8A8_SQ_PER_CHANNEL": Scheme("int8", 8, (1, None)),
     **dict.fromkeys(("MXFP4", "W4A8_MXFP4_FP8"), Scheme("mxfp4", 4, (1, 32))),
     **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), Scheme("nvfp4", 4, (1, 16))),
 }
 
 
 def modelopt_beside(file: str) -> dict[str, Any]:
-    """The quantization_config that a hf_quant_config.json stands for: older versions write no other.
+    """quantization_config from a hf_quant_config.json, all that older versions of ModelOpt write.
 
     Raises: ValueError for a file without one.
     """

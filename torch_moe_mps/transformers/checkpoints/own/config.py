@@ -85,7 +85,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.recipe()  # its errors are raised now
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The dict in config.json: transformers takes the config of a loaded model for it."""
+        """An entry, as of a dict: transformers treats the config of a loaded model as one."""
         return getattr(self, key, default)
 
     def recipe(self) -> Recipe:
@@ -142,12 +142,12 @@ class QuantizationConfig(QuantizationConfigMixin):
 
 
 def is_mlx(stored: Mapping[str, Any]) -> bool:
-    """Whether MLX wrote the quantisation of a config; its entry names no method."""
+    """True if MLX wrote the quantisation of a config, which names no method."""
     return "quant_method" not in stored and "bits" in stored and "group_size" in stored
 
 
 def is_ours(stored: Any) -> bool:
-    """Whether this package wrote the quantisation of a config."""
+    """True if this package wrote the quantisation of a config."""
     ours = isinstance(stored, QuantizationConfig)
     return ours or (isinstance(stored, Mapping) and stored.get("library") == LIBRARY)
 
@@ -171,7 +171,7 @@ def _format_of(name: str, value: Any) -> Format:
 
 
 def _named(stored: str, every: Mapping[str, Target], required: bool) -> list[str]:
-    """The names in this model of what may have been saved from a larger or a smaller one."""
+    """Names in this model for a name saved from a larger or smaller one."""
     gated = [name for name, target in every.items() if target.kind == "experts" and target.experts.has_gate]
     names = dict.fromkeys([*every, *paths_of(every), *(f"{name}.up_proj" for name in gated)])
     parts = stored.split(".")
@@ -197,6 +197,6 @@ def _renamed(stored: str, model: Any) -> str:
 
 
 def _same_end(stored: list[str], name: list[str]) -> bool:
-    """Whether the shorter of two names is the end of the other."""
+    """True if the shorter of two names is a suffix of the other."""
     pairs = zip(reversed(stored), reversed(name), strict=False)
     return all(ours == theirs or (ours == "*" and theirs.isdigit()) for ours, theirs in pairs)

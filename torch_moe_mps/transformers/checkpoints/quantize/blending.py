@@ -1,4 +1,4 @@
-"""Means of squares of matrices that are chosen token by token: experts of one layer."""
+"""Mean squares of experts, of which each token chooses some."""
 
 from torch import Tensor
 

@@ -11,11 +11,11 @@ from .weights import quantized_names
 
 
 def packed_parameters(model: nn.Module, exclude_embeddings: bool = False) -> int:
-    """How many numbers packed weights stand for, less the scales and biases that count as parameters.
+    """Number of weights that are packed, less scales and biases, which count as parameters.
 
-    Shared words count once. With `exclude_embeddings` an embedding's do not, and its scales are taken off.
+    Shared packed codes count once. `exclude_embeddings` leaves out codes and scales of embeddings.
     """
-    numbers: dict[int, int] = {}  # {id of the words: what they add}
+    numbers: dict[int, int] = {}  # {id of the packed codes: what they add}
     for module in model.modules():
         for parameter, format in formats_in(module).items():
             packed, *others = (getattr(module, name, None) for name in quantized_names(parameter))
@@ -27,18 +27,10 @@ def packed_parameters(model: nn.Module, exclude_embeddings: bool = False) -> int
     return sum(numbers.values())
 
 
-def count_packed(cls: Any) -> None:
-    """Patches `PreTrainedModel.num_parameters`."""
-    own = cls.num_parameters
-
-    @functools.wraps(own)
-    def num_parameters(
-        model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
-    ) -> int:
-        trainable = own(model, only_trainable, exclude_embeddings)
-        return trainable if only_trainable else trainable + packed_parameters(model, exclude_embeddings)
-
-    cls.num_parameters = num_parameters
+def count_packed(model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """In place of a quantised model's own `num_parameters`: the numbers that its weights stand for."""
+    own: int = type(model).num_parameters(model, only_trainable, exclude_embeddings)
+    return own if only_trainable else own + packed_parameters(model, exclude_embeddings)
 
 
 def counting_packed(own: Callable) -> Callable:

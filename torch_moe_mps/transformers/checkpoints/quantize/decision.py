@@ -34,7 +34,7 @@ class Weights(NamedTuple):
 
 
 def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
-    """Formats for the weights of a model, which get none yet.
+    """Formats that a recipe chooses for a model's weights, without applying them.
 
     Modules that share a weight, or will once transformers has tied it, are one: a pattern that fits the name
     of one of them is for all, and the weight counts once.
@@ -83,7 +83,7 @@ def _reason(target: Target, reasons: Reasons) -> str | None:
 
 
 def note_exceptions(model: nn.Module, recipe: Recipe) -> None:
-    """Lets a model know the exceptions of its recipe, for MTP layers, which are read later."""
+    """Stores a recipe's exceptions on the model, for MTP layers that are read later."""
     for module in model.modules():
         vars(module).pop(_EXCEPTIONS, None)
         if recipe.overrides and hasattr(module, "base_model_prefix"):  # a model of transformers
@@ -97,7 +97,7 @@ def exceptions_of(model: nn.Module) -> Mapping[str, Format | None]:
 
 
 def _sizes(every: Mapping[str, Target], together: Mapping[str, list[str]]) -> Counter[str]:
-    """How many weights of each kind can be quantised; shared ones once."""
+    """Number of quantisable weights of each kind; shared ones count once."""
     sizes: Counter[str] = Counter()
     counted: set[str] = set()
     for name, target in every.items():
@@ -108,7 +108,7 @@ def _sizes(every: Mapping[str, Target], together: Mapping[str, list[str]]) -> Co
 
 
 def _fitting(target: Target, parameter: str, format: Format) -> Format:
-    """The format, or one in groups where rows are not made of its blocks, as llama.cpp does it."""
+    """The format, or its group-wise substitute where rows are no multiple of its blocks, as in llama.cpp."""
     bits = format.row.groupwise_bits
     if bits is None or (target.kind == "experts" and is_quantized(target.experts)):
         return format

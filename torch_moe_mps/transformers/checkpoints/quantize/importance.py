@@ -43,7 +43,7 @@ _CHECK = Check("importance")
 
 @dataclass(eq=False)
 class Importance:
-    """Mean squares, by what recipes call a matrix.
+    """Mean squared activation per input column, keyed by matrix path.
 
     Attributes:
         means: {path: float32 [C], or of a stack of matrices [E, C]}.
@@ -75,10 +75,10 @@ class Importance:
             result.update(self.means[name].numpy().tobytes())
         return result.hexdigest()
 
-    def give(self, model: nn.Module, targets: Mapping[str, Target]) -> str:
-        """Tells targets what their weights are multiplied with; tied layers have one for both.
+    def assign(self, model: nn.Module, targets: Mapping[str, Target]) -> str:
+        """Assigns the mean squares of its inputs to each target; tied layers share theirs.
 
-        Returns: what a report says of it.
+        Returns: a line for the report.
 
         Raises: ValueError for the importance of another model (a shape that does not fit, or no mean for any
             of these targets), and for targets of 1 bit.
@@ -106,7 +106,7 @@ class Importance:
 
 
 def _fitting(path: str, mean: Tensor, weight: Tensor, kind: str) -> Tensor:
-    """[E, C] for a stack of matrices, where E divides the rows of a layer that is one of several."""
+    """Mean squares as [E, C]; E divides the rows of a layer that is several matrices."""
     matrices, rows, columns = weight.shape
     stack = mean if mean.dim() == 2 else mean.unsqueeze(0)
     fits = stack.shape[-1] == columns and mean.dim() in (1, 2)
@@ -140,7 +140,7 @@ def read_importance(file: str | Path, model: nn.Module) -> Importance:
 def given_importance(
     function: str, importance: Importance | str | os.PathLike | None, model: nn.Module, quantises: bool
 ) -> Importance | None:
-    """The importance that an argument gives, or a file of it.
+    """Importance given as an argument: the object, or a file.
 
     Raises: what `read_importance` does, and ValueError where nothing is quantised, and TypeError.
     """
@@ -157,7 +157,7 @@ def given_importance(
 
 
 def is_file_of_importance(path: Path) -> bool:
-    """Whether a file has importance, and not a text; by its name."""
+    """True if a file name is that of an importance file, not of a text."""
     return path.suffix in (".safetensors", ".gguf", ".dat", ".imatrix")
 
 
@@ -184,7 +184,7 @@ def _read(path: Path) -> Importance:
 
 
 class Drafting(Protocol):
-    """Layers behind a model that draft tokens from its states.
+    """Interface of layers that draft tokens from a model's hidden states.
 
     Attributes:
         named: a module that has them under the names that recipes and importance give them.
@@ -193,14 +193,14 @@ class Drafting(Protocol):
     named: nn.Module
 
     def read(self, ids: Tensor, states: Tensor) -> None:
-        """Runs all of them for tokens [1, T] and the model's states [1, T, H]."""
+        """Runs the layers on tokens [1, T] and the model's hidden states [1, T, H]."""
 
 
 @torch.no_grad()
 def collect_importance(
     model: nn.Module, ids: Tensor, *, text: str = "", drafting: Drafting | None = None, progress: bool = True
 ) -> Importance:
-    """Run tokens through a language model, and count what its weights are multiplied with.
+    """Computes the importance matrix of a language model from tokens.
 
     Args:
         model: of transformers, dense or quantised, accelerated or not, in evaluation mode.
@@ -237,8 +237,8 @@ def collect_importance(
     means = _blended(counts)
     for name, mean in means.items():
         check_importance(_CHECK, f"what {name} multiplies", mean)
-    octets = text.encode() if text else ids.cpu().numpy().tobytes()
-    return Importance(means, len(ids), _name_of(model), hashlib.sha256(octets).hexdigest())
+    contents = text.encode() if text else ids.cpu().numpy().tobytes()
+    return Importance(means, len(ids), _name_of(model), hashlib.sha256(contents).hexdigest())
 
 
 def _name_of(model: nn.Module) -> str:
@@ -249,7 +249,7 @@ def _name_of(model: nn.Module) -> str:
 
 
 class _Sums:
-    """Sums of squares [n, C], and how many tokens each of the n matrices has seen."""
+    """Sums of squares [n, C] of n matrices, and their numbers of tokens."""
 
     def __init__(self) -> None:
         self.sums: Tensor | float = 0.0
@@ -260,7 +260,7 @@ class _Sums:
 
 
 def _hook(target: Target, into: dict[str, _Sums]) -> Callable[..., None]:
-    """Hook that counts the inputs of a layer, or of experts."""
+    """Forward hook that adds the squared inputs of a layer, or of experts."""
     if target.kind == "experts":
         for parameter in target.parameters:
             into[target.path(parameter)] = _Sums()
@@ -273,7 +273,7 @@ def _hook(target: Target, into: dict[str, _Sums]) -> Callable[..., None]:
 
 
 def _multiplied(model: nn.Module) -> Iterator[Target]:
-    """Experts and linear layers, dense or quantised."""
+    """Experts and linear layers of a model, dense or quantised."""
     for target in quantizable(model).values():
         if not isinstance(target.module, nn.Embedding):
             yield target
@@ -291,7 +291,7 @@ def _count_layer(args: Any, kwargs: Mapping[str, Any], grouped: bool, into: _Sum
 
 
 def _count_experts(target: Target, args: tuple, kwargs: Mapping[str, Any], into: Mapping[str, _Sums]) -> None:
-    """Sums over the tokens of each expert are products with a matrix of zeros and ones: no atomics."""
+    """Adds the squared inputs of each expert, by a product with a one-hot matrix instead of atomics."""
     names = ("hidden_states", "top_k_index", "top_k_weights")
     x, ids, _ = [*args, *(kwargs[name] for name in names[len(args) :])]
     experts: Experts = target.experts

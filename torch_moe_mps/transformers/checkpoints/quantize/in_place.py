@@ -70,7 +70,7 @@ def quantize_model(
         skipped=weights.dense | _packed(model), sizes=weights.sizes, notes=weights.notes
     )
     if importance is not None:
-        report.importance = importance.give(model, weights.targets)
+        report.importance = importance.assign(model, weights.targets)
     quantize_targets("quantize", model, weights.targets, report, progress)
     note_exceptions(model, recipe)
     return report
@@ -172,7 +172,7 @@ def _check_one_method(function: str, model: nn.Module) -> None:
 
 
 def refuse_dequantizing() -> NoReturn:
-    """The answer to `model.dequantize()` of transformers."""
+    """Raises the error of `model.dequantize()`, which is not supported."""
     raise NotImplementedError(
         "moe_mps::dequantize: packed weights stay packed; from_pretrained of the dense checkpoint has dense "
         "ones, or of a GGUF file with GgufConfig(dequantize=True)"

@@ -25,7 +25,7 @@ SMALLEST = 16
 
 
 class Reasons:
-    """Why a linear layer or an embedding of a model stays dense."""
+    """Reasons for which layers of a model stay dense."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -46,7 +46,7 @@ class Reasons:
         return self.needs(name, module)
 
     def _is_small(self, name: str, module: nn.Module) -> bool:
-        """Whether a layer has few outputs, and no larger layer beside it that may have the same input.
+        """True if a layer has few outputs and no larger sibling with the same input.
 
         With such a one it runs in one dispatch. A layer with as many outputs as inputs may be its input.
         """
@@ -87,14 +87,14 @@ def groups_of(module: nn.Module) -> int | None:
     is_own = isinstance(module, nn.Linear) and type(module) is not nn.Linear and module.bias is None
     if not is_own or not isinstance(groups, int) or groups < 1:
         return None
-    twin = bare_twin(module)
+    probe = bare_twin(module)
     with on_the_cpu():
         weight, x = torch.rand(groups, 3, 5) - 0.5, torch.rand(2, 4, groups, 5) - 0.5
-        vars(twin).pop("weight", None)  # stands for one that is read from a checkpoint
-        vars(twin).update(_parameters={"weight": weight.flatten(0, 1), "bias": None})
-        twin.in_features, twin.out_features = 5, 3 * groups
+        vars(probe).pop("weight", None)  # stands for one that is read from a checkpoint
+        vars(probe).update(_parameters={"weight": weight.flatten(0, 1), "bias": None})
+        probe.in_features, probe.out_features = 5, 3 * groups
         expected = torch.einsum("btgc,grc->btgr", x, weight)
-        return groups if agrees(tried(twin, x), expected) else None
+        return groups if agrees(tried(probe, x), expected) else None
 
 
 def _is_plain_linear(module: Any) -> bool:
@@ -109,7 +109,7 @@ def _is_plain_linear(module: Any) -> bool:
 
 @remembered
 def _computes_linear(module: Any) -> bool:
-    """Whether the forward of a subclass gives x @ weight.T + bias, and reads nothing else."""
+    """True if the forward of a subclass computes x @ weight.T + bias and reads nothing else."""
 
     def ask(sizes: Sizes, dtype: torch.dtype) -> bool | None:
         traced = trace(module, Input((*sizes, module.in_features), dtype), weights=dtype)
@@ -129,7 +129,7 @@ def _computes_linear(module: Any) -> bool:
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:
-    """Whether the forward is the lookup, or the lookup times a number or a tensor of the module."""
+    """True if the forward is an embedding lookup, scaled or not."""
     if type(embedding).forward is nn.Embedding.forward:
         return embedding.max_norm is None
     traced = trace(embedding, Input((2, 3), torch.long))
@@ -140,7 +140,7 @@ def _is_plain(embedding: nn.Embedding) -> bool:
 
 
 def _towers(model: Any) -> Iterator[str]:
-    """The models inside a model that are not its language model: vision, audio."""
+    """Submodels beside the language model: vision, audio."""
     try:
         around, text = around_text(model)
     except (NotImplementedError, AttributeError):
@@ -160,7 +160,7 @@ def _encoder_and_decoder(model: Any) -> list[Any]:
 
 
 def _reads_tokens(model: Any) -> bool:
-    """Whether the input of an encoder or a decoder are ids of tokens, not pictures or sounds."""
+    """True if the inputs of an encoder or a decoder are token ids."""
     try:
         return isinstance(model.get_input_embeddings(), nn.Embedding)
     except (NotImplementedError, AttributeError):

@@ -52,7 +52,7 @@ class Recipe:
         return getattr(self, kind)
 
     def of_sizes(self, sizes: Mapping[str, int]) -> "Recipe":
-        """The recipe for a model with so many weights of each kind."""
+        """Recipe for a model with these numbers of weights of each kind."""
         total = sum(sizes.values())
         changed: dict[str, Any] = {}
         if self.large_embeddings and sizes["embeddings"] >= SHARE * total > 0:
@@ -95,7 +95,7 @@ def requested_recipe(
     keep: Collection[str] = (),
     overrides: Mapping[str, Any] | None = None,
 ) -> Recipe | None:
-    """The recipe that the arguments of `accelerate` ask for; None for none.
+    """Recipe requested by the arguments of `accelerate`, or None.
 
     Args:
         bits, group_size, mode: the format of the experts, and of everything without a format of its own.

@@ -1,4 +1,4 @@
-"""How many bytes of weights a model reads for a token, and how many a quantised weight has."""
+"""Bytes of weights that a token reads, and of quantised weights."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -71,14 +71,14 @@ def quantized_sizes(targets: Iterable[Target]) -> dict[Tensor, int]:
 def add_stored(
     report: QuantizationReport, target: Target, parameter: str, format: Format, error: float = 0.0
 ) -> None:
-    """Adds what a checkpoint has in a format to a report."""
+    """Adds a parameter that a checkpoint stores quantised to a report."""
     dense = target.rows_first(target.dense(parameter))
     entry = QuantizedProjection(parameter, error, dense.nbytes, quantized_bytes(dense, format), format)
     report.modules.setdefault(target.name, []).append(entry)
 
 
 def quantized_bytes(weight: Tensor, format: Format) -> int:
-    """The bytes of a dense weight once it is quantised: words, scales and biases."""
+    """Bytes of a weight in a format: packed codes, scales and biases."""
     return QuantizedWeight.empty(weight.shape, weight.dtype, torch.device("meta"), format).nbytes
 
 
@@ -89,7 +89,7 @@ def _routed(experts: nn.Module, sizes: Mapping[Tensor, int]) -> int:
 
 
 def top_k(experts: nn.Module) -> int:
-    """How many experts a token is routed to."""
+    """Number of experts that a token is routed to."""
     count = next(p.shape[0] for p in weights_in(experts) if p.dim() == 3)
     configured = (getattr(experts.config, name, None) for name in _TOP_K)
     return min(next((k for k in configured if isinstance(k, int)), count), count)

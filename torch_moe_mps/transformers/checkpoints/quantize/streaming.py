@@ -7,6 +7,7 @@ initialised.
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...._extension import ONE_THREAD
+from ...._extension import ONE_THREAD, torch_version
 from ....ops._checks import Check
 from ....quantization import QuantizedWeight
 from ...basics.report import QuantizationReport
@@ -51,7 +52,7 @@ class Stream:
         self._errors: list[ValueError] = []
 
     def quantize(self, name: str, weight: Tensor) -> None:
-        """An error is kept for `place`, because transformers would only mention it in its report."""
+        """Quantises a loaded parameter; `place` raises its error, which transformers would only log."""
         target, parameter = self.wanted[name]
         expected = getattr(target.module, parameter)
         expected._is_hf_initialized = True
@@ -66,7 +67,7 @@ class Stream:
             self._errors.append(error)
 
     def place(self, model: "PreTrainedModel", loaded: Callable[[str], bool]) -> None:
-        """Puts the quantised tensors into those modules whose names are `loaded`; others stay dense.
+        """Installs the quantised weights of the `loaded` modules; others stay dense.
 
         Raises: ValueError for the first parameter that could not be quantised.
         """
@@ -90,7 +91,7 @@ class Stream:
             self._done.pop(name, None)
 
     def _unite_tied(self, model: nn.Module) -> None:
-        """If the checkpoint has equal weights for two tied layers, keeps one of them."""
+        """Shares one weight between tied layers whose weights are equal."""
         for names in tied_layers(model).items():
             first, second = (self._done.get(f"{name}.weight") for name in names)
             if first is not None and second is not None and all(map(_equal, first, second)):
@@ -104,13 +105,13 @@ def _equal(first: Tensor | None, second: Tensor | None) -> bool:
 
 
 class QuantizeParameters(ConversionOps):
-    """Hands parameters from the loader to the stream, so that the loader has nothing to set."""
+    """Converter operation that passes parameters from the loader to the stream."""
 
     def __init__(self, stream: Stream):
         self.stream = stream
 
     def __deepcopy__(self, memo: dict) -> "QuantizeParameters":
-        """The loader copies its converters for every parameter, but there is only one stream."""
+        """Itself: the loader copies converters for each parameter, which share one stream."""
         return self
 
     def convert(self, input_dict: dict, missing_keys: set[str], **kwargs: Any) -> dict[str, Any]:
@@ -136,7 +137,7 @@ class QuantizeParameters(ConversionOps):
 
 
 class _OneByOne:
-    """Holds an environment variable at 1 while any thread loads."""
+    """Sets transformers to one loading thread while any thread of ours loads."""
 
     def __init__(self) -> None:
         self._lock, self._loading = threading.Lock(), 0
@@ -144,7 +145,7 @@ class _OneByOne:
 
     @contextlib.contextmanager
     def __call__(self, enabled: bool) -> Iterator[None]:
-        """Makes transformers read a tensor at a time: its four threads would read faster than we quantise."""
+        """Block in which transformers reads one tensor at a time: four threads would outrun quantising."""
         if not enabled:
             yield
             return
@@ -165,3 +166,9 @@ class _OneByOne:
 
 
 one_by_one = _OneByOne()
+
+
+def threads_crash() -> bool:
+    """True before torch 2.15 on a Mac: threads that convert dtypes on MPS side by side crash
+    (pytorch#167541, #197836)."""
+    return sys.platform == "darwin" and torch_version() < (2, 15)

@@ -49,7 +49,7 @@ class Target:
         return projections(self.module) if self.kind == "experts" else ("weight",)
 
     def path(self, parameter: str) -> str:
-        """Name that recipes have for a parameter: the matrices of experts have names of their own."""
+        """Path of a parameter, as in recipes."""
         return f"{self.name}.{parameter}" if self.kind == "experts" else self.name
 
     @property
@@ -59,11 +59,11 @@ class Target:
 
     @property
     def is_split(self) -> bool:
-        """Whether the gate projections of experts have another format than their up projections."""
+        """True if gate and up projections of experts have different formats."""
         return self.kind == "experts" and self.experts.has_gate and "up_proj" in self.formats
 
     def dense(self, parameter: str) -> Tensor:
-        """The dense tensor of what has a format: the rows of gates, or of up projections, if they differ."""
+        """Dense tensor of a parameter, or its gate or up rows if their formats differ."""
         if self.is_split and parameter in ("gate_up_proj", "up_proj"):
             halves = self.experts.gate_up_proj.chunk(2, -1 if self.experts.is_transposed else -2)
             return halves[parameter == "up_proj"]
@@ -102,7 +102,7 @@ def quantizable(model: nn.Module) -> dict[str, Target]:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D, as GPT-2 has it: x @ weight + bias, without a convolution."""
+    """True for transformers' Conv1D, as in GPT-2: x @ weight + bias, without a convolution."""
     cls = original_class(module)
     return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
@@ -132,7 +132,7 @@ def other_matrices(model: nn.Module, targets: Collection[str]) -> Iterator[tuple
 
 
 def paths_of(targets: Mapping[str, Target]) -> list[str]:
-    """Names that recipes have for all parameters that can be quantised."""
+    """Paths, as in recipes, of all quantisable parameters."""
     return [target.path(parameter) for target in targets.values() for parameter in target.parameters]
 
 

@@ -1,4 +1,4 @@
-"""Wishes of a recipe beyond the formats that a checkpoint has."""
+"""Weights that a recipe quantises beyond what a checkpoint has quantised."""
 
 from collections.abc import Callable, Mapping
 
@@ -18,7 +18,7 @@ _CHECK = Check("quantize")
 
 
 class Wanted:
-    """Weights that are to be quantised and were not yet.
+    """Weights that are still to quantise, or to requantise.
 
     Attributes:
         dense: {name: target} of the checkpoint's dense weights.
@@ -38,7 +38,7 @@ class Wanted:
         """
         asked: set[Format] = set()
         kinds = {target.kind for target in stored.values()}
-        most = "experts" if "experts" in kinds else "linears"  # a recipe may give the others more
+        main_kind = "experts" if "experts" in kinds else "linears"  # a recipe may give the others more
         for name in [name for name in stored if name in self.dense]:
             target, wanted = stored[name], self.dense.pop(name)
             smaller = _smaller(wanted, target)
@@ -50,7 +50,7 @@ class Wanted:
             elif report is not None:
                 has = " and ".join(dict.fromkeys(map(str, target.formats.values())))
                 report.skipped[name] = f"already {has}"
-                if target.kind == most:
+                if target.kind == main_kind:
                     asked.update({*wanted.formats.values()} - {*target.formats.values()})
         if asked and may_again and not self.dense and not self.again:
             has = _named({format for target in stored.values() for format in target.formats.values()})
@@ -73,9 +73,9 @@ class Wanted:
     def _quantize_again(self, stored: Mapping[str, Target], report: QuantizationReport) -> None:
         """Requantises weights stored with too many bits, tied layers once."""
         again = [name for name in stored if name in self.again]
-        words = {name: id(stored[name].module._buffers.get("packed", name)) for name in again}
-        sources = {words[name]: name for name in reversed(again)}
-        for name, source in [(name, sources[words[name]]) for name in again]:
+        codes = {name: id(stored[name].module._buffers.get("packed", name)) for name in again}
+        sources = {codes[name]: name for name in reversed(again)}
+        for name, source in [(name, sources[codes[name]]) for name in again]:
             formats, dtype = self.again.pop(name)
             if source == name:
                 report.modules[name] = requantize(stored[name], formats, dtype)
@@ -83,15 +83,15 @@ class Wanted:
                 share(stored[source], stored[name])
                 report.shared[name] = source
 
-    def take(self, name: str, stored: dict[str, Target]) -> Target:
-        """A target, with the formats that it will have; it is then neither stored nor wanted any more."""
+    def resolve(self, name: str, stored: dict[str, Target]) -> Target:
+        """Removes a target from the weights to quantise. Returns: it, with its final formats."""
         target = stored.pop(name, None) or self.dense.pop(name)
         target.formats |= self.again.pop(name, ({}, None))[0]
         return target
 
 
 def _smaller(wanted: Target, stored: Target) -> dict[str, Format]:
-    """Formats with fewer bytes than those that are stored: larger ones would not bring back what is lost."""
+    """Requested formats that take fewer bytes than the stored ones."""
     result = {}
     for parameter, format in wanted.formats.items():
         weight = wanted.rows_first(getattr(wanted.module, parameter))

@@ -79,7 +79,7 @@ def _nodes(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
 
 
 def _is_training(test: ast.expr) -> bool:
-    """Whether a condition holds in training alone."""
+    """True if a condition holds in training only."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return any(map(_is_training, test.values))
     return isinstance(test, ast.Attribute) and test.attr == "training"
@@ -106,7 +106,7 @@ def _children_read(nodes: Nodes) -> Iterator[tuple[str, str]]:
 
 
 def _is_allowed(weight: ast.AST, around: ast.AST) -> bool:
-    """Whether only the type, an attribute or an element of a weight is read."""
+    """True if only the type, an attribute or an element of a weight is read."""
     if isinstance(around, ast.Call):
         return isinstance(around.func, ast.Name) and around.func.id == "isinstance"
     if isinstance(around, ast.Attribute):

@@ -37,7 +37,7 @@ from .target import Target
 
 
 def quantized_names(parameter: str) -> list[str]:
-    """The names of the tensors that replace a dense parameter: packed words, scales and biases."""
+    """Names of the packed codes, scales and biases that replace a dense parameter."""
     prefix = "" if parameter == "weight" else f"{parameter}_"
     return [f"{prefix}{part}" for part in TENSORS]
 
@@ -58,17 +58,17 @@ def check_target(function: str, target: Target) -> None:
         check_finite(check, f"{target.name}.{parameter}", target.rows_first(weight))
 
 
-def words(tensor: Tensor) -> Tensor:
-    """int32 instead of uint32, which torch 2.13 cannot unpickle and has few operations for."""
+def as_int32(tensor: Tensor) -> Tensor:
+    """Packed codes as int32: torch 2.13 cannot unpickle uint32 and has few operations for it."""
     return tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
 
 
 def as_parameters(target: Target, stack: QuantizedWeight) -> QuantizedWeight:
-    """Makes a stack of matrices parameters of the module; a layer has a single matrix, without a stack."""
+    """A stack of matrices as parameters of a target; a layer has one matrix, without the stack dimension."""
 
     def parameter(tensor: Tensor) -> nn.Parameter:
         own = tensor if target.kind == "experts" else tensor.squeeze(0)
-        made: Any = nn.Parameter(words(own), requires_grad=False)
+        made: Any = nn.Parameter(as_int32(own), requires_grad=False)
         made._is_hf_initialized = not made.is_meta
         return made
 
@@ -78,8 +78,8 @@ def as_parameters(target: Target, stack: QuantizedWeight) -> QuantizedWeight:
 def store_empty(target: Target) -> None:
     """Replaces dense tensors by uninitialised quantised ones on the same devices, to load a checkpoint.
 
-    Until `take_stored` the module keeps the dense ones without memory, for code of transformers that reads
-    them; their mark says that they need not be initialised.
+    Until `install_stored` the module keeps dense ones on the meta device for code of transformers that reads
+    them, marked as initialised.
     """
     for parameter in target.formats:
         empty = empty_weight(target, parameter)
@@ -98,14 +98,14 @@ def store_empty(target: Target) -> None:
 
 
 def empty_weight(target: Target, parameter: str) -> QuantizedWeight:
-    """Uninitialised tensors for a dense parameter, on its device."""
+    """Uninitialised quantised weight for a dense parameter, on its device."""
     weight, format = target.dense(parameter), target.formats[parameter]
     shape = target.rows_first(weight).shape
     return as_parameters(target, QuantizedWeight.empty(shape, weight.dtype, weight.device, format))
 
 
-def take_stored(model: nn.Module, target: Target) -> None:
-    """Makes a module quantised that has loaded the tensors of `store_empty`."""
+def install_stored(model: nn.Module, target: Target) -> None:
+    """Makes a module quantised once the tensors of `store_empty` are loaded."""
     replace(model, target, {parameter: _stored(target, parameter) for parameter in target.formats})
     for parameter in target.formats:
         vars(target.module).pop(parameter, None)
@@ -120,7 +120,7 @@ def _stored(target: Target, parameter: str) -> QuantizedWeight:
 def requantize(
     target: Target, formats: Mapping[str, Format], dtype: torch.dtype
 ) -> list[QuantizedProjection]:
-    """Gives parameters of a quantised module other formats.
+    """Requantises parameters of a quantised module in other formats.
 
     Args:
         dtype: of the scales and biases.
@@ -145,7 +145,7 @@ def requantize(
 
 
 def share(source: Target, target: Target) -> None:
-    """Gives a quantised layer the weight of another, in its format."""
+    """Shares the quantised weight of a layer, in its format, with another layer."""
     weight: Any = source.module
     for name in TENSORS:
         hold(target.module, name, getattr(weight, name))
@@ -192,7 +192,7 @@ def quantize_parameter(
 
 
 def replace(model: nn.Module, target: Target, weights: Mapping[str, QuantizedWeight]) -> None:
-    """Gives a module its quantised weights in place of dense ones."""
+    """Replaces the dense weights of a module by quantised ones."""
     if target.kind == "experts":
         _replace_experts(target, weights)
     else:
@@ -247,7 +247,7 @@ def _layer(module: nn.Module, weight: QuantizedWeight, dtype: torch.dtype) -> Qu
 
 
 def _scale_of(embedding: nn.Embedding, device: torch.device) -> Tensor | None:
-    """The factor that a subclass multiplies rows with, found with a row of ones; None if it has none."""
+    """Factor by which an embedding subclass scales its rows; None without one."""
     if type(embedding).forward is nn.Embedding.forward:
         return None
     probe = copy.copy(embedding)
@@ -262,12 +262,12 @@ def _scale_of(embedding: nn.Embedding, device: torch.device) -> Tensor | None:
 
 
 def release_cache(device: torch.device | str) -> None:
-    """Returns freed memory to the system; PyTorch's MPS allocator would keep it for buffers as large."""
+    """Returns cached memory of PyTorch's MPS allocator to the system."""
     if torch.device(device).type == "mps":
         torch.mps.empty_cache()
 
 
 def free(device: torch.device | str) -> None:
-    """Gives the memory of a model back that nobody holds any more."""
+    """Frees the memory of a model that is no longer referenced."""
     gc.collect()
     release_cache(device)

@@ -110,18 +110,17 @@ class Parts:
             assert self._quantizer is not None
             for name, tensor in self._quantizer.get_state_dict(files[0], self.model).items():
                 self._keys[self.part_of(name)][name] = tensor
-            self._conversions: list[Any] = []  # these names are the model's
         self._load(REST)
 
     def _open(self, files: Sequence[str]) -> None:
-        """Notes the tensors of safetensors files by the parts of the model that they are of."""
+        """Indexes the tensors of safetensors files by part of the model."""
         for file in files:
             tensors = self._stack.enter_context(safe_open(file, framework="pt"))
             for key, name in self._names(tensors.keys()):
                 self._keys[self.part_of(name)][key] = tensors.get_slice(key)
 
     def _prepare(self, source: Source, quantizer: Lifecycle | None) -> None:
-        """The converters for a quantisation that is stored, and one that is asked for."""
+        """Sets the converters for the stored and the requested quantisation."""
         self._quantizer = quantizer
         self._conversions = get_model_conversion_mapping(self.model, None, quantizer)
         self._reader: Any = quantizer  # keeps transformers from casting codes and scales
@@ -172,7 +171,7 @@ class Parts:
 
     @contextmanager
     def loaded(self, module: str) -> Iterator[nn.Module]:
-        """Inside the block, the module has its weights.
+        """Block in which a module has its weights.
 
         Raises: ValueError for a parameter that the checkpoint lacks, or that cannot be quantised.
         """
@@ -230,7 +229,7 @@ class Parts:
             self._quantizer.place(self.model, lambda name: self.part_of(f"{name}.weight") == part)
 
     def _tie(self, missing: set[str]) -> set[str]:
-        """Gives tied layers the tensors that the checkpoint has for one of them; returns missing names."""
+        """Shares tensors between tied layers of which the checkpoint has one. Returns: missing names."""
         missing = {*missing}
         for name, other in tied_pairs(self._tied):
             module, source = self.model.get_submodule(name), self.model.get_submodule(other)
@@ -246,7 +245,7 @@ class Parts:
         return missing
 
     def _give_buffers(self) -> None:
-        """Buffers are computed by the model, not only read; they are small."""
+        """Allocates and computes the model's buffers, which are small."""
         for name, buffer in list(self.model.named_buffers()):
             owner, _, last = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[last] = torch.empty_like(buffer, device=self.device)

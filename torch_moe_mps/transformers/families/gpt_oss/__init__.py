@@ -2,4 +2,4 @@
 
 from .. import Family
 
-FAMILY = Family(gguf={"gpt-oss": f"{__name__}.gguf"})
+FAMILY = Family()
