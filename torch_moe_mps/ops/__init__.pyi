@@ -473,7 +473,7 @@ def router_logits(
 ) -> Tensor: ...
 def sample(
     logits: Tensor,
-    draws: Tensor,
+    draws: Tensor | None,
     invalid: Tensor | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
