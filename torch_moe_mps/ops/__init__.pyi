@@ -395,21 +395,6 @@ def quantize_by_importance(
     importance: Tensor,
     format: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
-def rg_lru_(
-    x: Tensor,
-    input_gate: Tensor,
-    decay_gate: Tensor,
-    state_: Tensor,
-    decay: Tensor,
-    *,
-    positions: Tensor | None = None,
-    input_bias: Tensor | None = None,
-    decay_bias: Tensor | None = None,
-    branch: Tensor | None = None,
-    pending_: Tensor | None = None,
-    counts: Tensor | None = None,
-    keep: bool = False,
-) -> Tensor: ...
 def rms_norm(
     x: Tensor,
     weight: Tensor | None,

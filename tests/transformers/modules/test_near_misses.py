@@ -81,10 +81,6 @@ MORE = [
     Case("gating", "jetmoe", "model.layers.0.mlp.router", ("top_k", 1)),
     Case("parallel_experts", "jetmoe", "model.layers.0.mlp.input_linear"),
     Case("block", "jetmoe", "model.layers.0.mlp", None, "activation"),
-    Case(
-        *("recurrent_block", "recurrent_gemma", "model.layers.0.temporal_block"),
-        *(("act_fn", torch.nn.Tanh()), "rg_lru"),
-    ),
     Case("projected", "zaya", "model.layers.0.self_attn.qkv_proj", None, "conv_qk_depthwise"),
     Case("mlp", "deepseek_v4", "model.layers.0.mlp.shared_experts", ("limit", 0.01), "act_fn"),
     Case(
