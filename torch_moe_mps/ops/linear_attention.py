@@ -328,9 +328,10 @@ def linear_attention_(
         out[:, t] = result if skip is None else result + skip.float().unsqueeze(-1) * token.value
     if not keep:
         state_.copy_(state)
-    if gate is None or norm.norm_weight is None:
+    weight, eps, offset = norm
+    if gate is None or weight is None:
         return out
-    return rms_norm_gated(out, gate, *norm, gate_activation)
+    return rms_norm_gated(out, gate, weight, eps, offset, gate_activation)
 
 
 # Mamba-1

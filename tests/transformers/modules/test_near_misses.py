@@ -237,6 +237,7 @@ def layers_of_real_sizes() -> Iterator[tuple[str, nn.Module]]:
     yield "rms_norm_gated", NemotronHMamba2Mixer(NemotronHConfig(), 0)
 
 
+@pytest.mark.slow("trials of layers of real sizes")
 def test_layers_of_real_sizes(monkeypatch):
     """Their sums round more than those of small ones. No program gets the random numbers of a trial."""
     monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("the generators of devices are set"))
