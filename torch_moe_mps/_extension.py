@@ -68,11 +68,16 @@ def activate(library: Path) -> None:
     torch.ops.load_library(str(library))
     _loaded = library
     torch.ops.moe_mps._set_shader_directory(str(SHADERS))
-    for name, row in ROWS.items():
-        like_activations = isinstance(row.scales, LikeActivations)
-        torch.ops.moe_mps._add_format(name, *row.template, row.bits, row.group_size, like_activations)
+    for arguments in format_arguments():
+        torch.ops.moe_mps._add_format(*arguments)
     torch.ops.moe_mps._commit_every(commit_setting())
     torch.ops.moe_mps._set_tensor_units(use_of_tensor_units())
+
+
+def format_arguments() -> Iterator[tuple[Any, ...]]:
+    """Yields the arguments of `_add_format` for each format: its name, shader template and sizes."""
+    for name, row in ROWS.items():
+        yield name, *row.template, row.bits, row.group_size, isinstance(row.scales, LikeActivations)
 
 
 @contextmanager

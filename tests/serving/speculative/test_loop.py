@@ -30,8 +30,8 @@ from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}  # no logits of text
 ARCHITECTURES = sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - OTHERS)
-# Mamba-2 beside attention, channels, and recurrent states alone.
-ARCHITECTURES += ["falcon_h1", "zamba2", "recurrent_gemma", "mamba", "falcon_mamba", "mamba2"]
+# Mamba-2 beside attention, and recurrent states alone.
+ARCHITECTURES += ["zamba2", "mamba", "falcon_mamba", "mamba2"]
 OFTEN = ("gpt_oss", "qwen3_next")  # windows and sinks; recurrent states
 
 

@@ -207,8 +207,8 @@ class QuantizedLinear(QuantizedLayer):
             if out is not None:
                 return out
         wide = self.is_head and not torch.compiler.is_compiling() and are_wide()
-        options = {"dtype": "float32"} if wide else {}
-        return linear_quantized(x, packed, scales, biases, self.format.name, bias, **options)
+        dtype = "float32" if wide else None
+        return linear_quantized(x, packed, scales, biases, self.format.name, bias, dtype=dtype)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """packed, scales, biases and bias, faster than by attributes of the module."""

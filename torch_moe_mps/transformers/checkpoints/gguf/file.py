@@ -439,8 +439,8 @@ class File:
         for is_turned in (False, True):
             whole = placed.mT if is_turned and placed.dim() > 1 else placed
             rows = whole[..., :1] / columns
-            numbers = (rows * columns + torch.arange(columns)).to(whole.dtype)
-            if bool(((rows >= 1) & (rows == rows.round())).all()) and torch.equal(whole, numbers):
+            expected = (rows * columns + torch.arange(columns)).to(whole.dtype)
+            if bool(((rows >= 1) & (rows == rows.round())).all()) and torch.equal(whole, expected):
                 return Order(rows[..., 0].long() - 1, is_turned)
         return None
 
