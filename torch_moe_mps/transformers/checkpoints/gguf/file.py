@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import modeling_gguf_pytorch_utils
 
 from ...._text import first_line
 from ....quantization import Format, QuantizedWeight
@@ -474,6 +473,8 @@ class _CheckedHeaders:
                         setattr(owner, name, before)
 
     def _replace(self) -> None:
+        from transformers import modeling_gguf_pytorch_utils  # imports tokenizers
+
         load = reading_once(modeling_gguf_pytorch_utils.load_gguf_checkpoint)
         readers = [
             (gguf, "read_gguf_metadata", read_checked),
