@@ -1,13 +1,14 @@
-"""Registers torch_moe_mps with torch and transformers when they are imported, whoever imports them.
+"""The names of torch_moe_mps in transformers, and what waits for other libraries to be imported.
 
-`import torch` calls `autoload` through the entry point "torch.backends" of pyproject.toml. It only puts a
-finder in front of Python's import system: torch_moe_mps is imported after the first of the modules in
-_LIBRARIES. This module is no part of the package because importing a part of a package imports the package.
+`import torch` calls `autoload` through the entry point "torch.backends" of pyproject.toml. It puts a finder
+in front of Python's import system, which adds names to transformers' registries once these exist: "moe_mps"
+for experts, attention and masks, architectures of GGUF files, and a question before a checkpoint is loaded.
+The functions behind the names, and what reads a checkpoint, import torch_moe_mps. A program that uses none of
+them imports this module alone, which is no part of the package because that would import the package.
 
-One rule keeps what registers from meeting modules that are half made: nothing is registered, with torch or
-with transformers, while a module of torch_moe_mps is in the middle of its import. A module of the package may
-so import torch or transformers in any place, and what registers may import any module of the package. Modules
-of the package that use an operator while they are imported import torch_moe_mps.ops themselves.
+`import torch_moe_mps` lets the finder wait for torch, and its models let it wait for PEFT and TRL. These
+libraries are extended while no module of the package is in the middle of its import. A module of the package
+may so import them in any place, and what extends them may import any module of the package.
 """
 
 import contextlib
@@ -20,102 +21,182 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Modules, and the functions of torch_moe_mps._registration that are called after their import.
-_LIBRARIES = {
-    "peft": "register_adapters",
-    "transformers.core_model_loading": "load_in_one_thread",
-    "transformers.masking_utils": "register_mask",
-    "transformers.modeling_utils": "register_models",
-    "transformers.integrations.moe": "register_experts",
-    "transformers.integrations.gguf.gguf_config_mapping": "register_gguf",
-    "transformers.quantizers": "register_quantizer",  # whole: ours takes a class of another of its modules
-    "trl.trainer.utils": "register_trl",
-}
-_TORCH = {"torch": "register_operators"}
 _PACKAGE = "torch_moe_mps"
+NAME = "moe_mps"  # of our quantizer, and of our implementations of experts and attention
+# {architecture of a GGUF file: the family that reads it}
+GGUF_FAMILIES = {"gpt-oss": "gpt_oss"}
+# {method: the package that transformers reads it with}; without it transformers refuses the checkpoint.
+PACKAGES = {
+    "auto-round": "auto_round",
+    "awq": "gptqmodel",
+    "compressed-tensors": "compressed_tensors",
+    "gptq": "gptqmodel",
+    "metal": "kernels",
+}
+# Methods that transformers dequantises on a Mac.
+_DENSE_ON_MPS = ("fp8", "mxfp4")
 
 
 def autoload() -> None:
     """The entry point. torch takes an exception for a reason to refuse its own import, so none gets out."""
+    if os.environ.get("MOE_MPS_AUTOLOAD") == "0":
+        return
     try:
-        if os.environ.get("MOE_MPS_AUTOLOAD") != "0":
-            _FINDER.wait_for(_LIBRARIES)
-        else:
-            _Finder().wait_for({"transformers.quantizers.auto": _name_the_package})
+        register_names()
     except Exception as error:
         _warn(f"torch_moe_mps will not be loaded with transformers ({error})")
 
 
-def _name_the_package(module: Any) -> None:
-    """Checkpoints of the package are refused by its name, where transformers would miss a quant_method."""
-    own = module.AutoHfQuantizer.supports_quant_method
+def register_names() -> None:
+    """Adds our names to transformers, now or once it is imported."""
+    _FINDER.wait_for(_NAMES)
+
+
+def extend_when_imported(functions: Mapping[str, Callable[[], None]]) -> None:
+    """Calls a function for each of these modules that is imported, and for the others once they are."""
+    _FINDER.wait_for({name: _without_module(function) for name, function in functions.items()})
+
+
+def _without_module(function: Callable[[], None]) -> Callable[[ModuleType], None]:
+    return lambda module: function()
+
+
+def lazy(module: str, name: str) -> Callable[..., Any]:
+    """A function that imports a function of the package when it is called, and calls it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)(*args, **kwargs)
+
+    return call
+
+
+def _name_experts(module: Any) -> None:
+    module.ALL_EXPERTS_FUNCTIONS.register(NAME, lazy("transformers.modules.experts", "experts_forward"))
+
+
+def _name_mask(module: Any) -> None:
+    module.AttentionMaskInterface.register(NAME, lazy("transformers.attention.attention", "attention_mask"))
+
+
+def _name_attention(module: Any) -> None:
+    module.AttentionInterface.register(NAME, lazy("transformers.attention.attention", "attention"))
+    _ask_before_loading(module)
+
+
+def _name_architectures(registry: str, function: str) -> Callable[[Any], None]:
+    families = Path(__file__).parent / _PACKAGE / "transformers" / "families"
+
+    def register(module: Any) -> None:
+        for architecture, family in GGUF_FAMILIES.items():
+            if (families / family).is_dir():
+                reader = f"transformers.families.{family}.gguf"
+                getattr(module, registry)[architecture] = lazy(reader, function)
+
+    return register
+
+
+def _ask_before_loading(module: Any) -> None:
+    """Lets `from_pretrained` of transformers ask for each checkpoint whether it is ours to read.
+
+    `get_hf_quantizer` is the only call of a model's loading that sees its quantisation before transformers
+    refuses one that names no method.
+    """
+    own = module.get_hf_quantizer
 
     @functools.wraps(own)
-    def supports(stored: Any) -> bool:
-        if isinstance(stored, dict) and "quant_method" not in stored and stored.get("library") == _PACKAGE:
-            says = "`import torch_moe_mps` reads it, which MOE_MPS_AUTOLOAD=0 leaves to you"
-            raise ValueError(f"the checkpoint is quantised by torch_moe_mps: {says}")
-        return bool(own(stored))
+    def get_hf_quantizer(config: Any, asked: Any, *args: Any, gguf_file: Any = None, **kwargs: Any) -> Any:
+        kwargs["gguf_file"] = gguf_file
+        if f"{_PACKAGE}.transformers" in sys.modules or is_for_us(stored_in(config), asked, gguf_file):
+            reads = lazy("transformers.checkpoints.quantizer", "get_hf_quantizer")
+            return reads(own, config, asked, *args, **kwargs)
+        return own(config, asked, *args, **kwargs)
 
-    module.AutoHfQuantizer.supports_quant_method = staticmethod(supports)
+    module.get_hf_quantizer = get_hf_quantizer
 
 
-def register_when_imported() -> None:
-    """Register with the modules that are imported, and with the others once they are."""
-    _FINDER.wait_for(_TORCH | _LIBRARIES)
-    _FINDER.catch_up()
+def stored_in(config: Any) -> Any:
+    """The quantisation in a model's config, as transformers looks for it."""
+    parts = [config, config.get_text_config(decoder=True)] if hasattr(config, "get_text_config") else [config]
+    return next(filter(None, (getattr(part, "quantization_config", None) for part in parts)), None)
+
+
+def is_for_us(stored: Any, asked: Any = None, gguf_file: Any = None) -> bool:
+    """True for a checkpoint of this package or of MLX, and for one that transformers would not keep packed.
+
+    Args:
+        stored: the quantisation in its config.
+        asked: the quantization_config that the user passed. One of transformers' classes leaves the
+            checkpoint to transformers.
+    """
+    if gguf_file is not None:
+        return _has_apple_gpu()
+    if isinstance(asked, dict) and asked.get("quant_method") == NAME:
+        return True
+    if asked is not None or not isinstance(stored, dict):
+        return False
+    method = stored.get("quant_method")
+    if method is None:
+        return stored.get("library") == _PACKAGE or ("bits" in stored and "group_size" in stored)
+    if method in PACKAGES:
+        return find_spec(PACKAGES[method]) is None
+    # transformers takes a checkpoint of ModelOpt for a dense one.
+    return method in (NAME, "modelopt") or (method in _DENSE_ON_MPS and _has_apple_gpu())
+
+
+def _has_apple_gpu() -> bool:
+    torch: Any = sys.modules["torch"]
+    return bool(torch.backends.mps.is_available())
+
+
+# Modules of transformers, and what adds our names once they are imported.
+_NAMES: dict[str, Callable[[Any], None]] = {
+    "transformers.integrations.gguf.gguf_config_mapping": _name_architectures("GGUF_CONFIG_ARCHS", "config"),
+    "transformers.integrations.gguf.gguf_conversion_mapping": _name_architectures(
+        "GGUF_ARCHS", "conversions"
+    ),
+    "transformers.integrations.moe": _name_experts,
+    "transformers.masking_utils": _name_mask,
+    "transformers.modeling_utils": _name_attention,
+}
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Calls functions after the import of modules.
-
-    They are called one after the other, and when no module of the package is in the middle of its import. As
-    they import more of transformers, those of its modules wait for the other modules of `functions`, too.
+    """Calls functions after the import of modules, when no module of the package is half imported.
 
     Attributes:
-        functions: the function for each module, or its name in torch_moe_mps._registration.
+        functions: the function for each module.
         missed: modules whose import began before this finder waited for them. Those in the middle of it, such
             as a module of transformers that imports torch, get their call after the next import.
     """
 
     def __init__(self) -> None:
-        self.functions: dict[str, str | Callable[[Any], None]] = {}
+        self.functions: dict[str, Callable[[Any], None]] = {}
         self.missed: list[str] = []
         self._due: list[str] = []
         self._importing: list[str] = []
-        self._calling = False
         self._searching: set[str] = set()
 
-    def wait_for(self, functions: Mapping[str, str | Callable[[Any], None]]) -> None:
+    def wait_for(self, functions: Mapping[str, Callable[[Any], None]]) -> None:
         """Calling this again with the same modules, as a reload of the package does, changes nothing."""
         self.missed += [name for name in functions if name in sys.modules and name not in self.functions]
-        self.functions |= functions
+        self.functions = {**functions, **self.functions}
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
+        self.catch_up()
 
     def catch_up(self) -> None:
         """Make the calls for the missed modules whose import is complete."""
         complete = self._complete()
         self.missed = [name for name in self.missed if name not in complete]
         self._due += complete
-        while name := self._next():
-            self._due.remove(name)
-            self._calling = True
-            try:
-                _register(name, self.functions[name])
-            finally:
-                self._calling = False
-
-    def _next(self) -> str | None:
-        """The module whose function can be called now. That of torch needs nothing of transformers."""
-        if any(map(_is_own, self._importing)):
-            return None
-        incomplete = self._importing or any(name in sys.modules for name in self.missed)
-        ready = [name for name in self._due if name in _TORCH or not incomplete]
-        return ready[0] if ready and not self._calling else None
+        while self._due and not any(map(_is_own, self._importing)):
+            name = self._due.pop(0)
+            _call(self.functions[name], sys.modules[name])
 
     def _complete(self) -> list[str]:
         loaded = (name for name in self.missed if name in sys.modules)
@@ -177,23 +258,14 @@ def _is_own(module: str) -> bool:
     return module.partition(".")[0] == _PACKAGE
 
 
-def _register(module: str, function: str | Callable[[Any], None]) -> None:
-    """Whatever goes wrong must not break the import of transformers."""
+def _call(function: Callable[[Any], None], module: ModuleType) -> None:
+    """Whatever goes wrong must not break the import of another library."""
     try:
-        register: Callable[[Any], None] = (
-            getattr(importlib.import_module("torch_moe_mps._registration"), function)
-            if isinstance(function, str)
-            else function
-        )
+        function(module)
     except Exception as error:
-        _warn(f"torch_moe_mps cannot be imported, models of transformers run their own code ({error})")
-        return
-    try:
-        register(sys.modules[module])
-    except Exception as error:
-        if module in _TORCH:  # the program imports torch_moe_mps itself
+        library = module.__name__.partition(".")[0]
+        if library == "torch":  # the program imports torch_moe_mps itself
             raise
-        library = module.partition(".")[0]
         version = getattr(sys.modules[library], "__version__", "of unknown version")
         _warn(f"torch_moe_mps: {library} {version} is not supported, its models run their own code ({error})")
 

@@ -14,7 +14,8 @@ PROGRAM = """
     import importlib, json, pkgutil, sys, types
     from importlib.machinery import SourceFileLoader
     import torch_moe_mps_autoload
-    torch_moe_mps_autoload.register_when_imported = lambda: None
+    torch_moe_mps_autoload.register_names = lambda: None
+    torch_moe_mps_autoload.extend_when_imported = lambda functions: None
     WIRING, seen = "torch_moe_mps.transformers.wiring", {}
 
     def items(value):

@@ -6,6 +6,7 @@ a process that has imported it, and `serve` and `check` as users start them; the
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 import transformers
 from support import installed, tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
-from support.sweep import in_sweep
+from support.sweep import in_sweep, rows_in_sweep
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 ON_MAC = sys.platform == "darwin"
@@ -238,7 +239,7 @@ class Teardown:
     def __del__(self):
         print("taken apart")
 
-kept = Teardown()
+commands.kept = Teardown()
 def main():
     atexit.register(print, "handler")
     if sys.argv[1] == "raises":
@@ -248,6 +249,51 @@ def main():
 commands.main = main
 sys.exit(commands.run())
 """
+
+
+# The package, torch and a safetensors file take a second or more to import and read.
+STOPPED = (("importing torch", 0.0), ("importing torch", 0.6), ("The model", 0.0))
+# Ctrl-C in front of the command's first line.
+EARLY = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch_moe_mps.commands.arguments":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+from torch_moe_mps.__main__ import run
+run()
+"""
+
+
+def test_ctrl_c_while_the_command_is_imported(tmp_path):
+    got = ended([sys.executable, "-c", EARLY], tmp_path)
+    assert got == (130, "", "\ntorch-moe-mps: interrupted\n")
+
+
+@pytest.mark.slow("starts commands in new processes")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("mark", "seconds"), rows_in_sweep(STOPPED, STOPPED[:1]))
+def test_a_signal_ends_a_command(home, checkpoint, tmp_path, number, mark, seconds):
+    """At any time, with a line for Ctrl-C alone: while modules are imported, and behind a model's loading."""
+    line = [home / "bin/torch-moe-mps", *arguments_of("chat", checkpoint)]
+    process = subprocess.Popen(
+        [*map(str, line)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=variables(), cwd=tmp_path,
+    )  # fmt: skip
+    with process:
+        said = b""
+        while mark.encode() not in said:
+            said += (part := os.read(process.stdout.fileno(), 1000))
+            assert part, said
+        time.sleep(seconds)
+        process.send_signal(number)
+        said += process.stdout.read()
+        assert process.wait(100) == 128 + number, said
+    assert b"Traceback" not in said and b"leak" not in said and b"error" not in said
+    assert (said.count(b"torch-moe-mps: interrupted\n") == 1) == (number == signal.SIGINT)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torch_moe_mps_autoload import register_when_imported
+from torch_moe_mps_autoload import extend_when_imported, register_names
 
 __version__ = "0.2.0"
 __all__ = [
@@ -59,4 +59,12 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-register_when_imported()  # at the end: what registers imports this package
+def _register_operators() -> None:
+    from . import ops  # noqa: F401
+    from ._extension import load_extension
+
+    load_extension()
+
+
+register_names()
+extend_when_imported({"torch": _register_operators})  # at the end: it imports this package

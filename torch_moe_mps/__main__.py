@@ -1,7 +1,16 @@
-"""`python -m torch_moe_mps`."""
+"""`python -m torch_moe_mps`, and the script `torch-moe-mps`."""
 
 import sys
 
-from .commands import run
+from ._interrupts import ending_at_once
 
-sys.exit(run())
+
+def run() -> int:
+    """Runs the command of this process. Returns: its exit code."""
+    with ending_at_once():
+        from .commands import run
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(run())

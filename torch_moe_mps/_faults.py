@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._extension import host_library
 
+_FAILED_WORK = "command buffer execution failed"  # torch's words
 _NO_MEMORY = re.compile(
     "out of memory|allocate memory|not enough memory|insufficient memory|invalid buffer size", re.I
 )
@@ -55,10 +56,33 @@ class Mark:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, complete once the host has waited for a `Mark` of its buffer or of a later one."""
+    """A copy on the CPU, complete once the host has waited for a `Mark` of its buffer or of a later one.
+
+    mps is asked for strides that equal those of the copy: for others, also along a dimension of size 1, torch
+    copies to a temporary on the CPU and reads that before the GPU has written it.
+    """
     if tensor.device.type == "cpu":
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor, non_blocking=True)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    if copy.stride() != tensor.stride():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def fault_of(error: BaseException) -> torch.AcceleratorError | None:
+    """The fault of the GPU that an error of torch's tells; None for any other error.
+
+    Whoever handles an error calls this. What waits first tells of a fault: this package, or from 2.15 on
+    torch, as torch.OutOfMemoryError where the GPU's memory did not hold the work. The other one's error would
+    end the next request.
+    """
+    if not isinstance(error, torch.AcceleratorError) and _FAILED_WORK not in str(error):
+        return None
+    try:
+        raise_fault()
+    except torch.AcceleratorError as fault:  # it names the operators, and what helps
+        return fault
+    return error if isinstance(error, torch.AcceleratorError) else torch.AcceleratorError(str(error))
 
 
 def _is_watched(device: torch.device) -> bool:
@@ -79,7 +103,10 @@ def synchronize(device: torch.device | str = "mps") -> None:
     if torch.device(device).type == "mps":
         if host_library() is not None:
             torch.ops.moe_mps._watch()  # torch's operators, too
-        torch.mps.synchronize()
+        try:
+            torch.mps.synchronize()
+        except RuntimeError as error:  # torch stores faults from 2.15 on
+            raise fault_of(error) or error from None
         raise_fault()
 
 
@@ -105,7 +132,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     A fault of the GPU is none, whatever it says: what was computed before is lost with it.
     """
+    if isinstance(error, torch.AcceleratorError) or _FAILED_WORK in str(error):
+        return False
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    is_fault = isinstance(error, torch.AcceleratorError)
-    return isinstance(error, RuntimeError) and not is_fault and bool(_NO_MEMORY.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))

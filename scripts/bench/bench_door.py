@@ -59,6 +59,16 @@ def chat(text: Any = "a", **more: Any) -> dict[str, Any]:
     return GOOD | {"messages": [{"role": "user", "content": text}], "max_tokens": 20} | more
 
 
+def goes_on(text: str) -> dict[str, Any]:
+    """A chat whose answer the request begins."""
+    said = [*chat()["messages"], {"role": "assistant", "content": f"a{text}"}]
+    return chat(continue_final_message=True, add_generation_prompt=False) | {"messages": said}
+
+
+def banned(**settings: Any) -> dict[str, Any]:
+    return chat(generation_config=json.dumps({"max_new_tokens": 20} | settings), n=32)
+
+
 def nested(depth: int) -> Any:
     return json.loads("[" * depth + "]" * depth)
 
@@ -88,9 +98,11 @@ def seen(*urls: str) -> dict[str, Any]:
 
 
 KINDS = {
-    "numbers": Kind(TEXTS, lambda context: {"prompt": [1] * 900_000, "max_tokens": 3}),
-    "objects": Kind(CHAT, lambda context: chat(metadata=[{"a": n} for n in range(60_000 + context)])),
-    "deep": Kind(CHAT, lambda context: chat(metadata=[nested(90)] * ((60_000 + context) // 91))),
+    "numbers": Kind(TEXTS, lambda context: {"prompt": [1] * (120_000 + 4 * context), "max_tokens": 3}),
+    "tokens": Kind(TEXTS, lambda context: {"prompt": [33] * (context - 9), "max_tokens": 3}),
+    "detokenize": Kind("/detokenize", lambda context: {"tokens": [33] * context}),
+    "objects": Kind(CHAT, lambda context: chat(metadata=[{"a": n} for n in range(32_000 + context)])),
+    "deep": Kind(CHAT, lambda context: chat(metadata=[nested(90)] * ((32_000 + context) // 91))),
     "string": Kind(CHAT, lambda context: chat(metadata="x" * (8_000_000 + 32 * context))),
     "escapes": Kind(CHAT, lambda context: chat(metadata="\N{GRINNING FACE}" * 600_000)),
     "text": Kind(CHAT, lambda context: chat("a b " * 500_000)),
@@ -98,6 +110,14 @@ KINDS = {
     "messages": Kind(CHAT, lambda context: chat() | {"messages": chat()["messages"] * 9900}),
     "prompts": Kind(TEXTS, lambda context: {"prompt": ["a"] * 64, "max_tokens": 3}),
     "tools": Kind(CHAT, lambda context: chat(tools=tools(1000))),
+    "blanks": Kind(CHAT, lambda context: goes_on(" \n" * 30_000)),
+    "stops": Kind(CHAT, lambda context: chat(stop=["a" * 1023 + c for c in "bcdefghijklmnopq"], n=32)),
+    "banned": Kind(CHAT, lambda context: banned(suppress_tokens=[*range(40)] * 25, eos_token_id=[3] * 64)),
+    "words": Kind(CHAT, lambda context: banned(bad_words_ids=[[n % 60 + 9] * 64 for n in range(64)])),
+    "endings": Kind(CHAT, lambda context: banned(eos_token_id=[3] * 80_000)),
+    "brackets": Kind(CHAT, lambda context: chat(grammar="(" * 8_000_000)),
+    "choices": Kind(CHAT, lambda context: chat(json_schema={"enum": [*range(100_000)]})),
+    "parts": Kind(CHAT, lambda context: chat(json_schema={"a": [{"a": {}}] * 15_000})),
     "schema": Kind(CHAT, lambda context: chat(json_schema=properties(500))),
     "enum": Kind(CHAT, lambda context: chat(json_schema={"enum": [*range(4000)]})),
     "grammar": Kind(CHAT, lambda context: chat(grammar="root ::= ([a-z] [a-z]?){1,200}")),

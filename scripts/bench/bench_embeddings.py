@@ -32,9 +32,8 @@ sentence-transformers (`SentenceTransformer`, `CrossEncoder`) and `serve`:
 
 BERT, XLM-RoBERTa, ModernBERT and Qwen3 (Embedding, Reranker) are tested against dense models with the same
 rounded weights (`tests/commands/test_sentence_transformers.py`). Linear layers and embeddings run on our
-kernels, and so do norms, with a bias or without, rotary embeddings, sliding windows and causal attention.
-BERT's activations and sums with the residual stream are part of the matrix product in front of them: 9
-dispatches a layer instead of 12. A head with one score stays dense. The report of `convert` and `accelerate`
+kernels, and so do norms, with a bias or without, rotary embeddings, sliding windows and causal attention. A
+layer of BERT takes 12 dispatches. A head with one score stays dense. The report of `convert` and `accelerate`
 names what does.
 
 Where no product takes the sum, as in a dense model's captured token or where attention and MLP stand side by

@@ -30,6 +30,7 @@ from support.simulated import install
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
 
 import torch_moe_mps
+from torch_moe_mps.serving.speculative.drafter import Drafter
 from torch_moe_mps.transformers.install import is_rewritten
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
@@ -114,14 +115,11 @@ class Batched:
         return time.process_time() - started, found.steps
 
 
-class Same:
+class Same(Drafter):
     """Drafts that the token before comes again."""
 
     def draft(self, rows):
         return [row.tokens[-1:] * row.most for row in rows]
-
-    def accepted(self, rows, counts) -> None:
-        pass
 
 
 class Tuned:

@@ -48,9 +48,9 @@ def runs(weight: QuantizedWeight, values: Tensor) -> list[str]:
     name = weight.format.name
     of_experts = torch.einsum("tkrc,tc->tkr", values[ids].double(), x.double())
     found = (
-        (linear.linear_quantized(x, *first, None, name), x.double() @ values[0].double().T),
+        (linear.linear_quantized(x, *first, name), x.double() @ values[0].double().T),
         (quantized.expert_qmm(x, *weight, ids, name), of_experts),
-        (linear.embedding_quantized(ids, *first, name, torch.float32), values[0][ids]),
+        (linear.embedding_quantized(ids, *first, name, "float32"), values[0][ids]),
     )
     errors = [float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in found]
     return ["yes" if error <= TOLERANCE else f"{error:.0e}" for error in errors]

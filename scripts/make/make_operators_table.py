@@ -3,7 +3,6 @@
 import inspect
 import re
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
@@ -12,10 +11,6 @@ from torch_moe_mps import ops
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "operators.md"
 MARK = "<!-- scripts/make/make_operators_table.py writes what follows -->\n"
 HEAD = "| operator | arguments, and optional ones | computes | stands for |\n| --- | --- | --- | --- |\n"
-
-
-def family(name: str) -> ModuleType:
-    return next(module for module in vars(ops).values() if hasattr(module, name) and inspect.ismodule(module))
 
 
 def row(name: str) -> str:
@@ -34,12 +29,10 @@ def row(name: str) -> str:
 def document() -> str:
     """The text that docs/operators.md should have: its introduction, then a table for each family."""
     text = DOCUMENT.read_text().partition(MARK)[0] + MARK
-    names: dict[ModuleType, list[str]] = {}
-    for name in ops.OPERATORS:
-        names.setdefault(family(name), []).append(name)
-    for module, members in sorted(names.items(), key=lambda item: item[0].__name__):
-        stem = module.__name__.rpartition(".")[2]
-        text += f"\n## {stem}\n\n{HEAD}{''.join(map(row, members))}"
+    for family, module in sorted(ops.FAMILIES.items()):
+        members = [name for name in ops.PUBLIC if name in module.CALLS]
+        if members:
+            text += f"\n## {family}\n\n{HEAD}{''.join(map(row, members))}"
     return text
 
 

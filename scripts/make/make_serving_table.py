@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 
 import torch_moe_mps
 from torch_moe_mps.serving.engine.memory import MOST_ROWS
+from torch_moe_mps.serving.speculative.drafter import Drafter
 
 DOCUMENT = paths.REPOSITORY / "docs" / "models.md"
 MARK = "<!-- scripts/make/make_serving_table.py writes what follows -->\n"
@@ -80,7 +81,7 @@ class Calls:
             self.shapes.append(ids.shape)
 
 
-class Known:
+class Known(Drafter):
     """Drafts the tokens that an answer is known to have."""
 
     def __init__(self, tokens: list[int]):
@@ -88,9 +89,6 @@ class Known:
 
     def draft(self, rows: Any) -> list[list[int]]:
         return [self.tokens[len(row.tokens) :][: row.most] for row in rows]
-
-    def accepted(self, rows: Any, counts: Any) -> None:
-        pass
 
 
 def abilities(architecture: str) -> list[str]:

@@ -174,5 +174,5 @@ def test_what_cannot_be_is_a_number(printable, count):
     kept = Logprobs(transformers.AutoTokenizer.from_pretrained(printable), count)
     scores = torch.tensor([[0.0, -math.inf, -math.inf]])
     assert kept(torch.zeros(1, 1, dtype=torch.long), scores) is scores
-    entry = kept.take(1)
+    entry = kept.pop(1)
     assert entry.logprob == -9999.0 and [top.logprob for top in entry.top] == [0.0, -9999.0][:count]

@@ -132,7 +132,7 @@ def test_malformed_requests_are_400_in_openais_form(client):
         assert error["param"] == field, (path, body, error)
     deep = '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": %s1%s}'
     assert post(client, CHAT, deep % ('{"a": ' * 98, "}" * 98))[0] == 200
-    for body in ("{", "[1]", "5", "", "null", *(deep % ('{"a": ' * n, "}" * n) for n in (2000, 60_000))):
+    for body in ("{", "[1]", "5", "", "null", *(deep % ('{"a": ' * n, "}" * n) for n in (2000, 30_000))):
         status, text = post(client, CHAT, body)
         assert status == 400 and json.loads(text)["error"]["type"] == "invalid_request_error", body[:200]
     assert client.chat.completions.create(model="m", messages=said("a"), max_tokens=1).choices

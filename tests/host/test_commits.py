@@ -19,6 +19,7 @@ from torch_moe_mps.quantization import quantize
 from torch_moe_mps.transformers.attention.attention import _is_long
 
 NORM = "fused_norm_add_scalar"  # one dispatch
+WITH_MEMORY = "moe_bucket"  # of a threadgroup, whose length the encoder keeps
 OPS = torch.ops.moe_mps
 
 
@@ -106,7 +107,7 @@ def test_results_with_a_commit_after_every_operator(every, simulated, schedule):
 
 def linear(tokens: int, inputs: int, rows: int):
     x, (packed, scales, biases, kind) = _values(1, tokens, inputs), _matrices(1, rows, inputs)
-    return OPS.linear_quantized(x, packed[0], scales[0], biases[0], None, kind)
+    return OPS.linear_quantized(x, packed[0], scales[0], biases[0], kind)
 
 
 def mlp(tokens: int, inputs: int, between: int):
@@ -305,3 +306,13 @@ def test_long_prompts_do_not_run_in_one_dispatch_of_torch(base_m1):
     assert _is_long(
         torch.empty(1, 32, 2048, 128, device="meta"), torch.empty(1, 8, 32768, 128, device="meta")
     )
+
+
+@pytest.mark.parametrize("version", ["2.13", "2.14", "2.15"])
+@pytest.mark.parametrize("call", [torch.Tensor.sort, lambda x: x.topk(3)], ids=["sort", "topk"])
+def test_torchs_kernels_have_all_of_the_threadgroup_memory(simulated, version, call):
+    """Their own is exactly what a GPU has: nothing of ours may be set in the encoder that they share."""
+    with simulated.torch_version(version):
+        x = torch.arange(9.0, device="mps")
+        packet(WITH_MEMORY)(**sample_arguments(WITH_MEMORY, "mps", torch.float32))
+        assert call(x).values.numel() in (3, 9)

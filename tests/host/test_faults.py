@@ -2,13 +2,14 @@
 
 import itertools
 import re
+from contextlib import suppress
 
 import pytest
 import torch
 from support import tiny_models
 
 import torch_moe_mps
-from torch_moe_mps._faults import Mark, gpu_busy
+from torch_moe_mps._faults import Mark, fault_of, gpu_busy, is_out_of_memory, synchronized
 from torch_moe_mps.ops._samples import packet, sample_arguments
 from torch_moe_mps.transformers.capture.policy import SWITCH
 
@@ -52,7 +53,8 @@ def test_the_next_call_names_what_failed(simulated, kind):
     expected = rms_norm(**norm).cpu()
     with simulated.failing(kind):
         rms_norm(**norm), reduce(**combine), rms_norm(**norm)
-        torch.mps.synchronize()
+        with suppress(RuntimeError):  # torch's own, from 2.15 on
+            torch.mps.synchronize()
         says, helps = SAYS[kind]
         with pytest.raises(
             RuntimeError, match=f"with rms_norm, moe_weighted_reduce: {says}.*{helps}"
@@ -66,10 +68,43 @@ def test_a_wait_raises_it(simulated):
     arguments = sample_arguments("rms_norm", "mps", torch.float32)
     with simulated.failing("timeout"):
         result = packet("rms_norm")(**arguments)
-        result.cpu()  # torch does not ask
+        with suppress(
+            torch.AcceleratorError
+        ):  # torch does not ask before 2.15, and does not name what failed
+            result.cpu()
         with pytest.raises(RuntimeError, match="Caused GPU Timeout Error"):
             torch_moe_mps.synchronize()
     torch_moe_mps.synchronize()
+
+
+@pytest.mark.parametrize("version", ["2.13", "2.15"])
+@pytest.mark.parametrize(("schedule", "kind"), [(0, "timeout"), (1, "memory"), (2, "fault"), (3, "memory")])
+def test_a_fault_is_raised_once_by_torch_or_by_us(simulated, kind, version, schedule):
+    """Torch 2.15 stores it, too, and raises it where it waits: in an innocent request, if nobody takes it."""
+    norm, arguments = packet("rms_norm"), sample_arguments("rms_norm", "mps", torch.float32)
+    simulated.set_schedule(schedule)
+    expected = norm(**arguments).cpu()
+    mark = Mark(torch.device("mps"))
+    with simulated.torch_version(version):
+        with simulated.failing(kind):
+            norm(**arguments)
+            with pytest.raises(torch.AcceleratorError, match=f"with rms_norm: {SAYS[kind][0]}"):
+                Mark(torch.device("mps")).wait()
+            torch.ones(3).to("mps")
+            assert torch.equal(norm(**arguments).cpu(), expected)
+        with simulated.failing(kind):
+            result = norm(**arguments)
+            if version == "2.13":
+                result.cpu()
+            else:
+                with pytest.raises(RuntimeError) as raised:
+                    result.cpu()
+                assert not is_out_of_memory(raised.value)
+                assert "with rms_norm" in str(fault_of(raised.value))
+                assert torch.equal(norm(**arguments).cpu(), expected)
+            with suppress(torch.AcceleratorError):
+                torch_moe_mps.synchronize()
+    mark.wait()
 
 
 @pytest.mark.parametrize("schedule", range(4))
@@ -109,8 +144,8 @@ def test_a_buffer_that_nobody_was_told_of_is_not_taken_for_an_old_one(simulated)
 @torch.no_grad()
 def logits_of(model):
     """Logits of a prompt, once the GPU has told how it went."""
-    output = model(input_ids=IDS.to("mps"))
-    torch_moe_mps.synchronize()
+    with synchronized("mps"):
+        output = model(input_ids=IDS.to("mps"))
     return output.logits.cpu()
 
 

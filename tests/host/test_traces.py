@@ -69,7 +69,7 @@ def test_every_family_is_pinned():
 def test_grid_follows_the_cores(simulated, gpu, launch):
     x, weight = tensor(40, 64), matrix(2048, 64)
     with plans_for(gpu), simulated.trace() as commands:
-        ops.linear_quantized(x, *weight, None, INT4)
+        ops.linear_quantized(x, *weight, INT4)
     assert [command.startswith(launch) for command in commands] == [True]
 
 
@@ -77,12 +77,12 @@ def test_grid_follows_the_cores(simulated, gpu, launch):
 def test_tiles_follow_the_registers_of_a_thread(simulated, monkeypatch, gpu, kernel):
     """With the same bits."""
     x, weight = tensor(40, 64), matrix(96, 64)
-    expected = ops.linear_quantized(x, *weight, None, INT4)
+    expected = ops.linear_quantized(x, *weight, INT4)
     monkeypatch.setenv("SIMULATED_GPU", f"Apple {gpu}")
     ops._plan_for(0)
     try:
         with simulated.trace() as commands:
-            actual = ops.linear_quantized(x, *weight, None, INT4)
+            actual = ops.linear_quantized(x, *weight, INT4)
     finally:
         monkeypatch.undo()
         ops._plan_for(0)

@@ -16,6 +16,7 @@ from support.sweep import in_sweep, rows_in_sweep
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.quantization import Format
 from torch_moe_mps.quantization.formats import ErrorSums, quantize_stack
 
@@ -92,7 +93,7 @@ def test_weighted_sums(simulated, rows, slots, width, dtype):
     arguments = (residual, x, weights)
     assert moved(simulated, lambda: ops.weighted_sum_stacked(x, weights)) <= 1.05 * (must + row)
     added = moved(simulated, lambda: ops.weighted_sum_residual_stacked_(*arguments))
-    reduced = moved(simulated, lambda: ops.moe_weighted_reduce(weights, x, residual=residual))
+    reduced = moved(simulated, lambda: ops.moe_weighted_reduce(x, weights, residual=residual))
     assert max(added, reduced) <= 1.05 * (must + 2 * row)
     normed = moved(simulated, lambda: ops.weighted_sum_residual_norm_stacked_(*arguments, norm, EPS))
     assert normed <= 1.05 * (must + 3 * row + rows * nbytes(norm))
@@ -284,7 +285,7 @@ def test_other_strides_are_copied_with_a_warning(simulated, capfd):
 def test_weights_are_read_once(simulated, tokens):
     """By one token, by two that share dot products, and by a tile of a matrix product."""
     parts, x = matrix(512, 1024), tensor(tokens, 1024)
-    dispatch = only_dispatch(simulated, lambda: ops.linear_quantized(x, *parts, None, INT4))
+    dispatch = only_dispatch(simulated, lambda: ops.linear_quantized(x, *parts, INT4))
     packed = dispatch.buffers[1]
     assert packed.bytes_read == packed.distinct_bytes_read == parts[0].nbytes
 
@@ -295,7 +296,7 @@ def test_ggml_types_are_read_once(simulated, form):
     parts = matrix(128, 512, form)
     for tokens in (1, 2, 8, 16):
         x = tensor(tokens, 512)
-        dispatch = only_dispatch(simulated, partial(ops.linear_quantized, x, *parts, None, form))
+        dispatch = only_dispatch(simulated, partial(ops.linear_quantized, x, *parts, form))
         planned = torch.ops.moe_mps._plan_linear(tokens, 128, inputs=512).partition(" ")[0]
         assert dispatch.kernel == f"{planned}_{form}_bf16"
         assert dispatch.buffers[1].bytes_read == nbytes(parts[0])
@@ -306,5 +307,5 @@ def test_ggml_types_are_read_once(simulated, form):
 
 def test_an_embedding_reads_its_rows_alone(simulated):
     parts, ids = matrix(50, 256), torch.tensor([7, 3, -1], device="mps")
-    rows = only_dispatch(simulated, lambda: ops.embedding_quantized(ids, *parts, INT4, DTYPE))
+    rows = only_dispatch(simulated, lambda: ops.embedding_quantized(ids, *parts, INT4, dtype_name(DTYPE)))
     assert rows.buffers[0].bytes_read == 2 * parts[0].nbytes // 50

@@ -118,7 +118,7 @@ WITH_16_BITS = (
     ("fused_residual_norm", torch.bfloat16),
 )
 # Their oracles say nothing of the odd values that calls at real sizes have.
-OF_ODD_VALUES = ("index_topk", "moe_router", "sample")
+OF_ODD_VALUES = ("_index_topk", "moe_router", "sample")
 
 
 def check_calls_of_the_self_check(
@@ -185,13 +185,13 @@ ANY_SIZE = {
     ("attention", "lookahead"),
     ("attention", "tail_rate"),
     ("attention", "position"),
-    ("index_topk", "top_k"),
+    ("_index_topk", "top_k"),
     ("sample", "top_k"),
     ("moe_compute_ids_tpe", "gate_up_rows"),
     ("moe_compute_ids_tpe", "down_rows"),
     ("rope_cache_", "rotary_dim"),
-    ("rope_attention_", "rotary_dim"),
-    ("rope_attention_", "window"),
+    ("_rope_attention_", "rotary_dim"),
+    ("_rope_attention_", "window"),
 }
 HUGE = (2**62 + 1, 2**31 - 1, -1)
 

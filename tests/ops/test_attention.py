@@ -40,7 +40,7 @@ def test_8_bits(device, dtype):
     ):
         q, k, v = tensors("cpu", dtype, 1, heads, key_heads, tokens, keys + 5, width, value_width)
         caches = {name: part[:, :, 5:] for name, part in in_8_bits(device, groups, k=k, v=v).items()}
-        options = {"window": 30, "dtype": torch.float32}
+        options = {"window": 30, "dtype": "float32"}
         assert checked("attention", q.to(device), scale=0.2, **caches, **options).dtype == torch.float32
 
 

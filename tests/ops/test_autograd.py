@@ -9,7 +9,7 @@ from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._registry import WITH_BACKWARD
 from torch_moe_mps.ops._samples import copies, packet, sample_arguments
 
-NUMBERS_OF_TOKENS = ("moe_bucket", "moe_compute_ids_tpe", "index_topk", "sample")
+NUMBERS_OF_TOKENS = ("moe_bucket", "moe_compute_ids_tpe", "_index_topk", "sample")
 WITH_NUMBERS = [name for name in OPERATORS if name not in NUMBERS_OF_TOKENS]
 
 

@@ -12,7 +12,6 @@ from torch_moe_mps.ops.quantized import MATRICES, moe_experts_quantized
 from torch_moe_mps.ops.routing import moe_router
 
 HIDDEN, INNER = 64, 32
-LONGER = {"bias": "router_bias", "norm_eps": "router_norm_eps", "norm_min": "router_norm_min"}
 
 
 def layer(device, experts: int, dtype: torch.dtype, format: str = "affine4_32") -> list:
@@ -34,11 +33,10 @@ def check_chosen(device, logits, top_k: int, dtype=torch.float32, weights=None, 
     logits, router = logits.to(device), on(device, router)
     chosen, ids = moe_router(logits, top_k, **router)
     two = moe_experts_quantized(x, *matrices, ids, chosen, format, **others)
-    options = {LONGER.get(name, name): value for name, value in router.items()}
     one = checked(
         "moe_experts_quantized",
         *(x, *matrices, None, None, format),
-        **{"logits": logits, "top_k": top_k, **options, **others},
+        **{"logits": logits, "top_k": top_k, **router, **others},
     )
     assert torch.equal(one.cpu(), two.cpu())
     return ids.cpu()

@@ -60,7 +60,7 @@ def test_slots_are_added_in_ascending_order(device):
         slots = terms.to(device).view(1, 6, 1).expand(1, 6, 40)
         ones = torch.ones(1, 6, device=device)
         assert (exact(weighted_sum_stacked(slots, ones)) == total).all()
-        assert (exact(moe_weighted_reduce(ones, slots)) == total).all()
+        assert (exact(moe_weighted_reduce(slots, ones)) == total).all()
         residual = torch.zeros(1, 40, device=device)
         weighted_sum_residual_stacked_(residual, slots, ones)
         assert (exact(residual) == total).all()
@@ -74,7 +74,7 @@ def test_a_token_does_not_depend_on_the_others(device):
     together = weighted_sum_stacked(slots, weights)
     for i in (0, 31, 64):
         assert torch.equal(weighted_sum_stacked(slots[i : i + 1], weights[i : i + 1])[0], together[i])
-    assert torch.equal(moe_weighted_reduce(weights, slots), together)
+    assert torch.equal(moe_weighted_reduce(slots, weights), together)
     assert torch.equal(weighted_sum_stacked(slots, weights), together)
 
 
@@ -92,8 +92,8 @@ def test_empty(device):
     empty = torch.zeros(2, 0, 1, device=device) * 1
     assert empty.stride() == (0, 1, 0)  # as PyTorch leaves an empty result
     weighted_sum_residual_stacked_(empty, zeros(2, 0, 3, 1), zeros(2, 0, 3))
-    assert moe_weighted_reduce(zeros(0, 4), zeros(0, 4, 8)).shape == (0, 8)
-    assert moe_weighted_reduce(zeros(0, 4), zeros(0, 8), residual=zeros(0, 8)).shape == (0, 8)
+    assert moe_weighted_reduce(zeros(0, 4, 8), zeros(0, 4)).shape == (0, 8)
+    assert moe_weighted_reduce(zeros(0, 8), zeros(0, 4), residual=zeros(0, 8)).shape == (0, 8)
 
 
 def test_rounding_of_16_bit_sums_happens_once(device):

@@ -25,7 +25,7 @@ class Layer(torch.nn.Module):
         ops = torch.ops.moe_mps
         normed, stream = ops.fused_residual_norm(x, x, self.norm_weight, 1e-6)
         weights, ids = ops.moe_router(
-            normed @ self.router.T, K, scoring="sigmoid", bias=self.bias, norm_topk_prob=True
+            normed @ self.router.T, K, scoring="sigmoid", correction_bias=self.bias, norm_topk_prob=True
         )
         _, gate_ids = ops.moe_gate(stream, self.router, self.norm_weight, self.scale, K, 1e-6)
         order, offsets = ops.moe_bucket(ids, E)
@@ -40,7 +40,7 @@ class Layer(torch.nn.Module):
         heads = ops.rms_norm(updated, None, 1e-6).view(1, -1, 4, H // 4)
         positions = torch.arange(heads.shape[1], device=x.device).unsqueeze(0)
         cos, sin = (
-            ops.pointwise(positions.unsqueeze(-1), f"mul a b f32; {name} %0 f32", x.dtype, self.scale)
+            ops._pointwise(positions.unsqueeze(-1), f"mul a b f32; {name} %0 f32", "float32", self.scale)
             for name in ("cos", "sin")
         )
         q, k = ops.rope(heads, heads[:, :, :2], cos, sin, rotary_dim=H // 4)

@@ -144,9 +144,6 @@ def test_other_numbers_names_and_strides(name):
             for choice in re.findall(r"\w+", found.expected.partition("one of ")[2]):
                 taken = refusal(name, good | {argument.name: choice})
                 assert taken is None or taken.expected != found.expected
-        if argument.name == "dtype":
-            found = refusal(name, good | {"dtype": torch.int32})
-            assert found.argument == "dtype" and found.got == "int32"
         for dim in range(value.dim()) if value is not None and argument.name.endswith("_") else ():
             found = refusal(name, good, **{argument.name: Expanded(dim)})
             assert found.argument == argument.name and "expanded (stride-0)" in found.expected

@@ -15,6 +15,7 @@ from support.quantized_layers import (
 from support.sweep import in_sweep
 from support.values import DTYPES, EACH_DTYPE
 
+from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops.linear import embedding_quantized
 
 
@@ -28,12 +29,12 @@ def test_embeddings_are_the_values_in_float32(device, format):
     columns = 3 * max(group_of(format), 32)
     weight = random_matrix(19, columns, format, torch.float32, 3)
     ids = torch.tensor([[18, 0, 3], [-1, 19, 7]])
-    out = embedding_quantized(ids.to(device), *place(weight, device), format, torch.float32).cpu()
+    out = embedding_quantized(ids.to(device), *place(weight, device), format, "float32").cpu()
     values = torch.from_numpy(dense(weight, format)).float()
     inside = (ids >= 0) & (ids < 19)
     assert torch.equal(out[inside], values[ids[inside]]) and not out[~inside].any()
     dtype = dtype_of(format)
-    checked("embedding_quantized", ids.to(device), *place(weight, device), format, dtype)
+    checked("embedding_quantized", ids.to(device), *place(weight, device), format, dtype_name(dtype))
 
 
 def test_no_rows(device):
@@ -43,10 +44,10 @@ def test_no_rows(device):
             random_matrix(3, columns, format, torch.float32, 3),
             torch.empty(2, 0, dtype=torch.int64),
         )
-        checked("embedding_quantized", none.to(device), *place(weight, device), format, torch.float32)
-        checked("linear_quantized", torch.empty(0, columns).to(device), *place(weight, device), None, format)
+        checked("embedding_quantized", none.to(device), *place(weight, device), format, "float32")
+        checked("linear_quantized", torch.empty(0, columns).to(device), *place(weight, device), format)
         weight = tuple(part if part is None else part[:0] for part in weight)
-        checked("linear_quantized", torch.ones(2, columns).to(device), *place(weight, device), None, format)
+        checked("linear_quantized", torch.ones(2, columns).to(device), *place(weight, device), format)
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)

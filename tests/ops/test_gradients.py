@@ -54,7 +54,7 @@ def test_of_a_linear_layer(device, form):
     matrix = dense(weight, form)
     x, bias, residual, dy = s.values(2, 5, s.H), s.values(s.I), s.values(2, 5, s.I), s.values(2, 5, s.I)
     leaves = [tensor.to(device).requires_grad_() for tensor in (x, bias, residual)]
-    out = packet("linear_quantized")(leaves[0], *placed(weight, device), leaves[1], form, leaves[2])
+    out = packet("linear_quantized")(leaves[0], *placed(weight, device), form, leaves[1], leaves[2])
     out.backward(dy.to(device))
     dy = dy.double()
     for leaf, right in zip(leaves, (dy @ matrix, dy.sum((0, 1)), dy), strict=True):
@@ -119,10 +119,10 @@ def test_of_an_adapter_of_experts(device, per_pair, listed):
 def test_of_a_weighted_sum(device):
     s = sample("affine4_32")
     weights, slots, dy = s.values(5, 2), s.values(5, 2, s.H), s.values(5, s.H)
-    leaves = [tensor.to(device).requires_grad_() for tensor in (weights, slots)]
+    leaves = [tensor.to(device).requires_grad_() for tensor in (slots, weights)]
     packet("moe_weighted_reduce")(*leaves).backward(dy.to(device))
-    near(leaves[0].grad, (slots.double() * dy.double().unsqueeze(1)).sum(-1))
-    near(leaves[1].grad, weights.double().unsqueeze(-1) * dy.double().unsqueeze(1))
+    near(leaves[0].grad, weights.double().unsqueeze(-1) * dy.double().unsqueeze(1))
+    near(leaves[1].grad, (slots.double() * dy.double().unsqueeze(1)).sum(-1))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -174,7 +174,7 @@ def test_as_mlx_has_them(ids):
 
     leaf = x.clone().requires_grad_()
     if ids is None:
-        out = packet("linear_quantized")(leaf, *weight.values(), None, form)
+        out = packet("linear_quantized")(leaf, *weight.values(), form)
     else:
         out = packet("expert_qmm")(leaf, *weight.values(), ids, form)
     dy = s.values(*out.shape)
@@ -196,7 +196,7 @@ def test_in_bfloat16(operator):
     ids = torch.arange(128).view(64, 2) % s.E
     dy = s.values(64, *(2,) * len(experts), s.I)
     leaf = s.values(64, s.H).requires_grad_()
-    more = (ids, form) if experts else (None, form)
+    more = (ids, form) if experts else (form,)
     packet(operator)(leaf, *weight.values(), *more).backward(dy)
     chosen = matrices[ids] if experts else matrices
 
@@ -213,7 +213,7 @@ def test_a_frozen_layer_saves_no_input():
     s, saved = sample("affine4_32"), []
     weight = s.quantized("", s.I, s.H, ())
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        packet("linear_quantized")(s.values(5, s.H).requires_grad_(), *weight.values(), None, "affine4_32")
+        packet("linear_quantized")(s.values(5, s.H).requires_grad_(), *weight.values(), "affine4_32")
     assert not saved
 
 
@@ -221,11 +221,11 @@ def test_a_frozen_layer_saves_no_input():
 def test_no_second_derivative(operator):
     s = sample("affine4_32")
     calls = {
-        "linear_quantized": lambda x: (x, *s.quantized("", s.I, s.H, ()).values(), None, "affine4_32"),
+        "linear_quantized": lambda x: (x, *s.quantized("", s.I, s.H, ()).values(), "affine4_32"),
         "expert_qmm": lambda x: (x, *s.quantized("", s.I, s.H).values(), IDS, "affine4_32"),
         "expert_mm": lambda x: (x, s.values(s.E, s.I, s.H), IDS),
         "expert_lora": lambda x: (s.values(5, 2, s.I), x, *factors(s), IDS, s.E),
-        "moe_weighted_reduce": lambda x: (x, s.values(5, s.H, 3)),
+        "moe_weighted_reduce": lambda x: (s.values(5, s.H, 3), x),
         "expert_activation": lambda x: (x,),
     }
     x = s.values(5, s.H).requires_grad_()
@@ -242,7 +242,7 @@ def test_compiled():
     linear, experts = s.quantized("", s.H, s.H, ()), s.quantized("", s.I, s.H)
 
     def run(x: Tensor, dense: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        y = packet("linear_quantized")(x, *linear.values(), None, form)
+        y = packet("linear_quantized")(x, *linear.values(), form)
         slots = packet("expert_qmm")(y.tanh(), *experts.values(), IDS, form)
         slots = packet("expert_lora")(slots, y, a, b, IDS, s.E)
         return slots + packet("expert_mm")(y, dense, IDS)
@@ -272,6 +272,6 @@ def test_other_gradients_fail_by_name(argument):
 def test_beside_other_arguments_they_fail_by_name():
     s = sample("affine4_32")
     x, weight = s.values(5, s.H).requires_grad_(), s.quantized("", s.I, s.H, ())
-    out = packet("linear_quantized")(x, *weight.values(), None, "affine4_32", norm_weight=s.values(s.H))
+    out = packet("linear_quantized")(x, *weight.values(), "affine4_32", norm_weight=s.values(s.H))
     with pytest.raises(RuntimeError, match="backward is not implemented with norm_weight"):
         out.sum().backward()

@@ -5,7 +5,7 @@ import torch
 from support.oracles_operators import checked
 from support.values import DTYPES, EACH_DTYPE, numbers
 
-from torch_moe_mps.ops.index import index_topk
+from torch_moe_mps.ops.index import _index_topk
 
 # B, T, Hi, D, S, top_k: one of everything, odd sizes, more heads than are read at a time, more keys than a
 # threadgroup takes, as many as are chosen, fewer than tokens.
@@ -31,7 +31,7 @@ def test_sizes(device, dtype):
     for batch, tokens, heads, width, keys, top_k in SIZES:
         q, k, weights = arguments(device, dtype, batch, tokens, heads, width, keys)
         for each in (weights, weights.to(DTYPES[(DTYPES.index(dtype) + 1) % 3])):
-            checked("index_topk", q, k, each, top_k, 0.3)
+            checked("_index_topk", q, k, each, top_k, 0.3)
 
 
 def test_strides_and_ranges(device):
@@ -43,7 +43,7 @@ def test_strides_and_ranges(device):
         rows = q[..., : k.shape[2]].to(k.dtype)
         for ranges in (None, [(3, 2**31 - 1), (-5, 12)], [(30, 30), (0, 1)], [(38, 39), (50, 60)]):
             given = None if ranges is None else torch.tensor(ranges, dtype=torch.int32, device=device)
-            checked("index_topk", rows, k, weights, 9, 1.0, key_range=given)
+            checked("_index_topk", rows, k, weights, 9, 1.0, key_range=given)
 
 
 def test_the_first_of_equal_scores(device):
@@ -53,23 +53,23 @@ def test_the_first_of_equal_scores(device):
         q = torch.randint(-2, 3, (1, 2, 3, 4), generator=generator).float().to(device)
         k = torch.randint(-1, 2, (1, keys, 4), generator=generator).float().to(device)
         weights = torch.randint(-1, 3, (1, 2, 3), generator=generator).float().to(device)
-        checked("index_topk", q, k, weights, top_k, 1.0)
+        checked("_index_topk", q, k, weights, top_k, 1.0)
 
 
 def test_what_is_not_finite(device):
     """NaN counts as the lowest number, above -inf; infinite scores are chosen first."""
     k = torch.tensor([1.0, torch.nan, 3.0, torch.inf, 0.5, 2.0])[None, :, None].to(device)
     one = torch.ones(1, 1, 1, 1, device=device)
-    assert index_topk(one, k, one[..., 0], 5, 1.0).tolist() == [[[0, 2, 3, 4, 5]]]
-    assert index_topk(one, k, -one[..., 0], 5, 1.0).tolist() == [[[0, 1, 2, 4, 5]]]
+    assert _index_topk(one, k, one[..., 0], 5, 1.0).tolist() == [[[0, 2, 3, 4, 5]]]
+    assert _index_topk(one, k, -one[..., 0], 5, 1.0).tolist() == [[[0, 1, 2, 4, 5]]]
     zero = torch.zeros_like(one[..., 0])  # 0 * inf is NaN
-    assert index_topk(one, k, zero, 4, 1.0).tolist() == [[[0, 2, 4, 5]]]
+    assert _index_topk(one, k, zero, 4, 1.0).tolist() == [[[0, 2, 4, 5]]]
 
 
 def test_nothing_to_choose(device):
     for shape, keys in (((1, 0, 2, 4), 5), ((0, 2, 2, 4), 5), ((1, 2, 2, 4), 0), ((1, 2, 0, 4), 5)):
         q, k = torch.zeros(shape, device=device), torch.zeros(shape[0], keys, 4, device=device)
-        chosen = index_topk(q, k, torch.zeros(shape[:3], device=device), 3, 1.0)
+        chosen = _index_topk(q, k, torch.zeros(shape[:3], device=device), 3, 1.0)
         assert chosen.shape == (*shape[:2], min(3, keys))
         if chosen.numel():
             assert chosen.tolist() == [[[0, 1, 2], [0, 1, 2]]]
@@ -104,4 +104,4 @@ def test_blocks(device, dtype, reduce):
         for each in given:
             for as_bits in (False, True):
                 call = {"weights": None, "tail": 0, **options, **each, "as_bits": as_bits}
-                checked("index_topk", q=q, k=k, top_k=top_k, scale=0.5, **call)
+                checked("_index_topk", q=q, k=k, top_k=top_k, scale=0.5, **call)

@@ -14,6 +14,7 @@ from support.sweep import in_sweep
 from support.values import DTYPES, EACH_DTYPE, random
 
 from torch_moe_mps.ops import _decoded, _formats
+from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops.linear import embedding_quantized, linear_quantized, mlp_quantized
 from torch_moe_mps.quantization import quantize
 
@@ -41,9 +42,9 @@ def test_norm_of_the_input(device, dtype):
                 norm = {
                     "norm_weight": random((columns,), of_norm, i + 3).to(device),
                     "norm_eps": 1e-3,
-                    "norm_offset": float(i % 2),
+                    "norm_weight_offset": float(i % 2),
                 }
-                checked("linear_quantized", x, *weight, bias, format, residual=residual, **norm)
+                checked("linear_quantized", x, *weight, format, bias, residual=residual, **norm)
                 checked("mlp_quantized", x, *(t for each in mlp for t in place(each, device)), format, **norm)
 
 
@@ -62,10 +63,10 @@ def test_simdgroups_share_the_inputs_of_one_token(device, dtype, every_order):
     weight = place(random_matrix(rows, columns, format, dtype, 1), device)
     x = (3.0 * random((1, columns), dtype, 2)).to(device)
     residual, bias = random((1, rows), dtype, 3).to(device), random((rows,), dtype, 4).to(device)
-    norm = {"norm_weight": random((columns,), dtype, 5).to(device), "norm_offset": 1.0}
+    norm = {"norm_weight": random((columns,), dtype, 5).to(device), "norm_weight_offset": 1.0}
     wide = {"norm_weight": random((columns,), torch.float32, 5).to(device)}
     for more in ({"residual": residual}, norm, norm | {"residual": residual}, wide):
-        given = (x, *weight, bias, format)
+        given = (x, *weight, format, bias)
         first = checked("linear_quantized", *given, **more).cpu()
         others = [linear_quantized(*given, **more).cpu() for _ in every_order()]
         assert all(torch.equal(first, other) for other in others)
@@ -79,18 +80,18 @@ def test_sums_that_are_not_rounded(device, tokens, dtype):
     """Outputs are float32 sums of 16-bit inputs, by the kernels for one token, for a few and for many: nearer
     to float64 than any 16-bit number, most of the time."""
     weight, x = random_matrix(45, 128, "affine4_64", dtype, 1), random((tokens, 128), dtype, 2)
-    placed, wide = place(weight, device), {"out_dtype": torch.float32}
-    out = checked("linear_quantized", x.to(device), *placed, None, "affine4_64", **wide).cpu()
+    placed, wide = place(weight, device), {"dtype": "float32"}
+    out = checked("linear_quantized", x.to(device), *placed, "affine4_64", **wide).cpu()
     assert out.dtype == torch.float32
     exact = x.double().numpy() @ dense(weight, "affine4_64").T.astype(np.float64)
     assert np.allclose(out, exact, rtol=1e-3 if dtype == torch.float16 else 1e-5, atol=1e-3)
     if dtype != torch.float32:
         assert not torch.equal(out, out.to(dtype).float())
     residual = random((tokens, 45), dtype, 3).to(device)
-    checked("linear_quantized", x.to(device), *placed, None, "affine4_64", residual=residual, **wide)
+    checked("linear_quantized", x.to(device), *placed, "affine4_64", residual=residual, **wide)
     if device == "mps":  # scales of another dtype than the inputs: by kernels of float32
         scales = (placed[0], *(part.float() for part in placed[1:]))
-        again = linear_quantized(x.to(device), *scales, None, "affine4_64", **wide)
+        again = linear_quantized(x.to(device), *scales, "affine4_64", **wide)
         assert again.dtype == torch.float32 and np.allclose(again.cpu(), exact, rtol=1e-3, atol=1e-3)
 
 
@@ -113,7 +114,7 @@ def test_a_norm_is_rounded_before_the_product(device, dtype):
     row = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm
     sums = [each[:, 3:5].sum(1).to(dtype) for each in (row.to(dtype).double(), row)]
     assert (sums[0] != sums[1]).sum() > 8
-    result = linear_quantized(x.to(device), *weight, None, "mxfp4", norm_weight=norm.to(device))
+    result = linear_quantized(x.to(device), *weight, "mxfp4", norm_weight=norm.to(device))
     assert torch.equal(result.cpu()[:, 0], sums[0])
 
 
@@ -122,9 +123,9 @@ def test_relu2_where_roundings_decide_the_sign(device):
     format, columns, rows, dtype = "affine4_32", 96, 33, torch.bfloat16
     weight, x = random_matrix(rows, columns, format, torch.float32, 0), random((1, columns), dtype, 1)
     norm = {"norm_weight": random((columns,), torch.float32, 2), "norm_eps": 1e-5}
-    of_norm = {"input": x, "weight": norm["norm_weight"], "eps": norm["norm_eps"]}
+    of_norm = {"x": x, "weight": norm["norm_weight"], "eps": norm["norm_eps"]}
     bias = torch.from_numpy(-dense(weight, format) @ expected("rms_norm", of_norm)[0].value[0]).float()
-    around = {"activation": "relu2", "factor": -2.0, "out_dtype": torch.float32}
+    around = {"activation": "relu2", "factor": -2.0, "dtype": "float32"}
     norm["norm_weight"] = norm["norm_weight"].to(device)
     result = checked(
         "linear_quantized", x.to(device), *place(weight, device), bias.to(device), format, **norm, **around
@@ -160,7 +161,9 @@ def test_mlp(device, options, dtype):
 def check_embedding(device, weight, ids, format, dtype):
     for ids_dtype, out_dtype in zip((*IDS, torch.int32), DTYPES, strict=True):
         placed, indices = place(weight, device), ids.to(device, ids_dtype)
-        assert checked("embedding_quantized", indices, *placed, format, out_dtype).dtype == out_dtype
+        assert (
+            checked("embedding_quantized", indices, *placed, format, dtype_name(out_dtype)).dtype == out_dtype
+        )
 
 
 def test_embedding(device):
@@ -170,25 +173,25 @@ def test_embedding(device):
     for ids in (torch.tensor([7]), torch.arange(-2, 43), torch.tensor([[[2**31 - 1, -(2**31), 39, 0]]])):
         check_embedding(device, weight, ids, format, torch.bfloat16)
     wide = torch.tensor([2**32 + 3, 3], device=device)
-    out = embedding_quantized(wide, *place(weight, device), format, torch.float16).cpu()
+    out = embedding_quantized(wide, *place(weight, device), format, "float16").cpu()
     assert (out[0] == 0).all() and (out[1] != 0).any()
     none = torch.zeros(0, 2, dtype=torch.int32, device=device)
-    assert embedding_quantized(none, *place(weight, device), format, torch.float32).shape == (0, 2, 320)
+    assert embedding_quantized(none, *place(weight, device), format, "float32").shape == (0, 2, 320)
 
 
 def test_empty(device):
     format = "affine4_32"
     weight, down = (place(random_matrix(64, 32, format, torch.float32, seed), device) for seed in (0, 1))
     x = torch.zeros(2, 0, 32, device=device)
-    assert linear_quantized(x, *weight, None, format).shape == (2, 0, 64)
+    assert linear_quantized(x, *weight, format).shape == (2, 0, 64)
     nothing = [tensor[:0] for tensor in weight]
-    assert linear_quantized(x.new_ones(3, 32), *nothing, None, format).shape == (3, 0)
+    assert linear_quantized(x.new_ones(3, 32), *nothing, format).shape == (3, 0)
     bias = torch.arange(64.0, device=device)
     narrow = [tensor[:, :0] for tensor in weight]
-    out = linear_quantized(x.new_ones(3, 0), *narrow, bias, format)
+    out = linear_quantized(x.new_ones(3, 0), *narrow, format, bias)
     assert torch.equal(out.cpu(), torch.arange(64.0).expand(3, 64))
     order = torch.arange(63, -1, -1, dtype=torch.int32, device=device)
-    out = linear_quantized(x.new_ones(3, 0), *narrow, bias, format, order=order)
+    out = linear_quantized(x.new_ones(3, 0), *narrow, format, bias, order=order)
     assert torch.equal(out.cpu(), torch.arange(63.0, -1.0, -1.0).expand(3, 64))
     gate_up = [tensor[:0] for tensor in weight]
     down = [tensor[:32, :0] for tensor in down]
@@ -205,7 +208,7 @@ def test_infinite_input(device, tokens, dtype):
     weight = random_matrix(33, 64, format, dtype, 1)
     x = random((tokens, 64), dtype, 2)
     x[0, 5] = torch.inf
-    out = checked("linear_quantized", x.to(device), *place(weight, device), None, format).cpu()
+    out = checked("linear_quantized", x.to(device), *place(weight, device), format).cpu()
     assert not out[0][torch.as_tensor(dense(weight, format)[:, 5] != 0)].isfinite().any()
 
 
@@ -214,7 +217,7 @@ def test_the_same_bits_every_time(device, every_order):
     weight = place(random_matrix(70, 192, format, torch.float32, 0), device)
     for tokens in (1, 4, 20):
         x = random((tokens, 192), torch.float32, 1).to(device)
-        first, *others = [linear_quantized(x, *weight, None, format).cpu() for _ in every_order()]
+        first, *others = [linear_quantized(x, *weight, format).cpu() for _ in every_order()]
         assert all(torch.equal(other, first) for other in others)
 
 
@@ -229,8 +232,8 @@ def test_rows_of_several_layers_are_one_call(device, dtype):
     ]
     for tokens in (1, 3, 8):
         x = random((tokens, 128), dtype, 1).to(device)
-        apart = [linear_quantized(x, *place(layer, device), None, format) for layer in layers]
-        out = linear_quantized(x, *place(together, device), None, format)
+        apart = [linear_quantized(x, *place(layer, device), format) for layer in layers]
+        out = linear_quantized(x, *place(together, device), format)
         assert torch.equal(out.cpu(), torch.cat(apart, -1).cpu())
 
 
@@ -239,11 +242,11 @@ def test_the_reference_dequantises_some_rows_at_a_time(memory, monkeypatch):
     format = "affine5_64"
     weight, x = random_matrix(23, 128, format, torch.float32, 0), random((4, 128), torch.float32, 1)
     monkeypatch.setenv(_decoded.VARIABLE, memory)
-    whole = linear_quantized(x, *weight, None, format)
+    whole = linear_quantized(x, *weight, format)
     monkeypatch.setattr(_decoded, "VALUES_AT_ONCE", 5 * 128)
     sizes, own = [], _formats.dequantize_values
     monkeypatch.setattr(_formats, "dequantize_values", lambda *a: sizes.append(len(a[0])) or own(*a))
-    in_parts = linear_quantized(x, *[part.clone() for part in weight], None, format)
+    in_parts = linear_quantized(x, *[part.clone() for part in weight], format)
     assert torch.allclose(in_parts, whole, rtol=0, atol=1e-5) and sizes == [5, 5, 5, 5, 3]
 
 
@@ -253,24 +256,24 @@ def test_a_weight_that_is_kept_decoded_is_multiplied_and_its_calls_are_checked(m
     weight, x = random_matrix(23, 128, "affine4_64", torch.float32, 0), random((2, 128), torch.float32, 1)
     values = torch.from_numpy(dense(weight, "affine4_64")).double()
     for _ in range(2):
-        out = linear_quantized(x, *weight, None, "affine4_64")
+        out = linear_quantized(x, *weight, "affine4_64")
         assert torch.allclose(out.double(), x.double() @ values.T, atol=1e-4)
-    half = linear_quantized(x.half(), *weight, None, "affine4_64")
+    half = linear_quantized(x.half(), *weight, "affine4_64")
     assert half.dtype is torch.float16
-    assert linear_quantized(x.half(), *weight, None, "affine4_64", out_dtype=torch.float32).dtype == x.dtype
+    assert linear_quantized(x.half(), *weight, "affine4_64", dtype="float32").dtype == x.dtype
     bias, residual = random((23,), torch.float32, 2), random((2, 23), torch.float32, 3)
-    added = linear_quantized(x, *weight, bias, "affine4_64", residual)
+    added = linear_quantized(x, *weight, "affine4_64", bias, residual)
     assert torch.equal(added, out + bias + residual)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(linear_quantized(x, *weight, None, "affine4_64"), out)
+        assert torch.equal(linear_quantized(x, *weight, "affine4_64"), out)
     packed, scales, biases = weight
     for given, options, message in (
-        ((x[:, :64], *weight, None, "affine4_64"), {}, "packed must be of shape"),
-        ((x[0, 0], *weight, None, "affine4_64"), {}, "x must be at least 1-D"),
-        ((x, None, scales, biases, None, "affine4_64"), {}, "packed must be a tensor, got None"),
-        ((x, packed, None, biases, None, "affine4_64"), {}, "scales must be a tensor, got None"),
-        ((x, *weight, None, "affine4_64"), {"out_dtype": torch.int8}, "out_dtype must be float32"),
-        ((x, *weight, None, "affine8_64"), {}, "packed must be of shape"),
+        ((x[:, :64], *weight, "affine4_64"), {}, "packed must be of shape"),
+        ((x[0, 0], *weight, "affine4_64"), {}, "x must be at least 1-D"),
+        ((x, None, scales, biases, "affine4_64"), {}, "packed must be a tensor, got None"),
+        ((x, packed, None, biases, "affine4_64"), {}, "scales must be a tensor, got None"),
+        ((x, *weight, "affine4_64"), {"dtype": "int8"}, "dtype must be one of float32"),
+        ((x, *weight, "affine8_64"), {}, "packed must be of shape"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=message):
             linear_quantized(*given, **options)
@@ -289,8 +292,8 @@ def test_against_mlx(format):
         rows = np.array(mx.dequantize(*parts, dtype=mx.float32, **options))
         packed, *scales = [torch.from_numpy(np.array(part)) for part in parts]
     weight = (packed, scales[0], scales[1] if mode == "affine" else None)
-    assert np.allclose(linear_quantized(x, *weight, None, format), expected, rtol=1e-4, atol=1e-4)
-    embedded = embedding_quantized(torch.arange(40), *weight, format, torch.float32)
+    assert np.allclose(linear_quantized(x, *weight, format), expected, rtol=1e-4, atol=1e-4)
+    embedded = embedding_quantized(torch.arange(40), *weight, format, "float32")
     assert np.allclose(embedded, rows, rtol=1e-6, atol=1e-6)
 
 

@@ -43,8 +43,8 @@ def inputs(batch, tokens, key_heads, heads, key_width, value_width, dtype, seed=
     return [q, k, v, g, numbers(batch, heads, key_width, value_width, seed=seed)], beta
 
 
-RULE = {"l2norm_eps": 1e-6, "decay": "softplus", "beta_activation": "sigmoid"}
-MAMBA = {"delta": False, "decay": "times_beta", "beta_activation": "softplus"}
+RULE = {"l2norm_eps": 1e-6, "decay_form": "softplus", "beta_activation": "sigmoid"}
+MAMBA = {"delta": False, "decay_form": "times_beta", "beta_activation": "softplus"}
 
 
 def check(arguments, device, **options):

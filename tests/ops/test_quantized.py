@@ -188,7 +188,7 @@ def test_a_matrix_of_more_than_kernels_count(simulated):
     with pytest.raises(
         RuntimeError, match=r"moe_mps: a packed matrix of shape \[1048576, 1376\] has 4328521728"
     ):
-        linear_quantized(x, *parts, None, "q4_k")
+        linear_quantized(x, *parts, "q4_k")
     ids = torch.zeros(1, 1, dtype=torch.int32, device="mps")
     weight = torch.empty(1, 2**16 + 1, 2**16, dtype=torch.float16, device="mps")
     with pytest.raises(

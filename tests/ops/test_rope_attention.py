@@ -5,7 +5,7 @@ import torch
 from support.oracles_operators import checked
 from support.values import EACH_DTYPE, random
 
-from torch_moe_mps.ops.attention import attention, rope_attention_
+from torch_moe_mps.ops.attention import _rope_attention_, attention
 from torch_moe_mps.ops.rope import rope_cache_
 
 TURNED = ("attention_turned", "attention_merge")
@@ -35,7 +35,7 @@ def check_turned(given: dict) -> None:
     after = {n: given[n]._base.cpu() for n in before}
     for name, value in before.items():
         given[name]._base.copy_(value)
-    one = checked("rope_attention_", **given)
+    one = checked("_rope_attention_", **given)
     assert torch.equal(one.cpu(), two)
     assert all(torch.equal(given[n]._base.cpu(), after[n]) for n in after)
 
@@ -50,7 +50,9 @@ SHAPES = (
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_one_token(device, shape, dtype):
-    norms = {n: random((shape[2],), dtype, i).to(device) for i, n in enumerate(("q_weight", "k_weight"))}
+    norms = {
+        n: random((shape[2],), dtype, i).to(device) for i, n in enumerate(("q_norm_weight", "k_norm_weight"))
+    }
     check_turned(arguments(device, *shape, dtype) | norms)
 
 
@@ -61,7 +63,11 @@ def test_options(device, dtype):
         sinks, gate = random((6,), dtype, 1), random((2, 1, 6, 1 if i else 32), dtype, 2)
         check_turned(given | {"window": 7, "sinks": sinks.to(device), "pairs": "interleaved"})
         check_turned(given | {"softcap": 3.0, "gate": gate.to(device), "gate_activation": "softplus"})
-        norm = {"v_weight": random((32,), dtype, 3).to(device), "norm_v": True, "weight_offset": 1.0}
+        norm = {
+            "v_norm_weight": random((32,), dtype, 3).to(device),
+            "norm_v": True,
+            "norm_weight_offset": 1.0,
+        }
         ranges = torch.tensor([[3, 40], [0, 9]], dtype=torch.int32).to(device)
         check_turned(
             given
@@ -78,7 +84,7 @@ def test_calls_of_two_launches(simulated):
         sizes = {"heads": 8, "key_heads": 2, "width": 64, "keys": 20, "dtype": torch.float32} | change
         given = arguments("mps", **sizes)
         with simulated.trace() as commands:
-            rope_attention_(**given)
+            _rope_attention_(**given)
         names = [line.split()[0] for line in commands if " grid " in line]
         assert len(names) == (2 if change else 1) and names[0].startswith(TURNED) == (not change)
         check_turned(given)
@@ -87,5 +93,5 @@ def test_calls_of_two_launches(simulated):
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_the_same_bits_every_time(device, every_order, dtype):
     given = arguments(device, 8, 1, 64, 300, dtype)
-    first, *others = [rope_attention_(**given).cpu() for _ in every_order()]
+    first, *others = [_rope_attention_(**given).cpu() for _ in every_order()]
     assert all(torch.equal(other, first) for other in others)

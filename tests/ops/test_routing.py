@@ -103,7 +103,7 @@ def test_bias_and_groups_of_degenerate_logits(device):
     for scoring in ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk"):
         for options in ({}, {"num_groups": 4, "top_groups": 2}, {"bias_on_logits": True}):
             weights, ids = moe_router(
-                rows.to(device), 5, scoring=scoring, bias=bias, norm_topk_prob=True, **options
+                rows.to(device), 5, scoring=scoring, correction_bias=bias, norm_topk_prob=True, **options
             )
             assert torch.isfinite(weights).all()
             for row in ids.tolist():
@@ -116,7 +116,7 @@ def test_degenerate_bias(device):
     """A choice is made finite as a logit is: NaN is the lowest, which still comes before what is excluded."""
     logits = torch.zeros(1, 8, device=device)
     bias = torch.tensor([NAN, -INF, INF, 1.0, 9.0, 8.0, 7.0, 6.0], device=device)
-    options = {"scoring": "sigmoid", "bias": bias, "norm_topk_prob": True}
+    options = {"scoring": "sigmoid", "correction_bias": bias, "norm_topk_prob": True}
     _, ids = moe_router(logits, 8, **options)
     assert ids.tolist() == [[2, 4, 5, 6, 7, 3, 0, 1]]
     _, ids = moe_router(logits, 4, num_groups=2, top_groups=1, group_score="max", **options)
@@ -139,7 +139,13 @@ def test_masked_score(device):
     """With the fill value 0.0 an expert of another group wins over a negative choice; else it never does."""
     logits = torch.tensor([[4.0, 3.0, 2.0, 0.0]], device=device)
     bias = torch.tensor([0.0, -2.0, -0.5, 0.0], device=device)
-    options = {"scoring": "sigmoid", "bias": bias, "num_groups": 2, "top_groups": 1, "group_score": "max"}
+    options = {
+        "scoring": "sigmoid",
+        "correction_bias": bias,
+        "num_groups": 2,
+        "top_groups": 1,
+        "group_score": "max",
+    }
     _, ids = moe_router(logits, 2, norm_topk_prob=True, **options)
     assert ids.tolist() == [[0, 1]]
     _, ids = moe_router(logits, 2, norm_topk_prob=True, masked_score=0.0, **options)
@@ -152,15 +158,15 @@ def test_masked_score(device):
 
 
 def test_denominators(device):
-    """A sum of zero divides by 1 instead of giving NaN; norm_eps and norm_min as they are defined."""
+    """A sum of zero divides by 1 instead of giving NaN; sum_eps and sum_min as they are defined."""
     logits = torch.full((1, 4), -200.0, device=device)
-    for norm_eps in (0.0, 1e-20):
-        weights, _ = moe_router(logits, 2, scoring="sigmoid", norm_topk_prob=True, norm_eps=norm_eps)
+    for sum_eps in (0.0, 1e-20):
+        weights, _ = moe_router(logits, 2, scoring="sigmoid", norm_topk_prob=True, sum_eps=sum_eps)
         assert weights.tolist() == [[0.0, 0.0]]
     logits = torch.zeros(1, 4, device=device)
-    weights, _ = moe_router(logits, 2, scoring="sigmoid", norm_topk_prob=True, norm_eps=3.0)
+    weights, _ = moe_router(logits, 2, scoring="sigmoid", norm_topk_prob=True, sum_eps=3.0)
     assert weights.tolist() == [[0.125, 0.125]]
-    weights, _ = moe_router(logits, 2, scoring="sigmoid", norm_topk_prob=True, norm_min=8.0)
+    weights, _ = moe_router(logits, 2, scoring="sigmoid", norm_topk_prob=True, sum_min=8.0)
     assert weights.tolist() == [[0.0625, 0.0625]]
 
 

@@ -125,3 +125,16 @@ def test_rows_without_a_distribution(device):
         again, invalid = sampled(logits.to(device), draws, **OFF | case, otherwise=17, invalid=before)
         assert torch.equal(again, tokens) and invalid.tolist() == [0, 1, 1, 1, 1, 1]
     assert sampled(logits[:0].to(device), draws[:0])[0].shape == (0,)
+
+
+def test_draws_of_zero(device):
+    """Of torch's numbers on mps, one in about 3e7 is -0: no token wins by it that is not kept."""
+    logits = torch.tensor([[-torch.inf, 2.0, 1.0, -torch.inf, -3.0]] * 3, device=device)
+    draws = torch.ones(3, 5)
+    draws[0, [0, 3]] = -0.0
+    draws[1, 1] = draws[2, 1] = -0.0
+    draws[2, 2] = 0.0
+    tokens, wrong = sampled(logits, draws, **OFF)
+    assert tokens.tolist() == [1, 1, 1] and wrong.tolist() == [0, 0, 0]
+    (token,), (wrong,) = sampled(logits[:1], -torch.zeros(1, 5), **OFF | {"top_k": 1}, otherwise=4)
+    assert (token, wrong) == (1, 0)

@@ -141,7 +141,7 @@ FAULTS = {
     "the last element of a count": Fault(
         "silu_mul_stacked", "first + width && i < params.count", "first + width && i + 1 < params.count"
     ),
-    "low bits of scores": Fault("index_topk", "return bits ^ (", "return (bits & ~255u) ^ ("),
+    "low bits of scores": Fault("_index_topk", "return bits ^ (", "return (bits & ~255u) ^ ("),
     "large scores with a soft cap": Fault("attention", CAPPED, f"clamp({CAPPED}, -15.0f, 15.0f)"),
     "large sinks": Fault("attention", SINK, f"min({SINK}, 20.0f)"),
     "masks of the lowest half": Fault("attention", "? -65504.0f :", "? -70000.0f :"),
@@ -155,7 +155,7 @@ FAULTS = {
     ),
     "heads over 256 elements": Fault("rope", "if (pair != first) x = load_pairs<N>(head, from);", ""),
     "windows of many tokens": Fault(
-        "pool_window_", "uint i = 1; i < params.parts", "uint i = 2; i < params.parts"
+        "_pool_window_", "uint i = 1; i < params.parts", "uint i = 2; i < params.parts"
     ),
     "routers of 256 rows": Fault("moe_router", ROUTER_ROW, ROUTER_ROW.replace(" + simdgroup;", ";")),
     "a zero with a sign": Fault("moe_router", "as_type<uint>(x == 0.0f ? 0.0f : x)", "as_type<uint>(x)"),

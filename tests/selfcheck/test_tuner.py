@@ -35,7 +35,7 @@ NUMBERS = [2, 1, 4, 8]
 @pytest.fixture
 def linear() -> Callable[[], torch.Tensor]:
     weight = place(random_matrix(64, 64, "affine4_64", torch.float32, 0), "mps")
-    return partial(ops.linear_quantized, torch.ones(1, 64, device="mps"), *weight, None, "affine4_64")
+    return partial(ops.linear_quantized, torch.ones(1, 64, device="mps"), *weight, "affine4_64")
 
 
 def traced(simulated, call) -> list[str]:
@@ -69,7 +69,7 @@ def calls_of(format: str | None, dtype: torch.dtype):
             for part in place(random_quantized(1, 271, inner, format, dtype, 3), "mps")
         ]
         y, norm = values((tokens, inner)).to("mps"), values((inner,)).to("mps")
-        yield f"linear, {tokens}", partial(ops.linear_quantized, y, *weight, None, format)
+        yield f"linear, {tokens}", partial(ops.linear_quantized, y, *weight, format)
         if tokens == 1:
             logits = values((1, 5)).to("mps")
             given = {"logits": logits, "top_k": 3, "norm_weight": norm[:hidden].clone()}
@@ -78,7 +78,7 @@ def calls_of(format: str | None, dtype: torch.dtype):
             shared = zip(MATRICES, parts, strict=True)
             given = {f"shared_{key}": part if part is None else part[0] for key, part in shared}
             yield "experts of a router, and a shared one", partial(chosen, **given)
-            yield "linear, normed", partial(ops.linear_quantized, y, *weight, None, format, norm_weight=norm)
+            yield "linear, normed", partial(ops.linear_quantized, y, *weight, format, norm_weight=norm)
 
 
 @pytest.mark.parametrize("format", [None, *in_sweep(EVERY_FORMAT, {"affine4_64"})])

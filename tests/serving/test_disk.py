@@ -9,6 +9,7 @@ import torch
 from support import tiny_models
 from support.jobs import octets_of
 from support.models import eager
+from support.sweep import in_sweep
 from transformers import GenerationConfig
 
 import torch_moe_mps
@@ -31,8 +32,8 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(disk_module, "BLOCK", 16)
 
 
-def model_of(architecture: str, kv_bits: int = 16, **config):
-    model = eager(tiny_models.tiny_model(architecture, **config))
+def model_of(architecture: str, kv_bits: int = 16, device: str = "cpu", **config):
+    model = eager(tiny_models.tiny_model(architecture, **config)).to(device)
     torch_moe_mps.accelerate(model, kv_bits=kv_bits)
     return model
 
@@ -48,7 +49,8 @@ class Asked:
         return False
 
     def expected(self, model) -> list[int]:
-        return model.generate(self.ids, generation_config=self.config)[0, self.ids.shape[1] :].tolist()
+        ids = self.ids.to(model.device)
+        return model.generate(ids, generation_config=self.config)[0, ids.shape[1] :].tolist()
 
 
 def answer(model, disk: Disk | None, *asked: Asked) -> PrefixCache:
@@ -99,6 +101,19 @@ def test_a_turn_behind_a_restart(architecture, how, tmp_path):
     (kept,) = prompts.kept
     eight = [isinstance(layer.keys, QuantizedStates) for layer in kept.cache.layers if hasattr(layer, "keys")]
     assert "kv_bits" not in how or eight == [True, True]
+
+
+@pytest.mark.parametrize("kv_bits", in_sweep([16, 8], [16]))
+def test_a_turn_behind_a_restart_on_a_mac(kv_bits, simulated, tmp_path):
+    """Keys of a cache that grows have other strides than their copy, which the GPU makes later."""
+    simulated.set_schedule(0)
+    model = model_of("qwen3_moe", kv_bits, "mps", num_hidden_layers=1, head_dim=32)
+    first = Asked(LONG[:, :36], 2)
+    answer(model, Disk(tmp_path, MEMORY), first)
+    second = Asked(turn(first, 5, 7), 3)
+    answer(model, Disk(tmp_path, MEMORY), second)
+    assert second.job.usage.disk_tokens == 37
+    assert second.tokens == second.expected(model)
 
 
 @pytest.mark.slow("three turns of a model with an indexer")

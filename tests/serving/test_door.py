@@ -153,14 +153,14 @@ def held(here, monkeypatch, count: int, body: dict) -> Iterator[list[Future]]:
     """Block beside so many clients that ask for a completion of 7 tokens, none of which is tokenised before
     its end, when all have their answers.
     """
-    goes_on, own = threading.Event(), app.prompts_of
+    goes_on, own = threading.Event(), app.prepare
 
-    def prompts_of(served, request):
+    def prepare(served, request, show):
         assert request.most != 7 or goes_on.wait(60)
-        return own(served, request)
+        return own(served, request, show)
 
     with monkeypatch.context() as patched, ThreadPoolExecutor(count) as clients:
-        patched.setattr(app, "prompts_of", prompts_of)
+        patched.setattr(app, "prepare", prepare)
         asked = [clients.submit(ask, here, "/v1/completions", body) for _ in range(count)]
         try:
             until(lambda: in_reading(here) == count)
@@ -249,6 +249,45 @@ def test_a_client_that_leaves_while_its_request_is_read_gives_its_place_back(her
         until(lambda: in_reading(here) == 1)
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_work_on_a_request_ends_with_its_client_or_its_time(here, monkeypatch, leaves):
+    """Its thread reads the next request."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def prepare(served, request, show):
+        begun.set()
+        try:
+            while True:
+                time.sleep(0.001)
+        finally:
+            ended.set()
+
+    port = int(here.url.rpartition(":")[2])
+    with monkeypatch.context() as patched:
+        patched.setattr(app, "prepare", prepare)
+        if leaves:
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
+                client.request("POST", "/v1/completions", json.dumps(LONG))
+                assert begun.wait(60) and not ended.is_set()
+        else:
+            patched.setattr(reading, "_SECONDS", 0.5)
+            status, answer = ask(here, "/v1/completions", LONG)
+            assert status == 400 and "got one that takes longer" in answer["error"]["message"]
+        assert ended.wait(60)
+    assert ask(here, "/v1/completions", LONG)[0] == 200 and not here.reading.clients
+
+
+def test_an_interruption_that_comes_too_late_ends_nothing():
+    """Neither the next work of its thread nor the thread."""
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(2000):
+            work = reading._Work(lambda: 5)
+            future = pool.submit(work)
+            work.interrupt()
+            assert future.exception(60) is None or isinstance(future.exception(), reading._Interrupted)
+        assert pool.submit(sum, [1, 2]).result(60) == 3
+
+
 def test_fetches_that_drip_take_no_thread(here, monkeypatch):
     """Twenty pictures that never end, and a plain request beside them."""
     ended = threading.Event()
@@ -332,7 +371,7 @@ def test_what_is_too_long_is_refused_before_it_is_read_whole(here, monkeypatch):
 def test_a_body_of_too_many_values_is_refused(here, monkeypatch):
     """They hold other threads up while they are made."""
     monkeypatch.setattr(limits, "CONTAINERS", 40)
-    monkeypatch.setattr(limits, "OF_CONTEXT", 10)
+    monkeypatch.setattr(limits, "CONTEXT", 10)
     monkeypatch.setattr(limits, "VALUES", 80)
     for many, what in (
         ([[]] * 50, "50 objects and lists"),

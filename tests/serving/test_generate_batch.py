@@ -17,6 +17,7 @@ import torch_moe_mps
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.sampling import Sampler, sample
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
+from torch_moe_mps.transformers.modules import sampling
 
 LENGTHS = (3, 20, 9, 5, 14, 7, 4, 11, 6, 8, 12, 10)
 
@@ -287,6 +288,16 @@ def test_rows_without_a_seed_are_drawn_in_one_launch(seeds, fills):
     assert counted.counts["exponential_"] == 8 * fills
     first, second, third, fourth = map(list, zip(*draws, strict=True))
     assert first != second and first != third and (second == fourth) == (seeds[1] == 5)
+
+
+def test_a_masked_token_whose_draw_is_minus_zero(monkeypatch):
+    """As torch's numbers on mps may be: 0 / -0 is NaN, which argmax takes for the largest."""
+    monkeypatch.setattr(sampling, "MAX_VOCABULARY", 8)  # the operator does not take it
+    monkeypatch.setattr(Sampler, "draw", lambda self, numbers: numbers.fill_(-0.0))
+    settings = config(do_sample=True, top_k=2)
+    job = Job({"input_ids": torch.arange(3)[None]}, settings, lambda token: False, print)
+    logits = torch.arange(97.0).roll(40)[None]
+    assert sample([Sampler(model_of(), job)], logits).read() == [39]
 
 
 def test_what_a_sampled_token_launches(simulated):

@@ -26,7 +26,7 @@ WRONG = [
     ({"eos_token_id": 2.5}, "eos_token_id must be of tokens from 0 to 98, at most 64, got 2.5"),
     ({"eos_token_id": [5] * 65}, "eos_token_id must be of tokens from 0 to 98, at most 64, got"),
     ({"suppress_tokens": [5] * 1025}, "suppress_tokens must be a list of tokens .*, at most 1024, got"),
-    ({"bad_words_ids": [[5]] * 257}, "bad_words_ids must be a list of at most 256 lists of tokens"),
+    ({"bad_words_ids": [[5]] * 65}, "bad_words_ids must be a list of at most 64 lists of tokens"),
     ({"bad_words_ids": [[5] * 65]}, "bad_words_ids must be a list .*, each of 1 to 64, got"),
     ({"num_beams": 10**9}, "num_beams must be an integer from 1 to 1024"),
 ]

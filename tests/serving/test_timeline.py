@@ -114,7 +114,7 @@ class Answer(Job):
     def note(self, token: int) -> bool:
         self.tokens.append(token)
         if self.logprobs is not None:
-            self.logprobs.take(token)
+            self.logprobs.pop(token)
         if self.times is not None:
             self.times.work(self.seconds)
             self.seen.append((self.times.idle, self.times.busy, self.times.now))

@@ -9,6 +9,7 @@
     with timeline(run) as times:    the host's clock beside it: times.busy and times.idle of the GPU
     with dropped(): ...             nothing is computed: only the host's time is left
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
+    with torch_version(version):    torch's copies and errors are those of another version
     with failing(kind, after):      a command buffer fails, as where macOS stops it
     commits()                       how often the stream was committed
     commit_unseen()                 ends its command buffer as MPSGraph may
@@ -44,6 +45,7 @@ from .runtime import (
     set_schedule,
     stream,
     timeline,
+    torch_version,
     trace,
 )
 from .shaderlib import DispatchCounters, shader_library
@@ -74,5 +76,6 @@ __all__ = [
     "shader_library",
     "stream",
     "timeline",
+    "torch_version",
     "trace",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import build_device, shaderlib
+from . import aten, build_device, shaderlib
 from .shaderlib import DispatchCounters
 
 
@@ -37,6 +37,13 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_contents.restype = ctypes.c_void_p
     library.simulator_set_heap_limit.argtypes = [ctypes.c_size_t]
     library.simulator_is_resident.argtypes = [ctypes.c_void_p]
+    library.simulator_add_aten.argtypes = [
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_size_t,
+    ]
     library.simulator_commits.restype = ctypes.c_uint64
     library.simulator_fail_buffer.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64]
     library.simulator_advance_clock.argtypes = [ctypes.c_double]
@@ -65,6 +72,11 @@ def install(strict: bool = False) -> None:
     torch.ops.load_library(str(build_device.device_library()))
     _runtime().simulator_set_executor(shaderlib.executor())
     _runtime().simulator_set_strict(strict)
+    for version in aten.table():
+        minor = int(version.split(".")[1])
+        for name, row in aten.operators(version):
+            graph, waits, memory = row.get("graph", False), row.get("waits", False), row.get("threadgroup", 0)
+            _runtime().simulator_add_aten(minor, name.encode(), graph, waits, memory)
     torch._C._has_mps = True
     if not torch._C._mps_is_available():
         raise RuntimeError(
@@ -134,6 +146,18 @@ def heaps(below: int) -> Iterator[None]:
         yield
     finally:
         _runtime().simulator_set_heap_limit(0)
+
+
+@contextlib.contextmanager
+def torch_version(version: str) -> Iterator[None]:
+    """The torch whose copies and errors are simulated is another one than SIMULATED_TORCH, or 2.15."""
+    torch.mps.synchronize()
+    before = _runtime().simulator_torch()
+    _runtime().simulator_use_torch(int(version.split(".")[1]))
+    try:
+        yield
+    finally:
+        _runtime().simulator_use_torch(before)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from support.pinned import assert_pinned, pinned
 from support.quantized_layers import GGUF_FORMATS, place, random_quantized
 from support.sweep import in_sweep
 
+from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops._formats import FORMATS as FORMATS_BY_NAME
 from torch_moe_mps.selfcheck.libraries import PARTS
 
@@ -67,7 +68,7 @@ def rope(dtype: torch.dtype) -> Iterator[Call]:
     for label, weights in (("rope", ()), ("rope with QK-norm", (weight, weight))):
         yield label, functools.partial(torch.ops.moe_mps.rope, q, k, table, table, *weights), {}, elements
     keys = k[:, :, :1], None, on_device(1, 1, 20, 128, dtype=dtype), None, table, table
-    norm = {"k_weight": weight, "k_bias": weight}
+    norm = {"k_norm_weight": weight, "k_bias": weight}
     yield (
         "rope_cache_",
         functools.partial(torch.ops.moe_mps.rope_cache_, q, *keys, **norm),
@@ -158,10 +159,10 @@ def cache(dtype: torch.dtype) -> Iterator[Call]:
 
 def index(dtype: torch.dtype) -> Iterator[Call]:
     q, k = on_device(1, 1, 32, 128, dtype=dtype), on_device(1, 512, 128, dtype=dtype)
-    call = functools.partial(torch.ops.moe_mps.index_topk, q, k, on_device(1, 1, 32), 64, 0.1)
+    call = functools.partial(torch.ops.moe_mps._index_topk, q, k, on_device(1, 1, 32), 64, 0.1)
     yield "index_topk", call, {k: apple.Work("scores", 512 * 32 * 128)}, 512
     q, k = on_device(1, 1, 4, 128, dtype=dtype), on_device(1, 2048, 128, dtype=dtype)
-    call = functools.partial(torch.ops.moe_mps.index_topk, q, k, None, 4, 0.1, reduce="keys", block=128)
+    call = functools.partial(torch.ops.moe_mps._index_topk, q, k, None, 4, 0.1, reduce="keys", block=128)
     yield "index_topk of blocks", call, {k: apple.Work("scores", 2048 * 4 * 128)}, 16
 
 
@@ -193,7 +194,7 @@ def adapters(dtype: torch.dtype) -> Iterator[Call]:
         listed = pairs if tokens > 1 else (None, None)
         call = functools.partial(ops.expert_lora, *around, *factors, ids, experts, *listed)
         yield f"expert_lora of {tokens} tokens", call, {}, work
-    call = functools.partial(ops.expert_lora_backward, *around, *factors, ids, *pairs, experts)
+    call = functools.partial(ops._expert_lora_backward, *around, *factors, ids, *pairs, experts)
     yield "expert_lora_backward of 128 tokens", call, {}, 3 * work
 
 
@@ -205,7 +206,7 @@ def pooling(dtype: torch.dtype) -> Iterator[Call]:
         bias, state = on_device(rate, columns), on_device(1, rate * overlap, 2, columns, dtype=dtype)
         entries, rest = on_device(1, 16, width, dtype=dtype), (on_device(width), on_device(32))
         arguments = kv, gate, bias, state, entries, 4 * rate - 1, *rest
-        call = functools.partial(torch.ops.moe_mps.pool_window_, *arguments)
+        call = functools.partial(torch.ops.moe_mps._pool_window_, *arguments)
         yield f"pool_window_ of {rate} tokens of {columns}", call, {}, rate * columns
 
 
@@ -227,8 +228,8 @@ def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
         yield f"causal_conv1d_update_ of {tokens}", call, {}, x.numel()
     run, state, per_head = torch.ops.moe_mps.linear_attention_, on_device(1, 2, 128, 128), on_device(2)
     norm = {"gate_activation": "sigmoid", "norm_weight": on_device(128, dtype=dtype)}
-    rule = {"l2norm_eps": 1e-6, "A_log": per_head, "decay": "softplus", "beta_activation": "sigmoid"}
-    mamba = {"delta": False, "A_log": per_head, "decay": "times_beta", "beta_activation": "softplus"}
+    rule = {"l2norm_eps": 1e-6, "A_log": per_head, "decay_form": "softplus", "beta_activation": "sigmoid"}
+    mamba = {"delta": False, "A_log": per_head, "decay_form": "times_beta", "beta_activation": "softplus"}
     for tokens in (1, 48):
         q, v, beta = (on_device(1, tokens, *shape, dtype=dtype) for shape in ((1, 128), (2, 128), (2,)))
         g = on_device(1, tokens, 2, 128, dtype=dtype)
@@ -258,7 +259,7 @@ def hyper_connection(dtype: torch.dtype) -> Iterator[Call]:
     fn, base, scale = on_device(24, 4 * 2048), on_device(24), on_device(3)
     for tokens in (1, 16):
         streams, out = on_device(tokens, 4, 2048, dtype=dtype), on_device(tokens, 2048, dtype=dtype)
-        given = {"out": out, "post": on_device(tokens, 4), "comb": on_device(tokens, 4, 4)}
+        given = {"block_out": out, "post": on_device(tokens, 4), "comb": on_device(tokens, 4, 4)}
         call = functools.partial(torch.ops.moe_mps.hyper_connection, streams, fn, base, scale, **given)
         work = {fn: apple.Work("products", tokens * fn.numel())}
         yield f"hyper_connection of {tokens}", call, work, out.numel()
@@ -269,7 +270,12 @@ def hyper_connection(dtype: torch.dtype) -> Iterator[Call]:
 def pointwise(dtype: torch.dtype) -> Iterator[Call]:
     x, gate = on_device(8, 2048, dtype=dtype), on_device(2048, dtype=dtype)
     formula = "sigmoid b bf16; mul a %0 bf16"
-    yield "pointwise", functools.partial(torch.ops.moe_mps.pointwise, x, formula, dtype, gate), {}, x.numel()
+    yield (
+        "pointwise",
+        functools.partial(torch.ops.moe_mps._pointwise, x, formula, dtype_name(dtype), gate),
+        {},
+        x.numel(),
+    )
 
 
 def turned(dtype: torch.dtype) -> Iterator[Call]:
@@ -279,7 +285,7 @@ def turned(dtype: torch.dtype) -> Iterator[Call]:
             q, k, v = (on_device(1, 1, n, width, dtype=dtype) for n in (heads, key_heads, key_heads))
             held = [on_device(1, key_heads, keys, width, dtype=dtype) for _ in range(2)]
             cos, sin, norm = (on_device(*s, dtype=dtype) for s in ((1, 1, width), (1, 1, width), (width,)))
-            operator = torch.ops.moe_mps.rope_attention_
+            operator = torch.ops.moe_mps._rope_attention_
             call = functools.partial(operator, q, k, v, *held, cos, sin, width**-0.5, norm, norm)
             work = {held[0]: apple.Work("attention", 2 * heads * keys * width)}
             yield f"{heads} / {key_heads} heads of {width}, {keys} keys", call, work, 0
@@ -365,7 +371,7 @@ def of_heads(dtype: torch.dtype, operator: Callable, matrices: tuple, *format_) 
         for label, width in (("queries of latents", 192), ("values of latents", 512)):
             into = width == 192
             x = on_device(1, tokens, 4, width, dtype=dtype if into else torch.float32)
-            options = {"dtype": dtype} if format_ and not into else {}
+            options = {"dtype": dtype_name(dtype)} if format_ and not into else {}
             call = functools.partial(operator, x, *matrices, *format_, transposed=into, **options)
             yield f"{label}, {tokens} tokens", call, work, x.numel()
 

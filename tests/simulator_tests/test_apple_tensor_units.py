@@ -61,7 +61,7 @@ def test_inputs_in_place_cost_less(simulated):
             weights, scales, biases = (part[0] for part in packed)
             x = torch.randn(128, inputs).half().to("mps")
             call = functools.partial(
-                torch.ops.moe_mps.linear_quantized, x, weights, scales, biases, None, "affine4_32"
+                torch.ops.moe_mps.linear_quantized, x, weights, scales, biases, "affine4_32"
             )
             (measured[inputs],) = apple.measure(call, {weights: apple.Work("all", 128 * 256 * inputs)})
     finally:

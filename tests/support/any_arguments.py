@@ -17,6 +17,7 @@ from support.expert_layers import ACTIVATIONS, random_options
 from support.ops import family
 from support.quantized_layers import ALL_FORMATS, EVERY_FORMAT, random_quantized
 from support.values import DTYPES
+from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._samples import packet
 
@@ -26,7 +27,7 @@ COUNTS = (1, 2, 3, 5, 9, 33, 0)
 # What numbers are in any operator that has an argument of this name.
 NUMBERS = {
     **dict.fromkeys(("eps", "norm_eps"), (1e-6, 1e-5, 0.01)),
-    **dict.fromkeys(("weight_offset", "norm_offset"), (0.0, 1.0)),
+    **dict.fromkeys(("weight_offset", "norm_weight_offset"), (0.0, 1.0)),
     "factor": (1.0, 0.22, -3.5),
 }
 OUTSIDE = {torch.int32: (-1, 2**31 - 1, -(2**31)), torch.int64: (-1, 2**32, 2**40 + 1, -(2**63))}
@@ -106,7 +107,7 @@ class Draws:
         tensors = [each.name for each in left if not each.has_default_value()]
         for each in left if name not in getattr(family(name), "WHOLE", ()) else ():
             if each.name == "dtype":
-                given["dtype"] = self.one(None, *DTYPES)
+                given["dtype"] = self.one(*map(dtype_name, DTYPES))
             elif str(each.type) == "bool":
                 given[each.name] = self.flag()
             elif each.name in NUMBERS:

@@ -10,7 +10,7 @@ from support.models import assert_close
 from torch_moe_mps.transformers.graphs.passes import simplify
 from torch_moe_mps.transformers.graphs.tracing import ITEM, TENSOR, Recorder, is_operator
 
-NO_CHAINS = frozenset({"pointwise"})  # left to the operators of aten, which other patterns would have taken
+NO_CHAINS = frozenset({"_pointwise"})  # left to the operators of aten, which other patterns would have taken
 
 
 def recorded(function: Callable, *inputs: Tensor) -> fx.Graph:

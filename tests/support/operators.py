@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from simulator.apple import GPUS
 
-import torch_moe_mps
+from torch_moe_mps.ops import FAMILIES
 from torch_moe_mps.ops._samples import packet
 
 
@@ -32,22 +32,4 @@ def plans_for(gpu: str) -> Iterator[None]:
         torch.ops.moe_mps._plan_for(0)
 
 
-MODULES = (
-    torch_moe_mps.ops.norms,
-    torch_moe_mps.ops.rope,
-    torch_moe_mps.ops.attention,
-    torch_moe_mps.ops.linear_attention,
-    torch_moe_mps.ops.heads,
-    torch_moe_mps.ops.hyper_connection,
-    torch_moe_mps.ops.index,
-    torch_moe_mps.ops.pointwise,
-    torch_moe_mps.ops.pooling,
-    torch_moe_mps.ops.routing,
-    torch_moe_mps.ops.sampling,
-    torch_moe_mps.ops.combine,
-    torch_moe_mps.ops.experts,
-    torch_moe_mps.ops.quantized,
-    torch_moe_mps.ops.linear,
-    torch_moe_mps.ops.lora,
-    torch_moe_mps.ops.quantize,
-)
+MODULES = tuple(FAMILIES.values())

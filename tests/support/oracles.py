@@ -119,8 +119,8 @@ def route(
     group_score: str = "top2_sum",
     masked_score: float | None = None,
     bias_on_logits: bool = False,
-    norm_eps: float = 1e-20,
-    norm_min: float = 0.0,
+    sum_eps: float = 1e-20,
+    sum_min: float = 0.0,
     scaling_factor: float = 1.0,
     per_expert_scale: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -148,7 +148,7 @@ def route(
             row_gap = min(row_gap, gap(compared, top_k))
         weights = softmax(row[ids]) if scoring == "softmax_after_topk" else scores[ids]
         if norm_topk_prob:
-            total = max(weights.sum() + norm_eps, norm_min)
+            total = max(weights.sum() + sum_eps, sum_min)
             weights = weights / (total if total != 0.0 else 1.0)
         weights = weights * scaling_factor * (1.0 if per_expert_scale is None else per_expert_scale[ids])
         all_weights.append(weights)

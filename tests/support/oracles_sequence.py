@@ -168,14 +168,14 @@ def recurrence(a) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         beta = sigmoid(beta) if a.beta_activation == "sigmoid" else np.logaddexp(0.0, beta + bias)
     beta = beta if a.beta_min is None else np.maximum(beta, a.beta_min)
     rate = 1.0 if a.A_log is None else np.exp(exact(a.A_log))
-    if a.decay == "times_beta":
+    if a.decay_form == "times_beta":
         g = -rate * beta
     else:
         g = exact(a.g)
         rate = np.asarray(rate)[..., None] if g.ndim == 4 and a.A_log is not None else rate
-        if a.decay == "softplus":
+        if a.decay_form == "softplus":
             g = -rate * np.logaddexp(0.0, g + bias)
-        elif a.decay == "sigmoid":
+        elif a.decay_form == "sigmoid":
             g = a.lower_bound * sigmoid(rate * (g + bias))
     is_wide = g.ndim == 4
     g = np.broadcast_to(g if is_wide else g[..., None], (*v.shape[:3], q.shape[3]))

@@ -145,7 +145,7 @@ def check_linear(device, shape, format, dtype, seed, *, scale_dtype=None, bias=F
     weight = place(random_matrix(rows, columns, format, scale_dtype or dtype, seed), device, layout)
     x = lay(random((*leading, columns), dtype, seed + 5), layout, device)
     bias = lay(random((rows,), DTYPES[seed % 3], seed + 6), layout, device) if bias else None
-    assert checked("linear_quantized", x, *weight, bias, format).dtype == dtype
+    assert checked("linear_quantized", x, *weight, format, bias).dtype == dtype
 
 
 def check_mlp(device, shape, format, dtype, seed, *, down_format=None, scale_dtype=None, **options):

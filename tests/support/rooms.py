@@ -17,6 +17,7 @@ ROOTS = {PACKAGE: REPOSITORY, TESTS: TESTS, **{folder: folder for folder in _OF_
 FLOORS = (
     "_versions",
     "_text",
+    "_interrupts",
     "_progress",
     "_weight_formats",
     "_install",
@@ -44,7 +45,6 @@ FLOORS = (
     "pipeline",
     "training",
     "commands",
-    "_registration",
     "__main__",
 )
 

@@ -26,12 +26,12 @@ ROUTERS = {
     "gpt_oss": {"scoring": "softmax_after_topk", **AS_THEY_ARE},
     "privacy_filter": {"scoring": "softmax_after_topk", **AS_THEY_ARE, "scaling_factor": 0.25},
     "gemma4": {"scoring": "softmax_after_topk", **AS_THEY_ARE, "scale": True},
-    "ernie4_5": {"scoring": "softmax", **NORMED, "norm_eps": 0.0, "norm_min": 0.02, "bias": True},
+    "ernie4_5": {"scoring": "softmax", **NORMED, "sum_eps": 0.0, "sum_min": 0.02, "bias": True},
     "longcat": {"scoring": "softmax", **AS_THEY_ARE, "scaling_factor": 6.0, "bias": True},
     "deepseek_v2": {"scoring": "softmax", **AS_THEY_ARE, "groups": True, "group_score": "max"},
     "mistral4": {"scoring": "softmax", **NORMED, "groups": True},
     "cohere2": {"scoring": "sigmoid", **NORMED},
-    "lfm2": {"scoring": "sigmoid", **NORMED, "norm_eps": 1e-6, "bias": True},
+    "lfm2": {"scoring": "sigmoid", **NORMED, "sum_eps": 1e-6, "bias": True},
     "kolibri1": {"scoring": "sigmoid", **NORMED, "bias": True, "bias_on_logits": True},
     "deepseek_v3": {"scoring": "sigmoid", **NORMED, "scaling_factor": 2.5, "bias": True, "groups": True},
     "axk2": {"scoring": "sigmoid", **NORMED, "bias": True, "groups": True, "masked_score": 0.0},
@@ -39,8 +39,8 @@ ROUTERS = {
     "every option": {
         "scoring": "sqrtsoftplus",
         **NORMED,
-        "norm_eps": 0.5,
-        "norm_min": 2.0,
+        "sum_eps": 0.5,
+        "sum_min": 2.0,
         "bias": True,
         "bias_on_logits": True,
         "groups": True,
@@ -55,7 +55,7 @@ def router_options(name, num_experts, top_k, seed, dtype=torch.float32):
     """The keyword arguments of moe_router for one of ROUTERS, with tensors on the CPU."""
     options = dict(ROUTERS[name])
     if options.pop("bias", False):
-        options["bias"] = random((num_experts,), dtype, seed, 0.5)
+        options["correction_bias"] = random((num_experts,), dtype, seed, 0.5)
     if options.pop("scale", False):
         options["per_expert_scale"] = random((num_experts,), dtype, seed + 1)
     if options.pop("groups", False):

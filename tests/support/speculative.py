@@ -10,11 +10,12 @@ from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
+from torch_moe_mps.serving.speculative.drafter import Drafter
 
 LENGTHS = (5, 20, 40, 9, 3)
 
 
-class Partly:
+class Partly(Drafter):
     """Drafts answers that are known, of which some tokens are wrong, and some are left out."""
 
     def __init__(self, prompts, answers, right: float = 0.7):

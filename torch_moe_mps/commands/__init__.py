@@ -36,7 +36,12 @@ def run() -> int:
     """
     codes: list[int] = []
     atexit.register(_leave, codes)  # the first of the handlers is the last that runs
-    codes.append(main())
+    try:
+        codes.append(main())
+    except SystemExit as error:
+        if not isinstance(error.code, int):
+            raise
+        codes.append(error.code)
     return codes[0]
 
 
@@ -55,8 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser().print_help()
         return 0
+    pressed: list[int] = []
     try:
-        with _signals_raise(), first_process_talks():
+        with _signals_raise(pressed), first_process_talks():
             _set_libraries()
             check_options(options)  # before the seconds in which torch is imported
             code = _run(options)
@@ -68,10 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code, said = 128 + signal.SIGINT, "interrupted"
     except Exception as error:
         tell_other_processes(error)
-        line = _line(error)
+        line = "" if pressed else _line(error)  # an import that Ctrl-C interrupts raises anything
         if line is None or options.debug:
             raise
-        code, said = 1, f"error: {line}"
+        code, said = (128 + signal.SIGINT, "interrupted") if pressed else (1, f"error: {line}")
     if said is not None:  # behind a bar of progress, which has ended its line with the exception
         print(f"torch-moe-mps: {said}", file=sys.stderr)
     try:
@@ -124,6 +130,10 @@ def _line(error: Exception) -> str | None:
         return f"the model's chat template: {first_line(error)}"
     if not isinstance(error, (ValueError, OSError, RuntimeError, SafetensorError)):
         return None
+    if "torch" in sys.modules:  # torch's own words for a fault of the GPU name neither operators nor help
+        from .._faults import fault_of
+
+        error = fault_of(error) or error
     line = first_line(error) or type(error).__name__
     return f"{line} --trust-remote-code lets it run." if "trust_remote_code" in str(error) else line
 
@@ -142,8 +152,11 @@ def _of_import(error: ImportError) -> str:
 
 
 @contextmanager
-def _signals_raise() -> Iterator[None]:
-    """A command that is told to stop raises SystemExit, so that it removes half-written files."""
+def _signals_raise(pressed: list[int]) -> Iterator[None]:
+    """A command that is told to stop raises SystemExit, so that it removes half-written files.
+
+    Ctrl-C raises KeyboardInterrupt, and is noted in `pressed`.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
@@ -151,7 +164,14 @@ def _signals_raise() -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         sys.exit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in _ENDED}
+    def interrupt(number: int, frame: object) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    handlers = dict.fromkeys(_ENDED, end)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        handlers[signal.SIGINT] = interrupt
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:

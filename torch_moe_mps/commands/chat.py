@@ -14,14 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .._interrupts import at_ctrl_c
 from .._text import first_line
 from ..serving.engine.defaults import choice
-from ..serving.http.answer import Item, Piece
+from ..serving.http.answer import Answer, Call, CallEnd, Event, Piece
 from ..serving.http.answers import Answers
 from ..serving.http.preparing import prepare
 from ..serving.http.request import Chat, Refused, Request
 from ..serving.http.served import Served
-from .interrupts import at_ctrl_c
 from .results import write_new
 from .serving import served_by
 from .settings import read_settings, settings_of
@@ -120,7 +120,7 @@ class _Conversation:
         goes_on = self.messages[-1]["role"] == "assistant"
         prompt = Chat([*self.messages], goes_on=goes_on)
         request = Request([prompt], "messages", choice(self.settings))
-        shown: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        shown: queue.SimpleQueue[Event] = queue.SimpleQueue()
         made: list[Answers] = []
         is_stopped = threading.Event()
 
@@ -132,7 +132,7 @@ class _Conversation:
         with at_ctrl_c(stop):
             print(f"<{self.served.name}>:", flush=True)
             try:
-                made.append(prepare(self.served, request, lambda number, item: shown.put(item)))
+                made.append(prepare(self.served, request, lambda number, event: shown.put(event)))
             except Exception as error:  # from the typed text, or from the chat template
                 print(f"{error.message if isinstance(error, Refused) else first_line(error)}\n")
                 if not goes_on:
@@ -141,7 +141,7 @@ class _Conversation:
             if is_stopped.is_set():
                 made[0].cancel()
             made[0].submit(self.served.generator)
-            _show(shown)
+            _show(made[0].answers[0], shown)
         self._ended(made[0], goes_on)
 
     def _ended(self, answers: Answers, goes_on: bool) -> None:
@@ -149,7 +149,7 @@ class _Conversation:
         if isinstance(answer.reason, Exception):
             print(f"\n{first_line(answer.reason) or type(answer.reason).__name__}\n")
             return
-        count, seconds = len(answer.tokens), answer.times.ended - answer.times.first
+        count, seconds = answer.tokens, answer.times.generating
         speed = f", {(count - 1) / seconds:.1f} tokens/s" if count > 1 and seconds > 0 else ""
         cut = "; !continue goes on" if answer.reason == "length" else ""
         print(f"\n({count} tokens{speed}{cut})\n")
@@ -159,17 +159,24 @@ class _Conversation:
             self.messages.append(_message("assistant", answer.text))
 
 
-def _show(shown: "queue.SimpleQueue[Item | None]") -> None:
-    """Writes an answer as it comes: what the model thinks is grey on a terminal."""
+def _show(answer: Answer, shown: "queue.SimpleQueue[Event]") -> None:
+    """Writes an answer as it comes: reasoning is grey on a terminal."""
     is_grey, is_terminal = False, sys.stdout.isatty()
-    while (item := shown.get()) is not None:
-        text = item.text if isinstance(item, Piece) else f"\n{item.name}({item.arguments})"
-        thinks = isinstance(item, Piece) and item.kind == "reasoning"
-        if thinks != is_grey:
-            is_grey = thinks
-            mark = ("\033[2m" if thinks else "\033[0m") if is_terminal else ""
-            text = f"{mark}{text}" if thinks else f"{mark}\n\n{text}"
-        print(text, end="", flush=True)
+    while answer.reason is None:
+        for item in answer.read(shown.get()):
+            match item:
+                case Call():
+                    text = f"\n{item.name}("
+                case CallEnd():
+                    text = ")"
+                case _:
+                    text = item.text
+            thinks = isinstance(item, Piece) and item.kind == "reasoning"
+            if thinks != is_grey:
+                is_grey = thinks
+                mark = ("\033[2m" if thinks else "\033[0m") if is_terminal else ""
+                text = f"{mark}{text}" if thinks else f"{mark}\n\n{text}"
+            print(text, end="", flush=True)
     if is_grey and is_terminal:
         print("\033[0m", end="")
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .._install import install_command
+from .._interrupts import ending_at_once
 from .._text import one_of
 from .._weight_formats import BITS, GROUP_SIZES
 from .arguments import MIXED, RECIPES
@@ -49,7 +50,8 @@ def importing_torch(command: str) -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with ending_at_once():
+            yield
     finally:
         gc.freeze()
         if was_enabled:

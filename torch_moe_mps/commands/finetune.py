@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._interrupts import at_ctrl_c
 from .._text import split_gguf
 from ..macs import machine_memory, this_mac
 from ..training.examples import Example, read_examples
@@ -22,7 +23,6 @@ from ..training.record import ADAPTER, RECORD, begun
 from ..transformers.basics.report import in_unit
 from .card import CARD, adapter_card, use_of_adapter
 from .fit import size_when_loaded
-from .interrupts import at_ctrl_c
 from .results import locked, written_whole
 from .sources import check_generates, context_of, folder_of, load, skeleton_of, tokenizer_of, usable_device
 

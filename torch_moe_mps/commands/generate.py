@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
+from .._interrupts import at_ctrl_c
 from ..macs import machine_memory
 from ..serving.engine.defaults import choice, settings_of_answer
 from ..serving.engine.engine import Engine
@@ -19,7 +20,6 @@ from ..serving.engine.job import Job
 from ..serving.generate_batch import Answer, generate_all
 from ..serving.prefix_cache.memory import PrefixCache
 from .arguments import NO_DRAFTS
-from .interrupts import at_ctrl_c
 from .settings import settings_of
 from .sources import (
     check_adapter,

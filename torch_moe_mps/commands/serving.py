@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from .._interrupts import at_ctrl_c
 from ..macs import machine_memory
 from ..selfcheck.machine import cache_folder
 from ..serving.engine.encoder import Encoder, encoder_of
@@ -19,7 +20,6 @@ from ..serving.media.loading import Media
 from ..serving.prefix_cache.disk import Disk
 from ..serving.prefix_cache.memory import PrefixCache
 from .caches import kv_cache
-from .interrupts import at_ctrl_c
 from .processes import processes
 from .sources import (
     check_adapter,

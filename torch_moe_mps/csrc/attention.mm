@@ -414,11 +414,11 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const OptionalTensor& mask,
                  const Order& order, const Softmax& softmax, const CacheScales& scales,
                  const Selected& selected, const Gate& gate, int64_t lookahead, const Tail& tail,
-                 const OptionalTensor& relative, std::optional<c10::ScalarType> dtype) {
+                 const OptionalTensor& relative, std::optional<std::string_view> dtype) {
   const CacheArguments keys{k, scales.k_scales, scales.k_biases, tail.keys};
   const CacheArguments values{v, scales.v_scales, scales.v_biases, tail.values};
   return attend({q, keys, values, scale, mask, order, softmax, selected, gate, lookahead, tail, relative,
-                 dtype.value_or(q.scalar_type())});
+                 dtype ? dtype_named(*dtype) : q.scalar_type()});
 }
 
 // Behind more keys a launch is a small part, and all threadgroups would turn their queries again.
@@ -436,7 +436,7 @@ bool can_turn(const AttentionArguments& given) {
   return plan_attention(shape, gpu_cores()).grid.y == 1;
 }
 
-Tensor rope_attention_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys_,
+Tensor _rope_attention_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys_,
                        const Tensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
                        double scale, const HeadNorms& norms, const Turn& turn, const ValueNorm& norm,
                        const Order& order, const Softmax& softmax, const Gate& gate) {
@@ -501,7 +501,7 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
 
 MOE_FUNCTION("_is_long(float products) -> bool", is_long)
 MOE_OPERATOR(attention)
-MOE_OPERATOR(rope_attention_)
+MOE_OPERATOR(_rope_attention_)
 MOE_OPERATOR(write_cache_quantized_)
 
 }  // namespace moe_mps

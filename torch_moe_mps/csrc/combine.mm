@@ -89,7 +89,7 @@ Tensor expert_activation(const Tensor& rows_, const Activation& activation) {
   return out;
 }
 
-Tensor expert_activation_backward(const Tensor& dy_, const Tensor& rows_, const Activation& activation) {
+Tensor _expert_activation_backward(const Tensor& dy_, const Tensor& rows_, const Activation& activation) {
   const Tensor dy = dy_.contiguous(), rows = rows_.contiguous();
   const Tensor out = at::empty(rows.sizes(), rows.options());
   if (out.numel() == 0) return out;
@@ -101,12 +101,12 @@ Tensor expert_activation_backward(const Tensor& dy_, const Tensor& rows_, const 
   return out;
 }
 
-std::tuple<Tensor, Tensor> moe_weighted_reduce_backward(const Tensor& dy_, const Tensor& weights_,
-                                                        const Tensor& slots_) {
+std::tuple<Tensor, Tensor> _moe_weighted_reduce_backward(const Tensor& dy_, const Tensor& slots_,
+                                                         const Tensor& weights_) {
   const Tensor dy = dy_.contiguous(), weights = weights_.contiguous(), slots = slots_.contiguous();
   Tensor of_weights = at::empty(weights.sizes(), weights.options().dtype(at::kFloat));
   Tensor of_slots = at::empty(slots.sizes(), slots.options());
-  if (of_slots.numel() == 0) return {of_weights.zero_(), of_slots};
+  if (of_slots.numel() == 0) return {of_slots, of_weights.zero_()};
   WeightedSumBackwardParams params{};
   params.pairs = weights.numel();
   params.slots = weights.size(-1);
@@ -119,7 +119,7 @@ std::tuple<Tensor, Tensor> moe_weighted_reduce_backward(const Tensor& dy_, const
       .params(params)
       .threadgroups({ceil_div(params.pairs, kSumThreads / kSimdWidth)}, {kSumThreads});
   commands.encode();
-  return {of_weights, of_slots};
+  return {of_slots, of_weights};
 }
 
 Tensor weighted_sum_stacked(const Tensor& slots, const Tensor& weights) {
@@ -164,7 +164,7 @@ Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor
   return output;
 }
 
-Tensor moe_weighted_reduce(const Tensor& weights, const Tensor& expert_out, const Summands& around) {
+Tensor moe_weighted_reduce(const Tensor& expert_out, const Tensor& weights, const Summands& around) {
   const ExpertSum sum = around.with(weights.contiguous(), expert_out.scalar_type());
   Tensor output = at::empty({weights.size(0), expert_out.size(-1)}, expert_out.options());
   if (output.numel() > 0) encode_weighted_sum(expert_out.contiguous(), sum, output);
@@ -204,8 +204,8 @@ void add_slot_sum(Commands& commands, const Tensor& slots, const Tensor& output)
 }
 
 MOE_OPERATOR(expert_activation)
-MOE_OPERATOR(expert_activation_backward)
-MOE_OPERATOR(moe_weighted_reduce_backward)
+MOE_OPERATOR(_expert_activation_backward)
+MOE_OPERATOR(_moe_weighted_reduce_backward)
 MOE_OPERATOR(silu_mul_stacked)
 MOE_OPERATOR(weighted_sum_stacked)
 MOE_OPERATOR(weighted_sum_residual_stacked_)

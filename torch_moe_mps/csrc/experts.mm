@@ -38,7 +38,7 @@ Tensor expert_mm(const Tensor& x, const Tensor& weight, const Tensor& ids, const
   return project_slots(x, dense_matrix(x, weight, bias, transposed), ids);
 }
 
-Tensor expert_outer(const Tensor& a_, const Tensor& b_, const Tensor& ids_, int64_t experts) {
+Tensor _expert_outer(const Tensor& a_, const Tensor& b_, const Tensor& ids_, int64_t experts) {
   const int64_t left = a_.size(-1), right = b_.size(-1);
   const auto options = a_.options().dtype(at::kFloat);
   if (a_.numel() == 0 || b_.numel() == 0) return at::zeros({experts, left, right}, options);
@@ -76,7 +76,7 @@ Tensor moe_experts(const Tensor& x, const Tensor& gate_up, const Tensor& down, c
 }  // namespace
 
 MOE_OPERATOR(expert_mm)
-MOE_OPERATOR(expert_outer)
+MOE_OPERATOR(_expert_outer)
 MOE_OPERATOR(moe_experts)
 
 }  // namespace moe_mps

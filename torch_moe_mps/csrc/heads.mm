@@ -111,8 +111,8 @@ MatrixStack quantized_heads(const Tensor& packed, const Tensor& scales, const Op
 
 Tensor heads_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
                        const OptionalTensor& biases, std::string_view format, bool transposed,
-                       const OptionalTensor& tail, std::optional<c10::ScalarType> output_dtype) {
-  const auto wanted = output_dtype.value_or(x.scalar_type());
+                       const OptionalTensor& tail, std::optional<std::string_view> output_dtype) {
+  const auto wanted = output_dtype ? dtype_named(*output_dtype) : x.scalar_type();
   const auto dtype = compute_dtype(wanted, {{weight_format(format), scales}});
   const MatrixStack matrix = quantized_heads(packed, scales, biases, weight_format(format), dtype);
   const OptionalTensor behind = tail ? std::optional(in_dtype(*tail, dtype)) : std::nullopt;

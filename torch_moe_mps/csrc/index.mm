@@ -16,7 +16,7 @@ using at::Tensor;
 
 constexpr int64_t kMostScores = int64_t(16) << 20;  // 64 MB
 
-Tensor index_topk(const Tensor& q_, const Tensor& k_, const OptionalTensor& weights_, int64_t top_k,
+Tensor _index_topk(const Tensor& q_, const Tensor& k_, const OptionalTensor& weights_, int64_t top_k,
                   double scale, const OptionalTensor& key_range_, std::string_view reduce, int64_t block,
                   int64_t tail, int64_t keys, bool as_bits) {
   const int64_t batch = q_.size(0), tokens = q_.size(1), heads = q_.size(2), stored = k_.size(1);
@@ -88,6 +88,6 @@ Tensor index_topk(const Tensor& q_, const Tensor& k_, const OptionalTensor& weig
 
 }  // namespace
 
-MOE_OPERATOR(index_topk)
+MOE_OPERATOR(_index_topk)
 
 }  // namespace moe_mps

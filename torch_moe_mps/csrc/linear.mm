@@ -20,12 +20,12 @@ Tensor rows_of(const Tensor& x, c10::ScalarType dtype) {
 }
 
 Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
-                        const OptionalTensor& biases, const OptionalTensor& bias, std::string_view format,
+                        const OptionalTensor& biases, std::string_view format, const OptionalTensor& bias,
                         const OptionalTensor& residual, const OptionalTensor& order,
                         const std::optional<InputNorm>& norm, std::optional<std::string_view> activation,
                         std::optional<int64_t> activated, double factor,
-                        std::optional<c10::ScalarType> out_dtype) {
-  const c10::ScalarType wanted = out_dtype.value_or(x.scalar_type());
+                        std::optional<std::string_view> dtype_name) {
+  const c10::ScalarType wanted = dtype_name ? dtype_named(*dtype_name) : x.scalar_type();
   at::DimVector shape(x.sizes());
   shape.back() = packed.size(0);
   if (x.numel() == 0 || packed.numel() == 0) {  // no rows, no outputs, or outputs of nothing
@@ -37,7 +37,7 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
   const auto dtype = compute_dtype(x.scalar_type(), {{weight_format(format), scales}});
   const MatrixStack matrix = packed_matrix(packed, scales, biases, weight_format(format), bias, dtype);
   const Tensor rows = rows_of(x, dtype);
-  const Tensor out = at::empty(shape, rows.options().dtype(out_dtype.value_or(dtype)));
+  const Tensor out = at::empty(shape, rows.options().dtype(dtype_name ? wanted : dtype));
   const OptionalTensor added = converted(residual, dtype), columns = contiguous(order);
   Commands commands;
   Activation of_outputs;
@@ -49,7 +49,7 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
   return in_dtype(out, wanted);
 }
 
-Tensor linear_quantized_transposed(const Tensor& dy, const Tensor& packed, const Tensor& scales,
+Tensor _linear_quantized_transposed(const Tensor& dy, const Tensor& packed, const Tensor& scales,
                                    const OptionalTensor& biases, std::string_view format) {
   const auto dtype = compute_dtype(dy.scalar_type(), {{weight_format(format), scales}});
   const MatrixStack matrix =
@@ -74,7 +74,8 @@ Tensor mlp_quantized(const Tensor& x, const Packed& gate_up, const Packed& down,
 }
 
 Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tensor& scales,
-                           const OptionalTensor& biases, std::string_view format, c10::ScalarType dtype) {
+                           const OptionalTensor& biases, std::string_view format, std::string_view dtype_name) {
+  const c10::ScalarType dtype = dtype_named(dtype_name);
   const auto scale_dtype = weight_format(format).scales_like_activations ? scales.scalar_type() : dtype;
   const MatrixStack matrix =
       packed_matrix(packed, scales, biases, weight_format(format), std::nullopt, scale_dtype);
@@ -105,7 +106,7 @@ Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tenso
 }  // namespace
 
 MOE_OPERATOR(linear_quantized)
-MOE_OPERATOR(linear_quantized_transposed)
+MOE_OPERATOR(_linear_quantized_transposed)
 MOE_OPERATOR(mlp_quantized)
 MOE_OPERATOR(embedding_quantized)
 

@@ -153,7 +153,7 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
     params.has_norm = true;
     params.norm_dtype = dtype_code(norm->weight);
     params.norm_eps = static_cast<float>(norm->eps);
-    params.norm_offset = static_cast<float>(norm->offset);
+    params.norm_weight_offset = static_cast<float>(norm->offset);
   }
   // A call of no tokens has empty tensors, in whose place another one is bound.
   const bool has_tokens = output.numel() > 0;

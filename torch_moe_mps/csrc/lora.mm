@@ -98,7 +98,7 @@ Tensor expert_lora(const Tensor& added_, const Tensor& x_, const Tensor& a_, con
   return with_adapter(added, x, a, b, ids, pair_order, params);
 }
 
-std::tuple<Tensor, Tensor, Tensor> expert_lora_backward(const Tensor& dy_, const Tensor& x_, const Tensor& a_,
+std::tuple<Tensor, Tensor, Tensor> _expert_lora_backward(const Tensor& dy_, const Tensor& x_, const Tensor& a_,
                                                         const Tensor& b_, const Tensor& ids_,
                                                         const Tensor& pair_order_, const Tensor& offsets_,
                                                         int64_t experts, double scaling) {
@@ -137,6 +137,6 @@ std::tuple<Tensor, Tensor, Tensor> expert_lora_backward(const Tensor& dy_, const
 
 MOE_OPERATOR(linear_lora)
 MOE_OPERATOR(expert_lora)
-MOE_OPERATOR(expert_lora_backward)
+MOE_OPERATOR(_expert_lora_backward)
 
 }  // namespace moe_mps

@@ -64,7 +64,7 @@ bool can_choose(const Router& router, const Tensor& x, const MatrixStack& matrix
 
 void set_norm(MatmulParams& params, const InputNorm& norm) {
   params.norm_eps = static_cast<float>(norm.eps);
-  params.norm_offset = static_cast<float>(norm.offset);
+  params.norm_weight_offset = static_cast<float>(norm.offset);
 }
 
 // Intermediate tensors that the steps of a plan hand to each other.

@@ -67,10 +67,11 @@ uint8_t number_code(const Tensor& tensor) {
   return tensor.scalar_type() == at::kLong ? DTYPE_LONG : dtype_code(tensor);
 }
 
-Tensor pointwise(const Tensor& a, std::string_view text, c10::ScalarType dtype, const OptionalTensor& b,
+Tensor _pointwise(const Tensor& a, std::string_view text, std::string_view dtype_name, const OptionalTensor& b,
                  const OptionalTensor& c, const OptionalTensor& d, const OptionalTensor& e,
                  const OptionalTensor& f, bool mean) {
   const Formula& formula = formula_of(text);
+  const c10::ScalarType dtype = dtype_named(dtype_name);
   const std::array<const Tensor*, POINTWISE_INPUTS> inputs = {&a,           tensor_of(b), tensor_of(c),
                                                               tensor_of(d), tensor_of(e), tensor_of(f)};
   c10::SmallVector<int64_t, POINTWISE_RANK> shape;
@@ -110,7 +111,7 @@ Tensor pointwise(const Tensor& a, std::string_view text, c10::ScalarType dtype, 
     params.dtypes[i] = number_code(input);
     for (int64_t dim = 0; dim < input.dim(); ++dim) {
       const int64_t stride = input.size(dim) == 1 ? 0 : input.stride(dim);
-      TORCH_CHECK(stride <= kMostElements, "moe_mps::pointwise: an input is too far apart");
+      TORCH_CHECK(stride <= kMostElements, "moe_mps::_pointwise: an input is too far apart");
       params.strides[i][POINTWISE_RANK - input.dim() + dim] = stride;
     }
     command.bind_strided(input);
@@ -123,6 +124,6 @@ Tensor pointwise(const Tensor& a, std::string_view text, c10::ScalarType dtype, 
 
 }  // namespace
 
-MOE_OPERATOR(pointwise)
+MOE_OPERATOR(_pointwise)
 
 }  // namespace moe_mps

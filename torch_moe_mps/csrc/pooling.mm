@@ -11,7 +11,7 @@ namespace {
 
 using at::Tensor;
 
-void pool_window_(const Tensor& kv_, const Tensor& gate_, const Tensor& position_bias_, const Tensor& state_,
+void _pool_window_(const Tensor& kv_, const Tensor& gate_, const Tensor& position_bias_, const Tensor& state_,
                   const Tensor& entries_, int64_t position, const Tensor& norm_weight_,
                   const Tensor& inv_freq_, double scaling, double eps) {
   if (kv_.numel() == 0) return;
@@ -55,6 +55,6 @@ void pool_window_(const Tensor& kv_, const Tensor& gate_, const Tensor& position
 
 }  // namespace
 
-MOE_OPERATOR(pool_window_)
+MOE_OPERATOR(_pool_window_)
 
 }  // namespace moe_mps

@@ -116,7 +116,7 @@ struct Call {
   Range results;        // -1: nobody reads it
   Range last;           // read by this call for the last time
   bool is_list;         // the results are those of one list
-  int64_t matrix;       // the place of its first constant tensor; 0: there is none
+  int64_t matrix;       // the place of its weight; 0: it has none
   int64_t next_matrix;  // that of the next call that has one
 };
 
@@ -271,11 +271,18 @@ class Program : public torch::CustomClassHolder {
     return place < 0 ? constants_[~place] : values[place];
   }
 
+  // The largest constant that is a matrix: weights of norms lie among the arguments, too.
   int64_t matrix_among(const std::vector<Places>& arguments) const {
+    int64_t matrix = 0;
+    size_t most = 0;
     for (const Places& places : arguments) {
-      if (places.size() == 1 && places[0] < 0 && constants_[~places[0]].isTensor()) return places[0];
+      if (places.size() != 1 || places[0] >= 0 || !constants_[~places[0]].isTensor()) continue;
+      const at::Tensor& tensor = constants_[~places[0]].toTensor();
+      if (tensor.dim() < 2 || tensor.nbytes() <= most) continue;
+      most = tensor.nbytes();
+      matrix = places[0];
     }
-    return 0;
+    return matrix;
   }
 
   void forget(Range last, std::vector<c10::IValue>& values) const {

@@ -17,7 +17,7 @@ Tensor expert_qmm(const Tensor& x, const Tensor& packed, const Tensor& scales, c
   return in_dtype(project_slots(in_dtype(x, dtype), matrix, ids), x.scalar_type());
 }
 
-Tensor expert_qmm_transposed(const Tensor& dy, const Tensor& packed, const Tensor& scales,
+Tensor _expert_qmm_transposed(const Tensor& dy, const Tensor& packed, const Tensor& scales,
                              const OptionalTensor& biases, const Tensor& ids, std::string_view format,
                              bool sums) {
   const auto dtype = compute_dtype(dy.scalar_type(), {{weight_format(format), scales}});
@@ -58,7 +58,7 @@ Tensor moe_experts_quantized(const Tensor& x, const Packed& gate_up, const Packe
 }  // namespace
 
 MOE_OPERATOR(expert_qmm)
-MOE_OPERATOR(expert_qmm_transposed)
+MOE_OPERATOR(_expert_qmm_transposed)
 MOE_OPERATOR(moe_experts_quantized)
 
 }  // namespace moe_mps

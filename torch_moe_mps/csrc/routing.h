@@ -27,7 +27,7 @@ struct Router {
 Router router_of(const at::Tensor& logits, int64_t top_k, std::string_view scoring,
                  const OptionalTensor& bias, int64_t num_groups, int64_t top_groups,
                  std::string_view group_score, std::optional<double> masked_score, bool bias_on_logits,
-                 bool norm_topk_prob, double norm_eps, double norm_min, double scaling_factor,
+                 bool norm_topk_prob, double sum_eps, double sum_min, double scaling_factor,
                  const OptionalTensor& per_expert_scale);
 template <>
 struct GroupOf<Router> : MadeBy<router_of> {};

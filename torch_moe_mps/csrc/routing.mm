@@ -49,8 +49,8 @@ RouterParams plain_router(uint32_t scoring, int64_t top_k) {
 
 void set_normalisation(RouterParams& params, double eps, double minimum) {
   params.normalise = 1;
-  params.norm_eps = static_cast<float>(eps);
-  params.norm_min = minimum > 0.0 ? static_cast<float>(minimum) : -std::numeric_limits<float>::infinity();
+  params.sum_eps = static_cast<float>(eps);
+  params.sum_min = minimum > 0.0 ? static_cast<float>(minimum) : -std::numeric_limits<float>::infinity();
 }
 
 constexpr int64_t kLeastExperts = 2, kMostExperts = 32;  // that a lane of a kernel holds
@@ -111,7 +111,7 @@ RouterLogitsParams logits_params(const Tensor& hidden, const Tensor& router,
   if (norm) {
     params.norm_dtype = dtype_code(norm->weight);
     params.eps = static_cast<float>(norm->eps);
-    params.norm_offset = static_cast<float>(norm->offset);
+    params.norm_weight_offset = static_cast<float>(norm->offset);
   }
   return params;
 }
@@ -146,11 +146,10 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const std::optional
 }
 
 Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                     const std::optional<InputNorm>& norm, std::optional<c10::ScalarType> dtype,
-                     double factor) {
+                     const std::optional<InputNorm>& norm, std::string_view dtype, double factor) {
   // For more tokens, PyTorch's matmul of float32 copies is faster. Not measured.
   constexpr int64_t kMostTokens = 32;
-  const c10::ScalarType to = dtype.value_or(at::kFloat);
+  const c10::ScalarType to = dtype_named(dtype);
   if (x.size(0) == 0 || weight.size(0) == 0) {
     return at::empty({x.size(0), weight.size(0)}, x.options().dtype(to));
   }
@@ -214,7 +213,7 @@ Routing moe_hash_router(const Tensor& x, const Tensor& weight, const Tensor& tab
 Router router_of(const Tensor& logits, int64_t top_k, std::string_view scoring, const OptionalTensor& bias,
                  int64_t num_groups, int64_t top_groups, std::string_view group_score,
                  std::optional<double> masked_score, bool bias_on_logits, bool norm_topk_prob,
-                 double norm_eps, double norm_min, double scaling_factor,
+                 double sum_eps, double sum_min, double scaling_factor,
                  const OptionalTensor& per_expert_scale) {
   RouterParams params = plain_router(scoring_code(scoring), top_k);
   params.bias_on_logits = bias_on_logits;
@@ -224,7 +223,7 @@ Router router_of(const Tensor& logits, int64_t top_k, std::string_view scoring, 
   params.has_masked_score = masked_score.has_value();
   params.masked_score = static_cast<float>(masked_score.value_or(0.0));
   params.scaling_factor = static_cast<float>(scaling_factor);
-  if (norm_topk_prob) set_normalisation(params, norm_eps, norm_min);
+  if (norm_topk_prob) set_normalisation(params, sum_eps, sum_min);
   return router_with(logits, bias, per_expert_scale, params);
 }
 

@@ -61,6 +61,9 @@ uint32_t dtype_code(const OptionalTensor& tensor);
 // The place of a choice's name among all of them, which shaders/params number in this order.
 uint32_t code_of(std::string_view name, std::initializer_list<std::string_view> names);
 
+// The dtype of a name, as ops/_checks.py has them.
+c10::ScalarType dtype_named(std::string_view name);
+
 // The tensor in a dtype; itself if it has that dtype already: at::Tensor::to calls the dispatcher.
 at::Tensor in_dtype(const at::Tensor& tensor, c10::ScalarType dtype);
 

@@ -120,6 +120,10 @@ at::Tensor aligned(const at::Tensor& tensor) {
   return is_aligned(rows) ? rows : rows.clone();
 }
 
+c10::ScalarType dtype_named(std::string_view name) {
+  return name == "float32" ? at::kFloat : name == "float16" ? at::kHalf : at::kBFloat16;
+}
+
 at::Tensor in_dtype(const at::Tensor& tensor, c10::ScalarType dtype) {
   return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype);
 }

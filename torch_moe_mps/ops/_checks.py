@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# An argument `dtype` is a name: torch reads a number in its place unchecked, and 99 ends the process.
+NAMED_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ID_DTYPES = (torch.int32, torch.int64)
 PACKED_DTYPES = (torch.uint32, torch.int32)
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -15,8 +17,13 @@ MAX_TOP_K = 64  # experts per token
 MAX_EXPERTS = 1024
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, as operators take it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return " or ".join(map(dtype_name, dtypes))
 
 
 def _is_dense(tensor: Tensor) -> bool:

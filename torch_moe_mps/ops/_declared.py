@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES, ID_DTYPES, PACKED_DTYPES, Check
+from ._checks import ACTIVATION_DTYPES, ID_DTYPES, NAMED_DTYPES, PACKED_DTYPES, Check
 
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "": ACTIVATION_DTYPES,
@@ -128,13 +128,11 @@ class Declared:
                 check.dtype(argument, tensor, _dtypes(kind, given))
             if shapes:
                 _check_shape(check, argument, tensor, shapes)
-        for argument, allowed in ({"dtype": ACTIVATION_DTYPES} | self.allowed).items():
+        for argument, allowed in ({"dtype": NAMED_DTYPES} | self.allowed).items():
             value = given.get(argument)
             if value is None:
                 continue
-            if isinstance(value, torch.dtype):
-                check.among_dtypes(argument, value, allowed)
-            elif isinstance(allowed, range):
+            if isinstance(allowed, range):
                 check.between(argument, value, allowed[0], allowed[-1])
             elif isinstance(value, str):
                 check.choice(argument, value, allowed)

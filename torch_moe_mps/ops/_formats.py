@@ -279,13 +279,19 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def pack_octets(codes: Tensor, bits: int) -> Tensor:
     """uint8 [..., C] -> uint8 [..., C * bits / 8]: the inverse of _spread."""
     if bits < 8:
-        codes = codes.contiguous().view(torch.int64)
+        codes = aligned(codes).view(torch.int64)
         for count in (1, 2, 4):
             lower = _repeated((1 << count * bits) - 1, 16 * count)
             upper = (codes >> count * (8 - bits)).bitwise_and_(lower << count * bits)
             codes = (codes & lower).bitwise_or_(upper)
         codes = codes.view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits].flatten(-2)
-    return codes.contiguous()
+    return aligned(codes)
+
+
+def aligned(octets: Tensor) -> Tensor:
+    """Contiguous uint8 at an address that is one of each dtype."""
+    octets = octets.contiguous()
+    return octets if octets.storage_offset() % 8 == 0 else octets.clone()
 
 
 def _octets(packed: Tensor) -> Tensor:
@@ -321,6 +327,8 @@ def decode(codes: Tensor, scales: Tensor, biases: Tensor | None, format: Format)
 
 def _scaled(values: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
     """Applies scales and biases in place: the numbers [..., group_size] of codes become values."""
+    if format.row.offset:  # before an infinite scale
+        values.sub_(format.row.offset / format.row.step)
     if not format.row.is_of_mlx:
         scales, biases = _scales_of_ggml(scales, biases, format)
     if biases is not None:
@@ -336,17 +344,14 @@ def _halves(bits: Tensor) -> Tensor:
 
 def _scales_of_ggml(scales: Tensor, biases: Tensor | None, format: Format) -> tuple[Tensor, Tensor | None]:
     """The scales and biases [..., groups] in float32."""
-    integers, row = format.integers, format.row
+    integers = format.integers
     if integers is None or biases is None:
-        factors = _halves(scales) * row.step
-        biases = None if biases is None else _halves(biases)
-    else:
-        count, groups = integers.halves, LARGE_BLOCK // format.group_size
-        numbers = _spread(scales.contiguous(), integers.bits).unflatten(-1, (-1, groups, count))
-        products = (numbers.float() - integers.centre) * _halves(biases).unflatten(-1, (-1, 1, count))
-        factors, *minima = products.flatten(-3, -2).unbind(-1)
-        biases = -minima[0] if minima else None
-    return factors, -row.offset / row.step * factors if row.offset else biases
+        return _halves(scales) * format.row.step, None if biases is None else _halves(biases)
+    count, groups = integers.halves, LARGE_BLOCK // format.group_size
+    numbers = _spread(scales.contiguous(), integers.bits).unflatten(-1, (-1, groups, count))
+    products = (numbers.float() - integers.centre) * _halves(biases).unflatten(-1, (-1, 1, count))
+    factors, *minima = products.flatten(-3, -2).unbind(-1)
+    return factors, -minima[0] if minima else None
 
 
 @functools.cache

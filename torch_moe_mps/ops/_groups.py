@@ -2,7 +2,7 @@
 
     def mlp(x: Tensor, gate_up: Weight, *, norm: InputNorm, shared: Weight | None = None) -> Tensor
 
-has the arguments x, gate_up_packed, gate_up_scales, gate_up_biases, norm_weight, norm_eps, norm_offset, ...
+has the arguments x, gate_up_packed, gate_up_scales, gate_up_biases, norm_weight, norm_eps, ...
 Fields keep their names; fields of a `prefixed` class follow the parameter's name. Defaults are the fields'. A
 group that may be None has arguments that are None by default, and is None where all are.
 """

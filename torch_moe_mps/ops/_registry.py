@@ -4,7 +4,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ._groups import Grouped
 NAMESPACE = "moe_mps"
 Outputs: TypeAlias = Tensor | tuple[Tensor, ...] | None
 Result = TypeVar("Result", bound=Outputs)
+Arguments = ParamSpec("Arguments")
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 OPERATORS: list[str] = []
 DECLARED: dict[str, Declared] = {}
@@ -83,7 +84,7 @@ def operator(
     dependences: tuple[str, ...] = (),
     symbols: tuple[str, ...] = (),
     backward: Backward | None = None,
-) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<its name>`.
 
     The schema is its signature, with an argument for each member of a group (`_groups.py`); the reference and
@@ -102,12 +103,15 @@ def operator(
 
     `backward`: how gradients reach arguments; without it a backward pass raises an error by name.
 
-    The decorated name becomes a function that calls the operator, on whatever device its arguments are.
+    The decorated name becomes a function that calls the operator, on whatever device its arguments are. An
+    operator whose declared results are arguments that it writes has no result in its schema, since
+    torch.compile takes no aliases from it; the function returns them.
     """
 
-    def register(reference: Callable[..., Result]) -> Callable[..., Result]:
+    def register(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         declared = Declared(tensors, allowed or {}, dependences)
-        return Operator(reference, meta, declared, symbols, backward).register()
+        made = Operator(reference, meta, declared, symbols, backward).register()
+        return cast(Callable[Arguments, Result], made)
 
     return register
 
@@ -117,6 +121,7 @@ class Operator:
 
     Attributes:
         written: arguments that are written in place.
+        returned: those of them that the Python function returns.
         types: {argument: its type in the schema}
         defaults: {argument: its default}
         checked: signatures whose arguments are good, as the Metal host has them.
@@ -133,7 +138,9 @@ class Operator:
         self.name, self.reference, self.own_meta = reference.__name__, reference, meta
         self.grouped, self.declared, self.backward = Grouped(reference), declared, backward
         self.written = [name for name in self.grouped.signature.parameters if name.endswith("_")]
-        schema = _schema_of(self.grouped.signature, self.written, symbols)
+        results = [name for name, *_ in declared.results or ()]
+        self.returned = results if results and {*results} <= {*self.written} else []
+        schema = _schema_of(self.grouped.signature, self.written, symbols, bool(self.returned))
         LIBRARY.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         self.packet = getattr(torch.ops.moe_mps, self.name)
         self.overload = self.packet.default
@@ -155,17 +162,25 @@ class Operator:
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self.meta, lib=LIBRARY)
         LIBRARY.impl(self.name, self.autograd, "Autograd", with_keyset=True)
         self.packet.__doc__ = self.reference.__doc__
-        packet, function, checked, may_change = self.packet, self.function, self.checked, bool(self.written)
+        packet, reference, checked, may_change = self.packet, self.function, self.checked, bool(self.written)
 
         @functools.wraps(self.reference)
         def call(*args, **kwargs):
             is_plain = not may_change and args and type(args[0]) in PLAIN and args[0].is_cpu
             if is_plain and nothing_between() and _signature_on_cpu(args, kwargs) in checked:
-                return _contiguous(function(*args, **kwargs))
+                return _contiguous(reference(*args, **kwargs))
             return packet(*args, **kwargs)
 
-        vars(call)["__signature__"] = self.grouped.signature
-        return call
+        @functools.wraps(self.reference)
+        def call_and_return(*args, **kwargs):
+            packet(*args, **kwargs)
+            passed = self.named(args, kwargs)
+            results = tuple(passed[name] for name in self.returned)
+            return results if len(results) > 1 else results[0]
+
+        function = call_and_return if self.returned else call
+        vars(function)["__signature__"] = self.grouped.signature
+        return function
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name."""
@@ -177,7 +192,7 @@ class Operator:
         _check_values(check, self.types, passed)
         self.declared.check(check, passed)
         outputs = None if self.own_meta is None else self.own_meta(check, **self.grouped.gathered(passed))
-        if self.declared.results is not None:
+        if self.declared.results is not None and not self.returned:
             outputs = self.declared.outputs(check, passed)
         for argument in self.written:
             if passed[argument] is not None:
@@ -202,7 +217,8 @@ class Operator:
             _check_apart(Check(self.name), self.written, self.named(args, kwargs))
         if _device_of(args) == "mps":
             _warn_mps_reference()
-        return self.run(*args, **kwargs)
+        outputs = self.run(*args, **kwargs)
+        return None if self.returned else outputs
 
     def on_cpu(self, *args: Any, **kwargs: Any) -> Outputs:
         """The same for dense tensors on the CPU, where checks take longer than many a reference."""
@@ -297,9 +313,13 @@ def _signature_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple | 
     return tuple(signature)
 
 
-def _schema_of(signature: inspect.Signature, written: list[str], symbols: tuple[str, ...]) -> str:
+def _schema_of(
+    signature: inspect.Signature, written: list[str], symbols: tuple[str, ...], is_without_results: bool
+) -> str:
     def function() -> None: ...
 
+    if is_without_results:
+        signature = signature.replace(return_annotation=None)
     vars(function)["__signature__"] = signature
     schema = torch.library.infer_schema(function, mutates_args=written)
     schema = schema.replace("SymInt", "int")  # the checks ask for numbers, not for symbols

@@ -134,7 +134,7 @@ class Sample:
     @property
     def norm(self) -> dict[str, Any]:
         """Arguments for the norm of an operator's input."""
-        return {"norm_weight": self.values(self.H), "norm_offset": 1.0}
+        return {"norm_weight": self.values(self.H), "norm_weight_offset": 1.0}
 
     @property
     def q(self) -> Tensor:

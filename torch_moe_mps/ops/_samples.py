@@ -24,7 +24,7 @@ OF_HEADS = {
     "attention": ("q", "v"),
     "rope": ("q", "q"),
     "rope_cache_": ("k", "v"),
-    "rope_attention_": ("q", "v"),
+    "_rope_attention_": ("q", "v"),
     "linear_attention_": ("q", "v"),
     "write_cache_quantized_": ("states", "states"),
 }

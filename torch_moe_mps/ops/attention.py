@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._weight_formats import GROUP_SIZES
-from ._checks import PACKED_DTYPES, Check
+from ._checks import NAMED_DTYPES, PACKED_DTYPES, Check
 from ._formats import Format, dequantize_values, pack
 from ._registry import operator
 from ._sample import Calls, Changes, Sample, whole_groups
@@ -151,9 +151,10 @@ def _meta_attention(
     factors = gate.gate
     if factors is not None and factors.shape[3] != 1:
         check.shape("gate", factors, (*factors.shape[:3], value_width), "[B, T, Hq, Dv or 1]")
+    wanted = q.dtype if dtype is None else NAMED_DTYPES[dtype]
     wider = () if q.dtype == torch.float32 else (torch.float32,)
-    check.among_dtypes("dtype", dtype or q.dtype, (q.dtype, *wider))
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width), dtype=dtype or q.dtype)
+    check.among_dtypes("dtype", wanted, (q.dtype, *wider))
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width), dtype=wanted)
 
 
 def seen_in_order(
@@ -262,7 +263,7 @@ def attention(
     lookahead: int = 0,
     tail: Tail,
     relative: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
 ) -> Tensor:
     """Grouped-query attention over a cache, with all that models add to it.
 
@@ -318,7 +319,7 @@ def attention(
         relative: [B, T, Hq, E] in the dtype of `q`: element e is added to the score of the key e positions
             before the token's own. Keys E and more positions before it get nothing. None beside mask,
             indices, lookahead and a tail.
-        dtype: of the result: float32, or the dtype of `q` (also None).
+        dtype: of the result: "float32", or the name of the dtype of `q` (also None).
 
     Returns: [B, T, Hq, Dv] in `dtype`. A token that sees no key gets zeros.
 
@@ -360,7 +361,7 @@ def attention(
     out = out.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2)
     if gate.gate is not None:
         out = out * GATES[gate.gate_activation](gate.gate.float())
-    return out.to(dtype or q.dtype)
+    return out.to(q.dtype if dtype is None else NAMED_DTYPES[dtype])
 
 
 # The cache in 8 bits
@@ -377,13 +378,13 @@ def _meta_rope_attention(check, q, k, v, keys_, values_, scale, order, softmax, 
 
 @operator(
     f"q[B, T, Hq>=1, D<={MAX_HEAD}] k[B, T, Hk>=1, D]:q v[B, T, Hk, Dv<={MAX_VALUE_HEAD}]:q "
-    "keys_[B, Hk, S, D]:q values_[B, Hk, S, Dv]:q cos[A, T, W] sin[A, T, W]:cos q_weight[D] k_weight[D] "
-    "v_weight[Dv] key_range[B, 2]:int32 sinks[Hq]|[B, T, Hq] gate[B, T, Hq, _]:q",
+    "keys_[B, Hk, S, D]:q values_[B, Hk, S, Dv]:q cos[A, T, W] sin[A, T, W]:cos q_norm_weight[D] "
+    "k_norm_weight[D] v_norm_weight[Dv] key_range[B, 2]:int32 sinks[Hq]|[B, T, Hq] gate[B, T, Hq, _]:q",
     _meta_rope_attention,
     allowed={"pairs": PAIRS, "gate_activation": tuple(GATES), "window": 1},
     dependences=WRITTEN,
 )
-def rope_attention_(
+def _rope_attention_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -406,8 +407,8 @@ def rope_attention_(
     block has all queries of a key head, up to 16, and the inputs can be read as vectors.
 
     Args:
-        q, k, v, keys_, values_, cos, sin, q_weight, k_weight, eps, weight_offset, pairs, rotary_dim,
-            rotary_last, norm_v, v_weight: as for `rope_cache_`.
+        q, k, v, keys_, values_, cos, sin, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset, pairs,
+            rotary_dim, rotary_last, norm_v, v_norm_weight: as for `rope_cache_`.
         scale, window, key_range, softcap, sinks, gate, gate_activation: as for `attention`.
 
     Returns: [B, T, Hq, Dv] in the dtype of `q`, contiguous.
@@ -427,7 +428,8 @@ def _check_write(check, states, packed_, scales_, biases_, start):
 
 
 @operator(
-    "states[B, Hk, T, _] packed_[B, Hk, N, _]:packed scales_[B, Hk, N, _]:states biases_[B, Hk, N, _]:states",
+    "states[B, Hk, T, _] packed_[B, Hk, N, _]:packed scales_[B, Hk, N, _]:states biases_[B, Hk, N, _]:states "
+    "-> packed_ scales_ biases_",
     _check_write,
     symbols=("start",),
 )
@@ -437,7 +439,7 @@ def write_cache_quantized_(
     scales_: Tensor,
     biases_: Tensor,
     start: int,
-) -> None:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Writes keys or values of new tokens into a cache in 8 bits, as `attention` reads it.
 
         bias = the lowest number of a group; scale = (the highest - bias) / 254, rounded to the dtype
@@ -453,10 +455,12 @@ def write_cache_quantized_(
             in place. None of the three may overlap itself or another argument.
         start: the token of the cache that the first new one becomes, N - T at most.
 
+    Returns: `packed_`, `scales_` and `biases_`. `torch.ops.moe_mps` itself returns nothing.
+
     Raises: ValueError for a dtype, shape, number or device that does not fit.
     """
     if states.numel() == 0:
-        return
+        return packed_, scales_, biases_
     groups = states.float().unflatten(-1, (scales_.shape[3], -1))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     not_finite = (groups * 0).sum(-1, keepdim=True)  # NaN if any number is, else 0
@@ -470,6 +474,7 @@ def write_cache_quantized_(
         (biases_, bias.squeeze(-1).to(biases_.dtype)),
     ):
         target[:, :, start : start + states.shape[2]] = new
+    return packed_, scales_, biases_
 
 
 def _in_8_bits(s: Sample, tokens: int, keys: int, heads: int = 4) -> dict[str, Any]:
@@ -525,24 +530,26 @@ def _written(s: Sample) -> dict[str, Any]:
 
 
 def turned(s: Sample, tokens: int, heads: int = 4, keys: int = 12) -> dict[str, Any]:
-    """Good arguments of rope_attention_."""
-    states = f"q[2, {tokens}, {heads}, D] k[2, {tokens}, 2, D] v[2, {tokens}, 2, V] q_weight[D]"
+    """Good arguments of _rope_attention_."""
+    states = f"q[2, {tokens}, {heads}, D] k[2, {tokens}, 2, D] v[2, {tokens}, 2, V] q_norm_weight[D]"
     caches = f"keys_[2, 2, {keys}, D] values_[2, 2, {keys}, V]"
     return s.of(f"{states} {caches} cos[1, {tokens}, D] sin[1, {tokens}, D]", scale=s.D**-0.5)
 
 
 CALLS: Calls = {
-    "rope_attention_": lambda s: turned(s, s.T),
+    "_rope_attention_": lambda s: turned(s, s.T),
     "attention": lambda s: s.of(
         f"k[2, 2, {s.T + 6}, D] v[2, 2, {s.T + 6}, V] sinks[4]", q=s.q.transpose(1, 2), scale=0.25
     ),
     "write_cache_quantized_": _written,
 }
 CHANGES: Changes = {
-    "rope_attention_": lambda s: [
+    "_rope_attention_": lambda s: [
         turned(s, 1, heads=18),
         turned(s, 1)
-        | s.of("k_weight[D] v_weight[V] sinks[4] gate[2, 1, 4, 1]", pairs="interleaved", norm_v=True)
+        | s.of(
+            "k_norm_weight[D] v_norm_weight[V] sinks[4] gate[2, 1, 4, 1]", pairs="interleaved", norm_v=True
+        )
         | {"window": 3, "softcap": 20.0},
     ],
     "attention": _more_attention,

@@ -42,117 +42,117 @@ def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
-def _width_of(check, rows, activation):
+def _width_of(check, x, activation):
     """The columns that the activation gives."""
-    width = rows.shape[-1]
+    width = x.shape[-1]
     if activation.gated and width % 2 != 0:
-        check.fail("rows", "of an even number of columns, gates and ups", tuple(rows.shape))
+        check.fail("x", "of an even number of columns, gates and ups", tuple(x.shape))
     return width // 2 if activation.gated else width
 
 
-def _meta_expert_activation(check, rows, activation):
+def _meta_expert_activation(check, x, activation):
     activation.check(check)
-    return rows.new_empty(*rows.shape[:-1], _width_of(check, rows, activation))
+    return x.new_empty(*x.shape[:-1], _width_of(check, x, activation))
 
 
-def _meta_expert_activation_backward(check, dy, rows, activation):
+def _meta_expert_activation_backward(check, dy, x, activation):
     activation.check(check)
-    check.shape("dy", dy, (*rows.shape[:-1], _width_of(check, rows, activation)), "[..., I]")
-    return rows.new_empty(rows.shape)
+    check.shape("dy", dy, (*x.shape[:-1], _width_of(check, x, activation)), "[..., I]")
+    return x.new_empty(x.shape)
 
 
-@operator("rows[..., N] dy[..., _]:rows", _meta_expert_activation_backward)
-def expert_activation_backward(dy: Tensor, rows: Tensor, activation: Activation) -> Tensor:
-    """The gradient of the input of expert_activation: dy times the derivatives at `rows`.
+@operator("x[..., N] dy[..., _]:x", _meta_expert_activation_backward)
+def _expert_activation_backward(dy: Tensor, x: Tensor, activation: Activation) -> Tensor:
+    """The gradient of the input of expert_activation: dy times the derivatives at `x`.
 
     Args:
-        dy: [..., I], the dtype of `rows`: the gradient of the output.
-        rows, activation, alpha, limit, gated, interleaved: as for expert_activation.
+        dy: [..., I], the dtype of `x`: the gradient of the output.
+        x, activation, alpha, limit, gated, interleaved: as for expert_activation.
 
-    Returns: [..., 2I] ([..., I] when not gated) in the dtype of `rows`; computed in float32. Where a clamp
+    Returns: [..., 2I] ([..., I] when not gated) in the dtype of `x`; computed in float32. Where a clamp
         took another value, and for relu at 0, it is 0; a clamp passes on what lies at its limit.
 
     Raises: ValueError for a dtype, shape, device or option that does not fit.
     """
-    return activation.gradient(rows, dy).to(rows.dtype)
+    return activation.gradient(x, dy).to(x.dtype)
 
 
 def _activation_backward(grad, asked, given):
     options = (given[name] for name in Activation._fields)
-    return {"rows": torch.ops.moe_mps.expert_activation_backward(grad, given["rows"], *options)}
+    return {"x": torch.ops.moe_mps._expert_activation_backward(grad, given["x"], *options)}
 
 
-@operator(
-    "rows[..., N]", _meta_expert_activation, backward=Backward(_activation_backward, {"rows": ("rows",)})
-)
-def expert_activation(rows: Tensor, activation: Activation) -> Tensor:
+@operator("x[..., N]", _meta_expert_activation, backward=Backward(_activation_backward, {"x": ("x",)}))
+def expert_activation(x: Tensor, activation: Activation) -> Tensor:
     """The activation between the experts' matrices: act(gate) * up, by the options of moe_experts.
 
     Args:
-        rows: [..., 2I] ([..., I] when not gated), float32, float16 or bfloat16: the first matrix's outputs.
+        x: [..., 2I] ([..., I] when not gated), float32, float16 or bfloat16: the first matrix's outputs.
         activation, alpha, limit, gated, interleaved: as for moe_experts.
 
-    Returns: [..., I] in the dtype of `rows`; computed in float32. Gradients reach `rows`.
+    Returns: [..., I] in the dtype of `x`; computed in float32. Gradients reach `x`.
 
     Raises: ValueError for a dtype, shape, device or option that does not fit.
     """
-    return activation.apply(rows).to(rows.dtype)
+    return activation.apply(x).to(x.dtype)
 
 
 # Weighted sums over the slots
 
 
-SLOTS = "slots[..., S>=1, H] weights[..., S]"
+SLOTS = "expert_out[..., S>=1, H] weights[..., S]"
 
 
-@operator(f"{SLOTS} -> [..., H]:slots")
-def weighted_sum_stacked(slots: Tensor, weights: Tensor) -> Tensor:
-    """sum_s weights[..., s] * slots[..., s, :], s ascending.
+@operator(f"{SLOTS} -> [..., H]:expert_out")
+def weighted_sum_stacked(expert_out: Tensor, weights: Tensor) -> Tensor:
+    """sum_s weights[..., s] * expert_out[..., s, :], s ascending.
 
     Args:
-        slots: [..., S, H], float32, float16 or bfloat16: the outputs of a token's S experts.
+        expert_out: [..., S, H], float32, float16 or bfloat16: the outputs of a token's S experts.
         weights: [..., S], any of the three dtypes.
 
-    Returns: [..., H] in the dtype of `slots`.
+    Returns: [..., H] in the dtype of `expert_out`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
     Stands for the source kernel weighted_sum_stacked_f32.
     """
-    return _sum_over_slots(slots, weights).to(slots.dtype)
+    return _sum_over_slots(expert_out, weights).to(expert_out.dtype)
 
 
-@operator(f"{SLOTS} residual_[..., H]:slots")
-def weighted_sum_residual_stacked_(residual_: Tensor, slots: Tensor, weights: Tensor) -> None:
-    """residual_ += sum_s weights[..., s] * slots[..., s, :], s ascending, rounded once.
+@operator(f"{SLOTS} residual_[..., H]:expert_out -> residual_")
+def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, weights: Tensor) -> Tensor:
+    """residual_ += sum_s weights[..., s] * expert_out[..., s, :], s ascending, rounded once.
 
     Args:
-        residual_: [..., H], the dtype of `slots`; updated in place, whatever its strides. It must not overlap
-            itself (as an expanded tensor does) nor the other arguments.
-        slots, weights: as for weighted_sum_stacked.
+        residual_: [..., H], the dtype of `expert_out`; updated in place, whatever its strides. It must not
+            overlap itself (as an expanded tensor does) nor the other arguments.
+        expert_out, weights: as for weighted_sum_stacked.
+
+    Returns: `residual_`. `torch.ops.moe_mps` itself returns nothing.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
     Stands for the source kernel weighted_sum_residual_stacked_f32.
     """
-    residual_.copy_(residual_.float() + _sum_over_slots(slots, weights))
+    return residual_.copy_(residual_.float() + _sum_over_slots(expert_out, weights))
 
 
-@operator(f"{SLOTS} residual_[..., H]:slots norm_weight[H] -> [..., H]:slots")
+@operator(f"{SLOTS} residual_[..., H]:expert_out norm_weight[H] -> [..., H]:expert_out")
 def weighted_sum_residual_norm_stacked_(
-    residual_: Tensor, slots: Tensor, weights: Tensor, norm_weight: Tensor, eps: float
+    residual_: Tensor, expert_out: Tensor, weights: Tensor, norm_weight: Tensor, norm_eps: float
 ) -> Tensor:
     """The end of a layer and the norm of the next.
 
-        residual_ += sum_s weights[..., s] * slots[..., s, :]      s ascending, rounded once
-        result = residual_ * rsqrt(mean(residual_^2) + eps) * norm_weight
+        residual_ += sum_s weights[..., s] * expert_out[..., s, :]      s ascending, rounded once
+        result = residual_ * rsqrt(mean(residual_^2) + norm_eps) * norm_weight
 
     In 16 bit residual_ is rounded first, and the norm is taken of the rounded values.
 
     Args:
-        residual_, slots, weights: as for weighted_sum_residual_stacked_.
+        residual_, expert_out, weights: as for weighted_sum_residual_stacked_.
         norm_weight: [H], any of the three dtypes.
-        eps: added to the mean of squares.
+        norm_eps: added to the mean of squares.
 
     Returns: [..., H] in the dtype of `residual_`.
 
@@ -160,8 +160,8 @@ def weighted_sum_residual_norm_stacked_(
 
     Stands for the source kernel weighted_sum_residual_norm_stacked_f32.
     """
-    residual_.copy_(residual_.float() + _sum_over_slots(slots, weights))
-    return normed(residual_, norm_weight, eps).to(residual_.dtype)
+    residual_.copy_(residual_.float() + _sum_over_slots(expert_out, weights))
+    return normed(residual_, norm_weight, norm_eps).to(residual_.dtype)
 
 
 # The combine of a whole MoE layer
@@ -203,31 +203,31 @@ class ExpertSum(NamedTuple):
 
 
 def _meta_weighted_reduce_backward(check, weights, expert_out, **_):
-    return weights.new_empty(weights.shape, dtype=torch.float32), expert_out.new_empty(expert_out.shape)
+    return expert_out.new_empty(expert_out.shape), weights.new_empty(weights.shape, dtype=torch.float32)
 
 
 @operator("weights[T, K>=1] expert_out[T, K, H]|[T*K, H] dy[T, H]:expert_out", _meta_weighted_reduce_backward)
-def moe_weighted_reduce_backward(dy: Tensor, weights: Tensor, expert_out: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of moe_weighted_reduce: dy[t] . expert_out[t, k], and weights[t, k] * dy[t].
+def _moe_weighted_reduce_backward(dy: Tensor, expert_out: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of moe_weighted_reduce: weights[t, k] * dy[t], and dy[t] . expert_out[t, k].
 
     Args:
         dy: [T, H], the dtype of `expert_out`: the gradient of the output.
-        weights, expert_out: as for moe_weighted_reduce.
+        expert_out, weights: as for moe_weighted_reduce.
 
-    Returns: the gradient of the weights, [T, K] in float32, and of `expert_out`, in its shape and dtype.
+    Returns: the gradient of `expert_out`, in its shape and dtype, and of `weights`, [T, K] in float32.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
     rows = dy.float().unsqueeze(1)
     products = (expert_out.float().reshape(*weights.shape, dy.shape[1]) * rows).sum(-1)
     slots = (weights.float().unsqueeze(-1) * rows).to(expert_out.dtype)
-    return products, slots.reshape(expert_out.shape)
+    return slots.reshape(expert_out.shape), products
 
 
 def _reduce_backward(grad, asked, given):
     weights = given["weights"]
-    products, slots = torch.ops.moe_mps.moe_weighted_reduce_backward(grad, weights, given["expert_out"])
-    return {"weights": products.to(weights.dtype), "expert_out": slots}
+    slots, products = torch.ops.moe_mps._moe_weighted_reduce_backward(grad, given["expert_out"], weights)
+    return {"expert_out": slots, "weights": products.to(weights.dtype)}
 
 
 def _check_weighted_reduce(check, around, **_):
@@ -243,12 +243,12 @@ def _check_weighted_reduce(check, around, **_):
         unless=("shared_gate", "shared_out", "residual"),
     ),
 )
-def moe_weighted_reduce(weights: Tensor, expert_out: Tensor, around: ExpertSum) -> Tensor:
+def moe_weighted_reduce(expert_out: Tensor, weights: Tensor, around: ExpertSum) -> Tensor:
     """sum_k weights[t, k] * expert_out[t, k] + g[t] * shared_out[t] + residual[t], in that order.
 
     Args:
-        weights: [T, K], float32, float16 or bfloat16: the routing weights.
-        expert_out: [T, K, H] or [T * K, H], any of the three dtypes: the experts' outputs.
+        expert_out: [T, K, H] or [T * K, H], float32, float16 or bfloat16: the experts' outputs.
+        weights: [T, K], any of the three dtypes: the routing weights.
         shared_gate: [T] or [T, 1], any of the three dtypes: g. Without it g is 1.
         shared_out: [T, H] in the dtype of `expert_out`: the shared expert's output.
         residual: [T, H], or T rows of any leading shape, in the dtype of `expert_out`.
@@ -267,17 +267,17 @@ def moe_weighted_reduce(weights: Tensor, expert_out: Tensor, around: ExpertSum) 
 
 CALLS: Calls = {
     "silu_mul_stacked": lambda s: {},
-    "expert_activation": lambda s: s.of("rows[T, K, I]"),
-    "expert_activation_backward": lambda s: {
-        "rows": s.values(s.T, s.K, 2 * s.I),
+    "expert_activation": lambda s: s.of("x[T, K, I]"),
+    "_expert_activation_backward": lambda s: {
+        "x": s.values(s.T, s.K, 2 * s.I),
         "dy": s.values(s.T, s.K, s.I),
     },
-    "moe_weighted_reduce_backward": lambda s: s.of("expert_out[T, K, H]", weights=s.weights),
+    "_moe_weighted_reduce_backward": lambda s: s.of("expert_out[T, K, H]", weights=s.weights),
     **dict.fromkeys(
         ("weighted_sum_stacked", "weighted_sum_residual_stacked_", "moe_weighted_reduce"),
         lambda s: {"weights": s.weights},
     ),
-    "weighted_sum_residual_norm_stacked_": lambda s: {"weights": s.weights, "eps": 1e-6},
+    "weighted_sum_residual_norm_stacked_": lambda s: {"weights": s.weights, "norm_eps": 1e-6},
 }
 # Options of expert_activation, each with a formula or an order of rows of its own.
 _OPTIONS: list[dict] = [
@@ -289,11 +289,11 @@ _OPTIONS: list[dict] = [
 CHANGES: Changes = {
     "silu_mul_stacked": lambda s: [{"gate": s.values(s.I, s.T).t()}],
     "expert_activation": lambda s: [*_OPTIONS, {"gated": False}],
-    "expert_activation_backward": lambda s: [
+    "_expert_activation_backward": lambda s: [
         *_OPTIONS,
-        {"rows": s.values(s.T, s.K, s.I), "dy": s.values(s.T, s.K, s.I), "gated": False},
+        {"x": s.values(s.T, s.K, s.I), "dy": s.values(s.T, s.K, s.I), "gated": False},
     ],
-    "moe_weighted_reduce_backward": lambda s: [{"expert_out": s.values(s.T * s.K, s.H)}],
+    "_moe_weighted_reduce_backward": lambda s: [{"expert_out": s.values(s.T * s.K, s.H)}],
     "weighted_sum_residual_stacked_": lambda s: [{"residual_": s.values(s.H, s.T).t()}],
     "weighted_sum_residual_norm_stacked_": lambda s: [{"residual_": s.values(s.H, s.T).t()}],
     "moe_weighted_reduce": lambda s: [

@@ -194,7 +194,7 @@ def _mm_backward(grad, asked, given):
         if len(x.shape) == 2:
             gradients["x"] = gradients["x"].sum(1, dtype=torch.float32).to(x.dtype)
     if "weight" in asked:
-        outer = ops.expert_outer(grad, x, ids, weight.shape[0]).to(weight.dtype)
+        outer = ops._expert_outer(grad, x, ids, weight.shape[0]).to(weight.dtype)
         gradients["weight"] = outer.mT if transposed else outer
     return gradients
 
@@ -226,36 +226,38 @@ def expert_mm(
     return project_slots(x, ids, shape, _dense_product(weight, transposed), bias)
 
 
-def _meta_expert_outer(check, a, b, ids, experts):
-    return a.new_empty(experts, a.shape[2], b.shape[-1], dtype=torch.float32)
+def _meta_expert_outer(check, dy, x, ids, num_experts):
+    return dy.new_empty(num_experts, dy.shape[2], x.shape[-1], dtype=torch.float32)
 
 
 @operator(
-    f"{IDS} a[T, K, M] b[T, N]|[T, K, N]:a",
+    f"{IDS} dy[T, K, N] x[T, H]|[T, K, H]:dy",
     _meta_expert_outer,
-    allowed={"experts": range(1, MAX_EXPERTS + 1)},
+    allowed={"num_experts": range(1, MAX_EXPERTS + 1)},
 )
-def expert_outer(a: Tensor, b: Tensor, ids: Tensor, experts: int) -> Tensor:
-    """The gradient of the weight of expert_mm: out[e] = sum over the pairs of e a[t, k] b[t, k]^T, or b[t]^T.
+def _expert_outer(dy: Tensor, x: Tensor, ids: Tensor, num_experts: int) -> Tensor:
+    """The gradient of the weight of expert_mm: out[e] = sum over the pairs of e dy[t, k] x[t, k]^T.
+
+    Where `x` has one row for each token, it is x[t].
 
     Args:
-        a: [T, K, M], float32, float16 or bfloat16: the gradient of the output.
-        b: [T, N] or [T, K, N] in the dtype of `a`: the input.
-        ids: [T, K] with K <= 64, int32 or int64. A pair of an id outside [0, experts) counts for nothing.
-        experts: E, between 1 and 1024.
+        dy: [T, K, N], float32, float16 or bfloat16: the gradient of the output.
+        x: [T, H] or [T, K, H] in the dtype of `dy`: the input.
+        ids: [T, K] with K <= 64, int32 or int64. A pair of an id outside [0, num_experts) counts for nothing.
+        num_experts: E, between 1 and 1024.
 
-    Returns: [E, M, N], float32; zeros for an expert without pairs. On Metal a sum goes over the pairs in
+    Returns: [E, N, H], float32; zeros for an expert without pairs. On Metal a sum goes over the pairs in
         ascending order.
 
     Raises: ValueError for a dtype, shape, device or number that does not fit.
     """
-    left, right = a.float().flatten(end_dim=1), b.float().flatten(end_dim=-2)
-    out = left.new_zeros(experts, a.shape[2], b.shape[-1])
-    groups = group_by_expert(ids, experts)
-    rows = groups.pairs if b.dim() == 3 else groups.pairs // ids.shape[1]
+    left, right = dy.float().flatten(end_dim=1), x.float().flatten(end_dim=-2)
+    out = left.new_zeros(num_experts, dy.shape[2], x.shape[-1])
+    groups = group_by_expert(ids, num_experts)
+    rows = groups.pairs if x.dim() == 3 else groups.pairs // ids.shape[1]
     parts = zip(left[groups.pairs].split(groups.counts), right[rows].split(groups.counts), strict=True)
-    for expert, (of_a, of_b) in zip(groups.experts, parts, strict=True):
-        torch.mm(of_a.t(), of_b, out=out[expert])
+    for expert, (of_dy, of_x) in zip(groups.experts, parts, strict=True):
+        torch.mm(of_dy.t(), of_x, out=out[expert])
     return out
 
 
@@ -324,9 +326,9 @@ def moe_experts(
         shared_out: [T, H] in the dtype of `x`.
         residual: [T, H], or T rows of any leading shape, in the dtype of `x`.
         norm_weight: [H], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
-            norm_offset), without it x. On Metal the norm of one token joins the first product and is not
-            rounded, if its weight is float32 or has the dtype of `x`; else it is a dispatch of its own.
-        norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm.
+            norm_weight_offset), without it x. On Metal the norm of one token joins the first product and is
+            not rounded, if its weight is float32 or has the dtype of `x`; else it is a dispatch of its own.
+        norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm.
 
     Returns: [T, H] in the dtype of `x`; sums in float32.
 
@@ -339,7 +341,7 @@ def moe_experts(
 
 CALLS: Calls = {
     "expert_mm": lambda s: {"weight": s.values(s.E, s.I, s.H), "ids": s.ids},
-    "expert_outer": lambda s: s.of("a[T, K, I] b[T, H]", ids=s.ids, experts=s.E),
+    "_expert_outer": lambda s: s.of("dy[T, K, I] x[T, H]", ids=s.ids, num_experts=s.E),
     "moe_experts": lambda s: {
         **{"gate_up": s.values(s.E, 2 * s.I, s.H), "down": s.values(s.E, s.H, s.I)},
         **{"ids": s.ids, "weights": s.weights},
@@ -347,7 +349,7 @@ CALLS: Calls = {
 }
 CHANGES: Changes = {
     "expert_mm": lambda s: [{"weight": s.values(s.E, s.H, s.I).mT}],
-    "expert_outer": lambda s: [s.of("b[T, K, H]")],
+    "_expert_outer": lambda s: [s.of("x[T, K, H]")],
     "moe_experts": lambda s: [
         {**s.shared, "gate_up_bias": s.values(s.E, 2 * s.I), "interleaved": True},
         s.norm,

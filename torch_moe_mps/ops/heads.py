@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES, Check
+from ._checks import ACTIVATION_DTYPES, NAMED_DTYPES, Check, dtype_name
 from ._decoded import decoded
 from ._formats import Format, QuantizedWeight
 from ._registry import operator
@@ -16,7 +16,7 @@ def _meta_heads(
     rows: int,
     columns: int,
     transposed: bool,
-    tail: Tensor | None,
+    appended: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """Checks what does not depend on how the matrices [Hq, rows, columns] are stored. Returns: the output."""
@@ -24,31 +24,33 @@ def _meta_heads(
     if x.shape[3] != inputs:
         which = "rows" if transposed else "columns"
         check.fail("x", f"of a last dimension of {inputs}, the {which} of a matrix", tuple(x.shape))
-    outputs += 0 if tail is None else tail.shape[3]
+    outputs += 0 if appended is None else appended.shape[3]
     return x.new_empty((*x.shape[:3], outputs), dtype=dtype)
 
 
 def _product(
-    x: Tensor, matrices: Tensor, transposed: bool, tail: Tensor | None, dtype: torch.dtype
+    x: Tensor, matrices: Tensor, transposed: bool, appended: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """`matrices`: [Hq, rows, columns] in float32."""
     out = torch.einsum("bthr,hrc->bthc" if transposed else "bthc,hrc->bthr", x.float(), matrices).to(dtype)
-    return out if tail is None else torch.cat((out, tail), -1)
+    return out if appended is None else torch.cat((out, appended), -1)
 
 
-def _meta_heads_mm(check, x, weight, transposed, tail):
+def _meta_heads_mm(check, x, weight, transposed, appended):
     wider = x.dtype == torch.float32 and not transposed
     check.dtype("weight", weight, ACTIVATION_DTYPES if wider else (x.dtype,))
-    return _meta_heads(check, x, weight.shape[1], weight.shape[2], transposed, tail, weight.dtype)
+    return _meta_heads(check, x, weight.shape[1], weight.shape[2], transposed, appended, weight.dtype)
 
 
 @operator(
-    "x[B, T, Hq, _] weight[Hq, _, _]:any tail[B, T, Hq, _]:x",
+    "x[B, T, Hq, _] weight[Hq, _, _]:any appended[B, T, Hq, _]:x",
     _meta_heads_mm,
-    dependences=("tail not unless transposed",),
+    dependences=("appended not unless transposed",),
 )
-def heads_mm(x: Tensor, weight: Tensor, *, transposed: bool = False, tail: Tensor | None = None) -> Tensor:
-    """out[b, t, h] = weight[h] @ x[b, t, h]; with `transposed` weight[h]^T @ x[b, t, h], then tail[b, t, h].
+def heads_mm(
+    x: Tensor, weight: Tensor, *, transposed: bool = False, appended: Tensor | None = None
+) -> Tensor:
+    """out[b, t, h] = weight[h] @ x[b, t, h]; with `transposed` weight[h]^T @ x[b, t, h], appended[b, t, h].
 
     Latent attention asks for both: the two matrices of a head that expand its latents into keys and values
     become factors of its queries and its results.
@@ -61,30 +63,31 @@ def heads_mm(x: Tensor, weight: Tensor, *, transposed: bool = False, tail: Tenso
             rows in a matrix, `matrix.view(Hq, -1, C)[:, first:last]`: they are read where they lie. With
             other strides they are copied in each call.
         transposed: sums go over the rows of a matrix instead of its columns.
-        tail: with `transposed`, [B, T, Hq, N] in the dtype of `x`, any strides: what stands behind the
+        appended: with `transposed`, [B, T, Hq, N] in the dtype of `x`, any strides: what stands behind the
             products, such as the rotated part of a query.
 
     Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in the dtype of `weight`; accumulated in float32.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
-    return _product(x, weight.float(), transposed, tail, weight.dtype)
+    return _product(x, weight.float(), transposed, appended, weight.dtype)
 
 
-def _meta_heads_quantized(check, x, packed, scales, biases, format, transposed, tail, dtype):
+def _meta_heads_quantized(check, x, packed, scales, biases, format, transposed, appended, dtype):
     stored = Format.named(format, check)
     rows, columns = packed.shape[1], stored.columns(packed.shape[2])
+    wanted = x.dtype if dtype is None else NAMED_DTYPES[dtype]
     if transposed:
-        check.among_dtypes("dtype", dtype or x.dtype, (x.dtype,))
-    out = _meta_heads(check, x, rows, columns, transposed, tail, dtype or x.dtype)
+        check.among_dtypes("dtype", wanted, (x.dtype,))
+    out = _meta_heads(check, x, rows, columns, transposed, appended, wanted)
     QuantizedWeight(packed, scales, biases, stored).check(check, "", (x.shape[2], rows, columns), "Hq, R, C")
     return out
 
 
 @operator(
-    "x[B, T, Hq, _] packed[Hq, _, _]:packed tail[B, T, Hq, _]:x",
+    "x[B, T, Hq, _] packed[Hq, _, _]:packed appended[B, T, Hq, _]:x",
     _meta_heads_quantized,
-    dependences=("tail not unless transposed",),
+    dependences=("appended not unless transposed",),
 )
 def heads_quantized(
     x: Tensor,
@@ -94,8 +97,8 @@ def heads_quantized(
     format: str,
     *,
     transposed: bool = False,
-    tail: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    appended: Tensor | None = None,
+    dtype: str | None = None,
 ) -> Tensor:
     """heads_mm with quantised weights, whose rows are quantised along C whichever way they are multiplied.
 
@@ -106,31 +109,33 @@ def heads_quantized(
             some of each head's rows in a matrix; likewise `scales` and `biases`, the same rows.
         scales, biases: of the rows [Hq, R, C], as expert_qmm's of [E, N, H].
         format: its name, as for expert_qmm; so is the multiple that C must be.
-        transposed, tail: as for heads_mm.
-        dtype: of the result: float32, float16 or bfloat16; the dtype of `x` (also None) with `transposed`.
+        transposed, appended: as for heads_mm.
+        dtype: of the result: "float32", "float16" or "bfloat16"; None: the dtype of `x`, as always with
+            `transposed`.
 
     Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in `dtype`; dequantised and accumulated in float32.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
-    return _product(x, decoded(weight), transposed, tail, dtype or x.dtype)
+    wanted = x.dtype if dtype is None else NAMED_DTYPES[dtype]
+    return _product(x, decoded(weight), transposed, appended, wanted)
 
 
 CALLS: Calls = {
     "heads_quantized": lambda s: {
         **s.of("x[2, T, 4, I]", **s.quantized("", s.I, s.H, (4,)), format=s.format.name),
-        **s.of("tail[2, T, 4, 6]", transposed=True),
+        **s.of("appended[2, T, 4, 6]", transposed=True),
     },
-    "heads_mm": lambda s: s.of("x[2, T, 4, 16] weight[4, 16, 40] tail[2, T, 4, 6]", transposed=True),
+    "heads_mm": lambda s: s.of("x[2, T, 4, 16] weight[4, 16, 40] appended[2, T, 4, 6]", transposed=True),
 }
 CHANGES: Changes = {
     "heads_quantized": lambda s: [
-        s.of("x[1, T, 4, H]:float32", dtype=s.dtype, transposed=False, tail=None),
+        s.of("x[1, T, 4, H]:float32", dtype=dtype_name(s.dtype), transposed=False, appended=None),
     ],
     "heads_mm": lambda s: [
-        s.of("x[1, T, 4, 40]:float32", transposed=False, tail=None),
-        s.of("x[1, 1, 4, 40]", transposed=False, tail=None),
-        s.of("x[1, 1, 4, 16]", tail=None),
+        s.of("x[1, T, 4, 40]:float32", transposed=False, appended=None),
+        s.of("x[1, 1, 4, 40]", transposed=False, appended=None),
+        s.of("x[1, 1, 4, 16]", appended=None),
     ],
 }

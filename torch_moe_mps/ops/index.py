@@ -38,7 +38,7 @@ def _meta_index_topk(check, q, k, top_k, key_range, reduce, block, tail, keys, a
     dependences=('weights not with reduce="keys" (with reduce = "keys")',),
     symbols=("keys",),
 )
-def index_topk(
+def _index_topk(
     q: Tensor,
     k: Tensor,
     weights: Tensor | None,
@@ -137,12 +137,12 @@ def _packed(bits: Tensor) -> Tensor:
 
 
 CALLS: Calls = {
-    "index_topk": lambda s: s.of(
+    "_index_topk": lambda s: s.of(
         f"q[2, T, 4, 16] k[2, {s.T + 9}, 16] weights[2, T, 4]:float32", top_k=5, scale=0.25
     ),
 }
 CHANGES: Changes = {
-    "index_topk": lambda s: [
+    "_index_topk": lambda s: [
         {"key_range": torch.tensor([[2, 9], [0, 40]], dtype=torch.int32, device=s.device)},
         {"q": s.values(2, 4, s.T, 16).transpose(1, 2), "weights": s.values(2, s.T, 4)},
         {"block": 3, "keys": 3 * s.T + 14, "tail": 1, "weights": None, "as_bits": True},

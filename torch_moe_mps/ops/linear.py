@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._activations import POINTWISE, Activation
-from ._checks import Check
+from ._checks import NAMED_DTYPES, Check, dtype_name
 from ._decoded import in_blocks, kept, kept_in_call
 from ._formats import TENSORS, Format, QuantizedWeight, Weight
 from ._registry import PLAIN, Backward, operator
@@ -45,7 +45,7 @@ def _check_linear_quantized_transposed(check, dy, packed, scales, biases, format
 
 
 @operator("dy[..., N] packed[N, _]:packed", _check_linear_quantized_transposed)
-def linear_quantized_transposed(
+def _linear_quantized_transposed(
     dy: Tensor, packed: Tensor, scales: Tensor, biases: Tensor | None, format: str
 ) -> Tensor:
     """The gradient of the input of linear_quantized: dx = dy @ dequantised.
@@ -73,7 +73,7 @@ def _linear_backward(grad, asked, given):
     gradients = {"residual": grad}
     if "x" in asked:
         weight = [given[name] for name in TENSORS]
-        gradients["x"] = torch.ops.moe_mps.linear_quantized_transposed(grad, *weight, given["format"])
+        gradients["x"] = torch.ops.moe_mps._linear_quantized_transposed(grad, *weight, given["format"])
     if "bias" in asked:
         total = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32)
         gradients["bias"] = total.to(given["bias"].dtype)
@@ -81,13 +81,13 @@ def _linear_backward(grad, asked, given):
 
 
 def _meta_linear_quantized(
-    check, x, packed, scales, biases, format, activation, activated, factor, out_dtype, **_
+    check, x, packed, scales, biases, format, activation, activated, factor, dtype, **_
 ):
     rows, columns = check.dims("N C")
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
     weight.check(check, "", (rows, columns), "N, C")
     _check_activated(check, activation, activated, factor, rows, columns)
-    return x.new_empty(*x.shape[:-1], rows, dtype=out_dtype)
+    return x.new_empty(*x.shape[:-1], rows, dtype=x.dtype if dtype is None else NAMED_DTYPES[dtype])
 
 
 def product_by_kept_rows(
@@ -105,13 +105,13 @@ def product_by_kept_rows(
 @operator(
     "x[..., C] packed[N, _]:packed bias[N] residual[..., N]:x order[N]:int32 norm_weight[C]",
     _meta_linear_quantized,
-    allowed={"activation": POINTWISE, "out_dtype": (torch.float32,)},
+    allowed={"activation": POINTWISE, "dtype": ("float32",)},
     dependences=("activated not without activation (without an activation)",),
     backward=Backward(
         _linear_backward,
         {"x": TENSORS, "bias": (), "residual": ()},
         frozen=TENSORS,
-        unless=("order", "norm_weight", "activation", "out_dtype"),
+        unless=("order", "norm_weight", "activation", "dtype"),
     ),
 )
 def linear_quantized(
@@ -119,17 +119,17 @@ def linear_quantized(
     packed: Tensor,
     scales: Tensor,
     biases: Tensor | None,
-    bias: Tensor | None,
     format: str,
+    bias: Tensor | None = None,
     residual: Tensor | None = None,
     order: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
+    norm_weight_offset: float = 0.0,
     activation: str | None = None,
     activated: int | None = None,
     factor: float = 1.0,
-    out_dtype: torch.dtype | None = None,
+    dtype: str | None = None,
 ) -> Tensor:
     """A linear layer with quantised weights: out = act(norm(x) @ dequantised^T + bias) + residual.
 
@@ -139,36 +139,38 @@ def linear_quantized(
         x: [..., C], float32, float16 or bfloat16.
         packed: [N, C * bits / 32], uint32 or the same bits as int32.
         scales, biases: of the rows [N, C], as expert_qmm's of [E, N, H].
-        bias: [N], float32, float16 or bfloat16: of the layer, not of the format.
         format: its name, as for expert_qmm; so is the multiple that C must be.
+        bias: [N], float32, float16 or bfloat16: of the layer, not of the format.
         residual: [..., N] in the dtype of `x`.
         order: [N], int32, the numbers from 0 to N - 1: out[..., order[n]] has row n of the weight and `bias`.
             Other numbers are not refused; the result is undefined then.
         norm_weight: [C], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
-            norm_offset), without it x. On Metal the norm of a single row joins the product and is not
+            norm_weight_offset), without it x. On Metal the norm of a single row joins the product and is not
             rounded, if its weight is float32 or has the dtype of `x` and the format has 3 bits or more; else
             it is a dispatch of its own.
-        norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm.
+        norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm.
         activation: silu, gelu, gelu_tanh, relu, relu2, or None: act(y) is y. Otherwise it is
             activation(factor * y), and C is at least 1.
         activated: so many rows of the weight, the first, have the activation; None: all N.
         factor: 1.0 without an activation.
-        out_dtype: float32, for sums that are not rounded, or None: the dtype of `x`.
+        dtype: "float32", for sums that are not rounded, or None: the dtype of `x`.
 
-    Returns: [..., N] in `out_dtype`; dequantised and accumulated in float32. For more than a few rows of `x`
+    Returns: [..., N] in `dtype`; dequantised and accumulated in float32. For more than a few rows of `x`
         the Metal kernels round what they dequantise to float16 where that is the dtype of `x`. Gradients
-        reach `x`, `bias` and `residual` where there is no order, norm_weight, activation and out_dtype.
+        reach `x`, `bias` and `residual` where there is no order, norm_weight, activation and dtype.
 
     Raises: ValueError for a dtype, shape, option, device or format that does not fit.
     """
-    normed = InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x)
+    normed = InputNorm(norm_weight, norm_eps, norm_weight_offset).applied_to(x)
     out = _product(normed, QuantizedWeight(packed, scales, biases, Format.named(format)), bias)
     if activation is not None:
         some = out[..., :activated]
         some.copy_(POINTWISE[activation](some * factor))
     if order is not None:
         out = torch.empty_like(out).index_copy_(-1, order.long(), out)
-    return (out if residual is None else out.add_(residual.float())).to(out_dtype or x.dtype)
+    return (out if residual is None else out.add_(residual.float())).to(
+        x.dtype if dtype is None else torch.float32
+    )
 
 
 def packed_mlp(stack: str = "") -> str:
@@ -247,7 +249,7 @@ def mlp_quantized(
         activation, alpha, limit, gated, interleaved: as for moe_experts.
         residual: [..., H] in the dtype of `x`.
         down_format: as for moe_experts_quantized.
-        norm_weight, norm_eps, norm_offset: the norm of `x`, as for linear_quantized.
+        norm_weight, norm_eps, norm_weight_offset: the norm of `x`, as for linear_quantized.
 
     Returns: [..., H] in the dtype of `x`; sums in float32.
 
@@ -258,30 +260,30 @@ def mlp_quantized(
     return (out if residual is None else out.add_(residual.float())).to(x.dtype)
 
 
-def _meta_embedding_quantized(check, ids, packed, scales, biases, format, dtype):
+def _meta_embedding_quantized(check, tokens, packed, scales, biases, format, dtype):
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
     shape = (packed.shape[0], weight.format.columns(packed.shape[1]))
     weight.check(check, "", shape, "V, C")
-    return ids.new_empty(*ids.shape, shape[1], dtype=dtype)
+    return tokens.new_empty(*tokens.shape, shape[1], dtype=NAMED_DTYPES[dtype])
 
 
-@operator("ids:id packed[V, _]:packed", _meta_embedding_quantized)
+@operator("tokens:id packed[V, _]:packed", _meta_embedding_quantized)
 def embedding_quantized(
-    ids: Tensor,
+    tokens: Tensor,
     packed: Tensor,
     scales: Tensor,
     biases: Tensor | None,
     format: str,
-    dtype: torch.dtype,
+    dtype: str,
 ) -> Tensor:
-    """Rows of a quantised matrix: out[...] = dequantised[ids[...]].
+    """Rows of a quantised matrix: out[...] = dequantised[tokens[...]].
 
     Args:
-        ids: [...], int32 or int64. An id outside [0, V) reads nothing and gives a row of zeros.
+        tokens: [...], int32 or int64. A token outside [0, V) reads nothing and gives a row of zeros.
         packed: [V, C * bits / 32], uint32 or the same bits as int32.
         scales, biases: of the rows [V, C], as expert_qmm's of [E, N, H].
         format: its name, as for expert_qmm.
-        dtype: of the result: float32, float16 or bfloat16.
+        dtype: of the result: "float32", "float16" or "bfloat16".
 
     Returns: [..., C] in `dtype`; dequantised in float32, rounded once.
 
@@ -289,20 +291,20 @@ def embedding_quantized(
     """
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
     rows, columns = packed.shape[0], weight.format.columns(packed.shape[1])
-    flat = ids.reshape(-1).long()
-    out = torch.zeros(*flat.shape, columns, dtype=dtype, device=ids.device)
+    flat = tokens.reshape(-1).long()
+    out = torch.zeros(*flat.shape, columns, dtype=NAMED_DTYPES[dtype], device=tokens.device)
     inside = ((flat >= 0) & (flat < rows)).nonzero().squeeze(-1)
     flat = flat[inside]
     values = kept(packed, scales, biases, format)
-    out[inside] = (weight.values(flat) if values is None else values[flat]).to(dtype)
-    return out.view(*ids.shape, columns)
+    out[inside] = (weight.values(flat) if values is None else values[flat]).to(out.dtype)
+    return out.view(*tokens.shape, columns)
 
 
 CALLS: Calls = {
     "linear_quantized": lambda s: s.of(
         "x[T, H] bias[I]", **s.quantized("", s.I, s.H, ()), format=s.format.name
     ),
-    "linear_quantized_transposed": lambda s: s.of(
+    "_linear_quantized_transposed": lambda s: s.of(
         "dy[T, I]", **s.quantized("", s.I, s.H, ()), format=s.format.name
     ),
     "mlp_quantized": lambda s: {
@@ -311,7 +313,7 @@ CALLS: Calls = {
         **s.quantized("down_", s.H, s.I, ()),
     },
     "embedding_quantized": lambda s: {
-        **{"ids": s.ids, "format": s.format.name, "dtype": s.dtype},
+        **{"tokens": s.ids, "format": s.format.name, "dtype": dtype_name(s.dtype)},
         **s.quantized("", s.E, s.H, ()),
     },
 }
@@ -322,7 +324,7 @@ CHANGES: Changes = {
         {"x": s.values(1, s.H), "residual": s.values(1, s.I), **s.norm},
         {"order": torch.arange(s.I - 1, -1, -1, dtype=torch.int32, device=s.device), **s.norm},
         {"activation": "silu", "activated": s.I - 5, "factor": 0.25},
-        {"out_dtype": torch.float32},
+        {"dtype": "float32"},
     ],
     "mlp_quantized": lambda s: [
         {"residual": s.strided, "gate_up_bias": s.values(2 * s.I), "interleaved": True},

@@ -124,7 +124,7 @@ def causal_conv1d_update_(
 class Decay(NamedTuple):
     """Factor of the state, from the gates `g` and a head's parameters."""
 
-    decay: str = "log"
+    decay_form: str = "log"
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
     lower_bound: float | None = None
@@ -140,7 +140,7 @@ class Decay(NamedTuple):
         if rate is not None:
             rate = rate.unsqueeze(-1) if is_wide else rate
             lower, softplus = self.lower_bound or 0.0, torch.nn.functional.softplus
-            g = lower * torch.sigmoid(rate * g) if self.decay == "sigmoid" else -rate * softplus(g)
+            g = lower * torch.sigmoid(rate * g) if self.decay_form == "sigmoid" else -rate * softplus(g)
         return g if is_wide else g.unsqueeze(-1)
 
 
@@ -153,8 +153,8 @@ def _check_linear_attention(check, g, beta, delta, decay, beta_activation, pendi
         check.rank("g", g, (1, 3))
     if is_wide and beta_activation == "softplus":
         check.fail("beta_activation", "none or sigmoid where g has a value for each channel", beta_activation)
-    if decay.decay == "times_beta" and beta is None:
-        check.fail("beta", 'given with decay="times_beta"', None)
+    if decay.decay_form == "times_beta" and beta is None:
+        check.fail("beta", 'given with decay_form="times_beta"', None)
     if decay.dt_bias is not None:
         check.rank("dt_bias", decay.dt_bias, (2 if is_wide else 1,))
     if beta is None and beta_activation != "none":
@@ -211,11 +211,11 @@ def _advanced(state: Tensor, pending: Tensor, counts: Tensor, delta: bool) -> Te
     f"gate[B, T, Hv, Dv]:v norm_weight[Dv] pending_[B, Hv, N<={MAX_PENDING}, _]:float32 "
     "counts[B, 1]:int32 -> v",
     _check_linear_attention,
-    allowed={"decay": DECAYS, "beta_activation": BETA_ACTIVATIONS, "gate_activation": GATE_ACTIVATIONS},
+    allowed={"decay_form": DECAYS, "beta_activation": BETA_ACTIVATIONS, "gate_activation": GATE_ACTIVATIONS},
     dependences=(
-        'g only unless decay="times_beta"',
-        'A_log only unless decay="log"',
-        'lower_bound only with decay="sigmoid"',
+        'g only unless decay_form="times_beta"',
+        'A_log only unless decay_form="log"',
+        'lower_bound only with decay_form="sigmoid"',
         "dt_bias not without A_log",
         "beta_min not without beta",
         "gate only with norm_weight",
@@ -253,9 +253,9 @@ def linear_attention_(
         state_ = state_ + k^T u
         result = q state_ * scale + skip * v
 
-    and with `gate`, for each head: rms(result) * (norm_weight + norm_offset) * gate_activation(gate).
+    and with `gate`, for each head: rms(result) * (norm_weight + norm_weight_offset) * gate_activation(gate).
 
-    `decay` is what the log decay is:
+    `decay_form` is what the log decay is:
 
         "log"          g
         "softplus"     -exp(A_log) * softplus(g + dt_bias)                  Qwen3-Next, Kimi Linear
@@ -280,7 +280,7 @@ def linear_attention_(
         beta: [B, T, Hv], any of the three dtypes; None: 1.
         delta: write what the state lacks of the value, not the value.
         l2norm_eps: each head x of q and k becomes x * rsqrt(sum(x^2) + l2norm_eps); None does not normalise.
-        decay: see above.
+        decay_form: see above.
         A_log: [Hv], any of the three dtypes; None for "log".
         dt_bias: [Hv], [Hv, Dk] with such a g, any of the three dtypes, or None.
         lower_bound: of the log decay, given for "sigmoid".
@@ -290,7 +290,7 @@ def linear_attention_(
         gate: [B, T, Hv, Dv] in the dtype of `v`, or None; given with `norm_weight`, and only then.
         gate_activation: "silu" or "sigmoid".
         norm_weight: [Dv], any of the three dtypes, or None.
-        norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm_gated.
+        norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm_gated.
         pending_: [B, Hv, N, Dk + Dv + 3], with a decay for each row [B, Hv, N, 2 Dk + Dv + 2], float32, N at
             most 8, or None; written in place as the state is. It is for the same `delta`.
         counts: [B, 1], int32: how many tokens of each row in `pending_` are right; given with it.
@@ -552,7 +552,7 @@ CALLS: Calls = {
     "causal_conv1d_update_": lambda s: s.of("x[2, T, 6] conv_state_[2, 6, 5] weight[6, 4] bias[6]"),
     "linear_attention_": lambda s: s.of(
         "q[2, T, 2, D] v[2, T, 4, V] g[2, T, 4] beta[2, T, 4] A_log[4] dt_bias[4]",
-        **{"scale": 0.25, "l2norm_eps": 1e-6, "decay": "softplus", "beta_activation": "sigmoid"},
+        **{"scale": 0.25, "l2norm_eps": 1e-6, "decay_form": "softplus", "beta_activation": "sigmoid"},
     ),
     "selective_scan_": lambda s: s.of("x[2, T, 6] B[2, T, 5] dt_bias[6]"),
     "rg_lru_": lambda s: {
@@ -584,19 +584,19 @@ CHANGES: Changes = {
     ],
     "linear_attention_": lambda s: [
         {"A_log": None, "dt_bias": None, "g": -s.values(2, s.T, 4).abs(), "beta_activation": "none"}
-        | {"decay": "log", "state_": s.values(4, 2, s.D, s.V, dtype=torch.float32).transpose(0, 1)},
-        s.of("gate[2, T, 4, V] norm_weight[V]", norm_offset=1.0),
-        s.of("g[2, T, 4, D] dt_bias[4, D] gate[2, T, 4, V] norm_weight[V]", decay="sigmoid")
+        | {"decay_form": "log", "state_": s.values(4, 2, s.D, s.V, dtype=torch.float32).transpose(0, 1)},
+        s.of("gate[2, T, 4, V] norm_weight[V]", norm_weight_offset=1.0),
+        s.of("g[2, T, 4, D] dt_bias[4, D] gate[2, T, 4, V] norm_weight[V]", decay_form="sigmoid")
         | {"lower_bound": -5.0, "gate_activation": "sigmoid"},
-        s.of("skip[4]", g=None, delta=False, decay="times_beta", beta_activation="softplus")
+        s.of("skip[4]", g=None, delta=False, decay_form="times_beta", beta_activation="softplus")
         | {"l2norm_eps": None, "scale": 1.0, "beta_min": 0.1},
-        {"g": -s.values(4).abs(), "delta": False, "decay": "log", "beta_activation": "none"}
+        {"g": -s.values(4).abs(), "delta": False, "decay_form": "log", "beta_activation": "none"}
         | dict.fromkeys(("A_log", "dt_bias", "beta")),
         _pending(s) | {"keep": True},
         _pending(s) | s.of("gate[2, T, 4, V] norm_weight[V]"),
         _pending(s, is_wide=True) | s.of("g[2, T, 4, D] dt_bias[4, D]", keep=True),
         _pending(s)
-        | s.of("skip[4]", g=None, delta=False, decay="times_beta", beta_activation="softplus")
+        | s.of("skip[4]", g=None, delta=False, decay_form="times_beta", beta_activation="softplus")
         | {"l2norm_eps": None, "keep": True},
         _pending(s) | s.of("q[2, 0, 2, D]"),
     ],

@@ -67,24 +67,24 @@ def _inner(x: Tensor, a: Tensor, ids: Tensor, experts: int) -> Tensor:
     return project_slots(x.float(), ids, (experts, len(a) // experts), _of_expert(a, experts, False), None)
 
 
-def _meta_expert_lora(check, added, a, b, offsets, experts, scaling, **_):
-    _check_factors(check, a, b, experts, scaling)
+def _meta_expert_lora(check, added, a, b, offsets, num_experts, scaling, **_):
+    _check_factors(check, a, b, num_experts, scaling)
     if offsets is not None:
-        check.shape("offsets", offsets, (experts + 1,), "[E + 1]")
+        check.shape("offsets", offsets, (num_experts + 1,), "[E + 1]")
     return added.new_empty(added.shape)
 
 
 def _lora_backward(grad, asked, given):
-    names = ("x", "a", "b", "ids", "pair_order", "offsets", "experts", "scaling")
+    names = ("x", "a", "b", "ids", "pair_order", "offsets", "num_experts", "scaling")
     gradients = {"added": grad}
     if asked != ["added"]:
         if given["pair_order"] is None:
             given |= zip(
                 ("pair_order", "offsets"),
-                torch.ops.moe_mps.moe_bucket(given["ids"], given["experts"]),
+                torch.ops.moe_mps.moe_bucket(given["ids"], given["num_experts"]),
                 strict=True,
             )
-        dx, da, db = torch.ops.moe_mps.expert_lora_backward(grad, *(given[name] for name in names))
+        dx, da, db = torch.ops.moe_mps._expert_lora_backward(grad, *(given[name] for name in names))
         gradients |= {"x": dx, "a": da, "b": db.t()}
     return gradients
 
@@ -95,7 +95,7 @@ _READ = ("x", "a", "b", "ids", "pair_order", "offsets")
 @operator(
     f"{IDS} added[T, K, N] x[T, H]|[T, K, H]:added {_FACTORS} {_PAIRS}",
     _meta_expert_lora,
-    allowed={"experts": range(1, MAX_EXPERTS + 1)},
+    allowed={"num_experts": range(1, MAX_EXPERTS + 1)},
     dependences=("offsets only with pair_order",),
     backward=Backward(_lora_backward, {"added": (), **dict.fromkeys(("x", "a", "b"), _READ)}),
 )
@@ -105,7 +105,7 @@ def expert_lora(
     a: Tensor,
     b: Tensor,
     ids: Tensor,
-    experts: int,
+    num_experts: int,
     pair_order: Tensor | None = None,
     offsets: Tensor | None = None,
     scaling: float = 1.0,
@@ -121,7 +121,7 @@ def expert_lora(
         b: [N, r E] in the dtype of `a`; column i E + e is column i of b_e. Where columns lie one after
             another, strides (1, N), a pair reads only its expert's columns.
         ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) gives `added` alone.
-        experts: E, between 1 and 1024.
+        num_experts: E, between 1 and 1024.
         pair_order, offsets: what moe_bucket makes of `ids`, so that pairs of an expert read its factors
             together; None for few pairs.
         scaling: a finite number.
@@ -132,23 +132,23 @@ def expert_lora(
     Raises: ValueError for a dtype, shape, number or device that does not fit.
     """
     outer = project_slots(
-        _inner(x, a, ids, experts), ids, (experts, len(b)), _of_expert(b, experts, True), None
+        _inner(x, a, ids, num_experts), ids, (num_experts, len(b)), _of_expert(b, num_experts, True), None
     )
     return (added.float() + outer * scaling).to(added.dtype)
 
 
-def _meta_backward(check, x, a, b, offsets, experts, scaling, **_):
-    _check_factors(check, a, b, experts, scaling)
-    check.shape("offsets", offsets, (experts + 1,), "[E + 1]")
+def _meta_backward(check, x, a, b, offsets, num_experts, scaling, **_):
+    _check_factors(check, a, b, num_experts, scaling)
+    check.shape("offsets", offsets, (num_experts + 1,), "[E + 1]")
     return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape[::-1])
 
 
 @operator(
     f"{IDS} dy[T, K, N] x[T, H]|[T, K, H]:dy {_FACTORS} {_PAIRS}",
     _meta_backward,
-    allowed={"experts": range(1, MAX_EXPERTS + 1)},
+    allowed={"num_experts": range(1, MAX_EXPERTS + 1)},
 )
-def expert_lora_backward(
+def _expert_lora_backward(
     dy: Tensor,
     x: Tensor,
     a: Tensor,
@@ -156,7 +156,7 @@ def expert_lora_backward(
     ids: Tensor,
     pair_order: Tensor,
     offsets: Tensor,
-    experts: int,
+    num_experts: int,
     scaling: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, a and b of expert_lora: with g = scaling * b_e^T dy[t, k] and i = a_e x[t, k]
@@ -167,7 +167,7 @@ def expert_lora_backward(
 
     Args:
         dy: [T, K, N], float32, float16 or bfloat16: the gradient of the output.
-        x, a, b, ids, pair_order, offsets, experts, scaling: as for expert_lora, `x` in the dtype of `dy`.
+        x, a, b, ids, pair_order, offsets, num_experts, scaling: as for expert_lora, `x` in the dtype of `dy`.
 
     Returns: dx and da like x and a, and db [r E, N], the columns of b one after another; computed in float32,
         rounded once. On Metal sums go over the pairs in ascending order, and dx of a slot is rounded before
@@ -175,15 +175,15 @@ def expert_lora_backward(
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
     """
-    inner = _inner(x, a, ids, experts)
-    matrices = b.float().unflatten(1, (-1, experts)).permute(2, 0, 1)  # [E, N, r]
+    inner = _inner(x, a, ids, num_experts)
+    matrices = b.float().unflatten(1, (-1, num_experts)).permute(2, 0, 1)  # [E, N, r]
     of_b = Product(matrices.__getitem__, matrices.shape[2])
-    own = project_slots(dy.float(), ids, (experts, len(a) // experts), of_b, None) * scaling
-    of_a = Product(a.float().unflatten(0, (experts, -1)).__getitem__, a.shape[1])  # [E, r, H]
-    dx = project_slots(own, ids, (experts, a.shape[1]), of_a, None)
-    outer = torch.ops.moe_mps.expert_outer
-    da = outer(own, x.float(), ids, experts).flatten(0, 1)
-    db = outer(dy.float(), inner, ids, experts).permute(2, 0, 1).flatten(0, 1) * scaling
+    own = project_slots(dy.float(), ids, (num_experts, len(a) // num_experts), of_b, None) * scaling
+    of_a = Product(a.float().unflatten(0, (num_experts, -1)).__getitem__, a.shape[1])  # [E, r, H]
+    dx = project_slots(own, ids, (num_experts, a.shape[1]), of_a, None)
+    outer = torch.ops.moe_mps._expert_outer
+    da = outer(own, x.float(), ids, num_experts).flatten(0, 1)
+    db = outer(dy.float(), inner, ids, num_experts).permute(2, 0, 1).flatten(0, 1) * scaling
     return (dx.sum(1) if x.dim() == 2 else dx).to(x.dtype), da.to(a.dtype), db.to(b.dtype)
 
 
@@ -192,7 +192,7 @@ def _factors(s, experts, rank=3):
 
 
 def _of_experts(s):
-    return {**_factors(s, s.E), "ids": s.ids, "experts": s.E, "scaling": 0.5}
+    return {**_factors(s, s.E), "ids": s.ids, "num_experts": s.E, "scaling": 0.5}
 
 
 def _listed(s):
@@ -202,10 +202,10 @@ def _listed(s):
 CALLS: Calls = {
     "linear_lora": lambda s: {**s.of("added[T, I] x[T, H]"), **_factors(s, 1), "scaling": 0.5},
     "expert_lora": lambda s: {**s.of("added[T, K, I] x[T, H]"), **_of_experts(s)},
-    "expert_lora_backward": lambda s: {**s.of("dy[T, K, I] x[T, H]"), **_of_experts(s), **_listed(s)},
+    "_expert_lora_backward": lambda s: {**s.of("dy[T, K, I] x[T, H]"), **_of_experts(s), **_listed(s)},
 }
 CHANGES: Changes = {
     "linear_lora": lambda s: [s.of("added[1, 1, I] x[1, 1, H]")],
     "expert_lora": lambda s: [_listed(s), s.of("x[T, K, H]")],
-    "expert_lora_backward": lambda s: [s.of("x[T, K, H]")],
+    "_expert_lora_backward": lambda s: [s.of("x[T, K, H]")],
 }

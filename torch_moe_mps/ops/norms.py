@@ -29,12 +29,12 @@ class InputNorm(NamedTuple):
 
     norm_weight: Tensor | None = None
     norm_eps: float = 1e-6
-    norm_offset: float = 0.0
+    norm_weight_offset: float = 0.0
 
     def applied_to(self, x: Tensor) -> Tensor:
         if self.norm_weight is None:
             return x
-        return normed(x, self.norm_weight, self.norm_eps, self.norm_offset).to(x.dtype)
+        return normed(x, self.norm_weight, self.norm_eps, self.norm_weight_offset).to(x.dtype)
 
 
 # The norm alone
@@ -45,26 +45,26 @@ def _check_offset(check, weight, weight_offset, **_):
         check.fail("weight_offset", "0.0 without a weight", weight_offset)
 
 
-@operator("input[..., H] weight[H] bias[H] -> input", _check_offset)
+@operator("x[..., H] weight[H] bias[H] -> x", _check_offset)
 def layer_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float = 0.0
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
-    """rms(input - mean(input)) * (weight + weight_offset) + bias.
+    """rms(x - mean(x)) * (weight + weight_offset) + bias.
 
     The mean is taken away before squares are summed, in float32; the result is rounded once.
 
     Args:
-        input: [..., H], float32, float16 or bfloat16.
+        x: [..., H], float32, float16 or bfloat16.
         weight: [H], any of the three dtypes, or None: 1.
         bias: [H], any of the three dtypes, or None: 0.
         eps: of the mean of squares.
         weight_offset: 0.0 without a weight.
 
-    Returns: [..., H] in the dtype of `input`.
+    Returns: [..., H] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
     """
-    return _layer_normed(input, weight, bias, eps, weight_offset).to(input.dtype)
+    return _layer_normed(x, weight, bias, eps, weight_offset).to(x.dtype)
 
 
 def _layer_normed(
@@ -75,97 +75,97 @@ def _layer_normed(
     return x if bias is None else x + bias.float()
 
 
-def _check_rows(check, input, weight, **others):
+def _check_rows(check, x, weight, **others):
     """A weight [N, H] has a row for each of the last rows of the input."""
     if weight is not None and weight.dim() == 2:
-        check.shape("weight", weight, input.shape[-2:], "[N, H] of the input")
+        check.shape("weight", weight, x.shape[-2:], "[N, H] of the input")
     _check_offset(check, weight, **others)
 
 
-@operator("input[..., H] weight[H]|[_, H] -> input", _check_rows)
+@operator("x[..., H] weight[H]|[_, H] -> x", _check_rows)
 def rms_norm(
-    input: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, factor: float = 1.0
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, factor: float = 1.0
 ) -> Tensor:
-    """rms(input) * (weight + weight_offset) * factor, without a weight rms(input) * factor.
+    """rms(x) * (weight + weight_offset) * factor, without a weight rms(x) * factor.
 
     aten's `_fused_rms_norm` is one dispatch on MPS too, but takes no offset and requires a weight of the
     input's dtype; in all other cases `torch.nn.functional.rms_norm` runs one operation after the other.
     Models that round the normed row before they multiply it by the weight differ by at most 2 ulp.
 
     Args:
-        input: [..., H], float32, float16 or bfloat16. Rows at equal distances are read where they lie.
+        x: [..., H], float32, float16 or bfloat16. Rows at equal distances are read where they lie.
         weight: [H], any of the three dtypes, or None; for an input [..., N, H] also [N, H], a row of weights
             for each of N rows: groups of columns that are normed apart.
         eps: added to the mean of squares.
         weight_offset: 1.0 for zero-centred weights; 0.0 without a weight.
         factor: of the result, before it is rounded (latents of Dots3).
 
-    Returns: [..., H] in the dtype of `input`.
+    Returns: [..., H] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
-    out = normed(input, weight, eps, weight_offset)
-    return (out if factor == 1.0 else out.mul_(factor)).to(input.dtype)
+    out = normed(x, weight, eps, weight_offset)
+    return (out if factor == 1.0 else out.mul_(factor)).to(x.dtype)
 
 
-def _check_group(check, input, group, **_):
-    if group is not None and (group < 1 or input.shape[-1] % group):
-        check.fail("group", f"a divisor of the {input.shape[-1]} columns", group)
+def _check_group(check, x, group_size, **_):
+    if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
+        check.fail("group_size", f"a divisor of the {x.shape[-1]} columns", group_size)
 
 
 @operator(
-    "input[..., H] gate[..., H]:input weight[H] -> input",
+    "x[..., H] gate[..., H]:x weight[H] -> x",
     _check_group,
     allowed={"activation": GATE_ACTIVATIONS},
 )
 def rms_norm_gated(
-    input: Tensor,
+    x: Tensor,
     gate: Tensor,
     weight: Tensor,
     eps: float,
     weight_offset: float = 0.0,
     activation: str = "silu",
     gate_first: bool = False,
-    group: int | None = None,
+    group_size: int | None = None,
 ) -> Tensor:
-    """rms(input) * (weight + weight_offset) * activation(gate), the norm behind linear attention.
+    """rms(x) * (weight + weight_offset) * activation(gate), the norm behind linear attention.
 
-    With `gate_first` it is rms(input * activation(gate)) * (weight + weight_offset), as in Mamba-2. Models
+    With `gate_first` it is rms(x * activation(gate)) * (weight + weight_offset), as in Mamba-2. Models
     that round the normed row and its product with the weight differ by at most 3 ulp.
 
     Args:
-        input, gate: [..., H], float32, float16 or bfloat16, of one dtype.
+        x, gate: [..., H], float32, float16 or bfloat16, of one dtype.
         weight: [H], any of the three dtypes.
         eps: added to the mean of squares.
         weight_offset: 1.0 for zero-centred weights.
         activation: of the gate, "silu" or "sigmoid".
         gate_first: the gate comes before the norm.
-        group: so many neighbouring columns are normed together; None: all H.
+        group_size: so many neighbouring columns are normed together; None: all H.
 
-    Returns: [..., H] in the dtype of `input`.
+    Returns: [..., H] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
     function = torch.sigmoid if activation == "sigmoid" else torch.nn.functional.silu
     factor = function(gate.float())
-    x = input.float() * factor if gate_first else input.float()
-    width = group or max(1, x.shape[-1])
-    y = normed(x.unflatten(-1, (x.shape[-1] // width, width)), None, eps).flatten(-2)
+    rows = x.float() * factor if gate_first else x.float()
+    width = group_size or max(1, x.shape[-1])
+    y = normed(rows.unflatten(-1, (x.shape[-1] // width, width)), None, eps).flatten(-2)
     y = y * (weight.float() + weight_offset)
-    return (y if gate_first else y * factor).to(input.dtype)
+    return (y if gate_first else y * factor).to(x.dtype)
 
 
 # The norm of the input, added to the residual
 
 
-@operator("residual[..., H] input[..., H]:residual weight[H] -> residual")
+@operator("residual[..., H] x[..., H]:residual weight[H] -> residual")
 def fused_norm_add(
-    residual: Tensor, input: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
-    """residual + rms(input) * (weight + weight_offset), the order of Gemma's post-norms.
+    """residual + rms(x) * (weight + weight_offset), the order of Gemma's post-norms.
 
     Args:
-        residual, input: [..., H], float32, float16 or bfloat16, of one dtype.
+        residual, x: [..., H], float32, float16 or bfloat16, of one dtype.
         weight: [H], any of the three dtypes.
         eps: added to the mean of squares.
         weight_offset: 1.0 for zero-centred weights.
@@ -176,17 +176,17 @@ def fused_norm_add(
 
     Stands for the source kernel fused_norm_add_f32.
     """
-    return (residual.float() + normed(input, weight, eps, weight_offset)).to(residual.dtype)
+    return (residual.float() + normed(x, weight, eps, weight_offset)).to(residual.dtype)
 
 
-@operator("residual[..., H] input[..., H]:residual weight[H] scalar[1]|[H]|[] -> residual")
+@operator("residual[..., H] x[..., H]:residual weight[H] scalar[1]|[H]|[] -> residual")
 def fused_norm_add_scalar(
-    residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
+    residual: Tensor, x: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
-    """(residual + rms(input) * (weight + weight_offset)) * scalar, the end of a Gemma 4 layer.
+    """(residual + rms(x) * (weight + weight_offset)) * scalar, the end of a Gemma 4 layer.
 
     Args:
-        residual, input, weight, eps, weight_offset: as for fused_norm_add.
+        residual, x, weight, eps, weight_offset: as for fused_norm_add.
         scalar: 1 or H elements, any of the three dtypes: the layer's scale.
 
     Returns: [..., H] in the dtype of `residual`.
@@ -195,7 +195,7 @@ def fused_norm_add_scalar(
 
     Stands for the source kernel fused_norm_add_scalar_f32.
     """
-    total = residual.float() + normed(input, weight, eps, weight_offset)
+    total = residual.float() + normed(x, weight, eps, weight_offset)
     return (total * scalar.float()).to(residual.dtype)
 
 
@@ -206,22 +206,22 @@ def _meta_residual_norm(check, residual, write_sum, **_):
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape if write_sum else (0,))
 
 
-@operator("residual[..., H] input[..., H]:residual weight[H]", _meta_residual_norm)
+@operator("residual[..., H] x[..., H]:residual weight[H]", _meta_residual_norm)
 def fused_residual_norm(
     residual: Tensor,
-    input: Tensor,
+    x: Tensor,
     weight: Tensor,
     eps: float,
     write_sum: bool = True,
     weight_offset: float = 0.0,
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """s = residual + input * factor  ->  (rms(s) * (weight + weight_offset), s), as pre-norm models do.
+    """s = residual + x * factor  ->  (rms(s) * (weight + weight_offset), s), as pre-norm models do.
 
     In 16 bit s is rounded first, because the residual stream carries the rounded s; the norm is taken of it.
 
     Args:
-        residual, input, weight, eps, weight_offset: as for fused_norm_add.
+        residual, x, weight, eps, weight_offset: as for fused_norm_add.
         write_sum: without it the second result is empty, of shape [0].
         factor: of the input, whose product is not rounded (Granite, MiniMax).
 
@@ -231,7 +231,7 @@ def fused_residual_norm(
 
     Stands for the source kernel fused_residual_norm_f32.
     """
-    total = (residual.float() + input.float() * factor).to(residual.dtype)
+    total = (residual.float() + x.float() * factor).to(residual.dtype)
     result = normed(total, weight, eps, weight_offset).to(residual.dtype)
     return result, total if write_sum else residual.new_empty(0)
 
@@ -241,41 +241,41 @@ def _meta_residual_layer_norm(check, residual, weight, weight_offset, **_):
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
-@operator("residual[..., H] input[..., H]:residual weight[H] bias[H]", _meta_residual_layer_norm)
+@operator("residual[..., H] x[..., H]:residual weight[H] bias[H]", _meta_residual_layer_norm)
 def fused_residual_layer_norm(
     residual: Tensor,
-    input: Tensor,
+    x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """s = residual + input  ->  (layer_norm(s, weight, bias, eps, weight_offset), s).
+    """s = residual + x  ->  (layer_norm(s, weight, bias, eps, weight_offset), s).
 
     In 16 bit s is rounded first, as in fused_residual_norm.
 
     Args:
-        residual, input: [..., H], float32, float16 or bfloat16, of one dtype.
+        residual, x: [..., H], float32, float16 or bfloat16, of one dtype.
         weight, bias, eps, weight_offset: as for layer_norm.
 
     Returns: the normed sum and the sum, both like `residual`.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
     """
-    total = residual + input
+    total = residual + x
     return _layer_normed(total, weight, bias, eps, weight_offset).to(residual.dtype), total
 
 
-@operator("residual[..., H] input[..., H]:residual weight[H] scalar[1]|[H]|[] -> residual")
+@operator("residual[..., H] x[..., H]:residual weight[H] scalar[1]|[H]|[] -> residual")
 def fused_residual_norm_scalar(
-    residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
+    residual: Tensor, x: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
-    """rms(residual + input) * (weight + weight_offset) * scalar.
+    """rms(residual + x) * (weight + weight_offset) * scalar.
 
     In 16 bit the sum is rounded before the norm, as in fused_residual_norm.
 
     Args:
-        residual, input, weight, eps, weight_offset: as for fused_norm_add.
+        residual, x, weight, eps, weight_offset: as for fused_norm_add.
         scalar: 1 or H elements, any of the three dtypes.
 
     Returns: [..., H] in the dtype of `residual`.
@@ -284,7 +284,7 @@ def fused_residual_norm_scalar(
 
     Stands for the source kernel fused_residual_norm_scalar_f32.
     """
-    result = normed(residual + input, weight, eps, weight_offset)
+    result = normed(residual + x, weight, eps, weight_offset)
     return (result * scalar.float()).to(residual.dtype)
 
 
@@ -294,7 +294,7 @@ def _norm(s: Sample) -> dict[str, Any]:
 
 def _wide(s: Sample) -> dict[str, Any]:
     """Rows that several simdgroups take."""
-    return s.of("input[2, 4100] weight[4100]")
+    return s.of("x[2, 4100] weight[4100]")
 
 
 CALLS: Calls = {
@@ -302,28 +302,28 @@ CALLS: Calls = {
     "fused_norm_add_scalar": _norm,
     **dict.fromkeys(
         ("fused_residual_norm", "fused_residual_layer_norm"),
-        lambda s: {**_norm(s), "input": s.values(s.T, s.H)},
+        lambda s: {**_norm(s), "x": s.values(s.T, s.H)},
     ),
     "fused_residual_norm_scalar": lambda s: {**_norm(s), "scalar": s.values(s.H)},
 }
 CHANGES: Changes = {
     "rms_norm": lambda s: [
-        {"input": s.strided, "weight": None},
+        {"x": s.strided, "weight": None},
         {"weight_offset": 1.0},
         _wide(s),
         {"weight": s.values(s.T, s.H)},
     ],
     "layer_norm": lambda s: [
-        {"input": s.strided, "weight": None, "bias": None},
+        {"x": s.strided, "weight": None, "bias": None},
         {"weight_offset": 1.0, "bias": None},
         _wide(s),
     ],
     "rms_norm_gated": lambda s: [
-        {"input": s.strided, "gate": s.strided, "weight_offset": 1.0},
-        {"activation": "sigmoid", "gate_first": True, "group": 16},
+        {"x": s.strided, "gate": s.strided, "weight_offset": 1.0},
+        {"activation": "sigmoid", "gate_first": True, "group_size": 16},
         _wide(s),
     ],
-    "fused_norm_add": lambda s: [{"input": s.strided, "weight_offset": 1.0}, _wide(s)],
+    "fused_norm_add": lambda s: [{"x": s.strided, "weight_offset": 1.0}, _wide(s)],
     "fused_residual_norm": lambda s: [
         {"residual": s.strided, "write_sum": False, "factor": 0.22},
         _wide(s) | {"residual": s.values(2, 4100)},

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import Check
+from ._checks import NAMED_DTYPES, Check, dtype_name
 from ._registry import operator
 from ._sample import Calls, Changes
 
@@ -82,14 +82,14 @@ def _meta_pointwise(check, formula, dtype, mean, **given):
         if len(shape) < 2 or shape[-2] == 0:
             check.fail("mean", "of a last dimension but one with elements", tuple(shape))
         shape = torch.Size((*shape[:-2], *shape[-1:]))
-    return given["a"].new_empty(shape, dtype=dtype)
+    return given["a"].new_empty(shape, dtype=NAMED_DTYPES[dtype])
 
 
 @operator("a:number b:number c:number d:number e:number f:number", _meta_pointwise)
-def pointwise(
+def _pointwise(
     a: Tensor,
     formula: str,
-    dtype: torch.dtype,
+    dtype: str,
     b: Tensor | None = None,
     c: Tensor | None = None,
     d: Tensor | None = None,
@@ -110,7 +110,7 @@ def pointwise(
             to 12 different numbers. Operations of one operand: to, neg, exp, log, log1p, sqrt, rsqrt,
             sigmoid, silu, softplus, tanh, relu, cos, sin; of two: add, sub, mul, div, max and min, which give
             NaN for NaN.
-        dtype: of the result: float32, float16 or bfloat16.
+        dtype: of the result: "float32", "float16" or "bfloat16".
         mean: of what the last step gives over the last dimension but one, in float32: of streams.
 
     Returns: the result of the last step, in `dtype` and the shape that all inputs broadcast to, without the
@@ -132,13 +132,13 @@ def pointwise(
         result = made.to(DTYPES[rounded_to])
         values[f"%{number}"] = result.float()
     result = result.expand(shape)
-    return (result.float().mean(-2) if mean else result).to(dtype)
+    return (result.float().mean(-2) if mean else result).to(NAMED_DTYPES[dtype])
 
 
 CALLS: Calls = {
-    "pointwise": lambda s: {
+    "_pointwise": lambda s: {
         **s.of("a[2, T, 1, H] b[T, 4, H]", formula="silu a f32; mul %0 b f32; sub c %1 bf16; div %2 1.5 f32"),
-        **{"dtype": s.dtype, "c": s.integers(9, 4, s.H, dtype=torch.int64)},
+        **{"dtype": dtype_name(s.dtype), "c": s.integers(9, 4, s.H, dtype=torch.int64)},
     },
 }
 CHANGES: Changes = {}

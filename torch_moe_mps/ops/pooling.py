@@ -33,7 +33,7 @@ def _check_pool_window(check, entries_, state_, position, inv_freq, **_):
     _check_pool_window,
     symbols=("position",),
 )
-def pool_window_(
+def _pool_window_(
     kv: Tensor,
     gate: Tensor,
     position_bias: Tensor,
@@ -42,8 +42,8 @@ def pool_window_(
     position: int,
     norm_weight: Tensor,
     inv_freq: Tensor,
-    scaling: float = 1.0,
-    eps: float = 1e-6,
+    rotary_scale: float = 1.0,
+    norm_eps: float = 1e-6,
 ) -> None:
     """An entry for each window of tokens that new tokens complete, into a cache of entries (DeepSeek-V4).
 
@@ -52,7 +52,7 @@ def pool_window_(
     weight[j, c] = softmax_j(gate[j, c] + position_bias[j, c]), over the tokens j of the window
     entry[w, c] = sum_j weight[j, c] * kv[j, c], then rms(entry) * norm_weight
     (a, b) -> (a * cos - b * sin, b * cos + a * sin), for each neighbouring pair of the last channels, with
-    cos, sin = scaling * cos and sin of w * rate * inv_freq
+    cos, sin = rotary_scale * cos and sin of w * rate * inv_freq
 
     With W = 2 D windows overlap: the sum goes over the tokens of window w - 1, if there is one, with the
     first D columns of `kv`, `gate` and `position_bias`, and over window w's tokens with the last D.
@@ -68,8 +68,8 @@ def pool_window_(
         position: the number of tokens before the new ones.
         norm_weight: [D], any of the three dtypes.
         inv_freq: [R / 2], any of the three dtypes: radians a token of the pairs that turn.
-        scaling: factor of cos and sin.
-        eps: added to the mean of squares.
+        rotary_scale: factor of cos and sin.
+        norm_eps: added to the mean of squares.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
     """
@@ -87,8 +87,8 @@ def pool_window_(
                 _overlapped(F.pad(x, (0, 0, 0, 0, 1, 0), value=nothing) if first == 0 else x)
                 for x, nothing in ((values, 0.0), (logits, -torch.inf))
             )
-        entries = normed((values * logits.softmax(2)).sum(2), norm_weight, eps, 0.0)
-        entries_[:, first:closed] = _turned(entries, first, rate, inv_freq, scaling).to(entries_.dtype)
+        entries = normed((values * logits.softmax(2)).sum(2), norm_weight, norm_eps, 0.0)
+        entries_[:, first:closed] = _turned(entries, first, rate, inv_freq, rotary_scale).to(entries_.dtype)
     kept = min(tokens, rows)
     places = torch.arange(position + tokens - kept, position + tokens) % rows
     state_[:, places] = new[:, tokens - kept :]
@@ -100,18 +100,18 @@ def _overlapped(x: Tensor) -> Tensor:
     return torch.cat((before[:, :-1], own[:, 1:]), 2)
 
 
-def _turned(entries: Tensor, first: int, rate: int, inv_freq: Tensor, scaling: float) -> Tensor:
+def _turned(entries: Tensor, first: int, rate: int, inv_freq: Tensor, rotary_scale: float) -> Tensor:
     """The entries from number `first` on, with their last columns turned."""
     numbers = torch.arange(first, first + entries.shape[1], device=entries.device)
     angles = (numbers * rate)[:, None].float() * inv_freq.float()
-    cos, sin = angles.cos() * scaling, angles.sin() * scaling
+    cos, sin = angles.cos() * rotary_scale, angles.sin() * rotary_scale
     still, turning = entries.split([entries.shape[2] - 2 * len(inv_freq), 2 * len(inv_freq)], -1)
     a, b = turning[..., 0::2], turning[..., 1::2]
     return torch.cat((still, torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)), -1)
 
 
 CALLS: Calls = {
-    "pool_window_": lambda s: s.of(
+    "_pool_window_": lambda s: s.of(
         f"kv[2, T, 16] position_bias[2, 16] state_[2, 4, 2, 16] entries_[2, {s.T // 2 + 4}, 8] "
         "inv_freq[2]:float32",
         position=3,

@@ -18,9 +18,9 @@ from ._sample import Calls, Changes, Sample
 CHUNK = 1 << 18  # weights that the reference takes at a time: what it computes stays in the cache of a core
 
 
-def _meta_quantize_by_importance(check, weight, to, **_):
-    FORMATS[to].check_columns(check, "C, the last dimension of weight,", check.sizes["C"])
-    return _empty(weight, FORMATS[to])
+def _meta_quantize_by_importance(check, weight, format, **_):
+    FORMATS[format].check_columns(check, "C, the last dimension of weight,", check.sizes["C"])
+    return _empty(weight, FORMATS[format])
 
 
 def _empty(weight: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -35,10 +35,10 @@ def _empty(weight: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor, Tens
 @operator(
     "weight[E, R, C] importance[E, C]:float32",
     _meta_quantize_by_importance,
-    allowed={"to": tuple(name for name, row in ROWS.items() if row.is_of_mlx and row.bits > 1)},
+    allowed={"format": tuple(name for name, row in ROWS.items() if row.is_of_mlx and row.bits > 1)},
 )
 def quantize_by_importance(
-    weight: Tensor, importance: Tensor, to: str
+    weight: Tensor, importance: Tensor, format: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Weights in one of MLX's formats, chosen by what they are multiplied with: in one launch.
 
@@ -57,7 +57,7 @@ def quantize_by_importance(
         weight: [E, R, C], float32, float16 or bfloat16, finite; any strides. C is a multiple of the format's
             group.
         importance: [E, C] float32, finite and not negative; about 1, so that float32 holds the sums.
-        to: the format's name: affine4_64 and so on, of 2 bits and more, mxfp4, mxfp8, nvfp4.
+        format: its name: affine4_64 and so on, of 2 bits and more, mxfp4, mxfp8, nvfp4.
 
     Returns: packed [E, R, C * bits / 32] int32; scales and biases [E, R, C / group] in the dtype of `weight`,
         of formats without biases scales uint8 and biases empty; and float32 [E, R, C / group, 2], of each
@@ -65,23 +65,23 @@ def quantize_by_importance(
 
     Raises: ValueError for a dtype, shape, format or device that does not fit.
     """
-    format = FORMATS[to]
+    stored = FORMATS[format]
     if weight.numel() == 0:
-        return _empty(weight, format)
-    importance = counted(importance.unflatten(-1, (1, -1, format.group_size)))
-    outputs, room = _empty(weight, format), weight.new_empty(0)
+        return _empty(weight, stored)
+    importance = counted(importance.unflatten(-1, (1, -1, stored.group_size)))
+    outputs, room = _empty(weight, stored), weight.new_empty(0)
     for index in chunks(weight, CHUNK):
-        piece = weight[index].unflatten(-1, (-1, format.group_size))
+        piece = weight[index].unflatten(-1, (-1, stored.group_size))
         if room.numel() == 0:  # for all of them: new memory costs as much as the arithmetic
             room = weight.new_empty(5, piece.numel(), dtype=torch.float32)
         groups, *others = [memory[: piece.numel()].view(piece.shape) for memory in room]
         codes, scales, biases = search(
-            groups.copy_(piece), importance[index[0]], weight.dtype, format, others
+            groups.copy_(piece), importance[index[0]], weight.dtype, stored, others
         )
-        results = [pack(codes.flatten(-2), format.bits), scales.to(outputs[1].dtype)]
+        results = [pack(codes.flatten(-2), stored.bits), scales.to(outputs[1].dtype)]
         if biases is not None:
             biases = biases.to(weight.dtype)
-        apart = decode(codes, results[1], biases, format).sub_(groups).abs_().sum(-1)
+        apart = decode(codes, results[1], biases, stored).sub_(groups).abs_().sum(-1)
         sums = torch.stack((apart, groups.abs_().sum(-1)), -1)
         for output, result in zip(outputs, (*results, biases, sums), strict=True):
             if result is not None:
@@ -280,7 +280,7 @@ def judged_by_importance(arguments: dict[str, Any], results: list[Tensor]) -> li
     """Decoded share of a matrix's weights, by importance; the error as stated; and how wrong that is."""
     packed, scales, biases, sums = results
     weight, importance = arguments["weight"].float(), arguments["importance"][:, None]
-    format = FORMATS[arguments["to"]]
+    format = FORMATS[arguments["format"]]
     decoded = dequantize_values(packed, scales, biases if format.is_affine else None, format)
     products = [(importance * weight * other).sum((1, 2)) for other in (decoded, weight)]
     apart = (decoded - weight).abs().unflatten(-1, (-1, format.group_size)).sum(-1)
@@ -294,7 +294,7 @@ def _weights(s: Sample, format: Format = FORMATS["affine4_32"], columns: int = 1
     weight[0, 1] *= 1e-6
     importance = s.values(2, columns, dtype=torch.float32).square()
     importance[1, : format.group_size] = 0.0
-    return {"weight": weight, "importance": importance, "to": format.name}
+    return {"weight": weight, "importance": importance, "format": format.name}
 
 
 CALLS: Calls = {"quantize_by_importance": _weights}

@@ -36,7 +36,7 @@ def _check_expert_qmm_transposed(check, dy, packed, scales, biases, ids, format,
 
 
 @operator(f"{IDS} dy[T, K, N] packed[E, N, _]:packed", _check_expert_qmm_transposed)
-def expert_qmm_transposed(
+def _expert_qmm_transposed(
     dy: Tensor,
     packed: Tensor,
     scales: Tensor,
@@ -67,7 +67,7 @@ def expert_qmm_transposed(
 
 def _qmm_backward(grad, asked, given):
     weight, sums = [given[name] for name in TENSORS], len(given["x"].shape) == 2
-    backward = torch.ops.moe_mps.expert_qmm_transposed
+    backward = torch.ops.moe_mps._expert_qmm_transposed
     return {"x": backward(grad, *weight, given["ids"], given["format"], sums)}
 
 
@@ -143,12 +143,12 @@ def _check_moe_experts_quantized(check, x, router, around, **arguments):
 
 
 @operator(
-    f"{AROUND} {packed_mlp('E, ')} logits[T, E] router_bias[E] per_expert_scale[E] "
+    f"{AROUND} {packed_mlp('E, ')} logits[T, E] correction_bias[E] per_expert_scale[E] "
     "shared_gate_up_packed[_, _]:gate_up_packed shared_down_packed[_, _]:down_packed -> x",
     _check_moe_experts_quantized,
     allowed={
         **{"scoring": SCORINGS, "group_score": GROUP_SCORES, "shared_activation": POINTWISE},
-        **{"router_norm_eps": 0.0, "router_norm_min": 0.0},
+        **{"sum_eps": 0.0, "sum_min": 0.0},
     },
     dependences=(
         "ids weights only without logits",
@@ -191,13 +191,13 @@ def moe_experts_quantized(
         down_format: of the down weights if they have another format. None means as for gate and up.
         gate_up_bias, down_bias: [E, 2I] ([E, I] when not gated) and [E, H]: the layer's, not the format's.
         x, activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual, gate_is_logit,
-            norm_weight, norm_eps, norm_offset: as for moe_experts.
+            norm_weight, norm_eps, norm_weight_offset: as for moe_experts.
         ids, weights: as for moe_experts; None with logits.
         logits: [T, E], float32, float16 or bfloat16; moe_router makes ids and weights of them. On Metal the
             first product of one token selects among up to 512 experts itself, which saves a dispatch.
-        top_k, scoring, num_groups, top_groups, group_score, masked_score, bias_on_logits, norm_topk_prob,
-            scaling_factor, per_expert_scale: as for moe_router; by default without logits.
-        router_bias, router_norm_eps, router_norm_min: bias, norm_eps and norm_min of moe_router.
+        top_k, scoring, correction_bias, num_groups, top_groups, group_score, masked_score, bias_on_logits,
+            norm_topk_prob, sum_eps, sum_min, scaling_factor, per_expert_scale: as for moe_router; by default
+            without logits.
         shared_gate_up_packed, shared_gate_up_scales, shared_gate_up_biases, shared_down_packed,
             shared_down_scales, shared_down_biases: of an expert that each token has beside its routed ones,
             shaped like one of them, [2I, H * bits / 32] and so on; shared_out is its output for
@@ -226,7 +226,7 @@ def moe_experts_quantized(
 
 CALLS: Calls = {
     "expert_qmm": lambda s: s.of("x[T, H]", **s.quantized("", s.I, s.H), ids=s.ids, format=s.format.name),
-    "expert_qmm_transposed": lambda s: s.of(
+    "_expert_qmm_transposed": lambda s: s.of(
         "dy[T, K, I]", **s.quantized("", s.I, s.H), ids=s.ids, format=s.format.name, sums=True
     ),
     "moe_experts_quantized": lambda s: {
@@ -237,11 +237,11 @@ CALLS: Calls = {
     },
 }
 CHANGES: Changes = {
-    "expert_qmm_transposed": lambda s: [{"sums": False}],
+    "_expert_qmm_transposed": lambda s: [{"sums": False}],
     "moe_experts_quantized": lambda s: [
         {"residual": s.values(1, s.T, s.H), **s.norm},
         {**s.one_token, **s.norm},
-        {**s.routed, **s.norm, **s.of("router_bias[E] per_expert_scale[E]", scoring="sigmoid")},
+        {**s.routed, **s.norm, **s.of("correction_bias[E] per_expert_scale[E]", scoring="sigmoid")},
         {
             **s.routed,
             **s.norm,

@@ -17,17 +17,17 @@ PAIRS = ("half", "interleaved", "interleaved_to_half")
 class HeadNorms(NamedTuple):
     """RMSNorms of heads, where they have weights."""
 
-    q_weight: Tensor | None = None
-    k_weight: Tensor | None = None
-    eps: float = 1e-6
-    weight_offset: float = 0.0
+    q_norm_weight: Tensor | None = None
+    k_norm_weight: Tensor | None = None
+    norm_eps: float = 1e-6
+    norm_weight_offset: float = 0.0
 
 
 class ValueNorm(NamedTuple):
     """RMSNorm of the heads of values, with the numbers of `HeadNorms`."""
 
     norm_v: bool = False
-    v_weight: Tensor | None = None
+    v_norm_weight: Tensor | None = None
 
 
 class Turn(NamedTuple):
@@ -39,9 +39,12 @@ class Turn(NamedTuple):
 
 
 # Queries and keys in the order of projections, tables, the weights of norms, and values.
-TURNED = "{} {} cos[A, T, W] sin[A, T, W]:cos q_weight[Dq] k_weight[Dk] "
-WRITTEN = ("sin only with cos", "v_weight not without norm_v")  # dependences
-HELD = "v[B, T, Hv>=1, Dv]:k keys_[B, Hk, S, Dk]:k values_[B, Hv, V, Dv]:k v_weight[Dv] k_bias[Dk]:k_weight"
+TURNED = "{} {} cos[A, T, W] sin[A, T, W]:cos q_norm_weight[Dq] k_norm_weight[Dk] "
+WRITTEN = ("sin only with cos", "v_norm_weight not without norm_v")  # dependences
+HELD = (
+    "v[B, T, Hv>=1, Dv]:k keys_[B, Hk, S, Dk]:k values_[B, Hv, V, Dv]:k v_norm_weight[Dv] "
+    "k_bias[Dk]:k_norm_weight"
+)
 
 
 def _check_heads(check: Check, rotary: int, **heads: Tensor | None) -> None:
@@ -91,7 +94,7 @@ def _rotated(
 ) -> Tensor:
     """Heads of `x`, turned by cosines and sines, behind the norm with a weight."""
     cos, sin = tables
-    y = x.float() if weight is None else normed(x, weight, norms.eps, norms.weight_offset)
+    y = x.float() if weight is None else normed(x, weight, norms.norm_eps, norms.norm_weight_offset)
     if cos is None or sin is None:
         return y.to(x.dtype).transpose(1, 2)
     rotary = cos.shape[-1] if turn.rotary_dim is None else turn.rotary_dim
@@ -123,7 +126,7 @@ def _turned(y: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
     TURNED.format("q[B, T, Hq>=1, Dq]", "k[B, T, Hk>=1, Dk]:q"),
     _meta_rope,
     allowed={"pairs": PAIRS},
-    dependences=("sin only with cos", "k_weight not without k"),
+    dependences=("sin only with cos", "k_norm_weight not without k"),
 )
 def rope(
     q: Tensor,
@@ -136,7 +139,7 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """Rotary position embedding of q and k, and the RMSNorm of each head before it where a weight is given.
 
-    x = rms(x) * (weight + weight_offset), over a head, where there is a weight
+    x = rms(x) * (weight + norm_weight_offset), over a head, where there is a weight
     (a, b) -> (a * cos - b * sin, b * cos + a * sin), for each pair (a, b) of the R elements that turn
 
     Everything is computed in float32 and rounded once, when it is stored. Models that compute in 16 bit also
@@ -148,9 +151,9 @@ def rope(
         k: [B, T, Hk, Dk] in the dtype of `q`, or None.
         cos, sin: [B or 1, T, R or R / 2], any of the three dtypes: of each element that turns, in the order
             of the head's elements, or of each pair; None where nothing turns.
-        q_weight, k_weight: [Dq], [Dk], any of the three dtypes: QK-norm.
-        eps: added to the mean of squares.
-        weight_offset: 1.0 for zero-centred weights.
+        q_norm_weight, k_norm_weight: [Dq], [Dk], any of the three dtypes: QK-norm.
+        norm_eps: added to the mean of squares.
+        norm_weight_offset: 1.0 for zero-centred weights.
         pairs: "half": element i and i + R / 2 are a pair; "interleaved": elements 2 i and 2 i + 1;
             "interleaved_to_half": the same, but the results of pair i are stored at i and i + R / 2.
         rotary_dim: R; without it the width of `cos`.
@@ -162,8 +165,8 @@ def rope(
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
     rest = (cos, sin), norms, turn
-    q_out = _rotated(q, norms.q_weight, *rest)
-    return q_out, q.new_empty(0) if k is None else _rotated(k, norms.k_weight, *rest)
+    q_out = _rotated(q, norms.q_norm_weight, *rest)
+    return q_out, q.new_empty(0) if k is None else _rotated(k, norms.k_norm_weight, *rest)
 
 
 def check_rope_cache(check, q, k, v, keys_, values_, cos, norms, turn, norm, k_bias=None, **_):
@@ -175,8 +178,8 @@ def check_rope_cache(check, q, k, v, keys_, values_, cos, norms, turn, norm, k_b
         if held is not None and held.shape[2] < k.shape[1]:
             expected = f"of {k.shape[1]} tokens or more, as many as {argument[0]} has"
             check.fail(argument, expected, tuple(held.shape))
-    alone = norms.k_weight is None or norms.weight_offset != 0.0
-    check.none("without k_weight, or with a weight_offset", alone, k_bias=k_bias)
+    alone = norms.k_norm_weight is None or norms.norm_weight_offset != 0.0
+    check.none("without k_norm_weight, or with a norm_weight_offset", alone, k_bias=k_bias)
     return k.new_empty(0) if q is None else _heads_first(q)
 
 
@@ -186,8 +189,8 @@ def check_rope_cache(check, q, k, v, keys_, values_, cos, norms, turn, norm, k_b
     allowed={"pairs": PAIRS},
     dependences=(
         *WRITTEN,
-        "q_weight not without q",
-        "v q_weight not beside k_bias (with a bias)",
+        "q_norm_weight not without q",
+        "v q_norm_weight not beside k_bias (with a bias)",
         "values_ only with v",
     ),
 )
@@ -208,57 +211,67 @@ def rope_cache_(
     """`rope`, which writes the keys, and the values beside them, where a cache keeps them.
 
     keys_[:, :, S - T:] = k as `rope` returns it
-    values_[:, :, S - T:] = v, or rms(v) over a head, * (v_weight + weight_offset) where it is given
+    values_[:, :, S - T:] = v, or rms(v) over a head, * (v_norm_weight + norm_weight_offset) where it is given
 
     With `k_bias` the norm of k is a LayerNorm, as the keys of an indexer have it:
-    (k - mean(k)) * rsqrt(mean((k - mean(k))^2) + eps) * k_weight + k_bias, over a head
+    (k - mean(k)) * rsqrt(mean((k - mean(k))^2) + norm_eps) * k_norm_weight + k_bias, over a head
 
     Args:
         q: as for `rope`, or None.
-        k, cos, sin, q_weight, k_weight, eps, weight_offset, pairs, rotary_dim, rotary_last: as for `rope`.
+        k, cos, sin, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset, pairs, rotary_dim,
+            rotary_last: as for `rope`.
         v: [B, T, Hv, Dv] in the dtype of `k`, Dv even; strides are free. None where only keys are kept.
         keys_, values_: [B, Hk, S, Dk] and [B, Hv, S, Dv] in the dtype of `k`: what a cache has once it has
             these tokens, whose T places at the end are updated in place. Where the elements of a head are
             contiguous they are written where they lie, else copied there. They must overlap neither
             themselves nor each other nor the inputs.
-        norm_v: the values are normed, with `eps`.
-        v_weight: [Dv], any of the three dtypes: of that norm.
-        k_bias: [Dk] in the dtype of `k_weight`, or None. Beside it there is no v, q_weight nor weight_offset.
+        norm_v: the values are normed, with `norm_eps`.
+        v_norm_weight: [Dv], any of the three dtypes: of that norm.
+        k_bias: [Dk] in the dtype of `k_norm_weight`, or None. Beside it there is no v, no
+            q_norm_weight and no norm_weight_offset.
 
     Returns: q as [B, Hq, T, Dq], contiguous; without q an empty tensor, of shape [0].
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
     rest = (cos, sin), norms, turn
-    if k_bias is not None and norms.k_weight is not None:
-        new = F.layer_norm(k.float(), k.shape[-1:], norms.k_weight.float(), k_bias.float(), norms.eps)
+    if k_bias is not None and norms.k_norm_weight is not None:
+        new = F.layer_norm(
+            k.float(), k.shape[-1:], norms.k_norm_weight.float(), k_bias.float(), norms.norm_eps
+        )
         new = _rotated(new, None, *rest)
     else:
-        new = _rotated(k, norms.k_weight, *rest)
+        new = _rotated(k, norms.k_norm_weight, *rest)
     keys_.narrow(2, keys_.shape[2] - k.shape[1], k.shape[1]).copy_(new)
     if v is not None and values_ is not None:
         if norm.norm_v:
-            v = normed(v, norm.v_weight, norms.eps, norms.weight_offset).to(v.dtype)
+            v = normed(v, norm.v_norm_weight, norms.norm_eps, norms.norm_weight_offset).to(v.dtype)
         values_.narrow(2, values_.shape[2] - v.shape[1], v.shape[1]).copy_(v.transpose(1, 2))
-    return k.new_empty(0) if q is None else _rotated(q, norms.q_weight, *rest)
+    return k.new_empty(0) if q is None else _rotated(q, norms.q_norm_weight, *rest)
 
 
 def _of_indexer(s: Sample) -> dict[str, Any]:
-    norm = s.of("k_weight[D] k_bias[D]", q_weight=None)
+    norm = s.of("k_norm_weight[D] k_bias[D]", q_norm_weight=None)
     keys = {"k": s.values(2, s.T, 1, 2 * s.D)[..., s.D :], "keys_": s.values(2, 1, s.T + 2, s.D)}
     return {**keys, **norm, "v": None, "values_": None}
 
 
 CALLS: Calls = {
-    "rope": lambda s: s.of("cos[1, T, D] sin[1, T, D] q_weight[D] k_weight[D]", q=s.q, k=s.k),
+    "rope": lambda s: s.of("cos[1, T, D] sin[1, T, D] q_norm_weight[D] k_norm_weight[D]", q=s.q, k=s.k),
     "rope_cache_": lambda s: s.of(
-        "v[2, T, 2, V] cos[1, T, D] sin[1, T, D] keys_[2, 2, T, D] values_[2, 2, T, V] q_weight[D]",
+        "v[2, T, 2, V] cos[1, T, D] sin[1, T, D] keys_[2, 2, T, D] values_[2, 2, T, V] q_norm_weight[D]",
         **{"q": s.q, "k": s.k},
     ),
 }
 CHANGES: Changes = {
     "rope": lambda s: [
-        {"k": None, "k_weight": None, "pairs": "interleaved", "rotary_dim": min(8, s.D), "rotary_last": True}
+        {
+            "k": None,
+            "k_norm_weight": None,
+            "pairs": "interleaved",
+            "rotary_dim": min(8, s.D),
+            "rotary_last": True,
+        }
         | {name: s.values(2, s.T, min(8, s.D) // 2) for name in ("cos", "sin")},
     ],
     "rope_cache_": lambda s: [
@@ -266,10 +279,10 @@ CHANGES: Changes = {
             name: cache[:, :, 2 : 3 + s.T]
             for name, cache in s.of("keys_[2, 2, 9, D] values_[2, 2, 9, V]").items()
         }
-        | s.of("v_weight[V]", norm_v=True),
-        s.of("k_weight[D]", cos=None, sin=None),
+        | s.of("v_norm_weight[V]", norm_v=True),
+        s.of("k_norm_weight[D]", cos=None, sin=None),
         _of_indexer(s),
         _of_indexer(s) | {"q": None, "cos": None, "sin": None},
-        s.of("k_weight[D]", v=None, values_=None, weight_offset=1.0),
+        s.of("k_norm_weight[D]", v=None, values_=None, norm_weight_offset=1.0),
     ],
 }

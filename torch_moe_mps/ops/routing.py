@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import FLOAT32_MAX, MAX_EXPERTS, MAX_TOP_K, Check
+from ._checks import FLOAT32_MAX, MAX_EXPERTS, MAX_TOP_K, NAMED_DTYPES, Check
 from ._registry import operator
 from ._sample import Calls, Changes
 from .norms import InputNorm, normed
@@ -112,15 +112,15 @@ class Router(NamedTuple):
     logits: Tensor | None = None
     top_k: int = 1
     scoring: str = "softmax"
-    router_bias: Tensor | None = None
+    correction_bias: Tensor | None = None
     num_groups: int = 1
     top_groups: int = 1
     group_score: str = "top2_sum"
     masked_score: float | None = None
     bias_on_logits: bool = False
     norm_topk_prob: bool = False
-    router_norm_eps: float = 1e-20
-    router_norm_min: float = 0.0
+    sum_eps: float = 1e-20
+    sum_min: float = 0.0
     scaling_factor: float = 1.0
     per_expert_scale: Tensor | None = None
 
@@ -136,44 +136,40 @@ class Router(NamedTuple):
 
     def chosen(self) -> tuple[Tensor, Tensor]:
         """Weights and ids."""
-        options: dict[str, Any] = dict(zip(OF_EXPERTS, self, strict=True))
+        options: dict[str, Any] = self._asdict()
         return moe_router(**options)
 
 
-# {argument of moe_router: its name beside experts}
-OF_EXPERTS = {name.removeprefix("router_"): name for name in Router._fields}
-
-
 @operator(
-    f"logits[T, E<={MAX_EXPERTS}] bias[E] per_expert_scale[E] -> {SELECTED}",
+    f"logits[T, E<={MAX_EXPERTS}] correction_bias[E] per_expert_scale[E] -> {SELECTED}",
     _check_router,
-    allowed={"scoring": SCORINGS, "group_score": GROUP_SCORES, "norm_eps": 0.0, "norm_min": 0.0},
+    allowed={"scoring": SCORINGS, "group_score": GROUP_SCORES, "sum_eps": 0.0, "sum_min": 0.0},
 )
 def moe_router(
     logits: Tensor,
     top_k: int,
     *,
     scoring: str,
-    bias: Tensor | None = None,
+    correction_bias: Tensor | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
     group_score: str = "top2_sum",
     masked_score: float | None = None,
     bias_on_logits: bool = False,
     norm_topk_prob: bool,
-    norm_eps: float = 1e-20,
-    norm_min: float = 0.0,
+    sum_eps: float = 1e-20,
+    sum_min: float = 0.0,
     scaling_factor: float = 1.0,
     per_expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The experts of each token and their weights, for every scoring that the models use.
 
         scores = scoring(logits)                    softmax | sigmoid | sqrtsoftplus, over all E
-        choice = scores + bias                      logits + bias with bias_on_logits or softmax_after_topk
+        choice = scores + correction_bias           logits + it with bias_on_logits or softmax_after_topk
         choice of experts outside the top_groups best of num_groups groups = masked_score
         ids    = the top_k largest choices, descending, ties to the lower id
         w      = scores[ids]                        softmax(logits[ids]) with softmax_after_topk
-        w      = w / max(sum(w) + norm_eps, norm_min)      with norm_topk_prob
+        w      = w / max(sum(w) + sum_eps, sum_min)      with norm_topk_prob
         w      = w * scaling_factor * per_expert_scale[ids]
 
     Args:
@@ -181,20 +177,21 @@ def moe_router(
             lowest.
         top_k: experts per token, 1 to min(E, 64); E is at most 1024.
         scoring: "softmax", "sigmoid", "sqrtsoftplus" (the root of softplus) or "softmax_after_topk".
-        bias: [E], any of the three dtypes; enters the choice, not the weights (DeepSeek-V3).
+        correction_bias: [E], any of the three dtypes; enters the choice, not the weights (DeepSeek-V3).
         num_groups: the experts form this many groups of consecutive ids; 1 is no groups.
         top_groups: groups among whose experts the choice is made, ties to the lower group.
         group_score: "top2_sum", the sum of a group's two largest choices (DeepSeek-V3), or "max"
             (DeepSeek-V2).
         masked_score: the choice value of experts outside of these groups; None excludes them. Some models put
             0.0, with which an expert of another group wins over a choice below 0.
-        bias_on_logits: choose by logits + bias instead of scores + bias.
+        bias_on_logits: choose by logits + correction_bias instead of scores + correction_bias.
         norm_topk_prob: divide the weights by their sum.
-        norm_eps, norm_min: added to that sum, then its lower bound. A denominator of 0 counts as 1.
+        sum_eps, sum_min: added to that sum, then its lower bound. A denominator of 0 counts as 1.
         scaling_factor: multiplies the weights.
         per_expert_scale: [E], any of the three dtypes; multiplies the weights by expert.
 
-    Without a bias and a masked_score the logits themselves are compared: they order as the scores do.
+    Without a correction_bias and a masked_score the logits themselves are compared: they order as the
+    scores do.
 
     Returns: weights [T, top_k] float32 and ids [T, top_k] int32, in descending order of choice.
 
@@ -205,10 +202,10 @@ def moe_router(
     x = _finite(logits)
     scores = SCORINGS[scoring](x)
     choice = x if bias_on_logits or scoring == "softmax_after_topk" else scores
-    if bias is not None:
-        choice = _finite(choice + bias.float())
+    if correction_bias is not None:
+        choice = _finite(choice + correction_bias.float())
     # Without a bias the choice is monotone in the logits.
-    compared = x if bias is None and masked_score is None else choice
+    compared = x if correction_bias is None and masked_score is None else choice
     if num_groups > 1:
         group_scores = _group_scores(compared if group_score == "max" else choice, num_groups, group_score)
         compared = _mask_groups(compared, group_scores, top_groups, masked_score)
@@ -217,7 +214,7 @@ def moe_router(
     if scoring == "softmax_after_topk":
         weights = torch.softmax(weights, -1)
     if norm_topk_prob:
-        weights = _divide_by_sum(weights, norm_eps, norm_min)
+        weights = _divide_by_sum(weights, sum_eps, sum_min)
     if scaling_factor != 1.0:
         weights = weights * scaling_factor
     if per_expert_scale is not None:
@@ -246,7 +243,7 @@ def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) ->
 
     Stands for the source kernel moe_router_topk_softmax_f32.
     """
-    return moe_router(logits, top_k, scoring="softmax", norm_topk_prob=norm_topk_prob, norm_eps=0.0)
+    return moe_router(logits, top_k, scoring="softmax", norm_topk_prob=norm_topk_prob, sum_eps=0.0)
 
 
 def _scaled_softmax_of_selected(
@@ -289,7 +286,7 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
 def _meta_router_logits(check, x, weight, dtype, factor, **_):
     if not abs(factor) <= FLOAT32_MAX:
         check.fail("factor", "a finite number", factor)
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype or torch.float32)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=NAMED_DTYPES[dtype])
 
 
 @operator("x[T, H] weight[E, H] bias[E] norm_weight[H]", _meta_router_logits)
@@ -299,8 +296,8 @@ def router_logits(
     bias: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
-    dtype: torch.dtype | None = None,
+    norm_weight_offset: float = 0.0,
+    dtype: str = "float32",
     factor: float = 1.0,
 ) -> Tensor:
     """factor * norm(x) @ weight^T + bias, in float32: a router's matmul without float32 copies.
@@ -311,48 +308,48 @@ def router_logits(
         x: [T, H], float32, float16 or bfloat16.
         weight: [E, H], any of the three dtypes.
         bias: [E], any of the three dtypes, or None.
-        norm_weight: [H], any of the three dtypes. With it norm(x) is rms(x) * (norm_weight + norm_offset),
-            not rounded for up to 32 tokens on mps; without it x.
-        norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm.
-        dtype: of the result: float32 (also None), float16 or bfloat16.
+        norm_weight: [H], any of the three dtypes. With it norm(x) is rms(x) * (norm_weight +
+            norm_weight_offset), not rounded for up to 32 tokens on mps; without it x.
+        norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm.
+        dtype: of the result: "float32", "float16" or "bfloat16".
         factor: of the product.
 
     Returns: [T, E] in `dtype`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
-    rows = InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x).float()
+    rows = InputNorm(norm_weight, norm_eps, norm_weight_offset).applied_to(x).float()
     shift = None if bias is None else bias.float()
-    return torch.nn.functional.linear(rows * factor, weight.float(), shift).to(dtype or torch.float32)
+    return torch.nn.functional.linear(rows * factor, weight.float(), shift).to(NAMED_DTYPES[dtype])
 
 
 @operator(
-    f"hidden[T, H] router_weight[E<={MAX_EXPERTS}, H] norm_weight[H] per_expert_scale[E] -> {SELECTED}",
+    f"x[T, H] weight[E<={MAX_EXPERTS}, H] norm_weight[H] per_expert_scale[E] -> {SELECTED}",
     _check_top_k,
 )
 def moe_gate(
-    hidden: Tensor,
-    router_weight: Tensor,
+    x: Tensor,
+    weight: Tensor,
     norm_weight: Tensor,
     per_expert_scale: Tensor,
     top_k: int,
-    eps: float,
+    norm_eps: float,
     renormalize_after_scale: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm, router matmul, top-k, softmax over the selected, per-expert scale: a whole gate.
 
-        logits = (rms(hidden) * norm_weight) @ router_weight^T        rms(x) = x * rsqrt(mean(x^2) + eps)
+        logits = (rms(x) * norm_weight) @ weight^T        rms(x) = x * rsqrt(mean(x^2) + norm_eps)
         ids    = the top_k largest logits, descending, ties to the lower id
         w      = softmax(logits[ids]) * per_expert_scale[ids]
         w      = w / sum(w)             with renormalize_after_scale; a sum of 0 counts as 1
 
     Args:
-        hidden: [T, H], float32, float16 or bfloat16. The normed values stay in float32, they are not rounded.
-        router_weight: [E, H], any of the three dtypes; E is at most 1024.
+        x: [T, H], float32, float16 or bfloat16. The normed values stay in float32, they are not rounded.
+        weight: [E, H], any of the three dtypes; E is at most 1024.
         norm_weight: [H], any of the three dtypes. Gemma 4's is its router scale times H^-0.5.
         per_expert_scale: [E], any of the three dtypes.
         top_k: experts per token, 1 to min(E, 64).
-        eps: added to the mean of squares.
+        norm_eps: added to the mean of squares.
         renormalize_after_scale: the source kernel divides by the sum again, Gemma 4 does not.
 
     Returns: weights [T, top_k] float32 and ids [T, top_k] int32. NaN logits count as the lowest float32.
@@ -361,7 +358,7 @@ def moe_gate(
 
     Stands for the source kernel moe_gate.
     """
-    logits = normed(hidden, norm_weight, eps) @ router_weight.float().T
+    logits = normed(x, norm_weight, norm_eps) @ weight.float().T
     weights, ids = _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
     return (_divide_by_sum(weights) if renormalize_after_scale else weights), ids
 
@@ -386,7 +383,7 @@ def moe_hash_router(
     scaling_factor: float = 1.0,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
+    norm_weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The experts that a table has for each token, and their weights (DeepSeek-V4's first layers).
 
@@ -407,13 +404,15 @@ def moe_hash_router(
         norm_topk_prob: divide the weights by their sum; a sum of 0 counts as 1.
         sum_eps: added to the sum.
         scaling_factor: multiplies the weights.
-        norm_weight, norm_eps, norm_offset: as for router_logits.
+        norm_weight, norm_eps, norm_weight_offset: as for router_logits.
 
     Returns: weights [T, K] float32 and ids [T, K] int32.
 
     Raises: ValueError for a dtype, shape, count, choice or device that does not fit.
     """
-    logits = _finite(InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x).float() @ weight.float().T)
+    logits = _finite(
+        InputNorm(norm_weight, norm_eps, norm_weight_offset).applied_to(x).float() @ weight.float().T
+    )
     known = ((tokens >= 0) & (tokens < table.shape[0])).unsqueeze(-1)
     ids = table[tokens.long().clamp(0, table.shape[0] - 1)].long()
     known = known & (ids >= 0) & (ids < weight.shape[0])
@@ -512,7 +511,7 @@ CALLS: Calls = {
         **{"table": s.integers(s.E + 1, 11, s.K, dtype=torch.int64), "norm_topk_prob": True},
         **{"tokens": s.integers(12, s.T, dtype=torch.int32), "scoring": "sqrtsoftplus"},
     },
-    "moe_gate": lambda s: {"per_expert_scale": s.values(s.E).abs(), "top_k": s.K, "eps": 1e-6},
+    "moe_gate": lambda s: {"per_expert_scale": s.values(s.E).abs(), "top_k": s.K, "norm_eps": 1e-6},
     "moe_bucket": lambda s: {"ids": s.ids, "num_experts": s.E},
     "moe_compute_ids_tpe": lambda s: {
         **{"ids": s.ids, "num_experts": s.E, "gate_up_rows": 2 * s.I, "down_rows": s.H}
@@ -525,10 +524,10 @@ CHANGES: Changes = {
     ],
     "router_logits": lambda s: [
         {"x": s.strided, "bias": None},
-        {**s.norm, "dtype": torch.bfloat16, "factor": 0.5},
+        {**s.norm, "dtype": "bfloat16", "factor": 0.5},
     ],
     "moe_router": lambda s: [
-        s.of("bias[E] per_expert_scale[E]:float32", scoring="sigmoid", num_groups=4, top_groups=2),
+        s.of("correction_bias[E] per_expert_scale[E]:float32", scoring="sigmoid", num_groups=4, top_groups=2),
         {"scoring": "softmax_after_topk", "logits": s.values(s.E, s.T).t(), "norm_topk_prob": False},
         *({"logits": s.values(s.T, experts)} for experts in (100, 200, 300, 600)),
     ],

@@ -9,6 +9,7 @@ from ._registry import operator
 from ._sample import Calls, Changes, Sample
 
 MAX_VOCABULARY = 2**19
+LEAST_DRAW = torch.finfo(torch.float32).tiny
 
 
 def _meta_sample(check, logits, temperature, top_p, min_p, otherwise, **_):
@@ -57,7 +58,8 @@ def sample(
 
     Args:
         logits: [R, V], float32, float16 or bfloat16, V up to 524,288; any strides.
-        draws: [R, V] float32, positive; the numbers of one draw for each token.
+        draws: [R, V] float32, not negative; the numbers of one draw for each token. 0 and -0, which torch's
+            exponential numbers on mps may be, are the smallest normal number.
         invalid: [R] int64; rows where it is not 0 are invalid, too: those of tokens before, for an answer.
         temperature: above 0.
         top_k: so many tokens at least are kept; 0 keeps all.
@@ -84,7 +86,11 @@ def sample(
         below[:, -1] = False
         scores = scores.masked_fill(below.scatter(1, order, below), -torch.inf)
     weights = (scores - torch.where(valid, highest, 0.0)).exp()
-    races = (weights / draws).masked_fill(weights < min_p, -1.0).nan_to_num(nan=-1.0, posinf=torch.inf)
+    races = (
+        (weights / draws.clamp(min=LEAST_DRAW))
+        .masked_fill(weights < min_p, -1.0)
+        .nan_to_num(nan=-1.0, posinf=torch.inf)
+    )
     best, tokens = races.masked_fill(scores == -torch.inf, -1.0).max(-1)
     valid = valid.squeeze(-1) & (best >= 0.0)
     wrong = ~valid if invalid is None else ~valid | (invalid != 0)

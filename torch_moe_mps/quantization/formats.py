@@ -19,6 +19,7 @@ from ..ops._encoding import encode
 from ..ops._formats import (
     Format,
     QuantizedWeight,
+    aligned,
     decode,
     dequantize_values,
     pack,
@@ -266,7 +267,5 @@ def repack_mxfp4_blocks(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
     check.dtype("blocks", blocks, (torch.uint8,))
     check.dtype("scales", scales, (torch.uint8,))
     check.shape("blocks", blocks, (*scales.shape, 16), "[..., R, C / 32, 16]")
-    packed = blocks.contiguous().flatten(-2)
-    if packed.storage_offset() % 4 != 0:
-        packed = packed.clone()
+    packed = aligned(blocks).flatten(-2)
     return QuantizedWeight(packed.view(torch.int32).view(torch.uint32), scales, None, Format(mode="mxfp4"))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops._checks import Check
-from ..ops._formats import FORMATS, Format, QuantizedWeight, pack, pack_octets
+from ..ops._formats import FORMATS, Format, QuantizedWeight, aligned, pack, pack_octets
 
 # A block's codes [n, values], what goes into the scales [n, bytes] and into the biases [n, halves].
 Parts = tuple[Tensor, Tensor, Tensor | None]
@@ -29,7 +29,7 @@ def _nibbles(octets: Tensor, length: int) -> Tensor:
 
 
 def _halves(octets: Tensor) -> Tensor:
-    return octets.contiguous().view(torch.int16)
+    return aligned(octets).view(torch.int16)
 
 
 def _q4(scales: Tensor, codes: Tensor) -> Parts:
@@ -239,7 +239,8 @@ def from_blocks(blocks: Tensor, name: str) -> QuantizedWeight:
         name: ggml's type of the blocks, one for which format_of_blocks has a format.
 
     Returns: QuantizedWeight [..., R, C] on the device of `blocks`. The values are ggml's, to the bit but for
-        the sign of zeros. Memory other than the result stays under about 25 MiB.
+        the sign of zeros; an mxfp4 scale of 255 is infinite, as in MLX, where ggml has 2^128. Memory other
+        than the result stays under about 25 MiB.
 
     Raises: ValueError for bytes that are no whole blocks, and for another name.
     """

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._extension import setting, use_of_tensor_units
 from ..ops import OPERATORS
+from ..ops._checks import NAMED_DTYPES
 from ..ops._formats import FORMATS as NAMED_FORMATS
 from ..ops._formats import Format
 from ..ops._sample import FORMAT, HEAD, Sample, T
@@ -36,9 +37,9 @@ TYPED_BY = {
     "rope_cache_": "k",
     "router_logits": "weight",
     "moe_hash_router": "weight",
-    "moe_gate": "router_weight",
+    "moe_gate": "weight",
     "moe_weighted_reduce": "expert_out",
-    "pointwise": "dtype",
+    "_pointwise": "dtype",
     "embedding_quantized": "dtype",
 }
 # One, few, and for products in tiles of 8 and of 32 pairs of an expert.
@@ -50,7 +51,7 @@ HEADS = {
     CACHE: (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
     "rope": (HEAD, (128, 128)),
     "rope_cache_": (HEAD, (128, 128)),
-    "rope_attention_": (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
+    "_rope_attention_": (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
     "linear_attention_": (HEAD, (128, 128), (256, 256)),
 }
 # Heads of most models.
@@ -157,7 +158,9 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
 def _dtype_of(name: str, arguments: Mapping[str, Any]) -> torch.dtype:
     """Dtype that the kernels of a call compute in."""
     typed = arguments[TYPED_BY.get(name) or names_of(name)[0]]
-    dtype: torch.dtype = torch.float32 if name in ON_IDS else getattr(typed, "dtype", typed)
+    dtype: torch.dtype = torch.float32
+    if name not in ON_IDS:
+        dtype = NAMED_DTYPES[typed] if isinstance(typed, str) else typed.dtype
     for scales in names_of(name) if "format" in names_of(name) else ():
         passed = arguments[scales] if scales.endswith("scales") else None
         if passed is not None and passed.dtype != dtype:
@@ -266,11 +269,11 @@ def _norm_weights(odd: Sample, arguments: dict[str, Any]) -> list[Tensor]:
 
 def _both_ways(arguments: dict[str, Any], width: int, odd: Sample) -> Iterator[dict[str, Any]]:
     """Products of heads with their matrices and, as given, the transposed ones, of one token and of few."""
-    x, tail = arguments["x"], arguments["tail"]
+    x, appended = arguments["x"], arguments["appended"]
     columns = odd.values(*x.shape[:-1], width)
     for tokens in (1, T):
-        yield arguments | {"x": x[:1, :tokens], "tail": tail[:1, :tokens]}
-        yield arguments | {"x": columns[:1, :tokens], "tail": None, "transposed": False}
+        yield arguments | {"x": x[:1, :tokens], "appended": appended[:1, :tokens]}
+        yield arguments | {"x": columns[:1, :tokens], "appended": None, "transposed": False}
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._checks import dtype_name
 from ..ops._sample import Changes, Sample
 from ..ops.attention import turned
 
@@ -29,21 +30,19 @@ def _apart(s: Sample, *shape: int) -> Tensor:
 def _weights_of_norm(s: Sample) -> list[dict[str, Any]]:
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     wide = [
-        {"input": s.values(1, width), "weight": s.values(width, dtype=d)}
-        for width in BEYOND_NORM
-        for d in dtypes
+        {"x": s.values(1, width), "weight": s.values(width, dtype=d)} for width in BEYOND_NORM for d in dtypes
     ]
-    return [*wide, {"input": _apart(s, s.T, s.H)}]
+    return [*wide, {"x": _apart(s, s.T, s.H)}]
 
 
 def _scalars(s: Sample) -> list[dict[str, Any]]:
     dtypes = itertools.cycle((torch.float16, torch.bfloat16, torch.float32))
-    counts = ((c, n) for c in _weights_of_norm(s) for n in (1, c["input"].shape[-1]))
+    counts = ((c, n) for c in _weights_of_norm(s) for n in (1, c["x"].shape[-1]))
     return [{**change, "scalar": s.values(n, dtype=next(dtypes))} for change, n in counts]
 
 
 def _weighted_sums(s: Sample) -> list[dict[str, Any]]:
-    return [s.of("slots[1, 40, 63]"), s.of("slots[1, 2, 17000]")]
+    return [s.of("expert_out[1, 40, 63]"), s.of("expert_out[1, 2, 17000]")]
 
 
 # --- attention
@@ -81,7 +80,7 @@ def _attention(s: Sample) -> list[dict[str, Any]]:
     odd = {"k": s.values(2, 2, 9, s.D + 1)[..., 1:], "v": s.values(2, 2, 9, s.V + 1)[..., 1:]}
     bits = torch.randint(-(2**31), 2**31, (2, 2, s.T, 10), generator=torch.Generator().manual_seed(0)).int()
     changes = [
-        {"softcap": 20.0, "scale": steep, "sinks": None, "dtype": torch.float32},
+        {"softcap": 20.0, "scale": steep, "sinks": None, "dtype": "float32"},
         {"scale": steep, "sinks": torch.tensor([60.0, -60.0, 80.0, 30.0]).to(s.dtype)},
         {"indices": blocks, "index_block": 2},
         many | s.of("q[2, 4, 20, D]", window=250),
@@ -164,7 +163,7 @@ def _index_topk(s: Sample) -> list[dict[str, Any]]:
 
 def _many_tokens(s: Sample) -> list[dict[str, Any]]:
     """Arguments for many tokens, of one sequence and few heads."""
-    channels = {"g": -s.values(2, s.T, 4, s.D).abs(), "A_log": None, "dt_bias": None, "decay": "log"}
+    channels = {"g": -s.values(2, s.T, 4, s.D).abs(), "A_log": None, "dt_bias": None, "decay_form": "log"}
     return [s.of("q[1, 150, 1, D] v[1, 150, 2, V]"), channels]
 
 
@@ -185,8 +184,8 @@ def _heads(s: Sample) -> list[dict[str, Any]]:
 
 
 def _cached(s: Sample) -> list[dict[str, Any]]:
-    keys = s.of("k[2, T, 1, 264] q[2, T, 4, 264] cos[1, T, 264] k_weight[264] k_bias[264]")
-    keys |= dict.fromkeys(("q_weight", "v", "values_"))
+    keys = s.of("k[2, T, 1, 264] q[2, T, 4, 264] cos[1, T, 264] k_norm_weight[264] k_bias[264]")
+    keys |= dict.fromkeys(("q_norm_weight", "v", "values_"))
     return [{"norm_v": True}, keys, keys | {"pairs": "interleaved"}]
 
 
@@ -224,18 +223,18 @@ def _router(s: Sample) -> list[dict[str, Any]]:
     special[1, ::2], special[1, 4::8] = 0.0, -0.0  # a tie
     sigmoid: dict[str, Any] = {"scoring": "sigmoid"}
     groups = sigmoid | {"num_groups": 4, "top_groups": 2}
-    biased = groups | {"bias": s.values(48)}
+    biased = groups | {"correction_bias": s.values(48)}
     return [
         {"logits": special, "top_k": 6},
         {"logits": special, "top_k": 6, "norm_topk_prob": False},
-        {"logits": _apart(s, 5, 48) - 200, **sigmoid, "norm_min": 1e-3, "norm_eps": 0.0},
-        {"logits": s.values(5, 48) - 200, **sigmoid, "norm_eps": 0.0},
+        {"logits": _apart(s, 5, 48) - 200, **sigmoid, "sum_min": 1e-3, "sum_eps": 0.0},
+        {"logits": s.values(5, 48) - 200, **sigmoid, "sum_eps": 0.0},
         s.of("logits[5, 48]", **biased, group_score="max"),
         s.of("logits[5, 48]", **groups, group_score="max"),
         s.of("logits[5, 48]", **biased, masked_score=0.0),
-        s.of("logits[5, 48] bias[48]", **sigmoid),
+        s.of("logits[5, 48] correction_bias[48]", **sigmoid),
         s.of("logits[5, 48]", **groups),
-        s.of("logits[5, 48] bias[48]", bias_on_logits=True),
+        s.of("logits[5, 48] correction_bias[48]", bias_on_logits=True),
         s.of("logits[5, 48]", **groups, masked_score=0.0),
         s.of("logits[1, 1023]", top_k=64),
         s.of("logits[259, 9]"),
@@ -243,14 +242,14 @@ def _router(s: Sample) -> list[dict[str, Any]]:
 
 
 def _gate(s: Sample) -> list[dict[str, Any]]:
-    odd = s.of("hidden[41, 63] router_weight[7, 63]") | {"per_expert_scale": s.values(7).abs()}
-    return [odd, {"hidden": s.values(9, OFFSET), "router_weight": s.values(s.E, OFFSET) / 64}]
+    odd = s.of("x[41, 63] weight[7, 63]") | {"per_expert_scale": s.values(7).abs()}
+    return [odd, {"x": s.values(9, OFFSET), "weight": s.values(s.E, OFFSET) / 64}]
 
 
 def _logits(s: Sample) -> list[dict[str, Any]]:
     sizes = (1, 63), (1, 2048), (41, 63), (41, 2048), (9, OFFSET)
     changes = [s.of(f"x[{tokens}, {columns}] weight[7, {columns}]") for tokens, columns in sizes]
-    return [*changes, {"dtype": torch.float16}, {"dtype": torch.float32, "bias": None}]
+    return [*changes, {"dtype": "float16"}, {"bias": None}]
 
 
 def _hash_router(s: Sample) -> list[dict[str, Any]]:
@@ -389,9 +388,9 @@ def _mlp(s: Sample) -> list[dict[str, Any]]:
 
 def _both_ways(s: Sample, weight: dict[str, Any], x: str, **plain: Any) -> list[dict[str, Any]]:
     """One token and few, times transposed matrices of 19 rows, and times the matrices: by rows of `x`."""
-    plain |= weight | {"transposed": False, "tail": None}
+    plain |= weight | {"transposed": False, "appended": None}
     return [
-        *(s.of(f"x[1, {tokens}, 2, 19] tail[1, {tokens}, 2, 6]", **weight) for tokens in (1, 5)),
+        *(s.of(f"x[1, {tokens}, 2, 19] appended[1, {tokens}, 2, 6]", **weight) for tokens in (1, 5)),
         *(s.of(x.format(tokens), **plain) for tokens in (1, 5)),
     ]
 
@@ -403,7 +402,7 @@ def _heads_mm(s: Sample) -> list[dict[str, Any]]:
 def _quantized_heads(s: Sample) -> list[dict[str, Any]]:
     columns = _quantized_columns(s, 300)
     x = f"x[1, {{}}, 2, {columns}]:float32"
-    return _both_ways(s, s.quantized("", 19, columns, (2,)), x, dtype=s.dtype)
+    return _both_ways(s, s.quantized("", 19, columns, (2,)), x, dtype=dtype_name(s.dtype))
 
 
 def _adapters(s: Sample) -> list[dict[str, Any]]:
@@ -425,7 +424,7 @@ SIZES: Changes = {
     "fused_norm_add_scalar": _scalars,
     **dict.fromkeys(
         ("fused_residual_norm", "fused_residual_layer_norm"),
-        lambda s: [c | {"residual": s.values(*c["input"].shape)} for c in _weights_of_norm(s)],
+        lambda s: [c | {"residual": s.values(*c["x"].shape)} for c in _weights_of_norm(s)],
     ),
     "fused_residual_norm_scalar": _scalars,
     "silu_mul_stacked": lambda s: [
@@ -435,28 +434,28 @@ SIZES: Changes = {
     "weighted_sum_stacked": _weighted_sums,
     "weighted_sum_residual_stacked_": _weighted_sums,
     "weighted_sum_residual_norm_stacked_": lambda s: [
-        s.of(f"slots[1, 2, {width}]") for width in (*BEYOND_SUM, 63)
+        s.of(f"expert_out[1, 2, {width}]") for width in (*BEYOND_SUM, 63)
     ],
     "moe_weighted_reduce": lambda s: [
         s.of("shared_out[T, H]", shared_gate=None),
         s.of("expert_out[1, 40, 63]"),
     ],
     "expert_mm": _expert_mm,
-    "expert_outer": lambda s: [s.of("a[T, K, 43] b[T, 70]")],
+    "_expert_outer": lambda s: [s.of("dy[T, K, 43] x[T, 70]")],
     "linear_lora": _adapters,
-    **dict.fromkeys(("expert_lora", "expert_lora_backward"), _expert_adapters),
-    "expert_qmm_transposed": lambda s: _transposed(s, s.E),
-    "linear_quantized_transposed": _transposed,
+    **dict.fromkeys(("expert_lora", "_expert_lora_backward"), _expert_adapters),
+    "_expert_qmm_transposed": lambda s: _transposed(s, s.E),
+    "_linear_quantized_transposed": _transposed,
     "moe_experts": _experts,
     "heads_mm": _heads_mm,
     "hyper_connection": _streams,
-    "index_topk": _index_topk,
+    "_index_topk": _index_topk,
     "sample": _sample,
     "hyper_update": lambda s: [s.of("streams[1, 3, 2052]")],
     "heads_quantized": _quantized_heads,
     "embedding_quantized": lambda s: [
         s.quantized("", 300, _quantized_columns(s, 512), ())
-        | {"ids": s.integers(300, 5, 1, dtype=torch.int32)}
+        | {"tokens": s.integers(300, 5, 1, dtype=torch.int32)}
     ],
     "linear_quantized": _linear,
     "mlp_quantized": _mlp,
@@ -464,13 +463,13 @@ SIZES: Changes = {
     **dict.fromkeys(
         ("selective_scan_", "causal_conv1d_update_", "rg_lru_"), lambda s: [s.of("x[1, 150, 6]")]
     ),
-    "pointwise": _formulas,
-    "pool_window_": _pooled,
+    "_pointwise": _formulas,
+    "_pool_window_": _pooled,
     "expert_qmm": _expert_qmm,
     "moe_experts_quantized": _quantized_experts,
     "rope": _heads,
     "rope_cache_": _cached,
-    "rope_attention_": lambda s: [
+    "_rope_attention_": lambda s: [
         turned(s, 1, keys=300),
         turned(s, 1, heads=34),
         turned(s, 1) | {"cos": None, "sin": None},

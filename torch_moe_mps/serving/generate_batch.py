@@ -60,7 +60,7 @@ def generate_batch(
             are those without speculative decoding, up to rounding, sampled ones with a seed, too: kernels for
             several tokens add in another order. Models that are not batchable, or must compute a prompt in
             one call, draft none, and a line of the log says so.
-        draft_width: draft tokens of a sequence in a step, from 1 to 7; None chooses them by the times.
+        draft_width: draft tokens of a sequence in a step, from 1 to 7; None is 3, while drafts pay.
         progress: shows the progress on stderr.
 
     Returns: N tensors of the new tokens [M], on the CPU, in the order of the prompts; with the token that

@@ -111,7 +111,7 @@ inline void norm_and_gate(device T* row, device const T* gate, device const ucha
   for (uint i = lane; i < params.value_width; i += kSimdWidth) squares += float(row[i]) * float(row[i]);
   const float inverse = precise::rsqrt(simd_sum(squares) / float(params.value_width) + params.norm_eps);
   for (uint i = lane; i < params.value_width; i += kSimdWidth) {
-    const float factor = load_one(weight, params.norm_dtype, i) + params.norm_offset;
+    const float factor = load_one(weight, params.norm_dtype, i) + params.norm_weight_offset;
     const float x = float(gate[i]), activated = params.gate_is_sigmoid != 0 ? sigmoid(x) : silu(x);
     row[i] = T(float(row[i]) * inverse * factor * activated);
   }

@@ -274,7 +274,7 @@ struct Choice {
     Values<N> values = scoring.of(logits);
     UNROLL for (int j = 0; j < N; ++j) values.v[j] = is_chosen(keys.v[j]) ? values.v[j] : 0.0f;
     if (params.scoring == SCORING_SOFTMAX_AFTER_TOPK) softmax_of_chosen<N>(keys, values);
-    if (params.normalise != 0) normalise<N>(values, params.norm_eps, params.norm_min);
+    if (params.normalise != 0) normalise<N>(values, params.sum_eps, params.sum_min);
     UNROLL for (int j = 0; j < N; ++j) values.v[j] *= params.scaling_factor;
     if (params.has_scale != 0) scale_chosen<N>(keys, values, per_expert_scale, params.scale_dtype, lane);
     if (params.normalise_scaled != 0) normalise<N>(values, 0.0f, -INFINITY);

@@ -53,7 +53,7 @@ inline LogitSums<R, M> logit_sums(device const uchar* hidden, device const W* ro
         Floats<N> x = widen<N>(tokens[u][m], params.hidden_dtype);
         if constexpr (kNormed) {
           sums.squares[m] += sum_of_squares(x);
-          x *= widen<N>(norm[u], params.norm_dtype) + params.norm_offset;
+          x *= widen<N>(norm[u], params.norm_dtype) + params.norm_weight_offset;
         }
         UNROLL for (int r = 0; r < R; ++r) {
           sums.logits[r][m] = add_dot(sums.logits[r][m], widen(rows[u][r]), x);

@@ -164,6 +164,9 @@ inline TokenKey last_kept(ScoreRow<T> row, uint wanted, SampleMemory memory, uin
   return counter.bits;
 }
 
+// Torch's exponential numbers on mps have a -0 in about 3e7.
+constant constexpr float kLeastDraw = FLT_MIN;
+
 // The token whose weight divided by its draw is the largest: one of them with the probability of its weight,
 // where draws are of the exponential distribution. The first of equal ones.
 struct Race {
@@ -172,7 +175,7 @@ struct Race {
   uint token;
 
   void see(TokenKey key) {
-    const float value = as_type<float>(key.x) / draws[key.y];
+    const float value = as_type<float>(key.x) / max(draws[key.y], kLeastDraw);
     if (value > best) {
       best = value;
       token = key.y;

@@ -11,7 +11,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._faults import synchronize
 from .attention.implementations import (
-    WEIGHING,
     attention_layers,
     choose_implementations,
     require_kv_bits,
@@ -229,9 +228,7 @@ def restore(model: nn.Module) -> nn.Module:
     """Undo `accelerate`: the model runs unmodified again. Quantised experts stay quantised.
 
     State of the process stays until it ends, and changes nothing for models that are not accelerated:
-    registrations with transformers (implementations, readers of our checkpoints and of GGUF files,
-    `save_pretrained`, which describes quantised weights, `num_parameters`, which counts them, and a config's
-    `output_attentions`, which names "eager" in place of our implementation); functions
+    registrations with transformers (implementations, readers of our checkpoints and of GGUF files); functions
     around its attention `sdpa`, around the mask of that, around ours for biases of relative positions, and
     around methods of attention classes that expand latents or mask chosen keys; names that begin with
     _moe_mps_ in the files of models whose functions were replaced.
@@ -256,7 +253,6 @@ def restore(model: nn.Module) -> nn.Module:
         for attribute, (config, implementation) in previous.items():
             setattr(config, attribute, implementation)
             _BEFORE.pop(config, None)
-            WEIGHING.pop(config, None)
         previous.clear()
         restore_module(module)
     return model

@@ -16,12 +16,11 @@ from .caches.deferred_states import KINDS, AnyKind, can_defer, committed, deferr
 from .caches.prompt_cache import new_cache
 from .caches.state import LayerState, copy_of_layer
 from .install import is_rewritten, run_as, runs_with_cache
-from .modules.functions import names_in
 from .trials.comparing import agrees, on_the_cpu, tried
 from .trials.forms import first_form
 from .trials.twins import LinearCache, twin_of, width_of
 from .upstream.calls import cache_argument, needed_arguments
-from .upstream.models import STATE_METHODS, CacheLayerMixin, LinearAttentionLayer
+from .upstream.models import CacheLayerMixin, LinearAttentionLayer
 
 _PROMPT, _DRAFTS = 5, 4  # tokens
 _RIGHT = (3, 1)  # accepted draft tokens, of two rows
@@ -67,8 +66,7 @@ def _layers_with_states(model: PreTrainedModel) -> dict[int, Any]:
 
 def _reads_keys_alone(module: nn.Module, layer: Any) -> bool:
     """Whether a module is the attention beside linear attention, in a layer of the cache for both."""
-    names = names_in(original_class(module).forward)
-    return isinstance(layer, CacheLayerMixin) and "update" in names and not STATE_METHODS & names
+    return isinstance(layer, CacheLayerMixin) and isinstance(getattr(module, "is_causal", None), bool)
 
 
 def _kind_of(module: nn.Module, states: int) -> AnyKind | None:

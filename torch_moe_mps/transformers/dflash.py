@@ -23,7 +23,7 @@ class DFlashStep(PreTrainedModel):
         self.embedding, self.assistant = model.get_input_embeddings(), assistant
         if captures_of(assistant) is not None:
             block: int = assistant.config.block_size
-            capture_calls(self, wanted_capture(None), most=block)
+            capture_calls(self, wanted_capture(None), max_tokens=block)
 
     def forward(self, input_ids: Tensor, states: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
         """Result of `block`."""

@@ -19,7 +19,7 @@ from .checkpoints.gguf.quantizer import packing
 from .checkpoints.own.config import QuantizationConfig
 from .checkpoints.quantize.importance import Importance, is_file_of_importance
 from .checkpoints.quantize.recipe import ARGUMENTS, Recipe, requested_recipe
-from .checkpoints.quantize.streaming import one_by_one
+from .checkpoints.quantize.streaming import one_by_one, threads_crash
 from .checkpoints.quantizer import Quantizer
 from .checkpoints.source import NO_MODEL, Source
 from .compiling import compile_kernels
@@ -103,7 +103,8 @@ def from_pretrained(
     reading = contextlib.nullcontext() if loading is None else loading.reading()
     with allowed(check):
         # Weights of several tensors, or of another format, are made before the next ones are read.
-        with one_by_one(recipe is not None or source.by_others), packing(), reading:
+        alone = recipe is not None or source.by_others or threads_crash()
+        with one_by_one(alone), packing(), reading:
             model, info = _read(source, kwargs)
         _check_complete(sorted(info["missing_keys"]))
         note_folder(model, source.folder)

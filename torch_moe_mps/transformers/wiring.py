@@ -1,4 +1,4 @@
-"""Parts that rooms add to tables of rooms below them: all of them, in the order in which they count.
+"""Parts that rooms add to tables of rooms below them, and to transformers', in the order in which they count.
 
 Tables belong to the room that reads them, which does not know who adds. The import of this module fills them;
 no other module of the package changes another one when it is imported, so the order of imports decides
@@ -9,19 +9,27 @@ import importlib
 import pkgutil
 from typing import Any
 
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from torch_moe_mps_autoload import NAME, extend_when_imported
+
 from . import families
 from .accelerate import PREPARED_BY, accelerate
-from .attention.implementations import LAYER_HOOKS, NEEDS_OUR_KERNEL
+from .attention.attention import attention, attention_mask
+from .attention.implementations import LAYER_HOOKS, MASKS_CHOICES, NEEDS_OUR_KERNEL
 from .attention.indexer import rewrite_indexer
 from .caches.declared import GROWING_CLASSES
 from .caches.in_layers import OWN_CACHES
 from .caches.layers import FORGETS
 from .capture.candidates import CANDIDATES
 from .checkpoints.quantize.in_place import LOADED
+from .checkpoints.quantizer import register as register_quantizer
 from .families import Family
 from .graphs.passes import INTRODUCED, PASSES
 from .graphs.passes.routing import OPTIONS_OF
+from .modules.experts import experts_forward
 from .modules.rules import MODULE_RULES
+from .upstream.models import ALL_EXPERTS_FUNCTIONS
 
 FAMILIES = (
     "deepseek_v4",
@@ -48,6 +56,18 @@ def _declared() -> list[Family]:
     return [importlib.import_module(name).FAMILY for name in names]
 
 
+def _register_adapters() -> None:
+    from .adapters.peft import register
+
+    register()
+
+
+def _register_trl() -> None:
+    from .adapters.trl import register
+
+    register()
+
+
 def _candidates(*given: Any) -> Any:
     from .mtp.candidates import Candidates  # subclasses code of transformers, which is not complete yet
 
@@ -60,6 +80,11 @@ def _forgets(model: Any) -> bool:
     return forgets_states(model)
 
 
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, attention_mask)
+register_quantizer()
+extend_when_imported({"peft": _register_adapters, "trl.trainer.utils": _register_trl})
 MODULE_RULES.append(rewrite_indexer)
 CANDIDATES.append(_candidates)
 LOADED.append(accelerate)
@@ -71,9 +96,8 @@ for family in _declared():
     OWN_CACHES.extend(filter(None, [family.own_cache]))
     LAYER_HOOKS.extend(filter(None, [family.layer_hook]))
     NEEDS_OUR_KERNEL.extend(filter(None, [family.needs_our_kernel]))
+    MASKS_CHOICES.extend(filter(None, [family.masks_choices]))
     OPTIONS_OF.extend(filter(None, [family.options_of]))
     INTRODUCED.update(family.introduced)
-    families.GGUF.update(family.gguf)
-    families.ANSWERS.update(family.answers)
     for place in family.passes:
         place.put_into(PASSES)

@@ -10,6 +10,8 @@ from simulator.apple.facts import Gpu
 from simulator.apple.recorder import measure
 from torch import Tensor
 
+from torch_moe_mps.ops._checks import dtype_name
+
 KEYS = (4096, 32768)
 _LIMIT = Limit(groups=4, slots=3e6)
 _PROMPT = 64  # tokens of a prompt that are run: a recurrence takes as long for all
@@ -50,9 +52,9 @@ class Latent:
         first, last = (_matrices(self.heads, rows, self.latent) for rows in (self.nope, self.value))
         query, memory = _values(1, self.heads, 1, width), _values(1, 1, keys, width)
         sums = _values(1, 1, self.heads, self.latent, dtype=torch.float32)
-        yield lambda: ops.heads_quantized(own, *first, transposed=True, tail=tail)
-        yield lambda: ops.attention(query, memory, memory[..., : self.latent], 0.1, dtype=torch.float32)
-        yield lambda: ops.heads_quantized(sums, *last, dtype=query.dtype)
+        yield lambda: ops.heads_quantized(own, *first, transposed=True, appended=tail)
+        yield lambda: ops.attention(query, memory, memory[..., : self.latent], 0.1, dtype="float32")
+        yield lambda: ops.heads_quantized(sums, *last, dtype=dtype_name(query.dtype))
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Delta:
         v, beta = _values(1, tokens, self.heads, self.width), _values(1, tokens, self.heads)
         decay = _values(1, tokens, self.heads, *[self.width] * self.channels)
         held = _values(1, self.heads, self.width, self.width, dtype=torch.float32)
-        options = {"A_log": _values(self.heads), "decay": "softplus", "beta_activation": "sigmoid"}
+        options = {"A_log": _values(self.heads), "decay_form": "softplus", "beta_activation": "sigmoid"}
         norm = {"gate": v, "norm_weight": _values(self.width), "l2norm_eps": 1e-6}
         yield lambda: ops.linear_attention_(q, k, v, decay, held, 0.1, beta=beta, **options, **norm)
 

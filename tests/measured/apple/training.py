@@ -55,10 +55,10 @@ def ours(rows: int, columns: int, experts: int, slots: int, tokens: int, backwar
     ops, name = torch.ops.moe_mps, FORMATS[FORMAT].name
     if experts:
         ids = torch.from_numpy(routing(Shape(experts, slots, columns, rows), tokens)).to("mps")
-        operator = ops.expert_qmm_transposed if backward else ops.expert_qmm
+        operator = ops._expert_qmm_transposed if backward else ops.expert_qmm
         call = functools.partial(operator, x, words, scales, scales, ids, name)
     elif backward:
-        call = functools.partial(ops.linear_quantized_transposed, x, words, scales, scales, name)
+        call = functools.partial(ops._linear_quantized_transposed, x, words, scales, scales, name)
     else:
         call = functools.partial(ops.linear_quantized, x, words, scales, scales, None, name)
     return next(m for m in measure(call, work, _LIMIT) if m.work)

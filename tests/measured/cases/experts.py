@@ -179,7 +179,7 @@ class Linear(Case):
             return ops().expert_mm(t["x"], t["weight"], t["ids"])
         parts = (t.get(f"weight_{part}") for part in ("packed", "scales", "biases"))
         matrix = (None if part is None else part[0] for part in parts)
-        return ops().linear_quantized(t["x"], *matrix, None, FORMATS[self.format].name, **others)
+        return ops().linear_quantized(t["x"], *matrix, FORMATS[self.format].name, **others)
 
     def wrong(self, before, after):
         return too_far(after["result0"].reshape(self.tokens, -1), self.expected(before), self.dtype)

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops.linear_attention import pending_width, selective_pending_shape
 from torch_moe_mps.ops.quantized import MATRICES
 
@@ -56,7 +57,7 @@ class ChosenExperts(Experts):
 
     def called(self, t, **others):
         others |= {"top_k": self.top_k, "scoring": "softmax", "norm_topk_prob": True}
-        others |= {"norm_weight": t["norm"], "norm_eps": EPS, "logits": t["logits"], "router_norm_eps": 0.0}
+        others |= {"norm_weight": t["norm"], "norm_eps": EPS, "logits": t["logits"], "sum_eps": 0.0}
         return super().called(t | {"ids": None, "weights": None}, **others)
 
     def chosen(self, t):
@@ -79,7 +80,7 @@ class RoutedExperts(ChosenExperts):
 
     def called(self, t):
         weights, ids = ops().moe_router(
-            t["logits"], self.top_k, scoring="softmax", norm_topk_prob=True, norm_eps=0.0
+            t["logits"], self.top_k, scoring="softmax", norm_topk_prob=True, sum_eps=0.0
         )
         t = t | {"ids": ids, "weights": weights}
         return Experts.called(self, t, norm_weight=t["norm"], norm_eps=EPS)
@@ -195,8 +196,8 @@ class Hyper(OperatorCase, fields="group tokens width dtype"):
 
     operator = "hyper_connection"
     tensors = (
-        "streams[tokens, 4, width] out[tokens, width] post[tokens, 4]:f32 comb[tokens, 4, 4]:f32"
-        " base[24]:f32 scale[3]:f32"
+        "streams[tokens, 4, width] block_out[tokens, width] post[tokens, 4]:f32 comb[tokens, 4, 4]:f32"
+        " base[24]:f32 fn_scale[3]:f32"
     )
     # A stream that is rounded to its other neighbour changes the sums, which are float32.
     slack = 2e-5
@@ -243,7 +244,7 @@ class Delta(OperatorCase, fields="group tokens key_heads heads width dtype"):
 
     @property
     def options(self):
-        rule = {"l2norm_eps": EPS, "decay": "softplus", "beta_activation": "sigmoid"}
+        rule = {"l2norm_eps": EPS, "decay_form": "softplus", "beta_activation": "sigmoid"}
         return rule | {"scale": self.width**-0.5, "norm_eps": EPS}
 
 
@@ -284,7 +285,7 @@ class DraftedScan(Drafted, OperatorCase, fields="group tokens key_heads heads st
         "g": None,
         "scale": 1.0,
         "delta": False,
-        "decay": "times_beta",
+        "decay_form": "times_beta",
         "beta_activation": "softplus",
         "keep": True,
     }
@@ -362,13 +363,13 @@ class Delayed(DraftedConvolution):
 class Pointwise(OperatorCase, fields="group tokens width dtype"):
     """A gate."""
 
-    operator = "pointwise"
+    operator = "_pointwise"
     tensors = "a[1, tokens, width] b[width]:f32"
 
     @property
     def options(self):
         formula = f"sigmoid b {self.dtype}; mul a %0 {self.dtype}; add %1 0.5 f32"
-        return {"formula": formula, "dtype": DTYPES[self.dtype]}
+        return {"formula": formula, "dtype": dtype_name(DTYPES[self.dtype])}
 
 
 class Quantise(OperatorCase, fields="group tokens width to dtype"):
@@ -386,7 +387,7 @@ class Quantise(OperatorCase, fields="group tokens width to dtype"):
 
     @property
     def options(self):
-        return {"to": self.to}
+        return {"format": self.to}
 
     def call(self, t):
         return tuple(result for result in super().call(t) if result.numel() > 0)
@@ -395,7 +396,7 @@ class Quantise(OperatorCase, fields="group tokens width to dtype"):
 class PoolWindow(OperatorCase, fields="group tokens width rate overlap dtype"):
     """In front of a window's end, or of a prompt."""
 
-    operator = "pool_window_"
+    operator = "_pool_window_"
     tensors = (
         "kv[1, tokens, overlap*width] position_bias[rate, overlap*width]:f32"
         " state_[1, overlap*rate, 2, overlap*width] entries_[1, entries, width]"
@@ -449,9 +450,9 @@ class RopeCache(OperatorCase, fields="group tokens heads key_heads width keys dt
     tensors = (
         "q[1, tokens, heads, width] k[1, tokens, key_heads, width] v[1, tokens, key_heads, width]"
         " keys_[1, key_heads, keys, width] values_[1, key_heads, keys, width]"
-        " cos[1, tokens, width] sin[1, tokens, width] q_weight[width] k_weight[width]"
+        " cos[1, tokens, width] sin[1, tokens, width] q_norm_weight[width] k_norm_weight[width]"
     )
-    options: ClassVar[dict] = {"eps": EPS}
+    options: ClassVar[dict] = {"norm_eps": EPS}
 
     def bytes_moved(self, t, part=""):
         return 2 * sum(t[name].nbytes for name in "qkv")
@@ -460,12 +461,12 @@ class RopeCache(OperatorCase, fields="group tokens heads key_heads width keys dt
 class RopeAttention(RopeCache):
     """And attention to the cache, in one launch."""
 
-    operator = "rope_attention_"
+    operator = "_rope_attention_"
     slack = 2e-5  # of turned queries, whose errors scores multiply
 
     @property
     def options(self):
-        return {"eps": EPS, "scale": self.width**-0.5}
+        return {"norm_eps": EPS, "scale": self.width**-0.5}
 
     def bytes_moved(self, t, part=""):
         return t["keys_"].nbytes + t["values_"].nbytes
@@ -498,9 +499,9 @@ class IndexKeys(OperatorCase, fields="group tokens heads width keys dtype"):
     mutated = ("keys_",)
     tensors = (
         "q[1, tokens, heads, width] keys_[1, 1, keys, width]"
-        " cos[1, tokens, half] sin[1, tokens, half] k_weight[width] k_bias[width]"
+        " cos[1, tokens, half] sin[1, tokens, half] k_norm_weight[width] k_bias[width]"
     )
-    options: ClassVar[dict] = {"v": None, "values_": None, "eps": EPS}
+    options: ClassVar[dict] = {"v": None, "values_": None, "norm_eps": EPS}
 
     @property
     def sizes(self):
@@ -516,7 +517,7 @@ class IndexKeys(OperatorCase, fields="group tokens heads width keys dtype"):
 class IndexTopk(OperatorCase, fields="group reduce tokens heads width keys block top_k as_bits dtype"):
     """Scores are whole numbers, so that what is chosen is known. `keys`: rows of k."""
 
-    operator = "index_topk"
+    operator = "_index_topk"
 
     @property
     def name(self):

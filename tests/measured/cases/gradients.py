@@ -50,7 +50,7 @@ class Product(Case):
         if self.format == "dense":
             return ops().expert_mm(t["x"], t["weight"], t["ids"], None, self.transposed)
         parts = [t.get(f"weight_{part}") for part in ("packed", "scales", "biases")]
-        operator = ops().expert_qmm_transposed if self.transposed else ops().expert_qmm
+        operator = ops()._expert_qmm_transposed if self.transposed else ops().expert_qmm
         return operator(t["x"], *parts, t["ids"], FORMATS[self.format].name)
 
     def wrong(self, before, after):
@@ -96,7 +96,7 @@ class Outer(Case):
         }
 
     def call(self, t):
-        return ops().expert_outer(t["a"], t["b"], t["ids"], self.experts)
+        return ops()._expert_outer(t["a"], t["b"], t["ids"], self.experts)
 
     def wrong(self, before, after):
         ids, a, b = (before[name] for name in ("ids", "a", "b"))
@@ -123,7 +123,7 @@ class Adapter(Case):
 
     @property
     def name(self) -> str:
-        what = "expert_lora_backward" if self.gradient else "expert_lora"
+        what = "_expert_lora_backward" if self.gradient else "expert_lora"
         return f"{what} {self.rows} x {self.hidden} rank {self.rank} {self.dtype} T {self.tokens}"
 
     def inputs(self, values):
@@ -140,7 +140,7 @@ class Adapter(Case):
         listed = ops().moe_bucket(t["ids"], self.experts) if self.tokens > 1 else (None, None)
         factors = t["y"], t["x"], t["a"], t["b"], t["ids"]
         if self.gradient:
-            return ops().expert_lora_backward(*factors, *listed, self.experts, 0.5)
+            return ops()._expert_lora_backward(*factors, *listed, self.experts, 0.5)
         return ops().expert_lora(*factors, self.experts, *listed, 0.5)
 
     def expected(self, t) -> list[Tensor]:

@@ -17,7 +17,7 @@ class Norm(OperatorCase, fields="operator rows width dtype"):
 class LayerNorm(OperatorCase, fields="rows width dtype"):
     group = "norms"
     operator = "layer_norm"
-    tensors = "input[rows, width] weight[width]:f32 bias[width]:f32"
+    tensors = "x[rows, width] weight[width]:f32 bias[width]:f32"
     options: ClassVar[dict] = {"eps": EPS}
 
 
@@ -31,11 +31,11 @@ class WeightedSum(OperatorCase, fields="operator rows slots width dtype"):
     """weighted_sum_stacked, weighted_sum_residual_stacked_, weighted_sum_residual_norm_stacked_."""
 
     group = "combine"
-    tensors = "slots[rows, slots, width]"
+    tensors = "expert_out[rows, slots, width]"
 
     @property
     def options(self):
-        return {"eps": EPS} if "norm" in self.operator else {}
+        return {"norm_eps": EPS} if "norm" in self.operator else {}
 
 
 class WeightedReduce(OperatorCase, fields="rows slots width dtype"):
@@ -53,7 +53,7 @@ class Router(OperatorCase, fields="operator rows experts top_k dtype"):
     """moe_router_topk_softmax, fused_moe_routing, and moe_router with sigmoid, bias and groups."""
 
     group = "routing"
-    scales: ClassVar[dict] = {"logits": 2.0, "bias": 0.1}
+    scales: ClassVar[dict] = {"logits": 2.0, "correction_bias": 0.1}
 
     OPTIONS: ClassVar[dict] = {
         "moe_router_topk_softmax": {"norm_topk_prob": True},
@@ -66,7 +66,7 @@ class Router(OperatorCase, fields="operator rows experts top_k dtype"):
 
     @property
     def tensors(self):
-        return "logits[rows, experts]" + " bias[experts]:f32" * (self.operator == "moe_router")
+        return "logits[rows, experts]" + " correction_bias[experts]:f32" * (self.operator == "moe_router")
 
     @property
     def options(self):
@@ -78,8 +78,8 @@ class Gate(OperatorCase, fields="tokens experts width top_k dtype"):
 
     group = "routing"
     operator = "moe_gate"
-    tensors = "hidden[tokens, width]:bf16 router_weight[experts, width]"
-    scales: ClassVar[dict] = {"router_weight": 0.05}
+    tensors = "x[tokens, width]:bf16 weight[experts, width]"
+    scales: ClassVar[dict] = {"weight": 0.05}
     slack = 2e-5
 
     def others(self, values):
@@ -88,7 +88,7 @@ class Gate(OperatorCase, fields="tokens experts width top_k dtype"):
 
     @property
     def options(self):
-        return {"top_k": self.top_k, "eps": EPS}
+        return {"top_k": self.top_k, "norm_eps": EPS}
 
 
 class Bucket(OperatorCase, fields="operator tokens experts top_k dtype"):

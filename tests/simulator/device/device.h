@@ -1,5 +1,6 @@
 // What the parts of the PyTorch side share.
 #pragma once
+#include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 
@@ -10,6 +11,10 @@ inline const c10::Device kMps(c10::DeviceType::MPS, 0);
 // The data pointer of an allocation is the id<MTLBuffer>, as on macOS, never a host address.
 c10::Allocator* allocator();
 
+// A CPU tensor that lies over the contents of an mps tensor and keeps its memory alive. What is recorded may
+// still write there.
+at::Tensor host_view(const at::Tensor& tensor);
+
 // Runs what was recorded; raises the findings. By the host's clock it takes no time: it is what stands in for
 // operators that a Mac encodes.
 void synchronize();
@@ -18,7 +23,8 @@ void synchronize_host();
 // While it lives, the thread computes on the CPU in place of an operator that a Mac encodes: no wait of the
 // host.
 struct StandIn {
-  StandIn();
+  // `waits`: whether the host of a Mac waits behind it, too.
+  explicit StandIn(bool waits = false);
   ~StandIn();
   static bool is_there();
   // One operator of the GPU, if it is none's part.

@@ -8,13 +8,29 @@
 #include "device.h"
 #include "dropped.h"
 #include "generator.h"
+#include "torch.h"
 
 namespace simulator {
 namespace {
 
 using torch::jit::Stack;
 
+// The kernel of torch's that a Mac would encode. Only the outermost operator is one.
+void encode(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  const Aten own = aten(name, op.schema().overload_name());
+  if (own.is_graph) end_encoder();
+  const size_t left = threadgroup_bytes_set();
+  if (own.threadgroup_bytes + left > kMaxThreadgroupMemory) {
+    fail(name + ": its kernel has " + std::to_string(own.threadgroup_bytes) +
+         " bytes of threadgroup memory and " + std::to_string(left) +
+         " that are still set in the encoder, which are over the limit of " +
+         std::to_string(kMaxThreadgroupMemory));
+  }
+}
+
 void compute(const c10::OperatorHandle& op, Stack* stack) {
+  if (!StandIn::is_there()) encode(op);
   const StandIn stand_in;
   synchronize();
   stand_in.count();

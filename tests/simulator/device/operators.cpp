@@ -21,6 +21,7 @@
 
 #include "../metal/runtime.h"
 #include "device.h"
+#include "torch.h"
 
 namespace simulator {
 namespace {
@@ -29,10 +30,9 @@ using at::Tensor;
 using c10::IntArrayRef;
 using std::optional;
 
-// A CPU tensor that lies over the contents of an mps tensor and keeps its memory alive. Waits for the device.
-Tensor on_host(const Tensor& tensor) {
-  if (!tensor.is_mps()) return tensor;
-  synchronize();
+}  // namespace
+
+Tensor host_view(const Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   void* contents = storage.nbytes() && storage.data() ? buffer_contents(storage.data()) : nullptr;
   c10::DataPtr pointer(
@@ -46,6 +46,15 @@ Tensor on_host(const Tensor& tensor) {
   if (tensor.is_conj()) result._set_conj(true);
   if (tensor.is_neg()) result._set_neg(true);
   return result;
+}
+
+namespace {
+
+// Waits for the device.
+Tensor on_host(const Tensor& tensor) {
+  if (!tensor.is_mps()) return tensor;
+  synchronize();
+  return host_view(tensor);
 }
 
 c10::ScalarType supported(optional<at::ScalarType> dtype) {
@@ -101,12 +110,16 @@ bool is_dropped(const Tensor& self) {
 
 // A copy from and to the CPU commits on a Mac, and waits for the device unless it does not block.
 void copy(const Tensor& source, const Tensor& destination, bool non_blocking) {
+  const bool is_read = source.is_mps() && !destination.is_mps() && !StandIn::is_there() && source.numel() > 0;
+  if (is_read) check_alignment(destination);
+  if (is_read && non_blocking && !dropping()) return copy_without_waiting(source, destination);
   {
-    const StandIn stand_in;
+    const StandIn stand_in(!non_blocking && source.is_mps() != destination.is_mps());
     on_host(destination).copy_(on_host(source));
     stand_in.count();
   }
   if (source.is_mps() == destination.is_mps() || StandIn::is_there()) return;
+  end_encoder();  // it is a blit
   non_blocking ? commit(current_stream()) : synchronize_host();
 }
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {

@@ -17,6 +17,15 @@ void fail(const std::string& message) {
   throw py::error_already_set();
 }
 
+std::string python_line() {
+  py::gil_scoped_acquire gil;
+  PyFrameObject* frame = PyEval_GetFrame();  // borrowed
+  if (frame == nullptr) return "";
+  const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+  return py::str(code.attr("co_filename")).cast<std::string>() + ":" +
+         std::to_string(PyFrame_GetLineNumber(frame));
+}
+
 namespace {
 std::mutex reports_mutex;
 std::vector<std::string> reports;

@@ -13,6 +13,7 @@
 #include "../metal/metal.h"
 #include "../metal/runtime.h"
 #include "device.h"
+#include "torch.h"
 
 namespace at::mps {
 
@@ -35,6 +36,9 @@ id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
   return simulated_encoder(_stream.id());
 }
 void MPSStream::endKernelCoalescing() {}
+void MPSStream::checkLastError() {
+  simulator::raise_stored_error(_stream.id());
+}
 void MPSStream::synchronize(SyncType type) {
   if (type == SyncType::NONE) return;
   if (type != SyncType::COMMIT)
@@ -109,15 +113,17 @@ void* stream_command_buffer() {
 
 namespace {
 thread_local int stand_ins = 0;
-}
+thread_local bool waits_behind = false;
+}  // namespace
 
 void synchronize() {
   use_device();
   const bool stands_in = StandIn::is_there();  // on this thread
   // Even if nothing waits: on macOS, reading a tensor inside a block always enters the queue again.
   if (has_pending() || in_block_of(stream_queue())) {
+    const bool waits = waits_behind;
     at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{
-      stands_in ? run_before_operator() : run_pending();
+      stands_in ? run_before_operator(waits) : run_pending();
     });
   }
   // Pools that an exception left open between two operators end here, as with the pool around a run loop's
@@ -127,11 +133,11 @@ void synchronize() {
   if (!reports.empty()) fail(reports);
 }
 
-StandIn::StandIn() {
-  ++stand_ins;
+StandIn::StandIn(bool waits) {
+  if (stand_ins++ == 0) waits_behind = waits;
 }
 StandIn::~StandIn() {
-  --stand_ins;
+  if (--stand_ins == 0) waits_behind = false;
 }
 bool StandIn::is_there() {
   return stand_ins > 0;
@@ -142,7 +148,9 @@ void StandIn::count() const {
 
 void synchronize_host() {
   synchronize();
-  if (!StandIn::is_there()) wait_for_all();
+  if (StandIn::is_there()) return;
+  wait_for_all();
+  raise_stored_error(current_stream());
 }
 
 }  // namespace simulator

@@ -48,7 +48,8 @@ struct State {
   double a_command = 0;                                // seconds of the host to encode one
   double an_operator = 0;                              // seconds of the GPU for one of aten
   double idle = 0;                                     // seconds that the GPU has waited for the host
-  std::vector<std::shared_ptr<CommandBuffer>> untold;  // have run, and end later by the host's clock
+  std::vector<std::shared_ptr<CommandBuffer>> untold;  // have run, and the host does not know it yet
+  std::vector<std::shared_ptr<CommandBuffer>> unseen;  // have run, with copies that it does not see yet
 
   std::atomic<bool> tracing = false;
   std::string trace;
@@ -171,11 +172,11 @@ void check_threadgroup_memory(const Command& command) {
          " bytes of threadgroup memory are over the limit of " + std::to_string(kMaxThreadgroupMemory));
   }
   for (unsigned i = 0; i < kMaxBindings; i++) {
-    if (command.threadgroup_bytes[i] <= 16 || takes_threadgroup_memory(*command.kernel, i)) continue;
+    if (command.threadgroup_bytes[i] == 0 || takes_threadgroup_memory(*command.kernel, i)) continue;
     fail(std::string(command.kernel->name) + ": threadgroup(" + std::to_string(i) + ") is still set to " +
          std::to_string(command.threadgroup_bytes[i]) +
          " bytes by a command before: the encoder, which torch's kernels share, keeps a length until it is "
-         "set to 16");
+         "set to 0");
   }
 }
 
@@ -249,18 +250,21 @@ std::shared_ptr<CommandBuffer>& open_of(State& s, StreamNumber stream) {
   return open;
 }
 
+enum class By { kTorch, kWaitOfTorch, kGraph };
+
 // Ends the buffer that a stream has open, under the mutex.
-void commit_open(State& s, StreamNumber stream) {
+void commit_open(State& s, StreamNumber stream, By by) {
   std::shared_ptr<CommandBuffer>& open = open_of(s, stream);
   if (is_empty(*open)) return;
+  if (by != By::kGraph) torch_commits(*open, stream, by == By::kWaitOfTorch);
   open->status = Status::kCommitted;
   open->committed = s.host;
   s.committed.push_back(std::move(open));
 }
 
-void commit_all(State& s) {
+void commit_all(State& s, By by) {
   for (auto& [stream, open] : s.open) {
-    if (open) commit_open(s, stream);
+    if (open) commit_open(s, stream, by);
   }
 }
 
@@ -271,7 +275,10 @@ Buffers take_committed(const char* event) {
   std::lock_guard<std::mutex> lock(s.mutex);
   buffers.swap(s.committed);
   s.running = true;
-  const auto has_commands = [](const auto& buffer) { return !buffer->commands.empty(); };
+  const auto is_kernel = [](const Command& command) { return command.kernel != nullptr; };
+  const auto has_commands = [&](const auto& buffer) {
+    return std::any_of(buffer->commands.begin(), buffer->commands.end(), is_kernel);
+  };
   if (s.tracing && std::any_of(buffers.begin(), buffers.end(), has_commands)) s.trace += event;
   return buffers;
 }
@@ -290,9 +297,36 @@ void end(CommandBuffer& buffer, Failure failure) {
   buffer.commands.clear();
   buffer.failure = failure;
   buffer.status = failure == Failure::kNone ? Status::kCompleted : Status::kError;
+  for (const auto& each : buffer.ended) each();
+  buffer.ended.clear();
+}
+
+// Copies of a buffer appear in the host's memory.
+void show(CommandBuffer& buffer) {
+  std::vector<std::function<void()>> visible;
+  {
+    const std::lock_guard<std::mutex> lock(state().mutex);
+    visible.swap(buffer.visible);
+  }
+  for (const auto& each : visible) each();
+}
+
+// The same of all buffers whose end the host knows, because it has waited for one behind them.
+void show_ended() {
+  State& s = state();
+  Buffers ended;
+  {
+    const std::lock_guard<std::mutex> lock(s.mutex);
+    const auto is_later = [&s](const auto& buffer) { return s.timed && buffer->end > s.host; };
+    const auto first = std::stable_partition(s.unseen.begin(), s.unseen.end(), is_later);
+    ended.assign(first, s.unseen.end());
+    s.unseen.erase(first, s.unseen.end());
+  }
+  for (const auto& buffer : ended) show(*buffer);
 }
 
 void tell(CommandBuffer& buffer) {
+  show(buffer);
   for (const auto& handler : buffer.completed) handler();
   buffer.completed.clear();
   buffer.object.reset();
@@ -328,7 +362,7 @@ void tell_ended(bool all = false) {
   Buffers ended;
   {
     std::lock_guard<std::mutex> lock(s.mutex);
-    const auto is_later = [&](const auto& buffer) { return !all && buffer->end > s.host; };
+    const auto is_later = [&](const auto& buffer) { return !all && s.timed && buffer->end > s.host; };
     const auto first = std::stable_partition(s.untold.begin(), s.untold.end(), is_later);
     ended.assign(first, s.untold.end());
     s.untold.erase(first, s.untold.end());
@@ -339,6 +373,10 @@ void tell_ended(bool all = false) {
 // Without a finding. The next synchronisation raises one, and no command behind it runs.
 bool run(const std::vector<Command>& commands) {
   for (const Command& command : commands) {
+    if (command.act) {
+      command.act();
+      continue;
+    }
     const std::string finding = execute(command);
     if (finding.empty()) continue;
     report(finding);
@@ -380,7 +418,9 @@ void run_open() {
 }
 
 // One thread at a time: what another one runs is complete when this one goes on.
-void run(const char* event) {
+//
+// `stands_in`: for an operator that the GPU would run; the host is not told what has ended.
+void run(const char* event, bool stands_in = false) {
   static std::recursive_mutex& gpu = *new std::recursive_mutex;
   std::unique_lock<std::recursive_mutex> running(gpu, std::defer_lock);
   {
@@ -401,18 +441,28 @@ void run(const char* event) {
     if (runs && failure == Failure::kNone) runs = run(buffer->commands);
     buffer->end = state().clock;
     end(*buffer, failure);
-    if (state().timed) {
-      const std::lock_guard<std::mutex> lock(state().mutex);
-      state().untold.push_back(buffer);
-    } else if (state().seed % 4 < 2) {
-      tell({buffer});
-    }
+    const std::lock_guard<std::mutex> lock(state().mutex);
+    if (!buffer->visible.empty()) state().unseen.push_back(buffer);
+    if (state().timed || state().seed % 4 < 2) state().untold.push_back(buffer);
   }
-  if (state().timed) return tell_ended();
+  if (stands_in && !state().timed && state().seed % 4 < 2) return;
+  if (state().timed || state().seed % 4 < 2) return tell_ended();
   if (state().seed % 4 >= 2 && !buffers.empty()) tell(buffers);
 }
 
 }  // namespace
+
+std::string text_of(Failure failure) {
+  switch (failure) {
+    case Failure::kNone: return "";
+    case Failure::kTimeout:
+      return "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)";
+    case Failure::kFault:
+      return "Caused GPU Address Fault Error (0000000b:kIOGPUCommandBufferCallbackErrorPageFault)";
+    case Failure::kOutOfMemory:
+      return "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)";
+  }
+}
 
 void record(const Command& command, StreamNumber stream) {
   State& s = state();
@@ -438,6 +488,15 @@ void record_operator(StreamNumber stream) {
   open.seconds += s.an_operator;
 }
 
+void record_copy(std::function<void()> act, std::function<void()> appears, StreamNumber stream) {
+  record_operator(stream);
+  State& s = state();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  CommandBuffer& open = *open_of(s, stream);
+  open.commands.emplace_back().act = std::move(act);
+  open.visible.push_back(std::move(appears));
+}
+
 void record_barrier() {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
@@ -460,6 +519,7 @@ bool forgetting() {
 bool has_pending() {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
+  if (!s.timed && !s.untold.empty()) return true;
   return s.running || !s.committed.empty() || std::any_of(s.open.begin(), s.open.end(), [](const auto& open) {
            return open.second && !is_empty(*open.second);
          });
@@ -471,14 +531,14 @@ void commit(StreamNumber stream) {
     std::lock_guard<std::mutex> lock(s.mutex);
     s.commits++;
     if (s.tracing) s.trace += "commit\n";
-    commit_open(s, stream);
+    commit_open(s, stream, By::kTorch);
   }
   if (s.seed % 2 == 1) run("");
 }
 
 void commit_unseen(StreamNumber stream) {
   std::lock_guard<std::mutex> lock(state().mutex);
-  commit_open(state(), stream);
+  commit_open(state(), stream, By::kGraph);
 }
 
 std::shared_ptr<CommandBuffer> open_buffer(StreamNumber stream) {
@@ -486,8 +546,14 @@ std::shared_ptr<CommandBuffer> open_buffer(StreamNumber stream) {
   return open_of(state(), stream);
 }
 
-void run_before_operator() {
-  if (!state().timed) return run_pending();
+void run_before_operator(bool waits) {
+  if (!state().timed) {
+    {
+      std::lock_guard<std::mutex> lock(state().mutex);
+      commit_all(state(), waits ? By::kWaitOfTorch : By::kTorch);
+    }
+    return run("synchronize\n", true);
+  }
   run("");
   run_open();
 }
@@ -495,7 +561,7 @@ void run_before_operator() {
 void run_pending() {
   {
     std::lock_guard<std::mutex> lock(state().mutex);
-    commit_all(state());
+    commit_all(state(), By::kWaitOfTorch);
   }
   run("synchronize\n");
 }
@@ -509,6 +575,7 @@ void wait_for(const CommandBuffer& buffer) {
     std::lock_guard<std::mutex> lock(s.mutex);
     s.host = std::max(s.host, buffer.end);
   }
+  show_ended();
   tell_ended();
 }
 
@@ -518,6 +585,7 @@ void wait_for_all() {
     std::lock_guard<std::mutex> lock(s.mutex);
     s.host = std::max(s.host, s.clock.load());
   }
+  show_ended();
   tell_ended();
 }
 
@@ -610,11 +678,12 @@ void simulator_reset(void) {
   simulator::Buffers dropped;
   {
     std::lock_guard<std::mutex> lock(s.mutex);
-    commit_all(s);
+    commit_all(s, simulator::By::kGraph);
     dropped.swap(s.committed);
     s.tracing = s.counting = false;
     s.failure = simulator::Failure::kNone;
   }
+  simulator::tell_ended(true);
   for (const auto& buffer : dropped) {
     simulator::end(*buffer, simulator::Failure::kNone);
     simulator::tell(*buffer);

@@ -117,19 +117,9 @@ int simulator::macos() {
   return static_cast<MTLCommandBufferStatus>((*buffer)->status);
 }
 - (NSError*)error {
-  switch ((*buffer)->failure) {
-    case simulator::Failure::kNone: return nil;
-    case simulator::Failure::kTimeout:
-      return simulated_error("Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)",
-                             MTLCommandBufferErrorTimeout);
-    case simulator::Failure::kFault:
-      return simulated_error(
-          "Caused GPU Address Fault Error (0000000b:kIOGPUCommandBufferCallbackErrorPageFault)",
-          MTLCommandBufferErrorPageFault);
-    case simulator::Failure::kOutOfMemory:
-      return simulated_error("Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
-                             MTLCommandBufferErrorOutOfMemory);
-  }
+  const simulator::Failure failure = (*buffer)->failure;
+  if (failure == simulator::Failure::kNone) return nil;
+  return simulated_error(simulator::text_of(failure), static_cast<long>(failure));
 }
 - (double)GPUStartTime {
   return (*buffer)->start;

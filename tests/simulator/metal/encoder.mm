@@ -90,9 +90,9 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
   Command& c = [self use:"setThreadgroupMemoryLength"];
   check_index("setThreadgroupMemoryLength", index);
-  if (length == 0 || length % 16 != 0) {
+  if (length % 16 != 0) {
     fail("setThreadgroupMemoryLength: " + std::to_string(length) + " at index " + std::to_string(index) +
-         " is no positive multiple of 16");
+         " is no multiple of 16");
   }
   if (length > simulator::kMaxThreadgroupMemory) {
     fail("setThreadgroupMemoryLength: " + std::to_string(length) + " bytes at index " +
@@ -159,6 +159,19 @@ void simulated_end_encoder() {
   delete current->command;
   current->command = nullptr;
 }
+
+namespace simulator {
+void end_encoder() {
+  simulated_end_encoder();
+}
+size_t threadgroup_bytes_set() {
+  size_t set = 0;
+  if (current && current->command && current->stream == current_stream()) {
+    for (size_t bytes : current->command->threadgroup_bytes) set += bytes;
+  }
+  return set;
+}
+}  // namespace simulator
 
 id<MTLComputeCommandEncoder> simulated_encoder(simulator::StreamNumber stream) {
   const uint64_t block = simulator::current_block();

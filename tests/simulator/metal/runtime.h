@@ -21,6 +21,8 @@ namespace simulator {
 bool is_strict();
 // The macOS that is simulated: SIMULATED_MACOS in the environment, or 26.
 int macos();
+// The line of Python that the calling thread runs: "file:number", or "" where it runs none.
+std::string python_line();
 // Keeps a finding for the next synchronisation, where raising now is not possible.
 void report(const std::string& message);
 // The reported findings, one a line; forgets them.
@@ -51,6 +53,12 @@ std::shared_ptr<Memory> buffer_memory(const void* buffer);  // null unless it is
 size_t live_buffers();
 size_t live_bytes();
 
+// --- torch (device/torch.cpp)
+
+struct CommandBuffer;
+// What torch does to a buffer that it commits, and, with `waits`, waits for.
+void torch_commits(CommandBuffer& buffer, int64_t stream, bool waits);
+
 // --- commands (commands.cpp)
 
 constexpr unsigned kMaxBindings = 31;
@@ -76,6 +84,7 @@ struct Command {
   const msl_kernel* kernel = nullptr;
   std::array<Binding, kMaxBindings> buffers;
   std::array<size_t, kMaxBindings> threadgroup_bytes{};
+  std::function<void()> act;  // of a copy, which has no kernel
   GridKind kind = GridKind::kThreadgroups;
   std::array<size_t, 3> grid{};     // threads or threadgroups
   std::array<size_t, 3> threads{};  // per threadgroup
@@ -85,11 +94,14 @@ struct Command {
 // Metal's numbers.
 enum class Status { kNotEnqueued = 0, kCommitted = 2, kCompleted = 4, kError = 5 };
 enum class Failure { kNone = 0, kTimeout = 2, kFault = 3, kOutOfMemory = 8 };
+std::string text_of(Failure failure);  // as macOS describes it
 
 // The commands that the GPU is given together. Those of a buffer that fails do not run.
 struct CommandBuffer {
   std::vector<Command> commands;
-  std::vector<std::function<void()>> completed;  // called once its status is the last one
+  std::vector<std::function<void()>> ended;      // called where it ends,
+  std::vector<std::function<void()>> visible;    // once the host knows that it has,
+  std::vector<std::function<void()>> completed;  // and of the host's own, which are told of it
   Status status = Status::kNotEnqueued;
   Failure failure = Failure::kNone;
   double start = 0, end = 0;     // by the clock that a test moves on
@@ -104,6 +116,8 @@ using StreamNumber = int64_t;
 StreamNumber current_stream();                             // of the thread
 void record(const Command& command, StreamNumber stream);  // validates; raises SimulatorError
 void record_operator(StreamNumber stream);                 // of aten, which the CPU has computed in its place
+// A copy of the GPU's to the host, which `appears` there once the host knows that its buffer is complete.
+void record_copy(std::function<void()> act, std::function<void()> appears, StreamNumber stream);
 void record_barrier();
 std::shared_ptr<CommandBuffer> open_buffer(StreamNumber stream);  // that commands are recorded into
 // A GPU may finish committed work before the host's next line, or as late as the next wait. Here the schedule
@@ -114,12 +128,16 @@ void commit(StreamNumber stream);
 void commit_unseen(StreamNumber stream);
 // Runs what was recorded, in order. Reports the first finding and forgets the rest.
 void run_pending();
-// The same for an operator that the CPU computes in the GPU's place. Where the host has a clock, what is open
-// stays open.
-void run_before_operator();
+// The same for an operator that the CPU computes in the GPU's place, behind which torch may wait. Where the
+// host has a clock, what is open stays open.
+void run_before_operator(bool waits);
 void wait_for(const CommandBuffer& buffer);  // of the host, for one that is committed
 void wait_for_all();                         // the host's clock, once all that was committed has run
 void wait_for_handlers();
+// The encoder that torch shares: the bytes of threadgroup memory that host code has left set in it, which a
+// kernel of torch's has on top of its own.
+size_t threadgroup_bytes_set();
+void end_encoder();
 bool has_pending();  // something is recorded or waited for, or runs in another thread
 bool dropping();     // commands are forgotten where they would run: the null device
 bool forgetting();   // they are forgotten, unseen, where they are encoded: it costs the host next to nothing

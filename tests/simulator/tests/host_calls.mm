@@ -198,8 +198,6 @@ const std::map<std::string, void (*)(Encoder, const Tensor&)> faults_in_a_block 
      }},
     {"threadgroup memory length",
      [](Encoder encoder, const Tensor& x) { [encoder setThreadgroupMemoryLength:100 atIndex:0]; }},
-    {"threadgroup memory of no length",
-     [](Encoder encoder, const Tensor& x) { [encoder setThreadgroupMemoryLength:0 atIndex:0]; }},
     {"threadgroup memory not set",
      [](Encoder encoder, const Tensor& x) {
        [encoder setComputePipelineState:kernel("scratch")];

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import simulator
 import torch
 from simulator import SimulatorError, build, build_device, shaderlib
 
@@ -64,8 +65,7 @@ FAULTS = {
     "setBytes over 4096": "setBytes: length 4097 at index 3 is not in 1..4096",
     "threadgroup memory over 32 KiB": "setThreadgroupMemoryLength: 32784 bytes at index 0 are over",
     "threadgroup memory over 32 KiB in sum": "axpy: 32784 bytes of threadgroup memory are over",
-    "threadgroup memory length": "setThreadgroupMemoryLength: 100 at index 0 is no positive multiple of 16",
-    "threadgroup memory of no length": "setThreadgroupMemoryLength: 0 at index 0 is no positive multiple of",
+    "threadgroup memory length": "setThreadgroupMemoryLength: 100 at index 0 is no multiple of 16",
     "threadgroup memory not set": "scratch: threadgroup(0) 'memory' has no memory",
     "threadgroup memory that stays": "axpy: threadgroup(0) is still set to 64 bytes by a command before",
     "too many threads": "axpy: 1088 threads per threadgroup (64x17x1) are over the pipeline's limit of 384",
@@ -307,6 +307,7 @@ def test_commit(calls, simulated, x, schedule):
     assert usable(calls)
 
 
+@simulator.torch_version("2.14")  # which stores no error
 @pytest.mark.parametrize("schedule", [0, 1])
 def test_handlers_see_how_a_buffer_ended(calls, simulated, x, schedule):
     """Each once, in order, before a wait returns; what a buffer that failed would have written is missing."""
@@ -344,6 +345,7 @@ def told(calls, count: int) -> list[str]:
     return seen
 
 
+@simulator.torch_version("2.14")
 @pytest.mark.parametrize("schedule", [2, 3])
 def test_late_handlers(calls, simulated, x, schedule):
     """Of the newest buffer first, behind the wait, on another thread; the buffer knows its end before."""
@@ -396,6 +398,7 @@ def test_streams_of_two_threads(calls, simulated, x):
             assert all(pool.map(work, (1, 2)))
 
 
+@simulator.torch_version("2.14")
 def test_a_commit_that_nobody_sees(calls, simulated, x):
     """As MPSGraph makes within a graph: what comes behind lies in another buffer."""
     y = torch.zeros_like(x)
@@ -444,7 +447,8 @@ def test_the_hosts_clock(calls, simulated, x):
         assert (times.now, times.busy, times.idle) == (0.5, 0.0, 0.0)
         host = torch.empty(x.shape).copy_(y, non_blocking=True)  # which ends the buffer
         assert (times.now, times.busy, times.idle) == (0.75, 0.0, 0.0)
-        host.to("mps")
+        torch.ones(3).to("mps")
+        assert torch.equal(host, expected)
         assert (times.now, times.busy, times.idle) == (0.75 + 4 * 2 + 2, 10.0, 0.75)
         times.work(5.0)
         assert torch.equal(y.cpu(), expected)

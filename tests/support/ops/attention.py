@@ -14,6 +14,7 @@ from support.ops.rope import draw_rope_cache_, expected_rope_cache_
 from support.oracles import FLOAT32_EPS, exact
 from support.oracles_experts import dequantise
 from support.oracles_operators import Expected
+from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops._sample import T
 
 # Options that depend on each other: draw_attention gives all that is no required tensor.
@@ -81,7 +82,7 @@ def draw_attention(d):
         "gate": d.maybe(lambda: d.values(batch, tokens, heads, d.one(1, value_width), dtype=dtype)),
         "gate_activation": d.one("sigmoid", "softplus"),
         **(tail_of(d, (batch, key_heads, tail), (width, value_width), dtype) if kind == "tail" else {}),
-        "dtype": d.one(None, dtype, torch.float32),
+        "dtype": d.one(None, dtype_name(dtype), "float32"),
     }
 
 
@@ -105,7 +106,7 @@ def draw_write_cache_quantized_(d):
     }
 
 
-def draw_rope_attention_(d):
+def draw__rope_attention_(d):
     arguments = draw_rope_cache_(d)
     while arguments["q"] is None or arguments["v"] is None:
         arguments = draw_rope_cache_(d)
@@ -118,7 +119,7 @@ def draw_rope_attention_(d):
     arguments |= {n: d.values(batch, tokens, *shape, dtype=dtype) for n, shape in shapes.items()}
     arguments |= {n: d.values(batch, key_heads, keys, size, dtype=dtype) for n, size in held.items()}
     return arguments | {
-        "v_weight": d.maybe(lambda: d.values(value_width)) if arguments["norm_v"] else None,
+        "v_norm_weight": d.maybe(lambda: d.values(value_width)) if arguments["norm_v"] else None,
         "scale": width**-0.5,
         "window": d.one(None, 1, 128),
         "key_range": d.maybe(lambda: key_range(d, batch, keys)),
@@ -224,7 +225,7 @@ def expected_write_cache_quantized_(a):
     return right
 
 
-def expected_rope_attention_(a):
+def expected__rope_attention_(a):
     """What `rope_cache_` rounds may be a neighbour of what is rounded here."""
     turned, keys, values = expected_rope_cache_(SimpleNamespace(**vars(a), k_bias=None))
     q, k, v = (oracles.round_to(each.value, a.q.dtype) for each in (turned, keys, values))
@@ -245,7 +246,7 @@ def expected_rope_attention_(a):
     return [Expected(out.value, out.error + moved.transpose(0, 2, 1, 3) * factor), keys, values]
 
 
-def invalid_rope_attention_(zeros):
+def invalid__rope_attention_(zeros):
     return [
         wrong("k must be of a number of heads that divides Hq = 3, got (2, 3, 2, 16)", q=zeros(2, T, 3, 16))
     ]

@@ -27,21 +27,21 @@ def draw_expert_activation(d):
     return {"rows": d.values(*d.leading(), 2 * width if options["gated"] else width), **options}
 
 
-def draw_expert_activation_backward(d):
+def draw__expert_activation_backward(d):
     given = draw_expert_activation(d)
     rows = given["rows"]
     width = rows.shape[-1] // 2 if given["gated"] else rows.shape[-1]
     return {"dy": d.values(*rows.shape[:-1], width, dtype=rows.dtype), **given}
 
 
-def draw_moe_weighted_reduce_backward(d):
+def draw__moe_weighted_reduce_backward(d):
     given = draw_moe_weighted_reduce(d)
     slots, weights = given["expert_out"], given["weights"]
     return {"expert_out": slots, "weights": weights}
 
 
 def draw_weighted_sum_stacked(d):
-    return {"slots": d.values(*d.leading(), d.one(1, 2, 3, 8, 11), d.width())}
+    return {"expert_out": d.values(*d.leading(), d.one(1, 2, 3, 8, 11), d.width())}
 
 
 draw_weighted_sum_residual_stacked_ = draw_weighted_sum_residual_norm_stacked_ = draw_weighted_sum_stacked
@@ -79,11 +79,11 @@ def expected_silu_mul_stacked(a):
 
 
 def expected_expert_activation(a):
-    rows = exact(a.rows).reshape(-1, a.rows.shape[-1]) if a.rows.numel() else exact(a.rows)
-    if a.rows.numel() == 0:
+    rows = exact(a.x).reshape(-1, a.x.shape[-1]) if a.x.numel() else exact(a.x)
+    if a.x.numel() == 0:
         return [Expected(np.zeros((*rows.shape[:-1], rows.shape[-1] // (1 + a.gated))))]
-    out = activate(Estimate(rows, np.zeros_like(rows)), vars(a), a.rows.dtype)
-    return [estimated(Estimate(*(part.reshape(*a.rows.shape[:-1], -1) for part in out)))]
+    out = activate(Estimate(rows, np.zeros_like(rows)), vars(a), a.x.dtype)
+    return [estimated(Estimate(*(part.reshape(*a.x.shape[:-1], -1) for part in out)))]
 
 
 def clamped(x: Tensor, high: float, low: float = -math.inf) -> Tensor:
@@ -91,9 +91,9 @@ def clamped(x: Tensor, high: float, low: float = -math.inf) -> Tensor:
     return torch.where(x > high, high, torch.where(x < low, low, x))
 
 
-def expected_expert_activation_backward(a):
+def expected__expert_activation_backward(a):
     """By torch's own derivatives, in float64."""
-    rows, dy = a.rows.double().requires_grad_(), a.dy.double()
+    rows, dy = a.x.double().requires_grad_(), a.dy.double()
     functions = {
         **{"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "relu2": lambda x: F.relu(x) ** 2},
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -120,28 +120,28 @@ def expected_expert_activation_backward(a):
     return [Expected(value.numpy(), 16 * FLOAT32_EPS * size.numpy())]
 
 
-def expected_moe_weighted_reduce_backward(a):
+def expected__moe_weighted_reduce_backward(a):
     dy, weights = exact(a.dy)[:, None], exact(a.weights)
     slots = exact(a.expert_out).reshape(*weights.shape, dy.shape[-1])
     error = (8 + dy.shape[-1]) * FLOAT32_EPS * (abs(slots) * abs(dy)).sum(-1)
     of_slots = (weights[..., None] * dy).reshape(a.expert_out.shape)
-    return [Expected((slots * dy).sum(-1), error), Expected(of_slots, 2 * FLOAT32_EPS * abs(of_slots))]
+    return [Expected(of_slots, 2 * FLOAT32_EPS * abs(of_slots)), Expected((slots * dy).sum(-1), error)]
 
 
 def expected_weighted_sum_stacked(a):
-    return [weighted(exact(a.slots), exact(a.weights))]
+    return [weighted(exact(a.expert_out), exact(a.weights))]
 
 
 def expected_weighted_sum_residual_stacked_(a):
-    return [weighted(exact(a.slots), exact(a.weights), exact(a.residual_))]
+    return [weighted(exact(a.expert_out), exact(a.weights), exact(a.residual_))]
 
 
 def expected_weighted_sum_residual_norm_stacked_(a):
-    total = weighted(exact(a.slots), exact(a.weights), exact(a.residual_))
+    total = weighted(exact(a.expert_out), exact(a.weights), exact(a.residual_))
     dtype = a.residual_.dtype
     error = total.error + oracles.spacing(total.value, dtype)
     rounded = oracles.round_to(total.value, dtype)
-    return [normed(rounded, exact(a.norm_weight), a.eps, x_error=error), total]
+    return [normed(rounded, exact(a.norm_weight), a.norm_eps, x_error=error), total]
 
 
 def expected_moe_weighted_reduce(a):
@@ -163,12 +163,12 @@ def invalid_tail(zeros):
 
 def invalid_expert_activation(zeros):
     return [
-        wrong("rows must be of an even number of columns, gates and ups", rows=zeros(T, 3)),
+        wrong("x must be of an even number of columns, gates and ups", x=zeros(T, 3)),
         wrong("limit must be a number for activation silu_clamped, got None", activation="silu_clamped"),
     ]
 
 
-def invalid_expert_activation_backward(zeros):
+def invalid__expert_activation_backward(zeros):
     return [
         wrong("dy must be of shape [..., I] = (3, 2, 32), got (3, 2, 33)", dy=zeros(T, 2, 33)),
     ]

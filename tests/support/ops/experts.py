@@ -17,7 +17,7 @@ WHOLE = ("moe_experts",)
 
 
 def norm_of_input(d, width: int) -> dict[str, Any]:
-    numbers = {name: d.number(name) for name in ("norm_eps", "norm_offset")}
+    numbers = {name: d.number(name) for name in ("norm_eps", "norm_weight_offset")}
     return {"norm_weight": d.maybe(lambda: d.values(width)), **numbers}
 
 
@@ -47,15 +47,15 @@ def draw_expert_mm(d):
     }
 
 
-def draw_expert_outer(d):
+def draw__expert_outer(d):
     (tokens, slots, experts, left, right), around, _ = layer_of_experts(d, (32, 7, 1, 100, 65))
     dtype = around["x"].dtype
     shape = (tokens, slots, right) if d.flag() else (tokens, right)
     return {
-        "a": d.values(tokens, slots, left, dtype=dtype),
-        "b": d.values(*shape, dtype=dtype),
+        "dy": d.values(tokens, slots, left, dtype=dtype),
+        "x": d.values(*shape, dtype=dtype),
         "ids": around["ids"],
-        "experts": experts,
+        "num_experts": experts,
     }
 
 
@@ -103,11 +103,11 @@ def expected_expert_mm(a):
     return [estimated(oracles_experts.expert_mm(a.x, weight, a.ids, a.bias))]
 
 
-def expected_expert_outer(a):
-    left, right = exact(a.a), exact(a.b)
-    value = np.zeros((a.experts, left.shape[2], right.shape[-1]))
+def expected__expert_outer(a):
+    left, right = exact(a.dy), exact(a.x)
+    value = np.zeros((a.num_experts, left.shape[2], right.shape[-1]))
     size = np.zeros_like(value)
-    for e, t, k in oracles_experts.pairs_by_expert(a.ids, a.experts):
+    for e, t, k in oracles_experts.pairs_by_expert(a.ids, a.num_experts):
         of_right = right[t, k] if right.ndim == 3 else right[t]
         value[e] = left[t, k].T @ of_right
         size[e] = abs(left[t, k]).T @ abs(of_right)
@@ -154,8 +154,8 @@ def invalid_moe_experts(zeros):
     ]
 
 
-def invalid_expert_outer(zeros):
+def invalid__expert_outer(zeros):
     return [
-        wrong("between 1 and 1024", experts=0),
-        wrong("between 1 and 1024", experts=1025),
+        wrong("between 1 and 1024", num_experts=0),
+        wrong("between 1 and 1024", num_experts=1025),
     ]

@@ -11,6 +11,7 @@ from support.ops.quantized import columns_of, dense, draw_weight
 from support.oracles import exact
 from support.oracles_experts import Estimate
 from support.oracles_operators import Expected, estimated
+from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops._sample import I, T
 
 
@@ -20,7 +21,7 @@ def draw_heads(d, columns) -> tuple[tuple[int, int, int], dict[str, Any]]:
     leading, dtype = (d.one(1, 2), d.one(1, 2, 5, 0), heads_), d.dtype()
     tail = d.maybe(lambda: d.values(*leading, d.one(1, 6, 64, 0), dtype=dtype)) if transposed else None
     x = d.values(*leading, rows if transposed else columns, dtype=dtype)
-    return (heads_, rows, columns), {"x": x, "transposed": transposed, "tail": tail}
+    return (heads_, rows, columns), {"x": x, "transposed": transposed, "appended": tail}
 
 
 def draw_heads_mm(d):
@@ -34,7 +35,12 @@ def draw_heads_quantized(d):
     form = d.format()
     (heads_, rows, columns), around = draw_heads(d, d.one(*columns_of(form)))
     dtype = None if around["transposed"] else d.maybe(d.dtype)
-    return {**around, "format": form, **draw_weight(d, "", heads_, rows, columns, form), "dtype": dtype}
+    return {
+        **around,
+        "format": form,
+        **draw_weight(d, "", heads_, rows, columns, form),
+        "dtype": None if dtype is None else dtype_name(dtype),
+    }
 
 
 def heads(a, matrices, dtype) -> list[Expected]:
@@ -46,8 +52,8 @@ def heads(a, matrices, dtype) -> list[Expected]:
     packed = hasattr(a, "packed")
     product = oracles_experts.expert_mm(x, matrices, ids, rounded_weight=packed, dtype=dtype)
     value, deviation = (part.reshape(batch, tokens, *part.shape[1:]) for part in product)
-    if a.tail is not None:
-        tail = exact(a.tail)
+    if a.appended is not None:
+        tail = exact(a.appended)
         value = np.concatenate((value, tail), -1)
         deviation = np.concatenate((deviation, np.zeros_like(tail)), -1)
     return [estimated(Estimate(value, deviation))]
@@ -58,16 +64,16 @@ def expected_heads_mm(a):
 
 
 def expected_heads_quantized(a):
-    return heads(a, dense(a), a.dtype or a.x.dtype)
+    return heads(a, dense(a), a.x.dtype if a.dtype is None else getattr(torch, a.dtype))
 
 
 def invalid_heads_quantized(zeros):
-    plain = {"transposed": False, "tail": None}
+    plain = {"transposed": False, "appended": None}
     return [wrong("of a last dimension of 64, the columns of a matrix", x=zeros(2, T, 4, I), **plain)]
 
 
 def invalid_heads_mm(zeros):
-    plain = {"transposed": False, "tail": None}
+    plain = {"transposed": False, "appended": None}
     return [
         wrong("of a last dimension of 40, the columns of a matrix", x=zeros(2, T, 4, 16), **plain),
         wrong(

@@ -25,14 +25,14 @@ def draw_hyper_connection(d):
     *leading, count, width = streams.shape
     rows = (count, 2 * count, 2 * count + count * count)[parts - 1]
     update = {
-        "out": d.values(*leading, width, dtype=streams.dtype),
+        "block_out": d.values(*leading, width, dtype=streams.dtype),
         "post": d.values(*leading, count, dtype=f32).abs(),
         "comb": d.maybe(lambda: d.values(*leading, count, count, dtype=f32).softmax(-1)),
     }
     return {
         "streams": streams,
         "fn": d.values(rows, count * width, scale=(count * width) ** -0.5),
-        "scale": d.values(parts),
+        "fn_scale": d.values(parts),
         **(update if d.flag() else dict.fromkeys(update)),
         "iterations": d.one(20, 1, 2),
         "post_factor": d.one(2.0, 1.0),
@@ -41,7 +41,7 @@ def draw_hyper_connection(d):
 
 
 def expected_hyper_update(a):
-    out, post, streams = (exact(t) for t in (a.out, a.post, a.streams))
+    out, post, streams = (exact(t) for t in (a.block_out, a.post, a.streams))
     mixed, size = streams, abs(streams)
     if a.comb is not None:
         comb = np.swapaxes(exact(a.comb), -1, -2)
@@ -52,7 +52,7 @@ def expected_hyper_update(a):
 
 def expected_hyper_connection(a):
     streams, updated, shift = exact(a.streams), EMPTY, 0.0
-    if a.out is not None:
+    if a.block_out is not None:
         (updated,) = expected_hyper_update(a)
         streams = oracles.round_to(updated.value, a.streams.dtype)
         shift = updated.error + oracles.spacing(streams, a.streams.dtype)  # it may be rounded the other way
@@ -60,13 +60,13 @@ def expected_hyper_connection(a):
     flat, shifts = (
         np.broadcast_to(x, streams.shape).reshape(*leading, count * width) for x in (streams, shift)
     )
-    scale = np.repeat(exact(a.scale), [count, count, count * count][: a.scale.numel()])
+    scale = np.repeat(exact(a.fn_scale), [count, count, count * count][: a.fn_scale.numel()])
     inverse = 1 / np.sqrt(np.mean(flat * flat, -1, keepdims=True) + a.norm_eps)
     fn, sizes = exact(a.fn).T, abs(exact(a.fn)).T
     logits = flat @ fn * inverse * scale + exact(a.base)
     error = (8 * FLOAT32_EPS * (abs(flat) @ sizes) + 2 * shifts @ sizes) * inverse * abs(scale)
     error = error + 8 * FLOAT32_EPS * (1 + abs(logits))
-    pre = oracles.sigmoid(logits[..., :count]) + a.eps
+    pre = oracles.sigmoid(logits[..., :count]) + a.mix_eps
     x = np.einsum("...n,...nh->...h", pre, streams)
     slack = (error[..., :count, None] + 8 * FLOAT32_EPS) * abs(streams) + pre[..., None] * shift
     post, comb = EMPTY, EMPTY
@@ -74,9 +74,9 @@ def expected_hyper_connection(a):
         post = a.post_factor * oracles.sigmoid(logits[..., count : 2 * count]) + a.post_eps
         post = Expected(post, abs(a.post_factor) * (error[..., count : 2 * count] + 8 * FLOAT32_EPS))
     if scale.size > 2 * count:
-        c = oracles.softmax(logits[..., 2 * count :].reshape(*leading, count, count)) + a.eps
+        c = oracles.softmax(logits[..., 2 * count :].reshape(*leading, count, count)) + a.mix_eps
         for axis in (-2, *(-1, -2) * (a.iterations - 1)):
-            c = c / (c.sum(axis, keepdims=True) + a.eps)
+            c = c / (c.sum(axis, keepdims=True) + a.mix_eps)
         highest = error[..., 2 * count :].max(-1, initial=0.0)[..., None, None]
         comb = Expected(c, 4 * highest + 4 * a.iterations * FLOAT32_EPS)
     return [Expected(x, slack.sum(-2)), post, comb, updated]
@@ -84,7 +84,11 @@ def expected_hyper_connection(a):
 
 def invalid_hyper_update(zeros):
     return [
-        wrong("of rows of a multiple of 4 elements, got 62", streams=zeros(T, 2, H - 2), out=zeros(T, H - 2))
+        wrong(
+            "of rows of a multiple of 4 elements, got 62",
+            streams=zeros(T, 2, H - 2),
+            block_out=zeros(T, H - 2),
+        )
     ]
 
 

@@ -10,7 +10,7 @@ from support.oracles_operators import Expected
 from torch_moe_mps.ops._sample import T
 
 
-def draw_index_topk(d):
+def draw__index_topk(d):
     batch, tokens, heads, width = d.one(1, 2, 0), d.one(1, 2, 5, 0), d.one(2, 1, 17, 0), d.one(16, 30, 1)
     keys, dtype, block = d.one(40, 1, 9, 150, 0), d.dtype(), d.one(1, 2, 5, 32)
     reduce, top_k = d.one("heads", "keys"), d.one(5, 1, 64, 2048)
@@ -30,7 +30,7 @@ def draw_index_topk(d):
     }
 
 
-def expected_index_topk(a):
+def expected__index_topk(a):
     """Not known for a token whose last chosen row has almost the score of another."""
     is_pooled, of_heads = a.reduce == "heads" and a.block > 1, a.reduce == "heads"
     keys = a.keys if is_pooled else a.k.shape[1]
@@ -77,7 +77,7 @@ def expected_index_topk(a):
     return [Expected(chosen, known=known)]
 
 
-def invalid_index_topk(zeros):
+def invalid__index_topk(zeros):
     ranges = zeros(2, 2, dtype=torch.int32)
     return [
         wrong(

@@ -10,10 +10,11 @@ from support.ops.quantized import columns_of, dense, draw_weight, flat_rows, mlp
 from support.oracles import FLOAT32_EPS, exact
 from support.oracles_experts import DEVIATIONS, Estimate, activate, multiply, numbers_of
 from support.oracles_operators import Expected, estimated
+from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops._sample import I, T
 
 
-def draw_linear_quantized_transposed(d):
+def draw__linear_quantized_transposed(d):
     form = d.format()
     columns, rows = d.one(*columns_of(form)), d.one(8, 1, 33, 64, 300)
     dy = d.values(*d.leading(), rows)
@@ -31,7 +32,7 @@ def draw_linear_quantized(d):
         **{"activation": activation, "factor": factor},
         "activated": None if activation is None else d.maybe(lambda: d.one(1, rows, (rows + 1) // 2)),
         "order": d.maybe(lambda: torch.randperm(rows, generator=d.generator).int()),
-        "out_dtype": d.maybe(lambda: torch.float32),
+        "dtype": d.maybe(lambda: "float32"),
     }
 
 
@@ -56,7 +57,7 @@ def draw_embedding_quantized(d):
     form = d.format()
     rows = d.one(8, 1, 33)
     return {
-        **{"ids": d.ids(*d.leading(), experts=rows), "format": form, "dtype": d.dtype()},
+        **{"tokens": d.ids(*d.leading(), experts=rows), "format": form, "dtype": dtype_name(d.dtype())},
         **draw_weight(d, "", None, rows, d.one(*columns_of(form)), form),
     }
 
@@ -84,7 +85,7 @@ def expected_linear_quantized(a):
     return [Expected(value, DEVIATIONS * deviation, known)]
 
 
-def expected_linear_quantized_transposed(a):
+def expected__linear_quantized_transposed(a):
     rows, matrix = exact(a.dy), dense(a)
     rows = rows.reshape(int(np.prod(rows.shape[:-1])), rows.shape[-1])
     out = multiply(Estimate(rows, np.zeros_like(rows)), matrix.T, a.dy.dtype, rounded_weight=False)
@@ -101,7 +102,7 @@ def expected_mlp_quantized(a):
 
 
 def expected_embedding_quantized(a):
-    matrix, ids = dense(a), a.ids.numpy()
+    matrix, ids = dense(a), a.tokens.numpy()
     inside = (ids >= 0) & (ids < len(matrix))
     padded = np.concatenate((matrix, np.zeros((1, matrix.shape[1]))))
     value = padded[np.where(inside, ids, len(matrix))]
@@ -110,7 +111,7 @@ def expected_embedding_quantized(a):
     return [Expected(value, FLOAT32_EPS * (4 * abs(value) + cancels))]
 
 
-def invalid_linear_quantized_transposed(zeros):
+def invalid__linear_quantized_transposed(zeros):
     return [wrong("scales must be of shape [N, C / 32] = (32, 2), got (32, 3)", scales=zeros(I, 3))]
 
 
@@ -133,7 +134,7 @@ def invalid_linear_quantized(zeros):
         wrong("activated must be between 1 and 32, the rows of packed", activation="silu", activated=I + 1),
         wrong("factor must be 1.0 without an activation, got 0.5", factor=0.5),
         wrong("factor must be a finite number, got inf", activation="silu", factor=float("inf")),
-        wrong("out_dtype must be float32, got float16", out_dtype=torch.float16),
+        wrong("dtype must be one of float32, got 'float16'", dtype="float16"),
         wrong(
             "activation must be None for an x without columns, got 'silu'",
             **{"x": zeros(T, 0), "packed": zeros(I, 0, dtype=torch.int32), "activation": "silu"},

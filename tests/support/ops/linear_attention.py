@@ -65,7 +65,7 @@ def draw_linear_attention_(d):
         "beta": beta,
         "delta": delta,
         "l2norm_eps": d.one(None, 1e-6),
-        "decay": decay,
+        "decay_form": decay,
         "A_log": None if decay == "log" else d.values(heads),
         "dt_bias": None if decay == "log" else d.maybe(lambda: d.values(*biases)),
         "lower_bound": -5.0 if decay == "sigmoid" else None,
@@ -75,7 +75,7 @@ def draw_linear_attention_(d):
         "gate": d.values(batch, tokens, heads, value_width, dtype=dtype) if is_gated else None,
         "gate_activation": d.one("silu", "sigmoid"),
         "norm_weight": d.values(value_width) if is_gated else None,
-        **{name: d.number(name) for name in ("norm_eps", "norm_offset")},
+        **{name: d.number(name) for name in ("norm_eps", "norm_weight_offset")},
         **pending(d, tokens, (batch, heads), (width,), torch.float32),
     }
 
@@ -120,7 +120,7 @@ def expected_linear_attention_(a):
     if a.gate is not None:
         rounded = oracles.round_to(value, a.v.dtype)
         x_error = result.error + (a.v.dtype != torch.float32) * oracles.spacing(rounded, a.v.dtype)
-        norm = exact(a.gate), exact(a.norm_weight), a.norm_eps, a.norm_offset
+        norm = exact(a.gate), exact(a.norm_weight), a.norm_eps, a.norm_weight_offset
         result = normed_and_gated(rounded, *norm, a.gate_activation, x_error=x_error)
     rows = [] if pending is None else [Expected(pending, 64 * FLOAT32_EPS * (1.0 + abs(pending)))]
     return [result, Expected(state, error), *rows]
@@ -168,7 +168,7 @@ def invalid_rg_lru_(zeros):
 
 
 def invalid_linear_attention_(zeros):
-    of_five = {**dict.fromkeys(("beta", "A_log", "dt_bias")), "g": zeros(2, T, 5), "decay": "log"}
+    of_five = {**dict.fromkeys(("beta", "A_log", "dt_bias")), "g": zeros(2, T, 5), "decay_form": "log"}
     kept = {"counts": zeros(2, 1, dtype=torch.int32), "keep": True}
     return [
         wrong(
@@ -178,7 +178,7 @@ def invalid_linear_attention_(zeros):
             **of_five,
         ),
         wrong("beta_activation must be none without beta, got sigmoid", beta=None),
-        wrong('beta must be given with decay="times_beta"', decay="times_beta", g=None, beta=None),
+        wrong('beta must be given with decay_form="times_beta"', decay_form="times_beta", g=None, beta=None),
         wrong(
             "beta_activation must be none or sigmoid where g has a value for each channel, got softplus",
             g=zeros(2, T, 4, 16),

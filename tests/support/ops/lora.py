@@ -42,14 +42,14 @@ def draw_expert_lora(d):
         "x": d.values(tokens, slots, hidden, dtype=dtype) if d.flag() else around["x"],
         **draw_factors(d, experts, hidden, rows),
         "ids": ids,
-        "experts": experts,
+        "num_experts": experts,
         **(dict(listed) if d.flag() else {"pair_order": None, "offsets": None}),
     }
 
 
-def draw_expert_lora_backward(d):
+def draw__expert_lora_backward(d):
     call = draw_expert_lora(d)
-    listed = packet("moe_bucket")(call["ids"], call["experts"])
+    listed = packet("moe_bucket")(call["ids"], call["num_experts"])
     return {"dy": call.pop("added"), **call, **dict(zip(("pair_order", "offsets"), listed, strict=True))}
 
 
@@ -67,17 +67,17 @@ def expected_linear_lora(a):
 def of_experts(a) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, tuple]]:
     """For each expert with pairs: its A [r, H], its B [N, r], its rows, and their numbers (e, t, k)."""
     all_a, all_b, x = exact(a.a), exact(a.b), exact(a.x)
-    rank = all_a.shape[0] // a.experts
-    for e, t, k in oracles_experts.pairs_by_expert(a.ids, a.experts):
+    rank = all_a.shape[0] // a.num_experts
+    for e, t, k in oracles_experts.pairs_by_expert(a.ids, a.num_experts):
         rows = x[t, k] if x.ndim == 3 else x[t]
-        yield all_a[e * rank : (e + 1) * rank], all_b[:, e :: a.experts], rows, (e, t, k)
+        yield all_a[e * rank : (e + 1) * rank], all_b[:, e :: a.num_experts], rows, (e, t, k)
 
 
 def is_listed(a) -> bool:
     """Whether the list of pairs is that of the ids; with another one every result is right."""
     if a.pair_order is None:
         return True
-    order, offsets = packet("moe_bucket")(a.ids, a.experts)
+    order, offsets = packet("moe_bucket")(a.ids, a.num_experts)
     return torch.equal(a.pair_order, order) and torch.equal(a.offsets, offsets)
 
 
@@ -88,8 +88,8 @@ def expected_expert_lora(a):
     return [Expected(value, error, is_listed(a))]
 
 
-def expected_expert_lora_backward(a):
-    dy, rank = exact(a.dy), a.a.shape[0] // a.experts
+def expected__expert_lora_backward(a):
+    dy, rank = exact(a.dy), a.a.shape[0] // a.num_experts
     dx, of_a, of_b = np.zeros((*dy.shape[:2], a.a.shape[1])), np.zeros(a.a.shape), np.zeros(a.b.shape)
     sizes = [np.zeros_like(each) for each in (dx, of_a, of_b)]
     for one, two, rows, (e, t, k) in of_experts(a):
@@ -98,7 +98,7 @@ def expected_expert_lora_backward(a):
             gradient = sign(np.float64(a.scaling)) * (y @ other)
             outs[0][t, k] = gradient @ own
             outs[1][e * rank : (e + 1) * rank] = gradient.T @ x
-            outs[2][:, e :: a.experts] = sign(np.float64(a.scaling)) * (y.T @ (x @ own.T))
+            outs[2][:, e :: a.num_experts] = sign(np.float64(a.scaling)) * (y.T @ (x @ own.T))
     terms = 8 + math.sqrt(sum(a.a.shape) + sum(a.b.shape)) + a.ids.numel()
     errors = [terms * FLOAT32_EPS * size for size in sizes]
     if a.x.ndim == 2:  # a slot may be rounded before it is added
@@ -130,11 +130,11 @@ def invalid_expert_lora(zeros):
             a=zeros(25, H),
             b=zeros(I, 25),
         ),
-        wrong("between 1 and 1024", experts=0),
+        wrong("between 1 and 1024", num_experts=0),
     ]
 
 
-def invalid_expert_lora_backward(zeros):
+def invalid__expert_lora_backward(zeros):
     return [
         wrong("a finite number", scaling=float("inf")),
         wrong("offsets must be of shape [E + 1] = (9,), got (8,)", offsets=torch.zeros(8, dtype=torch.int32)),

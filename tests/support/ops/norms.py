@@ -22,7 +22,7 @@ def draw_norm(d, *weights: int) -> dict[str, Any]:
     x = draw_rows(d)
     sizes = [x.shape[-count:] for count in weights if count <= x.dim()]
     without = {"weight": None, "weight_offset": 0.0}
-    return {"input": x, **(without if d.flag() else {"weight": d.values(*d.one(*sizes))})}
+    return {"x": x, **(without if d.flag() else {"weight": d.values(*d.one(*sizes))})}
 
 
 def draw_rms_norm(d):
@@ -37,7 +37,7 @@ def draw_rms_norm_gated(d):
     x = draw_rows(d)
     width = x.shape[-1]
     groups = [n for n in (1, width // 2, width) if n and width % n == 0]
-    return {"input": x, "group": d.one(None, *groups)}
+    return {"x": x, "group_size": d.one(None, *groups)}
 
 
 def draw_fused_norm_add(d):
@@ -73,7 +73,7 @@ def normed(x, weight, eps, offset=0.0, factor=1.0, *, x_error=0.0) -> Expected:
 
 def norm_add(a, factor=1.0) -> list[Expected]:
     residual = exact(a.residual)
-    norm = normed(exact(a.input), exact(a.weight), a.eps, a.weight_offset)
+    norm = normed(exact(a.x), exact(a.weight), a.eps, a.weight_offset)
     error = norm.error + 4 * FLOAT32_EPS * (abs(residual) + abs(norm.value))
     return [Expected((residual + norm.value) * factor, error * abs(factor))]
 
@@ -83,7 +83,7 @@ def residual_norm(a, of_input=1.0, factor=1.0) -> tuple[Expected, Expected]:
 
     With one it may be rounded to the neighbour of the nearest number.
     """
-    residual, product = exact(a.residual), exact(a.input) * of_input
+    residual, product = exact(a.residual), exact(a.x) * of_input
     total, error = oracles.round_to(residual + product, a.residual.dtype), None
     if of_input != 1.0:
         error = 2 * FLOAT32_EPS * (abs(residual) + abs(product))
@@ -92,11 +92,11 @@ def residual_norm(a, of_input=1.0, factor=1.0) -> tuple[Expected, Expected]:
 
 
 def expected_rms_norm(a):
-    return [normed(exact(a.input), given(a.weight), a.eps, a.weight_offset, a.factor)]
+    return [normed(exact(a.x), given(a.weight), a.eps, a.weight_offset, a.factor)]
 
 
 def expected_layer_norm(a):
-    return [layer_normed(exact(a.input), a)]
+    return [layer_normed(exact(a.x), a)]
 
 
 def layer_normed(x: np.ndarray, a) -> Expected:
@@ -119,9 +119,9 @@ def normed_and_gated(x, gate, weight, eps, offset, activation="silu", x_error=0.
 
 
 def expected_rms_norm_gated(a):
-    shape, width = a.input.shape, a.group or max(1, a.input.shape[-1])
+    shape, width = a.x.shape, a.group_size or max(1, a.x.shape[-1])
     groups = shape[-1] // width, width
-    x, gate, weight = (exact(t).reshape(*t.shape[:-1], *groups) for t in (a.input, a.gate, a.weight))
+    x, gate, weight = (exact(t).reshape(*t.shape[:-1], *groups) for t in (a.x, a.gate, a.weight))
     if a.gate_first:
         factor = oracles.sigmoid(gate) * (gate if a.activation == "silu" else 1.0)
         # From a gate of -88 on the sigmoid is 0.
@@ -148,7 +148,7 @@ def expected_fused_residual_norm(a):
 
 def expected_fused_residual_layer_norm(a):
     """The sum is exact, as in `residual_norm`."""
-    total = oracles.round_to(exact(a.residual) + exact(a.input), a.residual.dtype)
+    total = oracles.round_to(exact(a.residual) + exact(a.x), a.residual.dtype)
     return [layer_normed(total, a), Expected(total)]
 
 
@@ -161,7 +161,7 @@ def input_rows(a) -> Estimate:
     x = exact(a.x)
     if a.norm_weight is None:
         return Estimate(x, np.zeros_like(x))
-    norm = normed(x, exact(a.norm_weight), a.norm_eps, a.norm_offset)
+    norm = normed(x, exact(a.norm_weight), a.norm_eps, a.norm_weight_offset)
     return Estimate(norm.value, norm.error + roundoff(a.x.dtype) * abs(norm.value))
 
 
@@ -182,6 +182,6 @@ def invalid_fused_residual_layer_norm(zeros):
 
 def invalid_rms_norm_gated(zeros):
     return [
-        wrong("a divisor of the 64 columns, got 48", group=48),
-        wrong("a divisor of the 64 columns, got 0", group=0),
+        wrong("a divisor of the 64 columns, got 48", group_size=48),
+        wrong("a divisor of the 64 columns, got 0", group_size=0),
     ]

@@ -9,13 +9,14 @@ from support import oracles
 from support.ops import wrong
 from support.oracles import FLOAT32_EPS
 from support.oracles_operators import Expected
+from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops.pointwise import BINARY, OPERATIONS
 
-# Options that depend on each other: draw_pointwise gives all that is no required tensor.
-WHOLE = ("pointwise",)
+# Options that depend on each other: draw__pointwise gives all that is no required tensor.
+WHOLE = ("_pointwise",)
 
 
-def draw_pointwise(d):
+def draw__pointwise(d):
     *outer, width = d.one((3, 1, 2, 33), (5, 64), (130,), (2, 0, 7), (1, 1))
     shapes = [(*outer, width), (width,), (*(1 for _ in outer), width), (*outer, 1), (*outer, width)]
     inputs = {name: d.values(*d.one(*shapes)) for name in "bcdef" if d.flag()}
@@ -27,7 +28,7 @@ def draw_pointwise(d):
         known = ["a", *inputs, *(f"%{n}" for n in range(number)), "0.75", "-2.0"]
         operands = [d.one(*known) for _ in range(2 if operation in BINARY else 1)]
         steps.append(" ".join((operation, *operands, d.one("f32", "f16", "bf16"))))
-    options = {"dtype": d.dtype(), "mean": outer[-1:] > [0] and d.flag()}
+    options = {"dtype": dtype_name(d.dtype()), "mean": outer[-1:] > [0] and d.flag()}
     return {"a": d.values(*outer, width), "formula": "; ".join(steps), **options, **inputs}
 
 
@@ -61,7 +62,7 @@ _INEXACT = ("log", "log1p", "exp", "tanh", "softplus", "cos", "sin")
 _SILU_LEAST = -1.2784645427610738  # where silu has its minimum
 
 
-def expected_pointwise(a):
+def expected__pointwise(a):
     """Each step on both ends of what its operands may be, and rounded at both."""
     names = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
     given = {name: getattr(a, name) for name in "abcdef" if getattr(a, name) is not None}
@@ -98,7 +99,7 @@ def expected_pointwise(a):
     return [Expected(middle, error, known)]
 
 
-def invalid_pointwise(zeros):
+def invalid__pointwise(zeros):
     return [
         wrong("0-D or 1-D or 2-D or 3-D or 4-D", b=zeros(1, 1, 1, 1, 1)),
         *(

@@ -7,7 +7,7 @@ from support.oracles import FLOAT32_EPS, exact
 from support.oracles_operators import Expected
 
 
-def draw_pool_window_(d):
+def draw__pool_window_(d):
     batch, tokens, rate, overlap = d.one(1, 2, 0), d.one(1, 2, 9, 40, 0), d.one(4, 1, 3, 16), d.one(2, 1)
     width, position, dtype = d.one(8, 2, 70, 256), d.one(3, 0, 17, 1000), d.dtype()
     columns = width * overlap
@@ -18,11 +18,11 @@ def draw_pool_window_(d):
         "entries_": d.values(batch, (position + tokens) // rate + d.one(0, 3), width, dtype=dtype),
         "position": position,
         "inv_freq": d.values(d.one(1, 0, width // 2), dtype=d.dtype()).abs(),
-        "scaling": d.one(1.0, 0.5),
+        "rotary_scale": d.one(1.0, 0.5),
     }
 
 
-def expected_pool_window_(a):
+def expected__pool_window_(a):
     """One window after the other, one token after the other."""
     state, entries = exact(a.state_), exact(a.entries_)
     errors = np.zeros_like(entries)
@@ -49,15 +49,17 @@ def expected_pool_window_(a):
         weights = weights / weights.sum(0)
         pooled = (weights * values).sum(0)
         error = (len(parts) + 8 + 4 * abs(logits).max(0)) * FLOAT32_EPS * (weights * abs(values)).sum(0)
-        inverse = 1 / np.sqrt(np.mean(pooled**2, -1, keepdims=True) + a.eps)
+        inverse = 1 / np.sqrt(np.mean(pooled**2, -1, keepdims=True) + a.norm_eps)
         weight = exact(a.norm_weight)
         error += abs(pooled) * (8 * FLOAT32_EPS + inverse * np.sqrt(np.mean(error**2, -1, keepdims=True)))
         x, error = pooled * inverse * weight, error * inverse * abs(weight)
         angles = (np.float32(window * rate) * a.inv_freq.float().numpy()).astype(np.float64)
-        cos, sin = np.cos(angles) * a.scaling, np.sin(angles) * a.scaling
+        cos, sin = np.cos(angles) * a.rotary_scale, np.sin(angles) * a.rotary_scale
         first, second = (slice(of_entry - 2 * len(angles) + i, None, 2) for i in range(2))
         sizes = abs(x[:, first]) + abs(x[:, second])
-        slack = (error[:, first] + error[:, second] + 8 * FLOAT32_EPS * sizes) * max(abs(a.scaling), 1e-30)
+        slack = (error[:, first] + error[:, second] + 8 * FLOAT32_EPS * sizes) * max(
+            abs(a.rotary_scale), 1e-30
+        )
         turned = x[:, first] * cos - x[:, second] * sin, x[:, second] * cos + x[:, first] * sin
         if len(angles):
             x[:, first], x[:, second] = turned
@@ -68,7 +70,7 @@ def expected_pool_window_(a):
     return [Expected(state), Expected(entries, errors)]
 
 
-def invalid_pool_window_(zeros):
+def invalid__pool_window_(zeros):
     return [
         wrong(
             "of an even last dimension D, with W = D or 2 D, here 16",

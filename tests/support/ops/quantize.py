@@ -22,7 +22,7 @@ def draw_quantize_by_importance(d):
     importance = d.values(experts, columns, dtype=torch.float32).mul(d.one(1.0, 0.0, 4.0)).square()
     if d.flag() and weight.numel():
         weight[:, 0], importance[0, 0] = d.one(0.0, -0.3, 1.5), 0.0
-    return {"weight": weight, "importance": importance, "to": to}
+    return {"weight": weight, "importance": importance, "format": to}
 
 
 def weighted_errors(weight: Tensor, quantized: Sequence[Tensor | None], importance: Tensor, format: str):
@@ -39,15 +39,15 @@ def group_sums(values: np.ndarray, format: str) -> np.ndarray:
 def expected_quantize_by_importance(a):
     """Any codes and scales whose error is not over that of MLX's rule."""
     packed, scales, *biases, _ = a.results
-    found = packed, scales, biases[0] if a.to.startswith("affine") else None
-    format = Format(*oracles_experts.numbers_of(a.to))
+    found = packed, scales, biases[0] if a.format.startswith("affine") else None
+    format = Format(*oracles_experts.numbers_of(a.format))
     plain = quantize_stack(a.weight, format) if a.weight.numel() else found
-    ours, theirs = (weighted_errors(a.weight, each, a.importance, a.to) for each in (found, plain))
-    weight, decoded = exact(a.weight), dequantise(*found, a.to)
-    rounding = group_sums(1e-6 * exact(a.importance)[:, None] * weight**2, a.to)
+    ours, theirs = (weighted_errors(a.weight, each, a.importance, a.format) for each in (found, plain))
+    weight, decoded = exact(a.weight), dequantise(*found, a.format)
+    rounding = group_sums(1e-6 * exact(a.importance)[:, None] * weight**2, a.format)
     wrong = ~((ours <= 1.00001 * theirs + rounding) | ~np.isfinite(theirs))
-    sums = [group_sums(abs(each), a.to) for each in (weight - decoded, weight)]
-    error = 64 * FLOAT32_EPS * group_sums(abs(weight) + abs(decoded), a.to)
+    sums = [group_sums(abs(each), a.format) for each in (weight - decoded, weight)]
+    error = 64 * FLOAT32_EPS * group_sums(abs(weight) + abs(decoded), a.format)
     words = packed.shape[-1] // max(1, wrong.shape[-1])
     return [
         Expected(packed.numpy() ^ np.repeat(wrong, words, -1)),

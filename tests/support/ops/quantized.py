@@ -58,9 +58,8 @@ def draw_moe_experts_quantized(d):
     rows = 2 * inner if options["gated"] else inner
     if slots <= experts and d.flag():
         router = d.completed("moe_router", draw_moe_router(d, (experts, slots), tokens))
-        names = {name: f"router_{name}" for name in ("bias", "norm_eps", "norm_min")}
         around |= {"ids": None, "weights": None}
-        around |= {names.get(name, name): value for name, value in router.items()}
+        around |= router
     matrices = draw_weight(d, "gate_up_", experts, rows, hidden, form)
     matrices |= draw_weight(d, "down_", experts, hidden, inner, down)
     if around["ids"] is None and d.flag():
@@ -69,7 +68,7 @@ def draw_moe_experts_quantized(d):
     return {**around, **passed, **options, **norm_of_input(d, hidden), **matrices}
 
 
-def draw_expert_qmm_transposed(d):
+def draw__expert_qmm_transposed(d):
     form = d.format()
     (tokens, slots, experts, hidden, _), around, _ = layer_of_experts(d, columns_of(form))
     rows = d.one(8, 1, 33, 64)
@@ -102,7 +101,7 @@ def expected_expert_qmm(a):
     return [estimated(oracles_experts.expert_mm(a.x, dense(a), a.ids, a.bias, rounded_weight=True))]
 
 
-def expected_expert_qmm_transposed(a):
+def expected__expert_qmm_transposed(a):
     matrices = dense(a).swapaxes(1, 2)
     slots = oracles_experts.expert_mm(a.dy, matrices, a.ids, dtype=a.dy.dtype)
     if not a.sums:
@@ -114,10 +113,7 @@ def expected_expert_qmm_transposed(a):
 def expected_moe_experts_quantized(a):
     sure: Any = True
     if a.logits is not None:
-        of_experts = {name.removeprefix("router_"): value for name, value in vars(a).items()}
-        names = ("bias", "norm_eps", "norm_min")
-        given_to_router = of_experts | {name: getattr(a, f"router_{name}") for name in names}
-        weights, ids = expected_moe_router(SimpleNamespace(**given_to_router))
+        weights, ids = expected_moe_router(a)
         a = SimpleNamespace(**vars(a) | {"weights": Estimate(weights.value, weights.error)})
         a.ids, sure = torch.from_numpy(ids.value), ids.known
     if a.shared_gate_up_packed is not None:
@@ -147,7 +143,7 @@ def invalid_expert_qmm(zeros):
     ]
 
 
-def invalid_expert_qmm_transposed(zeros):
+def invalid__expert_qmm_transposed(zeros):
     return [
         wrong("float32", biases=zeros(E, I, 2, dtype=torch.float16)),
         wrong("scales must be of shape [E, N, H / 32] = (8, 32, 2), got (8, 32, 3)", scales=zeros(E, I, 3)),
@@ -172,7 +168,7 @@ def invalid_moe_experts_quantized(zeros):
         *invalid_around(zeros),
         wrong("shared_out must be given when shared_gate is, got None", shared_gate=zeros(T)),
         wrong("top_k must be 1 without logits, got 2", top_k=2),
-        wrong("router_bias must be None without logits, got (8,)", router_bias=zeros(E)),
+        wrong("correction_bias must be None without logits, got (8,)", correction_bias=zeros(E)),
         wrong("top_k must be between 1 and 8, the smaller of E and 64", **chosen | {"top_k": 9}),
         wrong(
             "shared_down_scales must be given with down_scales, and only then, got None",

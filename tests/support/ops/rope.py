@@ -21,7 +21,7 @@ def draw_rope(d):
         "q": d.values(batch, tokens, d.one(1, 4), widths[0], dtype=dtype),
         "k": d.values(batch, tokens, d.one(1, 2), widths[1], dtype=dtype) if with_k else None,
         **{name: d.values(*table, dtype=number) for name in ("cos", "sin")},
-        **({} if with_k else {"k_weight": None}),
+        **({} if with_k else {"k_norm_weight": None}),
         "rotary_dim": rotary if halved else d.one(None, rotary),
     }
 
@@ -38,24 +38,24 @@ def draw_rope_cache_(d):
         for name, x in (("keys_", k), ("values_", v))
     }
     arguments |= {"v": v, **held, "norm_v": norm, "k_bias": None}
-    arguments["v_weight"] = d.maybe(lambda: d.values(v.shape[3])) if norm else None
+    arguments["v_norm_weight"] = d.maybe(lambda: d.values(v.shape[3])) if norm else None
     arguments |= {} if d.flag() else {"cos": None, "sin": None}
     if d.flag():
-        arguments |= {"v": None, "values_": None, "norm_v": False, "v_weight": None}
+        arguments |= {"v": None, "values_": None, "norm_v": False, "v_norm_weight": None}
         if d.flag():
-            arguments |= {"q": None, "q_weight": None}
+            arguments |= {"q": None, "q_norm_weight": None}
         if d.flag():
             number = d.dtype()
-            norms = {name: d.values(k.shape[3], dtype=number) for name in ("k_weight", "k_bias")}
-            arguments |= {"q_weight": None, **norms, "weight_offset": 0.0}
+            norms = {name: d.values(k.shape[3], dtype=number) for name in ("k_norm_weight", "k_bias")}
+            arguments |= {"q_norm_weight": None, **norms, "norm_weight_offset": 0.0}
     return arguments
 
 
 def expected_rope(a):
     rotary = a.cos.shape[-1] if a.rotary_dim is None and a.cos is not None else a.rotary_dim
-    rest = (a.pairs, rotary, a.rotary_last, a.eps, a.weight_offset)
+    rest = (a.pairs, rotary, a.rotary_last, a.norm_eps, a.norm_weight_offset)
     results = []
-    for x, weight in ((a.q, a.q_weight), (a.k, a.k_weight)):
+    for x, weight in ((a.q, a.q_norm_weight), (a.k, a.k_norm_weight)):
         if x is None:
             results.append(EMPTY)
             continue
@@ -72,18 +72,20 @@ def expected_rope_cache_(a):
     if a.v is None:
         return [q, keys]
     v = exact(a.v).transpose(0, 2, 1, 3)
-    weight = None if a.v_weight is None else exact(a.v_weight)
+    weight = None if a.v_norm_weight is None else exact(a.v_norm_weight)
     norm = (
-        normed(v, weight, a.eps, 0.0 if weight is None else a.weight_offset) if a.norm_v else Expected(v, 0.0)
+        normed(v, weight, a.norm_eps, 0.0 if weight is None else a.norm_weight_offset)
+        if a.norm_v
+        else Expected(v, 0.0)
     )
     return [q, keys, _behind(exact(a.values_), norm)]
 
 
 def _with_layer_norm(a):
     """The keys that `rope_cache_` writes, [B, Hk, T, Dk]."""
-    x, weight, bias = exact(a.k), exact(a.k_weight), exact(a.k_bias)
+    x, weight, bias = exact(a.k), exact(a.k_norm_weight), exact(a.k_bias)
     centred = x - x.mean(-1, keepdims=True)
-    inverse = (np.square(centred).mean(-1, keepdims=True) + a.eps) ** -0.5
+    inverse = (np.square(centred).mean(-1, keepdims=True) + a.norm_eps) ** -0.5
     new = centred * inverse * weight + bias
     size = abs(x).max(-1, keepdims=True, initial=0.0) * inverse * abs(weight) + abs(bias)
     # The mean's error is one of all elements, which a small variance makes large.
@@ -92,7 +94,7 @@ def _with_layer_norm(a):
         new, size = new.transpose(0, 2, 1, 3), size.transpose(0, 2, 1, 3)
     else:
         rotary = a.cos.shape[-1] if a.rotary_dim is None else a.rotary_dim
-        rest = (a.pairs, rotary, a.rotary_last, a.eps, a.weight_offset)
+        rest = (a.pairs, rotary, a.rotary_last, a.norm_eps, a.norm_weight_offset)
         new, _ = oracles_sequence.rotated(torch.from_numpy(new), a.cos, a.sin, None, *rest)
         tables = [torch.from_numpy(abs(exact(table))) for table in (a.cos, a.sin)]
         _, size = oracles_sequence.rotated(torch.from_numpy(size), *tables, None, *rest)
@@ -108,12 +110,12 @@ def _behind(held: np.ndarray, new: Expected) -> Expected:
 
 def invalid_rope(zeros):
     return [
-        wrong("of heads of an even number of elements, 16 or more", q=zeros(2, T, 4, 14), q_weight=None),
+        wrong("of heads of an even number of elements, 16 or more", q=zeros(2, T, 4, 14), q_norm_weight=None),
         wrong("an even number of at least 2", rotary_dim=7),
         wrong(
             "of heads of an even number of elements, 2 or more",
             q=zeros(2, T, 4, 15),
-            q_weight=None,
+            q_norm_weight=None,
             cos=None,
             sin=None,
         ),
@@ -127,8 +129,13 @@ def invalid_rope_cache_(zeros):
         wrong("of 3 tokens or more, as many as k has", keys_=zeros(2, 2, T - 1, 16)),
         wrong("of 3 tokens or more, as many as v has", values_=zeros(2, 2, T - 1, 8)),
         wrong(
-            "None without k_weight, or with a weight_offset",
-            **{"k_bias": zeros(16), "q_weight": None, "k_weight": zeros(16), "weight_offset": 1.0},
+            "None without k_norm_weight, or with a norm_weight_offset",
+            **{
+                "k_bias": zeros(16),
+                "q_norm_weight": None,
+                "k_norm_weight": zeros(16),
+                "norm_weight_offset": 1.0,
+            },
             **alone,
         ),
     ]

@@ -39,12 +39,12 @@ def draw_moe_router(d, sizes: tuple[int, int] | None = None, tokens: int | None 
     return {
         "logits": draw_logits(d, d.count() if tokens is None else tokens, experts, special=plain),
         "top_k": top_k,
-        "bias": bias,
+        "correction_bias": bias,
         "num_groups": num_groups,
         "top_groups": top_groups,
         "masked_score": masked_score,
-        "norm_eps": d.one(1e-20, 1e-6, 0.0),
-        "norm_min": d.one(0.0, 1e-3),
+        "sum_eps": d.one(1e-20, 1e-6, 0.0),
+        "sum_min": d.one(0.0, 1e-3),
         "scaling_factor": d.one(1.0, 2.5),
     }
 
@@ -83,8 +83,8 @@ def draw_router_logits(d):
 def draw_moe_gate(d):
     (experts, top_k), width = experts_and_top_k(d), d.width()
     return {
-        "hidden": d.values(d.count(), width),
-        "router_weight": d.values(experts, width, scale=max(1, width) ** -0.5),
+        "x": d.values(d.count(), width),
+        "weight": d.values(experts, width, scale=max(1, width) ** -0.5),
         "top_k": top_k,
     }
 
@@ -119,16 +119,20 @@ def routed(logits, a, **options) -> list[Expected]:
 def expected_moe_router(a):
     names = (
         *("scoring", "norm_topk_prob", "num_groups", "top_groups", "group_score", "masked_score"),
-        *("bias_on_logits", "norm_eps", "norm_min", "scaling_factor"),
+        *("bias_on_logits", "sum_eps", "sum_min", "scaling_factor"),
     )
     options = {name: getattr(a, name) for name in names}
     return routed(
-        exact(a.logits), a, **options, bias=given(a.bias), per_expert_scale=given(a.per_expert_scale)
+        exact(a.logits),
+        a,
+        **options,
+        bias=given(a.correction_bias),
+        per_expert_scale=given(a.per_expert_scale),
     )
 
 
 def expected_moe_router_topk_softmax(a):
-    return routed(exact(a.logits), a, scoring="softmax", norm_topk_prob=a.norm_topk_prob, norm_eps=0.0)
+    return routed(exact(a.logits), a, scoring="softmax", norm_topk_prob=a.norm_topk_prob, sum_eps=0.0)
 
 
 def expected_fused_moe_routing(a):
@@ -183,8 +187,8 @@ def expected_moe_hash_router(a):
 
 
 def expected_moe_gate(a):
-    rows = normed(exact(a.hidden), exact(a.norm_weight), a.eps).value
-    weight, scale = exact(a.router_weight), exact(a.per_expert_scale)
+    rows = normed(exact(a.x), exact(a.norm_weight), a.norm_eps).value
+    weight, scale = exact(a.weight), exact(a.per_expert_scale)
     logits = rows @ weight.T
     # Roundings are independent of each other: their sum is far below the bound that grows with the width.
     error = 4 * FLOAT32_EPS * (abs(rows) @ abs(weight).T).max(-1, initial=0.0)

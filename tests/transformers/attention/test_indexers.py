@@ -43,9 +43,9 @@ def test_logits(architecture):
         expected, _ = in_parts(eager(copy.deepcopy(model)).double(), IDS, 1, 3)
         before = model.config.get_text_config()._attn_implementation
         report = torch_moe_mps.accelerate(model)
-        assert "index_topk" in str(report)
+        assert "_index_topk" in str(report)
         ran = operators_of(lambda m=model, e=expected: check_parts(m, e))
-        assert ("index_topk" in ran) == (top_k == 5)
+        assert ("_index_topk" in ran) == (top_k == 5)
         torch_moe_mps.restore(model)
         assert model.config.get_text_config()._attn_implementation == before
 
@@ -125,7 +125,7 @@ def test_chosen_blocks(device, block, monkeypatch):
     model = model.to(device)
     monkeypatch.setattr("torch_moe_mps.transformers.attention.chosen_keys._AT_ONCE", 50)
     report = torch_moe_mps.accelerate(model)
-    assert "index_topk" in str(report)
+    assert "_index_topk" in str(report)
     found, cache = in_parts(model, ids.to(device), 1, 3)
     for ours, right in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, right.float(), rtol=1e-4, atol=1e-4)
@@ -230,7 +230,7 @@ def test_chosen_pools(simulated, architecture, monkeypatch):
     torch_moe_mps.accelerate(model)
     cache = DynamicCache(config=model.config)
     ran = operators_of(lambda: in_parts(model, ids[:, :20].to("mps"), 11, 3, 1, cache=cache))
-    assert "index_topk" in ran
+    assert "_index_topk" in ran
     found, cache = in_parts(model, ids.to("mps"), 11, 3, *[1] * 6)
     for ours, right in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, right.float(), rtol=1e-4, atol=1e-4)

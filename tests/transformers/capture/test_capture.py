@@ -120,7 +120,7 @@ def test_every_architecture(architecture, device, same_bits):
     """Without Inkling 2, which needs a router in float32 beside layers in bfloat16."""
     with tiny_models.sizes(**QUANTISED_SIZES):
         model, own = pair(architecture, device, torch.bfloat16, bits=4, group_size=32)
-    captures_of(model)._own_code = False  # all that runs is a library's
+    captures_of(model)._user_code = False  # all that runs is a library's
     assert_equal(answer(model, device), answer(own, device))
     captures = captures_of(model)
     assert captures.programs, str(captures)
@@ -226,7 +226,7 @@ def test_a_captured_token_is_checked_once(simulated, monkeypatch):
     assert checked == [] and captures_of(model).programs == [program]
     torch.ops.moe_mps._forget_signatures()
     conversation.tokens(1)
-    assert "rope_attention_" in checked
+    assert "_rope_attention_" in checked
 
 
 ON_BOTH = ("qwen3_moe", "qwen3_next", "gemma4")

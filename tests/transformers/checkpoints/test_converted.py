@@ -12,10 +12,10 @@ from support import mlx_models, tiny_models
 from support.checkpoints import fp8_blocks, mxfp4_blocks
 from support.models import output, prompt, tiny
 from support.sweep import in_sweep
-from transformers.quantizers.auto import AutoQuantizationConfig
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
+from torch_moe_mps.transformers.checkpoints.own.config import QuantizationConfig
 from torch_moe_mps.transformers.modules.linears import formats_in, has_quantized_weights
 
 transformers.logging.set_verbosity_error()
@@ -172,13 +172,11 @@ def test_a_multimodal_model_loads_whole_and_in_part(cls, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["moe_mps", "mlx"])
-def test_tools_that_read_the_quantisation_themselves(layout, converted, tmp_path):
-    """As lm-eval does, which makes an object of the config's entry and passes it on."""
+def test_programs_that_pass_a_config_of_ours(layout, converted, tmp_path):
     folder = tmp_path / "new"
     assert main(["convert", str(converted), str(folder), "--to", layout]) == 0
-    config = transformers.AutoConfig.from_pretrained(folder)
-    stored = AutoQuantizationConfig.from_dict(config.quantization_config)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=stored)
+    passed = QuantizationConfig(bits=4, group_size=32)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=passed)
     expected = torch_moe_mps.from_pretrained(str(converted))
     assert torch.equal(output(loaded, prompt()), output(expected, prompt()))
 

@@ -6,9 +6,10 @@ import torch
 from support.checkpoints import LETTERS, tokenizer_of
 from support.models import assert_close, output, prompt, stored, tiny
 from support.processes import python
-from support.sweep import covering
+from support.sweep import covering, in_sweep
 
 import torch_moe_mps
+from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
 FORMATS = {"affine": {"bits": 4, "group_size": 32}, "mxfp4": {"mode": "mxfp4"}, "nvfp4": {"mode": "nvfp4"}}
@@ -90,3 +91,16 @@ def test_adapters():
     assert len(trained) == 4 and all("lora_" in name for name in trained)
     assert {p.dtype for p in adapted.parameters()} == {torch.bfloat16}
     assert adapted.get_memory_footprint() >= sum(t.nbytes for t in stored(model))
+
+
+@pytest.mark.parametrize("dtype", in_sweep((torch.float16, torch.float32), (torch.float16,)))
+def test_a_folder_of_mlx_has_the_dtype_that_it_runs_in(dtype, tmp_path):
+    """Scales in bfloat16 are cast with the rest: 16 bits hold them, and kernels want one dtype."""
+    model = tiny("qwen3_moe").to(torch.bfloat16)
+    torch_moe_mps.accelerate(model, 4, 32, check=False)
+    save_mlx(model, tmp_path, model.config.to_dict())
+    loaded = torch_moe_mps.from_pretrained(str(tmp_path), dtype=dtype)
+    assert loaded.dtype == dtype and {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    layer, expected = (each.model.layers[0].self_attn.q_proj for each in (loaded, model))
+    assert torch.equal(layer.scales, expected.scales.to(dtype))
+    assert_close(output(loaded, prompt()), output(model, prompt()).to(dtype), 0.03)

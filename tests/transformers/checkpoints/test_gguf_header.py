@@ -13,6 +13,7 @@ from transformers.integrations.gguf import reader
 import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.transformers.checkpoints.gguf import header as gguf_header
+from torch_moe_mps.transformers.checkpoints.gguf.file import checked_headers
 
 TOKENS = 30_000
 
@@ -58,7 +59,8 @@ def test_a_header_is_read_once_without_lists(tmp_path, counts):
     assert model.config.vocab_size == 96 and counts == {"headers": 1, "lists": 0, "readers": 0}
     write(path, stored, keys | {"general.name": "another"}, matrices)
     os.utime(path, ns=(1, 1))
-    assert AutoConfig.from_pretrained(tmp_path, gguf_file=path.name).vocab_size == 96
+    with checked_headers():
+        assert AutoConfig.from_pretrained(tmp_path, gguf_file=path.name).vocab_size == 96
     assert counts == {"headers": 2, "lists": 0, "readers": 0}
 
 
@@ -67,7 +69,8 @@ def test_the_length_of_a_vocabulary_is_its_size(tmp_path, counts):
     stored, keys, matrices, _ = of_architecture("gemma3", "q8_0")
     del keys["vocab_size"]
     path = write(tmp_path / "model.gguf", stored, keys | vocabulary(), matrices)
-    assert AutoConfig.from_pretrained(tmp_path, gguf_file=path.name).vocab_size == TOKENS
+    with checked_headers():
+        assert AutoConfig.from_pretrained(tmp_path, gguf_file=path.name).vocab_size == TOKENS
     assert counts["lists"] == counts["readers"] == 0
 
 
@@ -84,7 +87,10 @@ def test_configs_are_those_of_transformers_own_readers(architecture, tmp_path):
     assert metadata == expected and [*names] == [t.name for t in gguf.GGUFReader(path).tensors]
     if architecture in FIRST_LOADER:
         load = modeling_gguf_pytorch_utils.load_gguf_checkpoint
-        assert load(str(path))["config"] == load.__wrapped__(str(path))["config"]
+        with checked_headers():
+            found = modeling_gguf_pytorch_utils.load_gguf_checkpoint(str(path))
+        assert found["config"] == load(str(path))["config"]
+        assert modeling_gguf_pytorch_utils.load_gguf_checkpoint is load
 
 
 def test_without_the_package_gguf_transformers_says_what_to_install(tmp_path, monkeypatch):
@@ -92,5 +98,5 @@ def test_without_the_package_gguf_transformers_says_what_to_install(tmp_path, mo
     path = write(tmp_path / "model.gguf", stored, keys | vocabulary(), matrices)
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setattr(modeling_gguf_pytorch_utils, "is_gguf_available", lambda: False)
-    with pytest.raises(ImportError, match="Please install torch and gguf"):
+    with checked_headers(), pytest.raises(ImportError, match="Please install torch and gguf"):
         modeling_gguf_pytorch_utils.load_gguf_checkpoint(str(path))

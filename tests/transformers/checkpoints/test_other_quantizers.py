@@ -27,9 +27,9 @@ from support.sweep import in_sweep
 from transformers import AutoModelForCausalLM
 
 import torch_moe_mps
+import torch_moe_mps_autoload
 from torch_moe_mps.commands import main
 from torch_moe_mps.quantization import Format
-from torch_moe_mps.transformers.checkpoints import quantizer
 from torch_moe_mps.transformers.checkpoints.others.layouts import Matrix, alike
 from torch_moe_mps.transformers.checkpoints.others.schemes import Scheme, Schemes
 from torch_moe_mps.transformers.checkpoints.own.config import QuantizationConfig
@@ -335,7 +335,7 @@ def test_recipes_may_be_mixed(tmp_path):
 def test_transformers_loads_them_where_it_could_not(name, tmp_path, monkeypatch):
     """With no other package, by its own from_pretrained; what is saved is in our layout."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setattr(quantizer, "find_spec", lambda package: None)
+    monkeypatch.setattr(torch_moe_mps_autoload, "find_spec", lambda package: None)
     expected = write(tmp_path / "theirs", CASES[name][0])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
     assert_close(output(model, prompt()), output(expected, prompt()), 0.02)

@@ -14,8 +14,8 @@ transformers.logging.set_verbosity_error()
 
 
 OF_TWO_LAYERS = {
-    "qwen2_moe": {"rms_norm": 5, "rope": 2, "moe_router": 2, "moe_experts": 2, "pointwise": 2},
-    "gemma4": {"rms_norm": 23, "rope": 4, "pointwise": 4, "moe_experts": 2},
+    "qwen2_moe": {"rms_norm": 5, "rope": 2, "moe_router": 2, "moe_experts": 2, "_pointwise": 2},
+    "gemma4": {"rms_norm": 23, "rope": 4, "_pointwise": 4, "moe_experts": 2},
 }
 
 

@@ -2,7 +2,7 @@
 
 import os
 import re
-import sys
+from types import SimpleNamespace
 
 import expecttest
 import pytest
@@ -10,15 +10,15 @@ import torch
 from support import tiny_models
 from support.on_mps import warnings_of_operators
 from support.processes import forked
-from transformers import AutoModelForCausalLM, core_model_loading
+from transformers import AutoModelForCausalLM, core_model_loading, modeling_utils
 
 import torch_moe_mps
 from torch_moe_mps import macs
 from torch_moe_mps._extension import ONE_THREAD
-from torch_moe_mps._registration import load_in_one_thread
 from torch_moe_mps.commands.sources import usable_device
 from torch_moe_mps.quantization import quantize
 from torch_moe_mps.transformers import compiling
+from torch_moe_mps.transformers.checkpoints.quantize import streaming
 from torch_moe_mps.transformers.compiling import libraries_of
 from torch_moe_mps.transformers.modules.linears import QuantizedLinear
 
@@ -211,22 +211,27 @@ def test_the_version_of_macos(monkeypatch, said, version):
 
 
 @pytest.mark.parametrize(
-    ("platform", "version", "given", "expected"),
-    [
-        ("darwin", "2.14.1", None, "1"),
-        ("darwin", "2.14.1", "0", "0"),
-        ("darwin", "2.15.0", None, None),
-        ("linux", "2.13.0", None, None),
-    ],
+    ("platform", "version", "expected"),
+    [("darwin", "2.14.1", "1"), ("darwin", "2.15.0", None), ("linux", "2.13.0", None)],
 )
-def test_loading_takes_one_thread_where_torch_needs_it(monkeypatch, platform, version, given, expected):
-    monkeypatch.setenv(ONE_THREAD, given or "")  # what is set below goes with the test
-    if given is None:
-        monkeypatch.delenv(ONE_THREAD)
-    monkeypatch.setattr(sys, "platform", platform)
+def test_loading_takes_one_thread_where_torch_needs_it(monkeypatch, tmp_path, platform, version, expected):
+    """While a checkpoint of ours is read, by plain transformers too; not behind it."""
+    monkeypatch.delenv(ONE_THREAD, raising=False)
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("llama")
+    torch_moe_mps.accelerate(model, 4, 32)
+    model.save_pretrained(tmp_path)
+    seen, load = [], core_model_loading.convert_and_load_state_dict_in_model
+
+    def noted(*args, **kwargs):
+        seen.append(os.environ.get(ONE_THREAD))
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_utils, "convert_and_load_state_dict_in_model", noted)
+    monkeypatch.setattr(streaming, "sys", SimpleNamespace(platform=platform))
     monkeypatch.setattr(torch, "__version__", version)
-    load_in_one_thread(core_model_loading)
-    assert os.environ.get(ONE_THREAD) == expected
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert seen == [expected] and ONE_THREAD not in os.environ
 
 
 def test_transformers_reads_without_threads_when_asked(monkeypatch, tmp_path):

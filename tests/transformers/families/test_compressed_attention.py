@@ -64,7 +64,7 @@ def own():
 def accelerated(own):
     model = copy.deepcopy(own[0]).float()
     report = str(torch_moe_mps.accelerate(model))
-    assert report.count("pool_window_") == 2 and "index_topk" in report
+    assert report.count("_pool_window_") == 2 and "_index_topk" in report
     return model
 
 

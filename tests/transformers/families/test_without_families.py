@@ -13,17 +13,17 @@ from support.processes import REPOSITORY
 FOLDERS = REPOSITORY / "torch_moe_mps/transformers/families"
 # {folder: (an architecture, what its report has from the family alone)}
 FAMILIES = {
-    "deepseek_v4": ("deepseek_v4", "pool_window_"),
+    "deepseek_v4": ("deepseek_v4", "_pool_window_"),
     "falcon_h1": ("falcon_h1", "linear_attention_"),
     "gemma4": ("gemma4", "moe_gate"),
-    "glm5_next": ("glm5_next", "index_topk"),
+    "glm5_next": ("glm5_next", "_index_topk"),
     "gpt_oss": ("gpt_oss", "gpt-oss in GGUF files"),
     "jetmoe": ("jetmoe", "moe_experts"),
     "longcat_flash": ("longcat_flash", "moe_experts"),
     "inkling": ("inkling", "relative positions"),
     "minimax": ("minimax", "linear_attention_"),
-    "minimax_m3": ("minimax_m3_vl", "index_topk"),
-    "qwen4_exp": ("qwen4_exp", "index_topk"),
+    "minimax_m3": ("minimax_m3_vl", "_index_topk"),
+    "qwen4_exp": ("qwen4_exp", "_index_topk"),
     "recurrent_gemma": ("recurrent_gemma", "rg_lru_"),
     "zamba": ("zamba", "selective_scan_"),
     "zaya": ("zaya", "causal_conv1d_update_"),

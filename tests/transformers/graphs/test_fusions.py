@@ -32,7 +32,7 @@ def attention(formula: str) -> dict:
     matrix = Sample("cpu", torch.float32).quantized("", 16, 32, (4,)) | {"format": "affine4_32"}
     weight = matrix if "heads_quantized" in formula else {"weight": (4, 16, 32)}
     gate = (2, 3, 4, 32) if "[G]" in formula else (2, 3, 4)
-    return {"GATE": gate, "...": (2, 3, 4), "M": weight | {"transposed": False, "tail": None}}
+    return {"GATE": gate, "...": (2, 3, 4), "M": weight | {"transposed": False, "appended": None}}
 
 
 # What names of the formulas stand for: shapes, numbers, arguments that differ from those of a good call. The
@@ -45,11 +45,11 @@ SAMPLES: dict[str, dict | Callable[[str], dict]] = {
     "scale_norm_sums": NORM | {"R": (3, 64), "X": (3, 64), "SCALAR": (1,)},
     "factor_in_norm": {"FACTOR": 0.5},
     "norm_sums": NORM | {"R": (3, 64), "Y": (3, 64), "FACTOR": 0.22, "B": (64,)},
-    "streams_in_update": STREAMS | {"C": {"out": None, "post": None, "comb": None}},
+    "streams_in_update": STREAMS | {"C": {"block_out": None, "post": None, "comb": None}},
     "mean_in_elements": {},
     "gate_in_attention": attention,
     "gates_in_linear_attention": HEADS
-    | {"O": {"decay": "log", "A_log": None, "dt_bias": None, "beta_activation": "none"}},
+    | {"O": {"decay_form": "log", "A_log": None, "dt_bias": None, "beta_activation": "none"}},
     "norm_in_linear_attention": NORM | {"GATE": (2, 3, 4, 32), "W": (32,), "ACTIVATION": "sigmoid"},
     "input_in_convolution": lambda f: {"X": Wide((2, 3, 6)), "D": torch.bfloat16} if "dtype" in f else {},
 }

@@ -35,7 +35,7 @@ FUNCTIONS = dict.fromkeys(each for each in PASSES if not isinstance(each, Fusion
 
 
 def linear(x: Tensor, **options) -> Tensor:
-    return ops.linear_quantized(x, *MATRIX, None, FORMAT, **options)
+    return ops.linear_quantized(x, *MATRIX, FORMAT, **options)
 
 
 PARAMETERS = [
@@ -48,7 +48,7 @@ ROWS = [torch.nn.Parameter(random(rows, H) / 8, requires_grad=False) for rows in
 
 
 def projected(x: Tensor, number: int) -> Tensor:
-    return ops.linear_quantized(x, *PARAMETERS[number], None, FORMAT)
+    return ops.linear_quantized(x, *PARAMETERS[number], FORMAT)
 
 
 def norm(x: Tensor, weight: Tensor | None = NORM) -> Tensor:
@@ -163,7 +163,7 @@ def linears_of_an_input_that_changes(x, r):
 
 
 def linears_without_parameters(x, r):
-    return linear(x) * ops.linear_quantized(x, *(each.data for each in PARAMETERS[0]), None, FORMAT)
+    return linear(x) * ops.linear_quantized(x, *(each.data for each in PARAMETERS[0]), FORMAT)
 
 
 def activation_of_the_first_outputs(x, r):
@@ -385,11 +385,11 @@ CASES: dict[Callable | str, dict[str, int]] = {
     "silu(linear(x, residual=r))": {"linear_quantized": 1, "silu": 1},
     "silu(linear(x, activation='silu'))": {"linear_quantized": 1, "silu": 1},
     numbers_that_are_no_positions: {"arange": 3, "add": 5},
-    tables_of_new_tokens: {"pointwise": 2, "add": 1},
-    tables_of_new_and_some_other_tokens: {"pointwise": 5, "add": 2},
-    tables_of_new_and_one_of_all_tokens: {"pointwise": 2, "add": 1},
-    columns_of_tables: {"pointwise": 2},
-    tables_that_change: {"pointwise": 2, "mul_": 1},
+    tables_of_new_tokens: {"_pointwise": 2, "add": 1},
+    tables_of_new_and_some_other_tokens: {"_pointwise": 5, "add": 2},
+    tables_of_new_and_one_of_all_tokens: {"_pointwise": 2, "add": 1},
+    columns_of_tables: {"_pointwise": 2},
+    tables_that_change: {"_pointwise": 2, "mul_": 1},
     norm_of_input: {"linear_quantized": 2},
     norm_of_router_and_experts: {"router_logits": 1, "moe_router": 1, "moe_experts": 1},
     norm_that_else_is_read: LINEAR | {"rms_norm": 1},
@@ -538,7 +538,7 @@ def test_linears_of_which_another_program_has_joined_some():
     ]
 
     def outputs(x: Tensor, count: int) -> tuple[Tensor, ...]:
-        return tuple(ops.linear_quantized(x, *matrix, None, FORMAT) for matrix in matrices[:count])
+        return tuple(ops.linear_quantized(x, *matrix, FORMAT) for matrix in matrices[:count])
 
     for count, left in ((2, 1), (3, 2)):
         assert_left({"linear_quantized": left}, lambda x, n=count: outputs(x, n), random(1, 1, H))
@@ -556,7 +556,7 @@ def test_norms_with_weights_of_another_dtype():
 
     def joined(x):
         normed = norm(x)
-        return ops.linear_quantized(normed, halves.packed, halves.scales, halves.biases, None, FORMAT)
+        return ops.linear_quantized(normed, halves.packed, halves.scales, halves.biases, FORMAT)
 
     def apart(x):
         return linear(norm(x, narrow))
@@ -1043,7 +1043,7 @@ def test_a_rotation_and_a_norm_side_by_side_in_a_cache():
 
 
 def pool(of):
-    return turned(of, q_weight=NORM[:WIDE], eps=1e-5, weight_offset=1.0)
+    return turned(of, q_norm_weight=NORM[:WIDE], norm_eps=1e-5, norm_weight_offset=1.0)
 
 
 def pool_written(x, keys, values):
@@ -1195,17 +1195,17 @@ def chain_of_many_numbers(x, y, p):
 @pytest.mark.parametrize(
     ("case", "left"),
     [
-        (chain, {"pointwise": 1}),
-        (chain_with_weights, {"pointwise": 1}),
-        (chain_through_views, {"pointwise": 1}),
-        (chain_in_two_shapes, {"pointwise": 1}),
-        (chain_with_one_more_dimension, {"pointwise": 1, "cat": 1}),
-        ("(torch.sigmoid(y) * y).mean(-2)", {"pointwise": 1}),
-        (other_means_of_a_chain, {"pointwise": 2, "mean": 3, "mul": 1}),
-        ("torch.exp((torch.sigmoid(y) * 2).view(1, 16, 4)) + 1", {"pointwise": 2}),
-        ("torch.sigmoid((torch.sigmoid(x.float()) * 2).view(torch.int32).float())", {"pointwise": 2}),
-        (two_chains, {"pointwise": 2, "mean": 1}),
-        (chain_of_two_results, {"pointwise": 2}),
+        (chain, {"_pointwise": 1}),
+        (chain_with_weights, {"_pointwise": 1}),
+        (chain_through_views, {"_pointwise": 1}),
+        (chain_in_two_shapes, {"_pointwise": 1}),
+        (chain_with_one_more_dimension, {"_pointwise": 1, "cat": 1}),
+        ("(torch.sigmoid(y) * y).mean(-2)", {"_pointwise": 1}),
+        (other_means_of_a_chain, {"_pointwise": 2, "mean": 3, "mul": 1}),
+        ("torch.exp((torch.sigmoid(y) * 2).view(1, 16, 4)) + 1", {"_pointwise": 2}),
+        ("torch.sigmoid((torch.sigmoid(x.float()) * 2).view(torch.int32).float())", {"_pointwise": 2}),
+        (two_chains, {"_pointwise": 2, "mean": 1}),
+        (chain_of_two_results, {"_pointwise": 2}),
         (chain_in_another_order, {"softplus": 1, "log1p": 1, "_to_copy": 1, "maximum": 1, "div": 1}),
         ("x * 2", {"mul": 1}),
         ("(p + 1) * 2", {"add": 1, "mul": 1}),
@@ -1213,11 +1213,11 @@ def chain_of_many_numbers(x, y, p):
         ("x.double() * 2 + 1", {"_to_copy": 1, "mul": 1, "add": 1}),
         ("torch.add(x * 3, x, alpha=2)", {"mul": 1, "add": 1}),
         ("softplus(x * 9, 1, 2) * 3", {"mul": 2, "softplus": 1}),
-        (chain_whose_input_changes, {"clone": 1, "mul": 1, "mul_": 1, "pointwise": 1}),
+        (chain_whose_input_changes, {"clone": 1, "mul": 1, "mul_": 1, "_pointwise": 1}),
         (chain_whose_value_changes, {"mul": 1, "mul_": 1, "sigmoid": 1}),
-        (long_chain, {"pointwise": 3}),
-        (chain_of_many_inputs, {"pointwise": 2}),
-        (chain_of_many_numbers, {"pointwise": 2}),
+        (long_chain, {"_pointwise": 3}),
+        (chain_of_many_inputs, {"_pointwise": 2}),
+        (chain_of_many_numbers, {"_pointwise": 2}),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -1287,8 +1287,8 @@ def test_each_pass_is_needed(monkeypatch, left_out):
     state = random(1, HEADS, WIDTH, WIDTH)
     cases = [(function_of(case), token, left) for case, left in CASES.items()]
     cases += [(behind_a_projection(each), of_a_cache(), left) for each, left in ROTATIONS.items()]
-    cases.append((chain, of_elements(torch.float32), {"pointwise": 1}))
-    cases.append((chain_in_two_shapes, of_elements(torch.float32), {"pointwise": 1}))
+    cases.append((chain, of_elements(torch.float32), {"_pointwise": 1}))
+    cases.append((chain_in_two_shapes, of_elements(torch.float32), {"_pointwise": 1}))
     cases.append((linear_attention, (*token, state), {"mul": 4, "linear_attention_": 1}))
     cases.append((convolved, (random(1, 3, H), random(1, H, 4)), {"causal_conv1d_update_": 1}))
     for function, inputs, left in cases:

@@ -53,7 +53,7 @@ def other_keys(x, keys, values):
     return ops.attention(turned(x, keys, values), values[:, :, :KEYS], values[:, :, :KEYS], 0.25)
 
 
-ONE, TWO = {"rope_attention_": 1}, {"rope_cache_": 1, "attention": 1}
+ONE, TWO = {"_rope_attention_": 1}, {"rope_cache_": 1, "attention": 1}
 LEFT = {
     attend: ONE,
     a_gate: ONE,

@@ -38,8 +38,8 @@ def chosen(x):
 
 
 def every_option(x):
-    options = {"bias": BIAS, "num_groups": 4, "top_groups": 2, "masked_score": 0.0, "norm_eps": 0.5}
-    weights, ids = routed(x, **options, norm_min=0.1, scaling_factor=2.5, per_expert_scale=SCALES)
+    options = {"correction_bias": BIAS, "num_groups": 4, "top_groups": 2, "masked_score": 0.0, "sum_eps": 0.5}
+    weights, ids = routed(x, **options, sum_min=0.1, scaling_factor=2.5, per_expert_scale=SCALES)
     return experts(x, ids, weights)
 
 
@@ -76,7 +76,7 @@ def weights_that_are_changed(x):
 
 def ids_of_another_router(x):
     weights, _ = routed(x)
-    _, ids = routed(x, scoring="softmax", bias=BIAS)
+    _, ids = routed(x, scoring="softmax", correction_bias=BIAS)
     return experts(x, ids, weights)
 
 

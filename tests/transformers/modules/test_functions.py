@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import inspect
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -98,7 +100,7 @@ def hiding(forward):
 
 
 class Hidden(Layer):
-    """The wrapper keeps the forward where no copy of it would."""
+    """The wrapper keeps the forward as its attribute alone."""
 
     forward = hiding(Layer.forward)
 
@@ -134,8 +136,8 @@ def check(layer, expected, ran):
         (Super, RAN),
         (Returns, RAN),
         (Keywords, {}),
-        (Attribute, {}),
-        (Hidden, {}),
+        (Attribute, RAN),
+        (Hidden, RAN),
     ],
 )
 def test_forwards(cls, ran):
@@ -158,7 +160,7 @@ def test_other_names_are_read_when_they_are_needed(monkeypatch):
 
 def test_a_function_that_is_patched(monkeypatch):
     """Any other one than the one that was recognised runs."""
-    layer, own = accelerated(Decorated), conv_step
+    own, layer = inspect.unwrap(conv_step), accelerated(Decorated)
     expected = result(layer)
     monkeypatch.setitem(globals(), "conv_step", lambda *args: own(*args) + 1)
     out, state = expected
@@ -167,8 +169,24 @@ def test_a_function_that_is_patched(monkeypatch):
     check(layer, expected, {})
     torch_moe_mps.accelerate(nn.ModuleList([layer]))  # it is one as well
     check(layer, expected, RAN)
-    monkeypatch.undo()
-    check(layer, expected, {})
+
+
+class Elsewhere(Layer):
+    """Calls the function in another thread."""
+
+    def forward(self, x, state):
+        with ThreadPoolExecutor(1) as pool:
+            call = functools.partial(conv_step, x, state, self.weight)
+            return pool.submit(operators_of, call).result()
+
+
+def test_a_function_is_as_before_outside_of_accelerated_forwards():
+    """For other callers, other threads and pickle."""
+    layer = accelerated(Layer)
+    assert pickle.loads(pickle.dumps(conv_step)) is conv_step
+    x, state = inputs()
+    assert operators_of(lambda: conv_step(x, state, layer.weight)) == {}
+    assert accelerated(Elsewhere)(x, state) == {}
 
 
 def rotary_in_float64(q, k, cos, sin):

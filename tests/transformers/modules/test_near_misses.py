@@ -86,8 +86,6 @@ MORE = [
         *(("act_fn", torch.nn.Tanh()), "rg_lru"),
     ),
     Case("projected", "zaya", "model.layers.0.self_attn.qkv_proj", None, "conv_qk_depthwise"),
-    Case("projection", "xlm_roberta", "roberta.encoder.layer.0.output", ("LayerNorm.eps", 0.5), "dropout"),
-    Case("projection", "xlm_roberta", "roberta.encoder.layer.0.intermediate", None, "intermediate_act_fn"),
     Case("mlp", "deepseek_v4", "model.layers.0.mlp.shared_experts", ("limit", 0.01), "act_fn"),
     Case(
         *("recurrent_layer", "kimi_linear", "model.layers.0.self_attn"),
@@ -113,7 +111,7 @@ MORE = [
     ),
 ]
 CHOOSE = ("indexer", "block_indexer", "kpool_indexer", "qsa_indexer")
-QUANTISED = ("mlp", "projection")
+QUANTISED = ("mlp",)
 # What runs elsewhere only as its own code, or beside experts that take what it gives.
 IN_ACCELERATED = (*CHOOSE, "compressed_attention", "gating", *QUANTISED)
 
@@ -237,9 +235,9 @@ def layers_of_real_sizes() -> Iterator[tuple[str, nn.Module]]:
     """At the width of large models, but for matrices of linear layers, which a trial does not read."""
     yield "selective_scan_", JambaMambaMixer(JambaConfig(hidden_size=8192), 0)
     yield "hyper_connection", DeepseekV4HyperConnection(DeepseekV4Config(hidden_size=8192))
-    yield "index_topk", DeepseekV32Indexer(DeepseekV32Config(hidden_size=8192), 0)
-    yield "index_topk", MiniMaxM3VLIndexer(MiniMaxM3VLTextConfig(hidden_size=8192), 3)
-    yield "index_topk", Glm5NextTextIndexer(Glm5NextTextConfig(hidden_size=8192), 3)
+    yield "_index_topk", DeepseekV32Indexer(DeepseekV32Config(hidden_size=8192), 0)
+    yield "_index_topk", MiniMaxM3VLIndexer(MiniMaxM3VLTextConfig(hidden_size=8192), 3)
+    yield "_index_topk", Glm5NextTextIndexer(Glm5NextTextConfig(hidden_size=8192), 3)
     yield "rms_norm_gated", NemotronHMamba2Mixer(NemotronHConfig(), 0)
 
 

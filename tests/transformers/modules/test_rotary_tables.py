@@ -55,7 +55,7 @@ def test_kinds(kind):
     own = tables(module)
     fixed = kind not in ("dynamic", "longrope")
     assert list(map(str, rewrite(module)[0])) == (["rotary tables"] if fixed else [])
-    assert operators_of(lambda: tables(module)) == ({"pointwise": 2} if fixed else {})
+    assert operators_of(lambda: tables(module)) == ({"_pointwise": 2} if fixed else {})
     assert_same(tables(module), own)
 
 
@@ -74,7 +74,7 @@ def test_the_modules_of_models(architecture, dtype):
     with torch.no_grad():
         for call, expected in zip(calls, own, strict=True):
             run = lambda: rotary(torch.zeros(1, dtype=dtype), IDS, **call)  # noqa: E731, B023
-            assert operators_of(run) == {"pointwise": 2}
+            assert operators_of(run) == {"_pointwise": 2}
             assert_same(run(), expected, 1e-6 if dtype == torch.float32 else 2.0**-8)
 
 
@@ -91,7 +91,7 @@ def test_positions_in_time_height_and_width():
     own, alike = tables(module, ids=ids), tables(module, ids=ids[0])
     assert list(map(str, rewrite(module)[0])) == ["rotary tables"]
     for each, expected in ((ids, own), (ids[0], alike)):
-        assert operators_of(lambda: tables(module, ids=each)) == {"pointwise": 2}  # noqa: B023
+        assert operators_of(lambda: tables(module, ids=each)) == {"_pointwise": 2}  # noqa: B023
         assert_same(tables(module, ids=each), expected)
     assert not torch.equal(own[0], alike[0])
     for count in (1, 2):  # of positions; the model's own code expands one, and takes no two
@@ -163,4 +163,4 @@ def test_axes_that_a_recording_made_are_not_held(monkeypatch):
     constants._held.clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
         rotary(x, ids)
-    assert operators_of(lambda: torch.testing.assert_close(rotary(x, ids), expected))["pointwise"] == 2
+    assert operators_of(lambda: torch.testing.assert_close(rotary(x, ids), expected))["_pointwise"] == 2

@@ -33,8 +33,6 @@ MTLSize metal_size(const Size& size) {
 // queued it goes on at once, where the host hears of a completed one 50 to 150 us later.
 constexpr int64_t kFirstDispatches = 8;
 
-constexpr NSUInteger kLeastThreadgroupBytes = 16;  // lengths are multiples of it
-
 // Counted over the process: all streams and threads.
 std::atomic<int64_t> encoded = 0;    // dispatches since it began
 std::atomic<int64_t> interval = -1;  // see commit_every
@@ -152,9 +150,9 @@ void Command::encode(id<MTLComputeCommandEncoder> encoder) const {
   } else {
     [encoder dispatchThreadgroups:metal_size(grid_) threadsPerThreadgroup:metal_size(threads_)];
   }
-  // The encoder is shared with torch: its kernels would have this memory on top of their own. Metal does not
-  // say that a length may be 0.
-  if (threadgroup_bytes_ > 0) [encoder setThreadgroupMemoryLength:kLeastThreadgroupBytes atIndex:0];
+  // The encoder is shared with torch: its kernels would have this memory on top of their own, which may be
+  // all that the GPU has. llama.cpp sets a length of 0, too.
+  if (threadgroup_bytes_ > 0) [encoder setThreadgroupMemoryLength:0 atIndex:0];
 }
 
 std::string Command::text() const {

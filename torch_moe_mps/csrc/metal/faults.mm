@@ -176,10 +176,9 @@ void raise_fault_behind_wait() {
   raise_fault();
 }
 
-// Waits for one buffer of the current stream and for those before it; the GPU goes on with later ones. Raises
-// their fault.
-void wait_for_buffer(int64_t number) {
-  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+// Waits for one buffer of a stream and for those before it, and hears of them; the GPU goes on with later
+// ones.
+void finish(at::mps::MPSStream* stream, int64_t number) {
   __block id<MTLCommandBuffer> waited = nil;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
@@ -200,6 +199,11 @@ void wait_for_buffer(int64_t number) {
     }
   }
   hear_up_to(stream, number);  // Metal may tell of a later buffer first
+}
+
+// The same, on the current stream. Raises the buffers' fault.
+void wait_for_buffer(int64_t number) {
+  finish(at::mps::getCurrentMPSStream(), number);
   raise_fault();
 }
 
@@ -233,18 +237,20 @@ void raise_fault() {
     const std::lock_guard<std::mutex> lock(state.mutex);
     if (stream_of(stream).told == state.faults) return;
   }
+  // All that was encoded is lost with it; torch, too, is told of each buffer that fails.
+  finish(stream, watch(false));
   __block std::string fault;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
-    @autoreleasepool {
-      // Begins a buffer of its own for what is encoded from here on; nobody has been told of it.
-      stream->synchronize(at::mps::SyncType::COMMIT);
-      const std::lock_guard<std::mutex> lock(state.mutex);
-      Stream& of = stream_of(stream);
-      if (of.told == state.faults) return;  // another thread has raised it
-      of.told = state.faults;
-      of.raised = of.last;
-      state.is_raised = true;
-      fault = state.fault;
+    const std::lock_guard<std::mutex> lock(state.mutex);
+    Stream& of = stream_of(stream);
+    if (of.told == state.faults) return;  // another thread has raised it
+    of.told = state.faults;
+    of.raised = of.last;
+    state.is_raised = true;
+    fault = state.fault;
+    try {
+      stream->checkLastError();  // from torch 2.15 on it keeps the error, and raises it at its next wait
+    } catch (const c10::Error&) {
     }
   });
   if (!fault.empty()) throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, kFaultCode, fault);

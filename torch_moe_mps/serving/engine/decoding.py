@@ -111,7 +111,7 @@ class Decoding:
         self._drafts.computed(sequences, firsts, out, kept)
         drafting.verified(rows, [max(0, len(own) - 1) for own in made], drafts)
         seconds = (drafting.seconds if any(drafts) else 0.0) + time.perf_counter() - started
-        drafting.width.took(rows, tokens, seconds, given)
+        drafting.width.took(len(rows), tokens, seconds)
         for sequence, reason in zip(sequences, reasons, strict=True):
             if reason is not None:
                 self._pool.end(sequence, reason)

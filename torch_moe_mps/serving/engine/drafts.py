@@ -57,8 +57,6 @@ class Drafts:
             self.drafting.give_up(f"{kind} does not read several tokens behind a cache rightly")
             self.drafting = None
             return
-        if sequence.row is not None:
-            self.drafting.width.begin(sequence.row)
         if len(group.sequences) == 2 and self._needs_order is None:
             reason = reason_for_order(self._model)
             self._needs_order = reason is not None
@@ -94,8 +92,7 @@ class Drafts:
     def took(self, sequences: Sequence[One], seconds: float) -> None:
         """Notes the time of a step without drafts."""
         if self.drafting is not None:
-            rows = _rows(sequences)
-            self.drafting.width.took(rows, 1, seconds, [1] * len(rows))
+            self.drafting.width.took(len(sequences), 1, seconds)
 
     def draft(self, group: Batched, settle: Callable[[], None]) -> list[list[int]] | None:
         """Drafts for each sequence; None where the next step gives each a token without any, or none is left.

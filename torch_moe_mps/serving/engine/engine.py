@@ -112,8 +112,12 @@ class Engine:
 
         One that `generate` must generate is generated to its end, and the steps of the others come between.
         """
+        self.run(self._step)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Runs work on the device, between steps; a fault of the GPU ends all sequences that have begun."""
         try:
-            self._step()
+            work()
         except torch.AcceleratorError as fault:
             self.pool.fail_all(fault)
 
@@ -175,9 +179,12 @@ class Engine:
     def _admit(self, plan: Plan) -> bool:
         """Begins a sequence, unless its prefix is still read. Returns: whether it has begun, or ended."""
         sequence: Sequence = plan.admit
-        with self.pool.isolation.one(sequence):
-            if not self._is_restored(sequence):
-                return False
+        is_restored = True
+        with self.pool.isolation.optional():  # prefixes that cannot be read are computed
+            is_restored = self._is_restored(sequence)
+        if not is_restored:
+            return False
+        sequence.restoring = None
         self._scheduler.admitted(plan)
         with self.pool.isolation.one(sequence):
             if sequence.phase == "ended":
@@ -206,7 +213,7 @@ class Engine:
             if not restoring.step(wait=not self.pool.is_decoding):
                 return False
             cache.take_back(restoring)
-            sequence.job.usage.disk_tokens, sequence.restoring = len(restoring.ids), None
+            sequence.job.usage.disk_tokens = len(restoring.ids)
         return True
 
     def _begin(self, sequence: Sequence) -> None:

@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-import torch
-
-from ..._faults import is_out_of_memory
+from ..._faults import fault_of, is_out_of_memory
 from ..._text import first_line
 from .job import as_errors
 from .sequence import Sequence
@@ -80,12 +78,13 @@ class Isolation:
         try:
             with as_errors():
                 yield
-        except torch.AcceleratorError as fault:
+        except Exception as error:
+            if (fault := fault_of(error)) is None:
+                end(error)
+                return
             if is_of_one:
                 end(fault)
-            raise
-        except Exception as error:
-            end(error)
+            raise fault from None
 
     def _frees(self, error: Exception) -> bool:
         """Whether an allocation has failed; memory is given up then, of the frames of the error too."""

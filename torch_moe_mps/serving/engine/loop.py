@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from ..._text import first_line
@@ -208,7 +209,7 @@ class EngineThread(DeviceThread):
             if self._engine.has_work:
                 self._engine.step()
             if prefix_cache is not None:
-                prefix_cache.store(is_short(self.memory))
+                self._engine.run(partial(prefix_cache.store, is_short(self.memory)))
         self._engine.end_all()
         if prefix_cache is not None:
             prefix_cache.write(self._engine.model)

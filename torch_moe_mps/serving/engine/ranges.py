@@ -14,7 +14,7 @@ Check = tuple[Callable[[Any], bool], str]  # whether a value can be so, and what
 LARGEST = 1e6  # number that any dtype of logits bears as a factor or a divisor, with all that follows from it
 MOST = (1 << 63) - 1  # the largest that an operator can count
 # Entries of settings that list tokens: each step of an answer compares the logits with them.
-TOKENS, ENDS, WORDS, WORD_TOKENS, FIRST_TOKENS = 1024, 64, 256, 64, 16
+TOKENS, ENDS, WORDS, WORD_TOKENS, FIRST_TOKENS = 1024, 64, 64, 64, 16
 
 
 def number(low: float, high: float = LARGEST, open_at_low: bool = False) -> Check:

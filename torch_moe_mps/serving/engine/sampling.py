@@ -13,6 +13,8 @@ from ...transformers.basics.overflow import is_missing, no_distribution
 from ...transformers.modules.sampling import Sampling
 from .job import Job, as_errors
 
+_LEAST_DRAW = torch.finfo(torch.float32).tiny
+
 
 def in_order(processors: Any) -> Any:
     """A list of processors with those in front that are `is_first`."""
@@ -249,4 +251,5 @@ def _of_kind(samplers: list[Sampler], scores: Tensor) -> Tensor:
     shares = sampling.known(None, scores.float()).softmax(-1)
     draws = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
     fill(draws)
-    return torch.stack(((shares / draws).argmax(-1), shares.isnan().any(-1).long()))
+    races = shares / draws.clamp_(min=_LEAST_DRAW)  # else a share of 0 and a draw of -0 are NaN, the largest
+    return torch.stack((races.argmax(-1), shares.isnan().any(-1).long()))

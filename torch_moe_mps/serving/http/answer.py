@@ -1,15 +1,16 @@
-"""An answer, piece by piece: its tokens become text, reasoning and calls of tools."""
+"""An answer, piece by piece: its tokens become text, reasoning and tool calls."""
 
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tokenizers.decoders import DecodeStream
 
 from ..engine.job import Reason
 from .logprobs import Entry, Logprobs
-from .protocols.tools import REASONING, Call, Parser, call_of
+from .protocols.reader import Reader, Sink
 
 
 @dataclass
@@ -21,7 +22,47 @@ class Piece:
     entries: list[Entry] = field(default_factory=list)
 
 
-Item = Piece | Call
+@dataclass
+class Call:
+    """A tool call, whose arguments grow: the text of an object in JSON.
+
+    Args:
+        id: that the model gave it, or a new one.
+        is_whole: True once nothing more comes.
+    """
+
+    name: str
+    id: str
+    parts: list[str] = field(default_factory=list)
+    is_whole: bool = False
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.parts)
+
+
+class Arguments(NamedTuple):
+    """The next part of the arguments of a call."""
+
+    call: Call
+    parts: list[str]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+
+class CallEnd(NamedTuple):
+    """The end of a call."""
+
+    call: Call
+
+
+Item = Piece | Call | Arguments | CallEnd
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{uuid.uuid4().hex}"
 
 
 def text_stream(tokenizer: Any, skips_special: bool) -> Callable[[int], str | None]:
@@ -107,101 +148,163 @@ def _borders(stop: str) -> list[int]:
 
 @dataclass
 class Times:
-    """When an answer was submitted, its prompt began to be read (None before that), its first token came, and
-    it ended.
-    """
+    """When an answer was submitted, its prefill began, its first token came and it ended; None before."""
 
     submitted: float = field(default_factory=time.monotonic)
     begun: float | None = None
-    first: float = 0.0
-    ended: float = 0.0
+    first: float | None = None
+    ended: float | None = None
+
+    @property
+    def generating(self) -> float:
+        """Seconds from the first token to the end."""
+        return self.ended - self.first if self.ended and self.first else 0.0
 
 
 class Items:
-    """Divides the text of an answer into text, reasoning and calls, and hands them out.
+    """Divides the text of an answer into text, reasoning and calls.
 
     Args:
-        parser: tells them apart; None where all is text.
-        show: takes each part.
+        begin: makes the reader that tells them apart; None where all is text.
+        prompt: the beginning of the answer that the prompt has.
         ends_at_call: whether text behind a call ends the answer and is left out, as where a call is forced.
+
+    Attributes:
+        made: all pieces and calls so far.
+        entries: of tokens whose text is not shown yet.
+        is_complete: True once text came behind a call that ends the answer.
     """
 
-    def __init__(self, parser: Parser | None, show: Callable[[Item], None], ends_at_call: bool = False):
-        self.parser, self._show, self._ends_at_call = parser, show, ends_at_call
-        self.made: list[Item] = []
-        self.entries: list[Entry] = []  # tokens whose text is not shown yet
-        self._blanks = ""  # at the end of what is shown so far, if it goes on
-        begun = [] if parser is None else parser.initial_events
-        self._goes_on = any(event["type"] == "region_chunk" for event in begun)  # with a text of the prompt
+    def __init__(
+        self, begin: Callable[[Sink], Reader] | None = None, prompt: str = "", ends_at_call: bool = False
+    ):
+        self._ends_at_call = ends_at_call
+        self.made: list[Piece | Call] = []
+        self.entries: list[Entry] = []
         self.is_complete = False
+        self._new: list[Item] = []
+        self._kind, self._has_begun = "", False  # the part that goes on, and whether it has a character
+        self._blanks: list[str] = []  # at the end of what is shown so far, if it goes on
+        self._is_of_prompt = True
+        self._reader = None if begin is None else begin(self)
+        if self._reader is not None:
+            self._reader.feed(prompt)
+        self._is_of_prompt = False
 
     @property
     def is_thinking(self) -> bool:
-        return self.parser is not None and self.parser.is_thinking
+        return self._reader is not None and self._reader.is_thinking
 
-    def add(self, text: str) -> None:
-        if text and self.parser is not None:
-            self._take(self.parser.feed(text))
+    def add(self, text: str) -> list[Item]:
+        """The items of the next text."""
+        if self._reader is not None:
+            self._reader.feed(text)
         elif text:
             self._hand_out(Piece("text", text, self._taken()))
+        return self._new_items()
 
-    def end(self, shows_blanks: bool) -> None:
-        """Hands out what was held back."""
-        if self.parser is not None:
-            self._take(self.parser.finalize()[1])
-        if self._blanks and shows_blanks:
-            self._hand_out(Piece("text", self._blanks, self._taken()))
+    def end(self, shows_blanks: bool) -> list[Item]:
+        """The items of what was held back."""
+        if self._reader is not None:
+            self._reader.end()
+        if self._blanks and shows_blanks and self._kind == "text":
+            self._hand_out(Piece("text", "".join(self._blanks), self._taken()))
         if self.entries:
             self._hand_out(Piece("text", "", self._taken()))
+        return self._new_items()
 
-    def _take(self, events: list[dict[str, Any]]) -> None:
-        """Takes what the parser has read; blanks around reasoning and text are not part of them."""
-        for event in events:
-            kind = event["type"], event.get("field")
-            if kind == ("region_close", "tool_calls"):
-                if (call := call_of(event["value"])) is not None:
-                    self._hand_out(call)
-            elif kind[0] == "region_open":
-                self._blanks = ""
-            elif kind[0] == "region_chunk" and not event.get("dirty"):
-                if kind[1] == "content":
-                    self._add_part("text", event["text"])
-                elif kind[1] in REASONING:
-                    self._add_part("reasoning", event["text"])
+    # Parts that the reader hands out; blanks around reasoning and text are not part of them.
 
-    def _add_part(self, kind: Literal["text", "reasoning"], text: str) -> None:
+    def text(self, text: str) -> None:
+        self._add("text", text)
+
+    def thought(self, text: str) -> None:
+        self._add("reasoning", text)
+
+    def call(self, name: str, own_id: str) -> None:
+        self._begin("call")
+        if not self._is_of_prompt:
+            self._hand_out(Call(name, own_id or new_id("call_")))
+
+    def arguments(self, text: str) -> None:
+        call = self._call
+        if text and call is not None:
+            call.parts.append(text)
+            if self._new and isinstance(self._new[-1], Arguments):
+                self._new[-1].parts.append(text)
+            else:
+                self._new.append(Arguments(call, [text]))
+
+    def end_call(self) -> None:
+        if (call := self._call) is not None:
+            if not call.parts:
+                self.arguments("{}")
+            call.is_whole = True
+            self._new.append(CallEnd(call))
+
+    @property
+    def _call(self) -> Call | None:
+        """The call that grows; None where the prompt has it."""
         last = self.made[-1] if self.made else None
-        is_first = not (isinstance(last, Piece) and last.kind == kind)
-        is_first &= not (self._goes_on and last is None)
-        whole = text.lstrip() if is_first else self._blanks + text
+        return last if isinstance(last, Call) else None
+
+    def _begin(self, kind: str) -> None:
+        if kind != self._kind:
+            self._kind, self._has_begun = kind, False
+            self._blanks.clear()
+
+    def _add(self, kind: Literal["text", "reasoning"], text: str) -> None:
+        self._begin(kind)
+        whole = text if self._has_begun else text.lstrip()
         shown = whole.rstrip()
-        self._blanks = whole[len(shown) :]
+        self._has_begun |= bool(shown)
+        if self._is_of_prompt:
+            return
         if shown and self._ends_at_call and any(isinstance(item, Call) for item in self.made):
             self.is_complete = True
         if shown and not self.is_complete:
-            self._hand_out(Piece(kind, shown, self._taken()))
+            self._hand_out(Piece(kind, "".join((*self._blanks, shown)), self._taken()))
+            self._blanks.clear()
+        if len(shown) < len(whole):
+            self._blanks.append(whole[len(shown) :])
 
     def _taken(self) -> list[Entry]:
         entries, self.entries = self.entries, []
         return entries
 
-    def _hand_out(self, item: Item) -> None:
+    def _hand_out(self, item: Piece | Call) -> None:
         self.made.append(item)
-        self._show(item)
+        self._new.append(item)
+
+    def _new_items(self) -> list[Item]:
+        new, self._new = self._new, []
+        return new
+
+
+class Token(NamedTuple):
+    """A token that the device has generated: its text, which may wait for the next one, and its entry."""
+
+    text: str
+    entry: Entry | None
+
+
+Event = Token | Reason | Exception  # the latter end an answer
 
 
 class Answer:
-    """One answer. It takes tokens on the thread of the device, and hands out what they are.
+    """One answer. Tokens come on the thread of the device, which finds stop strings; whoever shows the answer
+    reads them.
 
     Args:
-        step: makes their text, see `text_stream`.
+        step: makes the text of tokens, see `text_stream`.
         items: divides the text.
         ends: tokens that end an answer.
+        hidden: special tokens that are no text.
         logprobs: keeps their probabilities; None where nobody asks.
-        on_end: called behind the last part.
+        show: takes each event, on the thread of the device.
 
     Attributes:
-        tokens: all that were generated.
+        tokens: how many were read.
         reason: why it has ended: "stop", "length", "cancelled", or an error.
     """
 
@@ -211,20 +314,65 @@ class Answer:
         stops: Sequence[str],
         items: Items,
         ends: set[int],
+        hidden: Set[int],
         logprobs: Logprobs | None,
-        on_end: Callable[[], None],
+        show: Callable[[Event], object],
     ):
         self._step, self._cut, self._items = step, Cut(stops), items
-        self._ends, self._logprobs, self._on_end = ends, logprobs, on_end
-        self.tokens: list[int] = []
-        self.reasoning_tokens = 0
+        self._ends, self._hidden, self._logprobs, self._show = ends, hidden, logprobs, show
+        self.tokens = self.reasoning_tokens = 0
         self.reason: Reason | Exception | None = None
-        self.read = self.prompt_tokens = 0
+        self.read_tokens = self.prompt_tokens = 0
         self.times = Times()
 
+    # On the thread of the device
+
+    def progress(self, read: int, of: int) -> None:
+        self.read_tokens = read
+        if self.times.begun is None:
+            self.times.begun = time.monotonic()
+
+    def append(self, token: int) -> bool:
+        """Shows the next token. Returns: whether a stop or a forced call completes the answer."""
+        if self.times.first is None:
+            self.times.first = time.monotonic()
+        text, entry = "", None
+        if token not in self._ends:
+            if self._logprobs is not None:
+                entry = self._logprobs.pop(token)
+            if token not in self._hidden:
+                text = self._cut.add(self._step(token) or "")
+        self._show(Token(text, entry))
+        return self._cut.stop is not None or self._items.is_complete
+
+    def end(self, reason: Reason | Exception) -> None:
+        self.times.ended = time.monotonic()
+        self._show(reason)
+
+    # Where it is shown
+
+    def read(self, event: Event) -> list[Item]:
+        """The items of an event."""
+        if isinstance(event, Token):
+            if self._items.is_complete:  # the device did not know yet
+                return []
+            self.tokens += 1
+            self.reasoning_tokens += self._items.is_thinking
+            if event.entry is not None:
+                self._items.entries.append(event.entry)
+            return self._items.add(event.text)
+        reason: Reason | Exception = event
+        if self._items.is_complete and isinstance(reason, str):
+            reason = "stop"
+        items = self._items.add(self._cut.rest())
+        items += self._items.end(shows_blanks=self.stop is not None or reason == "length")
+        self.reason = reason
+        return items
+
     @property
-    def items(self) -> list[Item]:
-        return self._items.made
+    def items(self) -> list[Piece | Call]:
+        """Pieces and calls; a call that the end of the answer has cut off is none."""
+        return [item for item in self._items.made if isinstance(item, Piece) or item.is_whole]
 
     @property
     def text(self) -> str:
@@ -257,34 +405,3 @@ class Answer:
     def is_cut(self) -> bool:
         """Whether something other than the model has ended the answer: an error, or the server's end."""
         return self.reason not in (None, "stop", "length")
-
-    def progress(self, read: int, of: int) -> None:
-        self.read = read
-        if self.times.begun is None:
-            self.times.begun = time.monotonic()
-
-    def take(self, token: int) -> bool:
-        """Takes the next token. Returns: whether a stop or a forced call completes the answer."""
-        if not self.tokens:
-            self.times.first = time.monotonic()
-        self.tokens.append(token)
-        self.reasoning_tokens += self._items.is_thinking
-        is_last = token in self._ends
-        if not is_last and self._logprobs is not None:
-            self._items.entries.append(self._logprobs.take(token))
-        if not is_last or self._items.parser is not None:  # the last one may close a call
-            self._items.add(self._cut.add(self._step(token) or ""))
-        return self._cut.stop is not None or self._items.is_complete
-
-    def end(self, reason: Reason | Exception) -> None:
-        self.times.ended = time.monotonic()
-        if not self.tokens:
-            self.times.first = self.times.ended
-        try:
-            self._items.add(self._cut.rest())
-            self._items.end(shows_blanks=self.stop is not None or reason == "length")
-            self.reason = reason
-        except Exception as error:
-            self.reason = error
-        finally:
-            self._on_end()

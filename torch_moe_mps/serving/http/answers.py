@@ -21,8 +21,7 @@ class Answers:
     def submit(self, generator: DeviceThread) -> None:
         """Lets them be generated."""
         for answer, job in zip(self.answers, self.jobs, strict=True):
-            now = time.monotonic()
-            answer.times = Times(now, None, now, now)
+            answer.times = Times()
             generator.submit(job)
 
     def cancel(self) -> None:
@@ -57,16 +56,12 @@ class Answers:
     @property
     def read_seconds(self) -> float:
         """Seconds for which the prompts were computed, where nothing else was computed beside them."""
-        answer = self.answers[0]
-        return (
-            max(0.0, answer.times.first - answer.times.begun)
-            if answer.times.begun is not None and answer.tokens
-            else 0.0
-        )
+        times = self.answers[0].times
+        return max(0.0, times.first - times.begun) if times.begun and times.first else 0.0
 
     @property
     def tokens(self) -> int:
-        return sum(len(answer.tokens) for answer in self.answers)
+        return sum(answer.tokens for answer in self.answers)
 
     @property
     def draft_tokens(self) -> tuple[int, int]:
@@ -87,11 +82,11 @@ class Answers:
     def __str__(self) -> str:
         """The line of a log."""
         now = time.monotonic()  # where the client leaves before the end
-        first = min(now if a.reason is None and not a.tokens else a.times.first for a in self.answers)
+        first = min(a.times.first or a.times.ended or now for a in self.answers)
         submitted = min(answer.times.submitted for answer in self.answers)
         unread = submitted if self.tokens else first  # where nothing told that a prompt is read
         begun = min((a.times.begun for a in self.answers if a.times.begun is not None), default=unread)
-        ended = max(now if a.reason is None else a.times.ended for a in self.answers)
+        ended = max(a.times.ended or now for a in self.answers)
         tokens, seconds = self.tokens, ended - first
         speed = f" ({(tokens - 1) / seconds:.1f} tokens/s)" if tokens > 1 and seconds > 0 else ""
         disk = f", {self.disk_tokens} of the disk" if self.disk_tokens else ""

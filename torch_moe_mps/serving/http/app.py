@@ -27,16 +27,16 @@ from ..engine.loop import Died
 from ..engine.memory import RETRY_AFTER, Level
 from ..prefix_cache.memory import LONGEST
 from . import limits
-from .answer import Item
+from .answer import Event, Item
 from .answers import Answers
 from .guard import REQUEST, Guard
 from .metrics import Metrics
-from .preparing import answers_to, check_media, count_tokens, media_parts, prompt_text, prompts_of
+from .preparing import check_media, count_tokens, media_parts, prepare, prompt_text
 from .protocols.chat import ChatCompletions
 from .protocols.completions import Completions
 from .protocols.embeddings import EMBEDDINGS, RERANK, Texts
 from .protocols.messages import Messages, anthropic_error
-from .protocols.protocol import Protocol, event, openai_error
+from .protocols.protocol import Protocol, Writer, event, openai_error
 from .protocols.responses import Responses
 from .protocols.text import PATHS
 from .reading import (
@@ -161,11 +161,9 @@ class Server:
             return protocol.read(body, self.served)
 
         kind, request = await self._fetched(asked, client, read)
-        prompts = await client.run(kind, prompts_of, self.served, request)
-        compiles = request.form is not None or request.forced is not None
-        coming.answers = await client.run(
-            "grammar" if compiles else kind, answers_to, self.served, request, prompts, coming.show
-        )
+        if request.form is not None or request.forced is not None:
+            kind = "grammar"
+        coming.answers = await client.run(kind, prepare, self.served, request, coming.show)
         return request
 
     async def _read(
@@ -207,8 +205,16 @@ class Server:
             try:
                 coming.answers.submit(self.served.generator)
                 yield writer.begin()
-                while (part := await coming.next(PING)) is not None:
-                    yield writer.ping() if part == () else _written(writer, *part)
+                while True:
+                    try:
+                        part = await coming.next(PING)
+                    except TimeoutError:
+                        yield writer.ping()
+                        continue
+                    if part is None:
+                        break
+                    if written := _written(writer, *part):
+                        yield written
                 self._check_ended(coming.answers)
                 yield writer.end()
             except Exception as error:
@@ -331,31 +337,29 @@ class Server:
 
 
 class _Coming:
-    """The parts of answers as they come from the thread of the device."""
+    """The items of answers as they come from the thread of the device."""
 
     answers: Answers
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[tuple[int, Item | None]] = asyncio.Queue()
-        self._loop, self._ended = asyncio.get_running_loop(), 0
+        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
 
-    def show(self, number: int, item: Item | None) -> None:
-        """Takes a part, on any thread."""
+    def show(self, number: int, event: Event) -> None:
+        """Takes an event, on any thread."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, (number, item))
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (number, event))
 
-    async def next(self, seconds: float | None) -> Any:
-        """The number of an answer and its next part, None behind its last; () where none has come for so many
-        seconds; None where all answers have ended.
+    async def next(self, seconds: float | None) -> tuple[int, list[Item]] | None:
+        """The number of an answer and its next items, None where all answers have ended.
+
+        Raises: TimeoutError where none has come for so many seconds.
         """
-        if self._ended == len(self.answers.jobs):
+        answers = self.answers.answers
+        if all(answer.reason is not None for answer in answers):
             return None
-        try:
-            number, item = await asyncio.wait_for(self._queue.get(), seconds)
-        except TimeoutError:
-            return ()
-        self._ended += item is None
-        return number, item
+        number, event = await asyncio.wait_for(self._queue.get(), seconds)
+        return number, answers[number].read(event)
 
 
 async def _in_json(value: Callable[[], Any]) -> Response:
@@ -368,8 +372,9 @@ def _say(line: str, *values: object) -> None:
     log.info(f"%s {line}", REQUEST.get(), *values)
 
 
-def _written(writer: Any, number: int, item: Item | None) -> str:
-    return str(writer.ended(number) if item is None else writer.item(number, item))
+def _written(writer: Writer, number: int, items: list[Item]) -> str:
+    shown = "".join(writer.item(number, item) for item in items)
+    return shown + (writer.ended(number) if writer.answers.answers[number].reason is not None else "")
 
 
 def refused_by(error: Exception) -> Refused:

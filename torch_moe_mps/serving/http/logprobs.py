@@ -83,7 +83,7 @@ class Logprobs(LogitsProcessor):
         self._held.append(host_copy(torch.cat((row, most.values, most.indices.float()))))
         return scores
 
-    def take(self, token: int) -> Entry:
+    def pop(self, token: int) -> Entry:
         """The entry of the next token of the sequence."""
         held = self._held.popleft()
         logprobs, tokens = held[len(held) - 2 * self._count :].view(2, self._count).tolist()

@@ -22,17 +22,19 @@ from ..engine.ranges import check_settings, unserved_settings, vocabulary_of
 from ..media.decoding import File, decoded
 from ..prefix_cache.memory import Images
 from . import limits
-from .answer import Answer, Item, Items, text_stream
+from .answer import Answer, Event, Items, text_stream
 from .answers import Answers
 from .logprobs import Logprobs
-from .protocols.tools import Parser, grammar
+from .protocols.forms import begun_by
+from .protocols.reader import Reader, Sink
+from .protocols.tools import grammar
 from .request import STOPS, Chat, Refused, Request, check_count, unsupported, wrong
 from .served import Served
 from .structured import check_size
 from .template import tensor
 
 log = logging.getLogger(__name__)
-Show = Callable[[int, Item | None], None]
+Show = Callable[[int, Event], None]
 _OF_BEAMS = {"num_beams", "num_return_sequences"}  # settings
 
 
@@ -42,8 +44,8 @@ class Prompt:
 
     Args:
         stops: texts that answers end before, of the request and of its settings.
-        text: of the prompt, by which the parser knows what it begins of the answer; None where all is text.
-        parser: reads calls of tools and reasoning out of an answer.
+        text: of the prompt, which may begin the answer; None where all of the answer is text.
+        begin: makes a reader of reasoning and calls.
     """
 
     inputs: dict[str, Any]
@@ -51,38 +53,28 @@ class Prompt:
     stops: tuple[str, ...]
     text: str | None
     images: Images | None
-    parser: Callable[[], Parser] | None
+    begin: Callable[[Sink], Reader] | None
 
 
-def prompts_of(served: Served, request: Request) -> list[Prompt]:
-    """The prompts of a request, tokenised; long ones take a while. Raises: Refused."""
+def prepare(served: Served, request: Request, show: Show) -> Answers:
+    """The answers to a request, each with its job: prompts are tokenised, media decoded, grammars compiled.
+
+    Args:
+        show: takes the number of an answer and its next event, on the thread of the device.
+
+    Raises: Refused.
+    """
     if request.form is not None:
         check_size(request.form, request.form_field)
     if request.forced is not None:
         check_size([tool.schema for tool in request.forced.tools], request.form_field)
-    return [_prompt(served, prompt, request) for prompt in request.prompts]
-
-
-def answers_to(served: Served, request: Request, prompts: list[Prompt], show: Show) -> Answers:
-    """The answers to a request, each with its job. Grammars are compiled, which may take seconds.
-
-    Args:
-        show: takes the number of an answer and a part of it, None behind the last; on any thread.
-
-    Raises: Refused.
-    """
     answers, mark = Answers(), object()
-    for prompt in prompts:
+    for prompt in [_prompt(served, prompt, request) for prompt in request.prompts]:
         for place in range(request.count):
             answer, job = _job(served, request, prompt, len(answers.jobs), show)
             job.request, job.seed = mark, None if request.seed is None else request.seed + place
             answers.add(answer, job)
     return answers
-
-
-def prepare(served: Served, request: Request, show: Show) -> Answers:
-    """`answers_to` the prompts of a request. Raises: Refused."""
-    return answers_to(served, request, prompts_of(served, request), show)
 
 
 def count_tokens(served: Served, request: Request) -> int:
@@ -110,12 +102,12 @@ def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) ->
         config.sequence_bias, config.suppress_tokens = (config.sequence_bias or {}) | banned, None
     served.check_tokens(read["input_ids"], request.prompt_field)
     inputs = {name: tensor(value) for name, value in read.items()}
-    form, text, parser = served.template.form, None, None
+    form, text, begin = served.template.form, None, None
     if isinstance(prompt, Chat) and form is not None:
         text = str(served.template.tokenizer.decode(inputs["input_ids"][0]))
-        tools = [tool.function for tool in request.tools.values()] or None
-        parser = functools.partial(Parser, form, prefix=text, tools=tools)
-    return Prompt(inputs, config, _stops(request, config), text, images_of(served.model, inputs), parser)
+        schemas = {tool.name: tool.schema for tool in prompt.tools}
+        begin = functools.partial(Reader, form, schemas=schemas)
+    return Prompt(inputs, config, _stops(request, config), text, images_of(served.model, inputs), begin)
 
 
 def _inputs(served: Served, prompt: Chat | str | list[int], field: str) -> dict[str, Any]:
@@ -285,15 +277,15 @@ def _job(served: Served, request: Request, prompt: Prompt, number: int, show: Sh
     processors, logprobs = _processors(served, request, prompt)
     last = prompt.config.eos_token_id
     ends = set(last) if isinstance(last, list) else {last}
-    parser = None if prompt.parser is None else prompt.parser()
-    step = text_stream(served.template.tokenizer, skips_special=parser is None)
-    items = Items(parser, lambda item: show(number, item), ends_at_call=request.forced is not None)
-    answer = Answer(step, prompt.stops, items, ends, logprobs, lambda: show(number, None))
+    step = text_stream(served.template.tokenizer, skips_special=prompt.begin is None)
+    items = Items(prompt.begin, begun_by(prompt.text or ""), ends_at_call=request.forced is not None)
+    hidden = served.template.hidden
+    answer = Answer(step, prompt.stops, items, ends, hidden, logprobs, lambda event: show(number, event))
     answer.prompt_tokens = prompt_length(prompt.inputs)
     job = Job(
         prompt.inputs,
         copy.deepcopy(prompt.config),
-        answer.take,
+        answer.append,
         answer.end,
         answer.progress,
         processors=processors,
@@ -337,4 +329,4 @@ def _form(served: Served, request: Request, prompt: Prompt) -> Any:
     """The schema, grammar or structural tag that an answer follows; None for any text. Raises: Refused."""
     if request.forced is None:
         return request.form
-    return grammar(request.forced, served.template.form, served.template.family, prompt.text or "")
+    return grammar(request.forced, served.template.form, prompt.text or "")

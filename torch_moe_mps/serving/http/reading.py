@@ -7,7 +7,9 @@ number of requests in reading; more are told to come again.
 import asyncio
 import contextlib
 import contextvars
+import ctypes
 import ipaddress
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
@@ -25,6 +27,7 @@ _DROPPED = 8  # times as many bytes, at most, of a body that is read and dropped
 MOST_OF_CLIENT = 32  # requests of one address that are read, or wait for it
 _AT_ONCE = 2  # at a time of one client, on threads of one kind
 _RETRY_AFTER, _DRAINS = 1, 5.0  # seconds; the latter for the body of a request that is refused
+_SECONDS = 30.0  # for one request on a thread, at most
 
 
 Kind = Literal["short", "long", "grammar"]
@@ -78,11 +81,56 @@ class Client:
         self._turns = {kind: asyncio.Semaphore(_AT_ONCE) for kind in pools}
 
     async def run(self, kind: Kind, function: Callable[..., T], *arguments: Any) -> T:
-        """Result of a function, called on a thread of that kind."""
-        call = contextvars.copy_context().run  # the log names the request
+        """Result of a function, called on a thread of that kind. It is interrupted when the client leaves.
+
+        Raises: Refused where it takes too long.
+        """
+        context = contextvars.copy_context()  # the log names the request
+        work = _Work(lambda: context.run(function, *arguments))
         async with self._turns[kind]:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._pools[kind], call, function, *arguments)
+            future = asyncio.get_running_loop().run_in_executor(self._pools[kind], work)
+            try:
+                return await asyncio.wait_for(future, _SECONDS)
+            except TimeoutError:
+                message = f"A request must be read in {_SECONDS:.0f} s, got one that takes longer."
+                raise Refused(message, None, "invalid_value") from None
+            finally:
+                work.interrupt()
+
+
+class _Interrupted(BaseException):
+    """Nobody waits for the work any more."""
+
+
+class _Work:
+    """A call of a function that another thread may interrupt, between two steps of the interpreter."""
+
+    def __init__(self, function: Callable[[], Any]):
+        self._function, self._lock = function, threading.Lock()
+        self._thread: int | None = None  # the one that calls it
+        self._is_over = False
+
+    def __call__(self) -> Any:
+        with self._lock:
+            if self._is_over:
+                raise _Interrupted
+            self._thread = threading.get_ident()
+        try:
+            return self._function()
+        finally:
+            with self._lock:
+                self._raise(None)  # an exception that comes too late
+                self._thread = None
+
+    def interrupt(self) -> None:
+        with self._lock:
+            self._is_over = True
+            self._raise(_Interrupted)
+
+    def _raise(self, kind: type[BaseException] | None) -> None:
+        if self._thread is not None:
+            raised = None if kind is None else ctypes.py_object(kind)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), raised)
 
 
 def client_of(address: str) -> str:
@@ -119,9 +167,9 @@ async def body_of(asked: Asked, most: int) -> bytes:
 
 def object_of(octets: bytes, context: int) -> dict[str, Any]:
     """The object in JSON of a body for a model that reads so many tokens. Raises: Refused."""
-    containers, more = octets.count(b"[") + octets.count(b"{"), min(context, limits.OF_CONTEXT)
+    containers, more = octets.count(b"[") + octets.count(b"{"), min(context, limits.CONTEXT)
     for count, most, what in (
-        (containers, limits.CONTAINERS + more, "objects and lists"),
+        (containers, limits.CONTAINERS + limits.CONTAINERS_OF_TOKEN * more, "objects and lists"),
         (containers + octets.count(b","), limits.VALUES + limits.VALUES_OF_TOKEN * more, "values"),
     ):
         if count > most:

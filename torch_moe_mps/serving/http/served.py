@@ -11,9 +11,9 @@ from ..engine.loop import DeviceThread
 from ..engine.ranges import unknown_token, vocabulary_of
 from ..media.decoding import Limits, limits_of
 from ..media.loading import Media
-from .request import wrong
+from .request import Request, wrong
 from .structured import Grammars
-from .template import READERS, ChatTemplate
+from .template import NOT_READ, READERS, ChatTemplate
 
 log = logging.getLogger(__name__)
 _MOST_LINES, _LONGEST_LINE = 1000, 200
@@ -58,6 +58,11 @@ class Served:
     def reads_media(self) -> bool:
         """Whether messages may have pictures or sound."""
         return any(map(self.template.reads, READERS))
+
+    def warning(self, request: Request) -> dict[str, str]:
+        """The field of a response that says what is not read of its answer."""
+        is_read = self.template.form is not None or not request.tools
+        return {} if is_read else {"warning": NOT_READ}
 
     def check_tokens(self, ids: Any, field: str) -> None:
         """Raises: Refused for tokens that the model does not know."""

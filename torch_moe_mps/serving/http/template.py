@@ -12,7 +12,6 @@ import torch
 
 from ...transformers.upstream.models import variables_of
 from .protocols.forms import form_of
-from .protocols.tools import family_of
 from .request import Chat, Tool
 
 # For a model that knows no roles: an answer continues what is above it, and a message begins a line.
@@ -25,6 +24,9 @@ _OF_THE_CHAT = {
     "add_generation_prompt", "continue_final_message", "conversation", "messages", "return_dict",
     "return_tensors", "tokenize", "tools",
 }  # fmt: skip
+NOT_READ = (
+    "Tool calls of this model come as text: the form in which its chat template writes them is not known."
+)
 # {type of a part: what a processor has that reads it}
 READERS = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}
 
@@ -47,11 +49,15 @@ class ChatTemplate:
             print(f"{name} has no chat template: it continues the text of the messages", file=sys.stderr)
             processor.chat_template = _begun_by(self.tokenizer) + _CONTINUED
         self.form = form_of(processor)
+        if name is not None and self.form is None and self.shows_tools:
+            print(f"{name}: {NOT_READ}", file=sys.stderr)
 
     @functools.cached_property
-    def family(self) -> str | None:
-        """xgrammar's name of the model's form of tool calls; None where it is unknown."""
-        return family_of(self.form)
+    def hidden(self) -> set[int]:
+        """Special tokens that are no text: all but the marks of the form."""
+        marks = set() if self.form is None else self.form.marks
+        known = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {number for number, token in known.items() if token.special and token.content not in marks}
 
     @functools.cached_property
     def shows_tools(self) -> bool:

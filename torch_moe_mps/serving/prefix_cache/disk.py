@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
+from ..._faults import Mark, fault_of
 from ..._text import first_line
 from ...transformers.caches.in_layers import is_in_layers
 from ...transformers.caches.parts import (
@@ -78,7 +79,7 @@ class Disk:
         self.seconds = 0.0
         self._writer = Writer(self.files)
         self._pending: deque[_Snapshot] = deque()
-        self._copying: tuple[str, int, Part, dict[int, Any], Any] | None = None
+        self._copying: tuple[str, int, Part, dict[int, Any], Mark] | None = None
         self._keys: dict[Any, str] = {}
         self._key = "unknown"
 
@@ -132,14 +133,23 @@ class Disk:
 
         Args:
             wait: for the writer.
+
+        Raises: torch.AcceleratorError if the GPU fails: no prefix that is unwritten is whole.
         """
+        try:
+            self._store(wait)
+        except torch.AcceleratorError:
+            self._pending.clear()
+            self._copying = None
+            raise
+
+    def _store(self, wait: bool) -> None:
         if self._writer.has_failed:
             self._pending.clear()
             self._copying = None
         if self._copying is not None:
-            name, end, part, classes, event = self._copying
-            if event is not None:
-                event.synchronize()
+            name, end, part, classes, copied = self._copying
+            copied.wait()
             if self._writer.is_behind and not wait:
                 return
             self._writer.put(name, end, part, classes)
@@ -155,19 +165,21 @@ class Disk:
                 return
             self._writer.plan(name)
             copy = begun_copy(part)
-            event, device = None, device_of(part)
-            if device.type != "cpu":
-                event = torch.Event(device=device, blocking=True)
-                event.record()
-            self._copying = name, end, copy, classes_of(snapshot.cache), event
+            copied = Mark(device_of(part), commits=True)
+            self._copying = name, end, copy, classes_of(snapshot.cache), copied
         except Exception as error:  # a cache that cannot be cut or written
+            if (fault := fault_of(error)) is not None:
+                raise fault from None
             self._pending.popleft()
             log.warning("a prefix is not cached in %s: %s", self.files.folder, first_line(error))
 
     def close(self) -> None:
         """Writes the queued prefixes."""
-        while self.is_storing:
-            self.store(wait=True)
+        try:
+            while self.is_storing:
+                self.store(wait=True)
+        except torch.AcceleratorError as fault:
+            log.warning("a prefix is not cached in %s: %s", self.files.folder, first_line(fault))
         self._writer.close()
 
     def _parts(self, snapshot: _Snapshot) -> Iterator[tuple[str, int, Part]]:

@@ -1,4 +1,4 @@
-"""The drafters that somebody asks for: by a name, as a model, or as a source of their own."""
+"""The drafters that somebody asks for: by a name, as a model, or as a Drafter."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from ..prefix_cache.memory import PrefixCache
 from . import LOOKUP, MTP
 from .dflash import DFlash, is_dflash
 from .draft import Draft
-from .drafter import Source
+from .drafter import Drafter
 from .drafting import Drafting
 from .mtp import Mtp
 from .prompt_lookup import Lookup
@@ -21,10 +21,10 @@ def drafting_of(
     """The drafters that somebody asks for, and the width of their drafts.
 
     Args:
-        speculative: None, "lookup", "mtp", a draft model or assistant, a `Source`, or a list of these.
+        speculative: None, "lookup", "mtp", a draft model or assistant, a `Drafter`, or a list of these.
         prompts: the prefix cache of the model.
         name: of who asks, for errors.
-        width: draft tokens of a step; None chooses them by the times of steps.
+        width: draft tokens of a step; None is a usual number while they pay.
 
     Raises: ValueError.
     """
@@ -33,10 +33,10 @@ def drafting_of(
     if speculative is None:
         return None
     wanted = speculative if isinstance(speculative, list) else [speculative]
-    return Drafting(model, [_source_of(model, each, prompts, name) for each in wanted], Width(width))
+    return Drafting(model, [_drafter_of(model, each, prompts, name) for each in wanted], Width(width))
 
 
-def _source_of(model: PreTrainedModel, speculative: Any, prompts: PrefixCache | None, name: str) -> Source:
+def _drafter_of(model: PreTrainedModel, speculative: Any, prompts: PrefixCache | None, name: str) -> Drafter:
     memory = 0 if prompts is None else prompts.memory
     if isinstance(speculative, str) and speculative == LOOKUP:
         return Lookup(prompts)
@@ -46,12 +46,8 @@ def _source_of(model: PreTrainedModel, speculative: Any, prompts: PrefixCache | 
         return DFlash(model, speculative)
     if isinstance(speculative, PreTrainedModel):
         return Draft(model, speculative, memory)
-    if hasattr(speculative, "draft") and hasattr(speculative, "accepted"):
-        source: Source = speculative
-        return source
+    if isinstance(speculative, Drafter):
+        return speculative
     got = repr(speculative) if isinstance(speculative, str) else f"a {type(speculative).__name__}"
-    expected = (
-        f"None, {LOOKUP!r}, {MTP!r}, a draft model or assistant, an object with draft() and accepted(), "
-        "or a list of these"
-    )
+    expected = f"None, {LOOKUP!r}, {MTP!r}, a draft model or assistant, a Drafter, or a list of these"
     raise ValueError(f"{name}: speculative must be {expected}, got {got}")

@@ -16,7 +16,7 @@ from ...transformers.caches.batched import reserve, take_back
 from ...transformers.caches.cache import grow_cache
 from ...transformers.caches.state import LayerState
 from ...transformers.dflash import DFlashStep
-from .drafter import Row, RowSource
+from .drafter import Row, RowDrafter
 
 _WAITING = 512  # states of a row that wait until some tokens are drafted; more are read at once
 
@@ -59,8 +59,8 @@ class _Read:
         return waiting + sum(LayerState(layer).memory() for layer in self.cache.layers)
 
 
-class DFlash(RowSource[_Read]):
-    """A `Source` of an assistant's blocks.
+class DFlash(RowDrafter[_Read]):
+    """A drafter of an assistant's blocks.
 
     Args:
         model: that verifies the drafts.

@@ -11,8 +11,7 @@ from ...transformers.caches.prompt_cache import reads_whole, takes_layers
 from ...transformers.upstream.calls import cache_argument
 from ..engine.prefill import Prefill
 from ..engine.ranges import vocabulary_of
-from ..prefix_cache.memory import PrefixCache
-from .drafter import Row, RowSource
+from .drafter import Row, RowDrafter
 from .width import MOST
 
 _NAME = "moe_mps::speculative"
@@ -39,8 +38,8 @@ class _Read(NamedTuple):
         return self.rows.memory()
 
 
-class Draft(RowSource[_Read]):
-    """A `Source` that generates the likeliest tokens of a model, from a cache of its own for each row.
+class Draft(RowDrafter[_Read]):
+    """A drafter that generates the likeliest tokens of a model, from a cache of its own for each row.
 
     Args:
         model: that verifies the drafts.
@@ -53,12 +52,12 @@ class Draft(RowSource[_Read]):
     """
 
     def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, memory: int):
-        super().__init__()
+        super().__init__(memory)
         require_tokens(model, draft)
         kind = type(draft).__name__
         if not takes_layers(draft) or reads_whole(draft):
             raise ValueError(f"{_NAME}: a draft must have a cache that can be cut, got a {kind}")
-        self._draft, self.prompts, self.modules = draft, PrefixCache(memory), [draft]
+        self._draft, self.modules = draft, [draft]
 
     def _of(self, row: Row) -> list[int]:
         cached, read = self._read.get(row) or self._begin(row)

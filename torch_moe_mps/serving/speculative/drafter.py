@@ -1,25 +1,32 @@
-"""The protocol of drafters, and the sequences that they draft for."""
+"""The base class of drafters, and the sequences that they draft for."""
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor, nn
+
+from ..prefix_cache.memory import PrefixCache
 
 
 @dataclass
-class Held:
-    """Running counts of verified draft tokens.
+class Acceptance:
+    """Acceptance of a drafter's tokens, for a row.
 
     Attributes:
-        hits, tries: accepted ones, and all.
+        accepted: the mean of the last steps that had some.
+        steps: how many those are.
+        pause: steps without drafts in front of the next try, where they do not pay.
+        waits: how many of them are left.
     """
 
-    hits: float = 0.0
-    tries: float = 0.0
+    accepted: float
+    steps: int = 0
+    pause: int = 1
+    waits: int = 0
 
 
 @dataclass(eq=False)
@@ -31,49 +38,66 @@ class Row:
         prompt: how many of them are the prompt's.
         likely: tokens that the answer probably has, in their order, such as the text that it changes.
         most: how many tokens may be drafted now.
-        source: the number of the source that is asked, or whose drafts these are.
-        held: counts of accepted drafts of each source, by its number.
-        budget: time that drafts may lose before they have to gain, in tokens.
-        failed: the numbers of sources that have raised for it, and are not asked for it any more.
+        drafter: the number of the one whose drafts these are.
+        acceptance: by the number of a drafter.
+        failed: the numbers of drafters that have raised for it, and are not asked for it any more.
     """
 
     tokens: list[int]
     prompt: int
     likely: list[int] = field(default_factory=list)
     most: int = 0
-    source: int = 0
-    held: defaultdict[int, Held] = field(default_factory=lambda: defaultdict(Held))
-    budget: float = 0.0
+    drafter: int = 0
+    acceptance: dict[int, Acceptance] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
 
 
-class Source(Protocol):
+class Drafter(ABC):
     """Drafts tokens. The model's answer is the same whatever they are.
 
-    One with an attribute `is_cheap` that is true is asked in each step, before the last token is known, too:
-    to draft costs it next to nothing. Any other is asked where drafts pay.
+    An exception of a drafter ends its drafts for that row alone.
 
-    One with an attribute `states`, numbers of the model's hidden states (-1: those behind its last layer),
-    has a method `computed(row, first, states)`, which gets them side by side, [1, T, H], of a row's tokens
-    from place `first` on, each once and in their order. One with `left(row)` is told that the row's answer
-    has ended, unless all end by a fault. What a source raises ends its drafts for that row alone.
-
-    What a source takes of the memory, it says by `modules`, which it computes with beside the model, by
-    `prompts`, which it keeps, by `held(row)`: bytes of a row, and by `layers`: how many of its layers are of
-    the model's kind.
+    Attributes:
+        is_cheap: it is asked in each step, before the last token is known, too: to draft costs it next to
+            nothing. Any other is asked where drafts pay.
+        states: numbers of the model's hidden states that `computed` gets; -1 is those behind its last layer.
+        modules: that it computes with beside the model.
+        layers: how many layers of the model's checkpoint draft.
     """
 
+    is_cheap = False
+    states: tuple[int, ...] = ()
+    modules: Sequence[nn.Module] = ()
+    layers = 0
+
+    @abstractmethod
     def draft(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
         """Draft tokens of each row, at most `row.most`; none where nothing is known."""
 
-    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:  # noqa: B027
         """Takes how many of the last drafts of each row were accepted; these, and the token behind them, are
         among the row's now.
         """
 
+    def computed(self, row: Row, first: int, states: Tensor) -> None:  # noqa: B027
+        """Takes the model's `states`, side by side [1, T, H], of a row's tokens from place `first` on, each
+        once and in their order.
+        """
+
+    def left(self, row: Row) -> None:  # noqa: B027
+        """Ends a row, whose answer has ended, unless all end by a fault."""
+
+    def held(self, row: Row) -> int:
+        """Bytes that it holds for a row."""
+        return 0
+
+    def shrink(self, memory: int) -> int:
+        """Gives up prompts that it keeps, to at most so many bytes. Returns: the bytes of the rest."""
+        return 0
+
 
 class Read(Protocol):
-    """A row, as far as a source has read it."""
+    """A row, as far as a drafter has read it."""
 
     def memory(self) -> int:
         """Bytes that it holds."""
@@ -82,11 +106,12 @@ class Read(Protocol):
 R = TypeVar("R", bound=Read)
 
 
-class RowSource(ABC, Generic[R]):
-    """A `Source` that computes the drafts of one row after the other, from a cache of its own for each."""
+class RowDrafter(Drafter, Generic[R]):
+    """A drafter of one row after the other, from a cache of its own for each."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: int = 0) -> None:
         self._read: WeakKeyDictionary[Row, R] = WeakKeyDictionary()
+        self.prompts = PrefixCache(memory)
 
     @torch.no_grad()
     def draft(self, rows: Sequence[Row]) -> list[list[int]]:
@@ -96,14 +121,10 @@ class RowSource(ABC, Generic[R]):
     def _of(self, row: Row) -> list[int]:
         """Draft tokens of a row, at most `row.most`."""
 
-    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """Needs no count: rejected tokens are taken back from the cache, with the draft or the next one."""
-
     def held(self, row: Row) -> int:
         read = self._read.get(row)
         return 0 if read is None else read.memory()
 
-
-def told(source: Source | None, name: str) -> Any:
-    """A method of a source; one that does nothing where it has none."""
-    return getattr(source, name, lambda *_: None)
+    def shrink(self, memory: int) -> int:
+        self.prompts.shrink(memory)
+        return self.prompts.octets

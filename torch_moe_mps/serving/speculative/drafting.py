@@ -1,8 +1,8 @@
-"""The drafts of a batch: asked of sources, as many as pay, and none where tokens cannot be taken back."""
+"""The drafts of a batch: asked of drafters that pay, and none where tokens cannot be taken back."""
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from ..._text import first_line
 from ..engine.job import as_errors
 from ..engine.ranges import placeholders_of, vocabulary_of
-from .drafter import Row, Source, told
+from .drafter import Drafter, Row
 from .width import Width
 
 logger = logging.getLogger(__name__)
 
 
 class Drafting:
-    """Asks sources for the drafts of a batch, and counts the accepted ones.
+    """Asks drafters for the drafts of a batch, and counts the accepted ones.
 
     Args:
         model: that verifies the drafts.
-        sources: drafters; each row has the drafts of the first one that has some, and pays.
+        drafters: each row has the drafts of the first one that has some, and pays.
         width: chooses how many there are.
 
     Attributes:
@@ -33,17 +33,17 @@ class Drafting:
         seconds: that the last drafts took.
     """
 
-    def __init__(self, model: Any, sources: Sequence[Source], width: Width):
+    def __init__(self, model: Any, drafters: Sequence[Drafter], width: Width):
         self.width, self.accepted, self.rejected, self.seconds = width, 0, 0, 0.0
-        self._sources = dict(enumerate(sources))
-        self._faults: dict[int, str] = {}  # the last one of each source: it is logged once
+        self._drafters = dict(enumerate(drafters))
+        self._faults: dict[int, str] = {}  # the last one of each drafter: it is logged once
         self._vocabulary = vocabulary_of(model)
         self._no_text = placeholders_of(model)
 
     @property
     def states(self) -> tuple[int, ...]:
-        """Numbers of the model's states that sources want, side by side."""
-        return tuple(sorted({number for each in self._sources.values() for number in _states(each)}))
+        """Numbers of the model's states that drafters want, side by side."""
+        return tuple(sorted({number for each in self._drafters.values() for number in each.states}))
 
     def __str__(self) -> str:
         drafted = self.accepted + self.rejected
@@ -52,103 +52,83 @@ class Drafting:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Modules that sources compute with beside the model."""
-        return [module for each in self._sources.values() for module in getattr(each, "modules", ())]
+        """Modules that drafters compute with beside the model."""
+        return [module for each in self._drafters.values() for module in each.modules]
 
     @property
     def layers(self) -> int:
         """How many layers of the model's checkpoint draft."""
-        return sum(getattr(each, "layers", 0) for each in self._sources.values())
+        return sum(each.layers for each in self._drafters.values())
 
     def held(self, row: Row) -> int:
-        """Bytes that sources hold for a row."""
-        held = (getattr(each, "held", None) for each in self._sources.values())
-        return sum(of(row) for of in held if of is not None)
+        """Bytes that drafters hold for a row."""
+        return sum(each.held(row) for each in self._drafters.values())
 
     def shrink(self, memory: int) -> int:
-        """Gives up prompts that sources keep, to at most half of so many bytes. Returns: the rest."""
-        kept = [own for each in self._sources.values() if (own := getattr(each, "prompts", None)) is not None]
-        for prompts in kept:
-            prompts.shrink(max(0, memory) // (2 * len(kept)))
-        return memory - sum(prompts.octets for prompts in kept)
+        """Gives up prompts that drafters keep, to at most half of so many bytes. Returns: the rest."""
+        each = max(0, memory) // (2 * max(1, len(self._drafters)))
+        return memory - sum(drafter.shrink(each) for drafter in self._drafters.values())
 
     def give_up(self, reason: object) -> None:
         """Drafts nothing any more; a line of the log says why."""
-        self._sources.clear()
+        self._drafters.clear()
         logger.warning("torch_moe_mps: no tokens are drafted any more: %s", reason)
 
     def may_pay(self, rows: Sequence[Row], ahead: Sequence[int], room: Sequence[int]) -> bool:
         """Whether the next step may have drafts, where the last tokens are not known yet.
 
-        Sources that are cheap are asked; of others, it is enough that as many as there is room for would pay.
+        Drafters that are cheap are asked; of others, it is enough that they would pay.
         """
-        none, cheap = {row: list[int]() for row in rows}, []
-        for number, source in self._sources.items():
-            if _is_cheap(source):
-                cheap.append(number)
-            elif _asks(number, rows) and self._best(rows, number, none, ahead, room) > 0:
-                return True
+        cheap = [number for number, each in self._drafters.items() if each.is_cheap]
+        others = self._drafters.keys() - {*cheap}
+        if any(room) and any(self._asked(number, rows) for number in others):
+            return True
         return self._of(rows, ahead, room, cheap) is not None
 
     def draft(self, rows: Sequence[Row], ahead: Sequence[int], room: Sequence[int]) -> list[list[int]] | None:
-        """Drafts for each row, and how many tokens a step has; None where to draft none is faster.
+        """Drafts for each row, and how many tokens a step has; None where none has any.
 
         Args:
             ahead: how many tokens of each row are known behind the first of a step.
             room: how many drafts each row may have.
         """
-        return self._of(rows, ahead, room, [*self._sources])
+        found = self._of(rows, ahead, room, [*self._drafters])
+        if found is None:
+            for row in rows:
+                self._rest(row, self._drafters)
+        return found
 
     def _of(
         self, rows: Sequence[Row], ahead: Sequence[int], room: Sequence[int], asked: Sequence[int]
     ) -> list[list[int]] | None:
-        """Drafts of these sources: each is asked for the rows that have none yet."""
+        """Drafts of these drafters: each is asked for the rows that have none yet."""
         started, found = time.perf_counter(), {row: list[int]() for row in rows}
+        for row, known, most in zip(rows, ahead, room, strict=True):
+            row.most = max(0, min(most, self.width.tokens - known))
         for number in asked:
-            left = _asks(number, [row for row in rows if not found[row]])
-            width = self._best(rows, number, found, ahead, room) if left else 0
-            if width == 0:
-                continue
-            for row, known, most in zip(rows, ahead, room, strict=True):
-                row.most = max(0, min(most, width - known))
-            if not self._draft(number, left, found) and len(left) > 1:
+            left = [row for row in self._asked(number, rows) if not found[row] and row.most]
+            if left and not self._draft(number, left, found) and len(left) > 1:
                 for row in left:  # one of them fails
                     self._draft(number, [row], found)
         self.seconds = time.perf_counter() - started
-        every = [known + len(found[row]) for row, known in zip(rows, ahead, strict=True)]
-        width = self.width.best(rows, every, ahead)
-        if width == 0:
-            for row in rows:
-                self._rest(row, self._sources)
-            return None
-        return [found[row][: max(0, width - known)] for row, known in zip(rows, ahead, strict=True)]
+        width = self.width.best([known + len(found[row]) for row, known in zip(rows, ahead, strict=True)])
+        drafts = [found[row][: max(0, width - known)] for row, known in zip(rows, ahead, strict=True)]
+        return drafts if any(drafts) else None
+
+    def _asked(self, number: int, rows: Sequence[Row]) -> list[Row]:
+        """The rows that a drafter is asked for."""
+        return [row for row in self.width.pays(rows, number) if number not in row.failed]
 
     def _draft(self, number: int, rows: Sequence[Row], found: dict[Row, list[int]]) -> bool:
-        """Whether a source drafts for these rows. A row alone that it fails for is not asked for again."""
+        """Whether a drafter drafts for these rows. A row alone that it fails for is not asked for again."""
         with self._fails(number, rows if len(rows) == 1 else ()):
-            found |= zip(rows, self._checked(self._sources[number].draft(rows), rows), strict=True)
+            for row, own in zip(rows, self._checked(self._drafters[number].draft(rows), rows), strict=True):
+                found[row], row.drafter = own, number
             return True
         return False
 
-    def _best(
-        self,
-        rows: Sequence[Row],
-        number: int,
-        found: Mapping[Row, list[int]],
-        ahead: Sequence[int],
-        room: Sequence[int],
-    ) -> int:
-        """The width that pays where a source drafts all that there is room for in rows without drafts."""
-        for row in rows:
-            row.source = row.source if found[row] or number in row.failed else number
-        lengths = (
-            len(found[row]) or (0 if number in row.failed else most)
-            for row, most in zip(rows, room, strict=True)
-        )
-        return self.width.best(rows, [*map(sum, zip(ahead, lengths, strict=True))], ahead)
-
     def _checked(self, drafts: Any, rows: Sequence[Row]) -> list[list[int]]:
-        """The drafts of a source, at most as many of each row as were asked for, up to one of an image.
+        """The drafts of a drafter, at most as many of each row as were asked for, up to one of an image.
 
         Raises: ValueError for what are no tokens of the model.
         """
@@ -158,9 +138,9 @@ class Drafting:
             raise ValueError(f"drafts must be tokens below {self._vocabulary}, got {wrong}")
         return [[*takewhile(lambda token: token not in self._no_text, own)] for own in made]
 
-    def _rest(self, row: Row, sources: Iterable[int]) -> None:
-        for source in sources:
-            self.width.rested(row, source)
+    def _rest(self, row: Row, drafters: Iterable[int]) -> None:
+        for drafter in drafters:
+            self.width.rested(row, drafter)
 
     def verified(self, rows: Sequence[Row], held: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
         """Notes how many draft tokens of each row were accepted."""
@@ -169,12 +149,12 @@ class Drafting:
             self.rejected += len(own) - count
             if own:
                 self.width.verified(row, count, len(own))
-                self._rest(row, self._sources.keys() - {row.source})
+                self._rest(row, self._drafters.keys() - {row.drafter})
         counts = dict(zip(rows, held, strict=True))
-        for number, source in self._sources.items():
-            asked = _asks(number, rows)
+        for number, drafter in self._drafters.items():
+            asked = [row for row in rows if number not in row.failed]
             with self._fails(number, asked):
-                source.accepted(asked, [counts[row] for row in asked])
+                drafter.accepted(asked, [counts[row] for row in asked])
 
     def computed(
         self, rows: Sequence[Row], firsts: Sequence[int], states: Tensor, counts: Sequence[int]
@@ -182,21 +162,21 @@ class Drafting:
         """Hands on the model's states [B, T, H] of `counts` tokens of rows, from their places `firsts` on."""
         wanted = self.states
         each = states.chunk(len(wanted), -1)
-        for number, source in self._sources.items():
-            if not (own := _states(source)):
+        for number, drafter in self._drafters.items():
+            if not (own := drafter.states):
                 continue
             parts = states if own == wanted else torch.cat([each[wanted.index(state)] for state in own], -1)
             for place, (row, first, count) in enumerate(zip(rows, firsts, counts, strict=True)):
                 if count > 0 and number not in row.failed:
                     with self._fails(number, [row]):
-                        told(source, "computed")(row, first, parts[place : place + 1, :count])
+                        drafter.computed(row, first, parts[place : place + 1, :count])
 
     def left(self, row: Row) -> None:
-        """Tells the sources that the answer of a row has ended."""
-        for number, source in self._sources.items():
+        """Tells the drafters that the answer of a row has ended."""
+        for number, drafter in self._drafters.items():
             if number not in row.failed:
                 with self._fails(number, [row]):
-                    told(source, "left")(row)
+                    drafter.left(row)
 
     @contextmanager
     def _fails(self, number: int, rows: Sequence[Row]) -> Iterator[None]:
@@ -212,20 +192,5 @@ class Drafting:
             reason = f"{type(error).__name__}: {first_line(error)}"
             if rows and self._faults.get(number) != reason:
                 self._faults[number] = reason
-                kind = type(self._sources[number]).__name__
+                kind = type(self._drafters[number]).__name__
                 logger.warning("torch_moe_mps: %s drafts no tokens for a sequence: %s", kind, reason)
-
-
-def _asks(number: int, rows: Sequence[Row]) -> list[Row]:
-    """The rows that a source has not failed for."""
-    return [row for row in rows if number not in row.failed]
-
-
-def _is_cheap(source: Source) -> bool:
-    return bool(getattr(source, "is_cheap", False))
-
-
-def _states(source: Source) -> tuple[int, ...]:
-    """Numbers of the model's states that a source wants."""
-    wanted: tuple[int, ...] = getattr(source, "states", ())
-    return wanted

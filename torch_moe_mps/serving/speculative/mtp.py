@@ -15,7 +15,7 @@ from ...transformers.caches.batched import forgetting, reserve, take_back
 from ...transformers.caches.state import LayerState
 from ...transformers.mtp.steps import mtp_steps, new_mtp_cache
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
-from .drafter import Row, RowSource
+from .drafter import Row, RowDrafter
 
 _WAITING = 64  # states of a row that wait until some tokens are drafted; more are read at once
 _SMALL_GAP = 8  # states that are missing between a cached prefix and the first new one, and stand as zeros
@@ -44,8 +44,8 @@ class _Read:
         return waiting + sum(LayerState(layer).memory() for layer in self.cache.layers)
 
 
-class Mtp(RowSource[_Read]):
-    """A `Source` of the layers that a model's checkpoint has for drafts.
+class Mtp(RowDrafter[_Read]):
+    """A drafter of the layers that a model's checkpoint has for drafts.
 
     Args:
         model: that verifies the drafts, accelerated.

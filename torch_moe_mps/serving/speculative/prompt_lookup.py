@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
-from .drafter import Row
+from .drafter import Drafter, Row
 
 _GRAM = 3  # tokens that must repeat
 _BITS = 21  # for a token in the number that stands for a gram
@@ -75,8 +75,8 @@ def _grams(tokens: list[int]) -> list[int]:
     return grams
 
 
-class Lookup:
-    """A `Source` of repetitions.
+class Lookup(Drafter):
+    """A drafter of repetitions.
 
     Args:
         prompts: the prefix cache, searched, too; None for the sequence alone.
@@ -92,9 +92,6 @@ class Lookup:
     def draft(self, rows: Sequence[Row]) -> list[list[int]]:
         kept = self._of_kept()
         return [self._of(row, kept) for row in rows]
-
-    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """Needs no count: the tokens are read with the next draft."""
 
     def _of(self, row: Row, kept: list[Index]) -> list[int]:
         done = len(row.tokens) - row.prompt

@@ -14,7 +14,7 @@ template <typename W, int R, int N, bool kNormed, typename S>
     device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
     device int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
     device typename W::Element* out [[buffer(6)]], device const uchar* logits [[buffer(7)]],
-    device const uchar* router_bias [[buffer(8)]], device const uchar* per_expert_scale [[buffer(9)]],
+    device const uchar* correction_bias [[buffer(8)]], device const uchar* per_expert_scale [[buffer(9)]],
     device float* weights [[buffer(10)]], constant ChosenParams& params [[buffer(11)]],
     device const S* norm_weight [[buffer(12)]], device const uchar* shared_packed [[buffer(13)]],
     device const uchar* shared_scales [[buffer(14)]], device const uchar* shared_biases [[buffer(15)]],
@@ -31,7 +31,7 @@ template <typename W, int R, int N, bool kNormed, typename S>
     }
     const bool writes = group.x == 0 && group.y == 0 && simdgroup == 0;
     const Choice<N> choice =
-        choice_of<N>(values, router_bias, router, writes ? router.top_k : group.y + 1, lane);
+        choice_of<N>(values, correction_bias, router, writes ? router.top_k : group.y + 1, lane);
     if (writes) choice.store(per_expert_scale, weights, ids, router, lane);
     place.expert = choice.expert_of(group.y, lane);
   } else {

@@ -106,7 +106,7 @@ inline void norm_inputs(InputNorm<T> norm, thread Pack<N>* inputs, thread Square
                         uint left, bool vectorised, constant MatmulParams& params) {
   const auto weight = load_elements<N>(norm.weight + column, left, vectorised);
   UNROLL for (int i = 0; i < N; ++i) {
-    const float factor = weight.at(i) + params.norm_offset;
+    const float factor = weight.at(i) + params.norm_weight_offset;
     UNROLL for (int m = 0; m < M; ++m) {
       const float x = inputs[m].v[i];
       squares.v[m] = fma(x, x, squares.v[m]);

@@ -68,7 +68,7 @@ struct LinearAttentionParams {
   float lower_bound;
   float beta_min;
   float norm_eps;
-  float norm_offset;
+  float norm_weight_offset;
 };
 
 // Strides are in elements. A channel is a head of one element here.

@@ -48,7 +48,7 @@ struct MatmulParams {
   float limit;
   float factor;       // of what a pointwise activation is computed of
   float norm_eps;     // of the RMSNorm of the inputs, in kernels that have one
-  float norm_offset;  // what is added to its weight
+  float norm_weight_offset;  // what is added to its weight
 };
 
 struct ExpertDownParams {

@@ -25,8 +25,8 @@ struct RouterParams {
   uint32_t scale_dtype;
   uint32_t normalise_scaled;
   float masked_score;
-  float norm_eps;
-  float norm_min;
+  float sum_eps;
+  float sum_min;
   float scaling_factor;
 };
 
@@ -42,7 +42,7 @@ struct RouterLogitsParams {
   uint32_t logits_dtype;
   float factor;
   float eps;
-  float norm_offset;
+  float norm_weight_offset;
 };
 
 struct HashRouterParams {

@@ -114,7 +114,7 @@ def _sdpa(
 
 
 def _is_operators(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> bool:
-    """Whether a layer's attention is for the operator on MPS, if that takes it."""
+    """True if a layer's attention is for the operator on MPS, if that takes it."""
     if not getattr(module, STATE, NOTHING).is_attention:
         return False
     if isinstance(mask, CausalMask) and not _takes_bools(query, key, value, mask):
@@ -144,20 +144,20 @@ def attention(
             of S, several are the first; each sees its own key and what lies before it, in the window. Without
             one, tokens of attention that is not causal, such as cross-attention, see all keys.
         scaling: of the scores; without it D ** -0.5.
-        dropout: for the model's own code, which runs where it is asked for.
-        options: what the layer hands on besides. These are read here; own code gets all but the choices:
+        dropout: above 0, eager attention runs.
+        options: what the layer hands on besides. Eager attention gets all but the choices:
             sliding_window: of the layer; a mask holds it already.
             s_aux: [Hq], the sinks.
             softcap: of the scores.
-            indices: [B, T, K], the keys that an indexer has chosen for each token; those that the mask hides,
-                and -1, count as none.
+            indices: [B, T, K], the keys that an indexer has chosen for each token; -1 and keys that the mask
+                hides count as none.
             block_indices: the blocks of keys that the module's `indexer` chooses for each token and head of
                 keys: a Choice, or [B, Hk, T, K], distinct but for -1, which counts as none. A token sees what
                 the mask shows of them.
 
     Returns: [B, T, Hq, Dv], and the attention's weights or None.
 
-    Raises: RuntimeError where the model's own code is needed and its file has none.
+    Raises: RuntimeError where eager attention is needed and the model's file has none.
     """
     scores = Scores(scaling, options.get("softcap"), options.get("s_aux"))
     _, before = getattr(module, STATE, NOTHING).previous.get(IMPLEMENTATION, (None, None))
@@ -191,7 +191,7 @@ def attention(
 
 
 def _shown(mask: Any, query: Tensor, key: Tensor, visible: Visible | None) -> Tensor | None:
-    """The mask for a model's own code, to be added; without one of what is visible, None for everything."""
+    """Additive mask of eager attention, made from what is visible if none is given; None if all keys are."""
     mask, keys = _elements(mask), key.shape[2]
     if mask is None and visible is not None:
         mask = seen_in_order(query.shape[2], keys, keys, visible.window, None, query.device)
@@ -230,7 +230,7 @@ def _eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | N
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of NAME, an additive one; None only where eager's may be, for own code adds columns to it."""
+    """The mask of NAME, an additive one; None only where eager's may be: it adds columns to its mask."""
     from ..upstream.models import eager_mask
 
     mask = None if args else _causal(**{"dtype": torch.float32, **kwargs})
@@ -262,7 +262,7 @@ def attend(
     value: Tensor,
     visible: Visible,
     scores: Scores,
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
 ) -> Tensor:
     """Result of the operator `attention`, [B, T, Hq, Dv] in `dtype` or the queries' dtype.
 
@@ -299,7 +299,7 @@ def _attend_to_promised(
 ) -> Tensor | None:
     """Attention to keys and values that are still latents; None where all of them may be expanded.
 
-    The operator reads the latents. Where it cannot, `call` runs for some heads at a time, which are expanded.
+    The operator reads the latents. If it cannot, heads are expanded and attended to a few at a time.
     """
     source, sinks = key.source, scores.sinks
     brought = source.brought(query)
@@ -308,7 +308,7 @@ def _attend_to_promised(
         if takes(brought, keys, values, mask, sinks):
             if scores.scaling is None:
                 scores = scores._replace(scaling=query.shape[3] ** -0.5)
-            dtype = None if query.dtype == torch.float32 else torch.float32
+            dtype = None if query.dtype == torch.float32 else "float32"
             return source.taken_back(attend(brought, keys, values, visible, scores, dtype))
     if visible.indices is not None or (mask is not None and mask.shape[1] != 1):
         return None
@@ -337,12 +337,12 @@ def _is_few(tokens: int) -> bool:
 
 
 def _beats_sdpa(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's attention on MPS would store the scores of a prompt, or keep the display waiting."""
+    """True if torch's attention on MPS would store the scores of a prompt, or keep the display waiting."""
     return query.shape[3] != value.shape[3] or query.shape[3] > SDPA_HEAD or _is_long(query, key)
 
 
 def _takes_bools(query: Tensor, key: Tensor, value: Tensor, mask: CausalMask) -> bool:
-    """Whether torch's attention computes a chunk of a prompt, with the mask as a bool for each key. It would
+    """True if torch's attention computes a chunk of a prompt, with the mask as a bool for each key. It would
     read the keys outside of a window, too, and its results are NaN for padding."""
     in_order = mask.lookahead == 0 and not mask.has_window and mask.key_range is None
     is_chunk = in_order and not _is_few(query.shape[2]) and not isinstance(key, Deferred)
@@ -350,7 +350,7 @@ def _takes_bools(query: Tensor, key: Tensor, value: Tensor, mask: CausalMask) ->
 
 
 def _is_long(query: Tensor, key: Tensor) -> bool:
-    """Whether torch's one dispatch would take so long that macOS may stop it; the operator's is cut."""
+    """True if torch's one dispatch would take so long that macOS may stop it; the operator's is cut."""
     (batch, heads, tokens, width), keys = query.shape, key.shape[2]
     if torch.compiler.is_compiling() or host_library() is None or not type(tokens) is type(keys) is int:
         return False
@@ -358,7 +358,7 @@ def _is_long(query: Tensor, key: Tensor) -> bool:
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> bool:
-    """Whether the operator computes what a call asks for."""
+    """True if the operator computes what a call asks for."""
     tensors = (query, key, value, mask, sinks)
     return (
         query.dtype == key.dtype == value.dtype in ACTIVATION_DTYPES
@@ -370,7 +370,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks:
 
 
 def _is_plain(mask: Tensor, query: Tensor, key: Tensor) -> bool:
-    """Whether a mask is the same for the heads of a key head and has a column, or a bit, for each key."""
+    """True if a mask is the same for the heads of a key head and has a column, or a bit, for each key."""
     batches = (query.shape[0],) if isinstance(mask, CausalMask) else (1, query.shape[0])
     columns = ceil(key.shape[2] / WORD) if mask.dtype == torch.int32 else key.shape[2]
     fits = mask.dim() == 4 and mask.shape[0] in batches and mask.shape[1] in (1, key.shape[1])
@@ -378,7 +378,7 @@ def _is_plain(mask: Tensor, query: Tensor, key: Tensor) -> bool:
 
 
 def _additive(mask: Tensor, query: Tensor) -> Tensor:
-    """The mask in the form that a model's own code adds to the scores."""
+    """The additive mask of eager attention."""
     if mask.shape[1] > 1:  # it has heads of keys
         mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], 1)
     return additive(mask, query.dtype) if mask.dtype == torch.bool else mask

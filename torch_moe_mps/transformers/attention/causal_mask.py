@@ -107,7 +107,7 @@ class CausalMask(Deferred):
 
     @property
     def is_of_first_tokens(self) -> bool:
-        """Whether the tokens are the first of the keys, and a window has not begun to move."""
+        """True if the tokens are the first of the keys, and a window has not begun to move."""
         of_first = self.seen == self.shape[_TOKENS] and self.lookahead == 0
         return of_first and not self.has_window and self.key_range is None
 
@@ -170,7 +170,7 @@ def _order(
 ) -> tuple[int | None, int] | None:
     """(window, lookahead) of a mask of tokens behind `before` others, over keys from `first` on.
 
-    None where it is more than an order.
+    None if it is more than an order.
     """
     size = asked.get("local_size")
     if asked.get("allow_is_causal_skip", True):
@@ -186,7 +186,7 @@ def _order(
 
 
 def _has_window(config: Any, size: int) -> bool:
-    """Whether a local mask of this size is a model's sliding window, not one of chunks."""
+    """True if a local mask of this size is a model's sliding window, not one of chunks."""
     chunked = getattr(config, "attention_chunk_size", None) is not None
     return not chunked and size == getattr(config, "sliding_window", None)
 

@@ -19,7 +19,7 @@ _AT_ONCE = 1024  # tokens of a prompt whose masks of bits exist at a time
 
 
 class Choice(NamedTuple):
-    """Arguments of `index_topk` to choose keys for T new tokens.
+    """Arguments of `_index_topk` to choose keys for T new tokens.
 
     Attributes:
         q: [B, T, Hi, D].
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
         options |= {"keys": seen} if self.is_pooled else {}
         if self.block > 1:
             options["block"] = self.block
-        return ops.index_topk(
+        return ops._index_topk(
             self.q[:, first:last], k, weights, self.top_k, self.scale, **self.options, **options
         )
 
@@ -66,7 +66,7 @@ class Choice(NamedTuple):
 
 
 class ChosenMask(CausalMask):
-    """[B, Hk or 1, T, S]: of the keys that a causal mask shows, those that an indexer has chosen.
+    """Mask [B, Hk or 1, T, S] of the visible keys that an indexer has chosen.
 
     Attributes:
         choice: of the keys, or of blocks of them.
@@ -83,7 +83,7 @@ class ChosenMask(CausalMask):
         return made
 
     def read_by_one(self) -> Tensor | None:
-        """Keys that a single token reads, [B, Hk or 1, 1, K], in blocks; None where it needs a mask."""
+        """Keys that a single token reads, [B, Hk or 1, 1, K], in blocks; None if it needs a mask."""
         tokens, keys = self.shape[2:]
         if tokens != 1 or self.key_range is not None or self.seen != keys:
             return None

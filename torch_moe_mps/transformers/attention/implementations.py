@@ -5,26 +5,20 @@ accelerated. torch's attention knows neither sinks nor soft caps: models with th
 implementation of this package.
 """
 
-import dis
-import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ops.attention import CACHE_BITS
 from ..basics.state import original_class, state_of
-from ..modules.functions import names_in
 from .attention import IMPLEMENTATION, NAME, wrap_sdpa
-from .visible import CHOICES
 
 KV_BITS = (CACHE_BITS, 16)  # for keys and values in a cache; in 16 they are as the model makes them
 LAYER_HOOKS: list[Callable[[nn.Module], None]] = []  # called with each layer that the operator runs
-WEIGHING = WeakIdKeyDictionary()  # configs that named NAME before they were asked for weights
 NEEDS_OUR_KERNEL: list[Callable[[nn.Module], bool]] = []  # whether a layer runs NAME in place of "eager"
+MASKS_CHOICES: list[Callable[[nn.Module], bool]] = []  # whether a layer masks what its indexer left
 
 
 def require_kv_bits(function: str, bits: int | None) -> None:
@@ -36,14 +30,15 @@ def require_kv_bits(function: str, bits: int | None) -> None:
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """{name: module} of the attention layers that `use_attention` can let run on the operator.
 
-    Those of encoders only where torch's attention lacks what they need, or keeps a mask of their window.
+    Layers of encoders count only if they need a feature that torch's attention lacks, or have a window.
     """
     result = {}
     for name, module in model.named_modules():
         causal = getattr(module, "is_causal", None)
         if not isinstance(causal, bool):
             continue
-        if "ALL_ATTENTION_FUNCTIONS" not in names_in(original_class(module).forward):
+        forward: Any = inspect.unwrap(original_class(module).forward)
+        if "ALL_ATTENTION_FUNCTIONS" not in forward.__globals__:
             continue
         implementation = _implementation_for(module)
         if implementation == NAME or (implementation is not None and (causal or _has_window(module))):
@@ -87,70 +82,11 @@ def _implementation_for(module: nn.Module) -> str | None:
     current = getattr(config, "_attn_implementation", None)
     if current not in ("eager", "sdpa", NAME) or getattr(config, "output_attentions", False):
         return None
-    asks, keywords = _asks(module)
-    if asks and set(asks) == {("eager", "sdpa")} and keywords & CHOICES:
+    # The indexer is None in a layer that takes the choice of another one.
+    if hasattr(module, "indexer") and not any(masks(module) for masks in MASKS_CHOICES):
         return NAME
     if current == "sdpa":
         return current
     capped = getattr(module, "attn_logit_softcapping", None) is not None
-    if not asks and any(needs(module) for needs in NEEDS_OUR_KERNEL):
-        return NAME
-    if not isinstance(getattr(module, "sinks", None), Tensor) and not (capped and "softcap" in keywords):
-        return None
-    return None if asks else NAME
-
-
-def _asks(module: nn.Module) -> tuple[list[Any], set[Any]]:
-    """Names that a forward compares its implementation's with, and names of arguments that it passes on.
-
-    Its bytecode has both. Where it only gets the implementation, the function of eager attention follows.
-    """
-    code: Any = inspect.unwrap(original_class(module).forward).__code__
-    loads = itertools.pairwise(dis.get_instructions(code))
-    names = [b for a, b in loads if a.argval == "_attn_implementation" and b.opname != "LOAD_GLOBAL"]
-    passed = {name for constant in code.co_consts if isinstance(constant, tuple) for name in constant}
-    return [item.argval for item in names], passed
-
-
-def give_weights_by_own_code(config_class: Any) -> None:
-    """Patches PreTrainedConfig: `output_attentions = True` turns NAME back to "eager", which returns weights.
-
-    transformers accepts it beside "eager" alone, which is what the model came with. False puts NAME back.
-    """
-    own = config_class.output_attentions
-
-    def output_attentions(self: Any, value: bool) -> None:
-        if value and self._attn_implementation == NAME:
-            _change(self, NAME, "eager")
-            WEIGHING[self] = True
-        own.fset(self, value)
-        if not value and WEIGHING.pop(self, False):
-            _change(self, "eager", NAME)
-
-    config_class.output_attentions = own.setter(output_attentions)
-
-
-def _change(config: Any, before: str, after: str) -> None:
-    """Names another implementation in a config, and in its parts that name the same."""
-    parts = {name: getattr(config, name, None) for name in config.sub_configs}
-    names = [name for name, part in parts.items() if getattr(part, IMPLEMENTATION, None) == before]
-    setattr(config, IMPLEMENTATION, dict.fromkeys(("", *names), after))
-
-
-def batch_with_own_code(manager: Any) -> None:
-    """Patches the class ContinuousBatchingManager: layers that run NAME run their own code in batches.
-
-    transformers has pages for "eager" and "sdpa" only, and goes back to the implementation that it found.
-    """
-    switch = manager.switch_to_cb_friendly_attn
-
-    @functools.wraps(switch)
-    def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        is_ours = model.config._attn_implementation == NAME
-        if is_ours:
-            model.set_attn_implementation("eager")
-        switch(self, model, *args, **kwargs)
-        if is_ours:
-            self._original_attn_impl = NAME
-
-    manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
+    needs_ours = capped or isinstance(getattr(module, "sinks", None), Tensor)
+    return NAME if needs_ours or any(needs(module) for needs in NEEDS_OUR_KERNEL) else None

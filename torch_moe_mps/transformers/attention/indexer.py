@@ -1,7 +1,7 @@
 """Indexers of sparse attention, which choose the keys that a token reads.
 
 While a token may choose all of its keys, an indexer only adds its own keys to the cache. Beyond that the
-operator `index_topk` chooses, without scores for each head. What an indexer computes in front of that is
+operator `_index_topk` chooses, without scores for each head. What an indexer computes in front of that is
 recognised by running it with other numbers.
 """
 
@@ -80,7 +80,7 @@ def indexer_forward(
         )
         return every[:seen].expand(*hidden_states.shape[:2], seen)
     q, k, weights, top_k, scale, *_ = choice
-    chosen: Tensor = ops.index_topk(q, k, weights, top_k, scale, key_range=mask.key_range)
+    chosen: Tensor = ops._index_topk(q, k, weights, top_k, scale, key_range=mask.key_range)
     setattr(chosen, IN_ORDER, True)
     return chosen
 
@@ -162,11 +162,11 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     if form is None:
         return None
     state_of(module).formula = form
-    return indexer_forward, [Done("index_topk"), Done("rope_cache_")]
+    return indexer_forward, [Done("_index_topk"), Done("rope_cache_")]
 
 
 def _fits(turn: Turn | None, rotary: int, width: int) -> bool:
-    """Whether a turn by tables of a width stays within the heads."""
+    """True if a turn by tables of a width stays within the heads."""
     columns = 0 if turn is None else rotary // (2 if turn.half_of_table else 1)
     return turn is None or columns * (2 if turn.doubled else 1) <= width
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops._checks import dtype_name
 from ..basics.deferred import Deferred
 from ..basics.report import Done
 from ..basics.self_check_state import refusal
@@ -85,7 +86,7 @@ class Latents:
         self._expanded: tuple[Tensor, Tensor] | None = None
 
     def expanded(self) -> tuple[Tensor, Tensor]:
-        """Keys [B, Hq, S, N + R] and values [B, Hq, S, V] by the model's own code."""
+        """Keys [B, Hq, S, N + R] and values [B, Hq, S, V] by the eager code of the layer."""
         if self._expanded is None:
             self._expanded = self.own(self.module, self.latents, self.rotated)
         return self._expanded
@@ -93,7 +94,7 @@ class Latents:
     def some_heads(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(heads, their keys, their values), as many heads at a time as MOST_BYTES allow, at least one.
 
-        Nothing where all heads are no more, and where the model's own code has to run.
+        Nothing where all heads are no more, and where the eager code must run.
         """
         form: Expansion = self.module.__dict__[STATE].expansion
         layer: Any = getattr(self.module, form.projection, None)
@@ -130,7 +131,7 @@ class Latents:
     def brought(self, query: Tensor) -> Tensor | None:
         """The queries [B, Hq, T, N + R] as ones of the latents, [B, Hq, T, L + R].
 
-        None where the model's own code has to run.
+        None where the eager code must run.
         """
         form: Expansion = self.module.__dict__[STATE].expansion
         layer: Any = getattr(self.module, form.projection, None)
@@ -141,13 +142,13 @@ class Latents:
             return None
         own, tail = query.transpose(1, 2).split_with_sizes((form.key_rows, self.rotated.shape[3]), -1)
         rows = slice(form.key_rows)
-        return _product(layer, form, rows, own, transposed=True, tail=tail).transpose(1, 2)
+        return _product(layer, form, rows, own, transposed=True, appended=tail).transpose(1, 2)
 
     def taken_back(self, sums: Tensor) -> Tensor:
         """[B, T, Hq, L] float32, the sums of latents, as sums of values: [B, T, Hq, V]."""
         form: Expansion = self.module.__dict__[STATE].expansion
         layer = getattr(self.module, form.projection)
-        options = {} if type(layer) is nn.Linear else {"dtype": self.latents.dtype}
+        options = {} if type(layer) is nn.Linear else {"dtype": dtype_name(self.latents.dtype)}
         return _product(layer, form, slice(form.key_rows, None), sums, **options)
 
 
@@ -170,11 +171,11 @@ def _rows_product(layer: Any, rows: slice, x: Tensor) -> Tensor:
         return F.linear(x, layer.weight[rows])
     packed, scales, biases, _ = layer.weights()
     weight = packed[rows], scales[rows], None if biases is None else biases[rows]
-    return ops.linear_quantized(x, *weight, None, layer.format.name)
+    return ops.linear_quantized(x, *weight, layer.format.name)
 
 
 def _operator_for(layer: Any) -> str | None:
-    """Operator that multiplies by the heads' matrices of a layer; None where its own code has to run."""
+    """Operator that multiplies by the heads' matrices of a layer; None where its eager code must run."""
     operator = {nn.Linear: "heads_mm", QuantizedLinear: "heads_quantized"}.get(type(layer))
     is_plain = operator is not None and layer.bias is None and not is_observed(layer)
     return operator if is_plain else None

@@ -60,7 +60,7 @@ def window_of_last(function: Callable) -> tuple[int | None] | None:
 
 
 def _seen_by(function: Callable, tokens: tuple[float, float]) -> "_Seen | None":
-    """The pairs that a mask shows, None where it asks for what positions do not tell.
+    """(query, key) pairs that a mask shows; None if it depends on more than positions.
 
     Args:
         tokens: the first and the last position of a token.
@@ -94,7 +94,7 @@ class _Unreadable:
 
 
 class _Seen(_Unreadable):
-    """The pairs in any of some boxes, and maybe those of others; no box lies within another."""
+    """Union of boxes of (query, key) pairs, and maybe further pairs; no box lies within another."""
 
     device = None
 

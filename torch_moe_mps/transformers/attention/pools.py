@@ -2,7 +2,7 @@
 
 Each complete pool has its key once, beside those that the cache holds; a token also reads its own pool while
 that is incomplete. While a token may choose all pools, the indexer only adds its own keys to the cache.
-Beyond that the operator `index_topk` chooses, when attention asks.
+Beyond that the operator `_index_topk` chooses, when attention asks.
 """
 
 from collections.abc import Callable

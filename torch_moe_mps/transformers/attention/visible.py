@@ -74,7 +74,7 @@ class Visible(NamedTuple):
 
     @property
     def is_order(self) -> bool:
-        """Whether visibility is causal and depends on the position alone."""
+        """True if visibility is causal and depends on the position alone."""
         return self.mask is self.indices is self.choice is None and self.lookahead == 0
 
 

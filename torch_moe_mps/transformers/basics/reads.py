@@ -35,14 +35,6 @@ class Read(NamedTuple):
     kept_in: str | None
 
 
-def attributes_of(owner: Any) -> dict[str, Any]:
-    """The dictionary in which Python keeps an object's attributes, not a copy: what changes it changes them.
-
-    Whoever guards, captures or copies an object as a whole asks here; slots and properties are not in it.
-    """
-    return vars(owner)
-
-
 def recording() -> AbstractContextManager[dict[tuple[int, str], Read]]:
     """Collects what `depends_on` notes while the context is open."""
     return having(_current, {})
@@ -58,7 +50,7 @@ def depends_on(owner: Any, path: str, value: object = None) -> None:
         return
     value = _value(owner, path) if value is None else value
     if not isinstance(value, types.MethodType):
-        own = attributes_of(owner)
+        own = vars(owner)
         kept_in = next((name for name in _PLACES if path in (own.get(name, ()) if name else own)), None)
         reads[id(owner), path] = Read(owner, path, value, kept_in)
 

@@ -15,6 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..._faults import host_copy
 from . import growing
 from .layers import growing_class
 from .prompt_cache import copied, fits_one_prefix, plain_class
@@ -173,12 +174,12 @@ def on_device(part: Part, device: torch.device) -> Part:
 
 
 def begun_copy(part: Part) -> Part:
-    """A copy of a part on the CPU, which is there behind what the device does next."""
+    """A copy of a part on the CPU, complete as `host_copy`."""
 
     def begun(value: Any) -> Any:
         if isinstance(value, torch.device):
             return value
-        return torch.empty(value.shape, dtype=value.dtype).copy_(value, non_blocking=True)
+        return host_copy(value.clone(memory_format=torch.contiguous_format))
 
     return _mapped(part, begun)
 

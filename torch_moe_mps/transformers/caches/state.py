@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..basics.reads import attributes_of
 from .declared import SHARED, Axes, declared
 from .quantized_states import QuantizedStates
 
@@ -33,7 +32,7 @@ class LayerState:
     """
 
     def __init__(self, layer: Any):
-        self._held, self._declared = attributes_of(layer), declared(layer)
+        self._held, self._declared = vars(layer), declared(layer)
 
     @property
     def dictionaries(self) -> list[str]:
@@ -93,7 +92,7 @@ def dictionaries_of(layer: Any, names: Iterable[str]) -> list[dict[Any, Any]]:
 
     A captured step reads and writes them in place.
     """
-    own = attributes_of(layer)
+    own = vars(layer)
     return [own, *[own[name] for name in names]]
 
 
@@ -107,7 +106,7 @@ def copy_of_layer(layer: Any, **changed: Any) -> Any:
 def copy_of_cache(cache: Any, layers: list[Any]) -> Any:
     """A cache like another one, with layers and lists of its own."""
     copied = copy.copy(cache)
-    for name, value in attributes_of(cache).items():
+    for name, value in vars(cache).items():
         if type(value) is list:
             setattr(copied, name, [*value])
     copied.layers = layers

@@ -11,7 +11,7 @@ MASK = "attention_mask"
 
 
 def padding_of(model: Any, arguments: dict[str, Any]) -> tuple[Tensor | None] | None:
-    """Result of `range_of_padding` for the mask of padding of a model's call; None where it has none."""
+    """Result of `range_of_padding` for a call's padding mask; None without one."""
     mask = arguments.get(MASK)
     if type(mask) is not Tensor or mask.dim() != 2:
         return None

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 
 from ..attention.causal_mask import CausalMask
-from ..basics.reads import attributes_of
 from ..caches.cache import STATES, QuantizedCache
 from ..caches.declared import declaration_of
 from ..caches.in_layers import is_in_layers
@@ -44,12 +43,12 @@ def static_of(cache: Any) -> dict[str, Any]:
     """The class and the attributes of a cache; of its layers and of lists how many there are."""
     if type(cache) is list:
         return {"__class__": list}
-    own = {name: len(value) if type(value) is list else value for name, value in attributes_of(cache).items()}
+    own = {name: len(value) if type(value) is list else value for name, value in vars(cache).items()}
     return own | {"__class__": type(cache)}
 
 
 def is_cache(name: Any, value: Any) -> bool:
-    """Whether an argument of this name is a cache."""
+    """True if an argument of this name is a cache."""
     return isinstance(value, Cache) or (name == STATES and type(value) is list)
 
 
@@ -62,7 +61,7 @@ def layers_of(cache: Any) -> list[Any]:
 
 
 def is_known(cache: Any) -> bool:
-    """Whether a cache, and all of its layers, are of classes whose states are known."""
+    """True if a cache, and all of its layers, are of classes whose states are known."""
     if not all(declaration_of(type(layer)) is not None for layer in layers_of(cache)):
         return False
     if type(cache) is list:
@@ -80,11 +79,7 @@ def lists_of(cache: Any) -> list[list[Any]]:
     return (
         []
         if cache is None
-        else [
-            value
-            for value in attributes_of(cache).values()
-            if type(value) is list and value is not cache.layers
-        ]
+        else [value for value in vars(cache).values() if type(value) is list and value is not cache.layers]
     )
 
 
@@ -108,7 +103,7 @@ def slots_of(cache: Any, layers: list[tuple[type, list[str]]], masks: list[Causa
     slots: list[Any] = []
     for layer, (_, names) in zip(layers_of(cache), layers, strict=True):
         slots += dictionaries_of(layer, names)
-    return slots + lists_of(cache) + list(map(attributes_of, masks))
+    return slots + lists_of(cache) + list(map(vars, masks))
 
 
 def empty_copy(cache: Any) -> Any:

@@ -33,13 +33,13 @@ from .arguments import padding_of, whole
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint
 from .match import Match, Taken
-from .own_code import OwnCode
 from .policy import Kind, Policy
 from .program import Integers, assemble
 from .reading import BeginsCache, Reading
 from .recording import Recording
 from .surroundings import forbidden
 from .trial import unnoticed_change
+from .user_code import UserCode
 
 _MAX_PROGRAMS = 8  # kept for each model
 # Errors of a layer of a cache that holds something else than the recorded one.
@@ -69,28 +69,35 @@ class Capture(NamedTuple):
 
 
 class Captures:
-    """Counts of a model's calls, and programs of those that repeat.
+    """Captured programs of a model's calls, and the policy that adds to them.
 
     Attributes:
-        programs: the one that ran last is the first.
+        programs: most recently used first.
         reason: why the last call of few tokens ran module by module; None if it was one call.
     """
 
-    def __init__(self, anywhere: bool = False, own_code: bool = False, most: int = MOST_TOKENS) -> None:
-        """`anywhere`: on any device, not on mps alone; `own_code`: a user's own code, too; `most`: tokens."""
+    def __init__(
+        self, anywhere: bool = False, user_code: bool = False, max_tokens: int = MOST_TOKENS
+    ) -> None:
+        """
+        Args:
+            anywhere: capture on any device, not on mps alone.
+            user_code: capture calls that run code of the user, too.
+            max_tokens: of each row of a captured call.
+        """
         self.programs: list[Capture] = []
         self.reason: str | None = _TOO_FEW
-        self._anywhere, self._own_code, self._most = anywhere, own_code, most
+        self._anywhere, self._user_code, self._max_tokens = anywhere, user_code, max_tokens
         self._policy = Policy()
         self._reads_masks = False
         self._lock = threading.Lock()
         self._entering, self._inside = threading.Lock(), 0  # threads in a call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Captures, (self._anywhere, self._own_code, self._most)
+        return Captures, (self._anywhere, self._user_code, self._max_tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Captures":
-        return Captures(self._anywhere, self._own_code, self._most)
+        return Captures(self._anywhere, self._user_code, self._max_tokens)
 
     def __str__(self) -> str:
         if not self.programs:
@@ -140,7 +147,7 @@ class Captures:
         return (
             type(passed) is Tensor
             and passed.dim() > 1
-            and passed.shape[1] <= self._most
+            and passed.shape[1] <= self._max_tokens
             and (self._anywhere or passed.is_mps)
         )
 
@@ -249,10 +256,10 @@ class Captures:
         if (unnoticed := unnoticed_change()) is not None:
             python = platform.python_version()
             raise NotCapturable(f"with Python {python} a captured token would not notice that {unnoticed}")
-        if not self._own_code and sys.getprofile() is not None:
+        if not self._user_code and sys.getprofile() is not None:
             raise NotCapturable("a profiler hides whose code a token runs")
-        own_code = OwnCode()
-        recorder = Recorder(None if self._own_code else own_code.look)
+        user_code = UserCode()
+        recorder = Recorder(None if self._user_code else user_code.look)
         symbol, values, least = kind.symbols(reading)
         symints = [recorder.symbol(*value) for value in zip(values, least, strict=True)]
         recording = Recording(reading, symbol, symints, recorder)
@@ -270,7 +277,7 @@ class Captures:
             changes = None if fingerprint.holds() else fingerprint.changed()
             if changes is not None:
                 fingerprint.undo()
-        own_code.require_none()
+        user_code.require_none()
         if changes is not None:
             raise NotCapturable(f"a call changes {changes}")
         if recording.reads_mask:  # the mask is a tensor like any other, from here on
@@ -298,7 +305,7 @@ class Captures:
 def _positions_by_hand(arguments: dict[str, Any]) -> str | None:
     """Why a call runs module by module whose layers count tokens, if its positions may be others.
 
-    The GPU has them, so to compare them takes as long as a token. Those of `generate` follow from its cache.
+    To compare them would wait for the GPU as long as a token takes. `generate` derives them from its cache.
     """
     if FOLLOWS.get() or arguments.get("position_ids") is None:
         return None

@@ -1,4 +1,4 @@
-"""Classes of models that capture their calls: who gets one, and what a model says of its tokens."""
+"""Subclasses of models that capture their calls, and the state of capture in a model."""
 
 import functools
 import inspect
@@ -26,16 +26,16 @@ from .generate import members_of_generate
 _MARK = "_moe_mps_captures"  # in a class that `_capturing_class` made: the one in whose place it is
 
 
-def capture_calls(model: nn.Module, wanted: bool | None, most: int = MOST_TOKENS) -> None:
-    """Lets the models of transformers in a module capture their calls, as `wanted_capture` says.
+def capture_calls(model: nn.Module, wanted: bool | None, max_tokens: int = MOST_TOKENS) -> None:
+    """Enables captured calls for the models of transformers in a module, as `wanted_capture` decides.
 
     Args:
-        most: tokens of each row of a call.
+        max_tokens: of each row of a captured call.
     """
     note_change()
     for module in _models(model):
         may_be = wanted is not False and host_library() is not None
-        state_of(module).captures = Captures(bool(wanted), bool(wanted), most) if may_be else None
+        state_of(module).captures = Captures(bool(wanted), bool(wanted), max_tokens) if may_be else None
         DRAFTING.pop(module, None)
         if not hasattr(type(module), _MARK):
             cls: Any = type(module)
@@ -43,7 +43,7 @@ def capture_calls(model: nn.Module, wanted: bool | None, most: int = MOST_TOKENS
 
 
 def restore_calls(model: nn.Module) -> None:
-    """Undoes `capture_calls`. Beneath a class that somebody put on top, a model's own code runs."""
+    """Undoes `capture_calls`. A class that was subclassed afterwards runs its eager forward."""
     note_change()
     for module in model.modules():
         if captures_in(module) is not None:
@@ -53,7 +53,7 @@ def restore_calls(model: nn.Module) -> None:
 
 
 def captures_in(model: nn.Module) -> Captures | None:
-    """The captures of a model itself, None where its calls are not captured."""
+    """Captures of a model itself, or None if its calls are not captured."""
     found: Captures | None = state_in(model).captures
     return found
 
@@ -64,7 +64,7 @@ def captures_of(model: nn.Module) -> Captures | None:
 
 
 def tokens_of(model: nn.Module) -> Callable[[], str | None]:
-    """A function that says how the tokens of a model run, as long as the model is there."""
+    """Returns a function that describes how a model's tokens run; it holds no reference to the model."""
     captures = captures_of(model)
     known = (lambda: None) if captures is None else weakref.ref(captures)
 

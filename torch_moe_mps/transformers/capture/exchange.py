@@ -5,8 +5,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ..basics.reads import attributes_of
-
 _EXCHANGE = "_moe_mps_exchange"  # the attribute of a model that has one
 
 
@@ -37,10 +35,10 @@ class Exchange(Protocol):
 
 def exchange_of(model: nn.Module) -> Exchange | None:
     # Each captured token asks, and getattr of a missing attribute is slow on modules.
-    found: Exchange | None = attributes_of(model).get(_EXCHANGE)
+    found: Exchange | None = vars(model).get(_EXCHANGE)
     return found
 
 
 def exchange_by(model: nn.Module, exchange: Exchange) -> None:
     """The model's captured calls exchange by this from now on."""
-    attributes_of(model)[_EXCHANGE] = exchange
+    vars(model)[_EXCHANGE] = exchange

@@ -1,7 +1,7 @@
 """Everything that a recorded call of a model rests on, compared in one go before each token.
 
 A recording holds what a library's code did with the model's modules, their attributes, configs, classes and
-files; own_code.py keeps others out. All of them are objects of Python, nearly all dictionaries:
+files; user_code.py keeps others out. All of them are objects of Python, nearly all dictionaries:
 csrc/fingerprint.mm compares what those hold; gc.get_referents lists what others hold in one C call. It is not
 asked for a dictionary's: from Python 3.13 on it leaves out those of one with the attributes of an object.
 """
@@ -28,11 +28,10 @@ from torch.nn import functional
 from transformers import Cache
 
 from ..._extension import host_library
-from ..basics.reads import attributes_of
 from ..basics.state import Beside, State
 from ..graphs.tracing import NotCapturable
 from ..upstream.models import CacheLayerMixin, GeneralInterface
-from .own_code import is_of_library
+from .user_code import is_of_library
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Attributes that every module has, and no forward without gradients reads.
@@ -95,7 +94,7 @@ class Fingerprint:
         self._now = self._around()
 
     def holds(self) -> bool:
-        """Whether a call would do the same as the recorded one."""
+        """True if a call would do the same as the recorded one."""
         try:
             return self._around() == self._now and self._others.are_equal() and self._entries.are_equal()
         except Exception:  # from comparing tensors, arrays or whatever else, which are others now
@@ -212,7 +211,7 @@ def _are_alike(now: list[Any], before: list[Any]) -> bool:
 
 
 def _is_alike(now: Any, before: Any) -> bool:
-    """Whether code cannot tell two values apart: 1 and 1.0 are equal, as are dictionaries in any order."""
+    """True if code cannot tell two values apart: 1 and 1.0 are equal, as are dictionaries in any order."""
     if now is before:
         return True
     if type(now) is not type(before) or now != before:
@@ -254,7 +253,7 @@ class _Reached:
 
     Attributes:
         watched: objects that may change, modules' first.
-        modules: the model, its modules, and those that are attributes but not registered.
+        modules: the model, its modules, and unregistered modules in attributes.
         classes: of all objects, and of caches.
     """
 
@@ -262,7 +261,7 @@ class _Reached:
         self.modules = list(model.modules())
         self.watched: list[Watched] = []
         self.classes: dict[type, None] = dict.fromkeys(_with_subclasses(Cache, CacheLayerMixin))
-        self._seen = {id(attributes_of(builtins)), id(own)}
+        self._seen = {id(vars(builtins)), id(own)}
         self._waiting: list[Watched] = []
         for name, module in model.named_modules():
             self._add_module(name, module)
@@ -290,7 +289,7 @@ class _Reached:
         elif not isinstance(value, _CONTAINERS):
             self.classes[type(value)] = None
             if hasattr(value, "__dict__"):
-                self._add(path, attributes_of(value))
+                self._add(path, vars(value))
         self._watch(path, value)
 
     def _watch(self, path: str, container: Any) -> None:
@@ -299,7 +298,7 @@ class _Reached:
             self.watched.append(self._waiting[-1])
 
     def _add_module(self, path: str, module: nn.Module) -> None:
-        held = attributes_of(module)
+        held = vars(module)
         self.classes[type(module)] = None
         self._seen.update((id(module), id(held)))
         self._seen.update(id(held[name]) for name in (*_HOOKS, *_UNREAD))
@@ -314,7 +313,7 @@ def _with_subclasses(*classes: type) -> Iterator[type]:
 
 def _members(classes: Iterable[type]) -> list[Any]:
     """The dictionaries of what classes have by name, which Python shows read-only."""
-    return [held for cls in classes for held in gc.get_referents(attributes_of(cls))]
+    return [held for cls in classes for held in gc.get_referents(vars(cls))]
 
 
 def _note_first(classes: Iterable[type], files: Iterable[Any]) -> None:
@@ -333,7 +332,7 @@ def _files(classes: Iterable[type]) -> Iterator[Any]:
     """Names in the files of libraries' classes, and of the functions that they import."""
     names = {cls.__module__ for cls in classes if not _is_of(cls.__module__, _UNWATCHED)}
     packages = tuple({name.partition(".")[0] for name in names})
-    of_names = (attributes_of(sys.modules.get(name, types)) for name in (*names, functional.__name__))
+    of_names = (vars(sys.modules.get(name, types)) for name in (*names, functional.__name__))
     files = {id(file): file for file in of_names if is_of_library(file.get("__file__") or "")}
     for file in list(files.values()):
         for value in file.values():
@@ -346,7 +345,7 @@ def _files(classes: Iterable[type]) -> Iterator[Any]:
 
 
 def _tables_in(file: dict[str, Any]) -> Iterator[Any]:
-    """The containers that names of a file stand for, with those of tables of implementations."""
+    """Containers at the top level of a file, and the mappings of tables of implementations."""
     for name, value in file.items():
         if isinstance(value, GeneralInterface):
             yield from (value._global_mapping, value._local_mapping)

@@ -1,6 +1,7 @@
-"""Members of a model's class by which `generate` runs: it samples by the operator and checks the GPU."""
+"""Overrides of `generate`: sampling by the operator, errors of the GPU, drafts of MTP layers."""
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from ..._faults import synchronized
+from ..attention.attention import NAME
 from ..attention.causal_mask import follow_mask
 from ..basics.scoped import having
 from ..basics.wide_logits import wide_logits
@@ -18,8 +20,10 @@ from .candidates import CANDIDATES, are_by_layers
 
 
 def members_of_generate(original: Any) -> dict[str, Any]:
-    """Members of a model's class by which `generate` gives no tokens out that the GPU failed at, samples by
-    the operator, and reads MTP layers once."""
+    """Members of a capturing class that override `generate` and its steps.
+
+    `generate` raises if the GPU failed, samples by the operator, and drafts by MTP layers.
+    """
     members: dict[str, Any] = {}
     if hasattr(original, "generate"):
 
@@ -53,6 +57,7 @@ def members_of_generate(original: Any) -> dict[str, Any]:
                 return original._sample(self, ids, **how, **kwargs)
 
         members |= {"_sample": sample, "_update_model_kwargs_for_generation": update}
+        members["init_continuous_batching"] = _batching(original.init_continuous_batching)
     own_candidates = getattr(original, "_get_candidate_generator", None)
     if own_candidates is GenerationMixin._get_candidate_generator:
 
@@ -63,3 +68,24 @@ def members_of_generate(original: Any) -> dict[str, Any]:
 
         members["_get_candidate_generator"] = candidates
     return members
+
+
+def _batching(own: Callable[..., Any]) -> Callable[..., Any]:
+    """In batches, layers with our attention run "eager": transformers has pages for that and "sdpa" alone."""
+
+    @functools.wraps(own)
+    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_ours = self.config._attn_implementation == NAME
+        if is_ours:
+            self.set_attn_implementation("eager")
+        try:
+            manager = own(self, *args, **kwargs)
+        except BaseException:
+            if is_ours:
+                self.set_attn_implementation(NAME)
+            raise
+        if is_ours:
+            manager._original_attn_impl = NAME  # put back when the batch ends
+        return manager
+
+    return init_continuous_batching

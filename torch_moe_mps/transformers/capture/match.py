@@ -46,7 +46,7 @@ class Slots:
         self.held = getter([n for n, entry in enumerate(every) if entry.kind == HELD])
 
     def read(self, slots: list[Any]) -> list[Any] | None:
-        """All values; None if those that do not change are others."""
+        """All values; None if a constant one has changed."""
         if list(map(len, slots)) != self._sizes:
             return None
         values = [value for get, held in zip(self._getters, slots, strict=True) for value in get(held)]
@@ -54,7 +54,7 @@ class Slots:
 
 
 class Write(NamedTuple):
-    """A value that a call gives its cache: `value` says where it is among results or integers."""
+    """A value that a call gives its cache: `value` is its place among results or integers."""
 
     name: Any
     kind: int
@@ -85,7 +85,7 @@ class Buffers(NamedTuple):
         return None if any(map(is_not, every, self.of_values(buffers))) else buffers
 
     def are_at_their_ends(self, buffers: tuple[Buffer, ...], symbols: list[int]) -> bool:
-        """Whether nobody has written behind what a call with these numbers shows of them."""
+        """True if nobody has written behind what a call with these numbers shows of them."""
         ends = [
             (start if first < 0 else symbols[first]) + (tokens if count < 0 else symbols[count])
             for start, first, tokens, count in self.ends
@@ -98,7 +98,7 @@ class Match(NamedTuple):
 
     Attributes:
         around: the default device, and whether logits are wide.
-        padding: whether `padding_of` gives keys, None where it is not asked.
+        padding: True if `padding_of` gives keys; None if it is not asked.
         arguments: (name, kind, value) of all but cache and masks; a number without a value changes.
         numbers: (name, symbol) of arguments that change.
         masks: (name, kind) of each.

@@ -1,4 +1,4 @@
-"""Decides which calls of a model are captured: the third of each kind, and what differs among them."""
+"""Policy of capture: the third call of a kind is captured, with symbols for the numbers that vary."""
 
 import os
 import warnings
@@ -16,7 +16,7 @@ _LONGEST_REST = 4096  # calls after which a capture that failed is tried again
 
 
 class Kind:
-    """Calls that differ in numbers and tensors alone."""
+    """Statistics of calls that differ in numbers and tensors alone."""
 
     def __init__(self) -> None:
         self.calls = 0  # since the last capture
@@ -28,7 +28,7 @@ class Kind:
         self.varied: dict[int, int] = {}  # {position of a number that changes: its value before}
 
     def note(self, numbers: list[int]) -> None:
-        """Records the numbers of a call, and which of them differ from the call before."""
+        """Records the numbers of a call and which of them changed since the previous call."""
         for position, (before, now) in enumerate(zip(self.numbers, numbers, strict=False)):
             if before != now:
                 self.varied[position] = before
@@ -78,18 +78,18 @@ class Policy:
         self._has_warned = False
 
     def forget(self) -> None:
-        """Forgets the calls so far, but not that captures failed."""
+        """Clears the counts of calls, but not of failures."""
         self._kinds = Bounded(_MAX_KINDS)
 
     def rests(self) -> bool:
-        """True for the calls after a failure that are not counted; their number grows with each failure."""
+        """True while calls are skipped after a failed capture; each failure quadruples their number."""
         if self._rest == 0:
             return False
         self._rest -= 1
         return True
 
     def kind_to_capture(self, reading: Reading) -> Kind | None:
-        """The kind of a call, if this is the one to capture."""
+        """Counts a call. Returns: its kind if this call is to be captured, else None."""
         kind: Kind | None = self._kinds.get(reading.key)
         if kind is None:
             kind = self._kinds[reading.key] = Kind()
@@ -121,7 +121,7 @@ class Policy:
 
 
 def wanted_capture(capture: bool | None) -> bool | None:
-    """Whether tokens are captured: True always, False never; for None as MOE_MPS_CAPTURE says."""
+    """Resolves `capture`: True always captures, False never does, None follows MOE_MPS_CAPTURE."""
     switch = os.environ.get(SWITCH, "auto")
     if switch not in ("0", "1", "auto"):
         raise ValueError(f"torch_moe_mps: {SWITCH} must be 0, 1 or auto, got {switch!r}")

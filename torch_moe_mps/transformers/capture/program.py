@@ -33,11 +33,11 @@ class Integers:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the recording holds for one value of a symbol alone."""
+        """True if the recording holds for one value of a symbol alone."""
         return any(map(self.is_fixed, range(len(self._symbols))))
 
     def is_fixed(self, symbol: int) -> bool:
-        """Whether the recording holds for one value of the symbol of this number alone."""
+        """True if the recording holds for one value of the symbol of this number alone."""
         return bool(self._env.simplify(self._symbols[symbol]).is_number)
 
     def function(self, least: list[int]) -> Callable[..., list[int] | None]:

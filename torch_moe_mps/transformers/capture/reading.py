@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..attention.causal_mask import ELEMENTS, CausalMask
-from ..basics.reads import attributes_of
 from ..basics.wide_logits import are_wide
 from ..caches.buffer import buffer_of
 from ..caches.quantized_states import QuantizedStates
@@ -90,7 +89,7 @@ class Reading:
         for layer in layers_of(cache):
             yield type(layer)
         layers = [(type(layer), LayerState(layer).dictionaries) for layer in layers_of(cache)]
-        own = set(map(id, map(attributes_of, layers_of(cache))))
+        own = set(map(id, map(vars, layers_of(cache))))
         for held in slots_of(cache, layers, []):
             yield len(held)
             for name, value in items_of(held):
@@ -102,7 +101,7 @@ class Reading:
     def _mask(self, name: Any, mask: CausalMask) -> Iterator[Any]:
         self.entries.append(Entry(ARGUMENTS, name, STATIC, mask, 0))
         yield from (name, *kind_of(mask))
-        for attribute, value in attributes_of(mask).items():
+        for attribute, value in vars(mask).items():
             if attribute != ELEMENTS:  # elements are made anew from the others
                 yield from self._value(self._place, attribute, value)
         self._place += 1
@@ -133,7 +132,7 @@ class Reading:
         self.entries.append(Entry(place, name, kind, value, first))
 
     def _tensors(self, name: Any, kind: int, value: Any) -> Iterator[Any]:
-        """The parts of the key for a tensor, and for where it lies in its buffer, if it has one."""
+        """Parts of the key for a tensor and for its place in its buffer, if it has one."""
         buffer = buffer_of(value)
         number = self._buffers.setdefault(id(buffer), len(self._buffers))
         yield from (type(value), kind, buffer is not None and number)

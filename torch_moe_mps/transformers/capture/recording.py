@@ -32,7 +32,7 @@ from .surroundings import default_device
 
 
 class _Numbers:
-    """The numbers of a call: symbols of the recording, and those that are the same in all calls.
+    """Numbers of a call: symbols of the recording, and constants.
 
     Args:
         symbol: {position of a number: its symbol}.
@@ -69,7 +69,7 @@ class _Buffers:
         self._ends: list[tuple[int, ...]] = []
 
     def of(self, real: Any, add: Callable[[], tuple[Any, int]]) -> tuple[Any, int]:
-        """The stand-in of a buffer and its first input, which `add` gives for one that is new."""
+        """(stand-in of a buffer, its first input); `add` makes them for a new buffer."""
         if id(real) not in self._known:
             self._known[id(real)] = len(self._known), *add()
         number, stand_in, source = self._known[id(real)]
@@ -260,7 +260,7 @@ class Recording:
 
     @property
     def reads_mask(self) -> bool:
-        """Whether the recording needs more of a mask of padding than its range."""
+        """True if the recording needs more of a mask of padding than its range."""
         return self._mask is not None and self._recorder.is_read(self._mask)
 
     @property

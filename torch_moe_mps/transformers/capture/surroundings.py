@@ -6,11 +6,9 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from ..basics.reads import attributes_of
-
 _GLOBAL_HOOKS = tuple(
     value
-    for name, value in attributes_of(torch_module).items()
+    for name, value in vars(torch_module).items()
     if name.startswith("_global_") and type(value) is not bool
 )
 

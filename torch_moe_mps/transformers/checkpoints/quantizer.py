@@ -1,29 +1,32 @@
 """The quantizer "moe_mps" of transformers: loads quantised checkpoints, quantises dense ones while loading.
 
-`register` puts it into transformers' mappings, once these are imported.
+torch_moe_mps_autoload decides which checkpoints of plain `from_pretrained` come here.
 """
 
-from collections.abc import Callable, Mapping
-from importlib.util import find_spec
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from torch_moe_mps_autoload import NAME, PACKAGES, is_for_us, stored_in
+
 from ...ops._checks import Check
+from ...quantization import Format
 from ..basics.report import QuantizationReport
-from ..modules.experts import NAME
+from ..upstream.models import cached_file
 from ..upstream.weights import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
-    AutoHfQuantizer,
-    AutoQuantizationConfig,
     GgufConfig,
     HfQuantizer,
     build_glob_alternation,
-    register_quantization_config,
-    register_quantizer,
 )
 from .absent import leave_out
+from .gguf.header import header_of, widths_in
 from .gguf.quantizer import GgufQuantizer
 from .gguf.reading import Dense, dense_state
 from .layouts.dense import DenseLayout
@@ -42,44 +45,65 @@ from .quantize.target import Target, present
 from .quantize.wanted import Wanted
 from .quantize.weights import empty_weight, replace
 
-if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
+if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .source import Source
 
-# {method: the package that transformers reads it with}; of other methods it has code of its own.
-_PACKAGES = {"awq": "gptqmodel", "compressed-tensors": "compressed_tensors", "gptq": "gptqmodel"}
+_LOCK = threading.RLock()  # while transformers' mapping has our reader of GGUF files
+# {method: why a checkpoint of it is read by this package, where transformers has code for it}
+_WHY = {
+    "fp8": "transformers would turn it into 16 bits here",
+    "mxfp4": "transformers would turn it into 16 bits here",
+    **{method: f"transformers would need {package}" for method, package in PACKAGES.items()},
+}
 
 
-def _recognise(cls: Any, name: str) -> None:
-    """MLX's quantisation and ours name no method, which transformers takes for an error."""
-    own = getattr(cls, name)
+def get_hf_quantizer(
+    own: Callable[..., Any], config: Any, asked: Any, *args: Any, gguf_file: Any = None, **kwargs: Any
+) -> Any:
+    """Result of transformers' function `own`, which meets a checkpoint of ours as one of our method."""
+    kwargs["gguf_file"] = gguf_file
+    stored = stored_in(config)
+    if gguf_file is not None:
+        if is_for_us(None, None, gguf_file):
+            commit = getattr(config, "_commit_hash", None)
+            path = cached_file(config._name_or_path, gguf_file, _commit_hash=commit)
+            config.update(widths_in(header_of(path)))
+        with _reading_gguf():
+            return own(config, asked, *args, **kwargs)
+    if isinstance(stored, dict) and is_for_us(stored, None if is_ours(asked) else asked):
+        if (why := _WHY.get(stored.get("quant_method", ""))) is not None:
+            method = stored["quant_method"]
+            print(f"torch_moe_mps: the {method} checkpoint stays packed: {why}", file=sys.stderr)
+        read = _as_ours(stored)
+        stored.clear()  # in place: transformers keeps the dict
+        stored.update(read)
+    return own(config, asked, *args, **kwargs)
 
-    def recognised(quantization_config_dict: Any) -> Any:
-        return own(_with_method(quantization_config_dict))
 
-    setattr(cls, name, staticmethod(recognised))
-
-
-def _with_method(stored: Any) -> Any:
-    """Adds the method, in place: transformers keeps the dict."""
-    if not isinstance(stored, dict):
-        return stored
-    if is_mlx(stored) or _is_for_us(stored):
-        read: dict[str, Any] = {"mlx" if is_mlx(stored) else "other": dict(stored)}
-        stored.clear()
-        stored.update(quant_method=NAME, **read)
-    elif is_ours(stored):
-        stored.update(quant_method=NAME)
-    return stored
+@contextlib.contextmanager
+def _reading_gguf() -> Iterator[None]:
+    """Inside the block, transformers takes our quantizer for GGUF files."""
+    method = FROM_GGUF["quant_method"]
+    with _LOCK:
+        before = AUTO_QUANTIZER_MAPPING[method]
+        AUTO_QUANTIZER_MAPPING[method] = _of_gguf
+        try:
+            yield
+        finally:
+            AUTO_QUANTIZER_MAPPING[method] = before
 
 
-def _is_for_us(stored: dict[str, Any]) -> bool:
-    """Whether transformers cannot read the checkpoint of another library here, or only for other GPUs."""
-    method = stored.get("quant_method")
-    if method not in _PACKAGES:
-        return method == "modelopt"  # transformers would take it for a dense checkpoint
-    return torch.backends.mps.is_available() or find_spec(_PACKAGES[method]) is None
+def _as_ours(stored: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of QuantizationConfig for the quantisation in a config, with our method."""
+    if is_mlx(stored):
+        return {"quant_method": NAME, "mlx": dict(stored)}
+    if is_ours(stored) or stored["quant_method"] == NAME:
+        return {**stored, "quant_method": NAME}
+    if stored["quant_method"] == "mxfp4":
+        return {"quant_method": NAME, **Format(mode="mxfp4").to_dict()}
+    return {"quant_method": NAME, "other": dict(stored)}
 
 
 class Quantizer(Lifecycle, HfQuantizer):
@@ -222,12 +246,9 @@ def _of_gguf(config: Any, **kwargs: Any) -> HfQuantizer:
 
 
 def register() -> None:
-    """Puts our quantizers into transformers' mappings, and what recognises a config in front of its own."""
-    register_quantization_config(NAME)(QuantizationConfig)
-    register_quantizer(NAME)(Quantizer)
-    AUTO_QUANTIZER_MAPPING[FROM_GGUF["quant_method"]] = _of_gguf
-    _recognise(AutoHfQuantizer, "supports_quant_method")
-    _recognise(AutoQuantizationConfig, "from_dict")
+    """Puts our quantizer into transformers' mappings, under our own name."""
+    AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = QuantizationConfig
+    AUTO_QUANTIZER_MAPPING[NAME] = Quantizer
 
 
 def _check_no_offloading(device_map: Any) -> None:

@@ -1,5 +1,6 @@
 """Knowledge of a checkpoint before its weights are read."""
 
+import contextlib
 import copy
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ from ...quantization import Format
 from ..modules.experts import NAME
 from ..upstream.models import cached_file
 from ..upstream.weights import AutoHfQuantizer
+from .gguf.file import checked_headers
 from .layouts.files import check_index, checkpoint_files
 from .mlx.reading import written_by_mlx
 from .others.schemes import METHODS, modelopt_beside
@@ -71,7 +73,8 @@ def read_tokenizer(path: str, gguf: str | None, trust_remote_code: bool) -> Any:
             raise ValueError(f"{path} has no tokenizer")
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     try:
-        return AutoTokenizer.from_pretrained(path, gguf_file=gguf)
+        with checked_headers():
+            return AutoTokenizer.from_pretrained(path, gguf_file=gguf)
     except Exception as error:  # transformers raises anything for what it misses
         name = folder / gguf if folder.is_dir() else f"{path}:{gguf}"
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -118,7 +121,9 @@ class Source:
             else:
                 config_class = getattr(model_class, "config_class", None) or _config_class(str(path), passed)
             try:
-                self.config, unused = config_class.from_pretrained(path, return_unused_kwargs=True, **passed)
+                with contextlib.nullcontext() if self.gguf is None else checked_headers():
+                    read = config_class.from_pretrained(path, return_unused_kwargs=True, **passed)
+                self.config, unused = read
             except (*NO_MODEL, StrictDataclassError) as error:  # a field is missing, or wrong
                 raise _wrong_config("one that transformers reads", error) from error
             kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}

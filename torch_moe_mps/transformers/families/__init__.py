@@ -25,12 +25,10 @@ class Family(NamedTuple):
             layers, or None if any cache will do.
         layer_hook: is called with each layer of attention that the operator runs.
         needs_our_kernel: whether a layer that came with "eager" needs our implementation.
+        masks_choices: whether a layer turns what its indexer chose into a mask, for all implementations.
         passes: where passes of a captured token stand.
         introduced: {pass: the operator that it puts in, if modules do not call that}.
         options_of: call of a router of its own -> its logits and options, as experts take them, or None.
-        gguf: {architecture of a GGUF file: the module with its `config` and `conversions`}.
-        answers: {form of answers in xgrammar: the module with the MARKS of its chat template, a TEMPLATE and
-            a `grammar`}.
 
     Modules are named, not imported, where they need a transformers that is complete.
     """
@@ -41,12 +39,7 @@ class Family(NamedTuple):
     own_cache: Callable[[Any], Any] | None = None
     layer_hook: Callable[[nn.Module], None] | None = None
     needs_our_kernel: Callable[[nn.Module], bool] | None = None
+    masks_choices: Callable[[nn.Module], bool] | None = None
     passes: tuple[Place, ...] = ()
     introduced: Mapping[Callable[[fx.Graph], None], str] = MappingProxyType({})
     options_of: Callable[[fx.Node], dict[str, Any] | None] | None = None
-    gguf: Mapping[str, str] = MappingProxyType({})
-    answers: Mapping[str, str] = MappingProxyType({})
-
-
-GGUF: dict[str, str] = {}  # `gguf` of all families
-ANSWERS: dict[str, str] = {}  # `answers` of all families

@@ -152,7 +152,7 @@ def listed(result: Any) -> Any:
 
 
 def _has_bits(value: Any) -> bool:
-    """Whether a tensor has its elements conjugated or negated by whoever reads them."""
+    """True if a tensor has the conjugate or the negative bit."""
     return isinstance(value, Tensor) and (value.is_conj() or value.is_neg())
 
 

@@ -103,7 +103,7 @@ def _fuse(root: fx.Node, end: fx.Node, bound: Bound, new: ast.expr, results: dic
 
 
 def _may_run_at(place: fx.Node, node: fx.Node, inside: Collection[fx.Node]) -> bool:
-    """Whether a call reads the same from outside, and nobody sees when it writes, if it runs at a place."""
+    """True if a call may run at a place: inputs are unchanged there, and writes unread."""
     read = (item for item in node.all_input_nodes if item not in inside)
     return all(is_same(item, node, place) for item in read) and all(
         is_same(item, node, place, read=False) for item in written(node)

@@ -58,7 +58,7 @@ def changed(call: fx.Node, before: fx.Node, /, **new: Any) -> fx.Node:
 
 
 def is_reshaped(value: Any) -> bool:
-    """Whether a value is another one in another shape. With another dtype, its bits are other numbers."""
+    """True if a value is a reshaped view of another one in the same dtype."""
     return is_call(value, *_RESHAPING) and value.target is not aten.view.dtype
 
 
@@ -95,7 +95,7 @@ def in_shape(value: fx.Node, like: Any, before: fx.Node) -> fx.Node | None:
 
 
 def can_view(tensor: Tensor, shape: Any) -> bool:
-    """Whether a tensor has a view of this shape, whatever the numbers are that differ from call to call.
+    """True if a tensor has a view of this shape, whatever the numbers are that differ from call to call.
 
     A fake tensor gives one even where a real one cannot.
     """
@@ -117,7 +117,7 @@ def readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def is_read_once(value: fx.Node, reader: fx.Node) -> bool:
-    """Whether nothing but one reader reads a value, in any shape."""
+    """True if nothing but one reader reads a value, in any shape."""
     while list(value.users) == [reader]:
         if beneath(value) is value:
             return True
@@ -126,7 +126,7 @@ def is_read_once(value: fx.Node, reader: fx.Node) -> bool:
 
 
 def is_unchanged(value: fx.Node, since: fx.Node, until: fx.Node, read: bool = True) -> bool:
-    """Whether no call between two nodes writes into the memory of a value; unless `read`, none reads it."""
+    """True if no call between two nodes writes the buffer of a value; unless `read`, none reads it."""
     memory, node = memory_of(value), since.next
     while node is not until:
         touched = written(node) if read or is_view(node) else node.all_input_nodes
@@ -137,14 +137,14 @@ def is_unchanged(value: fx.Node, since: fx.Node, until: fx.Node, read: bool = Tr
 
 
 def is_same(value: fx.Node, reader: fx.Node, before: fx.Node, read: bool = True) -> bool:
-    """Whether a value is the same for what comes in front of a node as for its reader: `is_unchanged`."""
+    """True if a value is unchanged between its reader and the place in front of a node."""
     if reader < before:
         return is_unchanged(value, reader, before, read)
     return is_unchanged(value, before.prev, reader, read)
 
 
 def is_final(value: fx.Node) -> bool:
-    """Whether no call writes into the memory of a value that a call has made."""
+    """True if no call writes the buffer of a value that a call has made."""
     memory = memory_of(value)
     return memory.op != "call_function" or not _is_written(memory, memory)
 
@@ -183,14 +183,14 @@ def hoist(value: fx.Node, before: fx.Node) -> None:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node only shows memory of another one."""
+    """True if a node is a view of another one."""
     if node.target is ITEM:
         return True
     return node.op == "call_function" and not written(node) and _signature(node.target).viewed is not None
 
 
 class _Signature(NamedTuple):
-    """The arguments of an operator: all with defaults, those that it writes, the one it returns a view of."""
+    """Schema of an operator: defaults, written arguments, and the argument whose view it returns."""
 
     defaults: dict[str, Any]
     written: tuple[str, ...]

@@ -109,7 +109,7 @@ def _match_call(form: ast.expr, value: Any, bound: Bound) -> Iterator[Bound]:
 def _pairs(
     form: ast.expr, call: fx.Node, arguments: dict[str, tuple[Any, Any]]
 ) -> list[tuple[ast.expr, Any]] | None:
-    """A formula's arguments with those of a call; None if a call lacks one, or has more with other values."""
+    """Pairs of a formula's and a call's arguments; None if one is missing, or others are set."""
     if isinstance(form, ast.BinOp):
         forms, keywords = [form.left, form.right], list[ast.keyword]()
     else:

@@ -182,7 +182,7 @@ class Recorder(TorchDispatchMode):
         self.fakes.end()
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """The node that makes a tensor, or a constant for one that nothing here has made."""
+        """The node that makes a tensor; a constant for tensors from outside the recording."""
         node = self._nodes.get(id(tensor))
         if node is None:
             if isinstance(tensor, FakeTensor):
@@ -284,5 +284,5 @@ ITEM = _item
 
 
 def is_operator(node: fx.Node) -> bool:
-    """Whether a node calls an operator; others are inputs, constants and results of several."""
+    """True if a node calls an operator; others are inputs, constants and results of several."""
     return node.op == "call_function" and node.target is not ITEM

@@ -57,13 +57,13 @@ ACTIVATION_FORMS: list[tuple[str, str]] = [
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """The activation if the operators know it; None if the module's own code has to compute it."""
+    """The activation if the operators know it; None if the eager forward must compute it."""
     depends_on(module, "has_post_expert_norm")
     return None if getattr(module, "has_post_expert_norm", False) else _activation_traced(module)
 
 
 def is_interleaved(module: Any) -> bool:
-    """Whether rows of the gate and of the up projection take turns in the first matrix."""
+    """True if rows of the gate and of the up projection take turns in the first matrix."""
     activation = activation_of(module) if is_experts(module) else None
     return not getattr(module, "is_concatenated", True) if activation is None else activation.interleaved
 
@@ -72,8 +72,8 @@ def is_interleaved(module: Any) -> bool:
 def _activation_traced(module: Any) -> Activation | None:
     width = _width_between(module)
 
-    def between(twin: Any, x: Tensor) -> Tensor:
-        return twin._apply_gate(x) if twin.has_gate else twin.act_fn(x)
+    def between(module: Any, x: Tensor) -> Tensor:
+        return module._apply_gate(x) if module.has_gate else module.act_fn(x)
 
     def ask(sizes: Sizes, dtype: torch.dtype) -> Activation | None:
         traced = trace(module, Input((*sizes, width), dtype), function=between)
@@ -144,7 +144,7 @@ def numbers_of(bound: dict[str, Any]) -> tuple[float | None, float | None] | Non
 
 
 def runs_own_code(module: nn.Module, *inputs: object) -> bool:
-    """Training, gradients that are needed, autocast and float64 belong to the model's own code.
+    """True for calls that run the eager forward: training, needed gradients, autocast and float64.
 
     So does a call without a tensor among its inputs. Gradients are needed where an input, a parameter or what
     a cache holds for the module asks for them; forward-mode gradients (torch.func.jvp) wherever a level of
@@ -167,7 +167,7 @@ def runs_own_code(module: nn.Module, *inputs: object) -> bool:
 
 
 def _needs_gradients(cache: Cache, number: int | None) -> bool:
-    """Whether a layer of a cache holds a tensor that a backward goes through."""
+    """True if a layer of a cache holds a tensor that a backward goes through."""
     layers = getattr(cache, "layers", ())
     held = vars(layers[number]).values() if number is not None and number < len(layers) else ()
     inner = (item for value in held if type(value) is dict for item in value.values())
@@ -175,7 +175,7 @@ def _needs_gradients(cache: Cache, number: int | None) -> bool:
 
 
 def is_observed(*modules: nn.Module) -> bool:
-    """Whether a hook, or a forward that its class did not have, sees or changes what a module does."""
+    """True if a hook, or a forward that its class did not have, sees or changes what a module does."""
     for module in modules:
         own = module.__dict__
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
@@ -291,7 +291,7 @@ def experts_forward(
 
 def _own_forward(experts: Experts, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The implementation of before `accelerate`; in float64, which few take, the class's code."""
-    dispatch: Any = type(experts).forward  # to implementations; beneath it is the class's own code
+    dispatch: Any = type(experts).forward  # to implementations; it wraps the eager forward
     own: Callable[..., Tensor] = dispatch.__wrapped__
     _, before = state_in(experts).previous.get(IMPLEMENTATION, (None, None))
     return ALL_EXPERTS_FUNCTIONS.get(before, own) if dtype in ACTIVATION_DTYPES else own
@@ -349,7 +349,7 @@ def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     slots = _multiplied(self, second, rows, ids, buckets)
     if getattr(self, "has_post_expert_norm", False):
         slots = self.post_expert_norm(slots)
-    return ops.moe_weighted_reduce(weights, slots)
+    return ops.moe_weighted_reduce(slots, weights)
 
 
 def _multiplied(
@@ -380,7 +380,7 @@ def _packed(self: nn.Module, projection: str) -> tuple[Tensor, Tensor, Tensor | 
 
 
 def _fits(x: Tensor, weight: Tensor, ids: Tensor) -> bool:
-    """Whether the operators take these arguments. If not, the model's own code runs, or raises its error."""
+    """True if the operators take these arguments; the eager forward runs otherwise, or raises its error."""
     return (
         x.dim() == 2 and x.dtype == weight.dtype and x.device == weight.device and ids.shape[-1] <= MAX_TOP_K
     )

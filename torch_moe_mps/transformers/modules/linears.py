@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...ops._checks import dtype_name
 from ...ops._decoded import VARIABLE, memory
 from ...ops.linear import linear_quantized, product_by_kept_rows
 from ...quantization import TENSORS, Format, QuantizedWeight
@@ -166,7 +167,7 @@ def as_codes(tensor: Tensor) -> Tensor:
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
-    """A parameter; one that is given stays the same object, because tied layers share it."""
+    """A parameter; a given parameter stays the same object, because tied layers share it."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
 
 
@@ -205,8 +206,8 @@ class QuantizedLinear(QuantizedLayer):
             if out is not None:
                 return out
         wide = self.is_head and not torch.compiler.is_compiling() and are_wide()
-        options = {"out_dtype": torch.float32} if wide else {}
-        return linear_quantized(x, packed, scales, biases, bias, self.format.name, **options)
+        options = {"dtype": "float32"} if wide else {}
+        return linear_quantized(x, packed, scales, biases, self.format.name, bias, **options)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """packed, scales, biases and bias, faster than by attributes of the module."""
@@ -307,7 +308,7 @@ class QuantizedEmbedding(QuantizedLayer):
 
     def forward(self, ids: Tensor) -> Tensor:
         dtype, weight = self._like.dtype, (self.packed, self.scales, self.biases)
-        out = ops.embedding_quantized(ids, *weight, self.format.name, dtype)
+        out = ops.embedding_quantized(ids, *weight, self.format.name, dtype_name(dtype))
         return out if self.scale is None else out * self.scale.to(dtype)
 
     def extra_repr(self) -> str:

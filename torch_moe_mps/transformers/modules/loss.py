@@ -1,6 +1,6 @@
 """The loss of a call with labels, computed in chunks of tokens: no logits of all tokens are in memory.
 
-The model's own code runs, from its head to its loss. The head gives logits that are made where something
+The eager forward runs, from the head to the loss. The head gives logits that are made where something
 reads them; those that only the cross entropy reads are made a chunk at a time, and once more in its backward.
 """
 

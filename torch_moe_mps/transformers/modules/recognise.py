@@ -72,7 +72,7 @@ class Rows:
             the argument in its own dtype and Y in another one.
         rows: (formula, operator), tried in this order. The operator takes the inputs, then
             parameters of the module, then numbers.
-        widest: rows of more columns are left to the model's own code.
+        widest: wider rows run the eager forward.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Rows:
         return None
 
     def _reads(self, traced: Traced, bound: dict[str, Any]) -> bool:
-        """Whether the names of each input stand for it, in whatever dtype."""
+        """True if the names of each input stand for it, in whatever dtype."""
         read = [{uncast(bound[name]) for name in own if name in bound} for own in self.inputs]
         return read == [{item} for item in traced.inputs]
 
@@ -161,7 +161,7 @@ def _groups(traced: Traced) -> int:
 
 
 def _is_of_rows(node: fx.Node, x: fx.Node) -> bool:
-    """Whether a node has the rows of the input, or of its groups, one number for each, or what all share."""
+    """True if a node has the rows of the input, or of its groups, one number for each, or what all share."""
     if node.op == "output":
         return True
     value, *rows, width = node.meta[VALUE], *tensor_of(x).shape
@@ -219,7 +219,7 @@ def applied(operator: Callable, call: Call, inputs: Sequence[Tensor], weights: S
 
 
 def weights_of(module: nn.Module, call: Call, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-    """Parameters that the operator takes beside the inputs; None where the module's own code must run."""
+    """Parameters that the operator takes beside the inputs; None where the eager forward must run."""
     _, names, wanted, _, mixes, width, _ = call  # at once, as this runs in each call of a module
     if len(inputs) != len(names):
         return None

@@ -45,7 +45,7 @@ class Sampling:
 
     Attributes:
         others: the processors that `sample` does not know, which come first.
-        known: those that it knows.
+        known: processors that the operator applies.
         draws: whether tokens are drawn; otherwise each is the likeliest.
         end: a token, for logits without a distribution.
     """
@@ -106,7 +106,7 @@ class Sampling:
         return tokens[:, None]
 
     def arguments(self) -> tuple[tuple[str, Any], ...] | None:
-        """Arguments of `sample` for the known processors; None where it does not take them."""
+        """Arguments of `sample` for the known processors; None if it does not take them."""
         if not all(map(_is_plain, self.known)):
             return None
         return tuple((_KNOWN[type(item)], getattr(item, _KNOWN[type(item)])) for item in self.known)
@@ -189,7 +189,7 @@ class _Steps:
 
 
 def _is_known(processor: Any, following: list[Any]) -> bool:
-    """Whether a processor is one that the operator knows, in front of `following`: at most one more."""
+    """True if the operator knows a processor in front of `following`: at most one more."""
     return (
         type(processor) in _KNOWN
         and _is_plain(processor)
@@ -198,7 +198,7 @@ def _is_known(processor: Any, following: list[Any]) -> bool:
 
 
 def _is_plain(processor: Any) -> bool:
-    """Whether a processor has nothing set but what the operator takes."""
+    """True if a processor has nothing set but what the operator takes."""
     hides = getattr(processor, "filter_value", -torch.inf) == -torch.inf
     return hides and getattr(processor, "min_tokens_to_keep", 1) == 1
 
@@ -212,8 +212,8 @@ def current() -> Sampling | None:
 def sampling(processors: Any, config: Any, device: torch.device, model: Any) -> Iterator[Any]:
     """Stand-in for the processors of logits inside the block.
 
-    They are unchanged where transformers' own code samples the tokens: where scores are wanted, or the
-    operator has failed the self-check.
+    They are unchanged where transformers samples the tokens: if scores are requested, or if the operator has
+    failed the self-check.
 
     Raises: RuntimeError at the end if a token had no distribution.
     """

@@ -1,8 +1,9 @@
 """Operators that a module computes: its own forward, recorded on fake tensors.
 
 No source is read, so it does not matter how a forward is written, decorated or inherited. The forward runs on
-a twin of the module: without hooks, in evaluation mode, with fake tensors for parameters and buffers. The
-twin notes which attributes are read, since the formula rests on them, and nothing can be written to it.
+a stand-in for the module: without hooks, in evaluation mode, with fake tensors for parameters and buffers.
+The stand-in records which attributes are read, as the formula depends on them, and nothing can be written
+to it.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ Path = tuple[str, ...]  # to an attribute: the names that lead there from the mo
 PATH = "path"  # key of node.meta: the dotted name of the parameter that a node stands for
 
 _MISSING = "<no attribute>"
-_TWIN = "_moe_mps_twin"
+_REAL = "_moe_mps_stands_for"
 _PLACES = ("_parameters", "_buffers", "_modules")
 _OF_MODULES = vars(nn.Module()).keys() | {"__dict__"}
 _FIXED = {"training": False, "_compiled_call_impl": None}
@@ -85,8 +86,8 @@ def trace(
 ) -> Traced | None:
     """Traces a module's forward, or another function of it, with its parameters in another dtype if given.
 
-    None where it raises (unless `raises`: then this does, too), changes an input, or uses more of the module
-    than attributes, parameters and children.
+    Returns None if the forward raises (with `raises`, the error is raised), changes an input, or uses more of
+    the module than attributes, parameters and children.
     """
     recorder = Recorder()
     watch = _Watch(recorder, weights)
@@ -178,9 +179,9 @@ class _Watch:
             return self._fake(value, path)
         if isinstance(value, nn.Module):
             cls: type = _class_of(value)
-            twin: Any = object.__new__(_twin_class(cls))
-            object.__getattribute__(twin, "__dict__")[_TWIN] = value, self, path
-            return twin
+            made: Any = object.__new__(_class_of_stand_in(cls))
+            object.__getattribute__(made, "__dict__")[_REAL] = value, self, path
+            return made
         if hasattr(value, "__dict__") and not callable(value):
             return _Object(value, self, path)
         return self.refuse(f"a {type(value).__name__}")
@@ -197,23 +198,23 @@ class _Object:
     """Stands for an object that a module has, as a config."""
 
     def __init__(self, real: Any, watch: _Watch, path: Path):
-        vars(self)[_TWIN] = real, watch, path
+        vars(self)[_REAL] = real, watch, path
 
     def __getattr__(self, name: str) -> Any:
-        real, watch, path = vars(self)[_TWIN]
+        real, watch, path = vars(self)[_REAL]
         return watch.read(real, path, name)
 
     def _refuse(self, *args: Any) -> Any:
-        return vars(self)[_TWIN][1].refuse("what an object is, or a change of it")
+        return vars(self)[_REAL][1].refuse("what an object is, or a change of it")
 
     __setattr__ = __delattr__ = __eq__ = __bool__ = _refuse
     __hash__ = None  # type: ignore[assignment]
 
 
 @functools.cache
-def _twin_class(cls: type[nn.Module]) -> type:
+def _class_of_stand_in(cls: type[nn.Module]) -> type:
     def getattribute(self: Any, name: str) -> Any:
-        real, watch, path = object.__getattribute__(self, "__dict__")[_TWIN]
+        real, watch, path = object.__getattribute__(self, "__dict__")[_REAL]
         if name in _FIXED:
             if name == "training" and path:  # a child may be in another mode than the module
                 _note(real, (*path, name), False)
@@ -231,13 +232,13 @@ def _twin_class(cls: type[nn.Module]) -> type:
         return cls.__getattr__(self, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        real, watch, path = object.__getattribute__(self, "__dict__")[_TWIN]
+        real, watch, path = object.__getattribute__(self, "__dict__")[_REAL]
         if type(real) is not QuantizedLinear:
             watch.called[".".join(path)] = None
         return self.forward(*args, **kwargs)
 
     def refuse(self: Any, *args: Any) -> Any:
-        return object.__getattribute__(self, "__dict__")[_TWIN][1].refuse("a change of the module")
+        return object.__getattribute__(self, "__dict__")[_REAL][1].refuse("a change of the module")
 
     members = {
         "__getattribute__": getattribute,

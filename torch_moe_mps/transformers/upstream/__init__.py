@@ -8,7 +8,6 @@ import importlib
 from typing import Any
 
 _ON_USE = {
-    "ContinuousBatchingManager": "generation.continuous_batching",
     "DFlashCache": "cache_utils",
     "DFlashTokenCandidateGenerator": "generation.candidate_generator",
     "DistributedConfig": "distributed",
@@ -22,7 +21,6 @@ _ON_USE = {
     "MtpCache": "cache_utils",
     "MtpModel": "modeling_layers",
     "PrinterCallback": "trainer_callback",
-    "ResponseParser": "utils.chat_parsing",
     "TRAINER_STATE_NAME": "trainer",
     "TemperatureLogitsWarper": "generation",
     "TopKLogitsWarper": "generation",

@@ -25,11 +25,6 @@ from transformers.utils.generic import GeneralInterface
 # Plain caches, whose layers are made to grow in place: DFlash's came with 5.24.
 GROWING = (DynamicCache, *(cls for cls in [getattr(cache_utils, "DFlashCache", None)] if cls is not None))
 
-# Methods of a cache that read and write the states of linear attention.
-STATE_METHODS = frozenset(
-    ("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state")
-)
-
 # Names of configs for the tokens that an indexer selects together: it counts them from the first of all rows.
 _TOGETHER = ("index_kpool", "indexer_compress_ratio", "index_block_size")
 
@@ -38,7 +33,6 @@ __all__ = [
     "GENERATION_CONFIG_NAME",
     "GROWING",
     "HF_MODULES_CACHE",
-    "STATE_METHODS",
     "Cache",
     "CacheLayerMixin",
     "DummyLayer",

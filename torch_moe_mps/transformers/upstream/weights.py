@@ -28,23 +28,21 @@ from transformers.integrations.gguf.kernels import get_gguf_kernel
 from transformers.modeling_utils import LoadStateDictConfig, _get_resolved_checkpoint_files
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
     AutoHfQuantizer,
-    AutoQuantizationConfig,
-    register_quantization_config,
-    register_quantizer,
 )
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from transformers.utils.quantization_config import GgufConfig, QuantizationConfigMixin
 
 __all__ = [
+    "AUTO_QUANTIZATION_CONFIG_MAPPING",
     "AUTO_QUANTIZER_MAPPING",
     "CONFIG_MAPPING",
     "DENSE_DECODER_RENAMINGS",
     "GGUF_CONFIG_MAPPING",
     "AutoHfQuantizer",
-    "AutoQuantizationConfig",
     "Concatenate",
     "ConversionOps",
     "GgufConfig",
@@ -70,8 +68,6 @@ __all__ = [
     "gguf",
     "is_gguf_arch_supported",
     "reader",
-    "register_quantization_config",
-    "register_quantizer",
     "rename_source_key",
     "revert_weight_conversion",
     "seen_with",

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...engine.ranges import integer
 from .. import limits
-from ..answer import Answer, Item, Piece
+from ..answer import Answer, Arguments, Call, CallEnd, Item, Piece, new_id
 from ..answers import Answers
 from ..request import (
     HINTS,
@@ -24,8 +24,7 @@ from ..request import (
 from ..served import Served
 from ..structured import schema_of
 from . import conversation
-from .protocol import Protocol, Writer, event, input_of, new_id, openai_error
-from .tools import Call
+from .protocol import Protocol, Writer, event, input_of, openai_error
 
 MOST_LOGPROBS = 20
 
@@ -112,10 +111,8 @@ class ChatCompletions(Protocol):
             }
             for number, answer in enumerate(answers.answers)
         ]
-        return envelope("chatcmpl-", "chat.completion", served) | {
-            "choices": choices,
-            "usage": usage(answers),
-        }
+        whole = {"choices": choices, "usage": usage(answers), **served.warning(request)}
+        return envelope("chatcmpl-", "chat.completion", served) | whole
 
     def writer(self, request: Request, answers: Answers, served: Served) -> Writer:
         return _Chunks(request, answers, served)
@@ -153,19 +150,29 @@ class _Chunks(Chunks):
 
     def __init__(self, *parts: Any):
         super().__init__(*parts)
-        self._calls = [0] * len(self.answers.answers)
+        self._calls = [-1] * len(self.answers.answers)  # index of the last call of each answer
 
     def begin(self) -> str:
-        first = {"role": "assistant", "content": ""}
-        return "".join(self._chunk(number, first) for number in range(len(self.answers.answers)))
+        first, plain = {"role": "assistant", "content": ""}, self.envelope
+        self.envelope = plain | self.served.warning(self.request)
+        begun = "".join(self._chunk(number, first) for number in range(len(self.answers.answers)))
+        self.envelope = plain
+        return begun
 
     def item(self, number: int, item: Item) -> str:
         if isinstance(item, Piece):
             name = "content" if item.kind == "text" else "reasoning_content"
             return self._chunk(number, {name: item.text}, logprobs=_logprobs(item.entries or None))
-        call = {"index": self._calls[number]} | _call(item, self.request.tools)
-        self._calls[number] += 1
-        return self._chunk(number, {"tool_calls": [call]})
+        call, tools = item if isinstance(item, Call) else item.call, self.request.tools
+        is_custom = _is_custom(call, tools)
+        self._calls[number] += isinstance(item, Call)
+        if isinstance(item, CallEnd if is_custom else Call):
+            shown = _call(call, tools, call.arguments if is_custom else "")
+        elif isinstance(item, Arguments) and not is_custom:
+            shown = {"function": {"arguments": item.text}}
+        else:
+            return ""
+        return self._chunk(number, {"tool_calls": [{"index": self._calls[number]} | shown]})
 
     def ended(self, number: int) -> str:
         answer = self.answers.answers[number]
@@ -230,17 +237,19 @@ def _message(answer: Answer, tools: dict[str, Tool]) -> dict[str, Any]:
         message["reasoning_content"] = answer.reasoning
     if answer.calls:
         message["content"] = answer.text or None
-        message["tool_calls"] = [_call(call, tools) for call in answer.calls]
+        message["tool_calls"] = [_call(call, tools, call.arguments) for call in answer.calls]
     return message
 
 
-def _call(call: Call, tools: dict[str, Tool]) -> dict[str, Any]:
-    tool = tools.get(call.name)
-    if tool is not None and tool.kind == "custom":
-        own = {"name": tool.own_name, "input": input_of(call)}
-        return {"id": new_id("call_"), "type": "custom", "custom": own}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": new_id("call_"), "type": "function", "function": function}
+def _is_custom(call: Call, tools: dict[str, Tool]) -> bool:
+    return call.name in tools and tools[call.name].kind == "custom"
+
+
+def _call(call: Call, tools: dict[str, Tool], arguments: str) -> dict[str, Any]:
+    if _is_custom(call, tools):
+        own = {"name": tools[call.name].own_name, "input": input_of(call)}
+        return {"id": call.id, "type": "custom", "custom": own}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _logprobs(entries: list[Any] | None) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from ...engine.ranges import DRAWS, integer
-from ..answer import Answer, Item, Piece
+from ..answer import Answer, Arguments, Call, Item, Piece, new_id
 from ..answers import Answers
 from ..request import (
     OBJECT,
@@ -22,8 +22,7 @@ from ..request import (
 from ..served import Served
 from ..structured import schema_of
 from . import conversation
-from .protocol import Protocol, Text, Writer, blocks, event, input_of, new_id
-from .tools import Call
+from .protocol import Protocol, Text, Writer, blocks, event, input_of
 
 _FIELDS = Fields(
     SHARED
@@ -89,8 +88,8 @@ class Messages(Protocol):
         )
 
     def whole(self, request: Request, answers: Answers, served: Served) -> dict[str, Any]:
-        content = [_block(block, request.tools) for block in blocks(answers.answers[0])]
-        return _message(served) | {"content": content, **_ending(answers), "usage": _usage(answers)}
+        content = [_block(block) for block in blocks(answers.answers[0])]
+        return _message(request, served) | {"content": content, **_ending(answers), "usage": _usage(answers)}
 
     def writer(self, request: Request, answers: Answers, served: Served) -> Writer:
         return _Events(request, answers, served)
@@ -103,7 +102,7 @@ class _Events(Writer):
 
     def begin(self) -> str:
         usage = _usage(self.answers) | {"output_tokens": 1}
-        started = _message(self.served) | {"usage": usage}
+        started = _message(self.request, self.served) | {"usage": usage}
         return self._event("message_start", {"message": started}) + self.ping()
 
     def ping(self) -> str:
@@ -116,9 +115,14 @@ class _Events(Writer):
             begun = "" if self._open == item.kind else self._close() + self._begun(item.kind)
             name = "text" if item.kind == "text" else "thinking"
             return begun + self._delta({"type": f"{name}_delta", name: item.text})
-        block = _block(item, self.request.tools)
-        shown = self._close() + self._start("call", block | {"input": {}})
-        return shown + self._delta({"type": "input_json_delta", "partial_json": json.dumps(block["input"])})
+        if isinstance(item, Call):
+            return self._close() + self._start("call", _block(item) | {"input": {}})
+        if isinstance(item, Arguments):
+            text = item.text
+            if not item.call.parts[0].startswith("{"):  # no object, which comes at once
+                text = json.dumps(_block(item.call)["input"])
+            return self._delta({"type": "input_json_delta", "partial_json": text})
+        return self._close()
 
     def end(self) -> str:
         delta = {"delta": _ending(self.answers), "usage": _usage(self.answers)}
@@ -131,7 +135,7 @@ class _Events(Writer):
         return event({"type": kind} | data, kind)
 
     def _begun(self, kind: str) -> str:
-        return self._start(kind, _block(Text(kind, []), {}))
+        return self._start(kind, _block(Text(kind, [])))
 
     def _start(self, kind: str, block: dict[str, Any]) -> str:
         self._open = kind
@@ -300,7 +304,7 @@ def _variables(body: dict[str, Any]) -> dict[str, Any]:
     return conversation.effort((body.get("output_config") or {}).get("effort")) | variables
 
 
-def _block(block: Text | Call, tools: dict[str, Tool]) -> dict[str, Any]:
+def _block(block: Text | Call) -> dict[str, Any]:
     if isinstance(block, Call):
         try:
             arguments = json.loads(block.arguments)
@@ -308,14 +312,14 @@ def _block(block: Text | Call, tools: dict[str, Tool]) -> dict[str, Any]:
             arguments = None
         if not isinstance(arguments, dict):
             arguments = {"input": input_of(block)}
-        return {"type": "tool_use", "id": new_id("toolu_"), "name": block.name, "input": arguments}
+        return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     return {"type": "text", "text": block.text}
 
 
-def _message(served: Served) -> dict[str, Any]:
-    return {
+def _message(request: Request, served: Served) -> dict[str, Any]:
+    return served.warning(request) | {
         "id": new_id("msg_"),
         "type": "message",
         "role": "assistant",

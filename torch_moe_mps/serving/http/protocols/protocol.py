@@ -1,16 +1,14 @@
 """Protocols: how requests are read, answers written, and errors told."""
 
 import json
-import uuid
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from ..answer import Answer, Item, Piece
+from ..answer import Answer, Call, Item, Piece
 from ..answers import Answers
 from ..request import Refused, Request
 from ..served import Served
-from .tools import Call
 
 
 class Writer(ABC):
@@ -41,7 +39,7 @@ class Writer(ABC):
     def ping(self) -> str:
         """Tells the client that its answer is still coming."""
         answers = self.answers.answers
-        read, of = (sum(getattr(a, name) for a in answers) for name in ("read", "prompt_tokens"))
+        read, of = (sum(getattr(a, name) for a in answers) for name in ("read_tokens", "prompt_tokens"))
         return f": {read} of {of} tokens of the prompt are computed\n\n"
 
 
@@ -95,10 +93,6 @@ def blocks(answer: Answer) -> list[Text | Call]:
         else:
             made.append(Text(item.kind, [item]))
     return made
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}{uuid.uuid4().hex}"
 
 
 def event(data: dict[str, Any], name: str | None = None) -> str:

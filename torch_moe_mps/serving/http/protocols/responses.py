@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from ...engine.ranges import integer
-from ..answer import Answer, Item, Piece
+from ..answer import Answer, Arguments, Call, CallEnd, Item, Piece, new_id
 from ..answers import Answers
 from ..request import (
     HINTS,
@@ -24,8 +24,7 @@ from ..served import Served
 from ..structured import schema_of
 from . import conversation
 from .chat import MOST_LOGPROBS, logprobs_of
-from .protocol import Protocol, Text, Writer, blocks, event, input_of, new_id
-from .tools import Call
+from .protocol import Protocol, Text, Writer, blocks, event, input_of
 
 _INCLUDED = "message.output_text.logprobs"
 _FIELDS = Fields(
@@ -113,8 +112,8 @@ class _Events(Writer):
         return self._event("response.created", started) + self._event("response.in_progress", started)
 
     def item(self, number: int, item: Item) -> str:
-        if isinstance(item, Call):
-            return self._close() + self._called(item)
+        if not isinstance(item, Piece):
+            return self._called(item)
         if self._open is not None and (self._open.kind == item.kind or not item.text):
             self._open.pieces.append(item)
             return self._delta(item)
@@ -172,16 +171,25 @@ class _Events(Writer):
         self._open = None
         return done + self._ended(item)
 
-    def _called(self, call: Call) -> str:
+    def _called(self, part: Call | Arguments | CallEnd) -> str:
+        call = part if isinstance(part, Call) else part.call
         item = _item(call, self.request.tools, False)
-        self._id = item["id"]
         is_custom = item["type"] == "custom_tool_call"
         field, kind = (
             ("input", "custom_tool_call_input") if is_custom else ("arguments", "function_call_arguments")
         )
-        empty = item | {field: "", "status": "in_progress"}
-        shown = self._event("response.output_item.added", {"output_index": len(self._items), "item": empty})
-        shown += self._event(f"response.{kind}.delta", self._where | {"delta": item[field]})
+        if isinstance(part, Call):
+            closed, self._id = self._close(), item["id"]
+            empty = item | {field: "", "status": "in_progress"}
+            added = {"output_index": len(self._items), "item": empty}
+            return closed + self._event("response.output_item.added", added)
+        item["id"] = self._id
+        if isinstance(part, Arguments):
+            delta = "" if is_custom else part.text  # a custom tool has its text at the end
+            return self._event(f"response.{kind}.delta", self._where | {"delta": delta}) if delta else ""
+        shown = ""
+        if is_custom:
+            shown = self._event(f"response.{kind}.delta", self._where | {"delta": item[field]})
         own = {field: item[field]} if is_custom else {field: item[field], "name": item["name"]}
         return shown + self._event(f"response.{kind}.done", self._where | own) + self._ended(item)
 
@@ -294,7 +302,7 @@ def _item(block: Text | Call, tools: dict[str, Tool], has_logprobs: bool) -> dic
             own = {"type": "custom_tool_call", "id": new_id("ctc_"), "input": input_of(block)}
         else:
             own = {"type": "function_call", "id": new_id("fc_"), "arguments": block.arguments}
-        return {**own, "call_id": new_id("call_"), "status": "completed", **named}
+        return {**own, "call_id": block.id, "status": "completed", **named}
     if block.kind == "reasoning":
         part: dict[str, Any] = {"type": "reasoning_text", "text": block.text}
         kind = {"type": "reasoning", "id": new_id("rs_"), "summary": []}
@@ -309,7 +317,7 @@ def _item(block: Text | Call, tools: dict[str, Tool], has_logprobs: bool) -> dic
 def _response(name: str, request: Request, served: Served) -> dict[str, Any]:
     """A response that has begun."""
     body = request.later
-    return {
+    return served.warning(request) | {
         "id": name,
         "object": "response",
         "created_at": int(time.time()),

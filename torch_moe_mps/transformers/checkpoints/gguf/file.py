@@ -5,10 +5,12 @@ where it puts blocks, that code runs on row numbers in place of values, two for 
 the result is a row of the file, its blocks are copied unchanged.
 """
 
+import contextlib
 import copy
 import math
+import threading
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,14 +18,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import modeling_gguf_pytorch_utils
 
 from ...._text import first_line
 from ....quantization import Format, QuantizedWeight
 from ....quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks, from_blocks
-from ...upstream.weights import CONFIG_MAPPING, WeightConverter, WeightRenaming, rename_source_key
+from ...upstream.weights import (
+    CONFIG_MAPPING,
+    WeightConverter,
+    WeightRenaming,
+    gguf,
+    reader,
+    rename_source_key,
+)
 from ..quantize.target import Target
 from ..quantize.weights import words
-from .header import check_offsets, check_sizes, header_of, read_metadata
+from .header import check_offsets, check_sizes, header_of, read_metadata, reading_once
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -427,3 +437,40 @@ def read_checked(gguf_path: str, string_arrays: Container[str] = ()) -> Any:
     """transformers reads the metadata first: a bad file is refused there."""
     check_file(gguf_path)
     return read_metadata(gguf_path, string_arrays)
+
+
+class _CheckedHeaders:
+    """Lets transformers read headers of GGUF files with our checks, and each once, while somebody loads."""
+
+    def __init__(self) -> None:
+        self._lock, self._loading = threading.Lock(), 0
+        self._before: list[tuple[Any, str, Any]] = []
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            if self._loading == 0:
+                self._replace()
+            self._loading += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loading -= 1
+                if self._loading == 0:
+                    for owner, name, before in self._before:
+                        setattr(owner, name, before)
+
+    def _replace(self) -> None:
+        load = reading_once(modeling_gguf_pytorch_utils.load_gguf_checkpoint)
+        readers = [
+            (gguf, "read_gguf_metadata", read_checked),
+            (reader, "read_gguf_metadata", read_checked),  # for tokenizers
+            (modeling_gguf_pytorch_utils, "load_gguf_checkpoint", load),
+        ]
+        self._before = [(owner, name, getattr(owner, name)) for owner, name, _ in readers]
+        for owner, name, function in readers:
+            setattr(owner, name, function)
+
+
+checked_headers = _CheckedHeaders()

@@ -131,9 +131,14 @@ def _parsed(load: Callable, path: str, header: Header) -> dict[str, Any]:
     config, tokens = parsed["config"], header.metadata.get(_TOKENS)
     if config.get("vocab_size") == 0 and tokens:  # it was counted
         config["vocab_size"] = tokens
-    widths = _WIDTHS.get(header.metadata["general.architecture"], {})
-    config |= {name: header.metadata[key] for key, name in widths.items() if key in header.metadata}
+    config |= widths_in(header)
     return parsed
+
+
+def widths_in(header: Header) -> dict[str, Any]:
+    """{name in the config: size} of the sizes that transformers' first loader leaves at its defaults."""
+    widths = _WIDTHS.get(header.metadata["general.architecture"], {})
+    return {name: header.metadata[key] for key, name in widths.items() if key in header.metadata}
 
 
 def _write_small(path: Path, header: Header) -> None:

@@ -5,30 +5,31 @@ itself does not keep packed there; all else it loads as without this package. Wh
 transformers (file.py). What cannot stay packed it dequantises, and the report says what and why.
 """
 
-import importlib
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from transformers import modeling_gguf_pytorch_utils
+
+from torch_moe_mps_autoload import GGUF_FAMILIES
 
 from ...basics.scoped import having
-from ...families import GGUF
-from ...upstream.weights import GgufHfQuantizer, get_gguf_kernel, gguf, is_gguf_arch_supported, reader
+from ...upstream.weights import GgufHfQuantizer, get_gguf_kernel, is_gguf_arch_supported
 from ..layouts.lifecycle import Lifecycle
 from ..quantize.sizes import bytes_a_token
-from .file import read_checked
-from .header import reading_once
+from .file import checked_headers, read_checked
 from .reading import Dense, GgufLayout
 
 _asked: ContextVar[bool] = ContextVar("moe_mps_packs_gguf", default=False)
 
 
-def packing() -> AbstractContextManager[bool]:
-    """Files that are loaded inside the block stay packed here, wherever that is."""
-    return having(_asked, True)
+@contextmanager
+def packing() -> Iterator[None]:
+    """Files that are loaded inside the block stay packed here, wherever that is, and are checked first."""
+    with having(_asked, True), checked_headers():
+        yield
 
 
 class GgufQuantizer(Lifecycle, GgufHfQuantizer):
@@ -100,16 +101,5 @@ class GgufQuantizer(Lifecycle, GgufHfQuantizer):
 def _transformers_packs(gguf_file: str) -> bool:
     """Whether transformers keeps a file's blocks on this Mac: some architectures, with its kernels."""
     architecture = read_checked(gguf_file)[0]["general.architecture"]
-    knows = architecture not in GGUF and is_gguf_arch_supported(architecture)
+    knows = architecture not in GGUF_FAMILIES and is_gguf_arch_supported(architecture)
     return knows and get_gguf_kernel() is not False
-
-
-def register_readers() -> None:
-    """Lets transformers read headers with our checks, a header once, and the architectures of families."""
-    gguf.read_gguf_metadata = read_checked
-    reader.read_gguf_metadata = read_checked  # for tokenizers
-    modeling_gguf_pytorch_utils.load_gguf_checkpoint = reading_once(
-        modeling_gguf_pytorch_utils.load_gguf_checkpoint
-    )
-    for name, reads in GGUF.items():
-        gguf.GGUF_ARCHS[name] = importlib.import_module(reads).conversions

@@ -7,6 +7,7 @@ from torch import nn
 
 from ...basics.report import QuantizationReport
 from ..quantize.in_place import finish_loading, refuse_dequantizing
+from ..quantize.streaming import one_by_one, threads_crash
 from ..quantize.target import Target
 from ..quantize.tied import tie_quantized
 from ..quantize.weights import store_empty
@@ -31,6 +32,8 @@ class Lifecycle:
         for target in self.layout.targets.values():
             store_empty(target)
         tie_quantized(model)
+        self._reading = one_by_one(threads_crash())  # ends with this object where loading fails
+        self._reading.__enter__()
 
     def place(self, model: Any, loaded: Callable[[str], bool] = lambda name: True) -> dict[str, Target]:
         """Gives the modules whose names are `loaded` their quantised weights, and returns their targets.
@@ -51,6 +54,8 @@ class Lifecycle:
 
     def close(self, model: Any) -> None:
         """The model has all its weights."""
+        self._reading.__exit__(None, None, None)
+        del self._reading
         if self.report is not None:
             model.hf_quantizer = self
         self.layout = Layout()

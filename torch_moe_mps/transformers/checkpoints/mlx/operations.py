@@ -29,7 +29,7 @@ def one_less() -> Operation:
 
 
 class Cast(ConversionOps):
-    """Gives parameters the dtype of the model, as the last operation; scales and biases keep their own."""
+    """Casts tensors to the dtypes of the model's parameters and buffers, as the last operation."""
 
     hf_quantizer = True
 

@@ -93,7 +93,7 @@ class Rows:
         elif packed:
             ends = dict(zip(TENSORS, PARTS, strict=True))
             sources = [f"{other.removesuffix('weight')}{ends[part]}" for other in theirs]
-            yield NamedConverter(sources, [name], [as_words(), *_concatenated(sources, 0)])
+            yield NamedConverter(sources, [name], [as_words(), *_concatenated(sources, 0), Cast()])
         elif name in self.stored:
             operation = dequantized(self.stored[name], _rows_of(tensor))
             yield NamedConverter(_matrices(theirs, self.stored[name]), [name], [operation, Cast()])
@@ -113,9 +113,7 @@ class Rows:
         names = ("weight",) if own is None else TENSORS if own.has_biases else TENSORS[:2]
         ours = [f"{owner}.{name}" for name in names]
         operation = halves(formats, config.num_attention_heads, config.qk_nope_head_dim, own)
-        return NamedConverter(
-            _matrices(parts, formats), ours, [operation, *([Cast()] if own is None else [])]
-        )
+        return NamedConverter(_matrices(parts, formats), ours, [operation, Cast()])
 
     def _experts(self, name: str, module: Experts) -> Iterator[NamedConverter]:
         interleaved = is_interleaved(module)
@@ -126,7 +124,8 @@ class Rows:
             if hasattr(module, quantized[0][0]):
                 for ours, part in quantized:
                     if getattr(module, ours, None) is not None:
-                        yield NamedConverter(_ends(modules, part), [f"{name}.{ours}"], [as_words(), *join])
+                        operations = [as_words(), *join, Cast()]
+                        yield NamedConverter(_ends(modules, part), [f"{name}.{ours}"], operations)
             else:
                 turned = [*join, *([Transpose(1, 2)] if module.is_transposed else []), Cast()]
                 yield NamedConverter(_ends(modules, "weight"), [f"{name}.{projection}"], turned)

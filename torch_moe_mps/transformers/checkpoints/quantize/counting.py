@@ -27,18 +27,10 @@ def packed_parameters(model: nn.Module, exclude_embeddings: bool = False) -> int
     return sum(numbers.values())
 
 
-def count_packed(cls: Any) -> None:
-    """Patches `PreTrainedModel.num_parameters`."""
-    own = cls.num_parameters
-
-    @functools.wraps(own)
-    def num_parameters(
-        model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
-    ) -> int:
-        trainable = own(model, only_trainable, exclude_embeddings)
-        return trainable if only_trainable else trainable + packed_parameters(model, exclude_embeddings)
-
-    cls.num_parameters = num_parameters
+def count_packed(model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """In place of a quantised model's own `num_parameters`: the numbers that its weights stand for."""
+    own: int = type(model).num_parameters(model, only_trainable, exclude_embeddings)
+    return own if only_trainable else own + packed_parameters(model, exclude_embeddings)
 
 
 def counting_packed(own: Callable) -> Callable:

@@ -7,6 +7,7 @@ initialised.
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...._extension import ONE_THREAD
+from ...._extension import ONE_THREAD, torch_version
 from ....ops._checks import Check
 from ....quantization import QuantizedWeight
 from ...basics.report import QuantizationReport
@@ -165,3 +166,9 @@ class _OneByOne:
 
 
 one_by_one = _OneByOne()
+
+
+def threads_crash() -> bool:
+    """True before torch 2.15 on a Mac: threads that convert dtypes on MPS side by side crash
+    (pytorch#167541, #197836)."""
+    return sys.platform == "darwin" and torch_version() < (2, 15)

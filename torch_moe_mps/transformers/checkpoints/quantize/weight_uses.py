@@ -53,7 +53,7 @@ def weights_written_by(cls: type) -> frozenset[str]:
 
 
 def _reads_weight(value: Any) -> bool:
-    return isinstance(value, types.FunctionType) and "weight" in names_in(value)
+    return isinstance(value, types.FunctionType) and "weight" in names_in(inspect.unwrap(value))
 
 
 Nodes = list[tuple[ast.AST, ast.AST]]  # pairs: a node of a syntax tree, and the one that it stands in

@@ -7,26 +7,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ....quantization import Format
 from ...basics.interface import experts_of, projections
 from ...basics.state import state_in
 from ...modules.experts import NAME
 from ...modules.linears import OrderedLinear, formats_in
-from ...upstream.weights import revert_weight_conversion, seen_with
+from ...upstream.weights import AUTO_QUANTIZER_MAPPING, revert_weight_conversion, seen_with
 from ..absent import absent_in
 from ..layouts.files import Shards
 from ..own.config import QuantizationConfig, is_ours, together
+from ..quantize.counting import count_packed
 from ..quantize.target import quantizable
 
 
 def mark_quantized(model: nn.Module) -> None:
     """Lets transformers know which of its models within `model` are quantised, and how."""
-    # Still incomplete when transformers' quantizers, and with them ours, are imported.
-    from transformers import PreTrainedModel
-
-    from ...upstream.weights import AUTO_QUANTIZER_MAPPING
-
     quantizer = AUTO_QUANTIZER_MAPPING[NAME]
     for part in _outermost(model, PreTrainedModel):
         config = config_of(part)
@@ -38,6 +35,10 @@ def mark_quantized(model: nn.Module) -> None:
         part.config.quantization_config = config
         part.hf_quantizer = quantizer(config, pre_quantized=True)
         part.hf_quantizer.report = getattr(before, "report", None)
+        for model_inside in part.modules():
+            if isinstance(model_inside, PreTrainedModel):
+                members = {"save_pretrained": _save, "num_parameters": count_packed}
+                vars(model_inside).update({n: functools.partial(f, model_inside) for n, f in members.items()})
 
 
 def _outermost(module: nn.Module, cls: type[nn.Module]) -> Iterator[Any]:
@@ -49,15 +50,9 @@ def _outermost(module: nn.Module, cls: type[nn.Module]) -> Iterator[Any]:
         yield from _outermost(child, cls)
 
 
-def describe_when_saving(cls: Any) -> None:
-    """Patches `PreTrainedModel.save_pretrained`: config.json describes the weights at that time."""
-    save = cls.save_pretrained
-
-    @functools.wraps(save)
-    def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return save(_described(model), *args, **kwargs)
-
-    cls.save_pretrained = save_pretrained
+def _save(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of a quantised model's own `save_pretrained`: config.json describes the weights of now."""
+    return type(model).save_pretrained(_described(model), *args, **kwargs)
 
 
 def _described(model: Any) -> Any:
@@ -75,8 +70,6 @@ def _described(model: Any) -> Any:
 
 def _own_configs(model: nn.Module) -> None:
     """Copies the configs in a model: another model with the same config object is not quantised."""
-    from transformers import PreTrainedConfig
-
     copies: dict[int, Any] = {}
     for module in model.modules():
         config: Any = module.__dict__.get("config")

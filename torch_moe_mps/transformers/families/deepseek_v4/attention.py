@@ -108,7 +108,7 @@ def _pooled(compressor: Any, held: GrowingCompressed, name: str, x: Tensor, posi
     kv, gate = compressor.kv_proj(x), compressor.gate_proj(x)
     state, memory = held.buffers_for(name, kv, compressor.head_dim, compressor.position_bias)
     rotary, kind, norm = compressor.rotary_emb, compressor.rope_layer_type, compressor.kv_norm
-    ops.pool_window_(
+    ops._pool_window_(
         *(kv, gate, compressor.position_bias, state, memory, position, norm.weight),
         *(getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling")),
         norm.variance_epsilon,
@@ -121,7 +121,7 @@ def _chosen(indexer: Any, q: Tensor, k: Tensor, weights: Tensor, held: GrowingCo
     scorer = indexer.scorer
     scale = scorer.softmax_scale * scorer.weights_scaling
     of_blocks = {"block": indexer.compress_rate, "keys": held.cumulative_length}
-    return ops.index_topk(q, k, weights, indexer.index_topk, scale, **of_blocks)
+    return ops._index_topk(q, k, weights, indexer.index_topk, scale, **of_blocks)
 
 
 def _projected(layer: Any, out: Tensor, cos: Tensor, sin: Tensor, turn: dict[str, Any]) -> Tensor:
@@ -145,7 +145,7 @@ def rewrite_compressed_attention(module: nn.Module) -> tuple[Callable, list[Done
     children: dict[str, Any] = module._modules
     forward, operators = found
     operators += [Done("expert_qmm")] if isinstance(children["o_a_proj"], GroupedLinear) else []
-    operators += [Done("index_topk")] if "indexer" in children["compressor"]._modules else []
+    operators += [Done("_index_topk")] if "indexer" in children["compressor"]._modules else []
     return forward, operators
 
 
@@ -214,4 +214,4 @@ def _is_same(module: Any, forward: Callable) -> bool:
     return agrees(ours, theirs)
 
 
-_LAYER = Tried(_may_be, compressed_layer, _is_same, (Done("pool_window_"), Done("rope")))
+_LAYER = Tried(_may_be, compressed_layer, _is_same, (Done("_pool_window_"), Done("rope")))

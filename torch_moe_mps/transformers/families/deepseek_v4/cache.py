@@ -46,7 +46,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
 
     Attributes:
         compressed_kv: {name of a compressor: [B, N, D], its entries}.
-        windows: {name: [B, rate or 2 rate, 2, W]}, the last tokens as `pool_window_` keeps them.
+        windows: {name: [B, rate or 2 rate, 2, W]}, the last tokens as `_pool_window_` keeps them.
         biases: {name: [rate, W]}, the position bias of each compressor that has a window.
     """
 
@@ -81,7 +81,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
         return growing.slots_behind(self.keys, new)
 
     def buffers_for(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> tuple[Tensor, Tensor]:
-        """What `pool_window_` updates in place for new tokens kv [B, T, W] that are counted already.
+        """What `_pool_window_` updates in place for new tokens kv [B, T, W] that are counted already.
 
         Returns: the window, and the buffer of all entries [B, N, width], which shows the new ones.
         """

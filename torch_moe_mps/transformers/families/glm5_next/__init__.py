@@ -2,6 +2,6 @@
 
 from .. import Family
 from .indexer import rewrite_kpool_indexer
-from .mask import take_choices
+from .mask import masks_choices, take_choices
 
-FAMILY = Family(rules=(rewrite_kpool_indexer,), layer_hook=take_choices)
+FAMILY = Family(rules=(rewrite_kpool_indexer,), layer_hook=take_choices, masks_choices=masks_choices)

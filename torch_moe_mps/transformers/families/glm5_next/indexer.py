@@ -110,7 +110,7 @@ def rewrite_kpool_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
         or not fits(module.n_heads, module.head_dim, module.index_kpool)
     ):
         return None
-    return (kpool_forward, [Done("index_topk")]) if form_by_trial(module, (True,), _trial) else None
+    return (kpool_forward, [Done("_index_topk")]) if form_by_trial(module, (True,), _trial) else None
 
 
 def _trial(module: Any) -> IndexerTrial:

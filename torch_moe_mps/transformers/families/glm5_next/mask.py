@@ -13,6 +13,10 @@ EVERYTHING = "everything"  # in place of a Choice where tokens may choose all ke
 _METHOD = "build_attention_mask_from_topk"  # a method of attention layers
 
 
+def masks_choices(module: nn.Module) -> bool:
+    return hasattr(module, _METHOD)
+
+
 def take_choices(module: nn.Module) -> None:
     """Lets the method that makes a mask of chosen keys take what our indexers give."""
     if owner := next((cls for cls in type(module).__mro__ if _METHOD in vars(cls)), None):

@@ -1,8 +1,8 @@
 """An indexer that chooses blocks of keys, for each head of keys by itself.
 
 While a token may choose all blocks, the indexer only adds its own keys to the cache. Beyond that the operator
-`index_topk` chooses, when attention asks. What the indexer computes in front of that is recognised by running
-it with other numbers.
+`_index_topk` chooses, when attention asks. What the indexer computes in front of that is recognised by
+running it with other numbers.
 """
 
 from collections.abc import Callable
@@ -70,16 +70,16 @@ def _chosen(
 ) -> Choice | None:
     width = indexer.head_dim
     seen = hidden.shape[1] + (0 if layer is None else layer.indexed())
-    k, q, q_weight = indexer.k_proj(hidden), None, None
+    k, q, q_norm_weight = indexer.k_proj(hidden), None, None
     chooses = seen > indexer.topk_blocks * indexer.block_size
     if chooses:
-        q, q_weight = indexer.q_proj(hidden).unflatten(-1, (indexer.num_heads, width)), q_norm[0]
+        q, q_norm_weight = indexer.q_proj(hidden).unflatten(-1, (indexer.num_heads, width)), q_norm[0]
     cos, sin, options = tables_and_options(turn, *(table[..., :width] for table in tables))
     weight, eps, offset = k_norm
     slots = None if layer is None else layer.index_slots(k)
     held = k.new_empty(k.shape) if slots is None else slots
     keys = k.unsqueeze(2), None, held.unsqueeze(1), None
-    turned = ops.rope_cache_(q, *keys, cos, sin, q_weight, weight, eps, offset, **options)
+    turned = ops.rope_cache_(q, *keys, cos, sin, q_norm_weight, weight, eps, offset, **options)
     if layer is not None:
         held = layer.take_index(held) if slots is not None else layer.update_index(held.unsqueeze(1))[:, 0]
     if not chooses:
@@ -103,7 +103,7 @@ def rewrite_block_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | No
     if turn is None:
         return None
     state_of(module).formula = turn
-    return block_indexer_forward, [Done("index_topk"), Done("rope_cache_")]
+    return block_indexer_forward, [Done("_index_topk"), Done("rope_cache_")]
 
 
 def _trial(module: Any) -> IndexerTrial:

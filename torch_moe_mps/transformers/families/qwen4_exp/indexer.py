@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....ops._checks import dtype_name
 from ...attention.causal_mask import CausalMask
 from ...attention.chosen_keys import Choice
 from ...attention.pools import BATCH, BEFORE, POOLS, RATE, TOKENS, fits, is_same, layer_of, pools_of
@@ -30,6 +31,10 @@ _NUMBERS = (
     "block_topk",
     "layer_idx",
 )
+
+
+def masks_choices(module: Any) -> bool:
+    return module.indexer is not None and has_parts(module.indexer, _PARTS, _NUMBERS)
 
 
 def qsa_forward(
@@ -98,7 +103,7 @@ def _means(indexer: Any, turn: Turn, keys: Tensor, tables: Any, first: int, last
     """The means of the keys of pools, normed and turned as their first keys are."""
     norm, rate = _norms(indexer)[1], indexer.compress_ratio
     rows = keys[:, first * rate : last * rate].unflatten(1, (-1, rate))
-    pooled = ops.pointwise(rows, "to a f32", keys.dtype, mean=True).unsqueeze(2)
+    pooled = ops._pointwise(rows, "to a f32", dtype_name(keys.dtype), mean=True).unsqueeze(2)
     of_pools = (table[:, first * rate : last * rate : rate] for table in tables)
     cos, sin, options = tables_and_options(turn, *of_pools)
     return ops.rope(pooled, None, cos, sin, norm.weight, None, norm.eps, 1.0, **options)[0].squeeze(1)
@@ -122,7 +127,7 @@ def rewrite_qsa_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
     if turn is None:
         return None
     state_of(module).formula = turn
-    return qsa_forward, [Done("index_topk"), Done("rope_cache_")]
+    return qsa_forward, [Done("_index_topk"), Done("rope_cache_")]
 
 
 def _trial(module: Any) -> IndexerTrial:

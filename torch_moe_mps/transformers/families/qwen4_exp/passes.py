@@ -8,12 +8,14 @@ from ...graphs.fusion import Fusion
 from ...graphs.nodes import arguments, aten, calls, changed, is_call, is_final, ours, put, tensor_of
 from ...graphs.tracing import VALUE, as_recorded
 
-mean_in_elements = Fusion("mean_in_elements", ("mean(pointwise(*A[S])[S], [-2])", "pointwise(*A, mean=True)"))
+mean_in_elements = Fusion(
+    "mean_in_elements", ("mean(_pointwise(*A[S])[S], [-2])", "_pointwise(*A, mean=True)")
+)
 
 
 def tables_of_slices(graph: fx.Graph) -> None:
-    """slice(view(pointwise(P))) -> view(pointwise(slice(P))), where nobody reads the rows of other tokens."""
-    for call in calls(graph, ours.pointwise):
+    """slice(view(_pointwise(P))) -> view(_pointwise(slice(P))), where nobody reads other tokens' rows."""
+    for call in calls(graph, ours._pointwise):
         table = next(iter(call.users))
         is_table = len(call.users) == 1 and is_call(table, aten.view) and tensor_of(call).dim() == 4
         if not is_table or not is_final(call) or not all(map(_shows_tokens, table.users)):

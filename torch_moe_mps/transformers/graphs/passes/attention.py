@@ -6,7 +6,7 @@ from ..fakes import geometry
 from ..nodes import arguments, calls, is_call, is_unchanged, memory_of, ours, put, tensor_of
 from ..tracing import VALUE, as_recorded
 
-# The arguments of attention that rope_attention_ has, too, and what the others must be.
+# The arguments of attention that _rope_attention_ has, too, and what the others must be.
 _OF_BOTH = ("q", "k", "v", "scale", "window", "key_range", "softcap", "sinks", "gate", "gate_activation")
 _PLAIN = {
     **dict.fromkeys(("mask", "k_scales", "k_biases", "v_scales", "v_biases", "indices", "k_tail", "v_tail")),
@@ -15,7 +15,7 @@ _PLAIN = {
 
 
 def turn_in_attention(graph: fx.Graph) -> None:
-    """attention(rope_cache_(Q, K, V), KEYS, VALUES) of one token -> rope_attention_(Q, K, V, KEYS, VALUES)"""
+    """attention(rope_cache_(Q, K, V), KEYS, VALUES) of a token -> _rope_attention_(Q, K, V, KEYS, VALUES)"""
     for call in calls(graph, ours.attention):
         passed, turning = arguments(call), arguments(call)["q"]
         if _is_of_one_token(call) and _is_the_same_behind(turning, call):
@@ -24,7 +24,7 @@ def turn_in_attention(graph: fx.Graph) -> None:
             held = {"keys_": passed["k"], "values_": passed["v"]}
             options = {name: passed[name] for name in _OF_BOTH if name not in "qkv"}
             new = rotation | held | options
-            call.replace_all_uses_with(put(call, ours.rope_attention_.default, call.meta[VALUE], **new))
+            call.replace_all_uses_with(put(call, ours._rope_attention_.default, call.meta[VALUE], **new))
             graph.erase_node(call)
             graph.erase_node(turning)
 
@@ -44,7 +44,7 @@ def _is_of_one_token(call: fx.Node) -> bool:
 
 
 def _is_the_same_behind(turning: fx.Node, call: fx.Node) -> bool:
-    """Whether a rotation reads and writes the same in front of a later call."""
+    """True if a rotation reads and writes the same in front of a later call."""
     places = arguments(turning)["keys_"], arguments(turning)["values_"]
     return all(is_unchanged(place, turning, call, read=False) for place in places) and all(
         is_unchanged(node, turning, call) for node in turning.all_input_nodes

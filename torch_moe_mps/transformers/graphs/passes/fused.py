@@ -81,7 +81,7 @@ gates_in_linear_attention = Fusion(
     (
         "linear_attention_(Q, K, V, neg(exp(A_LOG)) * softplus(A[..., H] + DT_BIAS[H,]), *O,"
         " beta=sigmoid(B))",
-        'linear_attention_(Q, K, V, A, *O, beta=B, decay="softplus", beta_activation="sigmoid",'
+        'linear_attention_(Q, K, V, A, *O, beta=B, decay_form="softplus", beta_activation="sigmoid",'
         " A_log=A_LOG, dt_bias=DT_BIAS)",
     ),
 )
@@ -90,6 +90,6 @@ norm_in_linear_attention = Fusion(
     (
         "rms_norm_gated(linear_attention_(*A[S]), GATE, W, EPS, OFFSET, ACTIVATION)",
         "linear_attention_(*A, gate=GATE[S], gate_activation=ACTIVATION, norm_weight=W, norm_eps=EPS,"
-        " norm_offset=OFFSET)",
+        " norm_weight_offset=OFFSET)",
     ),
 )

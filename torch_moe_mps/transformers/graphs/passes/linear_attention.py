@@ -10,7 +10,7 @@ _ALL = 2**63 - 1  # the end of a slice that has none
 
 
 class _Convolution(NamedTuple):
-    """A convolution over a state and new tokens, [B, C, T] each, and what is cut out of it and its input."""
+    """A convolution over a state and new tokens, [B, C, T] each, and the slices of its input and output."""
 
     state: fx.Node
     new: fx.Node
@@ -64,7 +64,7 @@ def _convolution(conv: fx.Node) -> _Convolution | None:
 
 
 def _is_end(cut: fx.Node, whole: fx.Node, like: fx.Node) -> bool:
-    """Whether a node is the last of the tokens [.., C, T] of another, as many as a third has."""
+    """True if a node is the last of the tokens [.., C, T] of another, as many as a third has."""
     if not is_call(cut, aten.slice) or len(cut.args) != 4:
         return False
     source, dim, _, end = cut.args

@@ -51,13 +51,13 @@ def join_linears(graph: fx.Graph) -> None:
 
 
 def _of_quantised(call: fx.Node) -> tuple[Any, ...] | None:
-    """Input of a quantised linear layer, and the traits of those that it may join; None for others."""
+    """(input, format, dtypes ...) that quantised layers share if they can be joined; None for other calls."""
     passed = arguments(call)
     x, *weights, format = (passed.pop(name) for name in ("x", *WEIGHTS, "format"))
     has_options = any(isinstance(value, fx.Node) for value in passed.values())
     if has_options or not all(item is None or _is_parameter(item) for item in weights):
         return None
-    return x, format, passed["out_dtype"], *map(_kind, weights[:3])
+    return x, format, passed["dtype"], *map(_kind, weights[:3])
 
 
 def _of_dense(call: fx.Node) -> tuple[Any, ...] | None:
@@ -151,9 +151,9 @@ def _linear_behind(value: fx.Node) -> fx.Node | None:
 
 
 def _moved(call: fx.Node, values: Tensor) -> tuple[dict[fx.Node, Any], list[fx.Node]]:
-    """Nodes that only move a call's values, with their values, and those of these nodes that are read.
+    """(values of the nodes that only move a call's result, the nodes among them that other calls read).
 
-    Where the rows of the call are a symbol, it stands for those of the values in what moves them.
+    A symbol for the rows of the call counts as the number of rows in `values`.
     """
     rows = key_of(tensor_of(call).shape[0])
 
@@ -278,7 +278,7 @@ def _set_values(nodes: Sequence[fx.Node], values: Sequence[Tensor]) -> bool:
 
 
 def _can_take(node: fx.Node, value: Any, shown: dict[fx.Node, Any]) -> bool:
-    """Whether every reader of a node takes another value in its place; adds its views to `shown`.
+    """True if every reader of a node takes another value in its place; adds its views to `shown`.
 
     aten's operators give the strides of what they read, so views of their results may fail, too.
     """

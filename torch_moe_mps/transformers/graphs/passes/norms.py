@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....ops._checks import dtype_name
 from ..nodes import (
     arguments,
     calls,
@@ -46,7 +47,7 @@ def norm_in_operators(graph: fx.Graph) -> None:
             continue
         if not all(_can_norm(*read) and is_unchanged(x, norm, read[0]) for read in reads):
             continue
-        options = {"norm_weight": weight, "norm_eps": eps, "norm_offset": offset}
+        options = {"norm_weight": weight, "norm_eps": eps, "norm_weight_offset": offset}
         for reader, value in reads:
             source = in_shape(x, value, reader)
             if source is None:
@@ -59,7 +60,7 @@ def _with_norm(reader: fx.Node, x: fx.Node, options: dict[str, Any]) -> fx.Node:
         return changed(reader, reader, x=x, **options)
     matmul, like = linear_of(reader), tensor_of(reader)
     assert matmul is not None
-    arguments = {"x": x, "weight": matmul[1], "bias": matmul[2], "dtype": like.dtype}
+    arguments = {"x": x, "weight": matmul[1], "bias": matmul[2], "dtype": dtype_name(like.dtype)}
     return put(reader, ours.router_logits.default, like, **arguments, **options)
 
 

@@ -1,4 +1,4 @@
-"""Chains of operations on elements: one launch in place of one for each."""
+"""Chains of operations on elements: one dispatch for all of them."""
 
 import heapq
 import math
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....ops._checks import dtype_name
 from ....ops.pointwise import DTYPES, INPUTS, MAX_NUMBERS, MAX_RANK, MAX_STEPS, UNARY
 from ..nodes import (
     arguments,
@@ -40,7 +41,7 @@ Dims = tuple[int | None, ...]
 
 
 def join_elements(graph: fx.Graph) -> None:
-    """mul(sigmoid(GATE), X) -> pointwise(GATE, "sigmoid a bf16; mul %0 b bf16", X) in bfloat16"""
+    """mul(sigmoid(GATE), X) -> _pointwise(GATE, "sigmoid a bf16; mul %0 b bf16", X) in bfloat16"""
     place = {node: number for number, node in enumerate(graph.nodes)}
     taken: set[fx.Node] = set()
     for root in reversed(list(place)):
@@ -82,7 +83,7 @@ def _rank(shape: Any) -> int:
 
 
 def _parts(shape: Any, fine: Any) -> list[list[int]] | None:
-    """For each dimension of a shape those that it is split into; None for shapes that do not go so."""
+    """Sizes that each dimension of `shape` is split into in `fine`; None if it is no such split."""
     if not all(type(size) is int and size > 0 for size in (*shape, *fine)):
         return None
     left, parts = list(fine), list[list[int]]()
@@ -108,7 +109,7 @@ def _split(value: fx.Node, parts: list[list[int]], before: fx.Node) -> fx.Node:
 
 
 class _Group:
-    """A call and what only leads to it, as long as one launch can compute all."""
+    """A call and what only leads to it, as long as one dispatch can compute all."""
 
     def __init__(self, root: fx.Node, place: dict[fx.Node, int]):
         self.root, self._place = root, place
@@ -187,7 +188,15 @@ class _Group:
         if all(tensor_of(value).dim() < like.dim() for value in (first, *values.values())):
             shape = [*[1] * (like.dim() - tensor_of(first).dim()), *tensor_of(first).shape]
             first = put(self.root, aten.view.default, tensor_of(first).view(shape), first, shape)
-        return put(self.root, ours.pointwise.default, like, first, "; ".join(steps), like.dtype, **values)
+        return put(
+            self.root,
+            ours._pointwise.default,
+            like,
+            first,
+            "; ".join(steps),
+            dtype_name(like.dtype),
+            **values,
+        )
 
     def _aligned(self, value: fx.Node, dims: Dims) -> fx.Node:
         """An input whose dimensions are the last of the result's."""
@@ -208,7 +217,7 @@ def _operands(call: fx.Node) -> list[Any]:
 
 
 def _operation(call: fx.Node) -> tuple[Step, ...] | None:
-    """The steps of a call; None for one that is no operation on elements."""
+    """Steps of a pointwise call; None for other calls."""
     packet: Any = getattr(call.target, "overloadpacket", None)
     if not call.users or (packet not in _STEPS and packet is not aten.clamp):
         return None
@@ -240,7 +249,7 @@ def _can_read(value: Any, call: fx.Node) -> bool:
 
 
 def _is_shaped(value: fx.Node) -> bool:
-    """Whether a value is another one in another shape, or repeated."""
+    """True if a value is another one in another shape, or repeated."""
     return is_reshaped(value) or is_call(value, aten.expand)
 
 

@@ -31,7 +31,7 @@ from ..nodes import (
 from ..tracing import ITEM, VALUE
 
 _TABLES = ("cos", "sin", "pairs", "rotary_dim", "rotary_last")
-_OF_NORMS = ("eps", "weight_offset")
+_OF_NORMS = ("norm_eps", "norm_weight_offset")
 
 
 def turn_parts(graph: fx.Graph) -> None:
@@ -44,7 +44,7 @@ def turn_parts(graph: fx.Graph) -> None:
         for name in _given(call):
             if tensor_of(passed[name]).shape[-1] != width:
                 sides.add(passed["rotary_last"])
-            elif name in results and passed[f"{name}_weight"] is None:
+            elif name in results and passed[f"{name}_norm_weight"] is None:
                 whole = _whole(call, passed[name], results[name])
                 if whole is not None:
                     new[name], results[name], is_last = whole
@@ -57,7 +57,7 @@ def turn_parts(graph: fx.Graph) -> None:
 def heads_that_do_not_turn(graph: fx.Graph) -> None:
     """attention(Q, KEYS, VALUES) -> attention(rope(Q), KEYS, VALUES), and so K in its write; without tables.
 
-    As parts of `rope` their norms and the writes into the cache are one launch.
+    As parts of `rope` their norms and the writes into the cache are one dispatch.
     """
     copies = calls(graph, aten.copy_)
     for call in calls(graph, ours.attention):
@@ -83,10 +83,10 @@ def norms_in_rotation(graph: fx.Graph) -> None:
     for call in calls(graph, ours.rope):
         passed = arguments(call)
         for name in _given(call):
-            norm = None if passed[f"{name}_weight"] is not None else _norm_of(passed[name], call)
+            norm = None if passed[f"{name}_norm_weight"] is not None else _norm_of(passed[name], call)
             options = None if norm is None or norm.weight is None else _options_of_both(passed, norm)
             if norm is not None and options is not None:
-                passed |= {name: norm.x, f"{name}_weight": norm.weight, **options}
+                passed |= {name: norm.x, f"{name}_norm_weight": norm.weight, **options}
         if passed != arguments(call):
             call.replace_all_uses_with(changed(call, call, **passed))
 
@@ -100,7 +100,9 @@ def join_rotations(graph: fx.Graph) -> None:
             continue
         passed, others = arguments(first), arguments(second)
         one, other = tensor_of(passed["q"]), tensor_of(others["q"])
-        norm = _Norm(second, others["q"], others["q_weight"], others["eps"], others["weight_offset"])
+        norm = _Norm(
+            second, others["q"], others["q_norm_weight"], others["norm_eps"], others["norm_weight_offset"]
+        )
         options = {} if norm.weight is None else _options_of_both(passed, norm)
         if (
             options is not None
@@ -109,7 +111,7 @@ def join_rotations(graph: fx.Graph) -> None:
             and not any(user < second for result in results.values() for user in result.users)
             and all(is_unchanged(node, first, second) for node in first.all_input_nodes)
         ):
-            new = {"k": norm.x, "k_weight": norm.weight, **options}
+            new = {"k": norm.x, "k_norm_weight": norm.weight, **options}
             made = changed(first, second, **new)
             _give(made, results | {"k": last["q"]})
 
@@ -128,7 +130,9 @@ def write_into_cache(graph: fx.Graph) -> None:
         for name, result in _results(call).items():
             if _given(call) == ["q", "k"] and any(_write(call, name, *w) for w in _writes(result, copies)):
                 break
-        if arguments(call)["cos"] is None and not any(arguments(call)[f"{name}_weight"] for name in "qk"):
+        if arguments(call)["cos"] is None and not any(
+            arguments(call)[f"{name}_norm_weight"] for name in "qk"
+        ):
             for name, result in _results(call).items():  # nothing is left to do
                 passed = arguments(call)[name]
                 result.replace_all_uses_with(put(call, aten.transpose.int, tensor_of(result), passed, 1, 2))
@@ -157,7 +161,7 @@ def _given(call: fx.Node) -> list[str]:
 
 
 def _are_heads(q: fx.Node, k: fx.Node) -> bool:
-    """Whether `rope` takes these heads [B, H, T, D], and has not made one of them."""
+    """True if `rope` takes these heads [B, H, T, D], and has not made one of them."""
     one, other = tensor_of(q), tensor_of(k)
     return (
         one.dim() == other.dim() == 4
@@ -205,7 +209,7 @@ def _whole(call: fx.Node, part: fx.Node, result: fx.Node) -> tuple[fx.Node, fx.N
 
 
 def _consists_of(source: fx.Node, swap: bool, part: Tensor, beside: Tensor, is_last: bool) -> bool:
-    """Whether heads, or their transpose with `swap`, are `part` [B, T, H, R] and `beside` [B, H, T, P]."""
+    """True if heads, or their transpose with `swap`, are `part` [B, T, H, R] and `beside` [B, H, T, P]."""
     width, kept = part.shape[-1], beside.shape[-1]
     rows = tensor_of(source)
     if rows.dim() != 4 or rows.shape[-1] != width + kept or rows.shape[-1] % 2:
@@ -238,7 +242,7 @@ def _norm_of(value: fx.Node, reader: fx.Node) -> _Norm | None:
 
 
 def _views_of_one_reader(value: fx.Node, reader: fx.Node) -> list[fx.Node]:
-    """A value that nothing but one reader reads, and its views up to what it reads; the reader for others."""
+    """Views from a value back to its source, if `reader` alone reads each; else `reader`."""
     found = [reader]
     while list(value.users) == found[:1]:
         found.insert(0, value)
@@ -261,10 +265,10 @@ def _seen(x: fx.Node, view: fx.Node, before: fx.Node) -> fx.Node | None:
 def _options_of_both(given: dict[str, Any], norm: _Norm) -> dict[str, Any] | None:
     """The options of the norms that a call has and of another one; None if they differ."""
     own = {name: given[name] for name in _OF_NORMS}
-    if given["q_weight"] is None and given["k_weight"] is None:
+    if given["q_norm_weight"] is None and given["k_norm_weight"] is None:
         return dict(zip(_OF_NORMS, norm[-2:], strict=True))
-    has_offset = norm.weight is not None and norm.offset != own["weight_offset"]
-    return None if norm.eps != own["eps"] or has_offset else own
+    has_offset = norm.weight is not None and norm.offset != own["norm_weight_offset"]
+    return None if norm.eps != own["norm_eps"] or has_offset else own
 
 
 def _writes(result: fx.Node, copies: list[fx.Node]) -> Iterator[tuple[_Write, _Write]]:
@@ -307,7 +311,8 @@ def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
     made = put(
         behind, ours.rope_cache_.default, call.meta[VALUE]["qk".index(queries)],
         q=passed[queries], k=passed[name], v=v, keys_=turned.place, values_=other.place,
-        q_weight=passed[f"{queries}_weight"], k_weight=passed[f"{name}_weight"], **options,
+        q_norm_weight=passed[f"{queries}_norm_weight"], k_norm_weight=passed[f"{name}_norm_weight"],
+        **options,
     )  # fmt: skip
     for item in made.all_input_nodes:
         hoist(item, made)
@@ -329,7 +334,7 @@ def _values_of(call: fx.Node, write: _Write) -> tuple[fx.Node, fx.Node, dict[str
     shared = None if norm is None else _options_of_both(passed, norm)
     if norm is None or shared is None:
         return write.source, write.call, options
-    return norm.x, norm.call, options | shared | {"norm_v": True, "v_weight": norm.weight}
+    return norm.x, norm.call, options | shared | {"norm_v": True, "v_norm_weight": norm.weight}
 
 
 def _are_written_once(turned: _Write, other: _Write, read: list[fx.Node]) -> bool:
@@ -365,13 +370,13 @@ def _write_alone(call: fx.Node) -> None:
         options = {name: passed[name] for name in _TABLES + _OF_NORMS}
         put(
             write, ours.rope_cache_.default, like.new_empty(0), q=None, k=passed["q"], v=None, keys_=kept,
-            values_=None, q_weight=None, k_weight=passed["q_weight"], **options,
+            values_=None, q_norm_weight=None, k_norm_weight=passed["q_norm_weight"], **options,
         )  # fmt: skip
         call.graph.erase_node(write)
 
 
 def _fit(turned: _Write, other: _Write, v: fx.Node) -> bool:
-    """Whether two writes are ones that the operator can do, the second of the rows of v [B, H, T, D]."""
+    """True if the operator can do two writes, the second of rows v [B, H, T, D]."""
     tensors = [tensor_of(item) for item in (turned.source, turned.place, other.place, v)]
     k, keys, values, rows = tensors
     if any(tensor.dim() != 4 or (tensor.dtype, tensor.device) != (k.dtype, k.device) for tensor in tensors):
@@ -388,7 +393,7 @@ def _swapped(x: fx.Node, before: fx.Node) -> fx.Node:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two views of one memory show the same."""
+    """True if two views of one buffer have the same elements."""
     strides = zip(one.shape, one.stride(), other.stride(), strict=False)
     same = one.shape == other.shape and one.dtype == other.dtype
     return (

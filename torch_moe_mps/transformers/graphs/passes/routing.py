@@ -8,7 +8,6 @@ from torch import fx
 from ....ops._activations import POINTWISE, Activation
 from ....ops.norms import InputNorm
 from ....ops.quantized import MATRICES
-from ....ops.routing import OF_EXPERTS
 from ..nodes import (
     arguments,
     aten,
@@ -94,7 +93,7 @@ def shared_expert_in_experts(graph: fx.Graph) -> None:
 
 
 def _is_like_experts(own: dict[str, Any], passed: dict[str, Any]) -> bool:
-    """Whether an MLP has the arguments of one of some experts, perhaps with another activation."""
+    """True if an MLP has the arguments of one of some experts, perhaps with another activation."""
     has_activation = own["activation"] in POINTWISE or all(own[n] == passed[n] for n in Activation._fields)
     return (
         has_activation
@@ -106,7 +105,7 @@ def _is_like_experts(own: dict[str, Any], passed: dict[str, Any]) -> bool:
 
 
 def _is_like_one(matrix: fx.Node | None, stack: fx.Node | None) -> bool:
-    """Whether a matrix is like each of a stack."""
+    """True if a matrix is like each of a stack."""
     if matrix is None or stack is None:
         return matrix is stack
     one, all_ = tensor_of(matrix), tensor_of(stack)
@@ -114,9 +113,9 @@ def _is_like_one(matrix: fx.Node | None, stack: fx.Node | None) -> bool:
 
 
 def _options_of(router: fx.Node) -> dict[str, Any] | None:
-    """The logits of a router and its options, by their names beside experts; None if these have no such."""
+    """The logits of a router and its options; None if experts have no such."""
     if is_call(router, ours.moe_router):
-        return {OF_EXPERTS[name]: value for name, value in arguments(router).items()}
+        return arguments(router)
     known = (read(router) for read in OPTIONS_OF)
     return next((options for options in known if options is not None), None)
 

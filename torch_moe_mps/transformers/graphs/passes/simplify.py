@@ -1,6 +1,6 @@
 """Removal from a recorded graph of results that nobody reads, and of views that change nothing.
 
-An operator that writes is never touched unless nothing reads its memory, nor one that draws random numbers.
+Operators that write are kept if anything reads their buffer; operators that draw random numbers are kept.
 """
 
 from collections import Counter
@@ -117,7 +117,7 @@ def drop_neutral(graph: fx.Graph) -> None:
 
 
 def _is_neutral(value: Any, call: fx.Node) -> bool:
-    """Whether a call gives its other operand: for a number, or a tensor of it."""
+    """True if a call gives its other operand: for a number, or a tensor of it."""
     number, made_by = _NEUTRAL[getattr(call.target, "overloadpacket", None)]
     if not isinstance(value, fx.Node):
         return bool(value == number)
@@ -143,7 +143,7 @@ def share_views(graph: fx.Graph) -> None:
 
 
 def share_equal(graph: fx.Graph) -> None:
-    """Replaces a call by an equal one that was made before, where nobody can tell their results apart."""
+    """Replaces a call by an earlier equal call if no reader can distinguish their results."""
     known: dict[Any, fx.Node] = {}
     writes: Counter[fx.Node] = Counter()  # so far, into each memory
     for node in list(graph.nodes):
@@ -185,7 +185,7 @@ def _has_effects(node: fx.Node) -> bool:
 
 
 def _is_never_read(memory: fx.Node) -> bool:
-    """Whether a memory is made here, and used only by calls that work in place."""
+    """True if a buffer is made here, and used only by calls that work in place."""
     made = memory.op == "call_function"
     return made and all(memory_of(user) is memory for user in _showing(memory))
 
@@ -199,14 +199,14 @@ def _showing(value: fx.Node) -> Iterator[fx.Node]:
 
 
 def _shows_numbers(value: Any) -> bool:
-    """Whether a value shows numbers of another one, in its dtype."""
+    """True if a value shows numbers of another one, in its dtype."""
     if not isinstance(value, fx.Node) or not _is_tensor_view(value):
         return False
     return tensor_of(value).dtype == tensor_of(value.args[0]).dtype  # type: ignore[arg-type]  # a view's tensor
 
 
 def _is_tensor_view(node: fx.Node) -> bool:
-    """Whether a node's only result is a view of its first argument, with its elements."""
+    """True if a node's only result is a view of its first argument, with its elements."""
     if node.target is ITEM or is_call(node, aten._conj, aten._neg_view):
         return False
     return is_view(node) and isinstance(node.meta[VALUE], Tensor) and isinstance(node.args[0], fx.Node)

@@ -9,7 +9,6 @@ from .formulas import gated_norm, layer_norm, rms_norm
 from .hyper_connection import rewrite_hyper_connection
 from .linear_attention import convolution_in_place, delta_rule_in_place
 from .mlp import rewrite_mlp
-from .projection import rewrite_projection
 from .recurrent_layers import mamba, selective, with_channels
 from .rope import rotation_in_place
 from .rotary import rewrite_rotary
@@ -24,7 +23,6 @@ MODULE_RULES: list[ModuleRule] = [
     gated_norm,
     layer_norm,
     rewrite_mlp,
-    rewrite_projection,
     with_channels,
     mamba,
     selective,

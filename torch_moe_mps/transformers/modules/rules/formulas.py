@@ -61,7 +61,7 @@ layer_norm = Rows(
 
 
 def is_norm(module: nn.Module, weighted: bool | None = None) -> bool:
-    """Whether a module is an RMSNorm of whole rows, with a weight, without (False) or either (None).
+    """True if a module is an RMSNorm of whole rows, with a weight, without (False) or either (None).
 
     Its state has the call from then on. A forward that is rewritten meanwhile rests on it.
     """
@@ -73,7 +73,7 @@ def is_norm(module: nn.Module, weighted: bool | None = None) -> bool:
 
 
 def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:
-    """The weight, None without one, eps and weight_offset; None where only the module's own code norms x."""
+    """The weight, None without one, eps and weight_offset; None where only the eager forward norms x."""
     call: Call | None = norm.__dict__.get(STATE, NOTHING).formula
     weights = None if call is None or call.groups > 1 else weights_of(norm, call, (x,))
     return None if call is None or weights is None else (*weights, *call.constants)
@@ -92,7 +92,7 @@ class _Usual(nn.Module):
 
 @functools.cache
 def check_traces() -> None:
-    """Warns, once, where traces show no formula: in another torch every module would keep its own code."""
+    """Warns, once, where traces show no formula: in another torch every module would run unmodified."""
     try:
         traced = trace(_Usual(), Input((*SIZES[0], 8)), raises=True)
         if traced is not None and rms_norm.read(traced, ("x",)) is not None:

@@ -67,7 +67,7 @@ def _mixing_of(module: Any, tensors: tuple[str, str, str], parts: int) -> Mixing
     eps = getattr(module, "hc_eps", getattr(module, "eps", None))
     numbers = {
         "norm_eps": getattr(module.input_norm, "eps", None),
-        "eps": eps,
+        "mix_eps": eps,
         "iterations": getattr(module, "hc_sinkhorn_iters", 1),
         "post_factor": getattr(module, "hc_post_magnitude", 2.0),
         "post_eps": eps if parts == 2 else 0.0,

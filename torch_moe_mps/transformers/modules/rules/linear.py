@@ -40,7 +40,7 @@ class Joined:
         self.changes = changes(self.parts)
 
     def is_current(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether the layers' parameters still are views of these weights, which `to` moves away."""
+        """True if the layers' parameters still are views of these weights, which `to` moves away."""
         same = all(map(operator.is_, chain(*_parameters(layers)), self.parts))
         if not same or [part.data_ptr() for part in self.parts if part is not None] != self.addresses:
             return False
@@ -69,7 +69,7 @@ def _parameters(layers: Sequence[nn.Module]) -> list[list[Tensor | None]]:
 
 
 def _can_join(layers: Sequence[Any]) -> TypeGuard[Sequence[QuantizedLinear]]:
-    """Whether the layers can be one matrix: same format, width, dtypes and device."""
+    """True if the layers can be one matrix: same format, width, dtypes and device."""
     if any(type(layer) is not QuantizedLinear for layer in layers) or len({*layers}) < len(layers):
         return False
     present = [[part for part in parts if part is not None] for parts in _parameters(layers)]
@@ -81,7 +81,7 @@ def _can_join(layers: Sequence[Any]) -> TypeGuard[Sequence[QuantizedLinear]]:
 
 @torch.compiler.assume_constant_result
 def join(*layers: nn.Module) -> bool:
-    """Whether the layers' weights are one matrix, which the state of the first has; joins them if not.
+    """True if the layers' weights are one matrix, which the state of the first has; joins them if not.
 
     No matrix of layers that hooks see.
     """

@@ -170,7 +170,7 @@ def is_delta_rule(function: Callable) -> bool:
 
 def convolution_in_place(function: types.FunctionType) -> InPlace | None:
     """Replacement of a causal convolution, of a step or of a prompt."""
-    if "conv" not in function.__name__:
+    if not inspect.signature(function).parameters.keys() >= _NAMED:
         return None
     for is_one, run in ((is_causal_conv, causal_conv), (is_conv_of_prompt, causal_conv_of_prompt)):
         if is_one(function):

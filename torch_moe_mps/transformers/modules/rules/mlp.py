@@ -66,7 +66,7 @@ def mlp_formula(module: nn.Module) -> MlpFormula | None:
 
 
 def _casts(module: nn.Module, width: int) -> bool:
-    """Whether a module casts its input, to the dtype of its weights."""
+    """True if a module casts its input, to the dtype of its weights."""
     traced = trace(module, Input((7, width), torch.bfloat16), weights=torch.float32)
     users = () if traced is None else traced.inputs[0].users
     return any(is_call(user, aten._to_copy) for user in users)
@@ -94,7 +94,7 @@ def _read_mlp(traced: Traced) -> MlpFormula | None:
 
 
 def _formula(activation: Activation, layers: list[str], called: tuple[str, ...]) -> MlpFormula | None:
-    """The formula of a module's own layers, the last of which is down; None if one is there twice."""
+    """Formula of a module's own layers, down last; None if a layer occurs twice."""
     *first, down = layers
     fits = len({*layers}) == len(layers) and not any("." in path for path in called)
     return MlpFormula(activation, tuple(first), down, called) if fits else None
@@ -112,7 +112,7 @@ def _of_one_layer(bound: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
 
 
 def _fit(x: fx.Node, result: fx.Node, bound: dict[str, Any]) -> bool:
-    """Whether the matrices follow each other row by row."""
+    """True if the matrices follow each other row by row."""
     rows = {part: tensor_of(uncast(bound[part])).shape for part in ("GATE", "UP", "DOWN") if part in bound}
     between, width = rows["GATE"]
     *outer, last = tensor_of(x).shape

@@ -128,7 +128,7 @@ def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Ten
             *(q, k, v, g.view(of_heads), state, width**-0.5),
             beta=layer.b_proj(x),
             l2norm_eps=1e-6,
-            decay="softplus" if bound is None else "sigmoid",
+            decay_form="softplus" if bound is None else "sigmoid",
             A_log=forget.A_log.view(-1),
             dt_bias=forget.dt_bias.view(heads, width),
             lower_bound=bound,
@@ -168,7 +168,7 @@ def mamba_scan(layer: Any, projected: Tensor, cache: Any, mask: Tensor | None) -
             1.0,
             beta=step,
             delta=False,
-            decay="times_beta",
+            decay_form="times_beta",
             A_log=layer.A_log,
             dt_bias=layer.dt_bias,
             beta_activation="softplus",
@@ -184,7 +184,10 @@ def mamba_scan(layer: Any, projected: Tensor, cache: Any, mask: Tensor | None) -
 def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
     """Mamba-2."""
     out, gate = mamba_scan(layer, layer.in_proj(x), cache, mask)
-    gated, options = layer.norm, {"activation": "silu", "gate_first": True, "group": layer.norm.group_size}
+    gated, options = (
+        layer.norm,
+        {"activation": "silu", "gate_first": True, "group_size": layer.norm.group_size},
+    )
     out = ops.rms_norm_gated(out, gate, gated.weight, gated.variance_epsilon, **options)
     return layer.out_proj(out)
 

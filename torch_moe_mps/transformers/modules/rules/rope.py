@@ -23,6 +23,7 @@ from .constants import beside
 
 _PAIRS = ("half", "interleaved", "interleaved_to_half")
 _HEADS, _TOKENS, _WIDTH = 3, 5, 16
+_TABLES = frozenset(("cos", "freqs_cis", "freqs_ci"))  # parameters that take tables of angles
 # The attribute of a complex table that holds its cosines and sines.
 _REAL = "_moe_mps_real"
 
@@ -140,7 +141,7 @@ def _turn(form: RopeForm, width: int, cos: Tensor) -> Turn | None:
 
 def rotation_in_place(function: types.FunctionType) -> InPlace | None:
     """Replacement of a function of (q, k, cos, sin), (x, cos, sin) or (q, k, cos + i sin)."""
-    if "rotary" not in function.__name__:
+    if _TABLES.isdisjoint(inspect.signature(function).parameters):
         return None
     kinds = itertools.product(((2, False), (1, False), (2, True)), (4, 3), _options_of(function))
     calls = [RopeCall(tensors, is_complex, dims, options) for (tensors, is_complex), dims, options in kinds]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES
+from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES, dtype_name
 from ....ops.pointwise import INPUTS
 from ...basics.reads import depends_on
 from ...basics.report import Done
@@ -77,7 +77,7 @@ def rotary_tables(
     def table(function: str) -> Tensor:
         last = len(angle) - 1
         steps = (*angle, f"{function} %{last} f32", f"mul %{last + 1} {float(scaling)} f32")
-        return ops.pointwise(inputs[0], "; ".join(steps), dtype, **arguments).flatten(2)
+        return ops._pointwise(inputs[0], "; ".join(steps), dtype_name(dtype), **arguments).flatten(2)
 
     return table("cos"), table("sin")
 
@@ -121,11 +121,11 @@ def rewrite_rotary(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     if not result:
         return None
     state_of(module).formula = result
-    return rotary_forward, [Done("pointwise", "rotary tables")]
+    return rotary_forward, [Done("_pointwise", "rotary tables")]
 
 
 def is_fixed(rope_type: str) -> bool:
-    """Whether frequencies do not change with the length of the sequence."""
+    """True if frequencies do not change with the length of the sequence."""
     return "dynamic" not in rope_type and rope_type != "longrope"
 
 
@@ -156,7 +156,7 @@ def _tables(module: nn.Module, layer_type: str | None) -> Tables | None:
 
 
 def _own_tables(module: nn.Module, x: Tensor, ids: Tensor, layer_type: str | None) -> list[Tensor] | None:
-    """The tables that the module's own forward gives for positions; None where it gives something else."""
+    """Tables of the module's eager forward for these positions; None if it returns no pair of tensors."""
     options = {} if layer_type is None else {"layer_type": layer_type}
     tables = tried(original_class(module).forward, module, x, ids, **options)
     is_pair = isinstance(tables, tuple) and len(tables) == 2 and all(isinstance(t, Tensor) for t in tables)

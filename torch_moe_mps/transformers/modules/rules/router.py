@@ -85,7 +85,7 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
         weights, ids = ops.moe_hash_router(x, weight, table, tokens, **router.options)
     else:
         choice_bias = None if choice_bias is None else choice_bias.flatten()
-        weights, ids = ops.moe_router(logits, bias=choice_bias, **router.options)
+        weights, ids = ops.moe_router(logits, correction_bias=choice_bias, **router.options)
     if logits.dtype != (router.logits or x.dtype):
         logits = logits.to(router.logits or x.dtype)
     return logits, weights.to(router.weights or x.dtype), ids.long()
@@ -113,7 +113,7 @@ def _passed(
 
 
 def _takes(router: Router, x: Tensor, weight: Tensor) -> bool:
-    """Whether a router has hidden states like these, with this weight."""
+    """True if a router has hidden states like these, with this weight."""
     return (
         (router.is_flat or x.dim() == 2)
         and x.device == weight.device
@@ -123,7 +123,7 @@ def _takes(router: Router, x: Tensor, weight: Tensor) -> bool:
 
 
 def _are_tokens(tokens: Any, x: Tensor) -> bool:
-    """Whether there is a token for each hidden state."""
+    """True if there is a token for each hidden state."""
     is_tensor = isinstance(tokens, Tensor) and tokens.dtype in ID_DTYPES
     return is_tensor and tokens.device == x.device and tokens.shape == x.shape[:-1]
 
@@ -153,7 +153,7 @@ def _matrix(module: nn.Module) -> Tensor | None:
 
 
 def _has_table(module: nn.Module) -> bool:
-    """Whether one of the buffers may have a choice for each token."""
+    """True if one of the buffers may have a choice for each token."""
     return any(
         buffer is not None and buffer.dim() == 2 and buffer.dtype in ID_DTYPES
         for buffer in module._buffers.values()
@@ -192,7 +192,7 @@ def router_of(module: nn.Module) -> Router | str | None:
 
 
 def _is_routing(result: Any) -> bool:
-    """Whether a module gives rows of logits, weights and ids."""
+    """True if a module gives rows of logits, weights and ids."""
     if not isinstance(result, tuple) or len(result) != 3 or not all(isinstance(r, fx.Node) for r in result):
         return False
     return all(tensor_of(item).dim() == 2 for item in result) and tensor_of(result[2]).dtype == torch.int64
@@ -256,6 +256,6 @@ def _product(first: fx.Node, logits: fx.Node) -> tuple[fx.Node, float, Any]:
 
 
 def _dtype(value: fx.Node) -> torch.dtype | None:
-    """None for that of the hidden states."""
+    """dtype of a value, None if the hidden states have the same."""
     dtype = tensor_of(value).dtype
     return None if dtype == _HALF else dtype

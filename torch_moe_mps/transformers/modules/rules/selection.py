@@ -30,7 +30,7 @@ _DIVISIONS = (f"W / {_SUM}", f"W / ({_SUM} + EPS)", f"W / clamp({_SUM}, MIN)", f
 
 
 class Selection(NamedTuple):
-    """weights, ids = moe_router(logits, bias=bias, **options), or moe_hash_router of a table and tokens."""
+    """weights, ids = moe_router(logits, ..., **options), or moe_hash_router of a table and tokens."""
 
     logits: fx.Node
     bias: fx.Node | None
@@ -64,8 +64,8 @@ def _by_table(weights: fx.Node, ids: fx.Node, looked_up: Bound) -> Selection:
     """The selection of what a table has for each token, weighed by the scores of the logits."""
     chosen, options = _before_scaling(weights)
     gathered = match("gather(FROM, -1, IDS)", _rows_of(chosen))
-    options["sum_eps"] = options.pop("norm_eps", 0.0)
-    if gathered and uncast(gathered["IDS"]) is uncast(ids) and not options.pop("norm_min", 0.0):
+    options.setdefault("sum_eps", 0.0)
+    if gathered and uncast(gathered["IDS"]) is uncast(ids) and not options.pop("sum_min", 0.0):
         for name in OF_EACH:
             scored = match(_SCORES[name], gathered["FROM"])
             if scored is not None:
@@ -84,8 +84,8 @@ def _before_scaling(weights: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
     options["norm_topk_prob"] = division is not None
     if division is not None:
         weights = division["W"]
-        options["norm_eps"] = division.get("EPS", 0.0)
-        options["norm_min"] = division.get("MIN", 0.0)
+        options["sum_eps"] = division.get("EPS", 0.0)
+        options["sum_min"] = division.get("MIN", 0.0)
     return weights, options
 
 

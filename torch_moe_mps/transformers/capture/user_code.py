@@ -1,8 +1,8 @@
-"""Distinction whether a call of a model runs a library's code alone, or a user's own.
+"""Detection of user code in a model's call.
 
-What a library's code has read changes when somebody gives the model, its classes or the library's files other
-values, which the fingerprint sees. A user's own code reads whatever his program changes from token to token,
-which nothing sees: a call that runs such code is not captured, unless he asks for it.
+Library code depends on the model, its classes and the library's files, which the fingerprint compares. User
+code may read anything that the program changes between tokens, which no guard sees: a call that runs such
+code is not captured unless `capture=True`.
 """
 
 import os
@@ -34,15 +34,15 @@ _known: set[str] = set()  # files of libraries
 
 
 def is_of_library(file: str) -> bool:
-    """Whether a file of Python belongs to an installed package, to Python, or to a checkpoint."""
+    """True for Python files of installed packages, of Python itself and of checkpoints."""
     return file.startswith((*_FOLDERS, "<frozen ")) or _INSTALLED.search(file) is not None
 
 
-class OwnCode:
-    """Finds the code of a user's own in the calls that `look` is shown, as `sys.setprofile` shows them.
+class UserCode:
+    """Finds user code among the calls that `sys.setprofile` reports to `look`.
 
     Attributes:
-        found: the first such function and where it is; None if there was none.
+        found: the first function of user code and its location, or None.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class OwnCode:
             self.require_none()
 
     def require_none(self) -> None:
-        """Raises: NotCapturable where there was some, for a library may have caught the first error."""
+        """Raises: NotCapturable if user code ran; a library may have caught the first error."""
         if self.found is not None:
             raise NotCapturable(
                 f"{self.found} is code of your own, and nothing notices when what it reads changes; "

@@ -22,7 +22,7 @@ from torch_moe_mps.transformers.basics.state import state_of
 from torch_moe_mps.transformers.capture import calls, policy
 from torch_moe_mps.transformers.capture.calls import Captures
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.capture.own_code import is_of_library
+from torch_moe_mps.transformers.capture.user_code import is_of_library
 
 MAIN = sys.modules["__main__"]
 
@@ -250,7 +250,7 @@ def test_own_code_runs_module_by_module(model, monkeypatch, way, value):
         assert all(map(torch.equal, results, expected))
     assert not mine.captures.programs
     assert "is code of your own" in str(mine.captures) and "capture=True" in str(mine.captures)
-    assert ("<string>" if way == "class of __main__" else "test_own_code.py") in str(mine.captures)
+    assert ("<string>" if way == "class of __main__" else "test_user_code.py") in str(mine.captures)
     if way == "function of the model's file":
         assert NOTED[-1] == 2.0
 

@@ -9,20 +9,16 @@ import xgrammar
 from support import serving
 from support.serving import said
 from support.sweep import in_sweep
-from transformers.cli.serving import utils
-from transformers.utils.chat_parsing import parse_response
 
-from torch_moe_mps.serving.http.answer import Answer, Items, text_stream
-from torch_moe_mps.serving.http.protocols import forms, tools
+from torch_moe_mps.serving.http.protocols.forms import form_of
+from torch_moe_mps.serving.http.protocols.tools import grammar
 from torch_moe_mps.serving.http.request import Forced, Refused, Tool
-from torch_moe_mps.transformers.families.gpt_oss import answers
 
 SKY = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}, "required": ["sky"]}
 SEA = {"type": "object", "properties": {"calm": {"type": "boolean"}}, "required": ["calm"]}
 FUNCTIONS = [{"name": "look", "parameters": SKY}, {"name": "swim", "parameters": SEA}, {"name": "rest"}]
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
 FITS = {"look": [{"sky": "blue"}, {"sky": "grey"}], "swim": [{"calm": False}, {"calm": True}], "rest": [{}]}
-TEMPLATES = {types[0]: template for types, template in utils._RESPONSE_TEMPLATE_FALLBACKS.items()}
 # No answer thinks behind these.
 ASKED = {"model": "m", "messages": said("the sky</think>"), "tools": TOOLS, "max_tokens": 150}
 
@@ -31,33 +27,32 @@ def named(name: str) -> dict:
     return {"type": "function", "function": {"name": name}}
 
 
-# Marks in the chat templates of models that transformers does not know, behind its text, and the form.
+# Marks in the chat template by which the form of calls is known.
 MARKS = {
-    "hermes": ("<|im_start|><tool_call></tool_call>", "qwen2"),
-    "tags": ("<|im_start|><tool_call><function=a>", "qwen3_5"),
-    "gpt-oss": ("<|channel|>analysis<|message|><|channel|>commentary", None),
-    "glm": ("<|im_start|><tool_call><arg_key>", None),
-    "mistral": ("[TOOL_CALLS]", None),
+    "hermes": "<|im_start|><tool_call></tool_call>",
+    "tags": "<|im_start|><tool_call><function=a>",
+    "gpt-oss": "<|channel|>analysis<|message|><|channel|>commentary",
+    "glm": "<tool_call><arg_key>",
+    "minimax": "<minimax:tool_call>",
+    "llama": '<|start_header_id|>"parameters":',
+    "mistral": "[TOOL_CALLS]",
 }
 
 
 def marked(name: str) -> str:
-    return f"{serving.TEMPLATE}{{% if false %}}{MARKS[name][0]}{{% endif %}}"
+    return f"{serving.TEMPLATE}{{% if false %}}{{% raw %}}{MARKS[name]}{{% endraw %}}{{% endif %}}"
 
 
-FORMS = ["qwen2", "qwen3_5", "gpt-oss"]
+FORMS = ["hermes", "tags", "gpt-oss", "glm", "minimax", "llama"]
 # What does not depend on the form of a call.
 ONE_FORM = pytest.mark.parametrize("client", in_sweep(FORMS, FORMS[:1]), indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module", params=in_sweep(FORMS, FORMS[:3]))
 def client(request, tmp_path_factory):
-    """The two forms of calls that transformers' server knows, and xgrammar: JSON, and tags; and gpt-oss'."""
+    """A server of a model with random weights, by the form of its calls."""
     folder = tmp_path_factory.mktemp("tools") / "model"
-    if request.param in TEMPLATES:
-        serving.printable_checkpoint(folder, response_template=TEMPLATES[request.param])
-    else:
-        serving.printable_checkpoint(folder, chat_template=marked(request.param))
+    serving.printable_checkpoint(folder, chat_template=marked(request.param))
     with serving.client_of(folder, *serving.QUANTISED) as client:
         yield client
 
@@ -71,8 +66,12 @@ def matcher_of(tag) -> xgrammar.GrammarMatcher:
 def calls_of(client, stream: bool = False, **asked) -> list[tuple[str, dict]]:
     answer = client.chat.completions.create(**ASKED | asked, stream=stream)
     parts = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
-    calls = [call.function for part in parts for call in part.tool_calls or ()]
-    return [(call.name, json.loads(call.arguments)) for call in calls]
+    calls = list[list[str]]()
+    for call in (call.function for part in parts for call in part.tool_calls or ()):
+        if call.name is not None:
+            calls.append([call.name, ""])
+        calls[-1][1] += call.arguments
+    return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
 @pytest.mark.parametrize("name", in_sweep(FITS, ["look"]))
@@ -155,81 +154,15 @@ def test_what_is_no_choice_is_400(client, asked, message):
     assert message in error.value.body["message"] and "\n" not in error.value.body["message"]
 
 
-@pytest.mark.parametrize("name", MARKS)
-def test_forms_are_known_by_marks_of_the_chat_template(name):
-    """They read what transformers' own read; a tokenizer's own form stays."""
-    words = types.SimpleNamespace(chat_template=marked(name))
-    found, form = forms.form_of(words), MARKS[name][1]
-    assert (found is None) == (form is None and name != "gpt-oss")
-    if form is not None:
-        for text in (CALL, TAGS, f"<think>hm</think>\n\nHi{CALL}", f"Hi\n{TAGS}\n{TAGS}<|im_end|>\n", "a"):
-            own, theirs = (read(template, text) for template in (found, TEMPLATES[form]))
-            assert own == theirs, text
-    words.response_template = {"own": 1}
-    assert forms.form_of(words) == {"own": 1}
-
-
-def read(template: dict, text: str) -> object:
-    """The message that transformers reads by a form."""
-    try:
-        return parse_response(text, template, prefix="")
-    except ValueError as error:
-        return type(error)
-
-
 HARMONY_CALL = 'to=functions.look<|channel|>commentary json<|message|>{"sky": "blue"}<|call|>'
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "thought", "called"),
-    [
-        (f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>Hi<|return|>", "Hi", "hm", False),
-        (f"{THOUGHT}<|start|>assistant {HARMONY_CALL}", "", "hm", True),
-        (
-            f"<|channel|>commentary<|message|>I look<|end|><|start|>assistant {HARMONY_CALL}",
-            "I look",
-            None,
-            True,
-        ),
-        (f"{THOUGHT}<|start|>assistant {HARMONY_CALL[:-12]}", "", "hm", False),
-    ],
-)
-def test_answers_of_gpt_oss(text, content, thought, called):
-    answer = answer_of(answers.TEMPLATE, text, "<|start|>assistant")
-    assert (answer.text, answer.reasoning or None) == (content, thought)
-    assert answer.calls == ([tools.Call("look", '{"sky": "blue"}')] if called else [])
-
-
-def answer_of(form: dict, text: str, prefix: str = "") -> Answer:
-    """The answer whose tokens are the characters of a text."""
-    words = types.SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(chr, ids)))
-    shown = []
-    parser = tools.Parser(form, prefix=prefix)
-    items = Items(parser, shown.append)
-    answer = Answer(text_stream(words, False), (), items, set(), None, lambda: shown.append(None))
-    for character in text:
-        assert not answer.take(ord(character))
-    answer.end("stop")
-    assert shown == [*answer.items, None]
-    return answer
-
-
-@pytest.mark.parametrize(
-    "broken", ["<tool_call>\n{bad}\n</tool_call>", '<tool_call>\n{"arguments": {}}\n</tool_call>']
-)
-def test_what_is_no_call_is_text(broken):
-    """Where a model writes no JSON, or no name, the answer goes on."""
-    answer = answer_of(TEMPLATES["qwen2"], f"Hi\n\n{broken}{CALL}<|im_end|>")
-    assert answer.calls == [tools.Call("look", '{"sky": "blue"}')]
-    assert answer.text.startswith("Hi") and broken[12:-13] in answer.text
-
-
-def forced(parallel: bool, name: str | None = "look", template: dict | None = None, prompt: str = ""):
+def forced(parallel: bool, mark: str, name: str | None = "look", prompt: str = ""):
     """The grammar of a call."""
     own = [Tool(function["name"], "", function.get("parameters", {})) for function in FUNCTIONS]
     asked = Forced(own, name, parallel)
-    return tools.grammar(asked, template, tools.family_of(template), prompt)
+    return grammar(asked, form_of(types.SimpleNamespace(chat_template=mark)), prompt)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -244,31 +177,19 @@ def forced(parallel: bool, name: str | None = "look", template: dict | None = No
     ],
 )
 def test_gpt_oss_must_call(text, fits, parallel):
-    matcher = matcher_of(forced(parallel, template=answers.TEMPLATE))
+    matcher = matcher_of(forced(parallel, MARKS["gpt-oss"]))
     expected = parallel if fits is None else fits
     assert (matcher.accept_string(text) and matcher.accept_token(128)) == expected
 
 
-@pytest.mark.parametrize("template", [None, TEMPLATES["gemma4"]])
-def test_calls_of_another_form_are_refused(template):
-    """No template of answers, and one whose calls xgrammar does not have."""
+@pytest.mark.parametrize("mark", ["", MARKS["mistral"]])
+def test_calls_of_another_form_are_refused(mark):
+    """No form, and one whose calls xgrammar does not have."""
     with pytest.raises(Refused, match="'tool_choice' needs a model whose form of calls this server knows"):
-        forced(True, None, template)
+        forced(True, mark)
 
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"sky": "blue"}}\n</tool_call>'
-
-
-TAGS = "<tool_call>\n<function=look>\n<parameter=sky>\nblue\n</parameter>\n</function>\n</tool_call>"
-
-
-@pytest.mark.parametrize(("form", "call"), [("qwen2", CALL), ("qwen3_5", TAGS)])
-def test_a_call_is_whole_or_none(form, call):
-    """Wherever an answer is cut off: of tags transformers' parser gives the arguments that have come."""
-    for end in range(len(call) + 1):
-        parser = tools.Parser(TEMPLATES[form], prefix="")
-        parser.feed(call[:end])
-        assert ("tool_calls" in parser.finalize()[0]) == (end == len(call))
 
 
 @pytest.mark.parametrize(
@@ -286,5 +207,5 @@ def test_a_call_is_whole_or_none(form, call):
     ],
 )
 def test_a_call_comes_behind_what_the_model_thinks(prompt, text, fits):
-    matcher = matcher_of(forced(True, template=TEMPLATES["qwen2"], prompt=prompt))
+    matcher = matcher_of(forced(True, MARKS["hermes"], prompt=prompt))
     assert (matcher.accept_string(text) and matcher.accept_token(128)) == fits

@@ -1,0 +1,230 @@
+"""Tool calls of each family of models: read as the family's publisher writes them, however they are cut.
+
+The expected values are those of vLLM's and SGLang's published parsers for the same texts.
+"""
+
+# ruff: noqa: E501  (answers in one piece)
+
+import json
+import time
+from types import SimpleNamespace
+
+import jinja2
+import pytest
+
+from torch_moe_mps.serving.http.answer import Arguments, Call, CallEnd, Items, Piece
+from torch_moe_mps.serving.http.protocols.forms import begun_by, form_of
+from torch_moe_mps.serving.http.protocols.reader import Reader
+
+FORM = {
+    name: form_of(SimpleNamespace(chat_template=marks))
+    for name, marks in {
+        "harmony": "<|channel|>commentary<|channel|>analysis", "gemma": "<|turn><|tool_call>",
+        "v3.2": "<｜DSML｜function_calls>", "v4": "<｜DSML｜tool_calls>", "v3": "<｜tool▁call▁begin｜>```json",
+        "v3.1": "<｜tool▁call▁begin｜>", "kimi": "<|tool_call_begin|>", "minimax": "<minimax:tool_call>",
+        "glm": "<tool_call><arg_key>", "qwen coder": "<tool_call><function=", "mistral": "[TOOL_CALLS]",
+        "lfm2": "<|tool_call_start|>", "hermes": "<tool_call>", "llama": '<|start_header_id|>"parameters":',
+    }.items()
+}  # fmt: skip
+TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+SCHEMAS = {
+    "look": {"properties": {"of": TEXT, "days": NUMBER}},
+    "write": {"properties": {"text": TEXT}},
+    "rest": {},
+    "choose": {"properties": {"one": {"enum": ["1", "b"]}}},
+}
+SKY, SEA = ("look", {"of": "sky", "days": 2}), ("look", {"of": "sea"})
+
+
+def dsml(calls: str, *inner: str) -> str:
+    return f"<｜DSML｜{calls}>\n{''.join(inner)}</｜DSML｜{calls}>"
+
+
+def invoke(name: str, *parameters: str) -> str:
+    return f'<｜DSML｜invoke name="{name}">\n{"".join(parameters)}</｜DSML｜invoke>\n'
+
+
+DSML_SKY = invoke(
+    "look",
+    '<｜DSML｜parameter name="of" string="true">sky</｜DSML｜parameter>\n',
+    '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n',
+)
+GLM_SKY = (
+    "<tool_call>look\n<arg_key>of</arg_key>\n<arg_value>sky</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+)
+QWEN_SKY = (
+    "<function=look>\n<parameter=of>\nsky\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>"
+)
+MINIMAX_SKY = '<invoke name="look">\n<parameter name="of">sky</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n'
+HARMONY = "<|channel|>commentary to=functions.{}<|constrain|>json<|message|>{}<|call|>"
+V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+KIMI = "<|tool_call_begin|>functions.{} <|tool_call_argument_begin|>{}<|tool_call_end|>"
+DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+OF_SKY, OF_SEA = '{"of": "sky", "days": 2}', '{"of": "sea"}'
+JSON_SKY = '{"name": "look", "arguments": {"of": "sky", "days": 2}}'
+# (form, answer, text, calls)
+CASES = [
+    ("hermes", f"<tool_call>\n{JSON_SKY}\n</tool_call>", "", [SKY]),
+    ("hermes", f"Hi<tool_call>{JSON_SKY}</tool_call>\n<tool_call>\n{JSON_SKY}\n</tool_call>", "Hi", [SKY, SKY]),
+    ("hermes", '<tool_call>{"name": "rest"}</tool_call>', "", [("rest", {})]),
+    ("hermes", '<tool_call>{"arguments": {"of": "sea"}, "name": "look"}</tool_call> Ho', "Ho", [SEA]),
+    ("hermes", '<tool_call>{"name": "look", "arguments": "{\\"of\\": \\"sea\\"}"}</tool_call>', "", [SEA]),
+    ("hermes", "Hi <tool_call>{bad}", "Hi <tool_call>{bad}", []),
+    ("qwen coder", f"Hi\n<tool_call>\n{QWEN_SKY}\n</tool_call>\n<tool_call>\n{QWEN_SKY}</tool_call>", "Hi", [SKY] * 2),
+    ("qwen coder", f"{QWEN_SKY}\n</tool_call>", "", [SKY]),  # no opening mark
+    ("qwen coder", "<tool_call>\n<function=rest>\n</function>\n</tool_call>", "", [("rest", {})]),
+    ("qwen coder", "<function=look><parameter=of>\nsea\n<parameter=days>2</function>", "", [("look", {"of": "sea", "days": 2})]),
+    ("qwen coder", "<function=write><parameter=text>\n<p>\n \"a\"\n\n</parameter></function>", "",
+     [("write", {"text": '<p>\n "a"\n'})]),
+    ("glm", GLM_SKY, "", [SKY]),
+    ("glm", "<tool_call>choose<arg_key>one</arg_key><arg_value>1\n</arg_value></tool_call>", "", [("choose", {"one": "1"})]),
+    ("glm", f"Hi <tool_call>rest\n</tool_call>\n and{GLM_SKY}", "Hiand", [("rest", {}), SKY]),
+    ("glm", "<tool_call>look<arg_key>of</arg_key><arg_value>sea</arg_value></tool_call>", "", [SEA]),
+    ("glm", "<tool_call>look\n    <arg_key>of</arg_key>\n    <arg_value>sea</arg_value>\n    </tool_call>", "", [SEA]),
+    ("minimax", f"Hi<minimax:tool_call>\n{MINIMAX_SKY}{MINIMAX_SKY}</minimax:tool_call>", "Hi", [SKY] * 2),
+    ("minimax", f"{MINIMAX_SKY}</minimax:tool_call>", "", [SKY]),  # no opening mark
+    ("minimax", '<minimax:tool_call><invoke name="rest"></invoke></minimax:tool_call>', "", [("rest", {})]),
+    ("v3.2", f"Hi\n\n{dsml('function_calls', DSML_SKY, invoke('rest'))}", "Hi", [SKY, ("rest", {})]),
+    ("v4", f"Hi\n\n{dsml('tool_calls', DSML_SKY)}", "Hi", [SKY]),
+    ("v3", "Hi" + DEEPSEEK.format(V3.format("look", OF_SKY) + "\n" + V3.format("rest", "{}")), "Hi", [SKY, ("rest", {})]),
+    ("v3.1", DEEPSEEK.format(V31.format("look", OF_SKY) + V31.format("look", OF_SEA)), "", [SKY, SEA]),
+    ("v3.1", "Hi" + V31.format("rest", "{}"), "Hi", [("rest", {})]),  # no opening mark
+    ("kimi", f"Hi <|tool_calls_section_begin|>{KIMI.format('look:0', OF_SKY)}{KIMI.format('rest:1', '{}')}"
+             "<|tool_calls_section_end|>", "Hi", [SKY, ("rest", {})]),
+    ("kimi", KIMI.format("look:0", OF_SEA), "", [SEA]),  # no opening mark
+    ("kimi", "<|tool_call_begin|>look:3<|tool_call_argument_begin|><|tool_call_end|>", "", [("look", {})]),
+    ("mistral", f"[TOOL_CALLS] [{JSON_SKY}, {JSON_SKY}]", "", [SKY, SKY]),
+    ("mistral", '[TOOL_CALLS] [{"arguments": {"of": "sea"}, "name": "look"}]', "", [SEA]),
+    ("mistral", f"Hi[TOOL_CALLS]look{OF_SKY}[TOOL_CALLS]rest[ARGS]{{}}", "Hi", [SKY, ("rest", {})]),
+    ("mistral", f"[TOOL_CALLS]look[CALL_ID]a1b2c3d4e[ARGS]{OF_SEA}", "", [SEA]),
+    ("llama", JSON_SKY.replace("arguments", "parameters"), "", [SKY]),
+    ("llama", f'Hi: {JSON_SKY}; {{"name": "rest", "parameters": {{}}}} So {{look}}.', "Hi:So {look}.",
+     [SKY, ("rest", {})]),
+    ("llama", f"<|python_tag|>{JSON_SKY}", "", [SKY]),
+    ("llama", '{"name": "Bob", "parameters": {}} {"a": 1}', '{"name": "Bob", "parameters": {}} {"a": 1}', []),
+    ("lfm2", "<|tool_call_start|>[look(of='sky', days=2), rest()]<|tool_call_end|>", "", [SKY, ("rest", {})]),
+    ("lfm2", "<|tool_call_start|> [write(text='it\\'s \"a\" [b], \\x41\\n')]<|tool_call_end|>\nHi", "Hi",
+     [("write", {"text": 'it\'s "a" [b], A\n'})]),
+    ("lfm2", "<|tool_call_start|>[a.b(c=True, d=None, e=[1, (2,)], f={'g': -1.5})]<|tool_call_end|>", "",
+     [("a.b", {"c": True, "d": None, "e": [1, [2]], "f": {"g": -1.5}})]),
+    ("lfm2", "<|tool_call_start|>[write(text='sed '1,2p' x')]<|tool_call_end|>", "", [("write", {"text": "sed '1,2p' x"})]),
+    ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>Hi", "Hi", []),
+    ("gemma", 'Hi<|tool_call>call:look{of:<|"|>sky<|"|>,days:2}<tool_call|>', "Hi", [SKY]),
+    ("gemma", '<|tool_call>call:write{text:<|"|>"a": {b}<|"|>}<tool_call|><|tool_call>call:rest{}<tool_call|>', "",
+     [("write", {"text": '"a": {b}'}), ("rest", {})]),
+    ("gemma", "<|tool_call>call:f{a:[1,{b:true}],c:null}<tool_call|>", "", [("f", {"a": [1, {"b": True}], "c": None})]),
+    ("harmony", HARMONY.format("look", OF_SKY) + "<|start|>assistant" + HARMONY.format("rest", "{}"), "",
+     [SKY, ("rest", {})]),
+    ("harmony", f"<|channel|>commentary<|message|>Hi<|end|><|start|>assistant to=functions.look<|channel|>commentary "
+                f"json<|message|>{OF_SEA}<|call|>", "Hi", [SEA]),
+    ("harmony", "<|channel|>final<|message|>Hi to=functions.look<|return|>", "Hi to=functions.look", []),
+]  # fmt: skip
+THOUGHTS = {"gemma": "<|channel>thought\nhm<channel|>", "mistral": "[THINK]hm[/THINK]"}
+THOUGHTS["harmony"] = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+
+
+def read(name: str, *pieces: str, prompt: str = "") -> tuple[str, str, list, list]:
+    """The text, the reasoning, the calls, and the items of an answer that comes in pieces."""
+    made = Items(lambda sink: Reader(FORM[name], sink, SCHEMAS), prompt)
+    items = [item for piece in pieces for item in made.add(piece)] + made.end(False)
+    text, thought = (
+        "".join(i.text for i in items if isinstance(i, Piece) and i.kind == kind)
+        for kind in ("text", "reasoning")
+    )
+    whole = [item.call for item in items if isinstance(item, CallEnd)]
+    assert whole == [item for item in made.made if isinstance(item, Call) and item.is_whole]
+    return text, thought, [(call.name, json.loads(call.arguments)) for call in whole], items
+
+
+@pytest.mark.parametrize(("name", "answer", "text", "calls"), CASES)
+def test_calls_are_read_however_they_are_cut(name, answer, text, calls):
+    thought = THOUGHTS.get(name, "<think>hm</think>\n\n")
+    for prefix, said in (("", ""), (thought, "hm")):
+        whole = prefix + answer
+        for size in (1, 2, 3, 7, len(whole)):
+            pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+            assert read(name, *pieces)[:3] == (text, said, calls), size
+
+
+@pytest.mark.parametrize(("name", "answer", "text", "calls"), CASES)
+def test_arguments_are_shown_as_they_grow(name, answer, text, calls):
+    """Each call begins with its name, and what is shown of its arguments never changes."""
+    _, _, _, items = read(name, *answer)
+    grown = dict[int, str]()
+    for item in items:
+        if isinstance(item, Call):
+            grown[id(item)] = ""
+        if isinstance(item, Arguments):
+            grown[id(item.call)] += item.text
+        if isinstance(item, CallEnd):
+            assert grown[id(item.call)] == item.call.arguments
+
+
+@pytest.mark.parametrize("name", FORM)
+def test_a_call_that_is_cut_off_is_none(name):
+    """Behind its first mark and before its end nothing of it is text, and a long text is shown in parts."""
+    value = "sea " * 20
+    answer, text = next(
+        (answer, text) for form, answer, text, calls in CASES if form == name and SKY in calls
+    )
+    answer = answer.replace("sky", value)
+    begin = FORM[name].begins[0] if FORM[name].begins else "<|message|>"
+    begun = answer.index(begin) + len(begin)
+    if FORM[name].needs_tool:  # any object before it has the name
+        begun = answer.index("look") + len('look"')
+    ends = range(begun, answer.index(value) + len(value))
+    for end in ends:
+        assert read(name, answer[:end])[:3] == (text, "", [])
+    shown = [item.text for item in read(name, *answer[: ends[-1]])[3] if isinstance(item, Arguments)]
+    assert len(shown) > 20 and "sea sea" in "".join(shown)
+
+
+@pytest.mark.parametrize("name", FORM)
+def test_reading_takes_linear_time(name):
+    """8,000 blanks in an answer, in the beginning that a prompt has, and behind each mark."""
+    form, blanks = FORM[name], " \n" * 4_000
+    begun = time.process_time()
+    assert read(name, *blanks)[0] == ""
+    assert read(name, *"Hi", prompt=blanks)[0] == "Hi"
+    for mark in (*form.begins, *form.around, *form.thought, "<", "[", "{"):
+        read(name, mark, *blanks, "a", *blanks, mark)
+        read(name, "a" + blanks + mark + blanks)
+    assert time.process_time() - begun < 4
+
+
+def test_a_prompt_begins_the_answer():
+    begun = begun_by("<|im_start|>user\n<think>?<|im_end|>\n<|im_start|>assistant\n<think>\n")
+    assert begun == "<think>\n" and read("hermes", "hm</think>Hi", prompt=begun)[:2] == ("Hi", "hm")
+    assert read("hermes", " world", prompt="Hello")[0] == " world"
+    assert begun_by("no mark <think>") == ""
+
+
+# What chat templates render for a call, in the forms that their publishers describe.
+TEMPLATES = {
+    "hermes": '<tool_call>\n{"name": {{ name | tojson }}, "arguments": {{ arguments | tojson }}}\n</tool_call>',
+    "qwen coder": "<tool_call>\n<function={{ name }}>\n{% for k, v in arguments.items() %}<parameter={{ k }}>\n"
+    "{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+    "glm": "<tool_call>{{ name }}\n{% for k, v in arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="{{ name }}">\n{% for k, v in arguments.items() %}<parameter '
+    'name="{{ k }}">{{ v if v is string else v | tojson }}</parameter>\n{% endfor %}</invoke>\n</minimax:tool_call>',
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.{{ name }}:0<|tool_call_argument_begin|>"
+    "{{ arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
+    "v3.1": DEEPSEEK.format(V31).format("{{ name }}", "{{ arguments | tojson }}"),
+    "mistral": '[TOOL_CALLS] [{"name": {{ name | tojson }}, "arguments": {{ arguments | tojson }}}]',
+    "llama": '{"name": {{ name | tojson }}, "parameters": {{ arguments | tojson }}}',
+}
+WRITTEN = 'é "x"\\ <b>\n\n{a: [1]}  </p> \t'
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_template_renders_is_read_back(name):
+    environment = jinja2.Environment()
+    environment.policies["json.dumps_function"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    template = environment.from_string(TEMPLATES[name])
+    for function, arguments in (("write", {"text": WRITTEN}), SKY, ("rest", {})):
+        answer = template.render(name=function, arguments=arguments)
+        assert read(name, *answer)[:3] == ("", "", [(function, arguments)])

@@ -1,0 +1,88 @@
+"""What torch does on a Mac beside its kernels: copies to the CPU, and errors that it stores."""
+
+import re
+
+import pytest
+import torch
+from simulator.errors import SimulatorError
+
+VERSIONS = ("2.13", "2.14", "2.15")
+SAYS = re.escape(f"{__file__}:") + r"\d+: a copy to the CPU that does not block is read before the GPU has"
+
+
+@pytest.fixture
+def x(simulated) -> torch.Tensor:
+    return torch.arange(24.0).view(4, 6).to("mps")
+
+
+def begun(value: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.empty(value.shape if like is None else like.shape).copy_(value, non_blocking=True)
+
+
+@pytest.mark.parametrize("schedule", range(4))
+def test_a_copy_that_is_waited_for(x, simulated, schedule):
+    simulated.set_schedule(schedule)
+    copies = [begun(x * factor) for factor in (1, 2)]
+    x.add_(100)  # behind both
+    torch.mps.synchronize()
+    for factor, copy in enumerate(copies, 1):
+        assert torch.equal(copy, factor * torch.arange(24.0).view(4, 6))
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.tolist, lambda copy: bytes(copy.numpy()), torch.Tensor.sum])
+def test_a_copy_is_poison_before(x, read):
+    """Whoever reads it, the line of the copy is named; operators of aten in between are no wait."""
+    copy = begun(x + 1)
+    x.mul(3)
+    read(copy)
+    with pytest.raises(SimulatorError, match=SAYS):
+        torch.mps.synchronize()
+    assert torch.equal(copy, torch.arange(24.0).view(4, 6) + 1)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("schedule", [0, 1])
+def test_other_strides_go_through_memory_that_is_read_at_once(x, simulated, version, schedule):
+    """The values never arrive: not behind a wait either."""
+    simulated.set_schedule(schedule)
+    with simulated.torch_version(version):
+        for value in (x[:, :3], x.t(), x[:1].as_strided((1, 6), (99, 1))):
+            with pytest.raises(SimulatorError, match=SAYS):
+                begun(value)
+        assert torch.equal(x.t().cpu(), torch.arange(24.0).view(4, 6).t())  # one that blocks is right
+
+
+def test_equal_strides_with_holes(x, simulated):
+    """Torch 2.13 copies the memory in between, and not all of the elements."""
+    for version, expected in (("2.13", [0, 1, 2, 0, 0, 0]), ("2.14", None)):
+        held = torch.zeros(6)
+        with simulated.torch_version(version):
+            if expected is None:
+                with pytest.raises(SimulatorError, match="differ"):
+                    held[::2].copy_(x[0, ::2], non_blocking=True)
+                continue
+            held[::2].copy_(x[0, ::2], non_blocking=True)
+            torch.mps.synchronize()
+        assert held.tolist() == expected
+
+
+def test_a_destination_between_words(x):
+    for non_blocking in (False, True):
+        with pytest.raises(RuntimeError, match="Unaligned blit request"):
+            torch.zeros(8, dtype=torch.bfloat16)[1:7].copy_(x[0].bfloat16(), non_blocking=non_blocking)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("kind", ["timeout", "memory"])
+def test_the_error_that_torch_stores(x, simulated, version, kind):
+    """From 2.15 on: raised once, where torch waits next, as one of memory where it was that."""
+    with simulated.torch_version(version), simulated.failing(kind):
+        copy = begun(x)
+        if version != "2.15":
+            torch.mps.synchronize()
+        else:
+            error = torch.OutOfMemoryError if kind == "memory" else torch.AcceleratorError
+            with pytest.raises(error, match="MPS command buffer execution failed"):
+                torch.mps.synchronize()
+        assert not torch.equal(copy, torch.arange(24.0).view(4, 6))
+        assert x.sum().item() == 276

@@ -1,0 +1,471 @@
+"""Reads answers: text, reasoning and tool calls, as they grow.
+
+A `Reader` is one state machine for all forms. Its states are generators, which wait for more text where they
+yield. Each character is compared with the marks of one state and passed on, so that the time is linear in the
+text; at most the beginning of a mark is held back.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Literal, Protocol, TypeVar
+
+from .forms import Form, Tags
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+Show = Callable[[str], object]
+_KEYS = {"name", "arguments", "parameters", "type", "id", "function"}  # a call in JSON may have these
+_LITERALS = {"True": "true", "False": "false", "None": "null"}
+_ESCAPES = {"'": "'", "\n": "", "x": "\\u00"}  # Python's, by the character behind the backslash
+_HARMONY_CALL = "to=functions."  # begins an answer, too, where the prompt has the rest of the header
+_HARMONY_NAME = re.compile(r"to=functions\.([^\s<]+)")
+_INK = re.compile(r"\S")
+
+
+class Sink(Protocol):
+    """Takes the parts of an answer."""
+
+    def text(self, text: str) -> object: ...
+    def thought(self, text: str) -> object: ...
+    def call(self, name: str, own_id: str) -> object:
+        """A call begins."""
+
+    def arguments(self, text: str) -> object:
+        """The next part of the last call's arguments, in JSON."""
+
+    def end_call(self) -> object: ...
+
+
+class Reader:
+    """Reads one answer.
+
+    Args:
+        schemas: {tool: the schema of its arguments}.
+
+    Attributes:
+        is_thinking: True while the text is reasoning.
+    """
+
+    def __init__(self, form: Form, sink: Sink, schemas: Mapping[str, Any]):
+        self._form, self._sink, self._schemas = form, sink, schemas
+        self._text, self._at, self._is_last = "", 0, False
+        self._raw: list[str] | None = None  # the text of a call that has no name yet
+        self.is_thinking = False
+        self._steps = self._harmony() if form.arguments == "harmony" else self._answer()
+        next(self._steps)
+
+    def feed(self, text: str) -> None:
+        self._text, self._at = self._text[self._at :] + text, 0
+        next(self._steps, None)
+
+    def end(self) -> None:
+        """Hands out what was held back. A call that is not whole yet stays so."""
+        self._is_last = True
+        self.feed("")
+
+    # Answers
+
+    def _answer(self) -> Steps[None]:
+        form, (begin, end) = self._form, self._form.thought
+        marks = (begin, *form.begins, *form.around)
+        while (mark := (yield from self._until(marks, self._sink.text))) is not None:
+            if mark == begin:
+                yield from self._thought((end,))
+            elif mark in form.begins:
+                self._raw = [mark]
+                yield from self._calls(mark)
+                if self._raw is None and form.needs_tool and (yield from self._ink()) == ";":
+                    self._pass(1)
+                self._raw = None
+
+    def _thought(self, ends: tuple[str, ...]) -> Steps[str | None]:
+        self.is_thinking = True
+        mark = yield from self._until(ends, self._sink.thought)
+        self.is_thinking = False
+        return mark
+
+    def _harmony(self) -> Steps[None]:
+        begins, ends = ("<|start|>", "<|channel|>"), ("<|end|>", "<|return|>", "<|call|>")
+        mark = yield from self._until((*begins, *ends, _HARMONY_CALL), self._sink.text)
+        while mark is not None:
+            if mark not in ends:
+                header = [mark]
+                yield from self._until(("<|message|>",), header.append)
+                head = "".join(header)
+                if name := _HARMONY_NAME.search(head):
+                    self._begin(name[1])
+                    yield from self._arguments()
+                elif "analysis" in head:
+                    mark = yield from self._thought((*begins, *ends))
+                    continue
+            mark = yield from self._until((*begins, *ends), self._sink.text)
+
+    # Calls
+
+    def _calls(self, mark: str) -> Steps[None]:
+        """Reads the calls behind a mark; what is none is text."""
+        arguments = self._form.arguments
+        if isinstance(arguments, Tags):
+            return (yield from self._tagged(arguments))
+        if mark == "{":
+            return (yield from self._object())
+        char = yield from self._ink()
+        if char == "[":
+            return (yield from self._list())
+        if char == "{":
+            self._pass(1)
+            return (yield from self._object())
+        yield from self._headed()
+
+    def _list(self) -> Steps[None]:
+        """Calls in brackets: objects, or as Python writes them."""
+        self._pass(1)
+        while (char := (yield from self._ink())) not in ("]", ""):
+            if self._raw is None:
+                self._raw = []
+            if char == ",":
+                self._pass(1)
+            elif char == "{":
+                self._pass(1)
+                yield from self._object()
+            elif self._form.arguments != "python" or not (yield from self._python()):
+                return self._is_text()
+        self._pass(len(char))
+
+    def _object(self) -> Steps[None]:
+        """A call that is an object with a name and arguments, behind its first brace."""
+        name, early = "", list[str]()  # arguments may stand in front of the name
+        while (char := (yield from self._ink())) not in ("}", ""):
+            key = (yield from self._string()) if char == '"' else None
+            if key not in _KEYS or (yield from self._ink()) != ":":
+                return self._is_text()
+            self._pass(1)
+            char = yield from self._ink()
+            if key == "name" and char == '"' and not name:
+                name = (yield from self._string()) or ""
+                if not name or (self._form.needs_tool and name not in self._schemas):
+                    return self._is_text()
+                self._begin(name)
+                self._sink.arguments("".join(early))
+            elif key == "function" and char == "{":
+                self._pass(1)
+                return (yield from self._object())
+            elif key in ("arguments", "parameters"):
+                yield from self._value(self._sink.arguments if name else early.append)
+            else:
+                yield from self._value(_nobody)
+            if (yield from self._ink()) == ",":
+                self._pass(1)
+        if char and not name:
+            return self._is_text()
+        self._pass(len(char))
+        if char:
+            self._sink.end_call()
+
+    def _headed(self) -> Steps[None]:
+        """A call whose arguments are an object behind a header."""
+        form, header = self._form, list[str]()
+        mark = yield from self._until(("{", *form.around, *form.begins), header.append, keeps=True)
+        found = form.header and form.header.fullmatch("".join(header).strip())
+        if not found or mark is None:
+            return self._is_text()
+        self._begin(found["name"], found.groupdict().get("id") or "")
+        if mark == "{":
+            yield from self._arguments()
+        else:
+            self._sink.end_call()
+
+    def _arguments(self) -> Steps[None]:
+        """The arguments of a call, behind which it ends."""
+        if self._form.arguments == "gemma":
+            self._pass(1)
+            self._sink.arguments("{")
+            is_whole = yield from self._loose("}", ('<|"|>',))
+        else:
+            is_whole = yield from self._value(self._sink.arguments)
+        if is_whole:
+            self._sink.end_call()
+
+    def _tagged(self, tags: Tags) -> Steps[None]:
+        """A call whose arguments have a tag each."""
+        name = list[str]()
+        yield from self._ink()
+        mark = yield from self._until(tags.name_ends, name.append)
+        function = "".join(name).strip()
+        if mark is None:
+            return
+        if not re.fullmatch(r"[^\s<>{}]+", function):
+            return self._is_text()
+        self._begin(function)
+        schema = self._schemas.get(function) or {}
+        properties, count = schema.get("properties") or {}, 0
+        self._sink.arguments("{")
+        while mark != tags.end:
+            if mark != tags.begin:
+                mark = yield from self._until((tags.begin, tags.end), _nobody)
+            if mark == tags.begin:
+                key, about = list[str](), list[str]()
+                behind = (tags.value,) if tags.value else ()
+                if (yield from self._until((tags.key_end, *behind), key.append)) == tags.key_end and behind:
+                    yield from self._until((tags.value,), about.append)
+                own = "".join(key).strip()
+                comma = ", " if count else ""
+                count += 1
+                self._sink.arguments(f"{comma}{_in_json(own)}: ")
+                said = "".join(about).strip()
+                kind = _kind(properties.get(own))
+                if said:  # the tag says whether it is a text
+                    kind = "text" if "true" in said else "any"
+                mark = yield from self._tag_value(tags, kind)
+            if mark is None:
+                return
+        self._sink.arguments("}")
+        self._sink.end_call()
+
+    def _tag_value(self, tags: Tags, kind: str) -> Steps[str | None]:
+        """A value, which ends by its mark, or by the next one where that is missing. Returns: the mark."""
+        ends = tags.value_end, tags.begin, tags.end
+        if kind != "text":
+            parts = list[str]()
+            mark = yield from self._until(ends, parts.append)
+            value = "".join(parts).strip()
+            self._sink.arguments(_in_json(value) if kind == "choice" else _literal(value))
+            return mark
+        padding, is_first, back = tags.padding, True, ""
+
+        def show(text: str) -> None:
+            nonlocal is_first, back
+            text, is_first = text.removeprefix(padding) if is_first else text, False
+            text, back = back + text, ""
+            if padding and text.endswith(padding):
+                text, back = text.removesuffix(padding), padding
+            self._sink.arguments(_escaped(text))
+
+        self._sink.arguments('"')
+        mark = yield from self._until(ends, show)
+        self._sink.arguments('"')
+        return mark
+
+    def _python(self) -> Steps[bool]:
+        """A call as Python writes it. Returns: False for what is none."""
+        name = list[str]()
+        mark = yield from self._until(("(", "]", *self._form.around), name.append)
+        function = "".join(name).strip()
+        if mark != "(" or not re.fullmatch(r"[\w.-]+", function):
+            return mark is None
+        self._begin(function)
+        self._sink.arguments("{")
+        if (yield from self._loose(")", ('"', "'"))):
+            self._sink.end_call()
+        return True
+
+    def _begin(self, name: str, own_id: str = "") -> None:
+        self._raw = None
+        self._sink.call(name, own_id)
+
+    def _is_text(self) -> None:
+        """Hands the text since the mark out: it is no call, unless the answer ends within it."""
+        raw, self._raw = self._raw or [], []
+        if self._form.needs_tool or not self._is_last or self._at < len(self._text):
+            self._sink.text("".join(raw))
+
+    # Values
+
+    def _value(self, show: Show) -> Steps[bool]:
+        """Passes a value in JSON on; of a string its content. Returns: whether it is whole."""
+        char = yield from self._ink()
+        if char == '"':
+            text = yield from self._string()
+            show(text or "")
+            return text is not None
+        if char not in ("{", "["):
+            return (yield from self._until((",", "}", "]"), show, keeps=True)) is not None
+        depth = 0
+        while (mark := (yield from self._until(('"', "{", "}", "[", "]"), show))) is not None:
+            show(mark)
+            if mark == '"':
+                yield from self._quoted(show)
+            else:
+                depth += 1 if mark in "{[" else -1
+                if not depth:
+                    return True
+        return False
+
+    def _string(self) -> Steps[str | None]:
+        """The content of a string in JSON; None for none."""
+        parts = ['"']
+        self._pass(1)
+        yield from self._quoted(parts.append)
+        try:
+            return str(json.loads("".join(parts), strict=False))
+        except ValueError:
+            return None
+
+    def _quoted(self, show: Show) -> Steps[None]:
+        """Passes a string in JSON on, behind its first quote."""
+        while (mark := (yield from self._until(('"', "\\"), show))) is not None:
+            show(mark)
+            if mark == '"':
+                return
+            show((yield from self._one()))
+
+    def _loose(self, end: str, quotes: tuple[str, ...]) -> Steps[bool]:
+        """Passes an object as Gemma or Python writes it on in JSON, behind its first bracket.
+
+        Returns: whether it is whole.
+        """
+        ends, word, comma = [(end, "}")], list[str](), ""
+        closing, marks = {"{": "}", "[": "]", "(": ")"}, (*"{}[](),:=", *quotes)
+
+        def show(text: str) -> None:
+            nonlocal comma
+            if text:
+                self._sink.arguments(comma + text)
+                comma = ""
+
+        def taken() -> str:
+            text = "".join(word).strip()
+            word.clear()
+            return text
+
+        while (mark := (yield from self._until(marks, word.append))) is not None:
+            text = taken()
+            if mark in quotes:
+                show('"')
+                yield from self._loose_string(mark)
+                self._sink.arguments('"')
+            elif mark in (":", "="):
+                show(_in_json(text) if text else "")
+                self._sink.arguments(": ")
+            elif mark in closing:
+                ends.append((closing[mark], "}" if mark == "{" else "]"))
+                show("{" if mark == "{" else "[")
+            else:
+                show(_literal(text) if text else "")
+                if mark == ",":
+                    comma = ", "
+                elif mark == ends[-1][0]:
+                    comma = ""
+                    show(ends.pop()[1])
+                    if not ends:
+                        return True
+        return False
+
+    def _loose_string(self, quote: str) -> Steps[None]:
+        """Passes a string on in JSON, behind its first quote. Python's ends by a quote in front of what may
+        follow a string: models forget to escape those inside.
+        """
+        is_python = len(quote) == 1
+        marks = (quote, "\\") if is_python else (quote,)
+
+        def show(text: str) -> None:
+            self._sink.arguments(_escaped(text))
+
+        while (mark := (yield from self._until(marks, show))) is not None:
+            if mark == "\\":
+                char = yield from self._one()
+                escape = f"\\{char}" if char in 'bfnrtu"\\' else _ESCAPES.get(char, f"\\\\{char}")
+                self._sink.arguments(escape)
+                continue
+            blanks = list[str]()
+            if not is_python or (yield from self._ink(blanks.append)) in (",", ")", "]", "}", ":", ""):
+                return
+            show(quote + "".join(blanks))
+
+    # Text
+
+    def _until(self, marks: tuple[str, ...], show: Show, keeps: bool = False) -> Steps[str | None]:
+        """Passes text on until one of some marks. Returns: the mark; None where the answer ends before.
+
+        Args:
+            keeps: whether the mark is left to be read.
+        """
+        pattern, firsts, longest = _compiled(marks)
+        while True:
+            text = self._text
+            if found := pattern.search(text, self._at):
+                if before := self._pass(found.start() - self._at):
+                    show(before)
+                if not keeps:
+                    self._pass(len(found[0]))
+                return found[0]
+            end = len(text)
+            if not self._is_last:
+                for at in range(max(self._at, end - longest + 1), end):
+                    if text[at] in firsts and any(mark.startswith(text[at:]) for mark in marks):
+                        end = at
+                        break
+            if before := self._pass(end - self._at):
+                show(before)
+            if self._is_last:
+                return None
+            yield
+
+    def _ink(self, show: Show = lambda text: None) -> Steps[str]:
+        """The next character that is no blank, which is left to be read; "" at the end."""
+        while (found := _INK.search(self._text, self._at)) is None:
+            show(self._pass(len(self._text) - self._at))
+            if self._is_last:
+                return ""
+            yield
+        show(self._pass(found.start() - self._at))
+        return found[0]
+
+    def _one(self) -> Steps[str]:
+        """The next character."""
+        while self._at == len(self._text) and not self._is_last:
+            yield
+        return self._pass(1)
+
+    def _pass(self, count: int) -> str:
+        """Text that is read."""
+        text = self._text[self._at : self._at + count]
+        self._at += len(text)
+        if self._raw is not None:
+            self._raw.append(text)
+        return text
+
+
+def _nobody(text: str) -> None:
+    """Takes what is part of nothing."""
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(marks: tuple[str, ...]) -> tuple[re.Pattern[str], set[str], int]:
+    """A pattern of marks, their first characters, and the length of the longest."""
+    pattern = "|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True))
+    return re.compile(pattern), {mark[0] for mark in marks}, max(map(len, marks))
+
+
+def _in_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    """A part of a string in JSON."""
+    return _in_json(text)[1:-1]
+
+
+def _literal(text: str) -> str:
+    """The JSON of a value that is JSON, a constant of Python, or a text."""
+    text = text.strip()
+    try:
+        json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return _LITERALS.get(text) or _in_json(text)
+    return text
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(name)
+
+
+def _kind(schema: Any) -> Literal["text", "choice", "any"]:
+    """Kind of a value: any text, one of some texts, or anything."""
+    schema = schema if isinstance(schema, dict) else {}
+    choices = schema.get("enum")
+    if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
+        return "choice"
+    return "text" if schema.get("type") in ("string", ["string"]) and choices is None else "any"
