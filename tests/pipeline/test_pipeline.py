@@ -80,25 +80,6 @@ def test_quantised_weights_split_over_processes_are_refused(tmp_path):
         quantizer.update_parallel_plan(model, {})
 
 
-def test_messages_and_bytes(tmp_path):
-    """A token is one message on each link: hidden states on, its id back to each of the others.
-
-    Of a prompt in chunks, only the last one's token goes back: a process does not wait between chunks.
-    """
-    with tiny_models.groups_of_32():
-        tiny_models.tiny_model("qwen3_moe", num_hidden_layers=3).save_pretrained(tmp_path)
-    head, hidden, token = 512, 4 * 64, 16 + 16  # float32; an id and whether it ends, each rounded up to 16
-    last, second, first = launch("counts", str(tmp_path), 40, 8, processes=3)  # rank 0 has the last layer
-    assert first["token"] == [[0, 0], [1, head + hidden], [0, 0]]
-    assert second["token"] == [[1, head + hidden], [0, 0], [0, 0]]
-    assert last["token"] == [[0, 0], [1, head + token], [1, head + token]]
-    for outcome, following in ((first, 1), (second, 0)):
-        messages, octets = outcome["chunks"][following]
-        # The size that was announced for the first message is that of one token; then of eight.
-        assert messages == 2 * 5 and octets == 5 * (head + 8 * hidden)
-    assert last["chunks"][1:] == [[1, head + token]] * 2
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("part", range(10))
 def test_every_architecture(part, tmp_path):

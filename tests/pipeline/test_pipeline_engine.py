@@ -32,6 +32,7 @@ SCENARIOS = {
     "states": ("qwen3_next", {"jobs": JOBS, "together": 3, "drafts": True}),
     "states with drafts": ("qwen3_next", {"jobs": AGAIN, "drafts": True}),
     "a layer each": ("deepseek_v4", {"jobs": JOBS[:4], "together": 3}),
+    "stages with other modules": ("glm5_next", {"jobs": JOBS[:3], "together": 3}),
     "20 tokens": ("mixtral", {"jobs": [{**JOBS[2], "max_new_tokens": 20}]}),
     "30 tokens": ("mixtral", {"jobs": [{**JOBS[2], "max_new_tokens": 30}]}),
     "in turn": ("mixtral", {"jobs": JOBS[:4], "memory": 0}),
@@ -46,7 +47,7 @@ FAILING = "mixtral", {"jobs": JOBS[:3], "together": 2, "patched": "second_raises
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     made = {}
-    for architecture in ("mixtral", "qwen3_next", "deepseek_v4"):
+    for architecture in ("mixtral", "qwen3_next", "deepseek_v4", "glm5_next"):
         made[architecture] = str(tmp_path_factory.mktemp(architecture))
         with tiny_models.groups_of_32():
             tiny_models.tiny_model(architecture).save_pretrained(made[architecture])
@@ -88,6 +89,7 @@ def test_sequences_are_batched(outcomes):
     most = {name: max(rows for rows, _ in outcomes[name][0]["calls"]) for name in SCENARIOS}
     assert most == {
         "batched": 4, "with drafts": 4, "states": 3, "states with drafts": 1, "a layer each": 3,
+        "stages with other modules": 3,
         "20 tokens": 1, "30 tokens": 1, "in turn": 1, "cancelled": 2, "by generate": 3, "not batchable": 1,
         "not batchable there": 1,
     }  # fmt: skip
@@ -113,6 +115,27 @@ def test_a_step_is_one_message(outcomes):
 def test_a_process_that_fails_ends_all_answers_with_its_error(outcomes):
     for answer in outcomes["failing"][0]["answers"]:
         assert str(answer).startswith("moe_mps: ") and "raised MemoryError: no memory left" in answer
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("architecture", ["qwen4_exp", "deepseek_v4", "glm5_next", "minimax_m3_vl"])
+def test_layers_of_single_sequences(architecture, processes, tmp_path, monkeypatch):
+    layers = dict.fromkeys(("num_hidden_layers", "num_layers"), processes)
+    kinds = ("layer_types", "mlp_layer_types", "indexer_types")
+    for sizes in (tiny_models.SIZES, *tiny_models.EXTRA.values()):
+        for kind in kinds:
+            if kind in sizes:
+                monkeypatch.setitem(sizes, kind, [*sizes[kind], sizes[kind][-1]][:processes])
+    with tiny_models.groups_of_32(), tiny_models.sizes(**layers):
+        tiny_models.tiny_model(architecture).save_pretrained(tmp_path)
+    model = torch_moe_mps.from_pretrained(str(tmp_path))
+    expected = [answers_of(model, [job], memory=0)[0][0] for job in JOBS[:4]]
+    wanted = [
+        {"folder": str(tmp_path), "jobs": JOBS[:4], **how} for how in ({"together": 3}, {"drafts": True})
+    ]
+    for outcome in launch("engines", wanted, processes=processes)[0]:
+        assert outcome["answers"] == expected
 
 
 def test_several_answers_are_refused_in_every_process(folders):

@@ -1,4 +1,4 @@
-"""A prompt in pieces on several stages: on a clock of its own, which only the layers move.
+"""A prompt in chunks on several stages: on a clock of its own, which only the layers move.
 
 Stages are threads here. A message carries the time at which it was sent; who receives it goes on no earlier.
 """
@@ -9,14 +9,15 @@ import queue
 import pytest
 import torch
 from support import tiny_models
-from support.models import generate, prompt
+from support.models import prompt
 from support.threads import in_threads
+from transformers import DynamicCache
 
 from torch_moe_mps.pipeline.loop import find_loop
 from torch_moe_mps.pipeline.peers import Timeouts
 from torch_moe_mps.pipeline.running import Running
 from torch_moe_mps.pipeline.stages import Stage
-from torch_moe_mps.pipeline.together import Together
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 LAYERS = 4
 
@@ -62,37 +63,44 @@ def stages(count):
         for index in stage.own:
             model.model.layers[index].register_forward_hook(work)
         found.append(Running(model, stage, peers))
-        Together(model, found[-1])
     return whole, found
 
 
-def run(count, ids, **options):
-    """The time at which the last stage, of rank 0, has the first token, and what each process got."""
+def run(count, ids, chunk):
+    """The time at which the last stage, of rank 0, has the first token, and the kinds of what each has sent.
+
+    Calls are those of an engine: logits stay in rank 0.
+    """
     whole, found = stages(count)
     results = [None] * count
 
+    @torch.no_grad()
     def call(running):
-        results[running.peers.rank] = generate(running.model, ids, max_new_tokens=1, **options)
+        cache = DynamicCache(config=running.model.config)
+        with running.without_logits():
+            for part in ids.split(chunk, 1):
+                out = running.model(input_ids=part, **cache_argument(running.model, cache), use_cache=True)
+        results[running.peers.rank] = out.logits
 
     in_threads(*(functools.partial(call, running) for running in found))
-    expected = generate(whole, ids, max_new_tokens=1)
-    assert all(torch.equal(result, expected) for result in results)
+    with torch.no_grad():
+        expected = whole(input_ids=ids, use_cache=False).logits[:, -1]
+    assert torch.allclose(results[0][:, -1], expected, atol=1e-5)
     return found[0].peers.now, [running.peers.kinds for running in found]
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_stages_work_at_the_same_time(count):
-    """n pieces of t tokens on N stages of L layers each: (n + N - 1) t L, instead of n N t L."""
-    tokens, piece = 64, 8
+    """n chunks of t tokens on N stages of L layers each: (n + N - 1) t L, instead of n N t L."""
+    tokens, chunk = 64, 8
     ids = prompt(batch=1, length=tokens)
-    time, kinds = run(count, ids, prefill_chunk_size=piece)
-    assert time == (tokens // piece + count - 1) * piece * (LAYERS // count)
-    alone, _ = run(count, ids)
+    time, kinds = run(count, ids, chunk)
+    assert time == (tokens // chunk + count - 1) * chunk * (LAYERS // count)
+    alone, _ = run(count, ids, tokens)
     assert alone == tokens * LAYERS
-    assert kinds[-1] == ["hidden states"] * (tokens // piece)
-    assert kinds[0] == ["sampled tokens"] * (count - 1)  # of the last piece only
+    assert kinds[-1] == ["hidden states"] * (tokens // chunk) and kinds[0] == []
 
 
-def test_a_prompt_that_is_no_multiple_of_the_piece():
-    time, _ = run(2, prompt(batch=2, length=21), prefill_chunk_size=8)
-    assert time == 8 * 2 + (8 + 8 + 5) * 2  # the second stage waits for the first piece only
+def test_a_prompt_that_is_no_multiple_of_the_chunk():
+    time, _ = run(2, prompt(batch=2, length=21), 8)
+    assert time == 8 * 2 + (8 + 8 + 5) * 2  # the second stage waits for the first chunk only

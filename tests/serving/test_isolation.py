@@ -21,7 +21,8 @@ from torch_moe_mps.serving.engine.sampling import Sampler
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk, Restoring
 from torch_moe_mps.serving.prefix_cache.memory import Images, PrefixCache
-from torch_moe_mps.transformers.caches import batched, growing
+from torch_moe_mps.transformers.caches import batched
+from torch_moe_mps.transformers.caches.buffer import Buffer
 
 MEMORY = 1 << 30
 
@@ -167,7 +168,7 @@ def test_an_answer_whose_prompt_cannot_be_kept_is_whole(name, monkeypatch):
     [
         (batched, "_admit", 1),
         (batched, "_count", 0),
-        (growing, "view_of", 2),
+        (Buffer, "view", 2),
         (batched.BatchedCache, "_changed", 0),
     ],
 )

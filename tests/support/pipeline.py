@@ -248,23 +248,6 @@ def equal(root: str, wanted: list[list[str]]) -> dict[str, Any]:
     return found
 
 
-def counts(folder: str, prompt_tokens: int, chunk: int) -> dict[str, Any]:
-    """Messages and bytes that this process sends: for each new token, and for a prompt in chunks."""
-    model = staged(folder)
-    ids = prompt(batch=1, length=prompt_tokens)
-
-    def sent(**options: Any) -> list[list[int]]:
-        before = [[*pair] for pair in model.pipeline.peers.sent.values()]
-        generate(model, ids, **options)
-        after = model.pipeline.peers.sent.values()
-        return [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)]
-
-    sent(max_new_tokens=2)  # the first message between two processes does not know its size
-    few, many = sent(max_new_tokens=4), sent(max_new_tokens=12)
-    each = [[(b - a) / 8 for a, b in zip(*pair, strict=True)] for pair in zip(few, many, strict=True)]
-    return {"token": each, "chunks": sent(max_new_tokens=1, prefill_chunk_size=chunk)}
-
-
 def commands(lines: list[list[str]], said: list[str]) -> list[str]:
     """What this process prints of each command; `said` is what a chat is told."""
     import builtins
@@ -436,18 +419,6 @@ def _raise() -> None:
     raise MemoryError("no memory left")
 
 
-def _receive_late() -> None:
-    from torch_moe_mps.pipeline.peers import Peers
-
-    receive = Peers.receive
-
-    def late(self: Peers, *args: Any) -> Any:
-        time.sleep(0.2)
-        return receive(self, *args)
-
-    Peers.receive = late  # type: ignore[method-assign]
-
-
 WITHIN = {"stalls": _stall, "stops": _stop, "dies": _die, "raises": _raise}
 
 
@@ -482,12 +453,7 @@ def failing(folder: str, failures: list[str], culprit: int = 1) -> dict[str, str
             found[failure] = outcome(lambda: staged(folder, loading_timeout=3.0).forward)
             continue
         model = staged(folder, decoding_timeout=2.0)
-        if failure == "other seed":  # the last one: the process that chooses ends while the other still waits
-            torch.manual_seed(rank())
-            options = {"do_sample": True}
-            if rank() == 0:
-                _receive_late()
-        elif failure == "features for layers of one process":
+        if failure == "features for layers of one process":
             features = {} if is_culprit else {"features": torch.ones(1)}
             found[failure] = outcome(lambda m=model, f=features: m(input_ids=prompt(), **f).logits)
             continue

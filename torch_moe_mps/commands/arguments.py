@@ -224,7 +224,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--shares": {
         "type": _numbers,
         "metavar": "N,N",
-        "help": "layers of each process of torchrun (by memory)",
+        "help": "layers of each process (by memory)",
     },
     "--json": {"metavar": "FILE", "help": "write all that was found"},
     "--set": {

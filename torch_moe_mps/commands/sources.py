@@ -206,11 +206,3 @@ def load_stored(
         if not _is_quiet(options):
             print(activations, file=sys.stderr, flush=True)
     return model
-
-
-def follow(options: argparse.Namespace) -> None:
-    """Computes the layers of this process for the engine in the first one, until that ends."""
-    from ..pipeline.following import Following
-
-    model = load(options, folder_of(options.model, options.revision), usable_device(options.device))
-    Following(model.pipeline).run()

@@ -7,8 +7,7 @@
     shares    how many layers each process has
     peers     the processes: messages, time limits, and the errors of one that fails
     handing   hidden states of a call, from each stage to the next
-    running   calls of the model: equal inputs in all processes, results and tokens for all
-    together  `generate`, which every process calls alike
+    running   calls of the model: equal inputs in all processes, and logits for all
     executor  steps of the engine, which runs in the first process
     following what the other processes do for it
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..serving.engine.abilities import Abilities, reason_of_settings
+from ..serving.engine.abilities import Abilities
 from ..serving.engine.drafts import Drafts
 from ..serving.engine.executor import Executor, executor_by
 from ..serving.engine.groups import Group, Single
@@ -70,7 +70,7 @@ class Leader(Beside):
         """
         try:
             self.send()
-            with self.running.returning("nothing"):
+            with self.running.without_logits():
                 yield
         except BaseException as error:
             self.running.peers.failed(error)
@@ -212,9 +212,7 @@ class PipelineExecutor(Executor):
             raise ValueError(f"torch_moe_mps: a job must be {expected}, got some")
         self._leader.note("generate", job.inputs, config=job.config.to_dict(), seed=job.own_seed)
         self._leader.send()
-        # Beams are searched in each process by itself: none learns that another one ends before.
-        is_told = reason_of_settings(job.config) is None
-        return generate_alone(self._model, job, (lambda: job.is_cancelled) if is_told else None)
+        return generate_alone(self._model, job, None)  # each process samples alike, and none learns of an end
 
     def _begun(
         self, inputs: Mapping[str, Tensor], prefix_cache: PrefixCache | None, images: Images | None = None

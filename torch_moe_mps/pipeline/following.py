@@ -79,16 +79,16 @@ class Following:
         self._prefills[number] = prefill
 
     def _chunk(self, tensors: dict[str, Tensor], number: int, most: int) -> None:
-        with self._running.returning("nothing"):
+        with self._running.without_logits():
             self._prefills[number].compute(self._call, most)
 
     def _single(self, tensors: dict[str, Tensor], number: int, start: int) -> None:
-        with self._running.returning("nothing"):
+        with self._running.without_logits():
             self._prefills[number].decode(self._call, tensors["ids"][None], start)
 
     def _step(self, tensors: dict[str, Tensor]) -> None:
         ids = tensors["ids"].reshape(len(self._rows), -1).to(self._model.device)
-        with self._running.returning("nothing"):
+        with self._running.without_logits():
             Batched(self._rows).compute(self._call, ids)
 
     def _new_rows(self, tensors: dict[str, Tensor], defers: bool) -> None:

@@ -26,7 +26,6 @@ from .peers import PeerError, Peers, Timeouts
 from .running import Running
 from .shares import Machine, given_shares, shares_of, this_machine
 from .stages import Stage
-from .together import Together
 
 _PACKAGE = __package__.partition(".")[0]
 _STAGE: ContextVar[Stage | None] = ContextVar("stage", default=None)
@@ -149,14 +148,13 @@ class PipelineLoading:
         }
         running = Running(model, self.stage, self.peers, self.peers.gather(part))
         vars(model)["pipeline"] = running
-        Together(model, running)
         executor_by(model, _refuse_engine)
 
 
 def _refuse_engine(*args: Any) -> Any:
     raise ValueError(
-        "torch_moe_mps: several answers at once need a model in one process, got a pipeline: call its "
-        "generate() in every process"
+        "torch_moe_mps: several answers at once need a model in one process, got a pipeline: the commands "
+        "generate them there, and its generate() in every process one after the other"
     )
 
 

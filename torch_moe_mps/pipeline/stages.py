@@ -125,7 +125,6 @@ class Stage:
             towers = [n for n in beside_text(model) if any(True for _ in model.get_submodule(n).parameters())]
             leave_out(model, towers)
             removed += towers
-        self.vocabulary: int = model.get_output_embeddings().out_features
         removed += self._ends(model)
         present = model.state_dict()
         tied = getattr(model, "all_tied_weights_keys", None) or {}

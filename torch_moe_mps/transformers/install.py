@@ -206,10 +206,10 @@ def _rewritten_class(
             result = NotImplemented if given is None else rewritten(self, *given[0], **given[1])
         return runs_own(self, *args, **kwargs) if result is NotImplemented else result
 
-    if cache_name(own) is not None:
-        forward = by_sequence(forward)
     marks = {OWN_FORWARD: (original, own), OUR_FORWARD: staticmethod(rewritten)}
-    cls = subclass(original, CLASS_MARK, _copy_class, forward=forward, **marks)
+    takes_cache = cache_name(own) is not None
+    batched = by_sequence(forward) if takes_cache else forward
+    cls = subclass(original, CLASS_MARK, _copy_class, forward=batched, **marks)
     return cls
 
 

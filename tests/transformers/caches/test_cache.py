@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseCacheLayer
 
 import torch_moe_mps
-from torch_moe_mps.transformers.caches import growing
+from torch_moe_mps.transformers.caches import buffer, layers
 from torch_moe_mps.transformers.caches.cache import QuantizedCache, grow_cache, growing_class
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
@@ -210,10 +210,10 @@ def test_what_shares_memory_with_a_layer_stays_as_it_is(cls, arguments, seed, bi
 @torch.no_grad()
 def test_a_torch_that_counts_otherwise(monkeypatch, more, bits):
     """What was taken from a cache stays as it is: where torch's count is not known, all is copied."""
-    assert growing.COUNTS_HOLDERS
+    assert buffer.COUNTS_HOLDERS
     counted = torch._C._storage_Use_Count
     monkeypatch.setattr(torch._C, "_storage_Use_Count", lambda address: counted(address) + more)
-    monkeypatch.setattr(growing, "COUNTS_HOLDERS", growing.counts_holders())
+    monkeypatch.setattr(buffer, "COUNTS_HOLDERS", buffer.counts_holders())
     layer = growing_class(DynamicLayer, bits)()
     layer.update(*one_token(width=32))
     layer.update(*one_token(width=32))
@@ -227,7 +227,7 @@ def test_a_torch_that_counts_otherwise(monkeypatch, more, bits):
 
 def test_a_torch_without_the_count(monkeypatch):
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    assert growing.counts_holders() is False
+    assert buffer.counts_holders() is False
 
 
 def test_quantised_states_are_not_changed_unseen():
@@ -317,7 +317,7 @@ def test_nothing_is_done_where_no_token_is_removed(monkeypatch):
         layer.update(*one_token())
         if plain is DynamicIndexedLayer:
             layer.update_indexer(torch.randn(1, 1, 32))
-        monkeypatch.setattr(growing, "in_memory_of", None)
+        monkeypatch.setattr(layers, "in_buffer_of", None)
         before = dict(vars(layer))
         layer.crop(0)
         assert all(value is before[name] for name, value in vars(layer).items())

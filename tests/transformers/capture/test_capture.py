@@ -754,7 +754,7 @@ def test_memory_that_is_not_shared_any_more():
     for talk, other in zip(talks, others, strict=True):
         talk.cache.layers[1].values = other.cache.layers[1].values
     assert_equal(*(talk.tokens(1) for talk in talks))
-    assert captures_of(models[0]).reason == "the layers of the cache share other memory"
+    assert captures_of(models[0]).reason == "the layers of the cache share other buffers"
 
 
 @torch.no_grad()

@@ -2,15 +2,15 @@
 
 Sequence b has the last `lengths[b]` tokens in front of a common end, and a range of keys hides the rest from
 it. Its prompt is read in a cache of its own, which is then copied in: recurrent states are exact, and nothing
-is padded. Memory has spare rows, so that only the admitted sequence is copied; where one finishes, the last
+is padded. Buffers have spare rows, so that only the admitted sequence is copied; where one finishes, the last
 one takes its place.
 
 Sequences that lose different numbers of tokens keep a common end: one that loses more moves by the rest.
 Layers whose attention needs the order of tokens move all that they show; in others, as many of the first
 tokens of a sequence go behind its last ones.
 
-The layers stay what they are: a tensor with a memory (`growing`) has tokens, which end at the common end; any
-other one is a state of each sequence. Shapes: B sequences, S tokens.
+The layers stay what they are: a view of a buffer has tokens, which end at the common end; any other tensor is
+a state of each sequence. Shapes: B sequences, S tokens.
 """
 
 import copy
@@ -24,10 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import DynamicCache, PreTrainedModel
 
 from ..upstream.models import chosen_together
 from . import growing
+from .buffer import Buffer, buffer_of, changed, columns_of, start_of
 from .declared import Batched, declared
 from .deferred_states import AnyKind, DeferredLayer, can_defer, committed, deferred
 from .in_layers import is_in_layers
@@ -38,8 +40,8 @@ from .rows import Places, Uncommitted
 from .separate import Separate, is_separate
 from .state import LayerState, Name, copy_of_cache, copy_of_layer, parts
 
-# The attribute of a memory, or of a state, that names the tensor with spare rows of which it is the first.
-BASE = "_moe_mps_base"
+# {state: the tensor with spare rows whose first ones it is}
+_SPARE_ROWS: Any = WeakIdKeyDictionary()
 _OTHER = "its cache holds another kind of states than those of the others"
 _LEAST_CONTEXT = 4096  # tokens for which masks have room, where a model does not say how many it takes
 
@@ -48,16 +50,24 @@ class NotBatchable(ValueError):
     """A sequence cannot be in a batch, and why."""
 
 
-class _Memory(NamedTuple):
-    """A buffer with several tensors of a layer side by side.
+class _Shown(NamedTuple):
+    """The tokens of a buffer that tensors of a layer show side by side.
 
     `columns`: name, first column and width of each.
     """
 
-    memory: Any
+    buffer: Buffer
     start: int
     tokens: int
     columns: list[tuple[Name, int, int]]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tokens
+
+    @property
+    def free_slots(self) -> int:
+        return self.buffer.capacity - self.end
 
 
 class _Held(NamedTuple):
@@ -323,9 +333,9 @@ class BatchedCache:
         for number in self._separate:
             self._show_separate(number)
         shared = [self.cache.layers[number] for number in self._shared(self.cache.layers)]
-        self._left = min(map(_room, shared), default=growing.LEAST_SLOTS)
+        self._left = min(map(_free_slots, shared), default=growing.LEAST_SLOTS)
         deferring = [layer for layer in self.cache.layers if isinstance(layer, DeferredLayer)]
-        self._has_keys = bool(self._separate) or any(map(_memories, shared))
+        self._has_keys = bool(self._separate) or any(map(_shown, shared))
         is_cut = all(gives_back(layers[0]) for layers in self._separate.values())
         self.are_states = not is_cut or (not deferring and any(map(_states, shared)))
         self._uncommitted.tell(deferring, self._device)
@@ -345,29 +355,29 @@ def forgetting(cache: DynamicCache) -> str | None:
 
 
 def take_back(layer: Any, tokens: int, end: int, first: int = 0) -> None:
-    """Shows the tokens of a layer but for the last ones, for which there was room, and some first ones.
+    """Shows the tokens of a layer but for the last ones and some first ones.
 
     Args:
-        end: how many tokens the longest sequence has then. In front of those that a window shows, memory has
-            those that it has moved on from.
+        end: how many tokens the longest sequence has then. In front of those that a window shows, its buffer
+            has those that it has moved on from.
     """
-    for held in _memories(layer):
-        behind, shown = held.start + held.tokens - tokens, layer.shown(end, held.tokens - tokens - first)
+    for held in _shown(layer):
+        behind, shown = held.end - tokens, layer.shown(end, held.tokens - tokens - first)
         _show(layer, held._replace(start=behind - shown, tokens=shown))
     _count(layer, end)
 
 
 def _move(layer: Any, row: int, by: int, length: int) -> None:
     """Moves a sequence of so many tokens to the end of a layer, from where it ends so many tokens before."""
-    for held in _memories(layer):
-        end = held.start + held.tokens
+    for held in _shown(layer):
+        end = held.end
         if layer.needs_order:
             count = min(held.tokens, length)
             first = end - by - count
         else:
             count = min(by, length)
             first = end - by - length
-        for part in parts(held.memory):
+        for part in parts(held.buffer.tensor):
             moved = part[row, ..., first : first + count, :]
             if first + count > end - count:
                 moved = moved.clone()
@@ -375,25 +385,24 @@ def _move(layer: Any, row: int, by: int, length: int) -> None:
 
 
 def reserve(layer: Any, rows: int, tokens: int) -> None:
-    """Moves what has no free slots for so many tokens to memory that has some, and spare rows."""
-    for held in _memories(layer):
-        if _free_slots(held) >= tokens:
+    """Moves what has no free slots for so many tokens to a buffer that has some, and spare rows."""
+    for held in _shown(layer):
+        if held.free_slots >= tokens:
             continue
-        room, spare = layer.slots_for(held.tokens), len(parts(getattr(held.memory, BASE, held.memory))[0])
-        base = _larger(held.memory, max(rows, spare), held.tokens + room)
+        slots, with_spare = layer.slots_for(held.tokens), len(parts(held.buffer.rows)[0])
+        larger = _larger(held.buffer.tensor, max(rows, with_spare), held.tokens + slots)
         for row in range(rows):
-            _write(base, row, held.tokens, held, row)
-        _put(layer, held, base, rows, 0, held.tokens)
+            _write(larger, row, held.tokens, held, row)
+        _put(layer, held, larger, rows, 0, held.tokens)
 
 
 def _own(layer: Any) -> Any:
-    """A copy of a sequence's own layer, which shares the memory of tokens, read-only."""
+    """A copy of a sequence's own layer, which shares the buffers of tokens, read-only."""
     return copy_of_layer(layer, **tree_map(_own_tensor, LayerState(layer).values()))
 
 
 def _own_tensor(value: Any) -> Any:
-    is_state = isinstance(value, Tensor) and getattr(value, growing.MEMORY, None) is None
-    return value.clone() if is_state else value
+    return value.clone() if isinstance(value, Tensor) and buffer_of(value) is None else value
 
 
 def _check(cache: Any, tokens: int, separate: Sequence[int]) -> None:
@@ -417,19 +426,19 @@ def _check_layer(layer: Any, kind: str, tokens: int) -> None:
     state = LayerState(layer)
     for name, tensor in state.tensors().items():
         batch, time = state.axes(name)
-        if getattr(tensor, growing.MEMORY, None) is not None or tensor.numel() == 0:
+        if buffer_of(tensor) is not None or tensor.numel() == 0:
             continue
         if batch is not None and tensor.shape[batch] != 1:
             raise NotBatchable(f"{name.key} of a {kind} is of {tensor.shape[batch]} sequences")
         if time is not None:
             raise NotBatchable(f"{name.key} of a {kind} does not grow in place")
-    if (most := max((held.tokens for held in _memories(layer)), default=0)) > tokens:
+    if (most := max((held.tokens for held in _shown(layer)), default=0)) > tokens:
         raise NotBatchable(f"a {kind} holds {most} tokens of a sequence of {tokens}")
 
 
 def _check_alike(layer: Any, one: Any) -> None:
     own, other = (
-        [([c[1:] for c in held.columns], *_kind(held.memory)) for held in _memories(item)]
+        [([c[1:] for c in held.columns], *_kind(held.buffer.tensor)) for held in _shown(item)]
         for item in (layer, one)
     )
     kind = layer.committed_class if isinstance(layer, DeferredLayer) else type(layer)
@@ -437,24 +446,23 @@ def _check_alike(layer: Any, one: Any) -> None:
         raise NotBatchable(_OTHER)
 
 
-def _kind(memory: Any) -> tuple[Any, ...]:
-    return type(memory), memory.dtype, memory.shape[1:-2], memory.shape[-1]
+def _kind(tensor: Any) -> tuple[Any, ...]:
+    return type(tensor), tensor.dtype, tensor.shape[1:-2], tensor.shape[-1]
 
 
-def _memories(layer: Any) -> list[_Memory]:
+def _shown(layer: Any) -> list[_Shown]:
     """The buffers of a layer and their contents, without attributes derived from them."""
-    by_id: dict[int, _Memory] = {}
+    by_id: dict[int, _Shown] = {}
     for name, tensor in LayerState(layer).tensors().items():
-        memory: Any = getattr(tensor, growing.MEMORY, None)
-        if memory is None or name.key in layer.declared.derived:
+        buffer = buffer_of(tensor)
+        if buffer is None or name.key in layer.declared.derived:
             continue
         view = tensor.packed if isinstance(tensor, QuantizedStates) else tensor
-        whole = memory.packed if isinstance(memory, QuantizedStates) else memory
-        within = view.storage_offset() - whole.storage_offset()
-        column = (
-            within % whole.stride(-2) * tensor.shape[-1] // view.shape[-1] if within and view.shape[-1] else 0
-        )
-        held = by_id.setdefault(id(memory), _Memory(memory, growing.start_of(tensor), tensor.shape[-2], []))
+        within = view.storage_offset() - buffer.storage.storage_offset()
+        column = 0
+        if within and view.shape[-1]:
+            column = within % buffer.storage.stride(-2) * tensor.shape[-1] // view.shape[-1]
+        held = by_id.setdefault(id(buffer), _Shown(buffer, start_of(tensor), tensor.shape[-2], []))
         held.columns.append((name, column, tensor.shape[-1]))
     return [*by_id.values()]
 
@@ -462,37 +470,32 @@ def _memories(layer: Any) -> list[_Memory]:
 def _states(layer: Any) -> dict[Name, Tensor]:
     """State of a layer beside tokens, one for each sequence: [B, ...]."""
     tensors = LayerState(layer).tensors().items()
-    return {
-        name: tensor
-        for name, tensor in tensors
-        if tensor.dim() > 1 and getattr(tensor, growing.MEMORY, None) is None
-    }
+    return {name: tensor for name, tensor in tensors if tensor.dim() > 1 and buffer_of(tensor) is None}
 
 
-def _put(layer: Any, held: _Memory, base: Any, rows: int, start: int, tokens: int) -> None:
-    """Gives a layer the first rows of a base as the memory of some of its tensors."""
-    memory = growing.changed(base, lambda part: part[:rows])
-    setattr(memory, BASE, base)
-    _show(layer, held._replace(memory=memory, start=start, tokens=tokens))
+def _put(layer: Any, held: _Shown, with_spare: Any, rows: int, start: int, tokens: int) -> None:
+    """Gives a layer the first rows of a tensor as the buffer of some of its tensors."""
+    buffer = Buffer(changed(with_spare, lambda part: part[:rows]), rows=with_spare)
+    _show(layer, held._replace(buffer=buffer, start=start, tokens=tokens))
 
 
-def _show(layer: Any, held: _Memory) -> None:
+def _show(layer: Any, held: _Shown) -> None:
     """Gives a layer the tokens of a buffer, up to the last one that is written there."""
-    whole = growing.view_of(held.memory, held.start, held.tokens)
+    whole = held.buffer.view(held.start, held.tokens)
     for name, column, width in held.columns:
         part = whole
         if width != whole.shape[-1]:
-            _, part, _ = growing.columns_of(whole, (column, width, whole.shape[-1] - column - width))
+            _, part, _ = columns_of(whole, (column, width, whole.shape[-1] - column - width))
         LayerState(layer).put({name: part})
 
 
 def batch_capacity(rows: int) -> int:
-    """The rows that new memory has for so many: a power of two."""
+    """The rows that a new buffer has for so many: a power of two."""
     return 1 << (rows - 1).bit_length()
 
 
-def _larger(memory: Any, rows: int, tokens: int) -> Any:
-    """Memory like another one, of so many rows and tokens.
+def _larger(like: Any, rows: int, tokens: int) -> Any:
+    """A tensor like that of a buffer, of so many rows and tokens.
 
     It is zero at first: a model's eager attention reads hidden tokens, too, with weight zero.
     """
@@ -500,56 +503,54 @@ def _larger(memory: Any, rows: int, tokens: int) -> Any:
     def larger(part: Tensor) -> Tensor:
         return part.new_zeros((rows, *part.shape[1:-2], tokens, part.shape[-1]))
 
-    return growing.changed(memory, larger)
+    return changed(like, larger)
 
 
-def _write(base: Any, row: int, end: int, held: _Memory, source: int = 0) -> None:
+def _write(larger: Any, row: int, end: int, held: _Shown, source: int = 0) -> None:
     """Writes a sequence's tokens to where they end with token `end` of a row, and zeros in front of them.
 
     A sequence that had this row may have left NaN, which a weight of zero does not hide.
     """
-    for place, own in zip(parts(base), parts(held.memory), strict=True):
-        tokens = own[source, ..., held.start : held.start + held.tokens, :]
+    for place, own in zip(parts(larger), parts(held.buffer.tensor), strict=True):
+        tokens = own[source, ..., held.start : held.end, :]
         place[row, ..., : end - held.tokens, :] = 0
         place[row, ..., end - held.tokens : end, :] = tokens
 
 
 def _admit(layer: Any, one: Any, end: int) -> None:
-    for held, other in zip(_memories(layer), _memories(one), strict=True):
-        rows, tokens = len(parts(held.memory)[0]), max(held.tokens, other.tokens)
-        base, last = getattr(held.memory, BASE, held.memory), held.start + held.tokens
-        if len(parts(base)[0]) == rows or last < tokens:
-            room = layer.slots_for(tokens)
-            base, last = _larger(held.memory, batch_capacity(rows + 1), tokens + room), tokens
+    for held, other in zip(_shown(layer), _shown(one), strict=True):
+        like, with_spare, last = held.buffer.tensor, held.buffer.rows, held.end
+        rows, tokens = len(parts(like)[0]), max(held.tokens, other.tokens)
+        if len(parts(with_spare)[0]) == rows or last < tokens:
+            with_spare = _larger(like, batch_capacity(rows + 1), tokens + layer.slots_for(tokens))
+            last = tokens
             for row in range(rows):
-                _write(base, row, last, held, row)
-        _write(base, rows, last, other)
-        _put(layer, held, base, rows + 1, last - tokens, tokens)
+                _write(with_spare, row, last, held, row)
+        _write(with_spare, rows, last, other)
+        _put(layer, held, with_spare, rows + 1, last - tokens, tokens)
     others = _states(one)
     for name, state in _states(layer).items():
-        rows, base = len(state), getattr(state, BASE, state)
-        if len(base) == rows:
-            base = state.new_empty((batch_capacity(rows + 1), *state.shape[1:]))
-            base[:rows] = state
-        if name in others:  # nothing is pending behind the states of another
-            base[rows] = others[name][0]
-        _put_state(layer, name, base, rows + 1)
+        rows, with_spare = len(state), _SPARE_ROWS.get(state, state)
+        if len(with_spare) == rows:
+            with_spare = state.new_empty((batch_capacity(rows + 1), *state.shape[1:]))
+            with_spare[:rows] = state
+        if name in others:  # another's states have no uncommitted tokens behind them
+            with_spare[rows] = others[name][0]
+        _put_state(layer, name, with_spare, rows + 1)
     _count(layer, end)
 
 
 def _finish(layer: Any, row: int, last: int, end: int) -> None:
-    for held in _memories(layer):
-        base = getattr(held.memory, BASE, held.memory)
-        behind = held.start + held.tokens
+    for held in _shown(layer):
         if row != last:
-            _write(base, row, behind, held, last)
+            _write(held.buffer.rows, row, held.end, held, last)
         tokens = min(held.tokens, end)
-        _put(layer, held, base, last, behind - tokens, tokens)
+        _put(layer, held, held.buffer.rows, last, held.end - tokens, tokens)
     for name, state in _states(layer).items():
-        base = getattr(state, BASE, state)
+        with_spare = _SPARE_ROWS.get(state, state)
         if row != last:
-            base[row] = state[last]
-        _put_state(layer, name, base, last)
+            with_spare[row] = state[last]
+        _put_state(layer, name, with_spare, last)
     _count(layer, end)
 
 
@@ -560,15 +561,14 @@ def _alone(layer: Any, row: int, length: int, places: Tensor | None) -> Any:
         places: of its tokens in layers of any order; None where they lie in their order.
     """
     one = copy_of_layer(layer)
-    for held in _memories(layer):
+    for held in _shown(layer):
         tokens = min(held.tokens, length)
-        end, room = held.start + held.tokens, layer.slots_for(tokens)
-        base = _larger(held.memory, 1, tokens + room)
-        _write(base, 0, tokens, held._replace(start=end - tokens, tokens=tokens), row)
+        copy = _larger(held.buffer.tensor, 1, tokens + layer.slots_for(tokens))
+        _write(copy, 0, tokens, held._replace(start=held.end - tokens, tokens=tokens), row)
         if places is not None and not layer.needs_order:
-            for part in parts(base):
+            for part in parts(copy):
                 part[..., :tokens, :] = part[..., :tokens, :].index_select(-2, places)
-        _put(one, held, base, 1, 0, tokens)
+        _put(one, held, copy, 1, 0, tokens)
     for name, state in _states(layer).items():
         LayerState(one).put({name: state[row : row + 1].clone()})
     _count(one, length)
@@ -576,25 +576,21 @@ def _alone(layer: Any, row: int, length: int, places: Tensor | None) -> Any:
 
 
 def _copied(layer: Any, tokens: int) -> Any:
-    """A copy that shares the memory of tokens, read-only; states are cloned."""
+    """A copy that shares the buffers of tokens, read-only; states are cloned."""
     copied = copy_of_layer(layer)
     LayerState(copied).put({name: state.clone() for name, state in _states(layer).items()})
     _count(copied, tokens)
     return copied
 
 
-def _free_slots(held: _Memory) -> int:
-    return int(held.memory.shape[-2]) - held.start - held.tokens
-
-
-def _room(layer: Any) -> int:
+def _free_slots(layer: Any) -> int:
     """How many tokens fit in behind those that a layer holds."""
-    return min(map(_free_slots, _memories(layer)), default=growing.LEAST_SLOTS)
+    return min((held.free_slots for held in _shown(layer)), default=growing.LEAST_SLOTS)
 
 
-def _put_state(layer: Any, name: Name, base: Tensor, rows: int) -> None:
-    state = base[:rows]
-    setattr(state, BASE, base)
+def _put_state(layer: Any, name: Name, with_spare: Tensor, rows: int) -> None:
+    state = with_spare[:rows]
+    _SPARE_ROWS[state] = with_spare
     LayerState(layer).put({name: state})
 
 

@@ -1,6 +1,6 @@
 """Layers of a cache that grow in place and may hold 8 bits.
 
-transformers' DynamicCache copies all old keys and values in every step. Here their memory has room for more:
+transformers' DynamicCache copies all old keys and values in every step. Here their buffers have free slots:
 new ones are written behind them, and attention gets views.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..upstream.models import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from . import growing
+from .buffer import columns_of, in_buffer_of
 from .declared import GROWING_CLASSES, Declared, declaration_of
 from .held import HeldPools
 from .quantized_states import can_be_quantized
@@ -58,7 +59,7 @@ def _update_uncompiled(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, T
 
 
 class Made(CacheLayerMixin):
-    """Base of our layers of a cache: copies and pickles are without the spare room.
+    """Base of our layers of a cache: copies and pickles are without free slots.
 
     Attributes:
         plain: the class of transformers that it does the same as.
@@ -77,14 +78,14 @@ class Made(CacheLayerMixin):
     values: Any
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A copied or pickled layer has no room. A dense one is a plain one, which needs no package."""
+        """A copied or pickled layer has no free slots. A dense one is a plain one, which needs no package."""
         state = {name: growing.compact(value) for name, value in LayerState(self).stored().items()}
         if self.bits is not None:
             return _empty_layer, (self.plain, self.bits), state
         return object.__new__, (self.plain,), state
 
     def slots_for(self, tokens: int) -> int:
-        """For how many more tokens new memory has room that is made for so many."""
+        """Free slots of a new buffer for so many tokens."""
         return growing.free_slots_for(tokens)
 
     def shown(self, tokens: int, held: int) -> int:
@@ -92,14 +93,14 @@ class Made(CacheLayerMixin):
         return held
 
     def note_batch(self, tokens: int) -> None:
-        """Notes that its memory has other sequences, or others of their tokens: at most so many of one."""
+        """Notes that its buffers have other sequences, or others of their tokens: at most so many of one."""
 
 
 class Growing(Made, DynamicLayer):
     """A layer that holds all tokens.
 
     Latent attention keeps latents as keys and what turns as values, one head of each: these lie side by side
-    in one memory, which attention reads as keys.
+    in one buffer, which attention reads as keys.
     """
 
     holds_latents = True
@@ -132,17 +133,17 @@ class Growing(Made, DynamicLayer):
                 )
         tokens = key_states.shape[-2]
         quantized = self.bits is not None and can_be_quantized(key_states, value_states)
-        room = self._room(tokens)
+        slots = self._free_slots(tokens)
         if self.holds_latents and growing.are_latents(key_states, value_states):
             held, new = (self.keys, self.values), (key_states, value_states)
-            keys, values = growing.extended(held, new, room, quantized)
+            keys, values = growing.extended(held, new, slots, quantized)
         else:
-            (keys,) = growing.extended((self.keys,), (key_states,), room, quantized)
-            (values,) = growing.extended((self.values,), (value_states,), room, quantized)
+            (keys,) = growing.extended((self.keys,), (key_states,), slots, quantized)
+            (values,) = growing.extended((self.values,), (value_states,), slots, quantized)
         return self.take(keys, values, tokens)
 
-    def _room(self, tokens: int) -> int | None:
-        """How many more tokens new memory has room for; None means `free_slots_for`."""
+    def _free_slots(self, tokens: int) -> int | None:
+        """Free slots of a new buffer; None means `free_slots_for`."""
         return None
 
     def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -154,7 +155,7 @@ class Growing(Made, DynamicLayer):
         keys, values = self.keys, self.values
         super().crop(tokens_to_remove)
         if self.keys is not keys:  # after each token generate() removes none
-            self.keys, self.values = map(growing.in_memory_of, (keys, values), (self.keys, self.values))
+            self.keys, self.values = map(in_buffer_of, (keys, values), (self.keys, self.values))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -174,7 +175,7 @@ class Growing(Made, DynamicLayer):
                 )
             else:
                 widths = self.keys.shape[3], self.values.shape[3]
-                self.keys, self.values = growing.columns_of(growing.with_slots(together, change), widths)
+                self.keys, self.values = columns_of(growing.with_slots(together, change), widths)
 
 
 class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
@@ -216,9 +217,9 @@ class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
         super().crop(tokens_to_remove)
         if tokens_to_remove == 0:
             return
-        self.indexer_keys = growing.in_memory_of(indexer_keys, self.indexer_keys)
+        self.indexer_keys = in_buffer_of(indexer_keys, self.indexer_keys)
         if pools is not None:
-            self.pools = growing.in_memory_of(pools, pools[:, : self.indexer_keys.shape[1] // self.rate])
+            self.pools = in_buffer_of(pools, pools[:, : self.indexer_keys.shape[1] // self.rate])
 
     def reset(self) -> None:
         super().reset()
@@ -234,7 +235,7 @@ class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
 
 
 class GrowingWindow(Growing, DynamicSlidingWindowLayer):
-    """A layer that holds a sliding window, which moves on in its memory."""
+    """A layer that holds a sliding window, which moves on in its buffer."""
 
     holds_latents = False
     needs_order = True
@@ -250,12 +251,12 @@ class GrowingWindow(Growing, DynamicSlidingWindowLayer):
             growing.tokens_from(-window + 1, keys),
             growing.tokens_from(-window + 1, values),
         )
-        if self._is_prompt(tokens):  # views would keep the memory of the whole prompt
-            room = self.slots_for(window)
-            self.keys, self.values = growing.copied(self.keys, room), growing.copied(self.values, room)
+        if self._is_prompt(tokens):  # views would keep the buffer of the whole prompt
+            slots = self.slots_for(window)
+            self.keys, self.values = growing.copied(self.keys, slots), growing.copied(self.values, slots)
         return keys, values
 
-    def _room(self, tokens: int) -> int:
+    def _free_slots(self, tokens: int) -> int:
         return 0 if self._is_prompt(tokens) else self.slots_for(tokens)
 
     def slots_for(self, tokens: int) -> int:

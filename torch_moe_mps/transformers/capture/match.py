@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..attention.causal_mask import CausalMask
 from ..basics.wide_logits import are_wide
-from ..caches.growing import END, MEMORY
+from ..caches.buffer import Buffer, buffer_of
 from .arguments import MASK, flat
 from .caches import all_parts, is_cache, kind_of, layers_of, slots_of, start_of, static_of
 from .reading import HELD, NUMBER, STATIC, TENSOR, Entry
@@ -25,7 +25,7 @@ class Taken(NamedTuple):
 
     inputs: list[Tensor]
     views: list[Tensor]
-    memories: tuple[Any, ...]
+    buffers: tuple[Buffer, ...]
     slots: list[Any]
     symbols: list[int]
     cache: Any
@@ -59,18 +59,18 @@ class Write(NamedTuple):
     name: Any
     kind: int
     value: Any
-    memory: int | None = None  # the number of the one that a tensor is a view of
+    buffer: int | None = None  # the number of the one that a tensor is a view of
     end: int | None = None  # its written end, among the integers
 
 
-class Memories(NamedTuple):
-    """Memories that the values of a call show, and how far each is written.
+class Buffers(NamedTuple):
+    """Buffers that the values of a call are views of, and how far each is written.
 
     Attributes:
         ends: for each kind of end: (start, its symbol, length, its symbol), the symbol -1 for none.
-        ends_of: gives the end of each memory, from those.
-        of_values: gives the memory of each value that shows one.
-        first_of: gives each memory once.
+        ends_of: gives the end of each buffer, from those.
+        of_values: gives the buffer of each view.
+        first_of: gives each buffer once.
     """
 
     ends: list[tuple[int, ...]]
@@ -79,18 +79,18 @@ class Memories(NamedTuple):
     first_of: Callable[[Any], tuple[Any, ...]]
 
     def shown(self, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Each memory of these values once; None where others share one."""
-        every = [getattr(value, MEMORY) for value in values]
-        memories = self.first_of(every)
-        return None if any(map(is_not, every, self.of_values(memories))) else memories
+        """Each buffer of these values once; None where others share one."""
+        every = [*map(buffer_of, values)]
+        buffers = self.first_of(every)
+        return None if any(map(is_not, every, self.of_values(buffers))) else buffers
 
-    def are_at_their_ends(self, memories: tuple[Any, ...], symbols: list[int]) -> bool:
+    def are_at_their_ends(self, buffers: tuple[Buffer, ...], symbols: list[int]) -> bool:
         """True if nobody has written behind what a call with these numbers shows of them."""
         ends = [
             (start if first < 0 else symbols[first]) + (tokens if count < 0 else symbols[count])
             for start, first, tokens, count in self.ends
         ]
-        return tuple([getattr(memory, END) for memory in memories]) == self.ends_of(ends)
+        return tuple([buffer.end for buffer in buffers]) == self.ends_of(ends)
 
 
 class Match(NamedTuple):
@@ -108,7 +108,7 @@ class Match(NamedTuple):
         slots: what the cache and the masks hold.
         readers: for each symbol the kind, the number and the place of its source.
         sources: for each view the input that it is a view of.
-        memories: that the slots show.
+        buffers: that the slots show.
         writes: for each slot what a call writes there.
     """
 
@@ -123,7 +123,7 @@ class Match(NamedTuple):
     slots: Slots
     readers: list[tuple[int, int, Any]]
     sources: list[int]
-    memories: Memories
+    buffers: Buffers
     writes: list[list[Write]]
 
     def take(self, arguments: dict[str, Any], padding: Callable[[], Any]) -> Taken | str:
@@ -143,16 +143,16 @@ class Match(NamedTuple):
         if values is None:
             return "the cache has other attributes"
         held = self.slots.held(values)
-        memories = self.memories.shown(held)
-        if memories is None:
-            return "the layers of the cache share other memory"
-        inputs += all_parts(self.slots.tensors(values) + memories)
+        buffers = self.buffers.shown(held)
+        if buffers is None:
+            return "the layers of the cache share other buffers"
+        inputs += all_parts(self.slots.tensors(values) + tuple([buffer.tensor for buffer in buffers]))
         views = all_parts(held)
         if any(map(is_not, map(type, inputs), repeat(Tensor))):
             return "a tensor is of another class"
         symbols = self._symbols(inputs, views, [*slots, arguments])
-        differs = self._counts(arguments, values, symbols, memories)
-        return Taken(inputs, views, memories, slots, symbols, cache) if differs is None else differs
+        differs = self._counts(arguments, values, symbols, buffers)
+        return Taken(inputs, views, buffers, slots, symbols, cache) if differs is None else differs
 
     def _around(self, arguments: dict[Any, Any]) -> str | None:
         if len(arguments) != len(self.arguments) + len(self.masks) + (self.cache is not None):
@@ -210,20 +210,20 @@ class Match(NamedTuple):
         return symbols
 
     def _counts(
-        self, arguments: dict[Any, Any], values: list[Any], symbols: list[int], memories: tuple[Any, ...]
+        self, arguments: dict[Any, Any], values: list[Any], symbols: list[int], buffers: tuple[Buffer, ...]
     ) -> str | None:
         if any(arguments[name] != symbols[number] for name, number in self.numbers):
             return _NUMBERS
         if self.slots.numbers(values) != self.slots.symbols(symbols):
             return _NUMBERS
-        if not self.memories.are_at_their_ends(memories, symbols):
+        if not self.buffers.are_at_their_ends(buffers, symbols):
             return "somebody else has written behind the cache's last token"
         return None
 
     def give(self, taken: Taken, results: list[Tensor], integers: list[int]) -> None:
         """Puts what a call has made into its cache."""
         for held, writes in zip(taken.slots, self.writes, strict=False):  # nothing into masks
-            for name, kind, value, memory, end in writes:
+            for name, kind, value, number, end in writes:
                 if kind == NUMBER:
                     held[name] = integers[value]
                 elif kind == STATIC:
@@ -231,9 +231,10 @@ class Match(NamedTuple):
                 else:
                     cls, first, count = value
                     states = results[first] if count == 1 else cls(*results[first : first + count])
-                    if memory is not None:
-                        setattr(states, MEMORY, taken.memories[memory])
-                        setattr(taken.memories[memory], END, integers[end])  # type: ignore[index]  # it has one
+                    if number is not None:
+                        buffer = taken.buffers[number]
+                        buffer.attach(states)
+                        buffer.end = integers[end]  # type: ignore[index]  # it has one
                     held[name] = states
 
 

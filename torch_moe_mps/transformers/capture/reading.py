@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..attention.causal_mask import ELEMENTS, CausalMask
 from ..basics.wide_logits import are_wide
-from ..caches.growing import MEMORY
+from ..caches.buffer import buffer_of
 from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, parts
 from ..graphs.tracing import NotCapturable
@@ -42,11 +42,11 @@ class Reading:
 
     Attributes:
         key: hashable.
-        numbers: sizes of tensors, places in memories, and numbers of the cache.
+        numbers: sizes of tensors, places in buffers, and numbers of the cache.
         sizes: the positions of numbers that are sizes of tensors.
         rows: the positions of sizes that are the number of rows of the batch, if there are several.
-        starts: the positions of numbers that are places in memories.
-        growing: the positions of sizes that grow with a memory, and of what counts entries for several tokens
+        starts: the positions of numbers that are places in buffers.
+        growing: the positions of sizes that grow with a buffer, and of what counts entries for several tokens
             each: it stays for many calls, then changes.
         entries: the values of the call.
         padding: what `padding_of` gives; None where the values of a mask are read.
@@ -60,7 +60,7 @@ class Reading:
         self.starts: set[int] = set()
         self.growing: set[int] = set()
         self.entries: list[Entry] = []
-        self._memories: dict[int, int] = {}  # by id, in their order
+        self._buffers: dict[int, int] = {}  # by id, in their order
         self._place = 0
         self._rows = rows_of(arguments)
         self.padding = padding
@@ -113,7 +113,7 @@ class Reading:
         first, kind = len(self.numbers), STATIC
         yield name
         if type(value) in (Tensor, QuantizedStates):
-            kind = TENSOR if getattr(value, MEMORY, None) is None else HELD
+            kind = TENSOR if buffer_of(value) is None else HELD
             yield from self._tensors(name, kind, value)
         elif type(value) is int:
             kind = NUMBER
@@ -133,14 +133,14 @@ class Reading:
 
     def _tensors(self, name: Any, kind: int, value: Any) -> Iterator[Any]:
         """Parts of the key for a tensor and for its place in its buffer, if it has one."""
-        memory: Any = getattr(value, MEMORY, None)
-        number = self._memories.setdefault(id(memory), len(self._memories))
-        yield from (type(value), kind, memory is not None and number)
-        for view, tensor in zip(parts(value), parts(value if memory is None else memory), strict=True):
+        buffer = buffer_of(value)
+        number = self._buffers.setdefault(id(buffer), len(self._buffers))
+        yield from (type(value), kind, buffer is not None and number)
+        for view, tensor in zip(parts(value), parts(value if buffer is None else buffer.tensor), strict=True):
             yield from (tensor.dtype, tensor.device, tensor.dim())
             yield None if tensor.is_contiguous() else tensor.stride()
             yield self._sizes_of(tensor)
-            if memory is not None:
+            if buffer is not None:
                 yield from (column_of(view, tensor), view.shape[-1], _up_to_two(view.shape[-2:-1]))
                 self.growing.add(len(self.numbers) - 2)
                 if name not in _OF_WINDOWS:

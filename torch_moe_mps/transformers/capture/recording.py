@@ -10,7 +10,7 @@ from torch import Tensor
 from ..attention.causal_mask import CausalMask
 from ..basics.key_range import RANGE
 from ..basics.wide_logits import are_wide
-from ..caches.growing import END, MEMORY
+from ..caches.buffer import Buffer, buffer_of
 from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, parts
 from ..graphs.tracing import NotCapturable, Recorder
@@ -26,7 +26,7 @@ from .caches import (
     start_of,
     static_of,
 )
-from .match import SIZE, START, TOKENS, Match, Memories, Slots, Write, getter
+from .match import SIZE, START, TOKENS, Buffers, Match, Slots, Write, getter
 from .reading import ARGUMENTS, HELD, NUMBER, STATIC, STATIC_TYPES, TENSOR, Entry, Reading
 from .surroundings import default_device
 
@@ -60,8 +60,8 @@ class _Numbers:
         return [self._sources[number] for number in range(len(self._symints))]
 
 
-class _Memories:
-    """The memories that values of the recorded call show, in their order."""
+class _Buffers:
+    """The buffers that values of the recorded call show, in their order."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, Any, int]] = {}  # by id: number, stand-in, its first input
@@ -77,7 +77,7 @@ class _Memories:
         return stand_in, source
 
     def ends(self, end: tuple[int, ...]) -> bool:
-        """Notes where the memory of the last value ends, as `Memories` has it. Returns: whether it is new."""
+        """Notes where the buffer of the last value ends, as `Buffers` has it. Returns: whether it is new."""
         is_new = self._of_values[-1] == len(self._ends)
         if is_new:
             self._ends.append(end)
@@ -86,9 +86,9 @@ class _Memories:
     def number_of(self, stand_in: Any) -> int | None:
         return next((number for number, item, _ in self._known.values() if item is stand_in), None)
 
-    def match(self) -> Memories:
+    def match(self) -> Buffers:
         ends = list(dict.fromkeys(self._ends))
-        return Memories(
+        return Buffers(
             ends=ends,
             ends_of=getter([ends.index(end) for end in self._ends]),
             of_values=getter(self._of_values),
@@ -154,7 +154,7 @@ class Recording:
         self._around = default_device(), are_wide()
         self._padding = reading.padding
         self._mask: Any = None  # stands for the mask of padding
-        self._cache, self._memories = _Cache(), _Memories()
+        self._cache, self._buffers = _Cache(), _Buffers()
         self._masks: list[tuple[Any, tuple[Any, ...]]] = []
         self._arguments: list[tuple[Any, int, Any]] = []
         self._changing: list[tuple[Any, int]] = []  # (name, symbol) of arguments
@@ -208,10 +208,11 @@ class Recording:
             return self._numbers.of(first, (NUMBER, place, name), value)
         if kind == TENSOR:
             return self._inputs(value, first)
-        real, number_of = getattr(value, MEMORY), self._numbers
-        stand_in, source = self._memories.of(real, lambda: self._memory(real, first))
+        real, number_of = buffer_of(value), self._numbers
+        assert real is not None
+        stand_in, source = self._buffers.of(real, lambda: self._buffer(real, first))
         views = []
-        for view, tensor, fake in zip(parts(value), parts(real), parts(stand_in), strict=True):
+        for view, tensor, fake in zip(parts(value), parts(real.tensor), parts(stand_in.tensor), strict=True):
             first += tensor.dim() + 2
             number, begins, column = len(self.views), start_of(view, tensor), column_of(view, tensor)
             tokens = number_of.of(first - 2, (TOKENS, number, None), view.shape[-2])
@@ -221,16 +222,14 @@ class Recording:
             self.views.append((source, *sum_of, column, view.shape[-1]))
             views.append(self._recorder.run(_narrow(fake, start, tokens, column, view.shape[-1])))
             source += 1
-        if self._memories.ends(sum_of):
-            setattr(stand_in, END, start + tokens)
-        states = _like(value, views)
-        setattr(states, MEMORY, stand_in)
-        return states
+        if self._buffers.ends(sum_of):
+            stand_in.end = start + tokens
+        return stand_in.attach(_like(value, views))
 
-    def _memory(self, real: Any, first: int) -> tuple[Any, int]:
-        """The stand-in of a memory, and the number of its first input."""
+    def _buffer(self, real: Buffer, first: int) -> tuple[Buffer, int]:
+        """The stand-in of a buffer, and the number of its first input."""
         source = len(self.inputs)
-        return self._inputs(real, first, beside=2), source  # a view has two numbers more
+        return Buffer(self._inputs(real.tensor, first, beside=2)), source  # a view has two numbers more
 
     def _inputs(self, value: Any, first: int, beside: int = 0) -> Any:
         """The next inputs, for the parts of a value, whose numbers begin at `first`."""
@@ -282,7 +281,7 @@ class Recording:
             slots=self._slots,
             readers=self._numbers.readers,
             sources=[view[0] for view in self.views],
-            memories=self._memories.match(),
+            buffers=self._buffers.match(),
             writes=writes,
         )
 
@@ -308,13 +307,13 @@ class Recording:
 
     def _write(self, name: Any, value: Any, expression: Callable[[Any], int], first: int) -> Write:
         if isinstance(value, Tensor):
-            memory, kept = getattr(value, MEMORY, None), (type(value), first, len(parts(value)))
-            if memory is None:
-                return Write(name, HELD, kept)
-            place = self._memories.number_of(memory)
-            if place is None:
-                raise NotCapturable("the cache moves to new memory")
-            return Write(name, HELD, kept, place, expression(getattr(memory, END)))
+            buffer, result = buffer_of(value), (type(value), first, len(parts(value)))
+            if buffer is None:
+                return Write(name, HELD, result)
+            number = self._buffers.number_of(buffer)
+            if number is None:
+                raise NotCapturable("the cache moves to a larger buffer")
+            return Write(name, HELD, result, number, expression(buffer.end))
         if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
             return Write(name, NUMBER, expression(value))
         if isinstance(value, STATIC_TYPES):

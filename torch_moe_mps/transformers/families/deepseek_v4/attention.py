@@ -107,7 +107,7 @@ def _attended(layer: Any, held: GrowingCompressed, x: Tensor, tables: tuple[Tens
 def _pooled(compressor: Any, held: GrowingCompressed, name: str, x: Tensor, position: int) -> Tensor:
     """All entries of a compressor [B, N, D], those that the new tokens complete among them."""
     kv, gate = compressor.kv_proj(x), compressor.gate_proj(x)
-    state, memory = held.pooled(name, kv, compressor.head_dim, compressor.position_bias)
+    state, memory = held.buffers_for(name, kv, compressor.head_dim, compressor.position_bias)
     rotary, kind, norm = compressor.rotary_emb, compressor.rope_layer_type, compressor.kv_norm
     ops._pool_window_(
         *(kv, gate, compressor.position_bias, state, memory, position, norm.weight),

@@ -2,23 +2,23 @@
 
 import warnings
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ...caches import growing
+from ...caches.buffer import Buffer, buffer_of
 from ...caches.declared import INDEX, SHARED, STATE, WINDOW, Batched, Declared, Trim
 from ...caches.held import HeldEntries
 from ...caches.layers import GrowingWindow, Made
 from ...caches.state import OWN, LayerState
 
-# Attributes of a layer of compressed keys.
-_POOLS, _BIASES = "_moe_mps_pools", "_moe_mps_biases"
 _HELD = Declared(
     mappings={
         "compressed_kv": INDEX, "buffer_kv": INDEX, "buffer_gate": INDEX, "overlap_kv": INDEX,
-        "overlap_gate": INDEX, "entry_count": None, _POOLS: STATE, _BIASES: SHARED,
+        "overlap_gate": INDEX, "entry_count": None, "windows": STATE, "biases": SHARED,
     },
     numbers=("compress_rate", "is_in_order"),
     trim=Trim.COPY,
@@ -41,11 +41,13 @@ def growing_layer(plain: Any) -> type | None:
 class GrowingCompressed(GrowingWindow, HeldEntries):
     """A layer that holds a window of keys, which are the values, too, and compressed ones.
 
-    What the last tokens have, of which entries are made, is in `pools` while the operator makes them, and in
-    the buffers of transformers' class while that does: each starts from what the other has left.
+    The operator that makes entries keeps the last tokens in `windows`; transformers' class has attributes of
+    its own for them. Whichever runs starts from what the other has left.
 
     Attributes:
         compressed_kv: {name of a compressor: [B, N, D], its entries}.
+        windows: {name: [B, rate or 2 rate, 2, W]}, the last tokens as `_pool_window_` keeps them.
+        biases: {name: [rate, W]}, the position bias of each compressor that has a window.
     """
 
     declared = WINDOW.with_more(_HELD, batched=Batched.EACH)
@@ -54,6 +56,8 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
     compress_rate: int
     compressed_kv: dict[str, Any]
     entry_count: dict[str, int]
+    windows: Any = MappingProxyType({})
+    biases: Any = MappingProxyType({})
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -65,7 +69,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
             if self.bits is not None:
                 warnings.warn("torch_moe_mps: kv_bits=8 leaves compressed keys as they are", stacklevel=2)
         tokens = key_states.shape[-2]
-        (keys,) = growing.extended((self.keys,), (key_states,), self._room(tokens))
+        (keys,) = growing.extended((self.keys,), (key_states,), self._free_slots(tokens))
         return self.take(keys, keys, tokens)
 
     def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -76,42 +80,33 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
     def slots(self, new: Tensor) -> Tensor | None:
         return growing.slots_behind(self.keys, new)
 
-    def pooled(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> tuple[Tensor, Tensor]:
-        """The memory for what new tokens have, kv [B, T, W], which `update` or `take` has counted already.
+    def buffers_for(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> tuple[Tensor, Tensor]:
+        """What `_pool_window_` updates in place for new tokens kv [B, T, W] that are counted already.
 
-        Returns: what `_pool_window_` updates in place: the last tokens, and all entries with room for the new
-            ones, which the layer holds from then on, [B, N, width].
+        Returns: the window, and the buffer of all entries [B, N, width], which shows the new ones.
         """
         tokens, closed = kv.shape[1], self.cumulative_length // self.compress_rate
-        if name in self.pools and not _may_write(self.pools[name], kv):
+        if name in self.windows and not _may_write(self.windows[name], kv):
             self._leave(name, tokens)
-        state = self.pools.get(name)
-        if state is None:
+        window = self.windows.get(name)
+        if window is None:
+            if not self.windows:
+                self.windows, self.biases = {}, {}
             self.biases[name] = position_bias.detach()  # transformers' class keeps sums with it
-            state = self._state_of_buffers(name, kv, width, self.cumulative_length - tokens)
+            window = self._window_of_buffers(name, kv, width, self.cumulative_length - tokens)
         held = self.compressed_kv[name]
-        memory: Any = getattr(held, growing.MEMORY, None)
-        if memory is None or not _may_write(memory, kv) or closed > memory.shape[1]:
-            memory = kv.new_empty(kv.shape[0], closed + growing.free_slots_for(closed), width)
+        buffer = buffer_of(held)
+        if buffer is None or not _may_write(buffer.tensor, kv) or closed > buffer.capacity:
+            buffer = Buffer(kv.new_empty(kv.shape[0], closed + growing.free_slots_for(closed), width))
             if held is not None:
-                memory[:, : held.shape[1]] = held
-        self.pools[name] = state
-        self.compressed_kv[name] = growing.view_of(memory, 0, closed)
+                buffer.write(0, (held,))
+        self.windows[name] = window
+        self.compressed_kv[name] = buffer.view(0, closed)
         self.entry_count[name] = closed
-        return state, memory
+        return window, buffer.tensor
 
-    @property
-    def pools(self) -> dict[str, Tensor]:
-        """{name: [B, rate or 2 rate, 2, W]}, the last tokens as `_pool_window_` keeps them."""
-        return self.__dict__.setdefault(_POOLS, {})
-
-    @property
-    def biases(self) -> dict[str, Tensor]:
-        """{name: [rate, W]}, the position bias of each compressor."""
-        return self.__dict__.setdefault(_BIASES, {})
-
-    def _state_of_buffers(self, name: str, kv: Tensor, width: int, position: int) -> Tensor:
-        """The state that transformers' buffers describe, before `position` tokens."""
+    def _window_of_buffers(self, name: str, kv: Tensor, width: int, position: int) -> Tensor:
+        """The window that transformers' buffers describe, before `position` tokens."""
         (batch, _, columns), rate = kv.shape, self.compress_rate
         overlaps = columns > width
         state = kv.new_zeros(batch, rate * (2 if overlaps else 1), 2, columns)
@@ -131,10 +126,10 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
 
     def _leave(self, name: str, tokens: int = 0) -> None:
         """Leaves what transformers' class holds in front of the last `tokens` that `update` has counted."""
-        if name not in self.__dict__.get(_POOLS, ()):
+        if name not in self.windows:
             return
-        state, bias = self.pools.pop(name), self.biases.pop(name)
-        if not self.pools:
+        state, bias = self.windows.pop(name), self.biases.pop(name)
+        if not self.windows:
             self._forget()
         rate, position = self.compress_rate, self.cumulative_length - tokens
         rows, columns = state.shape[1], state.shape[3]
@@ -147,15 +142,15 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
             self.overlap_kv[name], self.overlap_gate[name] = before, gate + bias[:, :held]
 
     def _forget(self) -> None:
-        for name in (_POOLS, _BIASES):
-            self.__dict__.pop(name, None)
+        if type(self.windows) is dict:
+            del self.windows, self.biases
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
         self._leave(name, kv.shape[1])
         return self.plain.store_compression_weights(self, name, kv, gate)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        for name in [*self.pools]:
+        for name in [*self.windows]:
             self._leave(name)
         made, arguments, state = super().__reduce_ex__(protocol)
         for name, value in state.items():
@@ -173,14 +168,15 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
     def reset(self) -> None:
         super().reset()
         self._forget()
-        self.__dict__.pop("is_in_order", None)
+        if not self.is_in_order:
+            del self.is_in_order
 
     def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._change_batch(change)
         self.values = self.keys
         state = LayerState(self)
         tensors = state.tensors().items()
-        held = {name: tensor for name, tensor in tensors if name.dictionary not in (OWN, _BIASES)}
+        held = {name: tensor for name, tensor in tensors if name.dictionary not in (OWN, "biases")}
         state.put({name: growing.with_slots(tensor, change) for name, tensor in held.items()})
 
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from ...caches import growing
+from ...caches.buffer import buffer_of, in_buffer_of, start_of
 from ...caches.declared import BLOCKS
 from ...caches.held import HeldIndex
 from ...caches.layers import Growing, Made
@@ -46,8 +47,10 @@ class GrowingBlocks(Growing, HeldIndex):
 
     def take_index(self, keys: Tensor) -> Tensor:
         held = self.idx_keys
-        # unsqueeze would give the one head a stride that is not the memory's, and no program takes that.
-        self.idx_keys = growing.part_of(getattr(held, growing.MEMORY), growing.start_of(held), keys.shape[1])
+        # unsqueeze would give the one head a stride that is not the buffer's, and no program takes that.
+        buffer = buffer_of(held)
+        assert buffer is not None
+        self.idx_keys = buffer.part(start_of(held), keys.shape[1])
         return keys
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -55,7 +58,7 @@ class GrowingBlocks(Growing, HeldIndex):
         if held is None:  # the layer is in another process of a pipeline
             self.idx_keys = self.keys
         super().crop(tokens_to_remove)
-        self.idx_keys = None if held is None else growing.in_memory_of(held, self.idx_keys)
+        self.idx_keys = None if held is None else in_buffer_of(held, self.idx_keys)
 
     def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._change_batch(change)
