@@ -1,78 +1,241 @@
-"""A repository of the Hub's kernels: `kernels` loads it, and its layers do what transformers' code does."""
+"""The project that builds kernels for the Hub: `kernels` loads it, and its layers do what a model does."""
 
+import ast
+import base64
+import hashlib
+import json
+import re
 import runpy
+import shutil
+import tomllib
 from pathlib import Path
 
 import kernels
 import pytest
+import simulator
 import torch
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 from kernels.layer.layer import _create_func_module, _validate_layer
-from support.processes import REPOSITORY, python
-from support.shader_calls import Library
+from support.processes import REPOSITORY
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+from transformers.models.laguna import modeling_laguna as laguna
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
+import torch_moe_mps
+from torch_moe_mps.ops import OPERATORS
 
-def build(destination: Path, **settings) -> Path:
-    path = REPOSITORY / "scripts" / "make" / "build_hub_kernels.py"
-    return runpy.run_path(str(path))["build"](destination, **settings)
+UNIQUE = "_moe_mps_cpu_1a2b3c4"  # as the builder names a build
+REGISTRATION = """
+    #pragma once
+    #define TORCH_LIBRARY_EXPAND(NAME, MODULE) TORCH_LIBRARY(NAME, MODULE)
+    #define REGISTER_EXTENSION(NAME)
+"""
+OPS = f"""
+import torch
+from pathlib import Path
+torch.ops.load_library(str(next(Path(__file__).parent.glob("*.so"))))
+ops = torch.ops.{UNIQUE}
+def add_op_namespace_prefix(op_name):
+    return f"{UNIQUE}::{{op_name}}"
+"""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """For the CPU in place of Metal, which is all that differs."""
-    destination = tmp_path_factory.mktemp("hub")
-    build(destination, backend="cpu")
+def project(tmp_path_factory):
+    path = REPOSITORY / "scripts" / "make" / "build_hub_kernels.py"
+    return runpy.run_path(str(path))["build"](tmp_path_factory.mktemp("hub") / "project")
+
+
+def test_the_settings_name_every_source(project):
+    settings = tomllib.loads((project / "build.toml").read_text())
+    assert settings["general"]["name"].replace("-", "_") == "moe_mps" and settings["general"]["edition"] == 5
+    assert settings["general"]["backends"] == ["metal"]
+    (kernel,) = settings["kernel"].values()
+    assert kernel["backend"] == "metal" and kernel["depends"] == ["torch"]
+    files = {str(f.relative_to(project)) for f in (project / "moe_mps_metal").rglob("*") if f.is_file()}
+    assert {*kernel["src"]} == files
+    host = {f.name for f in (REPOSITORY / "torch_moe_mps" / "csrc").rglob("*.mm")}
+    assert {Path(name).name for name in files if name.endswith(".mm")} == host
+    binding = (project / "torch-ext" / "torch_binding.cpp").read_text()
+    assert "TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops)" in binding
+    assert re.findall(r'ops\.def\(R"\((\w+)\(', binding) == sorted(OPERATORS)
+    shipped = {f.suffix for f in (project / "torch-ext" / "moe_mps").rglob("*") if f.is_file()}
+    assert shipped <= {f".{end}" for end in settings["torch"]["pyext"]}
+
+
+def test_python_is_of_3_9(project):
+    """No syntax of later versions, and no annotation that is evaluated."""
+    files = [*(project / "torch-ext").rglob("*.py"), *(project / "tests").glob("*.py")]
+    assert len(files) > 6
+    for file in files:
+        text = file.read_text()
+        tree = ast.parse(text, feature_version=(3, 9))
+        assert "strict=" not in text and not any(isinstance(node, ast.Match) for node in ast.walk(tree))
+        annotated = any(
+            isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr) for node in ast.walk(tree)
+        )
+        assert not annotated or "from __future__ import annotations" in text or "DECLARED" in text, file
+
+
+@pytest.fixture(scope="module")
+def folder(project, tmp_path_factory):
+    """A build variant, compiled for the simulated device in place of Metal: the backend alone differs."""
+    destination, headers = tmp_path_factory.mktemp("built"), tmp_path_factory.mktemp("headers")
+    (headers / "registration.h").write_text(REGISTRATION)
+    sources = [*sorted((project / "moe_mps_metal").rglob("*.mm")), project / "torch-ext/torch_binding.cpp"]
+    library = simulator.extension(
+        UNIQUE,
+        sources,
+        include=[project / "moe_mps_metal", headers],
+        flags=[f"-DTORCH_EXTENSION_NAME={UNIQUE}"],
+        units=3,
+    )
+    variant = destination / "build" / "torch-cpu"
+    shutil.copytree(project / "torch-ext" / "moe_mps", variant)
+    shutil.copyfile(library, variant / f"{UNIQUE}.so")
+    (variant / "_ops.py").write_text(OPS)
+    hashes = {
+        str(f.relative_to(variant)): base64.b64encode(hashlib.sha256(f.read_bytes()).digest()).decode()
+        for f in sorted(variant.rglob("*"))
+        if f.is_file()
+    }
+    metadata = {
+        **{"id": UNIQUE, "name": "moe-mps", "version": 1, "license": "BSD-3-Clause", "python-depends": []},
+        **{"backend": {"type": "cpu"}, "digest": {"algorithm": "sha256", "files": hashes}},
+    }
+    (variant / "metadata.json").write_text(json.dumps(metadata))
     return destination
 
 
+@pytest.fixture(scope="module")
+def kernel(folder):
+    return kernels.get_local_kernel(folder, backend="cpu")
+
+
 @pytest.fixture
-def layers(folder, monkeypatch, simulated):
-    monkeypatch.setattr(torch.mps, "compile_shader", Library)
-    return kernels.get_local_kernel(folder, backend="cpu").layers
+def layers(kernel, simulated):
+    return kernel.layers
 
 
-def test_metadata_has_the_hashes_that_the_hub_checks(tmp_path):
-    built = build(tmp_path, version=3)
-    metadata = Metadata.read_from_file(built / "metadata.json")
-    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, built))
-    assert built.name == "torch-metal" and str(metadata.backend.backend_type) == "metal"
-    assert metadata.version == 3 and metadata.python_depends == []
-    assert '#include "' not in "".join(file.read_text() for file in built.rglob("*.metal"))
-    with pytest.raises(FileExistsError):
-        build(tmp_path, version=3)
+@pytest.mark.sweep
+def test_metadata_is_what_kernels_reads(folder):
+    (variant,) = (folder / "build").iterdir()
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+
+
+@pytest.mark.sweep
+def test_operators_have_a_namespace_of_their_own(kernel, simulated):
+    """Beside the package's in one process, behind checks of their own."""
+    ours, theirs = torch.ops.moe_mps, getattr(torch.ops, UNIQUE)
+    logits = random(5, 16).to("mps")
+    for found, expected in zip(
+        kernel.moe_router_topk_softmax(logits, 4, True),
+        torch_moe_mps.ops.moe_router_topk_softmax(logits, 4, True),
+        strict=True,
+    ):
+        assert torch.equal(found.cpu(), expected.cpu())
+    assert (
+        str(ours.moe_gate.default._schema).partition("::")[2]
+        == str(theirs.moe_gate.default._schema).partition("::")[2]
+    )
+    with pytest.raises(ValueError, match=r"moe_mps::fused_norm_add: weight must be of shape \[H\] = \(64,\)"):
+        kernel.fused_norm_add(*(random(2, 64).to("mps"),) * 2, random(63).to("mps"), 1e-6)
+    with pytest.raises(ValueError, match="top_k must be between 1 and 16, the smaller of E and 64, got 17"):
+        kernel.moe_router_topk_softmax(logits, 17, True)
+    x, scale = random(3, 64).to("mps"), random(8).abs().to("mps")
+    gate = (x, random(8, 64).to("mps"), random(64).to("mps"), scale, 2, 1e-6)
+    for found, expected in zip(kernel.moe_gate(*gate), torch_moe_mps.ops.moe_gate(*gate), strict=True):
+        assert torch.equal(found.cpu(), expected.cpu())
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
+def on_mps(*tensors):
+    return [tensor.to("mps") if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors]
+
+
 def close(found, expected, dtype=torch.float32) -> None:
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
+def filled(module: torch.nn.Module) -> torch.nn.Module:
+    for parameter in module.parameters():
+        parameter.data = random(*parameter.shape) / max(1, parameter.shape[-1]) ** 0.5
+    return module.requires_grad_(False)
+
+
+def moved(module: torch.nn.Module) -> torch.nn.Module:
+    return module.to("mps")
+
+
+@pytest.mark.sweep
+def test_experts_of_gpt_oss(layers):
+    config = gpt_oss.GptOssConfig(
+        hidden_size=64, intermediate_size=32, num_local_experts=8, num_experts_per_tok=2
+    )
+    config._experts_implementation = "eager"
+    module, x = filled(gpt_oss.GptOssMLP(config)), random(2, 5, 64)
+    expected = module(x)
+    found = layers.MegaBlocksMoeMLP.forward(moved(module), x.to("mps"))
+    for one, other in zip(found, expected, strict=True):
+        close(one, other)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("family", ["qwen3_5", "laguna"])
+def test_routers(layers, family):
+    if family == "qwen3_5":
+        sizes = {"hidden_size": 64, "num_experts": 16, "num_experts_per_tok": 4}
+        module = qwen3_5.Qwen3_5MoeTopKRouter(type("Config", (), sizes))
+    else:
+        sizes = {"hidden_size": 64, "num_experts": 16, "num_experts_per_tok": 4}
+        module = laguna.LagunaTopKRouter(type("Config", (), sizes | {"moe_router_logit_softcapping": 5.0}))
+    module, x = filled(module), random(3, 5, 64)
+    expected = module(x)
+    found = layers.SoftmaxTopKRouter.forward(moved(module), x.to("mps"))
+    for one, other in zip(found, expected, strict=True):
+        close(one, other)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("width", [40, 6])
+def test_norms(layers, width):
+    x, norm = random(2, 5, width), filled(qwen3.Qwen3RMSNorm(width))
+    expected = norm(x)
+    close(layers.RMSNorm.forward(moved(norm), x.to("mps")), expected)
+    centred = filled(qwen3_5.Qwen3_5MoeRMSNorm(width))
+    expected = centred(x)
+    close(layers.RMSNormZeroCentered.forward(moved(centred), x.to("mps")), expected)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_convolution(layers, dtype):
     """Of a prompt, and of tokens behind a state, which moves on."""
     x, weight, bias = (random(*shape, dtype=dtype) for shape in ((2, 70, 9), (70, 4), (70,)))
     close(
-        layers.causal_conv1d_fn()(x, weight, bias, activation="silu", seq_idx=None),
+        layers.causal_conv1d_fn()(*on_mps(x, weight, bias), activation="silu", seq_idx=None),
         qwen3_next.causal_conv1d_fn(x, weight, bias, activation="silu"),
         dtype,
     )
     for tokens in (1, 3):
-        states = [random(2, 70, 4, dtype=dtype) for _ in range(2)]
+        states = [random(2, 70, 4, dtype=dtype), random(2, 70, 4, dtype=dtype).to("mps")]
         asked = x.transpose(1, 2).contiguous().transpose(1, 2)[:, :, :tokens]
-        found = layers.causal_conv1d_update()(asked, states[0], weight)
-        close(found, qwen3_next.causal_conv1d_update(asked, states[1], weight), dtype)
-        assert torch.equal(*states)
+        found = layers.causal_conv1d_update()(asked.to("mps"), states[1], weight.to("mps"))
+        close(found, qwen3_next.causal_conv1d_update(asked, states[0], weight), dtype)
+        assert torch.equal(states[1].cpu(), states[0])
     with pytest.raises(ValueError, match="activation must be silu, swish or None, got gelu"):
-        layers.causal_conv1d_fn()(x, weight, None, "gelu")
+        layers.causal_conv1d_fn()(*on_mps(x, weight), None, "gelu")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["chunk", "fused_recurrent"])
 @pytest.mark.parametrize(("key_heads", "width"), [(2, 24), (4, 80)])
 def test_gated_delta_rule(layers, kind, key_heads, width):
@@ -84,15 +247,18 @@ def test_gated_delta_rule(layers, kind, key_heads, width):
     q, k = random(2, 9, key_heads, width), random(2, 9, key_heads, width)
     v, beta, g = random(2, 9, 4, 20), random(2, 9, 4).sigmoid(), -random(2, 9, 4).abs()
     state = random(2, 4, width, 20)
-    given = {"initial_state": state.clone(), "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    found, after = getattr(layers, f"{kind}_gated_delta_rule")()(q, k, v, g, beta, **given)
-    expected, expected_after = own(q, k, v, g, beta, **given | {"initial_state": state.clone()})
+    given = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    on_device = on_mps(q, k, v, g, beta)
+    held = state.to("mps")
+    found, after = getattr(layers, f"{kind}_gated_delta_rule")()(*on_device, initial_state=held, **given)
+    expected, expected_after = own(q, k, v, g, beta, initial_state=state.clone(), **given)
     close(found, expected)
     close(after, expected_after)
-    assert torch.equal(given["initial_state"], state)
-    assert getattr(layers, f"{kind}_gated_delta_rule")()(q, k, v, g, beta)[1] is None
+    assert torch.equal(held.cpu(), state)
+    assert getattr(layers, f"{kind}_gated_delta_rule")()(*on_device)[1] is None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["chunk", "fused_recurrent"])
 def test_kimi_delta_attention(layers, kind):
     own = {"chunk": kimi.chunk_kimi_delta_attention, "fused_recurrent": kimi.recurrent_kimi_delta_attention}[
@@ -101,23 +267,24 @@ def test_kimi_delta_attention(layers, kind):
     q, k, v = (random(1, 7, 3, 32) for _ in range(3))
     g, beta = -random(1, 7, 3, 32).abs(), random(1, 7, 3).sigmoid()
     given = {"initial_state": None, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    found, after = getattr(layers, f"{kind}_kda")()(q, k, v, g, beta, **given)
+    found, after = getattr(layers, f"{kind}_kda")()(*on_mps(q, k, v, g, beta), **given)
     expected, expected_after = own(q, k, v, g, beta, **given)
     close(found, expected)
     close(after, expected_after)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("own", [qwen3_next.Qwen3NextRMSNormGated, kimi.KimiLinearRMSNormGated])
 @pytest.mark.parametrize("width", [40, 6])
 def test_gated_norm(layers, own, width):
     """In place of the forward, as `kernels` puts it: with the module's own weight, and both activations."""
-    module = own(width)
-    torch.nn.init.normal_(module.weight)
+    module = filled(own(width))
     x, gate = random(2, 5, width), random(2, 5, width + 1)[..., :width]
-    with torch.no_grad():
-        close(layers.RMSNormGated.forward(module, x, gate), module(x, gate))
+    expected = module(x, gate)
+    close(layers.RMSNormGated.forward(moved(module), *on_mps(x, gate)), expected)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("turning", [16, 8])
 def test_rotary_embedding(layers, turning):
     """All of a head, or its first elements; heads in front of tokens, and behind."""
@@ -125,12 +292,13 @@ def test_rotary_embedding(layers, turning):
     cos, sin = random(1, 5, turning), random(1, 5, turning) / 2
     for dim in (1, 2):
         given = [x if dim == 1 else x.transpose(1, 2) for x in (q, k)]
-        found = layers.apply_rotary_transformers()(*given, cos, sin, unsqueeze_dim=dim)
+        found = layers.apply_rotary_transformers()(*on_mps(*given, cos, sin), unsqueeze_dim=dim)
         turned = qwen3.apply_rotary_pos_emb(*(x[..., :turning] for x in given), cos, sin, unsqueeze_dim=dim)
         for result, part, x in zip(found, turned, given, strict=True):
             close(result, torch.cat([part, x[..., turning:]], -1))
 
 
+@pytest.mark.sweep
 def test_signatures_are_those_that_kernels_asks_for(layers):
     replaced = {
         "causal_conv1d_fn": qwen3_next.causal_conv1d_fn,
@@ -142,51 +310,12 @@ def test_signatures_are_those_that_kernels_asks_for(layers):
         "apply_rotary_transformers": qwen3.apply_rotary_pos_emb,
     }
     modules = {name: _create_func_module(own) for name, own in replaced.items()}
-    for name, module in (modules | {"RMSNormGated": qwen3_next.Qwen3NextRMSNormGated}).items():
+    modules |= {
+        "RMSNorm": qwen3.Qwen3RMSNorm,
+        "RMSNormZeroCentered": qwen3_5.Qwen3_5MoeRMSNorm,
+        "RMSNormGated": qwen3_next.Qwen3NextRMSNormGated,
+        "SoftmaxTopKRouter": laguna.LagunaTopKRouter,
+        "MegaBlocksMoeMLP": gpt_oss.GptOssMLP,
+    }
+    for name, module in modules.items():
         _validate_layer(check_cls=module, cls=getattr(layers, name), repo=name)
-
-
-@pytest.mark.sweep
-def test_a_model_takes_the_folder_from_a_kernel_config(tmp_path):
-    """As docs/hub_kernels.md has it, on mps, with the folder for Metal as it is published."""
-    build(tmp_path / "hub")
-    source = """
-        import importlib.metadata, sys
-        own = importlib.metadata.version  # transformers asks for a kernels that is not out yet
-        importlib.metadata.version = lambda name: "0.18.2" if name == "kernels" else own(name)
-        from support import simulated
-        simulated.install()
-        import torch
-        torch.version.cuda = None  # as on a Mac: kernels asks for CUDA first
-        from support import shader_calls, tiny_models
-        from support.models import prompt
-        from transformers import AutoModelForCausalLM, KernelConfig
-
-        launched = []
-        class Library(shader_calls.Library):
-            def __getattr__(self, name):
-                launched.append(name)
-                return super().__getattr__(name)
-        torch.mps.compile_shader = Library
-        hub, folder = sys.argv[1:]
-        tiny_models.tiny_model("qwen3_next").save_pretrained(folder)
-        names = (
-            "causal_conv1d_fn",
-            "causal_conv1d_update",
-            "chunk_gated_delta_rule",
-            "fused_recurrent_gated_delta_rule",
-            "RMSNormGated",
-        )
-        config = KernelConfig({name: {"mps": f"{hub}:{name}"} for name in names}, use_local_kernel=True)
-        model = AutoModelForCausalLM.from_pretrained(folder, device_map="mps")
-        model.set_use_kernels(True, config)
-        expected = AutoModelForCausalLM.from_pretrained(folder)
-        given = {"max_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
-        found, own = (each.generate(prompt().to(each.device), **given) for each in (model, expected))
-        assert torch.equal(found.sequences.cpu(), own.sequences)
-        for logits, others in zip(found.logits, own.logits, strict=True):
-            torch.testing.assert_close(logits.cpu(), others, atol=1e-5, rtol=1e-5)
-        print(*sorted({*launched}))
-    """
-    launched = python(source, str(tmp_path / "hub"), str(tmp_path / "model")).splitlines()[-1]
-    assert launched == "causal_conv1d_update delta_scan64 rms_norm_gated"

@@ -206,7 +206,7 @@ def test_comments_begin_with_the_thing():
 @functools.cache
 def words() -> dict[str, set[str]]:
     """{file of the repository: the words in it, in lower case}"""
-    folders = ("torch_moe_mps", "tests", "docs", "scripts", "hub_kernels")
+    folders = ("torch_moe_mps", "tests", "docs", "scripts", "hub")
     suffixes = {".py", ".mm", ".h", ".metal", ".md", ".txt"}
     paths = [
         path for folder in folders for path in (REPOSITORY / folder).rglob("*.*") if path.suffix in suffixes

@@ -326,8 +326,8 @@ def test_commands_import_little_beside_the_code_of_a_model(tmp_path):
     code, output, errors = ended([sys.executable, "-c", BESIDE_MODELS, json.dumps(COMMANDS)], tmp_path)
     assert code == 0, errors
     for name, modules in map(json.loads, output.splitlines()):
-        others = [module for module in modules if not module.startswith("torch_moe_mps.")]
-        assert len(others) <= 20 and len(modules) - len(others) <= 150, (name, others)
+        others = [module for module in modules if not module.startswith("torch_moe_mps")]
+        assert len(others) <= 20 and len(modules) - len(others) <= 380, (name, others)
         packages = {module.partition(".")[0] for module in others}
         assert packages <= {"importlib", "sentencepiece", "tokenizers", "transformers"}, (name, packages)
     assert len(output.splitlines()) == len(COMMANDS)

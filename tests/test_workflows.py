@@ -70,6 +70,7 @@ def test_what_jobs_name_exists(path):
 def test_permissions_are_the_least():
     """Only the job that publishes can say who it is, and one writes an issue: they run none of our code."""
     allowed = {"release": {"publish": {"id-token": "write"}}, "nightly": {"issue": {"issues": "write"}}}
+    allowed["site"] = {"publish": {"pages": "write", "id-token": "write"}}
     for path in WORKFLOWS:
         assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"}
         more = {name: job["permissions"] for name, job in jobs(path).items() if "permissions" in job}

@@ -1,6 +1,5 @@
 """Loads the compiled Metal extension if there is one for this version of torch."""
 
-import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -10,24 +9,13 @@ from typing import Any
 
 import torch
 
+from ._environment import TENSOR_UNITS, choice, commit_interval
 from ._install import install_command, pip_install
 from ._weight_formats import ROWS, LikeActivations
 
-# Dispatches after which the stream is committed; 0 leaves that to torch, which commits when somebody waits.
-# Without it, csrc/metal/encoder.mm decides by what they take. Committing early took executorch#17671 from 125
-# to 85 ms a token.
-COMMIT_VARIABLE = "MOE_MPS_COMMIT_EVERY"
+# Without MOE_MPS_COMMIT_EVERY, csrc/metal/encoder.mm commits by what dispatches take. Committing early took
+# executorch#17671 from 125 to 85 ms a token.
 COMMIT_BY_WORK = -1
-
-# Whether matmuls run on the tensor units of the M5 and later: "0" none, "1" all, unchecked and on any GPU,
-# "auto" those of accelerated models that tensor_units.py has found right.
-TENSOR_VARIABLE = "MOE_MPS_TENSOR_UNITS"
-
-# "0" leaves out the libraries that a release has compiled: Metal compiles all of them on this machine.
-COMPILED_VARIABLE = "MOE_MPS_COMPILED"
-
-# Where this variable is "1", transformers reads a checkpoint without threads.
-ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
 PACKAGE = Path(__file__).parent
 _loaded: Path | None = None  # see host_library
@@ -79,12 +67,17 @@ def activate(library: Path) -> None:
     global _loaded
     torch.ops.load_library(str(library))
     _loaded = library
-    torch.ops.moe_mps._set_shader_directory(str(SHADERS), os.environ.get(COMPILED_VARIABLE) != "0")
-    for name, row in ROWS.items():
-        like_activations = isinstance(row.scales, LikeActivations)
-        torch.ops.moe_mps._add_format(name, *row.template, row.bits, row.group_size, like_activations)
-    torch.ops.moe_mps._commit_every(_commit_interval())
+    torch.ops.moe_mps._set_shader_directory(str(SHADERS))
+    for arguments in format_arguments():
+        torch.ops.moe_mps._add_format(*arguments)
+    torch.ops.moe_mps._commit_every(commit_setting())
     torch.ops.moe_mps._set_tensor_units(use_of_tensor_units())
+
+
+def format_arguments() -> Iterator[tuple[Any, ...]]:
+    """Yields the arguments of `_add_format` for each format: its name, shader template and sizes."""
+    for name, row in ROWS.items():
+        yield name, *row.template, row.bits, row.group_size, isinstance(row.scales, LikeActivations)
 
 
 @contextmanager
@@ -105,19 +98,10 @@ def host_library() -> Path | None:
 
 def use_of_tensor_units() -> str:
     """Setting of the environment: "0", "1" or "auto"."""
-    text = os.environ.get(TENSOR_VARIABLE, "auto")
-    if text not in ("0", "1", "auto"):
-        raise ValueError(f"torch_moe_mps: {TENSOR_VARIABLE} must be 0, 1 or auto, got {text!r}")
-    return text
+    return choice(TENSOR_UNITS)
 
 
-def _commit_interval() -> int:
+def commit_setting() -> int:
     """Interval that the environment sets, or COMMIT_BY_WORK."""
-    text = os.environ.get(COMMIT_VARIABLE)
-    if text is None:
-        return COMMIT_BY_WORK
-    if not text.isdecimal():
-        raise ValueError(
-            f"torch_moe_mps: {COMMIT_VARIABLE} must be a number of dispatches, or 0, got {text!r}"
-        )
-    return int(text)
+    interval = commit_interval()
+    return COMMIT_BY_WORK if interval is None else interval

@@ -85,6 +85,17 @@ def fault_of(error: BaseException) -> torch.AcceleratorError | None:
     return error if isinstance(error, torch.AcceleratorError) else torch.AcceleratorError(str(error))
 
 
+def fault_behind(error: BaseException) -> torch.AcceleratorError | None:
+    """The fault whose wrong results an error follows from, or that it tells. Waits for the GPU."""
+    fault = fault_of(error)
+    if fault is None and host_library() is not None:
+        try:
+            synchronize()
+        except torch.AcceleratorError as found:
+            return found
+    return fault
+
+
 def _is_watched(device: torch.device) -> bool:
     return device.type == "mps" and host_library() is not None
 

@@ -1,10 +1,11 @@
 """Progress of long work: a bar on a terminal or in a notebook, elsewhere a line at start and end."""
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
+
+from ._environment import shows_progress
 
 Item = TypeVar("Item")
 
@@ -25,7 +26,7 @@ class Progress:
     def __init__(self, what: str, total: int, unit: str, begun: int = 0, wanted: bool = True):
         self.what, self.total, self.unit, self.done = what, total, unit, begun
         self.units = f"{unit[:-1]}ies" if unit.endswith("y") else f"{unit}s"
-        self._wanted = wanted and total > begun and os.environ.get("TQDM_DISABLE") != "1"
+        self._wanted = wanted and total > begun and shows_progress()
         self._bar: Any = None
         self._started = 0.0
 

@@ -1,83 +1,118 @@
-"""Writes kernels of linear attention, gated norms and rotary embeddings as a repository of the Hub's kernels.
+"""Writes this package's Metal operators as a project of kernel-builder, which builds kernels for the Hub.
 
-    python scripts/make/build_hub_kernels.py DESTINATION [--version 1] [--backend metal]
+    python scripts/make/build_hub_kernels.py DESTINATION
 
-It has no compiled code: the package's own Metal files, headers pasted in as at run time, the Python of
-hub_kernels/, and metadata.json with the hashes of all files. docs/hub_kernels.md says how it is used.
+The project is hub/ with what it shares with the package: the host code of csrc/, the shaders as data, the
+schemas of the operators, the table of formats, and the checks of arguments. docs/hub_kernels.md says how it
+is built and used.
 """
 
 import argparse
-import base64
-import hashlib
-import json
+import pprint
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
-SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"
-NAME = "moe-mps-linear-attention"
-FAMILIES = ("linear_attention", "norms", "rope")
-LIBRARIES = ("linear_attention", "norms_gated", "rope")
+import torch
+
+from torch_moe_mps._extension import format_arguments
+from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._registry import DECLARED
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "torch_moe_mps"
+HOST, PYTHON = "moe_mps_metal", "torch-ext/moe_mps"
+# The builder's name for operators, which is another for each build, takes the place of ours.
+UNIQUE = "#define moe_mps TORCH_EXTENSION_NAME\n"
+BINDING = """// The schemas of torch_moe_mps; its .mm files register the kernels.
+#include <torch/library.h>
+
+#include "registration.h"
+
+TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {{
+{schemas}}}
+
+REGISTER_EXTENSION(TORCH_EXTENSION_NAME)
+"""
 
 
-def flat(name: str, seen: set[str]) -> str:
-    """A shader with its own headers pasted in, each once."""
-    seen.add(name)
-
-    def pasted(match: re.Match[str]) -> str:
-        return "" if match[1] in seen else flat(match[1], seen)
-
-    text = (SHADERS / name).read_text().replace("#pragma once\n", "")
-    return re.sub(r'#include "(.*)"\n', pasted, text)
+def schemas() -> str:
+    lines = []
+    for name in sorted(OPERATORS):
+        schema = str(getattr(torch.ops.moe_mps, name).default._schema).removeprefix("moe_mps::")
+        lines.append(f'  ops.def(R"({schema})");\n')
+    return "".join(lines)
 
 
-def layout() -> dict:
-    """The structs of params/, {name: [[type, member]]}, and the numbers of params/ and geometry/."""
-    names = [f"{part}/{name}.h" for part in ("params", "geometry") for name in ("common", *FAMILIES)]
-    text = re.sub(r"//.*", "", "".join((SHADERS / name).read_text() for name in names))
-    bodies = re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL)
-    structs = {name: re.findall(r"(\w+) (\w+);", body) for name, body in bodies}
-    numbers = re.findall(r"(?:GEOMETRY|#define) (\w+)(?: =)? (\d+)\b", text)
-    return {"structs": structs, "constants": {name: int(value) for name, value in numbers}}
+def in_python_39(text: str) -> str:
+    """A module of ops/ for the oldest Python that kernels must run in."""
+    text = re.sub(r'\A(""".*?"""\n)', r"\1\nfrom __future__ import annotations\n", text, flags=re.DOTALL)
+    return text.replace(", strict=True)", ")")
 
 
-def build(destination: Path, version: int = 1, backend: str = "metal") -> Path:
-    """Writes build/torch-<backend>/. Returns: that folder.
+def tables(names: list[str]) -> str:
+    declared = {}
+    for name in names:
+        own = DECLARED[name]
+        allowed = {each: tuple(v) if isinstance(v, dict) else v for each, v in own.allowed.items()}
+        declared[name] = (own.line, allowed, tuple(own.texts))
+    formats = pprint.pformat([*format_arguments()], width=110)
+    return (
+        '"""Formats of quantised weights, and the declarations of operators: written by a script."""\n\n'
+        f"FORMATS = {formats}\n\nDECLARED = {pprint.pformat(declared, width=110, sort_dicts=False)}\n"
+    )
+
+
+def copied(destination: Path) -> Iterator[str]:
+    """Copies the host code. Returns: its files, from the project's root."""
+    for file in sorted((PACKAGE / "csrc").rglob("*")):
+        if file.suffix in (".mm", ".h"):
+            path = f"{HOST}/{file.relative_to(PACKAGE / 'csrc')}"
+            text = file.read_text().replace('#include "../shaders/', '#include "shaders/')
+            (destination / path).parent.mkdir(exist_ok=True)
+            (destination / path).write_text(renamed(file, text))
+            yield path
+    for path in ("shaders/params.h", "shaders/geometry.h", *_beneath("params"), *_beneath("geometry")):
+        (destination / HOST / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(PACKAGE / path, destination / HOST / path)
+        yield f"{HOST}/{path}"
+
+
+def _beneath(folder: str) -> list[str]:
+    return [str(file.relative_to(PACKAGE)) for file in sorted((PACKAGE / "shaders" / folder).glob("*.h"))]
+
+
+def renamed(file: Path, text: str) -> str:
+    if file.suffix == ".h":
+        return text.replace("#pragma once\n", f"#pragma once\n#ifndef moe_mps\n{UNIQUE}#endif\n", 1)
+    return f"#ifndef moe_mps\n{UNIQUE}#endif\n{text}"
+
+
+def build(destination: Path) -> Path:
+    """Writes the project. Returns: its folder.
 
     Raises: FileExistsError if it is there.
     """
-    folder = destination / "build" / f"torch-{backend}"
-    (folder / "shaders").mkdir(parents=True)
-    for file in (REPOSITORY / "hub_kernels").glob("*.py"):
-        shutil.copyfile(file, folder / file.name)
-    for library in LIBRARIES:
-        (folder / "shaders" / f"{library}.metal").write_text(flat(f"{library}.metal", set()))
-    shutil.copyfile(REPOSITORY / "LICENSE", folder / "LICENSE")
-    (folder / "layout.json").write_text(json.dumps(layout(), indent=1) + "\n")
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    hashes = {
-        str(file.relative_to(folder)): base64.b64encode(hashlib.sha256(file.read_bytes()).digest()).decode()
-        for file in files
-    }
-    metadata = {
-        "id": f"_{NAME.replace('-', '_')}_{version}_{backend}",
-        "name": NAME,
-        "version": version,
-        "license": "BSD-3-Clause",
-        "python-depends": [],
-        "backend": {"type": backend},
-        "digest": {"algorithm": "sha256", "files": hashes},
-    }
-    (folder / "metadata.json").write_text(json.dumps(metadata, indent=1) + "\n")
-    return folder
+    shutil.copytree(REPOSITORY / "hub", destination, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copyfile(REPOSITORY / "LICENSE", destination / "LICENSE")
+    sources = "".join(f'  "{path}",\n' for path in copied(destination))
+    settings = destination / "build.toml"
+    settings.write_text(settings.read_text().replace("src = []\n", f"src = [\n{sources}]\n"))
+    (destination / "torch-ext" / "torch_binding.cpp").write_text(BINDING.format(schemas=schemas()))
+    package = destination / PYTHON
+    for name in ("_checks", "_declared"):
+        (package / f"{name}.py").write_text(in_python_39((PACKAGE / "ops" / f"{name}.py").read_text()))
+    names = re.findall(r'^(\w+) = operator\("\w+"\)$', (package / "operators.py").read_text(), re.MULTILINE)
+    (package / "_tables.py").write_text(tables(names))
+    shutil.copytree(
+        PACKAGE / "shaders", package / "shaders", ignore=shutil.ignore_patterns("compiled", "*.metallib")
+    )
+    return destination
 
 
 if __name__ == "__main__":
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("destination", type=Path)
-    parser.add_argument("--version", type=int, default=1)
-    parser.add_argument("--backend", choices=("metal", "cpu"), default="metal", help="cpu is for tests")
-    options = parser.parse_args()
-    print(build(options.destination, options.version, options.backend))
+    print(build(parser.parse_args().destination))

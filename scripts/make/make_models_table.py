@@ -38,11 +38,11 @@ from support.launches import (
 from support.models import eager, output, prompt, tiny
 
 import torch_moe_mps
+from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps._text import first_line
 from torch_moe_mps.pipeline.loop import CannotBeCut, find_loop
 from torch_moe_mps.transformers import experts_of
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.capture.policy import SWITCH
 from torch_moe_mps.transformers.checkpoints.mlx.names import DENSE
 
 HEADER = """# Models
@@ -164,7 +164,7 @@ def launches(model: nn.Module, computes: bool = False) -> str:
     """`computes`: for code that asks for values; nothing of it is captured."""
     of_own = partial(launches_by_type, computes=computes)
     accelerated = copy.deepcopy(model)
-    with mock.patch.dict(os.environ, {SWITCH: "1"}):
+    with mock.patch.dict(os.environ, {CAPTURE: "1"}):
         torch_moe_mps.accelerate(accelerated, bits=4, group_size=32)
     own = counts_by_type(model, of_own)
     ours = counts_by_type(accelerated, of_own if computes else token_by_type)
@@ -274,7 +274,7 @@ def tokens() -> str:
 def uncaptured(architecture: str) -> str | None:
     """Why no token of a model in 4 bit is captured; None if one is."""
     model = model_on_mps(architecture)
-    with mock.patch.dict(os.environ, {SWITCH: "1"}):
+    with mock.patch.dict(os.environ, {CAPTURE: "1"}):
         torch_moe_mps.accelerate(model, bits=4, group_size=32, check=False)  # which a dropped call would fail
     with simulator.dropped():
         try:

@@ -10,29 +10,44 @@ from torch_moe_mps import ops
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "operators.md"
 MARK = "<!-- scripts/make/make_operators_table.py writes what follows -->\n"
-HEAD = "| operator | arguments, and optional ones | computes | stands for |\n| --- | --- | --- | --- |\n"
+HEAD = "| operator | computes | used by | stands for |\n| --- | --- | --- | --- |\n"
+USED_BY = DOCUMENT.parents[1] / "tests" / "pinned" / "used_by.txt"
+NAMED = 3  # architectures by name, of more
 
 
-def row(name: str) -> str:
-    packet = getattr(torch.ops.moe_mps, name)
-    needed, optional = [], []
-    for argument in packet.default._schema.arguments:
-        (optional if argument.has_default_value() else needed).append(f"`{argument.name}`")
-    document = inspect.cleandoc(packet.__doc__)
-    arguments = ", ".join(needed) + (f"; {', '.join(optional)}" if optional else "")
+def used_by() -> dict[str, list[str]]:
+    """Architectures whose recorded steps call an operator (scripts/make/make_used_by.py)."""
+    lines = (line.split(": ", 1) for line in USED_BY.read_text().splitlines())
+    return {name: [each for each in text.split(", ") if each] for name, text in lines}
+
+
+def row(name: str, users: list[str]) -> str:
+    document = inspect.cleandoc(getattr(torch.ops.moe_mps, name).__doc__)
     summary = document.splitlines()[0].rstrip(":.").replace("|", "\\|")
     kernels = re.findall(r"Stands for .*source kernel\w* (.*)", document)
     named = ", ".join(f"`{kernel}`" for kernel in re.findall(r"\w+_f32|moe_gate\b", " ".join(kernels)))
-    return f"| `{name}` | {arguments} | {summary} | {named or '-'} |\n"
+    replaced = re.search(
+        r"^In models (.*?)\.\n|^In models(' .*?)\.\n", document + "\n", re.DOTALL | re.MULTILINE
+    )
+    more = f" and {len(users) - NAMED} more" if len(users) > NAMED else ""
+    users_text = (
+        ", ".join(users[:NAMED]) + more
+        if users
+        else " ".join((replaced[1] or replaced[2]).split())
+        if replaced
+        else "-"
+    )
+    return f"| `{name}` | {summary} | {users_text} | {named or '-'} |\n"
 
 
 def document() -> str:
     """The text that docs/operators.md should have: its introduction, then a table for each family."""
+    users = used_by()
     text = DOCUMENT.read_text().partition(MARK)[0] + MARK
     for family, module in sorted(ops.FAMILIES.items()):
         members = [name for name in ops.PUBLIC if name in module.CALLS]
         if members:
-            text += f"\n## {family}\n\n{HEAD}{''.join(map(row, members))}"
+            text += f"\n## {family}\n\n{HEAD}{''.join(row(name, users[name]) for name in members)}"
     return text
 
 

@@ -10,9 +10,9 @@ from support import serving
 from support.sweep import in_sweep
 
 import torch_moe_mps
+from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.commands import main
 from torch_moe_mps.transformers.capture.calls import Captures
-from torch_moe_mps.transformers.capture.policy import SWITCH
 
 REQUESTS, TOKENS = 10, 5
 QUESTIONS = ["hello", "other", "a", "helloyou", "again", "bcd", "hello", "otherone", "zyx", "last"]
@@ -21,7 +21,7 @@ QUESTIONS = ["hello", "other", "a", "helloyou", "again", "bcd", "hello", "othero
 @pytest.fixture
 def captured(monkeypatch):
     """The kinds of calls that are captured, in their order, and how often a program runs."""
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(CAPTURE, "1")
     kinds, runs = [], []
     own, run = Captures._captured, Captures._run
 

@@ -209,11 +209,10 @@ def cut_off(monkeypatch, after: int) -> None:
     monkeypatch.setattr(Parts, "_load", interrupted)
 
 
-@pytest.mark.parametrize("layout", ["moe_mps", "mlx"])
-def test_the_same_command_goes_on(layout, dense, tmp_path, capsys, monkeypatch):
+def test_the_same_command_goes_on(dense, tmp_path, capsys, monkeypatch):
     """Only with the parts that were not complete; what is written is what one run writes, and its report."""
     monkeypatch.setattr(files, "LARGEST", 8000)
-    options = ["--group-size", 32, "--to", layout]
+    options = ["--group-size", 32, "--to", "mlx"]
     assert run(dense, tmp_path / "whole", *options) == 0
     said = capsys.readouterr().out.partition("\n")[2].replace("whole", "new")
     with monkeypatch.context() as patch:

@@ -18,7 +18,9 @@ README = (REPOSITORY / "README.md").read_text()
 
 
 def test_the_first_snippet(tmp_path, capsys):
-    (snippet, *_) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    operators, snippet = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(operators, found := {})
+    assert found["combined"].shape == (3, 64)
     model = tiny("qwen3_moe")
     model.config.num_hidden_layers = 2
     model.save_pretrained(tmp_path)

@@ -50,11 +50,6 @@ def test_they_are_taken_for_their_source_alone(simulated, shaders):
     assert results(shaders, "float32", "float16", "bfloat16") == [2, 1, 1]
 
 
-@pytest.mark.sweep
-def test_a_variable_leaves_them_out(simulated, shaders):
-    assert results(shaders, "float32", MOE_MPS_COMPILED="0") == [1]
-
-
 def test_their_name_follows_the_source(simulated, shaders):
     name = torch.ops.moe_mps._library_file
     before = name("norms_f32"), name("rope_f32")

@@ -9,9 +9,9 @@ import torch
 from support import tiny_models
 
 import torch_moe_mps
+from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps._faults import Mark, fault_of, gpu_busy, is_out_of_memory, synchronized
 from torch_moe_mps.ops._samples import packet, sample_arguments
-from torch_moe_mps.transformers.capture.policy import SWITCH
 
 SAYS = {  # what macOS says, and what helps
     "timeout": ("Caused GPU Timeout Error", "MOE_MPS_COMMIT_EVERY=4"),
@@ -160,7 +160,7 @@ def test_each_buffer_of_a_prompt(simulated, model, schedule):
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_each_buffer_of_generate(simulated, monkeypatch, captured):
-    monkeypatch.setenv(SWITCH, "auto" if captured else "0")
+    monkeypatch.setenv(CAPTURE, "auto" if captured else "0")
     model = tiny_models.tiny_model("qwen2_moe", num_hidden_layers=1).to("mps")
     report = torch_moe_mps.accelerate(model)
     ids = IDS.to("mps")

@@ -11,7 +11,8 @@ from support.processes import forked, python
 from support.quantized_layers import check_layer, check_linear
 
 import torch_moe_mps
-from torch_moe_mps._extension import TENSOR_VARIABLE, use_of_tensor_units
+from torch_moe_mps import _environment
+from torch_moe_mps._extension import use_of_tensor_units
 from torch_moe_mps._versions import TENSOR_UNITS, dotted
 from torch_moe_mps.selfcheck import tensor_units, units
 
@@ -108,14 +109,14 @@ def test_one_matrix_on_units_and_one_not(m5):
 
 
 def test_the_environment(monkeypatch, simulated):
-    monkeypatch.delenv(TENSOR_VARIABLE, raising=False)
+    monkeypatch.delenv(_environment.TENSOR_UNITS, raising=False)
     assert use_of_tensor_units() == "auto"
     for text in ("0", "1", "auto"):
-        monkeypatch.setenv(TENSOR_VARIABLE, text)
+        monkeypatch.setenv(_environment.TENSOR_UNITS, text)
         assert use_of_tensor_units() == text
     for text in ("", "yes", "2"):
-        monkeypatch.setenv(TENSOR_VARIABLE, text)
-        with pytest.raises(ValueError, match=f"{TENSOR_VARIABLE} must be 0, 1 or auto, got"):
+        monkeypatch.setenv(_environment.TENSOR_UNITS, text)
+        with pytest.raises(ValueError, match=f"{_environment.TENSOR_UNITS} must be 0, 1 or auto, got"):
             use_of_tensor_units()
         with pytest.raises(ValueError, match="_set_tensor_units: use must be 0, 1 or auto, got"):
             torch.ops.moe_mps._set_tensor_units(text)
@@ -148,7 +149,7 @@ TOO_OLD = "needs macOS 26.2 or newer; without MOE_MPS_TENSOR_UNITS=1 it is not u
 )
 def test_forced(simulated, monkeypatch, use, expected):
     """On any GPU, unchecked; if macOS is too old, an error says so, and nothing else is computed."""
-    monkeypatch.setenv(TENSOR_VARIABLE, use)
+    monkeypatch.setenv(_environment.TENSOR_UNITS, use)
     for text, line in zip(expected, python(FORCED).splitlines(), strict=True):
         assert text in line
 

@@ -10,6 +10,7 @@ from support.quantized_layers import EVERY_FORMAT, each, random_matrix
 from support.values import random
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps.ops import OPERATORS, _decoded, _formats
 from torch_moe_mps.ops._formats import QuantizedWeight
 from torch_moe_mps.ops._samples import packet, sample_arguments
@@ -37,7 +38,7 @@ def decodings(monkeypatch) -> list:
 
     gc.collect()
     monkeypatch.setattr(_formats, "dequantize_values", counted)
-    monkeypatch.setenv(_decoded.VARIABLE, "1")
+    monkeypatch.setenv(_environment.CPU_MEMORY, "1")
     return times
 
 
@@ -71,7 +72,7 @@ def test_the_bits_are_those_of_decoding_in_every_call(format, decodings, monkeyp
     weight = matrix(format)
     kept = [product(weight) for _ in range(2)]
     assert len(decodings) == 1
-    monkeypatch.setenv(_decoded.VARIABLE, "0")
+    monkeypatch.setenv(_environment.CPU_MEMORY, "0")
     apart = weight.map(torch.clone)
     del weight
     assert torch.equal(product(apart), kept[0]) and torch.equal(kept[1], kept[0])
@@ -201,13 +202,13 @@ def test_other_scales_at_the_same_address_are_noticed(decodings):
 
 
 def test_the_report_says_what_is_kept(monkeypatch):
-    monkeypatch.setenv(_decoded.VARIABLE, "1")
+    monkeypatch.setenv(_environment.CPU_MEMORY, "1")
     layer = QuantizedLinear(matrix(), torch.float32)
     line = "on the CPU weights are decoded once and kept in float32: {} (MOE_MPS_CPU_MEMORY sets the limit)"
     assert str(torch_moe_mps.accelerate(torch.nn.Sequential(layer, layer)).kept_on_cpu) == line.format(
         "0.0 MB"
     )
-    monkeypatch.setenv(_decoded.VARIABLE, "0.00001")
+    monkeypatch.setenv(_environment.CPU_MEMORY, "0.00001")
     model = torch.nn.Sequential(layer, QuantizedLinear(matrix(rows=2000), torch.float32))
     expected = line.format("0.0 MB of 2.1 MB, the others in every call")
     assert torch_moe_mps.accelerate(model).kept_on_cpu == expected
@@ -216,7 +217,7 @@ def test_the_report_says_what_is_kept(monkeypatch):
 
 def test_no_more_than_allowed_is_kept(decodings, monkeypatch):
     allowed = _decoded.kept_bytes() + 1.5 * 24 * 256 * 4
-    monkeypatch.setenv(_decoded.VARIABLE, str(allowed / 1e9))
+    monkeypatch.setenv(_environment.CPU_MEMORY, str(allowed / 1e9))
     one, other = matrix(), matrix()
     for _ in range(3):
         product(one), product(other)
@@ -228,14 +229,14 @@ def test_no_more_than_allowed_is_kept(decodings, monkeypatch):
 
 @pytest.mark.parametrize("value", ["much", "-1", "nan", "inf", ""])
 def test_what_is_no_size_is_one_line(value, decodings, monkeypatch):
-    monkeypatch.setenv(_decoded.VARIABLE, value)
+    monkeypatch.setenv(_environment.CPU_MEMORY, value)
     expected = f"moe_mps: MOE_MPS_CPU_MEMORY must be a number of GB, 0 to keep nothing, got {value!r}"
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         product(matrix())
 
 
 def test_a_quarter_of_what_is_free(monkeypatch):
-    monkeypatch.delenv(_decoded.VARIABLE, raising=False)
+    monkeypatch.delenv(_environment.CPU_MEMORY, raising=False)
     monkeypatch.setattr(_decoded, "free_memory", lambda: 4000)
     monkeypatch.setattr(_decoded, "_bytes", 0)
     monkeypatch.setattr(_decoded, "_quarter", 0)

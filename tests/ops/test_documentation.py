@@ -34,10 +34,8 @@ def test_operators_table_is_current():
     assert written == generator["document"](), "run scripts/make/make_operators_table.py"
 
 
-def test_operators_table_has_every_operator_with_its_arguments():
-    lines = (REPOSITORY / "docs" / "operators.md").read_text().splitlines()
+def test_operators_table_has_every_public_operator():
+    text = (REPOSITORY / "docs" / "operators.md").read_text()
+    lines = text.partition("writes what follows -->")[2].splitlines()
     rows = [re.split(r" \| ", line.strip("| ")) for line in lines if line.startswith("| `")]
     assert sorted(row[0].strip("`") for row in rows) == sorted(PUBLIC)
-    for name, arguments, *_ in rows:
-        expected = [argument.name for argument in packet(name.strip("`")).default._schema.arguments]
-        assert sorted(re.findall(r"`(\w+)`", arguments)) == sorted(expected)

@@ -10,7 +10,6 @@ from support.values import EACH_DTYPE, far_apart, numbers
 from torch_moe_mps.ops.linear_attention import (
     causal_conv1d_update_,
     linear_attention_,
-    rg_lru_,
     selective_scan_,
 )
 
@@ -205,19 +204,6 @@ def test_positions_that_are_pending(device):
     Steps(device).check([state], pending, call, tolerance=1e-6)  # torch sums windows of many tokens otherwise
 
 
-def test_states_that_are_pending(device):
-    x, opens, keeps, state, decay = gated(2, 16, 128, torch.float16)
-    tokens = [tensor.to(device).unflatten(1, (4, 4)) for tensor in (x, opens, keeps)]
-    decay = decay.to(device)
-
-    def call(states, step, rows, tokens_of_step, **pending):
-        taken = slice(0, tokens_of_step) if isinstance(tokens_of_step, int) else tokens_of_step
-        return rg_lru_(*(each[rows, step, taken] for each in tokens), *states, decay, **pending)
-
-    pending = torch.full((2, 128, 5), float("nan"), device=device)
-    Steps(device).check([state.to(device)], pending, call)
-
-
 def test_a_call_of_no_tokens_takes_in_those_that_are_pending(device):
     (q, k, v, g, state), beta = inputs(1, 3, 1, 2, 20, 16, torch.float32)
     q, k, v, g, state, beta = (tensor.to(device) for tensor in (q, k, v, -g.abs(), state, beta))
@@ -235,12 +221,6 @@ def test_a_call_of_no_tokens_takes_in_those_that_are_pending(device):
     also_out = causal_conv1d_update_(x[:, :0], positions, weight, pending_=of_positions, **two)
     assert out.shape == (1, 0, 2, 16) and also_out.shape == (1, 0, 6)
     assert torch.equal(state, right) and torch.equal(positions, right_positions)
-    states = numbers(2, 6, 8).to(device)
-    *gates, state, decay = (tensor.to(device) for tensor in gated(2, 0, 6, torch.float32))
-    counts = torch.tensor([[3], [0]], dtype=torch.int32, device=device)
-    expected = torch.stack((states[0, :, 2], state[1]))
-    assert rg_lru_(*gates, state, decay, pending_=states, counts=counts).shape == (2, 0, 6)
-    assert torch.equal(state, expected)
 
 
 @pytest.mark.sweep
@@ -378,95 +358,3 @@ def test_the_scan_of_jamba(device, dtype):
     result = selective_scan_(*ours, own, a_log.to(device), **options)
     for actual, right in ((result, exact(expected)), (own, exact(state))):
         assert (abs(exact(actual) - right) <= spacing(right, actual.dtype) + 400 * FLOAT32_EPS).all()
-
-
-# Griffin
-
-
-def gated(batch, tokens, channels, dtype, seed=0):
-    """x, input_gate, decay_gate, state, decay."""
-    of_tokens = [numbers(batch, tokens, channels, dtype=dtype, seed=seed + i) for i in range(3)]
-    return [*of_tokens, numbers(batch, channels, seed=seed), numbers(channels, dtype=dtype)]
-
-
-def test_an_rg_lru_in_pieces(device):
-    """Wherever it is cut, results and state have the same bits; without tokens nothing changes."""
-    x, opens, keeps, state, decay = (each.to(device) for each in gated(2, 70, 6, torch.float32))
-    positions = (torch.arange(70, device=device) - 33).expand(2, 70)
-    expected = None
-    for sizes in ([70], [1, 69], [32, 32, 6], [31, 0, 34, 5]):
-        own, results = state.clone(), []
-        for *part, places in zip(
-            *(each.split(sizes, 1) for each in (x, opens, keeps, positions)), strict=True
-        ):
-            results.append(rg_lru_(*part, own, decay, positions=places))
-        found = torch.cat(results, 1).cpu(), own.cpu()
-        expected = expected or found
-        assert all(map(torch.equal, found, expected))
-
-
-def test_an_rg_lru_of_extreme_numbers(device):
-    """Gates that forget all and that keep all; a token at position 0 forgets infinity and NaN, too, and a
-    position whose lower half is 0 is none."""
-    arguments = gated(1, 4, 3, torch.float32)
-    arguments[2] = torch.tensor([200.0, -200.0, 0.0, -90.0]).view(1, 4, 1).expand(1, 4, 3).contiguous()
-    arguments[4] = torch.tensor([200.0, -200.0, -12.0])
-    arguments = [each.to(device) for each in arguments]
-    positions = torch.tensor([[2**32, 2, 0, 1]], device=device)
-    checked("rg_lru_", *arguments, positions=positions)
-    arguments[3][0] = torch.tensor([float("nan"), float("inf"), 1.0])
-    finite = rg_lru_(*arguments, positions=positions).isfinite().cpu()[0]
-    assert not finite[1, 1] and finite[2:].all() and finite[:, 2].all()
-
-
-def test_what_an_rg_lru_writes_where_it_keeps_nearly_all(device):
-    """sqrt(1 - a^2) to a few roundings, however near 1 the decay is."""
-    shift = torch.linspace(-80.0, 20.0, 1001)
-    one, state = torch.ones(1, 1, len(shift), device=device), torch.zeros(1, len(shift), device=device)
-    rg_lru_(one, 200 * one, shift.view(1, 1, -1).to(device), state, torch.full_like(one, 1.0).view(-1))
-    rate = -8.0 * np.logaddexp(0.0, 1.0) / (1.0 + np.exp(-exact(shift)))
-    right = np.sqrt(-np.expm1(2.0 * rate))
-    assert (abs(exact(state).ravel() - right) <= (16 + 2 * abs(exact(shift))) * FLOAT32_EPS * right).all()
-
-
-@pytest.mark.parametrize("dtype", EACH_DTYPE)
-def test_the_recurrence_of_recurrent_gemma(device, dtype):
-    """The model's own module in float64: a prompt, a token behind it, and one that begins anew."""
-    from transformers.models.recurrent_gemma.modeling_recurrent_gemma import (
-        RecurrentGemmaConfig,
-        RecurrentGemmaRglru,
-    )
-
-    module = RecurrentGemmaRglru(RecurrentGemmaConfig(hidden_size=8, lru_width=8, num_attention_heads=2))
-    for seed, parameter in enumerate(module.parameters()):
-        parameter.data = numbers(*parameter.shape, dtype=dtype, seed=seed).double()
-    x, state = numbers(2, 7, 8, dtype=dtype), torch.zeros(2, 8, device=device)
-    x[:, 5:] *= 2
-    places = torch.tensor([[0, 1, 2, 3, 4, 5, 0]])
-    expected, results = [], []
-    with torch.no_grad():
-        for part in (slice(0, 5), slice(5, 6), slice(6, 7)):
-            own = x[:, part].double()
-            # Its accumulator is float32: the loop here has the states in float64.
-            module._rnn_scan = lambda **given: RecurrentGemmaRglru._rnn_scan(
-                module, **given | {"acc_dtype": torch.float64}
-            )
-            expected.append(module(own, places[:, part]))
-            of_heads = own.unflatten(-1, (2, 4))
-            gates = [
-                torch.einsum("bthr,hrc->bthc", of_heads, weight).flatten(2)
-                for weight in (module.input_gate_weight, module.recurrent_gate_weight)
-            ]
-            results.append(
-                rg_lru_(
-                    *(each.to(device, torch.float32) for each in (own, *gates)),
-                    state,
-                    module.recurrent_param.to(device, torch.float32),
-                    positions=places[:, part].expand(2, -1).to(device),
-                    input_bias=module.input_gate_bias.view(-1).to(device, dtype),
-                    decay_bias=module.recurrent_gate_bias.view(-1).to(device, dtype),
-                )
-            )
-    right = exact(torch.cat(expected, 1))
-    assert (abs(exact(torch.cat(results, 1)) - right) <= 400 * FLOAT32_EPS).all()
-    assert (abs(exact(state) - exact(module.recurrent_states)) <= 400 * FLOAT32_EPS).all()

@@ -116,7 +116,6 @@ FAULTS = {
     "positions that are pending": Fault(
         "causal_conv1d_update_", "params.keep != 0 ? count :", "params.keep != 0 ? 0 :", at_size=False
     ),
-    "states that are pending": Fault("rg_lru_", "pending[(right - 1) *", "pending[0 *", at_size=False),
     "scans behind token 64": Fault(
         "selective_scan_",
         "first < params.tokens; first += kS",

@@ -17,6 +17,7 @@ from support.faults import broken
 from torch import Tensor
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._formats import FORMATS, dequantize_values
 from torch_moe_mps.ops._sample import Sample
@@ -190,7 +191,7 @@ def test_plans_for_the_sizes_of_models_have_kernels_that_were_compared(simulated
 @pytest.fixture
 def new_machine(simulated, monkeypatch, tmp_path):
     """A machine that has checked nothing yet, and makes no calls at size: see test_branches.py."""
-    monkeypatch.setenv(machine.SWITCH, "1")
+    monkeypatch.setenv(_environment.CHECK, "1")
     monkeypatch.setattr(calls, "SIZES", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(once, "SECONDS", 600.0)

@@ -22,11 +22,11 @@ from support.values import DTYPES
 from support.values import random as random_values
 
 import torch_moe_mps
+from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.commands import check, main
 from torch_moe_mps.ops.quantized import MATRICES
 from torch_moe_mps.selfcheck import machine, once, tuner
 from torch_moe_mps.transformers import self_check
-from torch_moe_mps.transformers.capture.policy import SWITCH
 
 ops = torch.ops.moe_mps
 NUMBERS = [2, 1, 4, 8]
@@ -198,9 +198,9 @@ def test_a_good_clock_finds_the_best():
 @pytest.fixture
 def new_machine(simulated, monkeypatch, tmp_path):
     """One that has timed nothing yet, and whose self-check passes at once."""
-    monkeypatch.setenv(machine.SWITCH, "1")
-    monkeypatch.setenv(tuner.SWITCH, "1")
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(machine.CAPTURE, "1")
+    monkeypatch.setenv(tuner.CAPTURE, "1")
+    monkeypatch.setenv(CAPTURE, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(once, "compare", lambda call, end=0: None)
     monkeypatch.setattr(tuner, "SECONDS", 600.0)
@@ -319,9 +319,9 @@ def first_call(call, clock=None) -> dict[str, tuner.Tuned]:
 def test_switched_off(new_machine, monkeypatch, linear):
     name = "matmul_rows_affine4_64_f32 1x64x64 by 1"
     machine.remember_tuned({name: tuner.Tuned(8, 2, 0.1)})
-    monkeypatch.setenv(tuner.SWITCH, "0")
+    monkeypatch.setenv(tuner.CAPTURE, "0")
     assert first_call(linear) == {}
-    monkeypatch.setenv(tuner.SWITCH, "1")
+    monkeypatch.setenv(tuner.CAPTURE, "1")
     assert first_call(linear) == {name: tuner.Tuned(8, 2, 0.1)}
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from support import tiny_models
 from support.checkpoints import tokenizer_of
-from support.jobs import answer_of
 from support.launches import Launches
 from support.models import eager
 from tokenizers import decoders
@@ -16,7 +15,6 @@ from transformers import GenerationConfig, LogitsProcessor
 import torch_moe_mps
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.sampling import Sampler, sample
-from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.transformers.modules import sampling
 
 LENGTHS = (3, 20, 9, 5, 14, 7, 4, 11, 6, 8, 12, 10)
@@ -107,21 +105,6 @@ def test_a_model_that_is_not_accelerated_and_counts_positions_itself():
     found = torch_moe_mps.generate_batch(model, many, config(6), progress=False)
     for ids, tokens in zip(many, found, strict=True):
         assert torch.equal(tokens, alone(model, ids, generation_config=config(6)))
-
-
-def test_states_in_rows_that_the_own_code_keeps_in_modules(caplog):
-    """RecurrentGemma's, which lie in the cache: three answers together, and a kept prompt, by the oracle
-    without a cache."""
-    own, model, many = tiny_models.tiny_model("recurrent_gemma"), model_of("recurrent_gemma"), prompts(3)
-    with caplog.at_level(logging.WARNING, "torch_moe_mps"):
-        answers = torch_moe_mps.generate_batch(model, many, config(4), progress=False)
-    assert not [record for record in caplog.records if "sequentially" in record.getMessage()]
-    prefixes = PrefixCache(1 << 20)
-    for ids, answer in zip(many, answers, strict=True):
-        expected = alone(own, ids, generation_config=config(4), use_cache=False)
-        assert torch.equal(answer, expected)
-        for _ in range(2):
-            assert answer_of(model, prefixes, ids[None], 4) == expected.tolist()
 
 
 def test_no_short_answer_waits_for_a_long_one():

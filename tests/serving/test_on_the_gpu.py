@@ -12,24 +12,24 @@ from support.waits import Waits
 from transformers import GenerationConfig
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.attention.attention import NAME
-from torch_moe_mps.transformers.capture import policy
 from torch_moe_mps.transformers.capture.classes import captures_of
 
 # {architecture: its prompts}: windows and sinks, latents, recurrent states.
 PROMPTS = {"qwen3_moe": 9, "gpt_oss": 3, "deepseek_v3": 3, "qwen3_next": 3}
 # States that take tokens in otherwise: with a decay for each channel, Mamba-2, a convolution alone, a decay
-# that is constant, and Mamba-1, without keys and in heads.
-OF_OTHER_STATES = ("kimi_linear", "granitemoehybrid", "lfm2_moe", "minimax", "mamba", "zamba")
+# that is constant, and Mamba-1, without keys.
+OF_OTHER_STATES = ("kimi_linear", "granitemoehybrid", "lfm2_moe", "minimax", "mamba")
 
 
 @pytest.fixture(autouse=True)
 def captured(monkeypatch):
-    monkeypatch.setenv(policy.SWITCH, "1")
+    monkeypatch.setenv(_environment.CAPTURE, "1")
 
 
 class Asked(Job):

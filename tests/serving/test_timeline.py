@@ -23,6 +23,7 @@ from support.sweep import in_sweep, rows_in_sweep
 from transformers import GenerationConfig
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps._faults import Mark
 from torch_moe_mps.serving.engine import engine as engines
 from torch_moe_mps.serving.engine.engine import Engine
@@ -30,7 +31,6 @@ from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.http.logprobs import Logprobs
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.attention.attention import NAME
-from torch_moe_mps.transformers.capture import policy
 
 _TOKEN, _GPU = TOKENS[0], GPUS["M4 Max"]  # of Qwen3-30B-A3B
 _COMMAND = 10e-6  # seconds of the host to encode a launch
@@ -40,7 +40,7 @@ _NEW, _STEADY = 20, slice(4, 12)
 
 @pytest.fixture(autouse=True)
 def captured(monkeypatch):
-    monkeypatch.setenv(policy.SWITCH, "1")
+    monkeypatch.setenv(_environment.CAPTURE, "1")
 
 
 @functools.cache
@@ -195,7 +195,7 @@ def about(*waits: int):
 # the first token before that step.
 CHANGES = [
     ("begins", 0.3, (420, 760)),
-    ("begins", 1.0, (420, 1110)),
+    ("begins", 1.0, (420, 1030)),
     ("has its length", 1.0, (290,)),
     ("has a stop string", 0.3, (290,)),
     ("has a stop string", 1.0, (290,)),
@@ -305,18 +305,15 @@ def test_the_clocks_show_a_wait_for_everything(simulated, monkeypatch):
 
 @pytest.mark.slow("captures programs in the simulator")
 def test_a_fault_is_raised_where_its_tokens_are_read(simulated):
-    """The step behind it was committed when the fault is raised; it is not waited for."""
+    """Also where an operator on the CPU, in the GPU's place, meets a token that is none before it is read."""
     alone = Answer(0)
     generate(alone)  # captures
-    goes_on = set()
     for buffer in (15, 16):  # of a step, behind which the next is committed
         with costs_on(simulated).timeline(simulated) as times:
             answer = Answer(0, 1e-3, times)
             with simulated.failing("timeout", buffer):
                 generate(answer)
                 assert isinstance(answer.reason, torch.AcceleratorError)
-                given, ended = answer.tokens, times.now
+                given = answer.tokens
                 torch.mps.synchronize()
-            goes_on.add(ended < times.now)  # the GPU had work left
         assert 2 < len(given) < _NEW and given == alone.tokens[: len(given)]
-    assert True in goes_on

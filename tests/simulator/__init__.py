@@ -47,6 +47,7 @@ from .runtime import (
     timeline,
     torch_version,
     trace,
+    unknown_aten,
 )
 from .shaderlib import DispatchCounters, shader_library
 
@@ -78,4 +79,5 @@ __all__ = [
     "timeline",
     "torch_version",
     "trace",
+    "unknown_aten",
 ]

@@ -32,12 +32,12 @@ def _full_name(schema: torch.FunctionSchema) -> str:
 
 
 @functools.cache
-def _names() -> dict[str, str]:
-    """{operator of aten: the one of the same name and arguments that returns its results}"""
-    groups: dict[tuple[str, tuple[str, ...]], list[torch.FunctionSchema]] = {}
-    for schema in torch._C._jit_get_all_schemas():
-        if schema.name.startswith("aten::"):
-            groups.setdefault((schema.name.removesuffix("_"), _arguments(schema)), []).append(schema)
+def _names(base: str) -> dict[str, str]:
+    """{operator of this name: the one with the same arguments that returns its results}"""
+    groups: dict[tuple[str, ...], list[torch.FunctionSchema]] = {}
+    for name in (base, base + "_"):
+        for schema in torch._C._jit_get_schemas_for_operator(name):
+            groups.setdefault(_arguments(schema), []).append(schema)
     names = {}
     for group in groups.values():
         returning = [s for s in group if not s.is_mutable] or group
@@ -45,14 +45,19 @@ def _names() -> dict[str, str]:
     return names
 
 
+def _base(name: str) -> str:
+    return name.partition(".")[0].removesuffix("_")
+
+
 def row_of(name: str) -> str:
     """The name of the row for an operator: "aten::topk" for "aten::topk.values"."""
-    return _names().get(name, name)
+    return _names(_base(name)).get(name, name)
 
 
 def operators(version: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each operator that has a row, and the row."""
     rows = table()[version]
-    for name, row in _names().items():
-        if row in rows:
-            yield name, rows[row]
+    for base in sorted({_base(name) for name in rows}):
+        for name, row in _names(base).items():
+            if row in rows:
+                yield name, rows[row]

@@ -37,6 +37,7 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_contents.restype = ctypes.c_void_p
     library.simulator_set_heap_limit.argtypes = [ctypes.c_size_t]
     library.simulator_is_resident.argtypes = [ctypes.c_void_p]
+    library.simulator_unknown_aten.restype = ctypes.c_char_p
     library.simulator_add_aten.argtypes = [
         ctypes.c_int,
         ctypes.c_char_p,
@@ -158,6 +159,11 @@ def torch_version(version: str) -> Iterator[None]:
         yield
     finally:
         _runtime().simulator_use_torch(before)
+
+
+def unknown_aten() -> list[str]:
+    """The operators of aten that have run so far and that aten.json does not have; forgets them."""
+    return _runtime().simulator_unknown_aten().decode().split()
 
 
 @contextlib.contextmanager

@@ -248,11 +248,6 @@ def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
         x, b = on_device(1, tokens, 256, dtype=dtype), on_device(1, tokens, 16, dtype=dtype)
         call = functools.partial(torch.ops.moe_mps.selective_scan_, x, x, b, b, state, a_log, gate=x)
         yield f"selective_scan_ of {tokens}", call, {}, state.numel() * tokens
-    state, decay = on_device(1, 256), on_device(256)
-    for tokens in (1, 48):
-        x = on_device(1, tokens, 256, dtype=dtype)
-        call = functools.partial(torch.ops.moe_mps.rg_lru_, x, x, x, state, decay, branch=x)
-        yield f"rg_lru_ of {tokens}", call, {}, x.numel()
 
 
 def hyper_connection(dtype: torch.dtype) -> Iterator[Call]:

@@ -52,7 +52,7 @@ def in_parts(
             given = {"position_ids": place} if tells_positions else {}
             out = model(input_ids=part, **cache_argument(model, cache), use_cache=True, **given)
             logits.append(out[0].float().cpu())
-            cache = cache_among(out, cache)  # RecurrentGemma gives none back
+            cache = cache_among(out, cache)
     return logits, cache
 
 

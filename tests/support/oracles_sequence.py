@@ -128,33 +128,6 @@ def selective_scan(a) -> tuple[np.ndarray, ...]:
     return result, state, result_magnitude, magnitude, pending
 
 
-def rg_lru(a) -> tuple[np.ndarray, ...]:
-    """What rg_lru_ computes of its arguments: result, states behind each token, and the sums of the absolute
-    terms; of states, with the one in front of all tokens.
-    """
-    x, state = exact(a.x), exact(a.state_).copy()
-    for row, count in enumerate([] if a.pending_ is None else a.counts[:, 0].tolist()):
-        if count:
-            state[row] = exact(a.pending_)[row, :, count - 1]
-    gates = zip((a.input_gate, a.decay_gate), (a.input_bias, a.decay_bias), strict=True)
-    opened, kept = (sigmoid(exact(gate) + (0.0 if bias is None else exact(bias))) for gate, bias in gates)
-    log_a = -8.0 * np.logaddexp(0.0, exact(a.decay)) * kept
-    width, decay = np.sqrt(-np.expm1(2 * log_a)), np.exp(log_a)
-    if a.positions is not None:
-        begins = a.positions.cpu().numpy()[..., None] == 0
-        width, decay = np.where(begins, 1.0, width), np.where(begins, 0.0, decay)
-    magnitude, result, result_magnitude = abs(state), np.empty_like(x), np.empty_like(x)
-    states, magnitudes = [state], [magnitude]
-    branch = np.ones_like(x) if a.branch is None else exact(a.branch)
-    for t in range(x.shape[1]):
-        new = width[:, t] * opened[:, t] * x[:, t]
-        state, magnitude = decay[:, t] * state + new, decay[:, t] * magnitude + abs(new)
-        result[:, t], result_magnitude[:, t] = state * branch[:, t], magnitude * abs(branch[:, t])
-        states.append(state)
-        magnitudes.append(magnitude)
-    return result, np.stack(states, 1), result_magnitude, np.stack(magnitudes, 1)
-
-
 def recurrence(a) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """What linear_attention_ computes of its arguments, head by head: result, state, pending tokens."""
     q, k, v, state = map(exact, (a.q, a.k, a.v, a.state_))

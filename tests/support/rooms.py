@@ -17,6 +17,7 @@ ROOTS = {PACKAGE: REPOSITORY, TESTS: TESTS, **{folder: folder for folder in _OF_
 FLOORS = (
     "_versions",
     "_text",
+    "_environment",
     "_interrupts",
     "_progress",
     "_weight_formats",

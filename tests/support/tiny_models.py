@@ -167,7 +167,13 @@ EXTRA: dict[str, dict] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "granitemoehybrid": HYBRID,
     "bamba": {"attn_layer_indices": [1]},
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16, "mamba_n_groups": 1},
+    "falcon_h1": {
+        "mamba_d_ssm": 64,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 1,
+        "ssm_in_multiplier": 1.5,
+        "ssm_multipliers": [0.5, 2.0, 0.7, 1.3, 1.1],
+    },
     "gemma3n_text": SLIDING
     | {
         "num_kv_shared_layers": 0,

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from .._environment import prepare_libraries
 from .._install import install_command
 from .._text import first_line
 from .arguments import parse, parser
@@ -23,10 +24,6 @@ from .processes import first_process_talks, follows, send_to_other_processes
 
 WITHOUT_TORCH = ("launch",)
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
-# Turns that a thread of libgomp waits for work before it sleeps. Its own choice is 300,000 for the threads of
-# the main thread, and 1,000 where there are more threads than cores, as in the server. Beside two busy
-# processes on two cores `generate` made 0.7 tokens/s with the first, and 3.4 with the second.
-_SPINS = ("GOMP_SPINCOUNT", "1000")
 
 
 def run() -> int:
@@ -63,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pressed: list[int] = []
     try:
         with _signals_raise(pressed), first_process_talks():
-            _set_libraries()
+            if "torch" not in sys.modules:
+                prepare_libraries(sys.stderr.isatty())
             check_options(options)  # before the seconds in which torch is imported
             code = _run(options)
             sys.stdout.flush()
@@ -102,20 +100,6 @@ def _imported(command: str) -> Any:
     """The module of a command; stderr says that torch is imported, if it is."""
     with nullcontext() if command in WITHOUT_TORCH else importing_torch(command):
         return importlib.import_module(f".{command}", __package__)
-
-
-def _set_libraries() -> None:
-    """Sets variables that libraries read when they are imported.
-
-    Threads of libgomp that wait let other processes have the cores. The Hub and transformers show bars on a
-    terminal alone.
-    """
-    if "torch" in sys.modules:
-        return
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault(*_SPINS)
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def _line(error: Exception) -> str | None:

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -20,8 +19,8 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 DESCRIPTION = "Quantised Hugging Face models on Apple GPUs."
 EPILOG = (
-    "`torch-moe-mps COMMAND --help` has examples. An error is one line, to which --debug, or "
-    "MOE_MPS_TRACEBACK=1 in the environment, adds a traceback; the exit code is then not 0."
+    "`torch-moe-mps COMMAND --help` has examples. An error is one line, to which --debug "
+    "adds a traceback; the exit code is then not 0."
 )
 
 
@@ -62,8 +61,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--debug",
             action="store_true",
-            default=os.environ.get("MOE_MPS_TRACEBACK", "0") != "0",
-            help="show where an error comes from, as MOE_MPS_TRACEBACK=1 does",
+            help="show where an error comes from",
         )
     return whole
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
+from .._environment import processes
 from .._faults import gpu_busy, synchronize
 from ..macs import this_mac
 from ..selfcheck import tensor_units
@@ -36,7 +37,7 @@ from ..transformers.upstream.calls import cache_among, cache_argument
 from .arguments import NO_DRAFTS
 from .caches import KVCache, kv_cache
 from .perplexity import text_ids
-from .processes import processes, sizes_of
+from .processes import sizes_of
 from .results import write_json
 from .sources import check_generates, context_of, folder_of, load, loading_options, skeleton_of, usable_device
 from .speculative import drafts_of

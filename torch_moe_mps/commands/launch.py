@@ -6,7 +6,6 @@ is for its process alone: no file of its settings changes.
 
 import argparse
 import json
-import os
 import shutil
 import signal
 import socket
@@ -20,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._environment import API_KEY, api_key, with_others
 from .places import look_for_models
 
-KEY = "MOE_MPS_API_KEY"  # in the environment: of `serve`, and of who asks it
 _NAME = "torch-moe-mps"  # the provider's name in the settings of an agent
 _WAITS = 30.0  # seconds for the server to end
 # Options of `serve` that are handed on.
@@ -56,7 +55,7 @@ class Start(NamedTuple):
 def _codex(server: Server, key: str | None) -> Start:
     about = {"name": _NAME, "base_url": f"{server.url}/v1", "wire_api": "responses"}
     if key is not None:
-        about["env_key"] = KEY
+        about["env_key"] = API_KEY
     provider = ", ".join(f"{name}={json.dumps(value)}" for name, value in about.items())
     settings = [f'model_provider="{_NAME}"', f"model_providers.{_NAME}={{{provider}}}"]
     if server.context is not None:
@@ -108,14 +107,14 @@ def run(options: argparse.Namespace) -> int:
 
     Raises: ValueError, OSError with a one-line message.
     """
-    key = os.environ.get(KEY) or None
+    key = api_key()
     program = shutil.which(options.agent)
     with _server(options, key) as server:
         _, how = _AGENTS[options.agent]
         start = how(server, key)
         command = [str(program), *start.arguments, *options.arguments]
         with _ctrl_c_is_the_agents():
-            code = subprocess.call(command, env={**os.environ, **start.variables})
+            code = subprocess.call(command, env=with_others(start.variables))
     return code if code >= 0 else 128 - code
 
 

@@ -10,22 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, NamedTuple
 
+from .._environment import is_first_process, processes, show_no_progress
 from ..serving.speculative import LOOKUP
 from .arguments import NO_DRAFTS
 
 # Commands whose jobs an engine in the first process generates; in those of others, all compute alike.
 _LED = ("bench", "chat", "generate", "serve")
 _PIPELINE = f"{__package__.rpartition('.')[0]}.pipeline"
-
-
-def processes() -> int:
-    """Number of processes; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_first_process() -> bool:
-    """True in the only process, or that of rank 0, which prints."""
-    return processes() == 1 or os.environ.get("RANK") == "0"
 
 
 def follows(command: str) -> bool:
@@ -68,7 +59,7 @@ def first_process_talks() -> Iterator[None]:
             if (executor := sys.modules.get(f"{_PIPELINE}.executor")) is not None:
                 executor.end_all()
         return
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    show_no_progress()
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
 

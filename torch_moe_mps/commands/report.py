@@ -6,7 +6,6 @@ fails, aborts or takes too long leaves the others. The file has no path and no n
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._environment import with_others
 from ..selfcheck.facts import anonymous
 from ..selfcheck.machine import is_available
 from ..selfcheck.registers import of_library
@@ -125,7 +125,7 @@ def executed(phase: Phase, seconds: float, file: zipfile.ZipFile) -> dict[str, A
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **phase.environment},
+                env=with_others(phase.environment),
             )
             try:
                 code = process.wait(seconds)

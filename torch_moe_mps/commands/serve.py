@@ -13,8 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from .._environment import API_KEY, api_key
 from ..serving.media.loading import Media
-from .launch import KEY
 
 if TYPE_CHECKING:
     import uvicorn
@@ -59,9 +59,9 @@ def media_of(options: argparse.Namespace) -> Media:
 
 def key_of(options: argparse.Namespace) -> str | None:
     """The key that requests need. Raises: ValueError for one that clients cannot send in a header."""
-    key = options.api_key or os.environ.get(KEY) or None
+    key = options.api_key or api_key()
     if key is not None and not (key.isascii() and key.isprintable()):
-        name = "--api-key" if options.api_key else KEY
+        name = "--api-key" if options.api_key else API_KEY
         raise ValueError(f"{name} must have only printable ASCII characters, got {key!a}")
     return key
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from .._environment import processes
 from .._interrupts import at_ctrl_c
 from ..macs import machine_memory
 from ..selfcheck.machine import cache_folder
@@ -20,7 +21,6 @@ from ..serving.media.loading import Media
 from ..serving.prefix_cache.disk import Disk
 from ..serving.prefix_cache.memory import PrefixCache
 from .caches import kv_cache
-from .processes import processes
 from .sources import (
     check_adapter,
     check_generates,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._environment import is_first_process, processes
 from .._text import first_line, split_gguf
 from ..macs import refusal
 from ..serving.engine.encoder import NO_TEXT
@@ -19,7 +20,7 @@ from ..transformers.checkpoints.gguf.file import check_file
 from ..transformers.checkpoints.layouts.files import check_files
 from ..transformers.checkpoints.source import Source, read_tokenizer
 from .places import SMALL_FILES, place_of, place_of_adapter
-from .processes import is_first_process, load_spread, processes
+from .processes import load_spread
 
 
 def folder_of(source: str, revision: str | None = None, weights: bool = True) -> str:

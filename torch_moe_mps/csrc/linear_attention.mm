@@ -229,58 +229,10 @@ Tensor selective_scan_(const Tensor& x, const Tensor& step, const Tensor& b, con
   return output;
 }
 
-Tensor rg_lru_(const Tensor& x, const Tensor& input_gate, const Tensor& decay_gate, const Tensor& state,
-               const Tensor& decay_, const OptionalTensor& positions, const OptionalTensor& input_bias_,
-               const OptionalTensor& decay_bias_, const OptionalTensor& branch, const OptionalTensor& pending,
-               const OptionalTensor& counts_, bool keep) {
-  const Tensor output = at::empty(x.sizes(), x.options());
-  if (output.numel() == 0 && (!pending || pending->numel() == 0)) return output;
-  const Tensor decay = decay_.contiguous();
-  const OptionalTensor input_bias = contiguous(input_bias_), decay_bias = contiguous(decay_bias_);
-  const OptionalTensor counts = contiguous(counts_);
-  RgLruParams params{};
-  params.x = token_strides(x);
-  params.input_gate = token_strides(input_gate);
-  params.decay_gate = token_strides(decay_gate);
-  params.branch = token_strides(branch);
-  params.state = {uint64_t(state.stride(0)), 0, uint64_t(state.stride(1))};
-  if (pending) params.held = head_strides(*pending);
-  if (positions) {
-    params.position_words = positions->element_size() / sizeof(uint32_t);
-    params.positions_batch = positions->stride(0) * params.position_words;
-    params.positions_token = positions->stride(1) * params.position_words;
-  }
-  params.tokens = x.size(1);
-  params.channels = x.size(2);
-  params.decay_dtype = dtype_code(decay);
-  params.has_input_bias = has(input_bias, params.input_bias_dtype);
-  params.has_decay_bias = has(decay_bias, params.decay_bias_dtype);
-  params.has_branch = branch.has_value();
-  params.pending = pending ? pending->size(2) : 0;
-  params.keep = keep;
-  // A call of no tokens has empty tensors, in whose place another one is bound.
-  const bool has_tokens = output.numel() > 0;
-  const Tensor some = has_tokens ? output : decay;
-  const OptionalTensor none;
-
-  Commands commands;
-  commands.add({"linear_attention", x.scalar_type()}, "rg_lru", some)
-      .bind_strided(has_tokens ? x : some, has_tokens ? input_gate : some, has_tokens ? decay_gate : some)
-      .bind_strided(has_tokens ? branch : none, has_tokens ? positions : none, state)
-      .bind(decay, input_bias, decay_bias, some)
-      .bind_strided(pending)
-      .bind(counts)
-      .params(params)
-      .threadgroups({ceil_div(params.channels, kRgLruThreads), x.size(0)}, {kRgLruThreads});
-  commands.encode();
-  return output;
-}
-
 }  // namespace
 
 MOE_OPERATOR(causal_conv1d_update_)
 MOE_OPERATOR(linear_attention_)
 MOE_OPERATOR(selective_scan_)
-MOE_OPERATOR(rg_lru_)
 
 }  // namespace moe_mps

@@ -23,7 +23,7 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
 }
 
 const std::vector<c10::Argument>& arguments_of(const char* operator_name) {
-  const std::string qualified = std::string("moe_mps::") + operator_name;
+  const std::string qualified = std::string(C10_STRINGIZE(moe_mps) "::") + operator_name;
   return c10::Dispatcher::singleton().findSchemaOrThrow(qualified.c_str(), "").schema().arguments();
 }
 

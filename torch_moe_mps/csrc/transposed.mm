@@ -9,6 +9,7 @@
 
 #include "bucket.h"
 #include "combine.h"
+#include "formats.h"
 #include "metal/work.h"
 #include "tensors.h"
 

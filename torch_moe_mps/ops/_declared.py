@@ -106,6 +106,7 @@ class Declared:
     """A line as above, and what other arguments may be.
 
     Attributes:
+        line, texts: the declaration and the dependences, as they were written.
         tensors: (argument, shapes, dtype) of each.
         results: (argument or "", shapes, dtype) of each; None if the line says nothing of results.
         allowed: of other arguments: names, a range of integers, or the least number.
@@ -113,6 +114,7 @@ class Declared:
     """
 
     def __init__(self, line: str, allowed: dict[str, Any], dependences: Sequence[str] = ()):
+        self.line, self.texts = line, dependences
         arguments, arrow, results = line.partition("->")
         self.tensors = tensors_in(arguments)
         self.results = tensors_in(results) if arrow else None

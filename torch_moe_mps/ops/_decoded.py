@@ -7,7 +7,6 @@ mode; and, as no write through `.data` is counted, by a sample of each tensor, w
 """
 
 import contextlib
-import os
 import sys
 import threading
 import weakref
@@ -20,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._environment import cpu_memory
 from ..macs import said
 from ._formats import QuantizedWeight
 from ._registry import PLAIN, nothing_between
 
-VARIABLE = "MOE_MPS_CPU_MEMORY"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _SAMPLES = 64  # elements, each perhaps a cache miss: 256 took a sixth of a product of 576 x 576 with a row
 VALUES_AT_ONCE = 1 << 22  # decoded of a matrix: temporaries take a few times 16 MiB, whatever its size
@@ -274,18 +273,10 @@ def memory() -> int:
     Raises: ValueError where the variable is no number of GB.
     """
     global _quarter
-    chosen = os.environ.get(VARIABLE)
-    if chosen is None:
-        if _bytes == 0:
-            _quarter = free_memory() // 4
-        return _quarter
-    try:
-        size = float(chosen)
-    except ValueError:
-        size = -1.0
-    if not 0.0 <= size < float("inf"):
-        raise ValueError(f"moe_mps: {VARIABLE} must be a number of GB, 0 to keep nothing, got {chosen!r}")
-    return int(size * 1e9)
+    chosen = cpu_memory()
+    if chosen is None and _bytes == 0:
+        _quarter = free_memory() // 4
+    return _quarter if chosen is None else chosen
 
 
 def free_memory() -> int:

@@ -458,6 +458,8 @@ def write_cache_quantized_(
     Returns: `packed_`, `scales_` and `biases_`. `torch.ops.moe_mps` itself returns nothing.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
+
+    In models whose cache holds 8 bits.
     """
     if states.numel() == 0:
         return packed_, scales_, biases_

@@ -37,6 +37,8 @@ def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
+    In models the experts' first product applies the activation: `moe_experts`, `moe_experts_quantized`.
+
     Stands for the source kernel silu_mul_stacked_f32.
     """
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
@@ -93,6 +95,8 @@ def expert_activation(x: Tensor, activation: Activation) -> Tensor:
     Returns: [..., I] in the dtype of `x`; computed in float32. Gradients reach `x`.
 
     Raises: ValueError for a dtype, shape, device or option that does not fit.
+
+    In models that train, or have adapters on experts, it stands between two products.
     """
     return activation.apply(x).to(x.dtype)
 
@@ -115,6 +119,8 @@ def weighted_sum_stacked(expert_out: Tensor, weights: Tensor) -> Tensor:
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
+    In models `moe_experts` and `moe_weighted_reduce` sum.
+
     Stands for the source kernel weighted_sum_stacked_f32.
     """
     return _sum_over_slots(expert_out, weights).to(expert_out.dtype)
@@ -132,6 +138,8 @@ def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, weight
     Returns: `residual_`. `torch.ops.moe_mps` itself returns nothing.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
+
+    In models `moe_experts` adds the residual itself.
 
     Stands for the source kernel weighted_sum_residual_stacked_f32.
     """
@@ -157,6 +165,8 @@ def weighted_sum_residual_norm_stacked_(
     Returns: [..., H] in the dtype of `residual_`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
+
+    In models `moe_experts` sums, and the operator behind it norms its input.
 
     Stands for the source kernel weighted_sum_residual_norm_stacked_f32.
     """

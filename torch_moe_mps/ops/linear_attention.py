@@ -328,9 +328,10 @@ def linear_attention_(
         out[:, t] = result if skip is None else result + skip.float().unsqueeze(-1) * token.value
     if not keep:
         state_.copy_(state)
-    if gate is None or norm.norm_weight is None:
+    weight, eps, offset = norm
+    if gate is None or weight is None:
         return out
-    return rms_norm_gated(out, gate, *norm, gate_activation)
+    return rms_norm_gated(out, gate, weight, eps, offset, gate_activation)
 
 
 # Mamba-1
@@ -450,90 +451,6 @@ def selective_scan_(
     return results.to(x.dtype)
 
 
-# Griffin
-
-
-@operator(
-    "x[B, T, C] input_gate[B, T, C]:x decay_gate[B, T, C]:x state_[B, C]:float32 decay[C] positions[B, T]:id "
-    f"input_bias[C] decay_bias[C] branch[B, T, C]:x pending_[B, C, N<={MAX_PENDING}]:float32 "
-    "counts[B, 1]:int32 -> x",
-    lambda check, pending_, keep, **_: _check_keep(check, pending_, keep),
-    dependences=(_PENDING,),
-)
-def rg_lru_(
-    x: Tensor,
-    input_gate: Tensor,
-    decay_gate: Tensor,
-    state_: Tensor,
-    decay: Tensor,
-    *,
-    positions: Tensor | None = None,
-    input_bias: Tensor | None = None,
-    decay_bias: Tensor | None = None,
-    branch: Tensor | None = None,
-    pending_: Tensor | None = None,
-    counts: Tensor | None = None,
-    keep: bool = False,
-) -> Tensor:
-    """Griffin's real-gated linear recurrent unit, token after token. For each channel, which has one state:
-
-        a = exp(-8 * softplus(decay) * sigmoid(decay_gate + decay_bias))
-        state_ = a * state_ + sqrt(1 - a^2) * sigmoid(input_gate + input_bias) * x
-        result = state_ * branch
-
-    A token at position 0 begins anew: its a is 0, whatever the state holds.
-
-    Everything is computed in float32 and rounded once. The state has the same bits wherever a prompt is cut
-    into calls. Source: Griffin, arXiv 2402.19427, section 2.4.
-
-    With `pending_`, which keeps the state behind each token, state_ first becomes the one behind the first
-    `counts` tokens. With `keep`, it is left so, and the states behind this call's tokens are kept in their
-    place: how many of them are right is known to the next call. A call of no tokens takes in those that are
-    pending.
-
-    Args:
-        x: [B, T, C], float32, float16 or bfloat16; strides are free here and below.
-        input_gate, decay_gate: [B, T, C] in the dtype of `x`: the gates before their sigmoid.
-        state_: [B, C], float32; updated in place, whatever its strides. It must not overlap itself (as an
-            expanded tensor does) nor the other arguments.
-        decay: [C], any of the three dtypes.
-        positions: [B, T], int32 or int64, or None: no token begins anew.
-        input_bias, decay_bias: [C], any of the three dtypes, or None.
-        branch: [B, T, C] in the dtype of `x`, such as the other branch of a block, or None: 1.
-        pending_: [B, C, N], float32, N at most 8, or None; written in place as the state is.
-        counts: [B, 1], int32: how many tokens of each row in `pending_` are right; given with it.
-        keep: the call's tokens, at most N, are pending.
-
-    Returns: [B, T, C] in the dtype of `x`.
-
-    Raises: ValueError for a dtype, shape or device that does not fit.
-    """
-    rate = -8.0 * torch.nn.functional.softplus(decay.float())
-    state, results = state_.clone(), torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    if pending_ is not None and counts is not None:
-        every = torch.cat((state.unsqueeze(2), pending_), 2)
-        places = counts.clamp(0, pending_.shape[2]).long().unsqueeze(2)
-        state = every.gather(2, places.expand(*state.shape, 1)).squeeze(2)
-        state_.copy_(state)
-    for token in range(x.shape[1]):  # each needs the state that the one before leaves
-        opened, kept = (
-            torch.sigmoid(gate[:, token].float() + (0.0 if bias is None else bias.float()))
-            for gate, bias in ((input_gate, input_bias), (decay_gate, decay_bias))
-        )
-        before = (rate * kept).exp() * state
-        width = torch.sqrt(-torch.expm1(2.0 * rate * kept))
-        if positions is not None:
-            begins = positions[:, token, None] == 0
-            before, width = torch.where(begins, 0.0, before), torch.where(begins, 1.0, width)
-        state = before + width * opened * x[:, token].float()
-        results[:, token] = state
-    if keep and pending_ is not None:
-        pending_[..., : x.shape[1]] = results.mT
-    else:
-        state_.copy_(state)
-    return (results if branch is None else results * branch.float()).to(x.dtype)
-
-
 def _counts(s: Sample) -> dict[str, Any]:
     return {"counts": torch.tensor([[3], [0]], dtype=torch.int32, device=s.device)}
 
@@ -555,10 +472,6 @@ CALLS: Calls = {
         **{"scale": 0.25, "l2norm_eps": 1e-6, "decay_form": "softplus", "beta_activation": "sigmoid"},
     ),
     "selective_scan_": lambda s: s.of("x[2, T, 6] B[2, T, 5] dt_bias[6]"),
-    "rg_lru_": lambda s: {
-        **s.of("x[2, T, 6] input_bias[6] decay_bias[6] branch[2, T, 6]"),
-        "positions": s.integers(2, 2, s.T, dtype=torch.int64),
-    },
 }
 CHANGES: Changes = {
     "causal_conv1d_update_": lambda s: [
@@ -574,13 +487,6 @@ CHANGES: Changes = {
         | {"state_": s.values(2, 16, 70, dtype=torch.float32).mT},
         *(_scanned(s) | {"keep": keep} for keep in (False, True)),
         _scanned(s) | s.of("x[2, 0, 6]"),
-    ],
-    "rg_lru_": lambda s: [
-        {"positions": s.integers(2, 2, s.T, dtype=torch.int32), "decay_bias": None},
-        {"pending_": s.values(2, 6, MAX_PENDING, dtype=torch.float32), "keep": True} | _counts(s),
-        s.of("x[2, 0, 6]") | {"pending_": s.values(2, MAX_PENDING, 6, dtype=torch.float32).mT} | _counts(s),
-        dict.fromkeys(("positions", "input_bias", "branch"))
-        | {"x": s.values(2, 6, s.T).mT, "state_": s.values(6, 2, dtype=torch.float32).mT},
     ],
     "linear_attention_": lambda s: [
         {"A_log": None, "dt_bias": None, "g": -s.values(2, s.T, 4).abs(), "beta_activation": "none"}

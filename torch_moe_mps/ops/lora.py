@@ -49,6 +49,8 @@ def linear_lora(added: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float =
     Returns: [..., N] in the dtype of `added`; computed in float32, rounded once. On Metal it is one dispatch.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
+
+    In models with adapters.
     """
     return (added.float() + (x.float() @ a.float().T) @ b.float().T * scaling).to(added.dtype)
 
@@ -130,6 +132,8 @@ def expert_lora(
         `x`, `a` and `b`.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
+
+    In models with adapters on experts.
     """
     outer = project_slots(
         _inner(x, a, ids, num_experts), ids, (num_experts, len(b)), _of_expert(b, num_experts, True), None

@@ -282,6 +282,8 @@ def fused_residual_norm_scalar(
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
+    In models `fused_residual_norm` with a factor takes its place.
+
     Stands for the source kernel fused_residual_norm_scalar_f32.
     """
     result = normed(residual + x, weight, eps, weight_offset)

@@ -64,6 +64,8 @@ def quantize_by_importance(
         group sum |w - decoded| and sum |w|.
 
     Raises: ValueError for a dtype, shape, format or device that does not fit.
+
+    In models while they are quantised with an importance matrix.
     """
     stored = FORMATS[format]
     if weight.numel() == 0:

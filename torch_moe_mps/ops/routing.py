@@ -231,6 +231,10 @@ def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) ->
 
     The sum is at least 1 / E, so the floor of 2^-14 under it in the source kernel has no effect.
 
+    Logits are compared, not probabilities, which saturate: of eight logits, 0 at id 2, -200 at 6, -250 at 1
+    and -300 elsewhere, the best three are [2, 6, 1]. The source kernel compares probabilities, which are 0
+    behind the first, and chooses [2, 0, 1].
+
     Args:
         logits: [T, E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and
             lowest.
@@ -240,6 +244,8 @@ def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) ->
     Returns: weights [T, top_k] float32, descending, and ids [T, top_k] int32; ties go to the lower id.
 
     Raises: ValueError for a dtype, shape or count that does not fit.
+
+    In models `moe_router` chooses, which has every model's options.
 
     Stands for the source kernel moe_router_topk_softmax_f32.
     """
@@ -277,6 +283,8 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
         the logits; ties go to the lower id.
 
     Raises: ValueError for a dtype, shape, count or device that does not fit.
+
+    In models `moe_router` chooses, with scoring="softmax_after_topk".
 
     Stands for the source kernels fused_moe_routing_f32 (one token) and fused_moe_routing_batch_f32.
     """
@@ -453,6 +461,8 @@ def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
     Raises: ValueError for a dtype, shape or count that does not fit.
 
+    In models with adapters on experts, `expert_lora` takes its pairs.
+
     Stands for the source kernel moe_compute_ids_tpe_f32, in compressed form.
     """
     order, _, offsets = _sort_pairs(ids, num_experts)
@@ -482,6 +492,11 @@ def moe_compute_ids_tpe(
         gate_up_args, down_args: [3], the grids (max(1, ceil(max(tpe) / 32)), ceil(rows / 64), E).
 
     Raises: ValueError for a dtype, shape or count that does not fit.
+
+    The grids are of a GEMM with a threadgroup for 32 pairs and 64 rows of an expert, which a kernel of the
+    caller's dispatches indirectly, without waiting for the counts on the host.
+
+    In models `moe_bucket` sorts the pairs, and prefill kernels take its offsets in place of grids.
 
     Stands for the source kernel moe_compute_ids_tpe_f32, which orders an expert's pairs by atomics.
     """

@@ -73,6 +73,8 @@ def sample(
     to the host has both.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
+
+    In models' `generate` it chooses the token.
     """
     if draws is None:
         best, tokens = logits.float().max(-1)

@@ -182,6 +182,7 @@ def _by_search(
         weights = None if importance is None else importance[:, None]
         *tensors, sums = quantize_superblocks(chunk.float(), weights, format, format.integers)
     else:
+        assert importance is not None  # formats without integers are searched by importance alone
         *tensors, sums = quantize_by_importance(chunk, importance, format.name)
     if errors is not None:
         errors.add_sums(*sums.flatten(0, -2).sum(0).tolist())

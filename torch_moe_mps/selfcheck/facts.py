@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
+from .._environment import shown
 from ..macs import said
 from .machine import late_before, machine
 
 PACKAGES = ("transformers", "mlx", "mlx-lm", "accelerate", "safetensors")
-SWITCHES = ("MOE_MPS_", "PYTORCH_MPS_", "PYTORCH_ENABLE_MPS", "MTL_", "METAL_")
-SECRETS = ("_KEY", "_TOKEN")  # ends of names whose values no report may have
 
 
 def facts() -> dict[str, Any]:
@@ -27,11 +26,7 @@ def facts() -> dict[str, Any]:
     result["registers_planned_for"] = torch.ops.moe_mps._gpu_registers()
     result["memory_recommended"] = torch.mps.recommended_max_memory()
     result["versions"] = dict(filter(None, map(_version, PACKAGES)))
-    result["switches"] = {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(SWITCHES) and not name.endswith(SECRETS)
-    }
+    result["switches"] = shown()
     result["late"] = sorted(late_before())  # calls that accelerate() had no time for
     return result | (_of_macos() if sys.platform == "darwin" else {})
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .machine import COMMAND, SWITCH, cache_folder
+from .._environment import CHECK
+from .machine import COMMAND, cache_folder
 
 try:
     import fcntl
@@ -86,7 +87,7 @@ def _file() -> int:
         if steps := stopped():
             warnings.warn(
                 f"torch_moe_mps: the process before stopped in its self-check, {', '.join(steps)}. If nobody "
-                f"ended it, `{COMMAND}` writes a report for an issue; {SWITCH}=0 checks nothing",
+                f"ended it, `{COMMAND}` writes a report for an issue; {CHECK}=0 checks nothing",
                 stacklevel=2,
             )
         path = cache_folder() / f"journal-{os.getpid()}.txt"

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from .._environment import caches
 from .._extension import PACKAGE, SHADERS, host_library
 from ..macs import said
 
 COMMAND = "torch-moe-mps check"
 _KEY = ("torch_moe_mps", "code", "torch", "macos", "gpu")  # entries that a pass holds for
-SWITCH = "MOE_MPS_CHECK"  # in the environment: "0" leaves out the check of accelerate()
 _said = functools.cache(said)
 
 
@@ -67,8 +67,8 @@ def cache_folder() -> Path:
     """In the user's cache directory. Raises: RuntimeError where the user has no home directory."""
     home = Path.home()
     root = home / "Library/Caches" if sys.platform == "darwin" else home / ".cache"
-    if sys.platform != "darwin" and os.environ.get("XDG_CACHE_HOME"):
-        root = Path(os.environ["XDG_CACHE_HOME"])
+    if sys.platform != "darwin":
+        root = caches() or root
     return root / "torch_moe_mps"
 
 

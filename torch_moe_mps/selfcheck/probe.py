@@ -17,13 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._extension import _commit_interval, setting
+from .._environment import SDPA
+from .._extension import commit_setting, setting
 from .._faults import raise_fault
 from .._text import first_line
 from ..ops.attention import seen_in_order
 from .facts import facts
 from .journal import noted
-from .units import SDPA_VARIABLE, why_no_sdpa
+from .units import why_no_sdpa
 
 THREADS = 256  # in a threadgroup
 SIMDGROUPS = THREADS // 32
@@ -374,7 +375,7 @@ def chunk_of_a_prompt(sizes: Sizes) -> dict[str, Any]:
     own = _best(lambda: torch.ops.moe_mps.attention(q, k, v, width**-0.5), sizes.repeats)
     sdpa = _best(lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), sizes.repeats)
     result: dict[str, Any] = {"own": _digits(own * 1e3), "torch": _digits(sdpa * 1e3)}
-    return result | ({"set": f"{SDPA_VARIABLE}=1"} if sdpa < own else {})
+    return result | ({"set": f"{SDPA}=1"} if sdpa < own else {})
 
 
 def _is_held(size: int) -> bool:
@@ -420,7 +421,7 @@ def _best(call: Callable[[], object], repeats: int) -> float:
 
 def no_commits() -> AbstractContextManager[None]:
     """Commits come from the probe alone."""
-    return setting("_commit_every", 0, _commit_interval())
+    return setting("_commit_every", 0, commit_setting())
 
 
 def _digits(value: float) -> float:

@@ -460,9 +460,7 @@ SIZES: Changes = {
     "linear_quantized": _linear,
     "mlp_quantized": _mlp,
     "linear_attention_": _many_tokens,
-    **dict.fromkeys(
-        ("selective_scan_", "causal_conv1d_update_", "rg_lru_"), lambda s: [s.of("x[1, 150, 6]")]
-    ),
+    **dict.fromkeys(("selective_scan_", "causal_conv1d_update_"), lambda s: [s.of("x[1, 150, 6]")]),
     "_pointwise": _formulas,
     "_pool_window_": _pooled,
     "expert_qmm": _expert_qmm,

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .._extension import TENSOR_VARIABLE, use_of_tensor_units
+from .._environment import TENSOR_UNITS
+from .._extension import use_of_tensor_units
 from ..ops._formats import Format
 from ..ops._sample import FORMAT, E
 from ..ops._samples import sample_arguments
@@ -89,7 +90,7 @@ def why_not() -> str:
     use = use_of_tensor_units()
     if use == "auto":
         return why_no_units()
-    return f"{TENSOR_VARIABLE}=0" if use == "0" else ""
+    return f"{TENSOR_UNITS}=0" if use == "0" else ""
 
 
 def is_forced() -> bool:
@@ -101,7 +102,7 @@ def without_units(fault: Finding) -> str:
     """Line that tells a user why a library is not used."""
     return (
         f"torch_moe_mps: on this machine ({where()}) {fault}; matmuls of this kind do without tensor units, "
-        f"slower. `{COMMAND}` writes a report for an issue; {TENSOR_VARIABLE}=0 tries no more"
+        f"slower. `{COMMAND}` writes a report for an issue; {TENSOR_UNITS}=0 tries no more"
     )
 
 
@@ -118,9 +119,9 @@ def _decide(names: Collection[str], check: bool) -> Use:
     if not names:
         return Use(reason="there are no weights that they take, with activations of 16 bits")
     if is_forced():
-        return Use([*names], f"{TENSOR_VARIABLE}=1, not checked")
+        return Use([*names], f"{TENSOR_UNITS}=1, not checked")
     if not check:
-        return Use(reason=f"not checked; {TENSOR_VARIABLE}=1 uses them all the same")
+        return Use(reason=f"not checked; {TENSOR_UNITS}=1 uses them all the same")
     faults, late = first_failures(map(check_of, names))
     used = [name for name in names if name not in faults and name not in late]
     for name in used:

@@ -8,7 +8,6 @@ self-check.
 
 import itertools
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._environment import TUNE, is_on
 from .._extension import setting
 from .._faults import synchronize
 from .compare import OutOfTime
@@ -27,7 +27,6 @@ from .journal import noted
 from .machine import remember_tuned, tuned_before
 from .probe import no_commits
 
-SWITCH = "MOE_MPS_TUNE"  # in the environment: "0" leaves everything as it is planned
 SECONDS = 0.5  # for a model; what is left is timed the next time
 OPERATORS = ("linear_quantized", "mlp_quantized", "moe_experts", "moe_experts_quantized")
 MOST_TOKENS = 64  # matmuls of more are no dot products
@@ -57,7 +56,7 @@ _seconds_left = 0.0
 def begin() -> None:
     """Apply what this machine remembers, and let first calls take SECONDS for timing."""
     global _seconds_left
-    _seconds_left = SECONDS if os.environ.get(SWITCH) != "0" else 0.0
+    _seconds_left = SECONDS if is_on(TUNE) else 0.0
     if _seconds_left:
         for name, result in remembered().items():
             _known[name] = result

@@ -4,15 +4,13 @@
 """
 
 import functools
-import os
 
 import torch
 
+from .._environment import SDPA, is_asked
 from .._extension import torch_version
 from .._versions import SDPA_ON_UNITS, TENSOR_UNITS, dotted
 from ..macs import macos
-
-SDPA_VARIABLE = "MOE_MPS_SDPA"
 
 
 def why_no_units() -> str:
@@ -32,4 +30,4 @@ def why_no_sdpa() -> str:
 @functools.cache
 def chunks_run_sdpa() -> bool:
     """Whether chunks of a prompt behind other tokens run torch's attention, on tensor units."""
-    return os.environ.get(SDPA_VARIABLE) == "1" and not why_no_sdpa()
+    return is_asked(SDPA) and not why_no_sdpa()

@@ -17,6 +17,7 @@ from .attention.implementations import (
     use_attention,
 )
 from .attention.latents import use_latents
+from .basics.code import unchanged
 from .basics.interface import experts_of, is_experts, is_quantized, weights_in
 from .basics.own_on_cpu import said_of
 from .basics.report import Done, Report
@@ -34,7 +35,7 @@ from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
 from .modules.rules.formulas import check_traces
 from .self_check import begin, check_replacements, is_wanted, use_tensor_units
 from .trials.comparing import on_the_cpu
-from .trials.memory import counted, told
+from .trials.memory import summary_since, trials_run
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # names of routers in blocks
@@ -99,7 +100,7 @@ def accelerate(
     _require_module("accelerate", model)
     require_torch("accelerate", model)
     _require_known(recipe)
-    report, before = Report(), counted()
+    report, before = Report(), trials_run()
     wanted = requested_recipe(bits, group_size, mode, **recipe)
     _require_layers_of(model, wanted)
     weighed = given_importance("accelerate", importance, model, wanted is not None)
@@ -134,7 +135,7 @@ def accelerate(
         restore(model)
         report.rows.clear()
         _replace(model, report, kv_bits, capture)
-    report.trials = told(before)
+    report.trials = summary_since(before)
     report.tensor_units = use_tensor_units(model, check)
     report.kept_on_cpu = kept_on_cpu(model)
     report.own_on_cpu = said_of(model, report.done())
@@ -155,14 +156,19 @@ def _replace_in_twin(twin: nn.Module, report: Report, captures: bool) -> None:
 def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
     """Replaces what it can, and adds a row for each module to the report, in the model's order."""
     check_traces()
-    for prepare in PREPARED_BY:
-        prepare(model)
-    experts = _replace_experts(model, report)
-    _replace_others(model, report, experts)
+    with unchanged():
+        _replace_parts(model, report)
     if _is_of_transformers(model):
         _replace_calls(model, report, kv_bits, capture)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     report.rows.sort(key=lambda row: order[row.name])
+
+
+def _replace_parts(model: nn.Module, report: Report) -> None:
+    for prepare in PREPARED_BY:
+        prepare(model)
+    experts = _replace_experts(model, report)
+    _replace_others(model, report, experts)
 
 
 def _replace_experts(model: nn.Module, report: Report) -> Collection[str]:

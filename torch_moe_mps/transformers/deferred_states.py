@@ -17,6 +17,7 @@ from .caches.prompt_cache import new_cache
 from .caches.state import LayerState, copy_of_layer
 from .install import is_rewritten, run_as, runs_with_cache
 from .trials.comparing import agrees, on_the_cpu, tried
+from .trials.draws import normal
 from .trials.forms import first_form
 from .trials.twins import LinearCache, twin_of, width_of
 from .upstream.calls import cache_argument, needed_arguments
@@ -107,7 +108,7 @@ def _kinds(module: nn.Module, cls: type[nn.Module], states: int) -> Callable[[An
 
 def _twin_that_runs(module: nn.Module) -> Any:
     """A twin of a module that runs what that one runs."""
-    twin = twin_of(module, layer_idx=0)
+    twin = twin_of(module)
     if is_rewritten(module):
         run_as(twin, module)
     return twin
@@ -118,49 +119,49 @@ def _chunks(module: nn.Module, cls: type[nn.Module], states: int) -> Callable[[i
     return lambda _: _goes_on(_twin_that_runs(module), states)
 
 
-def _goes_on(twin: nn.Module, states: int) -> bool:
+def _goes_on(twin: Any, states: int) -> bool:
     """Whether a prompt in two pieces gives the result that it has in one."""
     found = []
-    x = torch.randn(1, _PROMPT + _DRAFTS, _width_of(twin, states))
+    x = normal(1, _PROMPT + _DRAFTS, _width_of(twin, states))
     for pieces in ((_PROMPT + _DRAFTS,), (_PROMPT, _DRAFTS)):
-        cache = LinearCache(states)
+        cache = LinearCache(states, twin.layer_idx)
         results = [_result(twin, piece, cache) for piece in x.split(pieces, 1)]
         found.append([torch.cat(results, 1), *(state.clone() for state in cache.states())])
     whole, in_pieces = found
     return agrees(in_pieces, whole, 1e-3)
 
 
-def _takes_back(twin: nn.Module, states: int, kind: AnyKind) -> bool:
+def _takes_back(twin: Any, states: int, kind: AnyKind) -> bool:
     """Whether rows that have lost different numbers of tokens go on as if these had never been."""
-    x = torch.randn(len(_RIGHT), _PROMPT + _DRAFTS + 1, _width_of(twin, states))
+    x = normal(len(_RIGHT), _PROMPT + _DRAFTS + 1, _width_of(twin, states))
     prompt, drafts, token = x.split((_PROMPT, _DRAFTS, 1), 1)
-    cache = LinearCache(states)
+    cache = LinearCache(states, twin.layer_idx)
     _result(twin, prompt, cache)
-    if not can_defer(cache.layers[0]):
+    if not can_defer(cache.layer):
         return False
     kind = kind.of(twin)
-    layer = deferred(cache.layers[0], kind)
-    cache.layers[0] = layer
+    layer = deferred(cache.layer, kind)
+    cache.layer = layer
     of_drafts = _result(twin, drafts, cache)
     layer.set_counts(torch.tensor(_RIGHT, dtype=torch.int32)[:, None])
     behind = [_copies(committed(_row_of(layer, row), right, kind)) for row, right in enumerate(_RIGHT)]
     found = _result(twin, token, cache)
     for row, right in enumerate(_RIGHT):
         one = slice(row, row + 1)
-        alone = LinearCache(states)
+        alone = LinearCache(states, twin.layer_idx)
         _result(twin, prompt[one], alone)
         expected = [_result(twin, drafts[one, n : n + 1], alone) for n in range(right)]
-        before = _copies(alone.layers[0])
+        before = _copies(alone.layer)
         expected.append(_result(twin, token[one], alone))
         own = torch.cat((of_drafts[one, :right], found[one]), 1)
-        theirs = [torch.cat(expected, 1), *before, *_copies(alone.layers[0])]
+        theirs = [torch.cat(expected, 1), *before, *_copies(alone.layer)]
         if not agrees([own, *behind[row], *_copies(_row_of(layer, row))], theirs, 1e-4):
             return False
     return True
 
 
-def _width_of(twin: nn.Module, states: int) -> int:
-    return width_of(twin, lambda x: _result(twin, x, LinearCache(states)))
+def _width_of(twin: Any, states: int) -> int:
+    return width_of(twin, lambda x: _result(twin, x, LinearCache(states, twin.layer_idx)))
 
 
 def _row_of(layer: Any, row: int) -> Any:

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from .._text import first_line
+from .basics.bounded import Bounded
 from .basics.classes import subclass
+from .basics.code import code_of
 from .basics.own_on_cpu import are_slower, own_is_faster
 from .basics.reads import holds, kept, recording
 from .basics.report import Done
@@ -36,6 +38,8 @@ from .modules.rules import FUNCTION_RULES, MODULE_RULES
 from .trials.comparing import on_the_cpu
 from .upstream.calls import Binder, cache_name, in_place
 
+_replacements = Bounded(4096)  # {code of a function that forwards call: what runs in its place}
+
 
 def is_rewritten(module: nn.Module) -> bool:
     return hasattr(type(module), CLASS_MARK)
@@ -43,7 +47,7 @@ def is_rewritten(module: nn.Module) -> bool:
 
 @on_the_cpu()  # for tensors that a model's functions are tried on
 def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
-    """Rewrites a module's forward. Returns: what was replaced in it, and if that is nothing, the reason."""
+    """Rewrites a module's forward. Returns: what was replaced in it, and why nothing or no more was."""
     done, reason = _rewrite(module)
     if not is_rewritten(module) and reads_a_layer(module):  # for batches that it reads sequence by sequence
         _run(module, type(module).forward, {}, is_own=True)
@@ -81,7 +85,7 @@ def _rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
         return [], first_line(error)
     if done:
         _run(module, forward, {}, is_own=True)
-        return done, None
+        return done, next(iter(refusals), reason)
     return [], next(iter(refusals), reason) or "its formula is none of the operators'"
 
 
@@ -90,7 +94,11 @@ def _with_functions(module: nn.Module) -> tuple[Callable, list[Done], list[str]]
     refusals: list[str] = []
 
     def in_place(function: types.FunctionType) -> InPlace | None:
-        result = _in_place(function)
+        try:
+            result = _in_place(function)
+        except Unsupported as error:
+            refusals.append(str(error))
+            return None
         refused = None if result is None else refusal(module, [result.done])
         if refused is not None:
             refusals.append(refused)
@@ -99,9 +107,18 @@ def _with_functions(module: nn.Module) -> tuple[Callable, list[Done], list[str]]
     return *with_operators(original_class(module).forward, in_place), refusals
 
 
-@functools.lru_cache(maxsize=4096)  # for each function that models call in each layer
 def _in_place(function: types.FunctionType) -> InPlace | None:
-    return next(filter(None, (rule(function) for rule in FUNCTION_RULES)), None)
+    """Replacement of a function. Raises: Unsupported if no trial reached a branch of it."""
+    key = code_of(function)
+    if key not in _replacements:
+        try:
+            _replacements[key] = next(filter(None, (rule(function) for rule in FUNCTION_RULES)), None)
+        except Unsupported as error:
+            _replacements[key] = error
+    found = _replacements[key]
+    if isinstance(found, Unsupported):
+        raise Unsupported(*found.args)
+    return found
 
 
 def _is_on_top(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError
 
+from ..macs import machine_memory
 from .accelerate import accelerate
 from .attention.implementations import require_kv_bits
 from .basics.self_check_state import own_code
@@ -151,9 +153,21 @@ def _read(source: Source, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     except NO_MODEL:
         source.skeleton()  # says so, if the config is the reason
         raise
+    except RuntimeError as error:
+        if (mapped := re.search(r"unable to mmap (\d+) bytes", str(error))) is None:
+            raise
+        raise ValueError(_too_large(source, int(mapped[1]))) from error
     except SafetensorError:  # does not name its file
         source.check_files()
         raise
+
+
+def _too_large(source: Source, size: int) -> str:
+    """Why a file of weights cannot be mapped, and which command prints what fits."""
+    sizes = (
+        f"a file of {size / 1e9:.1f} GB cannot be mapped on a machine with {machine_memory() / 1e9:.1f} GB"
+    )
+    return f"{source.path}: {sizes}; `torch-moe-mps fit {source.path}` prints what fits"
 
 
 def _importance(

@@ -4,7 +4,6 @@ If an operator fails, the model's own code stays in its place. Quantised weights
 are refused.
 """
 
-import os
 import time
 import warnings
 from collections.abc import Collection, Iterable
@@ -14,6 +13,7 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 
+from .._environment import CHECK, is_on
 from ..ops._formats import Format
 from ..ops._samples import OF_HEADS
 from ..ops.attention import CACHE_BITS
@@ -21,7 +21,7 @@ from ..selfcheck import once, tuner
 from ..selfcheck.calls import CACHE, DTYPES, subjects
 from ..selfcheck.compare import Finding
 from ..selfcheck.libraries import libraries
-from ..selfcheck.machine import COMMAND, SWITCH, is_available, where
+from ..selfcheck.machine import COMMAND, is_available, where
 from ..selfcheck.tensor_units import decide, is_forced, why_not, without_units
 from .basics.interface import formats_of, is_experts, is_quantized
 from .basics.report import Report
@@ -68,7 +68,7 @@ def begin(
 
 def is_wanted() -> bool:
     """Whether the user wants that anything is checked."""
-    return _ALLOWED.get() and os.environ.get(SWITCH) != "0"
+    return _ALLOWED.get() and is_on(CHECK)
 
 
 def _is_wanted(model: nn.Module) -> bool:

@@ -33,7 +33,6 @@ from .upstream.models import ALL_EXPERTS_FUNCTIONS
 
 FAMILIES = (
     "deepseek_v4",
-    "falcon_h1",
     "gemma4",
     "glm5_next",
     "gpt_oss",
@@ -43,8 +42,6 @@ FAMILIES = (
     "minimax",
     "minimax_m3",
     "qwen4_exp",
-    "recurrent_gemma",
-    "zamba",
     "zaya",
 )
 

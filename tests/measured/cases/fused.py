@@ -330,13 +330,6 @@ class DraftedSelective(Drafted, SelectiveScan):
         return vars(self) | {"groups": groups, "inputs": inputs}
 
 
-class DraftedLru(Drafted, OperatorCase, fields="group tokens channels dtype"):
-    """RG-LRU."""
-
-    operator = "rg_lru_"
-    tensors = "x[1, tokens, channels] branch[1, tokens, channels] pending_[1, channels, 8]:f32"
-
-
 class DraftedConvolution(Drafted, OperatorCase, fields="group tokens channels dtype"):
     """Four taps."""
 
@@ -591,7 +584,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [DraftedDelta("fused", t, 16, 32, 128, "bf16") for t in (2, 4)]
     cases += [DraftedChannels("fused", t, 32, 32, 128, "bf16") for t in (2, 4)]
     cases += [DraftedScan("fused", t, 8, 64, 128, 64, "bf16") for t in (2, 4)]
-    behind = (DraftedSelective, DraftedLru, DraftedConvolution, Delayed)
+    behind = (DraftedSelective, DraftedConvolution, Delayed)
     cases += [family("fused", t, 4096, "bf16") for family in behind for t in (1, 4)]
     return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8, 1024)]
 
@@ -634,5 +627,5 @@ def sanitizer_fused() -> list[Case]:
     for family in (Delta, DraftedDelta, DraftedChannels):
         cases += [family("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]
     cases += [DraftedScan("sanitize", t, 1, 2, states, 36, "bf16") for t in (1, 3) for states in (40, 100)]
-    behind = (DraftedSelective, DraftedLru, DraftedConvolution, Delayed)
+    behind = (DraftedSelective, DraftedConvolution, Delayed)
     return cases + [family("sanitize", t, 200, "bf16") for family in behind for t in (1, 3)]

@@ -11,8 +11,8 @@ from support.models import eager
 from support.speculative import Answered, Partly, prompts, settings
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps.serving.speculative.dflash import DFlash
-from torch_moe_mps.transformers.capture import policy
 from torch_moe_mps.transformers.capture.classes import captures_of
 
 DFlashCache = pytest.importorskip("transformers.cache_utils").DFlashCache
@@ -122,7 +122,7 @@ def test_the_assistant_of_another_model_is_one_line(models, sizes):
 def test_blocks_are_captured(models, monkeypatch):
     """However long: one program behind one state, one behind several. A second answer captures no more."""
     model, own, _ = models
-    monkeypatch.setenv(policy.SWITCH, "1")
+    monkeypatch.setenv(_environment.CAPTURE, "1")
     assistant, many = assistant_of(model, block_size=16), prompts(1)
     asked = copy.deepcopy(assistant)
     torch_moe_mps.accelerate(asked)

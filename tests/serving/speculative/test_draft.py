@@ -42,7 +42,6 @@ def test_a_draft_that_is_the_model_drafts_all(architecture):
         ("gpt_oss", 100, {"sliding_window": 8}),
         ("qwen3_next", 9, {}),
         ("jamba", 5, {}),
-        ("recurrent_gemma", 20, {"attention_window_size": 8}),
     ],
 )
 def test_drafts_are_the_likeliest_tokens_of_the_draft(architecture, length, sizes):

@@ -14,6 +14,7 @@ from support.sweep import in_sweep
 from transformers import LogitsProcessor
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps.serving.engine import drafts as drafts_of
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
@@ -23,15 +24,14 @@ from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.serving.speculative.verify import verified
 from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.capture import policy
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}  # no logits of text
 ARCHITECTURES = sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - OTHERS)
-# Mamba-2 beside attention, channels, and recurrent states alone.
-ARCHITECTURES += ["falcon_h1", "zamba2", "recurrent_gemma", "mamba", "falcon_mamba", "mamba2"]
+# Mamba-2 beside attention, and recurrent states alone.
+ARCHITECTURES += ["zamba2", "mamba", "falcon_mamba", "mamba2"]
 OFTEN = ("gpt_oss", "qwen3_next")  # windows and sinks; recurrent states
 
 
@@ -133,7 +133,7 @@ def test_one_capture_more(architecture, rows, monkeypatch):
     """Steps of any number of tokens are one program, however far rows go on, and wherever their states lie:
     those of one token are another, as without drafts.
     """
-    monkeypatch.setenv(policy.SWITCH, "1")
+    monkeypatch.setenv(_environment.CAPTURE, "1")
     model = eager(tiny_models.tiny_model(architecture))
     torch_moe_mps.accelerate(model)
     many, configs = prompts(rows), [settings(40)] * rows

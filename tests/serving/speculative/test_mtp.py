@@ -13,6 +13,7 @@ from support.sweep import in_sweep
 from transformers.modeling_layers import MtpModel
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.speculative import drafts_of
 from torch_moe_mps.serving.engine.memory import Memory
@@ -22,7 +23,6 @@ from torch_moe_mps.serving.speculative.drafting import Drafting
 from torch_moe_mps.serving.speculative.mtp import Mtp
 from torch_moe_mps.serving.speculative.prompt_lookup import Lookup
 from torch_moe_mps.serving.speculative.width import Width
-from torch_moe_mps.transformers.capture import policy
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.mtp.steps import mtp_steps
 
@@ -136,7 +136,7 @@ def test_they_are_in_the_memory_plan(models):
 def test_their_calls_are_captured(models, monkeypatch):
     """Once: a second answer captures nothing more."""
     model, _, _ = models
-    monkeypatch.setenv(policy.SWITCH, "1")
+    monkeypatch.setenv(_environment.CAPTURE, "1")
     torch_moe_mps.accelerate(model)
     many = prompts(1)
     (answer,) = Answered(model, many, [settings(40)]).answers

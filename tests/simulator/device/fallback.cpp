@@ -15,22 +15,7 @@ namespace {
 
 using torch::jit::Stack;
 
-// The kernel of torch's that a Mac would encode. Only the outermost operator is one.
-void encode(const c10::OperatorHandle& op) {
-  const std::string& name = op.schema().name();
-  const Aten own = aten(name, op.schema().overload_name());
-  if (own.is_graph) end_encoder();
-  const size_t left = threadgroup_bytes_set();
-  if (own.threadgroup_bytes + left > kMaxThreadgroupMemory) {
-    fail(name + ": its kernel has " + std::to_string(own.threadgroup_bytes) +
-         " bytes of threadgroup memory and " + std::to_string(left) +
-         " that are still set in the encoder, which are over the limit of " +
-         std::to_string(kMaxThreadgroupMemory));
-  }
-}
-
-void compute(const c10::OperatorHandle& op, Stack* stack) {
-  if (!StandIn::is_there()) encode(op);
+void compute_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   const StandIn stand_in;
   synchronize();
   stand_in.count();
@@ -44,6 +29,28 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
     if (generator.device().type() == c10::DeviceType::MPS) value = generator.get<Generator>()->cpu();
   }
   at::native::cpu_fallback(op, stack);
+}
+
+// The kernel of torch's that a Mac would encode. Only the outermost operator is one.
+// Returns: whether the host waits behind it.
+bool encode(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  const Aten own = aten(name, op.schema().overload_name());
+  if (own.is_graph) end_encoder();
+  const size_t left = threadgroup_bytes_set();
+  if (own.threadgroup_bytes + left > kMaxThreadgroupMemory) {
+    fail(name + ": its kernel has " + std::to_string(own.threadgroup_bytes) +
+         " bytes of threadgroup memory and " + std::to_string(left) +
+         " that are still set in the encoder, which are over the limit of " +
+         std::to_string(kMaxThreadgroupMemory));
+  }
+  return own.waits;
+}
+
+void compute(const c10::OperatorHandle& op, Stack* stack) {
+  const bool waits = !StandIn::is_there() && encode(op);
+  compute_on_cpu(op, stack);
+  if (waits) synchronize_host();
 }
 
 // Operators of other libraries must bring a kernel for MPS: one that is missing has to fail.

@@ -13,6 +13,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 
 #include "device.h"
 
@@ -190,11 +191,25 @@ std::map<std::pair<int, std::string>, Aten>& table() {
   static auto& rows = *new std::map<std::pair<int, std::string>, Aten>;
   return rows;
 }
+
+struct Unknown {
+  std::mutex mutex;
+  std::set<std::string> names;
+  std::string text;
+};
+Unknown& unknown() {
+  static Unknown& instance = *new Unknown;
+  return instance;
+}
 }  // namespace
 
 Aten aten(const std::string& name, const std::string& overload) {
-  const auto found = table().find({torch_minor(), overload.empty() ? name : name + "." + overload});
-  return found == table().end() ? Aten() : found->second;
+  const std::string full_name = overload.empty() ? name : name + "." + overload;
+  const auto found = table().find({torch_minor(), full_name});
+  if (found != table().end()) return found->second;
+  const std::lock_guard<std::mutex> lock(unknown().mutex);
+  unknown().names.insert(full_name);
+  return {};
 }
 
 void check_alignment(const Tensor& destination) {
@@ -261,4 +276,13 @@ extern "C" __attribute__((visibility("default"))) void simulator_add_aten(int mi
                                                                           int is_graph, int waits,
                                                                           size_t threadgroup_bytes) {
   simulator::table()[{minor, name}] = {is_graph != 0, waits != 0, threadgroup_bytes};
+}
+// The operators so far that the table does not have, a line each; forgets them. Valid until the next call.
+extern "C" __attribute__((visibility("default"))) const char* simulator_unknown_aten(void) {
+  auto& unknown = simulator::unknown();
+  const std::lock_guard<std::mutex> lock(unknown.mutex);
+  unknown.text.clear();
+  for (const std::string& name : unknown.names) unknown.text += name + "\n";
+  unknown.names.clear();
+  return unknown.text.c_str();
 }

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from simulator import aten
 from simulator.errors import SimulatorError
 
 VERSIONS = ("2.13", "2.14", "2.15")
@@ -70,6 +71,23 @@ def test_a_destination_between_words(x):
     for non_blocking in (False, True):
         with pytest.raises(RuntimeError, match="Unaligned blit request"):
             torch.zeros(8, dtype=torch.bfloat16)[1:7].copy_(x[0].bfloat16(), non_blocking=non_blocking)
+
+
+def test_operators_that_wait_and_those_of_mpsgraph(x, simulated):
+    """By aten.json: torch 2.13's floor waits for the GPU, 2.15's does not."""
+    for version, waits in (("2.13", True), ("2.15", False)):
+        with simulated.torch_version(version), simulated.timeline(lambda dispatch: 0.0, 0.25, 4.0) as times:
+            x.floor()
+            assert (times.now >= 4.0) == waits
+    assert aten.table()["2.13.0"]["aten::max.dim"]["graph"]
+    assert "graph" not in aten.table()["2.15.0"]["aten::max.dim"]
+    assert aten.table()["2.15.0"][aten.row_of("aten::topk.values")]["threadgroup"] == 32 * 1024
+
+
+def test_an_operator_that_is_not_in_the_table(x, simulated):
+    simulated.unknown_aten()
+    x.sort(), torch.linalg.eigvals(torch.eye(2, device="mps"))
+    assert simulated.unknown_aten() == ["aten::_linalg_eigvals"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

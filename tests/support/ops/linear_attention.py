@@ -89,16 +89,6 @@ def draw_selective_scan_(d):
     return {"x": x, "B": d.values(batch, tokens, states, dtype=x.dtype), **held}
 
 
-def draw_rg_lru_(d):
-    batch, channels, tokens = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 33, 0)
-    positions = torch.randint(3, (batch, tokens), generator=d.generator) * d.one(1, 2**32)
-    return {
-        "x": d.values(batch, tokens, channels),
-        "positions": d.one(None, positions, positions.clamp(max=2).int()),
-        **pending(d, tokens, (batch, channels), (), torch.float32),
-    }
-
-
 def expected_causal_conv1d_update_(a):
     before = oracles_sequence.positions_taken_in(a)
     rest = before, a.weight, a.bias, a.activation, a.before
@@ -134,34 +124,12 @@ def expected_selective_scan_(a):
     return [*(Expected(*each) for each in expected), *rows]
 
 
-def expected_rg_lru_(a):
-    result, states, *magnitudes = oracles_sequence.rg_lru(a)
-    error, tokens = (64 + 8 * a.x.shape[1]) * FLOAT32_EPS, a.x.shape[1]
-    result_error, errors = (error * m for m in magnitudes)
-    last = 0 if a.keep else tokens
-    expected = [Expected(result, result_error), Expected(states[:, last], errors[:, last])]
-    if a.pending_ is None:
-        return expected
-    kept, kept_error = exact(a.pending_).copy(), np.zeros(a.pending_.shape)
-    if a.keep:
-        kept[..., :tokens], kept_error[..., :tokens] = (x[:, 1:].swapaxes(1, 2) for x in (states, errors))
-    return [*expected, Expected(kept, kept_error)]
-
-
 def invalid_causal_conv1d_update_(zeros):
     kept = {"counts": zeros(2, 1, dtype=torch.int32), "keep": True}
     return [
         wrong("of W - 1 + before = 3 positions or more, got 2", conv_state_=zeros(2, 6, 2)),
         wrong("of W - 1 + before = 6 positions or more, got 5", conv_state_=zeros(2, 6, 5), before=3),
         wrong("before must be 0 with add_input, got 1", add_input=True, before=1),
-        wrong("keep must be False without pending_, got True", keep=True),
-        wrong("pending_ must be of T = 3 tokens or more, got 2", pending_=zeros(2, 6, 2), **kept),
-    ]
-
-
-def invalid_rg_lru_(zeros):
-    kept = {"counts": zeros(2, 1, dtype=torch.int32), "keep": True}
-    return [
         wrong("keep must be False without pending_, got True", keep=True),
         wrong("pending_ must be of T = 3 tokens or more, got 2", pending_=zeros(2, 6, 2), **kept),
     ]

@@ -12,7 +12,7 @@ from support.sweep import in_sweep
 from transformers import GenerationConfig
 
 import torch_moe_mps
-from torch_moe_mps.transformers.capture import policy
+from torch_moe_mps import _environment
 from torch_moe_mps.transformers.capture.classes import captures_of
 
 TARGETS = {
@@ -28,7 +28,7 @@ TARGETS = {
 @pytest.mark.on("cpu")
 @pytest.mark.parametrize("architecture", in_sweep(TARGETS, ("qwen3_moe",)))
 def test_switched(architecture, device, monkeypatch):
-    monkeypatch.setenv(policy.SWITCH, "1")
+    monkeypatch.setenv(_environment.CAPTURE, "1")
     with tiny_models.groups_of_32():
         dense = eager(tiny_models.tiny_model(architecture))
     packed = copy.deepcopy(dense)
@@ -67,7 +67,7 @@ def test_switched(architecture, device, monkeypatch):
 
 def test_operators_of_a_token(simulated, monkeypatch):
     """One for the adapter of each matrix, and experts in steps: no copy, no conversion."""
-    monkeypatch.setenv(policy.SWITCH, "1")
+    monkeypatch.setenv(_environment.CAPTURE, "1")
     model = launches.model_on_mps("qwen3_moe")
     torch_moe_mps.accelerate(model, 4, 32, linear_bits=4)
     generate(model, prompt()[:1].to("mps"), max_new_tokens=6)
@@ -84,7 +84,7 @@ def test_operators_of_a_token(simulated, monkeypatch):
 @pytest.mark.sweep
 def test_switched_between_batches(device, monkeypatch):
     """Eight rows of different lengths side by side, as serve has them: the answers of the dense model."""
-    monkeypatch.setenv(policy.SWITCH, "1")
+    monkeypatch.setenv(_environment.CAPTURE, "1")
     with tiny_models.groups_of_32():
         dense = eager(tiny_models.tiny_model("qwen3_moe"))
     packed = copy.deepcopy(dense)

@@ -27,13 +27,13 @@ from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 import torch_moe_mps
+from torch_moe_mps._environment import CAPTURE, SDPA
 from torch_moe_mps.selfcheck import units
-from torch_moe_mps.selfcheck.units import SDPA_VARIABLE, chunks_run_sdpa
+from torch_moe_mps.selfcheck.units import chunks_run_sdpa
 from torch_moe_mps.transformers.attention.attention import attention, attention_mask
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.capture.policy import SWITCH
 from torch_moe_mps.transformers.families.glm5_next import indexer as kpool_indexer
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
@@ -422,7 +422,7 @@ def test_windows(simulated, name):
 def with_sdpa(simulated, monkeypatch):
     """A simulated M5 whose torch has a kernel for its tensor units, which the environment asks for."""
     monkeypatch.setenv("SIMULATED_GPU", "Apple M5 Max")
-    monkeypatch.setenv(SDPA_VARIABLE, "1")
+    monkeypatch.setenv(SDPA, "1")
     monkeypatch.setattr(torch, "__version__", "2.15.0")
     chunks_run_sdpa.cache_clear()
     yield monkeypatch
@@ -432,7 +432,7 @@ def with_sdpa(simulated, monkeypatch):
 
 LACKING = {
     "nothing": lambda patch: None,
-    "the switch": lambda patch: patch.delenv(SDPA_VARIABLE),
+    "the switch": lambda patch: patch.delenv(SDPA),
     "units": lambda patch: patch.setenv("SIMULATED_GPU", "Apple M4 Max"),
     "torch": lambda patch: patch.setattr(torch, "__version__", "2.14.1"),
     "macOS": lambda patch: patch.setattr(units, "macos", lambda: (26, 1)),
@@ -593,7 +593,7 @@ def test_chosen_keys_that_a_mask_hides(window):
 def test_continuous_batching(architecture, monkeypatch):
     """transformers takes no implementation but its own: the tokens are those of the model's own code, and run
     module by module, by transformers' cache of pages."""
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(CAPTURE, "1")
     model = tiny_models.tiny_model(architecture)
     model.set_attn_implementation("eager")
     prompts = [[5, 6, 7, 8], [9, 10, 11]]

@@ -17,7 +17,7 @@ from torch_moe_mps.transformers.upstream.calls import cache_argument
 OFTEN = ("deepseek_v4", "gpt_oss", "qwen4_exp", "minimax_m3_vl", "jamba", "unlimited_ocr")
 # They give no logits of text.
 OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}
-ARCHITECTURES = sorted({*tiny_models.architectures(), "mamba2", "recurrent_gemma"} - OTHERS)
+ARCHITECTURES = sorted({*tiny_models.architectures(), "mamba2"} - OTHERS)
 STATIC = ("qwen3_moe", "gpt_oss", "deepseek_v32", "jamba")
 BATCH = 5  # no other size of these models: positions of text, height and width are 3
 

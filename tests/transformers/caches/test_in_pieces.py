@@ -78,11 +78,10 @@ def test_prompts_that_are_read_whole(architecture, monkeypatch):
         ("jamba", FORGETTING["jamba"]),
         ("bamba", {"attn_layer_indices": [1]}),
         ("minimax", {}),
-        ("zamba", FORGETTING["zamba"]),
     ],
 )
 def test_prompts_in_pieces_behind_kept_ones(architecture, sizes, monkeypatch):
-    """Of Mamba-1, in heads or not, once accelerated, of a model whose own code counts positions anew in each
+    """Of Mamba-1, once accelerated, of a model whose own code counts positions anew in each
     call, and of one that insists on a cache of its own.
     """
     monkeypatch.setattr(prompt_reader, "LARGEST_CHUNK", 8)

@@ -36,7 +36,6 @@ KINDS = {
     "recurrent": ("qwen3_next", {}, None, False),
     "convolutions": ("lfm2_moe", {}, None, False),
     "state space": ("granitemoehybrid", {}, None, False),
-    "gated recurrences": ("recurrent_gemma", {"attention_window_size": 24}, None, False),
 }
 PIECES, LATER = (16, 16, 14), (3, *[1] * 8)
 IDS = torch.randint(2, 26, (1, 80), generator=torch.Generator().manual_seed(0))

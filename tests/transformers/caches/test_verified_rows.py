@@ -9,11 +9,11 @@ from support.models import eager
 from support.sweep import in_sweep
 
 import torch_moe_mps
+from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.caches import growing
 from torch_moe_mps.transformers.caches.batched import BatchedCache, NotBatchable
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole
-from torch_moe_mps.transformers.capture.policy import SWITCH
 from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.trials.batching import reason_against_rows, reason_for_order
 from torch_moe_mps.transformers.upstream.calls import cache_argument
@@ -90,7 +90,7 @@ def test_each_row_has_the_logits_of_its_tokens_alone(architecture, monkeypatch):
 
     They move to larger memory in front of a call that needs it, and no layer does so by itself.
     """
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(CAPTURE, "1")
     monkeypatch.setattr(growing, "LEAST_SLOTS", 6)
     own = own_model(architecture)
     model = copy.deepcopy(own)

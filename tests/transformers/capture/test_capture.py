@@ -395,12 +395,10 @@ def test_own_code_for_padded_batches(architecture, same_bits, caplog, recwarn):
 
 
 def test_a_model_that_keeps_its_states_runs_module_by_module_and_says_where(simulated):
-    """RecurrentGemma's own code has them in attributes; a recording that failed leaves them as they were."""
+    """RecurrentGemma has them in attributes; a recording that failed leaves them as they were."""
     model = tiny_models.other_model("recurrent_gemma")
     expected = generate(model, prompt(1))
     torch_moe_mps.accelerate(model)
-    for layer in model.model.layers:
-        torch_moe_mps.restore(layer.temporal_block)
     assert torch.equal(generate(model, prompt(1)), expected)
     assert captures_of(model).reason == "a call changes model.layers.0.temporal_block.conv1d_state"
 

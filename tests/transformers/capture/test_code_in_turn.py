@@ -19,8 +19,8 @@ from support.sweep import in_sweep, rows_in_sweep
 from transformers import DynamicCache
 
 import torch_moe_mps
+from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.capture.policy import SWITCH
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 transformers.logging.set_verbosity_error()
@@ -159,7 +159,7 @@ EVERY = [*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES]
     rows_in_sweep(itertools.product(EVERY, ORDERS), [*zip(TELLING, itertools.cycle(ORDERS), strict=False)]),
 )
 def test_code_of_all_kinds_in_turn(architecture, order, monkeypatch):
-    monkeypatch.setenv(SWITCH, "0")
+    monkeypatch.setenv(CAPTURE, "0")
     steps = ORDERS[order]
     assert len([*run(architecture, steps)]) == len(steps)
 
@@ -167,7 +167,7 @@ def test_code_of_all_kinds_in_turn(architecture, order, monkeypatch):
 @pytest.mark.sweep
 @pytest.mark.parametrize("architecture", EVERY)
 def test_captured_tokens_in_turn_with_others(architecture, monkeypatch):
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(CAPTURE, "1")
     captured = []
     for model in run(architecture, CAPTURED):
         captures = captures_of(model)

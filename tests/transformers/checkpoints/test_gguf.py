@@ -21,8 +21,8 @@ from transformers.integrations.gguf import kernels
 
 import torch_moe_mps
 from torch_moe_mps import quantization
+from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.transformers.basics.report import any_layer
-from torch_moe_mps.transformers.capture.policy import SWITCH
 from torch_moe_mps.transformers.checkpoints.gguf import file as gguf_file
 from torch_moe_mps.transformers.checkpoints.gguf.quantizer import packing
 from torch_moe_mps.transformers.checkpoints.quantize.target import quantizable
@@ -299,7 +299,7 @@ def operators_of_a_token(model) -> dict[str, int]:
 @pytest.mark.sweep
 def test_a_layer_launches_what_it_does_with_affine_weights(tmp_path, monkeypatch):
     """With values of another type, as in Q4_K_M, queries and keys still run together."""
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(CAPTURE, "1")
     one, two = (
         write_file(tmp_path / f"{kinds[1]}.gguf", "qwen3moe", kinds)
         for kinds in (("q4_k", "q4_k", "q4_k"), ("q4_k", "q6_k", "q4_k"))

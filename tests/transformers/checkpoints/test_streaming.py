@@ -9,13 +9,14 @@ import safetensors.torch
 import torch
 import transformers
 from support import gguf_files, tiny_models
-from support.checkpoints import add_tokenizer, changed, fp8_blocks
-from support.models import output, prompt, tiny
+from support.checkpoints import add_tokenizer, changed, fp8_blocks, mxfp4_blocks
+from support.models import assert_close, output, prompt, tiny
 from support.processes import forked
 from support.sweep import in_sweep
 
 import torch_moe_mps
-from torch_moe_mps._extension import ONE_THREAD
+import torch_moe_mps_autoload
+from torch_moe_mps._environment import ONE_THREAD
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.transformers.basics.interface import experts_of, is_quantized
@@ -24,7 +25,7 @@ from torch_moe_mps.transformers.checkpoints.own.config import QuantizationConfig
 from torch_moe_mps.transformers.checkpoints.quantize.sizes import total_bytes
 from torch_moe_mps.transformers.checkpoints.quantize.streaming import one_by_one
 from torch_moe_mps.transformers.checkpoints.source import Source
-from torch_moe_mps.transformers.modules.linears import QuantizedLayer
+from torch_moe_mps.transformers.modules.linears import QuantizedLayer, has_quantized_weights
 
 transformers.logging.set_verbosity_error()
 
@@ -74,8 +75,9 @@ def test_the_bits_are_those_of_quantising_afterwards(architecture, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", in_sweep(("qwen3_moe", "deepseek_v3"), ("deepseek_v3",)))
-def test_fp8_blocks(architecture, tmp_path):
-    """As transformers dequantises them: the scales are not rounded on the way."""
+def test_fp8_blocks(architecture, tmp_path, monkeypatch):
+    """As transformers dequantises them without an Apple GPU: the scales are not rounded on the way."""
+    monkeypatch.setattr(torch_moe_mps_autoload, "_has_apple_gpu", lambda: False)
     sizes = {"q_lora_rank": 32, "kv_lora_rank": 32} if architecture == "deepseek_v3" else {}
     fp8_blocks(tiny(architecture, dtype=torch.bfloat16, **sizes), tmp_path)
     dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -86,6 +88,23 @@ def test_fp8_blocks(architecture, tmp_path):
     streamed.save_pretrained(tmp_path / "saved")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert_same_state(loaded, dense)
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize(("blocks", "architecture"), [(mxfp4_blocks, "gpt_oss"), (fp8_blocks, "qwen3_moe")])
+def test_plain_transformers_keeps_them_packed_on_a_mac(
+    blocks, architecture, has_gpu, tmp_path, monkeypatch, capsys
+):
+    """Its own from_pretrained would turn them into 16 bits there, which is what it does elsewhere."""
+    blocks(tiny(architecture), tmp_path)
+    monkeypatch.setattr(torch_moe_mps_autoload, "_has_apple_gpu", lambda: False)
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    monkeypatch.setattr(torch_moe_mps_autoload, "_has_apple_gpu", lambda: has_gpu)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert any(map(has_quantized_weights, model.modules())) == has_gpu
+    # MXFP4 is exact; FP8 whose scales are no powers of two is quantised again, in 8 bits.
+    assert_close(output(model, prompt()), output(dense, prompt()), 1e-5 if blocks is mxfp4_blocks else 0.05)
+    assert capsys.readouterr().err.count("stays packed") == has_gpu
 
 
 def test_a_recipe_while_loading(tmp_path):

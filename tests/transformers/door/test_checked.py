@@ -12,10 +12,10 @@ from support import tiny_models
 from support.processes import forked
 
 import torch_moe_mps
+from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.selfcheck import calls, machine, once
 from torch_moe_mps.transformers import self_check
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
-from torch_moe_mps.transformers.capture.policy import SWITCH
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 NORM = once.checks_of([calls.Subject("rms_norm", torch.float32)])[:1]
@@ -32,7 +32,7 @@ def one_call(subject):
 @pytest.fixture
 def new_machine(simulated, monkeypatch, tmp_path):
     """A machine that has checked nothing yet, and checks an operator by one call."""
-    monkeypatch.setenv(machine.SWITCH, "1")
+    monkeypatch.setenv(machine.CAPTURE, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(once, "SECONDS", 600.0)
     monkeypatch.setattr(once, "calls", one_call)
@@ -94,7 +94,7 @@ def ended_with_an_error(dispatch, seen: int) -> None:
 )
 def test_an_operator_that_fails_is_not_used(new_machine, monkeypatch, fault, kind):
     """Its modules keep the model's own code, the others run on operators, and the logits are right."""
-    monkeypatch.setenv(SWITCH, "1")  # captured tokens have operators that no module calls
+    monkeypatch.setenv(CAPTURE, "1")  # captured tokens have operators that no module calls
     model = tiny()
     with torch.no_grad():
         expected = model(IDS).logits
@@ -253,9 +253,9 @@ def test_without_a_check(new_machine, monkeypatch):
     monkeypatch.setattr(once, "first_fault", never)
     report = torch_moe_mps.accelerate(tiny().to("mps"), check=False)
     assert report.checked is None
-    monkeypatch.setenv(machine.SWITCH, "0")
+    monkeypatch.setenv(machine.CAPTURE, "0")
     assert torch_moe_mps.accelerate(tiny().to("mps")).checked is None
-    monkeypatch.setenv(machine.SWITCH, "1")
+    monkeypatch.setenv(machine.CAPTURE, "1")
     assert torch_moe_mps.accelerate(tiny()).checked is None  # not on mps
 
 
@@ -277,7 +277,7 @@ def one_call(subject):
     with contextlib.closing(calls.calls(subject)) as made:
         yield next(made)
 once.SECONDS, once.calls, calls.SIZES = 600.0, one_call, {}
-os.environ.update({machine.SWITCH: "1", "XDG_CACHE_HOME": sys.argv[1]})
+os.environ.update({machine.CAPTURE: "1", "XDG_CACHE_HOME": sys.argv[1]})
 # A limit is read when a pipeline is built: these kernels get one before the others are compiled.
 with pipeline_limit(16):
     torch.ops.moe_mps._pipelines("norms_f32", [])

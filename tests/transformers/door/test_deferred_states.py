@@ -22,7 +22,6 @@ MAMBA, SELECTIVE = Kind(delta=False, is_transposed=True), Selective
 LAGGING = {
     "bailing_hybrid": {0: CHANNELS},
     "bamba": {0: MAMBA},
-    "falcon_h1": {0: MAMBA, 1: MAMBA},  # beside keys
     "glm5_next": {0: CHANNELS},
     "granitemoehybrid": {0: MAMBA},
     "inkling": {0: None, 1: None},
@@ -40,14 +39,12 @@ LAGGING = {
     "qwen3_5_moe": {0: RULE},
     "qwen3_next": {0: RULE},
     "qwen4_exp": {0: RULE},
-    "recurrent_gemma": {0: None, 1: None},
-    "zamba": dict.fromkeys(range(3), SELECTIVE),  # in heads, beside keys but for the first
     "zamba2": {0: MAMBA, 1: MAMBA},  # of which the second beside keys
     "zaya": {0: None, 1: None},  # beside keys
 }
 
 # Those whose classes have the sizes of a published model by default.
-PUBLISHED = ("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm3", "mamba2")
+PUBLISHED = ("bailing_hybrid", "bamba", "granitemoehybrid", "kimi_linear", "lfm3", "mamba2")
 PUBLISHED += ("nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2")
 
 
@@ -64,7 +61,7 @@ def model_of(architecture: str):
     "architecture",
     in_sweep(
         LAGGING,
-        ("inkling", "jamba", "lfm2_moe", "qwen3_next", "kimi_linear", "recurrent_gemma", "zamba2", "zaya"),
+        ("inkling", "jamba", "lfm2_moe", "qwen3_next", "kimi_linear", "zamba2", "zaya"),
     ),
 )
 def test_layers_whose_states_take_tokens_in_may(architecture):

@@ -9,7 +9,7 @@ import torch
 from support import tiny_models
 
 import torch_moe_mps
-from torch_moe_mps._extension import TENSOR_VARIABLE
+from torch_moe_mps._environment import TENSOR_UNITS
 from torch_moe_mps.commands import check, main
 from torch_moe_mps.selfcheck import calls, machine, once, tensor_units
 from torch_moe_mps.transformers import self_check
@@ -77,7 +77,7 @@ def test_units_that_compute_something_else(m5):
     (line,) = [str(warning.message) for warning in told if "on tensor units" in str(warning.message)]
     assert line.startswith("torch_moe_mps: on this machine (Apple M5 Max, macOS none, torch ")
     assert "moe_experts_quantized (float16, affine4_32 on tensor units) differs (largest error inf)" in line
-    assert "`torch-moe-mps check` writes a report" in line and f"{TENSOR_VARIABLE}=0" in line
+    assert "`torch-moe-mps check` writes a report" in line and f"{TENSOR_UNITS}=0" in line
     assert report.tensor_units.startswith(
         "tensor units: off for affine4_32 in float16: moe_experts_quantized "
     )
@@ -115,7 +115,7 @@ def test_a_library_that_does_not_compile(m5, monkeypatch):
 
 
 def test_no_check_no_units(m5, monkeypatch):
-    line = f"tensor units: off: not checked; {TENSOR_VARIABLE}=1 uses them all the same"
+    line = f"tensor units: off: not checked; {TENSOR_UNITS}=1 uses them all the same"
     assert accelerated(check=False)[1].tensor_units == line
     monkeypatch.setattr(once, "SECONDS", -1.0)
     late = accelerated()[1].tensor_units
@@ -123,15 +123,14 @@ def test_no_check_no_units(m5, monkeypatch):
     assert accelerated(None, torch.float32)[1].tensor_units == (
         "tensor units: off: there are no weights that they take, with activations of 16 bits"
     )
-    monkeypatch.setenv(TENSOR_VARIABLE, "0")
-    assert accelerated()[1].tensor_units == f"tensor units: off: {TENSOR_VARIABLE}=0"
-    monkeypatch.setenv(TENSOR_VARIABLE, "1")
+    monkeypatch.setenv(TENSOR_UNITS, "0")
+    assert accelerated()[1].tensor_units == f"tensor units: off: {TENSOR_UNITS}=0"
+    monkeypatch.setenv(TENSOR_UNITS, "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = accelerated(check=False)[1]
     assert (
-        report.tensor_units
-        == f"tensor units: on for affine4_32 in float16 ({TENSOR_VARIABLE}=1, not checked)"
+        report.tensor_units == f"tensor units: on for affine4_32 in float16 ({TENSOR_UNITS}=1, not checked)"
     )
 
 

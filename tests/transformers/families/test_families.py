@@ -156,3 +156,12 @@ def test_every_check(architecture, tmp_path):
     for implementation, tolerance in (("eager", 0.0), ("moe_mps", 1e-5)):
         loaded = type(model).from_pretrained(tmp_path, experts_implementation=implementation).eval()
         assert_close(output(loaded, prompt()), output(own, prompt()), tolerance)
+
+
+@pytest.mark.parametrize("architecture", in_sweep(("recurrent_gemma", "zamba", "falcon_h1"), ("zamba",)))
+def test_recurrent_layers_without_an_operator_run_unmodified(architecture):
+    own, ids = eager(tiny_models.tiny_model(architecture)), prompt(1)
+    model = copy.deepcopy(own)
+    report = torch_moe_mps.accelerate(model)
+    assert not {"selective_scan_", "linear_attention_"} & report.operators()
+    assert torch.equal(generate(model, ids, **SHORT), generate(own, ids, **SHORT))

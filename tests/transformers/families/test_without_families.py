@@ -14,7 +14,6 @@ FOLDERS = REPOSITORY / "torch_moe_mps/transformers/families"
 # {folder: (an architecture, what its report has from the family alone)}
 FAMILIES = {
     "deepseek_v4": ("deepseek_v4", "_pool_window_"),
-    "falcon_h1": ("falcon_h1", "linear_attention_"),
     "gemma4": ("gemma4", "moe_gate"),
     "glm5_next": ("glm5_next", "_index_topk"),
     "gpt_oss": ("gpt_oss", "gpt-oss in GGUF files"),
@@ -24,8 +23,6 @@ FAMILIES = {
     "minimax": ("minimax", "linear_attention_"),
     "minimax_m3": ("minimax_m3_vl", "_index_topk"),
     "qwen4_exp": ("qwen4_exp", "_index_topk"),
-    "recurrent_gemma": ("recurrent_gemma", "rg_lru_"),
-    "zamba": ("zamba", "selective_scan_"),
     "zaya": ("zaya", "causal_conv1d_update_"),
 }
 # Imports everything, and runs each architecture by its own code and accelerated: what its report has, and the

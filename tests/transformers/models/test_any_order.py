@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from support.model_machine import ModelMachine, TokenMachine
 
-from torch_moe_mps.transformers.capture.policy import SWITCH
+from torch_moe_mps._environment import CAPTURE
 
 PHASES = (Phase.explicit, Phase.generate)  # a failure is told as it was found: to shrink it takes long
 ALWAYS = {
@@ -19,14 +19,14 @@ ALWAYS = {
 
 @pytest.mark.slow("models are changed in any order")
 def test_a_few_orders_with_captured_tokens(monkeypatch):
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(CAPTURE, "1")
     short = settings(max_examples=2, stateful_step_count=6, derandomize=True, **ALWAYS)
     run_state_machine_as_test(TokenMachine, settings=short)
 
 
 @pytest.mark.sweep
 def test_many_orders_with_captured_tokens(monkeypatch):
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(CAPTURE, "1")
     long = settings(max_examples=40, stateful_step_count=16, **ALWAYS)
     run_state_machine_as_test(TokenMachine, settings=long)
 

@@ -30,9 +30,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 import torch_moe_mps
+from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.transformers import is_experts
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.capture.policy import SWITCH
 from torch_moe_mps.transformers.install import rewrite
 
 transformers.logging.set_verbosity_error()
@@ -213,7 +213,7 @@ def check_change(fast, own, change) -> None:
 @torch.no_grad()
 def test_a_change(name, captured, monkeypatch):
     """Of captured tokens, and of those that run module by module."""
-    monkeypatch.setenv(SWITCH, str(int(captured)))
+    monkeypatch.setenv(CAPTURE, str(int(captured)))
     fast, own = pair("qwen3_moe")
     check_change(fast, own, CHANGES[name])
 
@@ -442,7 +442,7 @@ def through_torch_save(model):
 @torch.no_grad()
 def test_copies_are_accelerated(architecture, monkeypatch):
     """With weights of their own, and without the original's captured tokens."""
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(CAPTURE, "1")
     model = tiny_models.tiny_model(architecture)
     torch_moe_mps.accelerate(model)
     expected, used = output(model, prompt()), operators_of(lambda: output(model, prompt()))

@@ -18,8 +18,8 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRMSNorm
 
 import torch_moe_mps
+from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.capture.policy import SWITCH
 from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules.linears import QuantizedLinear
 from torch_moe_mps.transformers.modules.rules.formulas import is_norm, rms_norm
@@ -48,7 +48,7 @@ def one_by_one(model, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def captured(monkeypatch):
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(CAPTURE, "1")
 
 
 def tokens(model, count: int = 5) -> torch.Tensor:

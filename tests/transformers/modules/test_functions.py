@@ -213,7 +213,7 @@ def test_a_function_whose_trial_fails_is_left_alone(monkeypatch):
     def fails(function):
         raise RuntimeError("moe_mps::rope: no such kernel")
 
-    install._in_place.cache_clear()
+    install._replacements.clear()
     monkeypatch.setattr(install, "FUNCTION_RULES", (fails,))
     layer = Returns().eval()
     assert install.rewrite(layer) == ([], "moe_mps::rope: no such kernel")

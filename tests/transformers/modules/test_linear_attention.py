@@ -13,9 +13,9 @@ from support.sweep import in_sweep
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import torch_moe_mps
+from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.transformers.basics.state import NOTHING, STATE
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.capture.policy import SWITCH
 from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules.recognise import Call
 from torch_moe_mps.transformers.modules.rules import linear_attention as rules
@@ -106,7 +106,7 @@ def test_a_convolution_called_with_keywords(architecture):
 def test_projections_of_one_input_run_together(architecture, joined, monkeypatch):
     """Of captured tokens of one sequence, also where they have 4 outputs each. Those that stay dense do not
     keep the others apart. Logits are those of the rounded weights."""
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(CAPTURE, "1")
     with tiny_models.groups_of_32():
         dense = eager(tiny_models.tiny_model(architecture))
     model = copy.deepcopy(dense)

@@ -81,10 +81,6 @@ MORE = [
     Case("gating", "jetmoe", "model.layers.0.mlp.router", ("top_k", 1)),
     Case("parallel_experts", "jetmoe", "model.layers.0.mlp.input_linear"),
     Case("block", "jetmoe", "model.layers.0.mlp", None, "activation"),
-    Case(
-        *("recurrent_block", "recurrent_gemma", "model.layers.0.temporal_block"),
-        *(("act_fn", torch.nn.Tanh()), "rg_lru"),
-    ),
     Case("projected", "zaya", "model.layers.0.self_attn.qkv_proj", None, "conv_qk_depthwise"),
     Case("mlp", "deepseek_v4", "model.layers.0.mlp.shared_experts", ("limit", 0.01), "act_fn"),
     Case(
@@ -241,6 +237,7 @@ def layers_of_real_sizes() -> Iterator[tuple[str, nn.Module]]:
     yield "rms_norm_gated", NemotronHMamba2Mixer(NemotronHConfig(), 0)
 
 
+@pytest.mark.slow("trials of layers of real sizes")
 def test_layers_of_real_sizes(monkeypatch):
     """Their sums round more than those of small ones. No program gets the random numbers of a trial."""
     monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("the generators of devices are set"))

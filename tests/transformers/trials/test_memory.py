@@ -1,6 +1,4 @@
-"""Results of trials in the user's cache folder: a second start recalls them for the same code alone."""
-
-import functools
+"""Results of trials are remembered in the process, for the code that ran."""
 
 import pytest
 import torch
@@ -8,10 +6,8 @@ from support import tiny_models
 from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
 
 import torch_moe_mps
-from torch_moe_mps.selfcheck import machine
-from torch_moe_mps.transformers.modules.rules import MODULE_RULES
 from torch_moe_mps.transformers.trials import batching, memory, small_models
-from torch_moe_mps.transformers.trials.forms import Tried, first_form
+from torch_moe_mps.transformers.trials.forms import first_form
 
 tried = []
 
@@ -21,38 +17,31 @@ def begin(module, *numbers):
     return lambda form: form == "second"
 
 
-def other(x):
-    return x
-
-
 @pytest.fixture(autouse=True)
-def folder(monkeypatch, tmp_path):
-    monkeypatch.setenv(machine.SWITCH, "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def nothing_remembered():
     memory.forget()
-    tried.clear()
-    yield tmp_path
+    yield
     memory.forget()
 
 
 def trials(module, *arguments, forms=("first", "second")) -> int:
-    """How many trials a fresh process makes, which finds the second form."""
-    memory.forget()
+    """How many trials run, of which the second form passes."""
+    before, _ = memory.trials_run()
     tried.clear()
     for _ in range(2):
         assert first_form(module, forms, begin, *arguments) == ("second" if "second" in forms else None)
-    return len(tried)
+    return memory.trials_run()[0] - before
 
 
 def norm(width: int = 8):
     return modeling.Qwen3MoeRMSNorm(width)
 
 
-def test_a_second_start_tries_nothing():
+def test_modules_that_are_alike_are_tried_once():
     assert (trials(norm()), trials(norm())) == (1, 0)
 
 
-def test_no_form_is_remembered_too():
+def test_that_no_form_passes_is_remembered_too():
     assert (trials(norm(), forms=("first",)), trials(norm(), forms=("first",))) == (1, 0)
 
 
@@ -65,83 +54,16 @@ def test_another_module_is_tried(change):
     assert trials(module, *([3] if change == "argument" else [])) == 1
 
 
-def test_layers_share_a_result():
+def test_layers_share_a_result_but_for_a_draw_with_their_index():
     first, second = (modeling.Qwen3MoeAttention(modeling.Qwen3MoeConfig(hidden_size=64), n) for n in range(2))
-    assert (trials(first), trials(second)) == (1, 0)
+    trials(first)
+    draws = len(tried)
+    assert trials(second) == 1 and len(tried) == 1 < draws
+    assert trials(first) == trials(second) == 0
 
 
-PATCHES = {
-    "method": lambda patch: patch(modeling.Qwen3MoeRMSNorm, "extra_repr", other),
-    "forward": lambda patch: patch(modeling.Qwen3MoeRMSNorm, "forward", lambda self, x: x),
-    "wrapped": lambda patch: patch(
-        modeling.Qwen3MoeRMSNorm,
-        "forward",
-        functools.wraps(modeling.Qwen3MoeRMSNorm.forward)(lambda self, x: x),
-    ),
-    "function": lambda patch: patch(modeling, "rotate_half", other),
-    "value": lambda patch: patch(modeling, "some_switch", True, raising=False),
-}
-
-
-@pytest.mark.parametrize("patched", PATCHES)
-def test_patched_code_is_tried(monkeypatch, patched):
-    """Nothing that ran with a patch is kept for the plain code."""
-    with monkeypatch.context() as patch:
-        PATCHES[patched](patch.setattr)
-        assert trials(norm()) == 1
-    assert trials(norm()) == 1
-
-
-@pytest.mark.parametrize("patched", PATCHES)
-def test_a_patch_finds_nothing_of_plain_code(monkeypatch, patched):
-    trials(norm())
-    PATCHES[patched](monkeypatch.setattr)
-    assert trials(norm()) == 1
-
-
-def test_a_class_without_a_place_is_tried_in_each_process():
-    class Local(modeling.Qwen3MoeRMSNorm):
-        pass
-
-    assert (trials(Local(8)), trials(Local(8))) == (1, 1)
-
-
-def test_a_changed_file_is_tried(monkeypatch):
-    trials(norm())
-    monkeypatch.setattr(memory, "_source_of", lambda module: "another digest")
-    assert trials(norm()) == 1
-
-
-def test_a_file_that_was_changed_meanwhile_is_not_trusted(monkeypatch):
-    memory._source_of.cache_clear()
-    monkeypatch.setattr(memory, "_STARTED", 0.0)
-    assert (trials(norm()), trials(norm())) == (1, 1)
-    memory._source_of.cache_clear()
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"half'])
-def test_a_damaged_file_is_replaced(folder, text):
-    trials(norm())
-    (file,) = folder.rglob("trials-*.json")
-    file.write_text(text)
-    assert (trials(norm()), trials(norm())) == (1, 0)
-
-
-def test_without_checks_nothing_is_kept(folder, monkeypatch):
-    monkeypatch.setenv(machine.SWITCH, "0")
-    assert (trials(norm()), trials(norm())) == (1, 1) and not [*folder.rglob("*.json")]
-
-
-def test_rules_are_kept():
-    """Their functions are found again by name in another process."""
-    rules = [rule for rule in MODULE_RULES if isinstance(rule, Tried)]
-    assert len(rules) > 5
-    for rule in rules:
-        assert memory._home(rule.forward) and memory._home(rule.trial)
-
-
-def test_the_report_counts_trials(folder):
-    """A layer of Mamba is recognised by a trial, at the second start from the file."""
+def test_the_report_counts_trials():
+    """A layer of Mamba is recognised by a trial, once for each index."""
     from transformers.models.bamba.modeling_bamba import BambaConfig, BambaMixer
 
     config = BambaConfig(
@@ -149,39 +71,35 @@ def test_the_report_counts_trials(folder):
     )
     lines = []
     for _ in range(2):
-        memory.forget()
         layers = torch.nn.ModuleList(BambaMixer(config, n) for n in range(2)).eval()
         report = torch_moe_mps.accelerate(layers)
         assert len(report.replaced) == 2
-        (line,) = (line for line in str(report).splitlines() if line.startswith("comparisons"))
-        lines.append(line)
-    assert "own code: 1 run (" in lines[0] and lines[1].endswith("own code: 1 known from an earlier start")
+        lines.append([line for line in str(report).splitlines() if line.startswith("comparisons")])
+    (first, second) = lines
+    assert "with eager code: 2 run (" in first[0] and not second  # the second is of another index
 
 
 def out_of_memory(*_, **__):
     torch.empty(2**62, dtype=torch.uint8)  # torch's own error on a CPU: a RuntimeError
 
 
-def test_a_trial_that_ran_out_of_memory_is_run_again(folder):
-    """It says nothing of the code: neither this process nor the next takes it for an answer."""
+def test_a_trial_that_ran_out_of_memory_is_run_again():
     errors = [out_of_memory]
 
     def short(module, *numbers):
         return errors.pop()() if errors else begin(module, *numbers)
 
     assert first_form(norm(), ("second",), short) is None
-    assert first_form(norm(), ("second",), short) == "second"
+    assert first_form(norm(), ("second",), short) == "second" and not errors
 
 
 @pytest.mark.parametrize("trial", [batching.reason_for_order, batching.reason_against_rows])
-def test_a_small_model_that_ran_out_of_memory_is_tried_again(monkeypatch, folder, trial):
+def test_a_small_model_that_ran_out_of_memory_is_tried_again(monkeypatch, trial):
     model = tiny_models.tiny_model(
         "nemotron_h", layers_block_type=["mamba", "attention"], num_hidden_layers=2
     )
     with monkeypatch.context() as patch:
         patch.setattr(small_models, "fill", out_of_memory)
         trial(model)
-    assert not [*folder.rglob("trials-*.json")]
     monkeypatch.setattr(batching, "_is_alike", lambda model, drafts: True)
     assert trial(model) is None
-    assert [*folder.rglob("trials-*.json")]

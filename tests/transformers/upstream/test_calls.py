@@ -118,9 +118,7 @@ def test_what_wants_more_runs_the_own_code():
 # Every rewritten forward of every architecture
 
 FEW = ("deepseek_v3", "deepseek_v4", "glm_moe_dsa", "jetmoe", "kimi_linear", "minimax", "minimax_m3_vl")
-ARCHITECTURES = sorted(
-    {*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES, "mamba2", "recurrent_gemma"}
-)
+ARCHITECTURES = sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES, "mamba2"})
 
 
 def tiny(architecture: str):
@@ -183,11 +181,9 @@ MIXING = (
     "minimax",
     "nemotron_h",
     "qwen3_next",
-    "recurrent_gemma",
     "llama",
 )
-# RecurrentGemma's recurrent blocks do not name their cache, so that their argument for padding stays.
-EDITED = [case for case in covering(MIXING, EDITS) if case.values != ("recurrent_gemma", "removed")]
+EDITED = covering(MIXING, EDITS)
 
 
 @torch.no_grad()

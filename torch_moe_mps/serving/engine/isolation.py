@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-from ..._faults import fault_of, is_out_of_memory
+from ..._faults import fault_behind, fault_of, is_out_of_memory
 from ..._text import first_line
 from .job import as_errors
 from .sequence import Sequence
@@ -79,7 +79,8 @@ class Isolation:
             with as_errors():
                 yield
         except Exception as error:
-            if (fault := fault_of(error)) is None:
+            fault = fault_of(error) if is_of_one else fault_behind(error)
+            if fault is None:
                 end(error)
                 return
             if is_of_one:

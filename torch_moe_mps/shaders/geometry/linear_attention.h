@@ -12,5 +12,3 @@ GEOMETRY kSelectiveThreads = 128;  // SCANNED_CHANNELS of ops/linear_attention.p
 GEOMETRY kSelectiveStates = 16;    // of a channel: MAX_STATES of ops/linear_attention.py
 GEOMETRY kSelectiveTokens = 64;    // staged at a time
 GEOMETRY kSelectiveUnroll = 4;     // loaded at a time
-GEOMETRY kRgLruThreads = 64;
-GEOMETRY kRgLruTokens = 4;  // loaded at a time

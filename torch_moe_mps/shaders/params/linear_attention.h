@@ -91,26 +91,3 @@ struct SelectiveScanParams {
   uint32_t pending;  // tokens that a row has room for; 0 without any
   uint32_t keep;
 };
-
-// Strides are in elements, those of positions in words of 32 bits. A channel is a head of one element here.
-struct RgLruParams {
-  TokenStrides x;
-  TokenStrides input_gate;
-  TokenStrides decay_gate;
-  TokenStrides branch;
-  TokenStrides state;  // of rows and, as a head, of channels
-  TokenStrides held;   // of the states behind tokens that are pending
-  uint64_t positions_batch;
-  uint64_t positions_token;
-  uint32_t tokens;
-  uint32_t channels;
-  uint32_t position_words;  // of a position: 2 for int64; 0 where no token begins anew
-  uint32_t decay_dtype;
-  uint32_t has_input_bias;
-  uint32_t input_bias_dtype;
-  uint32_t has_decay_bias;
-  uint32_t decay_bias_dtype;
-  uint32_t has_branch;
-  uint32_t pending;  // tokens that a row has room for; 0 without any
-  uint32_t keep;
-};

@@ -20,6 +20,7 @@ from ..caches.held import HeldIndex
 from ..modules.experts import is_observed
 from ..modules.rules.constants import constant
 from ..modules.rules.rope import TURNS, Turn, tables_and_options
+from ..trials.draws import eager
 from ..trials.forms import has_parts
 from ..trials.indexers import IndexerTrial, form_by_trial
 from ..trials.twins import LEAST_HEADS, HeldKeys, numbers, twin_of, untied
@@ -173,7 +174,8 @@ def _fits(turn: Turn | None, rotary: int, width: int) -> bool:
 
 def _trial(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -> IndexerTrial:
     """A trial of an indexer whose layers have few inputs."""
-    twin, own = twin_of(module, index_topk=3), original_class(module).forward
+    twin, forward = twin_of(module, index_topk=3), original_class(module).forward
+    own = eager(forward)
     keys = _BEFORE + _TOKENS
     hidden, before = numbers(_BATCH, _TOKENS, twin.wk.in_features), numbers(_BATCH, _BEFORE, width)
     every = {
@@ -185,7 +187,7 @@ def _trial(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -
     arguments = {name: value for name, value in every.items() if name in names}
     return IndexerTrial(
         held=lambda: HeldKeys(before, twin.layer_idx),
-        own=lambda cache: own(twin, hidden, **arguments, **{str(cache_name(own)): cache}),
+        own=lambda cache: own(twin, hidden, **arguments, **{str(cache_name(forward)): cache}),
         ours=lambda form, cache: _choice(twin, form, hidden, arguments | {CACHE: cache}, keys),
         is_same=_is_same,
     )

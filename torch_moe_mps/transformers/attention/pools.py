@@ -41,7 +41,7 @@ def fits(heads: int, width: int, rate: int) -> bool:
 def is_same(own: Tensor, found: Choice) -> bool:
     """True if a mask shows the selected keys, of tokens whose pools have no equal scores."""
     known = untied(found.q, found.k)
-    keys = BEFORE + TOKENS
-    order = torch.ones(TOKENS, keys, dtype=torch.bool).tril(BEFORE)
-    mask = found.as_mask(None, 1, TOKENS, keys)
+    tokens, keys = own.shape[-2:]
+    order = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)
+    mask = found.as_mask(None, 1, tokens, keys)
     return bool(known.any()) and torch.equal((own & order)[:, 0][known], (mask & order)[:, 0][known])

@@ -1,16 +1,15 @@
 """Modules that run the model's own code on a CPU, where it is faster than the operators' references."""
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..._environment import CPU_OPERATORS, is_asked
 from .interface import weights_in
 from .report import Done
 
-VARIABLE = "MOE_MPS_CPU_OPERATORS"
 # Operators that took longer than the model's own code in each case of `scripts/bench/bench_cpu.py --modules`:
 # 1.1 to 8 times as long, for a token and for a prompt of 64. Experts, attention, hyper-connections and linear
 # attention did not.
@@ -19,7 +18,7 @@ SLOWER = {
     *("moe_hash_router", "moe_router", "router_logits"),
     *("_pointwise", "rope"),
 }
-_all_run = os.environ.get(VARIABLE) == "1"
+_all_run = is_asked(CPU_OPERATORS)
 
 
 def are_slower(done: Iterable[Done]) -> bool:

@@ -165,7 +165,7 @@ class Done(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One module: what replaced it (or parts of it), or why it was left alone."""
+    """One module: what replaced it (or parts of it), and why it, or the rest, was left alone."""
 
     name: str
     cls: str
@@ -244,6 +244,7 @@ class Report:
         groups: dict[tuple, list[str]] = {}
         for row in self.rows:
             result = row.replaced_by or f"left alone: {row.reason}"
+            result += f"; the rest is left alone: {row.reason}" if row.done and row.reason else ""
             key = (any_layer(row.name) or "(model)", row.cls, result)
             groups.setdefault(key, []).append(row.name)
         lines: list[tuple[str, ...]] = [("module", "class", "n", "now runs")]

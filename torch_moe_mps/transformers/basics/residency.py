@@ -7,7 +7,6 @@ ready anyway, and they are small beside the weights.
 """
 
 import itertools
-import os
 import time
 import weakref
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._environment import RESIDENCY, is_on
 from ..._extension import host_library
 
 REST = 10.0  # seconds between two sets of a model: kernel panics are reported where sets change often
@@ -72,7 +72,7 @@ MOVED: set[Resident] = set()
 
 def keep_resident(model: nn.Module) -> None:
     """Keeps a model's weights resident from now on, wherever they move, unless MOE_MPS_RESIDENCY is 0."""
-    if host_library() is None or os.environ.get("MOE_MPS_RESIDENCY") == "0":
+    if host_library() is None or not is_on(RESIDENCY):
         return
     if model not in _residents:
         _residents[model] = Resident(model)

@@ -19,7 +19,7 @@ from transformers import (
 
 from ...ops.attention import CACHE_BITS
 from ..basics.residency import follow_moved
-from ..basics.state import CLASS_MARK, state_in, state_of
+from ..basics.state import state_in, state_of
 from ..upstream.calls import cache_among, cache_name, decoder_cache
 from ..upstream.models import GROWING, CacheLayerMixin
 from .deferred_states import DeferredLayer
@@ -199,7 +199,7 @@ def takes_states(model: nn.Module) -> bool:
 def hands_cache_on(model: PreTrainedModel) -> bool:
     """Whether the states of a conversation are all in the cache of a call.
 
-    RWKV has a list of states; modules of RecurrentGemma's own code have them.
+    RWKV has a list of states; RecurrentGemma's modules have them.
     """
     return takes_cache(model) and not keeps_states(model)
 
@@ -211,5 +211,5 @@ def counts_tokens(cache: Any) -> bool:
 
 
 def keeps_states(model: nn.Module) -> bool:
-    """Whether a model's modules keep states of a conversation, as RecurrentGemma's own code does."""
-    return any(hasattr(m, STATE_OF_MODULE) and not hasattr(type(m), CLASS_MARK) for m in model.modules())
+    """True if a model's modules keep the states of a conversation, as RecurrentGemma's do."""
+    return any(hasattr(module, STATE_OF_MODULE) for module in model.modules())

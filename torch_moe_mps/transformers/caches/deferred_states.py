@@ -16,7 +16,7 @@ state, and its own inputs in place of the old ones (`keep` of the operators); a 
 always accepted, writes the state behind that token, and the count is 0 then. To reject tokens is to lower the
 count, which moves nothing.
 
-Where it stands: the operators `causal_conv1d_update_`, `linear_attention_`, `selective_scan_` and `rg_lru_`
+Where it stands: the operators `causal_conv1d_update_`, `linear_attention_` and `selective_scan_`
 take `pending_` (the uncommitted inputs), `counts` and `keep`. `basics.uncommitted` leads modules from a state
 to its arguments. `BatchedCache` sets the counts. `transformers.deferred_states` tries which layers of a model
 may defer. `committed` gives a sequence's states for a cache of its own, as prefixes are cached.
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.linear_attention import MAX_PENDING, SCANNED_CHANNELS, pending_width, selective_pending_shape
+from ...ops.linear_attention import MAX_PENDING, pending_width, selective_pending_shape
 from ..basics.uncommitted import set_before, set_uncommitted
 from ..upstream.models import LinearAttentionLayer
 from .declared import STATE, Declared, declaration_of
@@ -84,7 +84,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Selective:
-    """The same for Mamba-1, whose channels have states with a decay of their own for each, in heads or not.
+    """The same for Mamba-1, whose channels have states with a decay of their own for each.
 
     Attributes:
         rates: logarithms of these decays for a step of 1, as the module has them.
@@ -96,29 +96,21 @@ class Selective:
         return Selective(module.A_log)
 
     def fits(self, state: Tensor) -> bool:
-        """Whether it may be one. Heads, which are few, are wider than those of the others."""
-        is_in_heads = state.dim() == 4 and state.shape[2] > SCANNED_CHANNELS
-        return (state.dim() == 3 or is_in_heads) and state.dtype == torch.float32
+        return state.dim() == 3 and state.dtype == torch.float32
 
     def uncommitted_shape(self, state: Tensor) -> tuple[int, ...]:
-        rows, *heads, channels, states = state.shape
+        rows, channels, states = state.shape
         groups, width = selective_pending_shape(channels, states)
-        return rows, prod(heads) * groups, MAX_PENDING, width
+        return rows, groups, MAX_PENDING, width
 
     def commit(self, state: Tensor, uncommitted: Tensor, count: int) -> None:
-        if state.dim() == 4:
-            assert self.rates is not None
-            parts = zip(self.rates, state.unbind(1), uncommitted.chunk(state.shape[1], 1), strict=True)
-            for rates, own, its_inputs in parts:
-                Selective(rates).commit(own, its_inputs, count)
-            return
         _, channels, states = state.shape
         x, b = (state.new_empty((1, 0, size)) for size in (channels, states))
         ops.selective_scan_(x, x, b, b, state, self.rates, **_counted(uncommitted, count))
 
 
 class OfChannels(NamedTuple):
-    """The same where channels have one number each, as RG-LRUs: uncommitted are the states themselves."""
+    """The same where channels have one number each: uncommitted are the states themselves."""
 
     def of(self, module: Any) -> "OfChannels":
         return self

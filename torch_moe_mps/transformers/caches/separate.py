@@ -105,7 +105,7 @@ def by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
         cache = next((value for value in (*kwargs.values(), *args) if isinstance(value, Cache)), None)
         number: Any = getattr(self, "layer_idx", None)
         layers = getattr(cache, "layers", ())
-        layer = layers[number] if type(number) is int and number < len(layers) else None
+        layer = layers[number] if type(number) is int and 0 <= number < len(layers) else None
         if type(layer) is not Separate:
             return forward(self, *args, **kwargs)
         bound = inspect.signature(forward).bind(self, *args, **kwargs)

@@ -1,13 +1,12 @@
 """Policy of capture: the third call of a kind is captured, with symbols for the numbers that vary."""
 
-import os
 import warnings
 
+from ..._environment import CAPTURE, choice
 from ..basics.bounded import Bounded
 from ..graphs.tracing import NotCapturable
 from .reading import BeginsCache, Reading
 
-SWITCH = "MOE_MPS_CAPTURE"
 _CALLS_BEFORE = 2  # the third call of a kind is captured
 _MAX_CAPTURES = 16  # for each kind of calls: the guards of some never hold for long
 _MAX_PINNED = 4
@@ -122,9 +121,7 @@ class Policy:
 
 def wanted_capture(capture: bool | None) -> bool | None:
     """Resolves `capture`: True always captures, False never does, None follows MOE_MPS_CAPTURE."""
-    switch = os.environ.get(SWITCH, "auto")
-    if switch not in ("0", "1", "auto"):
-        raise ValueError(f"torch_moe_mps: {SWITCH} must be 0, 1 or auto, got {switch!r}")
+    switch = choice(CAPTURE)
     if capture is not None and type(capture) is not bool:
         raise ValueError(f"moe_mps::accelerate: capture must be True, False or None, got {capture!r}")
     return {"0": False, "1": True}.get(switch) if capture is None else capture

@@ -9,10 +9,10 @@ from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
+from ...ops import moe_experts_quantized
 from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ...ops.experts import moe_experts
-from ...ops.quantized import moe_experts_quantized
 from ...quantization import TENSORS
 from ..basics.interface import Experts, formats_of, is_experts, is_quantized, projections
 from ..basics.reads import depends_on, holds, kept, recording

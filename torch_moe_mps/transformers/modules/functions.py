@@ -77,7 +77,7 @@ def _switch(function: types.FunctionType) -> types.FunctionType:
 
     switch: Any = chosen
     _switches[switch] = function
-    return switch  # type: ignore[no-any-return]  # a function
+    return switch
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._environment import CPU_MEMORY
 from ...ops._checks import dtype_name
-from ...ops._decoded import VARIABLE, memory
+from ...ops._decoded import memory
 from ...ops.linear import linear_quantized, product_by_kept_rows
 from ...quantization import TENSORS, Format, QuantizedWeight
 from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
@@ -142,7 +143,7 @@ def kept_on_cpu(model: nn.Module) -> str | None:
     size, allowed = 4 * sum(values.values()), memory()
     show = in_unit(size)
     kept = show(size) if size <= allowed else f"{show(allowed)} of {show(size)}, the others in every call"
-    return f"on the CPU weights are decoded once and kept in float32: {kept} ({VARIABLE} sets the limit)"
+    return f"on the CPU weights are decoded once and kept in float32: {kept} ({CPU_MEMORY} sets the limit)"
 
 
 def hold(module: nn.Module, name: str, tensor: Tensor | None) -> None:
@@ -206,8 +207,8 @@ class QuantizedLinear(QuantizedLayer):
             if out is not None:
                 return out
         wide = self.is_head and not torch.compiler.is_compiling() and are_wide()
-        options = {"dtype": "float32"} if wide else {}
-        return linear_quantized(x, packed, scales, biases, self.format.name, bias, **options)
+        dtype = "float32" if wide else None
+        return linear_quantized(x, packed, scales, biases, self.format.name, bias, dtype=dtype)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """packed, scales, biases and bias, faster than by attributes of the module."""

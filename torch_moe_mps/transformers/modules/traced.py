@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..basics.bounded import Bounded
+from ..basics.code import code_of
 from ..basics.reads import depends_on
 from ..basics.scoped import having
 from ..basics.state import original_class
@@ -291,7 +292,7 @@ def _described(value: Any) -> Any:
     if isinstance(value, (Tensor, LazyWeight)):
         return tuple(value.shape), value.dtype, value.device.type
     if isinstance(value, nn.Module):
-        return original_class(value)
+        return code_of(original_class(value))
     if isinstance(value, functools.partial) and _is_constant(value):
         return _parts(value)
     return type(value), value if _is_constant(value) else None
@@ -368,7 +369,7 @@ def remembered(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Foun
 
 def _outside(module: nn.Module) -> tuple:
     own = ((name, _described(item)) for place in _PLACES for name, item in vars(module)[place].items())
-    return original_class(module), *own
+    return code_of(original_class(module)), *own
 
 
 def _is_alike(module: nn.Module, seen: dict[Path, Any]) -> bool:

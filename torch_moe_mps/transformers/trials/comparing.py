@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .draws import Void, current, require_finite
 from .memory import note_error
 
 TOLERANCE = 1e-4  # between the logits of two models, times the largest
@@ -24,13 +25,15 @@ def on_the_cpu() -> Iterator[None]:
 def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
     """The result of a function of the model; None if it raises, as for arguments that it does not know.
 
-    Its random numbers are the same each time.
+    Its random numbers are the same each time, of a draw where it is part of one.
     """
+    draw = current()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # not those of devices, whose state would stay
+            # Not those of devices, whose state would stay.
+            torch.default_generator.manual_seed(0 if draw is None else draw.number)
             return function(*arguments, **options)
-    except torch.AcceleratorError:  # the GPU has failed
+    except (torch.AcceleratorError, Void):  # the GPU has failed; the draw shows nothing
         raise
     except Exception as error:  # it is not ours: any error may come of it
         note_error(error)
@@ -51,9 +54,12 @@ def apart() -> Iterator[None]:
 
 
 def agrees(a: object, b: object, rtol: float = 1e-5) -> bool:
-    """Whether two results are tensors that are equal up to rounding, or as many of them; None is in both.
+    """True if two results are tensors that are equal up to rounding, or as many of them; None is in both.
 
     Sums round as their largest parts do, so values near 0 may differ by as much of the largest value.
+
+    Args:
+        b: the result of eager code. Raises: Void if it is not finite, within a draw.
     """
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(
@@ -63,6 +69,7 @@ def agrees(a: object, b: object, rtol: float = 1e-5) -> bool:
         return False
     if a.shape != b.shape or a.dtype != b.dtype or not b.is_floating_point():
         return False
+    require_finite(b)
     values = b[b.isfinite()].abs()
     largest = max(1.0, values.max().item()) if values.numel() else 1.0
     return torch.allclose(a, b, rtol, 1e-5 * largest)

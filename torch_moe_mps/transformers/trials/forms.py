@@ -1,5 +1,6 @@
 """The form of a module's computation, found by trying them one after the other."""
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..basics.code import code_of
 from ..basics.reads import depends_on
 from ..basics.report import Done
-from ..basics.state import original_class
+from ..basics.state import Unsupported, original_class
 from .comparing import tried
+from .draws import Draw, Draws
 from .memory import recall
 from .twins import ATTRIBUTES_OF_MODULES
 
@@ -20,32 +23,63 @@ _OF_NO_FORWARD = {"layer_idx", "_is_hf_initialized"}  # modules that compute the
 Begin = Callable[..., Callable[[Any], bool]]
 
 
-def first_form(
-    module: nn.Module, forms: Sequence[Any], begin: Begin, *arguments: Any, apart: Sequence[str] = ()
-) -> Any:
+def first_form(module: nn.Module, forms: Sequence[Any], begin: Begin, *arguments: Any) -> Any:
     """The first form that a module computes, None for none: tried once for all modules that are alike.
 
-    The module's forward then rests on what they have in common.
+    The module's forward then rests on what they have in common. Raises: Unsupported if no trial reached a
+    branch of the module's eager code.
 
     Args:
         forms: tried in this order; modules that are alike have the same.
         begin: (module, *arguments) -> (form -> whether the module computes so). It makes what all forms are
             compared with, as a twin and its own results.
-        apart: attributes in which modules that compute the same may differ.
     """
 
-    def place() -> int | None:
-        holds = tried(begin, module, *arguments)
-        found = (n for n, form in enumerate(forms) if holds is not None and tried(holds, form))
-        return next(found, None)
+    key, index = (begin, original_class(module), arguments, _common(module)), vars(module).get("layer_idx")
 
-    found: int | None = recall((begin, original_class(module), arguments, _common(module, apart)), place)
+    def run() -> Callable[[Any], bool] | None:
+        return tried(begin, module, *arguments)
+
+    found, missing, known = recall(key, lambda: (*found_form(forms, run), index))
+    if found is not None and index != known:  # it is alike but for the index, which its code may read
+        others, missing = recall((*key, index), lambda: found_form(forms[found : found + 1], run, 1))
+        found = None if others is None else found
+    if missing is not None:
+        raise Unsupported(missing)
     for part in module.modules():
         numbers = () if hasattr(part, "out_features") else _attributes(part)
         plain = (name for name, value in numbers if isinstance(value, (*_PLAIN, tuple)))
-        for name in (*(name for name in plain if name not in apart), *part._modules):
+        for name in (*plain, *part._modules):
             depends_on(part, name)
     return None if found is None else forms[found]
+
+
+def found_form(
+    forms: Sequence[Any], begin: Callable[[], Callable[[Any], bool] | None], count: int | None = None
+) -> tuple[int | None, str | None]:
+    """(number of the first form that holds in each draw, None), or (None, why no trial shows it, if so).
+
+    Args:
+        begin: runs eager code with a draw's numbers. Returns: form -> whether it gives the same; None if
+            eager code cannot be run so.
+        count: of draws; None: until each branch had its outcomes.
+    """
+    draws, missing = Draws(count), None
+    begun: dict[int, Callable[[Any], bool] | None] = {}
+
+    def holds(form: Any, draw: Draw) -> bool:
+        if draw.number not in begun:
+            begun[draw.number] = begin()
+        compare = begun[draw.number]
+        return compare is not None and bool(tried(compare, form))
+
+    for number, form in enumerate(forms):
+        try:
+            if draws(functools.partial(holds, form)):
+                return number, None
+        except Unsupported as error:
+            missing = str(error)
+    return None, missing
 
 
 @dataclass(frozen=True)
@@ -57,23 +91,19 @@ class Tried:
         forward: runs in place of the module's own.
         trial: (module, forward) -> whether both give the same.
         operators: that `forward` runs.
-        apart: attributes in which modules that compute the same may differ.
     """
 
     may_be: Callable[[nn.Module], bool]
     forward: Callable
     trial: Callable[[Any, Callable], bool]
     operators: tuple[Done, ...]
-    apart: tuple[str, ...] = ()
 
     def __call__(self, module: nn.Module) -> tuple[Callable, list[Done]] | None:
         """(forward, what runs), or None."""
         return (self.forward, [*self.operators]) if self.matches(module) else None
 
     def matches(self, module: nn.Module) -> bool:
-        return self.may_be(module) and bool(
-            first_form(module, (True,), _same_as, self.trial, self.forward, apart=self.apart)
-        )
+        return self.may_be(module) and bool(first_form(module, (True,), _same_as, self.trial, self.forward))
 
 
 def _same_as(module: nn.Module, trial: Callable, forward: Callable) -> Callable[[Any], bool]:
@@ -95,15 +125,15 @@ def made_alike(module: nn.Module, usual: nn.Module) -> bool:
     return True
 
 
-def _common(module: nn.Module, apart: Sequence[str] = ()) -> tuple:
+def _common(module: nn.Module) -> tuple:
     """Key of modules whose forwards compute the same: classes, shapes and other attributes of all parts."""
     return tuple(
         (
             path,
-            original_class(part),
-            original_class(part).forward,
-            *((name, _described(value)) for name, value in _attributes(part) if name not in apart),
+            code_of(original_class(part)),
+            *((name, _described(value)) for name, value in _attributes(part)),
             *((name, _described(value)) for name, value in (part._parameters | part._buffers).items()),
+            *((name, _values_of(value)) for name, value in part._buffers.items()),
         )
         for path, part in module.named_modules()
     )
@@ -112,6 +142,11 @@ def _common(module: nn.Module, apart: Sequence[str] = ()) -> tuple:
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """The attributes of a module itself that its forward may rest on, in order."""
     return sorted(var for var in vars(module).items() if var[0] not in ATTRIBUTES_OF_MODULES | _OF_NO_FORWARD)
+
+
+def _values_of(buffer: Tensor | None) -> Any:
+    """Values of a buffer that a trial does not draw at random."""
+    return None if buffer is None or buffer.is_floating_point() or buffer.is_meta else str(buffer.tolist())
 
 
 def _described(value: Any, is_inside: bool = False) -> Any:

@@ -11,6 +11,7 @@ from ..caches.held import HeldPools
 from ..caches.in_layers import InLayers
 from ..upstream.models import LinearAttentionLayer
 from .comparing import tried
+from .draws import current, is_first_kind, magnitude, normal
 
 _DIRECTIONS = 4  # so that queries and keys differ in more than their length
 LEAST_HEADS = 2  # enough to tell an indexer's relu from nothing: one head's keys come in the same order
@@ -18,14 +19,28 @@ ATTRIBUTES_OF_MODULES = {*vars(nn.Module()), STATE}
 
 
 class LinearCache(InLayers):
-    """A cache of one layer, with so many states of each kind, for linear attention of any model."""
+    """A cache of linear attention of any model, of whose layers a trial uses one.
 
-    def __init__(self, states: int = 1) -> None:
+    Args:
+        states: of each kind in a layer.
+        layer_idx: of the layer that the trial uses.
+    """
+
+    def __init__(self, states: int = 1, layer_idx: int = 0) -> None:
         super().__init__()
-        self.layers = [LinearAttentionLayer(states)]
+        self.layer_idx = layer_idx
+        self.layers = [LinearAttentionLayer(states) for _ in range(layer_idx + 1)]
+
+    @property
+    def layer(self) -> Any:
+        return self.layers[self.layer_idx]
+
+    @layer.setter
+    def layer(self, layer: Any) -> None:
+        self.layers[self.layer_idx] = layer
 
     def states(self) -> list[Tensor]:
-        (layer,) = self.layers
+        layer = self.layer
         result = [*layer.conv_states.values(), *layer.recurrent_states.values()]
         return [state for state in result if state is not None]
 
@@ -61,8 +76,8 @@ class FewDirections(nn.Module):
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.directions = torch.randn(layer.in_features, _DIRECTIONS) * layer.in_features**-0.5
-        self.rows = torch.randn(_DIRECTIONS, layer.out_features)
-        self.bias = None if layer.bias is None else torch.randn(layer.out_features)
+        self.rows = normal(_DIRECTIONS, layer.out_features)
+        self.bias = None if layer.bias is None else normal(layer.out_features)
 
     @property
     def weight(self) -> Tensor:
@@ -74,17 +89,23 @@ class FewDirections(nn.Module):
 
 
 def twin_of(module: Any, **attributes: Any) -> Any:
-    """A module of the same class on the CPU: random parameters, the same buffers, other attributes."""
+    """A module of the same class on the CPU: random parameters and buffers, other attributes.
+
+    In every second draw its layer index is another one. The first draw has the module's own buffers.
+    """
     if hasattr(module, "out_features"):
         return FewDirections(module)
-    twin = bare_twin(module)
+    draw, twin = current(), bare_twin(module)
+    if not is_first_kind() and isinstance(getattr(module, "layer_idx", None), int):
+        twin.layer_idx += 1
     for name, parameter in module._parameters.items():
         twin.register_parameter(name, None if parameter is None else _random(parameter.shape))
     for name, buffer in module._buffers.items():
         value = None if buffer is None else buffer.detach().cpu()
-        twin.register_buffer(
-            name, value.float() if value is not None and value.is_floating_point() else value
-        )
+        if value is not None and value.is_floating_point():
+            is_first = draw is None or draw.number == 0
+            value = value.float() if is_first else _random(value.shape).detach()
+        twin.register_buffer(name, value)
     for name, child in module._modules.items():
         twin._modules[name] = None if child is None else twin_of(child)
     vars(twin).update(attributes)
@@ -92,14 +113,22 @@ def twin_of(module: Any, **attributes: Any) -> Any:
 
 
 def _random(shape: Sequence[int]) -> nn.Parameter:
-    """About 1 for rows; of matrices so that products have the size of what they multiply."""
+    """About 1 for rows; of matrices so that products have the size of what they multiply; times a magnitude.
+
+    Rows of another draw than the first have both signs.
+    """
+    draw = current()
     values = torch.rand(shape) + 0.25 if len(shape) < 2 else torch.randn(shape) * shape[-1] ** -0.5
-    return nn.Parameter(values, requires_grad=False)
+    if draw is not None and draw.number > 0 and len(shape) < 2:
+        values = values * torch.where(torch.rand(shape) < 0.25, -1.0, 1.0)
+    return nn.Parameter(values * magnitude(), requires_grad=False)
 
 
 def numbers(*shape: int) -> Tensor:
-    """Random ones about 0, the same for each shape."""
-    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) - 0.5
+    """Random ones about 0, the same for each shape in a draw."""
+    draw = current()
+    seed = sum(shape) + (0 if draw is None else 1000 * draw.number)
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) - 0.5) * magnitude()
 
 
 def untied(q: Tensor, k: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..._environment import CHECK
 from ..._text import first_line
 from ..._versions import untested
 from ...selfcheck.journal import noted
-from ...selfcheck.machine import SWITCH
 from ..basics.classes import class_before
 from ..basics.interface import experts_of, is_quantized
 from ..basics.own_on_cpu import all_operators
@@ -251,7 +251,7 @@ def _differs(result: dict[str, Tensor], expected: dict[str, Tensor]) -> str | No
 def _warning(model: PreTrainedModel, verdict: Verdict) -> str | None:
     """Line that tells a user what keeps its own code, and why."""
     where = f"torch_moe_mps: with transformers {transformers.__version__}, which it was not tested with,"
-    leave_out = f"{SWITCH}=0 compares nothing, and uses it all the same"
+    leave_out = f"{CHECK}=0 compares nothing, and uses it all the same"
     fault = "" if verdict.fault is None else f" ({verdict.fault})"
     if verdict.reason is not None:
         return f"{where} {_name(model)} keeps its own code: {verdict.reason}{fault}. {leave_out}"

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import modeling_gguf_pytorch_utils
 
 from ...._text import first_line
 from ....quantization import Format, QuantizedWeight
@@ -439,8 +438,8 @@ class File:
         for is_turned in (False, True):
             whole = placed.mT if is_turned and placed.dim() > 1 else placed
             rows = whole[..., :1] / columns
-            numbers = (rows * columns + torch.arange(columns)).to(whole.dtype)
-            if bool(((rows >= 1) & (rows == rows.round())).all()) and torch.equal(whole, numbers):
+            expected = (rows * columns + torch.arange(columns)).to(whole.dtype)
+            if bool(((rows >= 1) & (rows == rows.round())).all()) and torch.equal(whole, expected):
                 return Order(rows[..., 0].long() - 1, is_turned)
         return None
 
@@ -474,6 +473,8 @@ class _CheckedHeaders:
                         setattr(owner, name, before)
 
     def _replace(self) -> None:
+        from transformers import modeling_gguf_pytorch_utils  # imports tokenizers
+
         load = reading_once(modeling_gguf_pytorch_utils.load_gguf_checkpoint)
         readers = [
             (gguf, "read_gguf_metadata", read_checked),

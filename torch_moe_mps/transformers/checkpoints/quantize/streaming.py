@@ -6,7 +6,6 @@ initialised.
 """
 
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...._extension import ONE_THREAD, torch_version
+from ...._environment import set_one_thread
+from ...._extension import torch_version
 from ....ops._checks import Check
 from ....quantization import QuantizedWeight
 from ...basics.report import QuantizationReport
@@ -151,18 +151,15 @@ class _OneByOne:
             return
         with self._lock:
             if self._loading == 0:
-                self._before = os.environ.get(ONE_THREAD)
-                os.environ[ONE_THREAD] = "1"
+                self._before = set_one_thread("1")
             self._loading += 1
         try:
             yield
         finally:
             with self._lock:
                 self._loading -= 1
-                if self._loading == 0 and self._before is None:
-                    os.environ.pop(ONE_THREAD, None)
-                elif self._loading == 0 and self._before is not None:
-                    os.environ[ONE_THREAD] = self._before
+                if self._loading == 0:
+                    set_one_thread(self._before)
 
 
 one_by_one = _OneByOne()

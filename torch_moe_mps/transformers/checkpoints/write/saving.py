@@ -35,10 +35,8 @@ def mark_quantized(model: nn.Module) -> None:
         part.config.quantization_config = config
         part.hf_quantizer = quantizer(config, pre_quantized=True)
         part.hf_quantizer.report = getattr(before, "report", None)
-        for model_inside in part.modules():
-            if isinstance(model_inside, PreTrainedModel):
-                members = {"save_pretrained": _save, "num_parameters": count_packed}
-                vars(model_inside).update({n: functools.partial(f, model_inside) for n, f in members.items()})
+        part.num_parameters = functools.partial(count_packed, part)
+        _describe_when_saving()
 
 
 def _outermost(module: nn.Module, cls: type[nn.Module]) -> Iterator[Any]:
@@ -50,9 +48,19 @@ def _outermost(module: nn.Module, cls: type[nn.Module]) -> Iterator[Any]:
         yield from _outermost(child, cls)
 
 
-def _save(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of a quantised model's own `save_pretrained`: config.json describes the weights of now."""
-    return type(model).save_pretrained(_described(model), *args, **kwargs)
+@functools.cache
+def _describe_when_saving() -> None:
+    """Patches `PreTrainedModel.save_pretrained` once a model is quantised: config.json describes its weights.
+
+    The class, because a model whose base model was quantised is not known here.
+    """
+    save = PreTrainedModel.save_pretrained
+
+    @functools.wraps(save)
+    def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return save(_described(model), *args, **kwargs)
+
+    PreTrainedModel.save_pretrained = save_pretrained
 
 
 def _described(model: Any) -> Any:

@@ -21,6 +21,7 @@ from ...modules.rules.constants import beside, constant
 from ...modules.rules.formulas import is_norm
 from ...modules.rules.rotary import is_fixed
 from ...trials.comparing import agrees
+from ...trials.draws import eager, normal
 from ...trials.forms import Tried, made_alike
 from ...upstream.models import DynamicCache
 from .cache import GrowingCompressed
@@ -157,7 +158,15 @@ def _may_be(module: Any) -> bool:
     parts = [part for part in (compressor, compressor._modules.get("indexer")) if part is not None]
     if not all(_has_fixed_tables(part) for part in parts) or not is_norm(children["q_a_norm"], True):
         return False
+    rates = [_frequencies(part) for part in parts]
+    if not any(rate.is_meta for rate in rates) and not all(torch.equal(rates[0], rate) for rate in rates):
+        return False
     return bool(module.kv_norm.variance_epsilon == module.q_b_norm.eps)
+
+
+def _frequencies(part: Any) -> Tensor:
+    rates: Tensor = getattr(part.rotary_emb, f"{part.rope_layer_type}_inv_freq")
+    return rates
 
 
 def _has_fixed_tables(part: Any) -> bool:
@@ -170,7 +179,7 @@ def _small(module: Any) -> Any:
     config = copy.deepcopy(module.config)
     sizes = {"hidden_size": 24, "head_dim": 16, "num_attention_heads": 4, "sliding_window": 5}
     sizes |= {"q_lora_rank": 12, "o_groups": 2, "o_lora_rank": 6}
-    sizes |= {"index_n_heads": 3, "index_head_dim": 16, "index_topk": 3}
+    sizes |= {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 3}  # heads: no keys have equal scores
     tables = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
     rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}
     for name, value in sizes.items():
@@ -180,7 +189,10 @@ def _small(module: Any) -> Any:
     config._attn_implementation = "eager"
     layer = original_class(module)(config, module.layer_idx).eval().float()
     for parameter in layer.parameters():
-        parameter.data = torch.randn(parameter.shape) * (0.3 if parameter.dim() > 1 else 1.0)
+        parameter.data = normal(*parameter.shape) * (0.3 if parameter.dim() > 1 else 1.0)
+    frequencies: dict[str, Tensor] = {}  # all parts share them
+    for name, buffer in layer.named_buffers():
+        buffer.data = frequencies.setdefault(name.rpartition(".")[2], torch.rand(buffer.shape))
     return layer
 
 
@@ -191,7 +203,7 @@ def _is_same(module: Any, forward: Callable) -> bool:
     if not made_alike(module, usual):
         return False
     layer = _small(module)
-    x = torch.randn(2, 17, layer.config.hidden_size)
+    x = normal(2, 17, layer.config.hidden_size)
     tables = layer.compressor.rotary_emb(x, torch.arange(17)[None], layer_type=layer.rope_layer_type)
     window = layer.sliding_window
     is_norm(layer.q_a_norm)
@@ -207,7 +219,7 @@ def _is_same(module: Any, forward: Callable) -> bool:
         hidden = (distance < 0) | (distance >= window)
         mask = torch.zeros(2, 1, *distance.shape).masked_fill(hidden, -torch.inf)
         arguments = x[:, begin:end], some, torch.arange(begin, end)[None]
-        theirs.append(original_class(layer).forward(layer, *arguments, mask, caches[0])[0])
+        theirs.append(eager(original_class(layer).forward)(layer, *arguments, mask, caches[0])[0])
         ours.append(forward(layer, *arguments, None, caches[1])[0])
     theirs += [own.keys, *own.compressed_kv.values()]
     ours += [held.keys, *held.compressed_kv.values()]

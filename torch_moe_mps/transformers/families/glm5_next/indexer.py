@@ -15,6 +15,7 @@ from ...basics.state import original_class
 from ...caches.held import HeldPools
 from ...modules.experts import is_observed
 from ...modules.rules.constants import beside, constant
+from ...trials.draws import eager, is_first_kind
 from ...trials.forms import has_parts
 from ...trials.indexers import IndexerTrial, form_by_trial
 from ...trials.twins import HeldKeys, numbers, twin_of
@@ -117,12 +118,27 @@ def _trial(module: Any) -> IndexerTrial:
     """A trial of the one form that there is."""
     twin, width = twin_of(module, index_topk=RATE * POOLS, index_kpool=RATE), module.head_dim
     twin.index_kpool_compress_ape = nn.Parameter(numbers(RATE, width), requires_grad=False)
-    hidden, q_resid = (numbers(BATCH, TOKENS, layer.in_features) for layer in (twin.wk, twin.wq_b))
-    before = torch.cat((numbers(BATCH, BEFORE, 2 * width), torch.ones(BATCH, BEFORE, 1)), -1)
-    shown = torch.ones(BATCH, TOKENS, dtype=torch.bool)
+    held = BEFORE if is_first_kind() else 0  # else a prompt: its first tokens see no pool
+    tokens = BEFORE + TOKENS - held
+    hidden, q_resid = (numbers(BATCH, tokens, layer.in_features) for layer in (twin.wk, twin.wq_b))
+    before = torch.cat((numbers(BATCH, held, 2 * width), torch.ones(BATCH, held, 1)), -1)
+    shown = torch.ones(BATCH, tokens, dtype=torch.bool)
+    forward = eager(original_class(module).forward)
+
+    padded = shown.clone()
+    padded[0], padded[1, 0] = False, False
+    assert _is_padded(
+        padded, None
+    )  # `kpool_forward` leaves such rows to eager code, whose branches they take
+
+    def own(cache: HeldKeys) -> Any:
+        hidden_keys = torch.cat((before[..., :-1], padded[:, :1].expand(-1, held)[..., None]), -1)
+        forward(twin, hidden, q_resid, padded, HeldKeys(hidden_keys, twin.layer_idx))
+        return forward(twin, hidden, q_resid, shown, cache)
+
     return IndexerTrial(
         held=lambda: HeldKeys(before, twin.layer_idx),
-        own=lambda cache: original_class(module).forward(twin, hidden, q_resid, shown, cache),
+        own=own,
         ours=lambda _, layer: _choice(twin, hidden, q_resid, layer),
         is_same=_is_same,
     )
@@ -131,6 +147,6 @@ def _trial(module: Any) -> IndexerTrial:
 def _is_same(own: Tensor, choice: Choice) -> bool:
     """True if the indices of keys, -1 for none, belong to the selected pools."""
     keys = BEFORE + TOKENS
-    mask = torch.zeros(BATCH, TOKENS, keys + 1, dtype=torch.bool)
+    mask = torch.zeros(*own.shape[:2], keys + 1, dtype=torch.bool)
     mask.scatter_(2, torch.where(own < 0, keys, own).long(), True)
     return is_same(mask[..., :keys].unsqueeze(1), choice)

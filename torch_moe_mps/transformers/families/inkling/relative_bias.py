@@ -19,6 +19,7 @@ from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import original_class
 from ...trials.comparing import agrees, on_the_cpu, tried
+from ...trials.draws import eager, normal, shows
 from ...trials.twins import bare_twin
 
 _ATEN = torch.ops.aten
@@ -230,10 +231,14 @@ def makes_relative_bias(module: nn.Module) -> bool:
         return False
     for name in ("rel_extent", *module._modules):
         depends_on(module, name)
-    generator = torch.Generator().manual_seed(0)
+    return shows(functools.partial(_gives_bias, module, bank, parts))
+
+
+def _gives_bias(module: nn.Module, bank: Tensor, parts: Any) -> bool:
+    """True if a module gives this bias for a draw's numbers."""
     twin, extent = bare_twin(module), 4
     heads = 2 if parts is None else parts[0].out_features // bank.shape[0]
-    proj, states = (torch.randn(*shape, generator=generator) for shape in ((3, extent), (2, 5, heads, 3)))
+    proj, states = normal(3, extent), normal(2, 5, heads, 3)
     twin.register_parameter("proj", nn.Parameter(proj, requires_grad=False))
     twin.rel_extent = extent
     queries, keys = torch.arange(6, 11), torch.arange(2, 13)
@@ -241,10 +246,10 @@ def makes_relative_bias(module: nn.Module) -> bool:
     place = torch.where((distance >= 0) & (distance < extent), distance, extent)
     padded = nn.functional.pad(states @ proj, (0, 1)).transpose(1, 2)
     expected = padded.gather(3, place.expand(2, heads, -1, -1))
-    forward = original_class(module).forward
+    forward = eager(original_class(module).forward)
     if parts is None:
         return agrees(expected, tried(forward, twin, states, queries, keys))
-    hidden, projected = torch.randn(2, 5, 6, generator=generator), states.flatten(2) + 1
+    hidden, projected = normal(2, 5, 6), states.flatten(2) + 1
     linear, norm = _Gives(projected), _Gives(states)
     for name, part in module._modules.items():
         twin.add_module(name, linear if part is parts[0] else norm)

@@ -16,6 +16,7 @@ from ...basics.report import Done
 from ...basics.state import original_class, with_own
 from ...modules.experts import is_observed
 from ...trials.comparing import agrees
+from ...trials.draws import eager, normal
 from ...trials.forms import Tried
 from ...trials.twins import twin_of
 
@@ -103,8 +104,8 @@ def _has_marked_parts(module: nn.Module) -> bool:
 def _matches_router(module: Any, forward: Callable) -> bool:
     """Whether a router chooses and weighs as a forward does, and sorts pairs by expert."""
     twin = twin_of(module)
-    x = torch.randn(9, twin.layer.in_features)
-    pairs, tokens, weights, counts, logits = original_class(module).forward(twin, x)
+    x = normal(9, twin.layer.in_features)
+    pairs, tokens, weights, counts, logits = eager(original_class(module).forward)(twin, x)
     experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     _, own_tokens, own_weights, ids, own_logits = forward(twin, x)
     dense = torch.zeros_like(logits)
@@ -120,15 +121,15 @@ def _matches_experts(module: Any, forward: Callable) -> bool:
     """Whether experts multiply the inputs of each expert with its matrix."""
     twin = twin_of(module)
     ids = torch.arange(7).remainder(len(twin.weight)).view(-1, 1)
-    x = torch.randn(7, twin.weight.shape[2])
-    return agrees(forward(twin, x, ids), own_experts(twin, x, ids))
+    x = normal(7, twin.weight.shape[2])
+    return agrees(forward(twin, x, ids), eager(own_experts)(twin, x, ids))
 
 
 def _matches_block(module: Any, forward: Callable) -> bool:
     """Whether a block of MLPs is a forward behind a rewritten router."""
     twin = twin_of(module)
-    x = torch.randn(2, 5, twin.router.layer.in_features)
-    expected = original_class(module).forward(twin, x)
+    x = normal(2, 5, twin.router.layer.in_features)
+    expected = eager(original_class(module).forward)(twin, x)
     twin.router.forward = lambda hidden: gating(twin.router, hidden)
     return agrees(forward(twin, x), expected, 1e-4)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from ...modules.rules.recurrent_layers import SCAN, recurrent_layer
 from .. import Family
-from .layers import lightning_layer
+from .layers import has_usual_decays, lightning_layer, lightning_twin
 
 _CHILDREN = "qkv_proj", "output_gate", "norm", "out_proj"
 _OPERATORS = SCAN, "rms_norm_gated"
@@ -18,4 +18,7 @@ def _own_cache(config: Any) -> Any:
     return MiniMaxLayers
 
 
-FAMILY = Family(rules=(recurrent_layer(_CHILDREN, lightning_layer, *_OPERATORS),), own_cache=_own_cache)
+_RULE = recurrent_layer(
+    _CHILDREN, lightning_layer, *_OPERATORS, fits=has_usual_decays, make_twin=lightning_twin
+)
+FAMILY = Family(rules=(_RULE,), own_cache=_own_cache)

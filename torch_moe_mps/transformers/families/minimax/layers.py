@@ -7,8 +7,10 @@ from torch import Tensor
 
 from ...basics.uncommitted import uncommitted_of
 from ...modules.rules.recurrent_layers import is_seen, masked
+from ...trials.twins import twin_of
 
 ops = torch.ops.moe_mps
+_DECAYS = "query_decay", "key_decay", "diagonal_decay"
 
 
 def lightning_layer(
@@ -34,3 +36,19 @@ def lightning_layer(
     if cache is not None and held is not state:
         cache.set_linear_cache(layer.layer_idx, state)
     return layer.out_proj(out), state
+
+
+def has_usual_decays(layer: Any) -> bool:
+    """True if the buffers of blocks are what eager code makes of the rates, which alone are read here."""
+    decays, found = layer.decay_factors(layer.slope_rate), (getattr(layer, name) for name in _DECAYS)
+    atol = 1e-5 if layer.slope_rate.dtype == torch.float32 else 1e-2
+    return all(torch.allclose(a, b, 0.0, atol) for a, b in zip(found, decays, strict=True))
+
+
+def lightning_twin(layer: Any) -> Any:
+    """A twin with decays of random rates."""
+    twin = twin_of(layer)
+    twin.slope_rate = twin.slope_rate.abs()
+    for name, decay in zip(_DECAYS, twin.decay_factors(twin.slope_rate), strict=True):
+        setattr(twin, name, decay)
+    return twin

@@ -19,6 +19,7 @@ from ...caches.held import HeldIndex
 from ...modules.experts import NAME, is_observed
 from ...modules.rules.formulas import is_norm, norm_arguments
 from ...modules.rules.rope import WHOLE_TURNS, Turn, tables_and_options
+from ...trials.draws import eager, is_first_kind
 from ...trials.forms import has_parts
 from ...trials.indexers import IndexerTrial, form_by_trial
 from ...trials.twins import HeldKeys, numbers, twin_of
@@ -111,13 +112,15 @@ def _trial(module: Any) -> IndexerTrial:
     twin, width = twin_of(module, block_size=2, topk_blocks=2), module.head_dim
     for norm, own_norm in zip(_norms(twin), _norms(module), strict=True):
         state_of(norm).formula = state_of(own_norm).formula
-    hidden, before = numbers(_BATCH, _TOKENS, twin.k_proj.in_features), numbers(_BATCH, 1, _BEFORE, width)
-    tables = [*(numbers(2, _BATCH, _TOKENS, width // 2) + 1.0)]
-    positions = torch.arange(_BEFORE, _BEFORE + _TOKENS).expand(_BATCH, -1)
+    held = _BEFORE if is_first_kind() else 0  # a prompt of all tokens, too, whose first blocks are at an end
+    tokens = _BEFORE + _TOKENS - held
+    hidden, before = numbers(_BATCH, tokens, twin.k_proj.in_features), numbers(_BATCH, 1, held, width)
+    tables = [*(numbers(2, _BATCH, tokens, width // 2) + 1.0)]
+    positions = torch.arange(held, held + tokens).expand(_BATCH, -1)
     norms = [norm_arguments(norm, before) for norm in _norms(twin)]
     return IndexerTrial(
         held=lambda: _HeldBlocks(before, twin.layer_idx),
-        own=lambda cache: original_class(module).forward(twin, hidden, tables, cache, positions),
+        own=lambda cache: eager(original_class(module).forward)(twin, hidden, tables, cache, positions),
         ours=lambda turn, layer: _chosen(twin, turn, hidden, tables, layer, *norms),
         is_same=_is_same,
     )
@@ -125,6 +128,6 @@ def _trial(module: Any) -> IndexerTrial:
 
 def _is_same(own: Tensor, choice: Choice) -> bool:
     """Whether both choose the same blocks. The model's own are by score, and -1 is last in both."""
-    chosen = choice.chosen(0, _TOKENS, _BEFORE + _TOKENS)
+    chosen = choice.chosen(0, own.shape[2], _BEFORE + _TOKENS)
     theirs = torch.where(own < 0, _BEFORE, own).sort(-1).values
     return torch.equal(theirs, torch.where(chosen < 0, _BEFORE, chosen).long())

@@ -16,6 +16,7 @@ from ...basics.state import original_class, state_of
 from ...caches.held import HeldPools
 from ...modules.experts import is_observed
 from ...modules.rules.rope import WHOLE_TURNS, Turn, tables_and_options
+from ...trials.draws import eager
 from ...trials.forms import has_parts
 from ...trials.indexers import IndexerTrial, form_by_trial
 from ...trials.twins import HeldKeys, numbers, twin_of
@@ -141,7 +142,7 @@ def _trial(module: Any) -> IndexerTrial:
     shown = torch.ones(keys, keys, dtype=torch.bool).tril()[-TOKENS:].expand(BATCH, 1, -1, -1)
     return IndexerTrial(
         held=lambda: HeldKeys(before, twin.layer_idx),
-        own=lambda cache: original_class(module).forward(twin, hidden, tables, shown, cache),
+        own=lambda cache: eager(original_class(module).forward)(twin, hidden, tables, shown, cache),
         ours=lambda turn, layer: _choice(twin, turn, hidden, tables, layer),
         is_same=is_same,
     )

@@ -17,6 +17,7 @@ from ...basics.uncommitted import uncommitted_of
 from ...modules.experts import is_observed
 from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, masked
 from ...trials.comparing import agrees
+from ...trials.draws import eager, normal
 from ...trials.forms import Tried
 from ...trials.twins import LinearCache, twin_of
 from ...upstream.calls import cache_argument, in_place
@@ -64,12 +65,12 @@ def _may_be(module: nn.Module) -> bool:
 
 def _is_same(module: nn.Module, forward: Callable) -> bool:
     """Whether a forward gives the results and the states of a module's own."""
-    twin, own = twin_of(module, layer_idx=0), original_class(module).forward
-    x, mask = torch.randn(2, 9, twin.q_proj.in_features), torch.ones(2, 5)
+    twin, own = twin_of(module), original_class(module).forward
+    x, mask = normal(2, 9, twin.q_proj.in_features), torch.ones(2, 5)
     mask[0, :2] = 0
     found = []
-    for run in (own, in_place(own, forward)):
-        copied, cache = copy.deepcopy(twin), LinearCache()
+    for run in (eager(own), in_place(own, forward)):
+        copied, cache = copy.deepcopy(twin), LinearCache(layer_idx=twin.layer_idx)
         chunks = (
             (x[:, :5], mask, None),
             (x[:, :5], mask, cache),
@@ -80,7 +81,7 @@ def _is_same(module: nn.Module, forward: Callable) -> bool:
             run(copied, piece, **cache_argument(own, held), conv_mask=hidden)
             for piece, hidden, held in chunks
         ]
-        layer = cache.layers[0]
+        layer = cache.layer
         found.append(
             [*(part for parts in results for part in parts), layer.conv_states[0], layer.recurrent_states[0]]
         )

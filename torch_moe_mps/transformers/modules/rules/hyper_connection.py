@@ -13,6 +13,7 @@ from ....ops.hyper_connection import MAX_STREAMS
 from ...basics.report import Done
 from ...basics.state import STATE, original_class, state_of
 from ...trials.comparing import agrees
+from ...trials.draws import eager, normal
 from ...trials.forms import first_form
 from ...trials.twins import twin_of
 
@@ -78,8 +79,8 @@ def _mixing_of(module: Any, tensors: tuple[str, str, str], parts: int) -> Mixing
 def _trial(module: Any, tensors: tuple[str, str, str]) -> Callable[[Mixing], bool]:
     twin = twin_of(module)
     columns = module._parameters[tensors[0]].shape[1]
-    streams = torch.randn(2, 3, module.hc_mult, columns // module.hc_mult)
-    own = original_class(module).forward(twin, streams)
+    streams = normal(2, 3, module.hc_mult, columns // module.hc_mult)
+    own = eager(original_class(module).forward)(twin, streams)
 
     def holds(mixing: Mixing) -> bool:
         state_of(twin).formula = mixing

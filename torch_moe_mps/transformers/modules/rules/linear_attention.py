@@ -19,6 +19,7 @@ from ....ops.linear_attention import MAX_KEY_WIDTH
 from ...basics.report import Done
 from ...basics.uncommitted import state_before, uncommitted_of
 from ...trials.comparing import agrees, tried
+from ...trials.draws import eager, normal, shows
 from ..functions import InPlace
 
 ops = torch.ops.moe_mps
@@ -121,46 +122,54 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> bool:
 
 
 def is_causal_conv(function: Callable) -> bool:
-    """Whether a function of (x, conv_state, weight, bias, activation) is causal_conv1d_update_."""
-    generator = torch.Generator().manual_seed(0)
-    x, state, weight, bias = (
-        torch.randn(shape, generator=generator) for shape in ((2, 3, 1), (2, 3, 4), (3, 4), (3,))
-    )
+    """True if a function of (x, conv_state, weight, bias, activation) is causal_conv1d_update_."""
+    return shows(functools.partial(_is_causal_conv, function))
+
+
+def _is_causal_conv(function: Callable) -> bool:
+    x, state, weight, bias = normal(2, 3, 1), normal(2, 3, 4), normal(3, 4), normal(3)
     for arguments, activation in ((None, "silu"), (bias, None)):
         theirs, ours = state.clone(), state.clone()
-        result = tried(function, x, theirs, weight, arguments, activation)
+        result = tried(eager(function), x, theirs, weight, arguments, activation)
         expected = ops.causal_conv1d_update_(x.mT, ours, weight, arguments, ACTIVATIONS[activation]).mT
-        if not agrees(result, expected, 1e-4) or not torch.equal(theirs, ours):
+        if not agrees(expected, result, 1e-4) or not torch.equal(theirs, ours):
             return False
     return True
 
 
 def is_conv_of_prompt(function: Callable) -> bool:
-    """Whether a function of (x, weight, bias, activation) is that with nothing in front of x."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((2, 3, 6), (3, 4), (3,)))
+    """True if a function of (x, weight, bias, activation) is that with nothing in front of x."""
+    return shows(functools.partial(_is_conv_of_prompt, function))
+
+
+def _is_conv_of_prompt(function: Callable) -> bool:
+    x, weight, bias = normal(2, 3, 6), normal(3, 4), normal(3)
     for arguments, activation in ((None, "silu"), (bias, None)):
-        result, state = tried(function, x, weight, arguments, activation=activation), torch.zeros(2, 3, 4)
+        result = tried(eager(function), x, weight, arguments, activation=activation)
+        state = torch.zeros(2, 3, 4)
         expected = ops.causal_conv1d_update_(x.mT, state, weight, arguments, ACTIVATIONS[activation]).mT
-        if not agrees(result, expected, 1e-4):
+        if not agrees(expected, result, 1e-4):
             return False
     return True
 
 
 def is_delta_rule(function: Callable) -> bool:
-    """Whether a function of (q, k, v, g, beta, ...) is linear_attention_: one of steps or one of chunks."""
-    generator = torch.Generator().manual_seed(0)
+    """True if a function of (q, k, v, g, beta, ...) is linear_attention_: one of steps or one of chunks."""
+    return shows(functools.partial(_is_delta_rule, function))
+
+
+def _is_delta_rule(function: Callable) -> bool:
     tokens = 66  # more than a chunk
-    shapes = (*((2, tokens, *rest) for rest in ((2, 8), (2, 8), (4, 3), (4,), (4,))), (2, 4, 8, 3))
-    q, k, v, g, beta, state = (torch.randn(shape, generator=generator) for shape in shapes)
-    k, g, beta = F.normalize(k, dim=-1), -g.abs(), beta.sigmoid()
+    q, k, v = normal(2, tokens, 2, 8), normal(2, tokens, 2, 8), normal(2, tokens, 4, 3)
+    g, beta, state = -normal(2, tokens, 4).abs(), normal(2, tokens, 4).sigmoid(), normal(2, 4, 8, 3)
     for normed, initial in ((True, state), (False, state), (True, None)):
+        keys = k if normed else F.normalize(k, dim=-1)
         ours = torch.zeros_like(state) if initial is None else state.clone()
         options = {"initial_state": None if initial is None else state.clone(), "output_final_state": True}
-        result = tried(function, q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normed, **options)
+        result = tried(eager(function), q, keys, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normed, **options)
         eps = _L2NORM_EPS if normed else None
-        expected = ops.linear_attention_(q, k, v, g, ours, 8**-0.5, beta=beta, l2norm_eps=eps)
-        if not agrees(result, (expected, ours), 1e-4):
+        expected = ops.linear_attention_(q, keys, v, g, ours, 8**-0.5, beta=beta, l2norm_eps=eps)
+        if not agrees((expected, ours), result, 1e-4):
             return False
     return True
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from ....ops import mlp_quantized
 from ....ops._activations import Activation
-from ....ops.linear import mlp_quantized
 from ...basics.report import Done
 from ...basics.state import STATE, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
@@ -130,10 +130,12 @@ def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     if others or not join(*layers) or type(down) is not QuantizedLinear or is_observed(down, *within):
         return NotImplemented
     first = layers[0].__dict__[STATE].joined
-    (*gate_up, gate_up_bias), (*weights, bias) = first.weights, down.weights()
+    packed, scales, biases, gate_up_bias = first.weights
+    down_packed, down_scales, down_biases, bias = down.weights()
     options = activation_arguments(tuple(formula.activation))
     options |= {"gate_up_bias": gate_up_bias, "down_bias": bias, "down_format": down.format.name}
-    return mlp_quantized(x, *gate_up, *weights, first.format.name, **options)
+    matrices = packed, scales, biases, down_packed, down_scales, down_biases
+    return mlp_quantized(x, *matrices, first.format.name, **options)
 
 
 def rewrite_mlp(module: nn.Module) -> tuple[Callable, list[Done]] | None:

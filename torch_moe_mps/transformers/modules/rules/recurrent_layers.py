@@ -5,6 +5,7 @@ a token behind it and a few more, and have to give the same results and states o
 """
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from ...basics.report import Done
 from ...basics.state import RUNS_OWN, original_class, with_own
 from ...basics.uncommitted import uncommitted_of
 from ...trials.comparing import agrees
+from ...trials.draws import eager, normal
 from ...trials.forms import Tried
 from ...trials.twins import LinearCache, twin_of, width_of
 from ...upstream.calls import in_place, needed_arguments
@@ -235,25 +237,35 @@ def selective_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> T
 # Recognising them
 
 
-def recurrent_layer(children: Sequence[str], forward: Callable, *operators: str) -> Tried:
-    """A rule for whole layers of linear attention, which all have children of these names."""
+def recurrent_layer(
+    children: Sequence[str],
+    forward: Callable,
+    *operators: str,
+    fits: Callable[[Any], bool] = lambda module: True,
+    make_twin: Callable[[nn.Module], Any] = twin_of,
+) -> Tried:
+    """A rule for whole layers of linear attention, which all have children of these names.
+
+    Args:
+        fits: module -> False if what `make_twin` derives does not hold for it.
+    """
 
     def may_be(module: nn.Module) -> bool:
         has_children = all(name in module._modules for name in children)
-        return has_children and not any(buffer.is_meta for buffer in module.buffers())
+        return has_children and not any(buffer.is_meta for buffer in module.buffers()) and fits(module)
 
-    return Tried(may_be, forward, _matches_module, tuple(map(Done, operators)))
+    return Tried(may_be, forward, functools.partial(matches_module, make_twin), tuple(map(Done, operators)))
 
 
-def _matches_module(module: nn.Module, forward: Callable) -> bool:
-    """Whether a forward does what the module's own code does where it stands: results and states."""
-    twin = twin_of(module, layer_idx=0)
+def matches_module(make_twin: Callable[[nn.Module], Any], module: nn.Module, forward: Callable) -> bool:
+    """True if a forward gives the results and the states of the module's eager code."""
+    twin = make_twin(module)
     own = original_class(module).forward
-    x = torch.randn(1, 9, width_of(twin, lambda x: own(twin, x, **needed_arguments(own, None))))
+    x = normal(1, 9, width_of(twin, lambda x: own(twin, x, **needed_arguments(own, None))))
     mask = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])
     found = []
-    for run in (in_place(own, getattr(forward, RUNS_OWN, own)), in_place(own, forward)):
-        copied, cache, results = copy.deepcopy(twin), LinearCache(), []
+    for run in (eager(in_place(own, getattr(forward, RUNS_OWN, own))), in_place(own, forward)):
+        copied, cache, results = copy.deepcopy(twin), LinearCache(layer_idx=twin.layer_idx), []
         chunks = (
             (x[:, :5], mask, None),
             (x[:, :5], mask, cache),

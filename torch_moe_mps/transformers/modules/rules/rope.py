@@ -17,7 +17,10 @@ from torch import Tensor
 from ....ops.rope import rope
 from ...basics.own_on_cpu import own_is_faster
 from ...basics.report import Done
+from ...basics.state import Unsupported
 from ...trials.comparing import agrees, tried
+from ...trials.draws import eager, normal
+from ...trials.forms import found_form
 from ..functions import InPlace
 from .constants import beside
 
@@ -94,22 +97,35 @@ def rope_form(function: Callable, call: RopeCall) -> RopeForm | None:
 
 def _turn_of(function: Callable, call: RopeCall, heads_dim: int, table_width: int) -> Turn | None:
     """The turn that agrees with a function on random numbers."""
-    generator, batch = torch.Generator().manual_seed(heads_dim), 2 if call.dims == 4 else 1
-    shapes = [(batch, _TOKENS, _HEADS + i, _WIDTH) for i in range(call.tensors)]
-    inputs = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
-    cos, sin = (torch.rand(batch, _TOKENS, table_width, generator=generator) + 0.5 for _ in range(2))
+    turns = [turn for turn in TURNS if _columns(turn, table_width) <= _WIDTH]
+    found, missing = found_form(turns, lambda: _trial(function, call, heads_dim, table_width))
+    if missing is not None:
+        raise Unsupported(missing)
+    return None if found is None else turns[found]
+
+
+def _columns(turn: Turn, table_width: int) -> int:
+    """The elements of a head that turn by tables of this width."""
+    return (table_width // 2 if turn.half_of_table else table_width) * (2 if turn.doubled else 1)
+
+
+def _trial(
+    function: Callable, call: RopeCall, heads_dim: int, table_width: int
+) -> Callable[[Turn], bool] | None:
+    """Whether a turn agrees with a function on a draw's numbers; None if it cannot be called so."""
+    batch = 2 if call.dims == 4 else 1
+    inputs = [normal(batch, _TOKENS, _HEADS + i, _WIDTH) for i in range(call.tensors)]
+    cos, sin = (normal(batch, _TOKENS, table_width) for _ in range(2))
     expected = _turned_by(function, call, heads_dim, inputs, [cos, sin])
     if expected is None:
         return None
-    for turn in TURNS:
-        columns = table_width // 2 if turn.half_of_table else table_width
-        if columns * (2 if turn.doubled else 1) > _WIDTH:
-            continue
+
+    def agrees_with(turn: Turn) -> bool:
         *tables_of_turn, settings = tables_and_options(turn, cos, sin)
         q, k = inputs if call.tensors == 2 else (*inputs, None)
-        if all(map(agrees, torch.ops.moe_mps.rope(q, k, *tables_of_turn, **settings), expected)):
-            return turn
-    return None
+        return all(map(agrees, torch.ops.moe_mps.rope(q, k, *tables_of_turn, **settings), expected))
+
+    return agrees_with
 
 
 def _turned_by(
@@ -119,7 +135,7 @@ def _turned_by(
     arguments = [x.transpose(1, 2) if heads_dim == 1 else x for x in inputs]
     arguments += [torch.complex(*tables)] if call.is_complex else tables
     results = tried(
-        function, *(arguments if call.dims == 4 else [x[0] for x in arguments]), **dict(call.options)
+        eager(function), *(arguments if call.dims == 4 else [x[0] for x in arguments]), **dict(call.options)
     )
     results = results if isinstance(results, tuple) else (results,)
     if len(results) != call.tensors or not all(isinstance(result, Tensor) for result in results):

@@ -1,0 +1,74 @@
+"""Pages of the site that are made from other files: README as the first page, the reference of operators."""
+
+import inspect
+import re
+import runpy
+from pathlib import Path
+
+from mkdocs.structure.files import File, Files
+
+from torch_moe_mps import ops
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = ROOT / "build" / "reference" / "moe_mps_operators.py"
+
+
+def first_page() -> str:
+    """README, whose links lead to pages. Links to other files become their text."""
+    text = (ROOT / "README.md").read_text().replace("](docs/", "](page:")
+    text = re.sub(r"\[([^\]]*)\]\((?!page:|https?://|#)[^)]*\)", r"\1", text)
+    return text.replace("](page:", "](")
+
+
+def reference() -> str:
+    """A heading for each family, and its operators; mkdocstrings reads them from MODULE."""
+    parts = ["# Reference\n"]
+    for family, module in sorted(ops.FAMILIES.items()):
+        names = [name for name in module.CALLS if name in ops.PUBLIC]
+        parts += [f"\n## {family}\n"] if names else []
+        parts += [f"\n::: {MODULE.stem}.{name}\n" for name in names]
+    return "".join(parts)
+
+
+def write_module() -> None:
+    """The stubs of the operators, with their docstrings as Markdown."""
+    stub = runpy.run_path(str(ROOT / "scripts" / "make" / "make_operator_stubs.py"))["stub"]
+    parts = ["from torch import Tensor\n\n"]
+    for name in ops.PUBLIC:
+        document = as_markdown(inspect.cleandoc(ops.PUBLIC[name].__doc__))
+        parts.append(stub(name).removesuffix(" ...\n") + f"\n    {document!r}\n\n")
+    MODULE.parent.mkdir(parents=True, exist_ok=True)
+    MODULE.write_text("".join(parts))
+
+
+def as_markdown(document: str) -> str:
+    """A docstring whose arguments and results are lists."""
+    lines, is_list = [], False
+    for line in document.splitlines():
+        begins = re.match(r"(Args|Returns|Raises)\b(.*?):(.*)", line)
+        if begins:
+            is_list = not begins[3]
+            lines += ["", f"**{begins[1]}{begins[2]}:**{begins[3]}", ""]
+        elif is_list and (entry := re.match(r"    ([\w', ]+): (.*)", line)):
+            lines.append(f"- `{entry[1]}`: {entry[2]}")
+        elif is_list and line.startswith("     "):
+            lines.append(f"    {line.strip()}")
+        else:
+            is_list = is_list and not line
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def on_startup(**_) -> None:
+    write_module()  # in front of mkdocstrings, which looks for its folder once
+
+
+def on_files(files: Files, config) -> Files:
+    for name, text in (("index.md", first_page()), ("reference.md", reference())):
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page, **_) -> str:
+    """Replaces links to files beside docs/ by their text."""
+    return re.sub(r"\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", markdown)

@@ -1,0 +1,107 @@
+"""The public operators: their signatures for type checkers, and one meaning for each argument's name."""
+
+import inspect
+import re
+import runpy
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+import torch
+from support.processes import REPOSITORY
+
+import torch_moe_mps
+from torch_moe_mps.ops import FAMILIES, OPERATORS, PUBLIC
+from torch_moe_mps.ops._samples import packet
+
+
+def arguments_of(name: str) -> dict[str, str]:
+    """Types by name, with None or without."""
+    arguments = packet(name).default._schema.arguments
+    return {each.name: re.sub(r"Optional\[(.*)\]", r"\1", str(each.type)) for each in arguments}
+
+
+def vocabulary() -> dict[str, str]:
+    """The table of arguments in docs/operators.md: types by name."""
+    text = (REPOSITORY / "docs" / "operators.md").read_text()
+    table = text.partition("| argument | type | meaning |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`.*?) \| (\w+) \| .+ \|$", table, re.MULTILINE)
+    names = [(name, kind) for named, kind in rows for name in re.findall(r"`(\w+)`", named)]
+    assert len(names) == len(dict(names)), "an argument stands twice in the table"
+    return dict(names)
+
+
+def test_one_name_has_one_meaning():
+    """Every argument of a public operator is in the table, whose row it follows in all of them."""
+    kinds = defaultdict(set)
+    for name in OPERATORS:
+        for argument, kind in arguments_of(name).items():
+            kinds[argument].add(kind)
+    assert {name for name, types in kinds.items() if len(types) > 1} == set()
+    used = {argument: kind for name in PUBLIC for argument, kind in arguments_of(name).items()}
+    assert vocabulary() == used
+
+
+def test_a_prefix_names_the_part():
+    """norm_eps is the eps of rms_norm, and so on."""
+    norm = arguments_of("rms_norm").keys() | {"v", "topk_prob"}
+    for name in PUBLIC:
+        for argument in arguments_of(name):
+            if argument.startswith("norm_"):
+                assert argument.removeprefix("norm_") in norm, (name, argument)
+    router = arguments_of("moe_router")
+    experts = arguments_of("moe_experts_quantized")
+    assert {name: experts[name] for name in router} == router
+
+
+def test_arguments_stand_in_one_order():
+    """What is computed with, the weight, what selects in it, its format, the bias."""
+    order = ["x", "packed", "scales", "biases", "ids", "format", "bias"]
+    for name in PUBLIC:
+        shared = [argument for argument in arguments_of(name) if argument in order]
+        if "packed" in shared:
+            assert shared == [argument for argument in order if argument in shared], name
+        if {"expert_out", "weights"} <= arguments_of(name).keys():
+            names = [*arguments_of(name)]
+            assert names.index("expert_out") < names.index("weights"), name
+
+
+def test_public_operators_are_flat():
+    assert not any(name.startswith("_") for name in PUBLIC)
+    assert {*PUBLIC} | {name for name in OPERATORS if name.startswith("_")} == {*OPERATORS}
+    for name, function in PUBLIC.items():
+        assert getattr(torch_moe_mps.ops, name) is function
+    ours = [name for name in OPERATORS if name.endswith(("_backward", "_transposed"))]
+    assert ours and all(name.startswith("_") for name in ours)
+    assert {name for module in FAMILIES.values() for name in module.CALLS} == {*OPERATORS}
+
+
+def test_stubs_are_current():
+    script = REPOSITORY / "scripts" / "make" / "make_operator_stubs.py"
+    written = (REPOSITORY / "torch_moe_mps" / "ops" / "__init__.pyi").read_text()
+    assert written == runpy.run_path(str(script))["text"](), f"run {script.name}"
+
+
+@pytest.mark.slow("mypy reads torch")
+def test_mypy_checks_calls():
+    """tests/typed has calls that are right, and wrong ones whose errors are expected by their codes."""
+    run = [sys.executable, "-m", "mypy", "tests/typed", "--follow-imports=silent"]
+    result = subprocess.run(run, cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    calls = (REPOSITORY / "tests" / "typed" / "calls_of_operators.py").read_text()
+    assert calls.count("# type: ignore[") > 5
+
+
+def test_a_number_for_a_dtype_is_an_error():
+    """torch reads numbers as dtypes without a check where a schema has a dtype: 99 would end the process."""
+    for name in OPERATORS:
+        assert "ScalarType" not in str(packet(name).default._schema)
+    for number in (99, -1):
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.ops.moe_mps.router_logits(torch.ones(2, 4), torch.ones(3, 4), dtype=number)
+
+
+def test_functions_have_the_schemas_arguments():
+    for name, function in PUBLIC.items():
+        assert [*inspect.signature(function).parameters] == [*arguments_of(name)]

@@ -1,0 +1,120 @@
+"""Variables of the environment: no other file of the package reads one."""
+
+import os
+from pathlib import Path
+
+API_KEY = "MOE_MPS_API_KEY"
+CAPTURE = "MOE_MPS_CAPTURE"
+CHECK = "MOE_MPS_CHECK"
+RESIDENCY = "MOE_MPS_RESIDENCY"
+TENSOR_UNITS = "MOE_MPS_TENSOR_UNITS"
+TUNE = "MOE_MPS_TUNE"
+# For diagnosis and tests.
+COMMIT_EVERY = "MOE_MPS_COMMIT_EVERY"
+CPU_MEMORY = "MOE_MPS_CPU_MEMORY"
+CPU_OPERATORS = "MOE_MPS_CPU_OPERATORS"
+SDPA = "MOE_MPS_SDPA"
+# transformers reads a checkpoint without threads where it is "1".
+ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
+_NO_BARS = "TQDM_DISABLE"
+# Turns that a thread of libgomp waits for work before it sleeps. Its own choice is 300,000 for the threads of
+# the main thread, and 1,000 where there are more threads than cores, as in the server. Beside two busy
+# processes on two cores `generate` made 0.7 tokens/s with the first, and 3.4 with the second.
+_SPINS = ("GOMP_SPINCOUNT", "1000")
+_SHOWN = ("MOE_MPS_", "PYTORCH_MPS_", "PYTORCH_ENABLE_MPS", "MTL_", "METAL_")
+_SECRETS = ("_KEY", "_TOKEN")  # ends of names whose values no report may have
+
+
+def is_on(name: str) -> bool:
+    """True unless a variable is 0."""
+    return os.environ.get(name) != "0"
+
+
+def is_asked(name: str) -> bool:
+    """True if a variable is 1."""
+    return os.environ.get(name) == "1"
+
+
+def choice(name: str) -> str:
+    """The variable's "0", "1" or "auto", which is the default. Raises: ValueError for any other value."""
+    text = os.environ.get(name, "auto")
+    if text not in ("0", "1", "auto"):
+        raise ValueError(f"torch_moe_mps: {name} must be 0, 1 or auto, got {text!r}")
+    return text
+
+
+def commit_interval() -> int | None:
+    """Dispatches after which the stream is committed, or None. Raises: ValueError for another value."""
+    text = os.environ.get(COMMIT_EVERY)
+    if text is not None and not text.isdecimal():
+        raise ValueError(f"torch_moe_mps: {COMMIT_EVERY} must be a number of dispatches, or 0, got {text!r}")
+    return None if text is None else int(text)
+
+
+def cpu_memory() -> int | None:
+    """Bytes that decoded weights may take on a CPU, or None. Raises: ValueError for another value."""
+    text = os.environ.get(CPU_MEMORY)
+    if text is None:
+        return None
+    try:
+        size = float(text)
+    except ValueError:
+        size = -1.0
+    if not 0.0 <= size < float("inf"):
+        raise ValueError(f"moe_mps: {CPU_MEMORY} must be a number of GB, 0 to keep nothing, got {text!r}")
+    return int(size * 1e9)
+
+
+def api_key() -> str | None:
+    return os.environ.get(API_KEY) or None
+
+
+def processes() -> int:
+    """Number of processes of torchrun; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_process() -> bool:
+    """True for the process that talks: the only one, or rank 0."""
+    return processes() == 1 or os.environ.get("RANK") == "0"
+
+
+def caches() -> Path | None:
+    """The folder of XDG_CACHE_HOME, which is not macOS's."""
+    return Path(text) if (text := os.environ.get("XDG_CACHE_HOME")) else None
+
+
+def shows_progress() -> bool:
+    return not is_asked(_NO_BARS)
+
+
+def show_no_progress() -> None:
+    os.environ.setdefault(_NO_BARS, "1")
+
+
+def prepare_libraries(terminal: bool) -> None:
+    """Sets what libraries read when they are imported: threads of libgomp that wait let other processes have
+    the cores; the Hub and transformers show bars on a terminal alone."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault(*_SPINS)
+    if not terminal:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def set_one_thread(value: str | None) -> str | None:
+    """Sets or removes ONE_THREAD. Returns: its value before."""
+    before = os.environ.pop(ONE_THREAD, None)
+    if value is not None:
+        os.environ[ONE_THREAD] = value
+    return before
+
+
+def with_others(variables: dict[str, str]) -> dict[str, str]:
+    """The environment of a new process."""
+    return {**os.environ, **variables}
+
+
+def shown() -> dict[str, str]:
+    """Variables that may explain a fault or a slow run, for a report."""
+    names = (name for name in sorted(os.environ) if name.startswith(_SHOWN) and not name.endswith(_SECRETS))
+    return {name: os.environ[name] for name in names}
