@@ -213,8 +213,9 @@ class Alone:
 
         protocol = self._protocols[asked.path]
         request = protocol.read(asked.body, self._served)
-        answers = prepare(self._served, request, lambda number, item: None)
-        (job,) = answers.jobs
+        shown = list[Any]()
+        answers = prepare(self._served, request, lambda number, event: shown.append(event))
+        (job,), (answer,) = answers.jobs, answers.answers
         ids = job.inputs["input_ids"]
         before, cache = self._computed.get(asked.agent, (ids[0, :0], self._new_cache()))
         if len(before):
@@ -228,9 +229,11 @@ class Alone:
             )
         self._computed[asked.agent] = result[0, : cache.get_seq_length()], cache
         for token in result[0, ids.shape[1] :].tolist():
-            if job.take(token):
+            if job.append(token):
                 break
-        job.end("stop" if token in answers.answers[0]._ends else "length")
+        job.end("stop" if token in answer._ends else "length")
+        for event in shown:
+            answer.read(event)
         return ids[0], parts(protocol.whole(request, answers, self._served))
 
 

@@ -35,7 +35,7 @@ from transformers import LogitsProcessor
 
 from torch_moe_mps._text import shown
 from torch_moe_mps.serving.engine.engine import Engine
-from torch_moe_mps.serving.engine.loop import Died, EngineThread
+from torch_moe_mps.serving.engine.loop import DeviceThreadError, EngineThread
 from torch_moe_mps.serving.engine.memory import memory_in_use
 from torch_moe_mps.serving.http import app, limits, reading, structured
 from torch_moe_mps.serving.http.answers import Answers
@@ -109,7 +109,7 @@ def test_a_token_beyond_the_vocabulary_is_refused_by_every_path(here):
 
 
 def test_a_server_that_generates_nothing_any_more_says_why(here, monkeypatch):
-    died = Died("the thread of the device has died: MemoryError: of the host")
+    died = DeviceThreadError("the thread of the device has died: MemoryError: of the host")
     here.generator.death = died
     here.generator.submit = lambda job: job.end(died)
     for path, body in ASKED.items():

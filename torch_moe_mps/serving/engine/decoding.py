@@ -104,7 +104,7 @@ class Decoding:
         out = self._executor.verify(group, torch.tensor(inputs).to(self._executor.device))
         made = self._drafts.accepted(group, out.logits, known, drafts)
         before = [len(each.tokens) for each in sequences]
-        reasons = [self._pool.give(each, own) for each, own in zip(sequences, made, strict=True)]
+        reasons = [self._pool.append_all(each, own) for each, own in zip(sequences, made, strict=True)]
         given = [len(each.tokens) - count for each, count in zip(sequences, before, strict=True)]
         right = [count + max(0, new - 1) for count, new in zip(known, given, strict=True)]
         kept = self._drafts.take_back(group, tokens, right)
@@ -127,4 +127,4 @@ class Decoding:
     def _hand_out(self, group: Group, sampled: Sampled) -> None:
         tokens = sampled.read()
         for sequence, token in zip([*group.sequences], tokens, strict=True):
-            self._pool.take(sequence, token)
+            self._pool.append(sequence, token)

@@ -1,7 +1,8 @@
 """Draft tokens of a batch: when a step has some, and which of them the model accepts."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..speculative.drafting import Drafting
 from ..speculative.verify import Choice, verified
 from .groups import Batched
 from .scheduler import Budget
-from .sequence import Sequence as One
+from .sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Drafts:
     def states(self) -> tuple[int, ...]:
         return () if self.drafting is None else self.drafting.states
 
-    def row_of(self, sequence: One) -> Row | None:
+    def row_of(self, sequence: Sequence) -> Row | None:
         """The tokens of a sequence for the drafters; None where there are none."""
         if self.drafting is None:
             return None
@@ -48,7 +49,7 @@ class Drafts:
             return Row(ids, len(ids), sequence.job.likely)
         return Row(before.tokens, before.prompt, before.likely)
 
-    def begin(self, group: Batched, sequence: One, reads_whole: bool) -> None:
+    def begin(self, group: Batched, sequence: Sequence, reads_whole: bool) -> None:
         """Begins to draft for a sequence that has joined a batch."""
         if self.drafting is None:
             return
@@ -66,13 +67,13 @@ class Drafts:
                 )
         self.drafting.width.is_even = bool(self._needs_order) or group.rows.are_states
 
-    def left(self, sequence: One) -> None:
+    def left(self, sequence: Sequence) -> None:
         """Tells the drafters that a sequence has ended, or begins again."""
         if sequence.row is not None and self.drafting is not None:
             self.measure([sequence])
             self.drafting.left(sequence.row)
 
-    def measure(self, sequences: Sequence[One]) -> None:
+    def measure(self, sequences: abc.Sequence[Sequence]) -> None:
         """Notes what the drafters hold for a token."""
         for row in _rows(sequences):
             if self.drafting is not None:
@@ -80,7 +81,11 @@ class Drafts:
                 self._budget.drafts = max(self._budget.drafts, held)
 
     def computed(
-        self, sequences: Sequence[One], firsts: Sequence[int], out: Any, counts: Sequence[int]
+        self,
+        sequences: abc.Sequence[Sequence],
+        firsts: abc.Sequence[int],
+        out: Any,
+        counts: abc.Sequence[int],
     ) -> None:
         """Hands the hidden states of so many tokens of each sequence to the drafters."""
         states = self.states
@@ -89,7 +94,7 @@ class Drafts:
             beside = wanted[0] if len(wanted) == 1 else torch.cat(wanted, -1)
             self.drafting.computed(_rows(sequences), firsts, beside, counts)
 
-    def took(self, sequences: Sequence[One], seconds: float) -> None:
+    def took(self, sequences: abc.Sequence[Sequence], seconds: float) -> None:
         """Notes the time of a step without drafts."""
         if self.drafting is not None:
             self.drafting.width.took(len(sequences), 1, seconds)
@@ -164,7 +169,7 @@ class Drafts:
         return [tokens - count for count in wrong]
 
 
-def _rows(sequences: Sequence[One]) -> list[Row]:
+def _rows(sequences: abc.Sequence[Sequence]) -> list[Row]:
     return [each.row for each in sequences if each.row is not None]
 
 

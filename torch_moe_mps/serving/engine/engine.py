@@ -29,8 +29,8 @@ from .sequence import Sequence
 logger = logging.getLogger(__name__)
 
 
-class _Left(Exception):
-    """The sequence has ended whose prompt is being computed."""
+class _Cancelled(Exception):
+    """The sequence whose prompt is being computed has ended."""
 
 
 class _Chunk(NamedTuple):
@@ -89,16 +89,16 @@ class Engine:
 
     @property
     def active(self) -> int:
-        """How many sequences have begun."""
+        """Number of admitted sequences."""
         return sum(each.has_begun for each in self.pool.sequences)
 
     @property
     def waiting(self) -> list[Sequence]:
-        """The sequences that have not begun."""
+        """Queued sequences."""
         return [each for each in self.pool.sequences if not each.has_begun]
 
     def submit(self, *jobs: Job) -> None:
-        """Lets jobs wait for their turn; one that is asked for with something wrong ends."""
+        """Queues jobs. An invalid job is rejected through its callback."""
         for job in jobs:
             sequence = Sequence(job, turn=self._scheduler.turn_of(job.place))
             self.pool.sequences.append(sequence)
@@ -129,7 +129,7 @@ class Engine:
             self.decoding.step()
 
     def end_all(self, reason: Reason | Exception = "cancelled") -> None:
-        """Ends all sequences; what was computed is cached."""
+        """Ends all sequences and caches their computed prefixes."""
         for sequence in [*self.pool.sequences]:
             self.pool.end(sequence, reason)
 
@@ -147,7 +147,7 @@ class Engine:
 
     @property
     def _is_prefilling(self) -> bool:
-        """Whether a prompt is not whole that was begun, or must be computed again."""
+        """True while an admitted sequence still has prompt tokens to compute."""
         return any(each.phase in ("waiting", "prefill") and each.has_begun for each in self.pool.sequences)
 
     def _prefill_next(self, is_short: bool = False) -> bool:
@@ -177,7 +177,7 @@ class Engine:
         return has_begun
 
     def _admit(self, plan: Plan) -> bool:
-        """Begins a sequence, unless its prefix is still read. Returns: whether it has begun, or ended."""
+        """Admits a sequence, unless its prefix is still being read. Returns: False if so."""
         sequence: Sequence = plan.admit
         is_restored = True
         with self.pool.isolation.optional():  # prefixes that cannot be read are computed
@@ -197,7 +197,7 @@ class Engine:
         return True
 
     def _is_restored(self, sequence: Sequence) -> bool:
-        """Whether memory has what the disk has of a prompt; a part of it is read where it has not."""
+        """True once the prompt's prefix is in memory; otherwise reads the next part of it from the disk."""
         cache = self.prefix_cache
         if cache is None or sequence.has_begun or self.abilities.reads_whole:
             return True
@@ -217,7 +217,7 @@ class Engine:
         return True
 
     def _begin(self, sequence: Sequence) -> None:
-        """Begins the prefill of a sequence, or begins it again."""
+        """Begins or restarts the prefill of a sequence."""
         if sequence.prefill is not None:
             sequence.prefill = self.executor.begin_again(sequence)
             self.drafts.left(sequence)
@@ -230,7 +230,7 @@ class Engine:
         self.counts.cached += cached
         self.counts.computed += whole - cached
         sequence.sampler = Sampler(self.model, job)
-        job.tell(cached, whole)
+        job.report_progress(cached, whole)
         sequence.prefill, sequence.row = prefill, self.drafts.row_of(sequence)
         self.pool.enter(sequence, "prefill")
 
@@ -243,7 +243,7 @@ class Engine:
         start, has_images, self._encoded = len(prefill.cached.ids), prefill.has_new_images, None
         try:
             out = self.executor.prefill(prefill, chunk, lambda: self._decode_beside(sequence))
-        except _Left:
+        except _Cancelled:
             return None
         tokens, first = len(prefill.cached.ids) - start, None
         self.drafts.computed([sequence], [start], out, [tokens])
@@ -266,16 +266,16 @@ class Engine:
             if not chunk.has_images:  # their encoder takes a time of its own
                 self.times.token = (time.perf_counter() - chunk.started) / chunk.tokens
         if not sequence.tokens:
-            sequence.job.tell(len(prefill.cached.ids), sequence.prompt_tokens)
+            sequence.job.report_progress(len(prefill.cached.ids), sequence.prompt_tokens)
         if is_whole and sequence.is_batched:
             self.pool.cache(sequence, prefill.cached)
         if chunk.first is not None:
-            self.pool.take(sequence, *chunk.first.read())
+            self.pool.append(sequence, *chunk.first.read())
 
     def _decode_beside(self, sequence: Sequence) -> None:
         """A step of the others while images of a prompt are encoded, if it is time for one.
 
-        Raises: _Left where the sequence has ended meanwhile.
+        Raises: _Cancelled where the sequence has ended meanwhile.
         """
         if not self.pool.is_decoding:
             return
@@ -288,10 +288,10 @@ class Engine:
             self.pool.end_cancelled()
             self.decoding.step()
         if sequence.phase == "ended":
-            raise _Left
+            raise _Cancelled
 
     def _join(self, sequence: Sequence) -> None:
-        """Lets a sequence decode, in the batch where it can."""
+        """Moves a prefilled sequence to decoding, into the batch where it is batchable."""
         prefill = sequence.prefill
         assert prefill is not None
         self._measure(prefill.cached)
@@ -307,7 +307,7 @@ class Engine:
         self.drafts.begin(self.pool.batch, sequence, self.abilities.reads_whole)
 
     def _measure(self, cached: CachedPrefix) -> None:
-        """Notes the bytes of a sequence."""
+        """Records the bytes of a sequence for the budget."""
         if cached.cache is None:
             return
         layers = cached.cache.layers

@@ -22,7 +22,7 @@ Reason = Literal["stop", "length", "cancelled"]
 
 
 def _no_progress(read: int, of: int) -> None:
-    """Takes no notice of a prompt's progress."""
+    """Default of `on_progress`."""
 
 
 @contextmanager
@@ -110,18 +110,18 @@ class Job:
     def is_cancelled(self) -> bool:
         return self._cancelled.is_set()
 
-    def tell(self, read: int, of: int) -> None:
-        """Hands the progress of its prompt out."""
+    def report_progress(self, read: int, of: int) -> None:
+        """Calls `on_progress`."""
         with as_errors():
             self.on_progress(read, of)
 
-    def take(self, token: int) -> bool:
-        """Hands a token out. Returns: whether the answer is complete."""
+    def append(self, token: int) -> bool:
+        """Calls `on_token`. Returns: whether the answer is complete."""
         with as_errors():
             return bool(self.on_token(token))
 
     def end(self, reason: Reason | Exception) -> None:
-        """Tells why it has ended."""
+        """Calls `on_end`; an exception of it is logged."""
         try:
             with as_errors():
                 self.on_end(reason)
@@ -149,5 +149,5 @@ class Counts:
 
 
 def prompt_length(inputs: dict[str, Any]) -> int:
-    """How many tokens a job's prompt has."""
+    """Number of tokens of a job's prompt."""
     return int(inputs["input_ids"].shape[-1])

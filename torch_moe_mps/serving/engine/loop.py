@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Died(RuntimeError):
-    """The thread of the device has ended by an error: nothing is generated any more."""
+class DeviceThreadError(RuntimeError):
+    """Raised to callers after the device thread has crashed."""
 
 
 class Work(NamedTuple):
-    """Something to do on the thread, and what is told where it cannot be done."""
+    """A callable for the thread, and the callback that gets the error where it cannot run."""
 
     do: Callable[[], None]
     refuse: Callable[[Exception], object]
 
 
 class DeviceThread(ABC):
-    """A thread of its own, and the work that waits for it. A subclass starts the thread.
+    """Runs submitted callables on the only thread that may use the device. A subclass starts the thread.
 
     Args:
         prompts: the prefix cache; None caches nothing.
@@ -53,7 +53,7 @@ class DeviceThread(ABC):
 
     def __init__(self, prompts: PrefixCache | None) -> None:
         self._prompts = prompts
-        self.death: Died | None = None
+        self.death: DeviceThreadError | None = None
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._lock, self._closed = threading.Lock(), False
         self._thread = threading.Thread(target=self._live, name="device", daemon=True)
@@ -64,17 +64,15 @@ class DeviceThread(ABC):
 
     @property
     def mtp_layers(self) -> int:
-        """How many layers of the checkpoint draft for the model."""
+        """Number of MTP layers of the checkpoint."""
         return 0
 
     @abstractmethod
     def submit(self, job: Job) -> None:
-        """Takes a job and returns at once. A job that comes behind `close` ends as cancelled, and behind the
-        death by that.
-        """
+        """Queues a job and returns at once. After `close` it is cancelled; after a crash it fails."""
 
     def run(self, function: Callable[[], T]) -> "Future[T]":
-        """Calls a function on the thread of the device, between two steps."""
+        """Schedules a function on the device thread, between two steps."""
         future: Future[T] = Future()
 
         def call() -> None:
@@ -95,14 +93,14 @@ class DeviceThread(ABC):
         return future
 
     def close(self) -> None:
-        """Ends all jobs within a step as cancelled, writes the prefix cache's files, and ends the thread."""
+        """Cancels all jobs within a step, writes the prefix cache's files, and joins the thread."""
         with self._lock:
             self._closed = True
             self._work.put(None)
         self._thread.join()
 
     def prompts_held(self) -> tuple[int, int]:
-        """How many prefixes are cached, and their bytes."""
+        """Number of cached prefixes, and their bytes."""
         kept = [] if self._prompts is None else [*self._prompts.kept]
         return len(kept), sum(prompt.octets for prompt in kept)
 
@@ -119,7 +117,9 @@ class DeviceThread(ABC):
             logger.critical("torch_moe_mps: the thread of the device has died: %s", kind, exc_info=error)
             with self._lock:
                 self._closed = True
-                self.death = death = Died(f"torch_moe_mps: the thread of the device has died: {kind}")
+                self.death = death = DeviceThreadError(
+                    f"torch_moe_mps: the thread of the device has died: {kind}"
+                )
             while not self._work.empty():
                 if (work := self._work.get()) is not None:
                     work.refuse(death)
@@ -127,17 +127,17 @@ class DeviceThread(ABC):
                 job.end(death)
 
     def _run(self) -> None:
-        """Does the work until None comes."""
+        """Runs submitted work until None comes."""
         while (work := self._work.get()) is not None:
             work.do()
 
     def _jobs(self) -> list[Job]:
-        """Jobs that have begun or wait on the thread, and have not ended."""
+        """Unfinished jobs of the thread."""
         return []
 
 
 class EncoderThread(DeviceThread):
-    """For a model that generates nothing: jobs are refused, and functions run."""
+    """Device thread of a model that only encodes: functions run, jobs are refused."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -220,7 +220,7 @@ class EngineThread(DeviceThread):
         return [sequence.job for sequence in self._engine.pool.sequences]
 
     def _take_work(self) -> bool:
-        """Does what was asked for; waits where there is nothing to generate. Returns: whether to go on."""
+        """Runs queued work; waits for some while nothing is generated. Returns: False after `close`."""
         prefix_cache = self._prompts
         while not self._closed:
             pause = None if prefix_cache is None else prefix_cache.pause(is_watched(self.memory))

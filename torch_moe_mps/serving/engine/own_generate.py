@@ -26,7 +26,7 @@ def generate_alone(model: Any, job: Job, ends: Callable[[], bool] | None) -> Rea
         kind = type(model).__name__
         raise ValueError(f"torch_moe_mps: logprobs must be left out for {kind}, which generates by itself")
     length, tokens = prompt_length(job.inputs), Tokens(job)
-    job.tell(0, length)
+    job.report_progress(0, length)
     with Seeded(model.device, job.own_seed) as numbers:
 
         def ends_there() -> bool:
@@ -86,7 +86,7 @@ class Tokens:
         for token in value.reshape(-1).tolist():
             if self.ended:
                 return
-            self.is_complete = self._job.take(token) or token in self._last
+            self.is_complete = self._job.append(token) or token in self._last
 
     def end(self) -> None:
         """The job is told by the thread."""

@@ -1,6 +1,6 @@
 """The pool of sequences that have not ended, the groups of those that decode, and how each of them ends."""
 
-from collections.abc import Sequence as Many
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -45,11 +45,11 @@ class Pool:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether somebody waits for the next step."""
+        """True if any sequence waits for the next step."""
         return any(group.sequences for group in self.groups)
 
     def enter(self, sequence: Sequence, phase: Phase) -> None:
-        """Lets a sequence enter a phase, behind those that are in it."""
+        """Moves a sequence to a phase, behind the others of it."""
         sequence.phase = phase
         self.sequences = [*self._without(sequence), sequence]  # at once: other threads count them
 
@@ -58,8 +58,8 @@ class Pool:
 
     # Tokens
 
-    def give(self, sequence: Sequence, tokens: Many[int | Exception]) -> Reason | Exception | None:
-        """Gives tokens to a job until its answer is complete. Returns: why it ends, if it does."""
+    def append_all(self, sequence: Sequence, tokens: Iterable[int | Exception]) -> Reason | Exception | None:
+        """Appends tokens to a sequence until it is complete. Returns: the reason of its end, if any."""
         sampler = sequence.sampler
         assert sampler is not None
         for token in tokens:
@@ -67,7 +67,7 @@ class Pool:
                 return token
             sequence.append(token)
             try:
-                is_complete = sequence.job.take(token)
+                is_complete = sequence.job.append(token)
             except Exception as error:  # whoever takes the tokens may raise
                 return error
             if is_complete or token in sampler.ends:
@@ -76,9 +76,9 @@ class Pool:
                 return "length"
         return None
 
-    def take(self, sequence: Sequence, token: int | Exception) -> None:
-        """Gives a token to its job, and ends the sequence where that is complete."""
-        if (reason := self.give(sequence, [token])) is not None:
+    def append(self, sequence: Sequence, token: int | Exception) -> None:
+        """Appends a token to a sequence, and ends it if that completes it."""
+        if (reason := self.append_all(sequence, [token])) is not None:
             self.end(sequence, reason)
 
     # Ends
@@ -113,7 +113,7 @@ class Pool:
         self.groups[0] = self._new_batch()
         tokens = [] if sampled is None else sampled.read()
         for sequence, token in zip(batch.sequences, tokens, strict=False):
-            if (reason := self.give(sequence, [token])) is not None:
+            if (reason := self.append_all(sequence, [token])) is not None:
                 self._leave(sequence)
                 sequence.job.end(reason)
                 left.remove(sequence)
@@ -126,7 +126,7 @@ class Pool:
                 self.enter(sequence, "waiting")
 
     def free(self) -> None:
-        """Evicts half of the cached prefixes: there is no memory."""
+        """Evicts half of the cached prefixes, after an allocation has failed."""
         if self._prefix_cache is not None:
             self._prefix_cache.halve()
 

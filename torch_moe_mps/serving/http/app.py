@@ -23,7 +23,7 @@ from starlette.staticfiles import StaticFiles
 
 from ..._faults import is_out_of_memory
 from ..._text import first_line
-from ..engine.loop import Died
+from ..engine.loop import DeviceThreadError
 from ..engine.memory import RETRY_AFTER, Level
 from ..prefix_cache.memory import LONGEST
 from . import limits
@@ -383,7 +383,7 @@ def refused_by(error: Exception) -> Refused:
         return error
     if isinstance(error, HTTPException):
         return Refused(str(error.detail), None, None, error.status_code)
-    if isinstance(error, Died):
+    if isinstance(error, DeviceThreadError):
         return Refused(first_line(error), None, "died", 503)
     if isinstance(error, ClientDisconnect):
         return Refused("The client has left.", None, None, 499)
