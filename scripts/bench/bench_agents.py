@@ -213,7 +213,7 @@ class Alone:
 
         protocol = self._protocols[asked.path]
         request = protocol.read(asked.body, self._served)
-        shown = list[Any]()
+        shown = []
         answers = prepare(self._served, request, lambda number, event: shown.append(event))
         (job,), (answer,) = answers.jobs, answers.answers
         ids = job.inputs["input_ids"]

@@ -105,7 +105,7 @@ def test_an_assistant_is_quantised_as_the_last_layer(folders, tmp_path):
     plain = Answered(model, many, [settings(12)] * 2).answers
     for assistant, expected in ((dense, "affine4_32"), (three, "affine3_32")):
         speculative = drafts_of(options_for(assistant), model, str(folder), "cpu", PrefixCache(0))
-        (source,) = speculative._sources.values()
+        (source,) = speculative._drafters.values()
         assert isinstance(source, DFlash) and source.modules[0].dtype == torch.bfloat16
         modules = source.modules[0].modules()
         formats = [str(format) for module in modules for format in formats_in(module).values()]

@@ -251,8 +251,8 @@ CALLS = {
     "admit": (batched.BatchedCache, "admit", lambda self, cache, tokens, moved: tokens == _LONG),
     "copy out of the batch": (batched.BatchedCache, "alone", lambda self, row: self.lengths[row] > _LONG),
     "keep": (PrefixCache, "put", lambda self, kept: len(kept.ids) > _LONG),
-    "progress": (Job, "tell", lambda self, *given: self.inputs["input_ids"].numel() == _LONG),
-    "hand out": (Job, "take", lambda self, token: self.inputs["input_ids"].numel() == _LONG),
+    "progress": (Job, "report_progress", lambda self, *given: self.inputs["input_ids"].numel() == _LONG),
+    "hand out": (Job, "append", lambda self, token: self.inputs["input_ids"].numel() == _LONG),
 }
 KINDS = (lambda: RuntimeError(NO_MEMORY), lambda: RuntimeError("mine"), KeyboardInterrupt)
 
