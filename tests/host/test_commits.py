@@ -13,7 +13,8 @@ from support import tiny_models
 from support.sweep import rows_in_sweep
 
 import torch_moe_mps
-from torch_moe_mps._extension import COMMIT_BY_WORK, COMMIT_VARIABLE, _commit_interval
+from torch_moe_mps._environment import COMMIT_EVERY
+from torch_moe_mps._extension import COMMIT_BY_WORK, commit_setting
 from torch_moe_mps.ops._samples import packet, sample_arguments
 from torch_moe_mps.quantization import quantize
 from torch_moe_mps.transformers.attention.attention import _is_long
@@ -78,14 +79,14 @@ def test_none_when_switched_off(every, simulated):
 
 
 def test_the_environment_changes_it(monkeypatch):
-    assert _commit_interval() == COMMIT_BY_WORK
+    assert commit_setting() == COMMIT_BY_WORK
     for text in ("0", "7"):
-        monkeypatch.setenv(COMMIT_VARIABLE, text)
-        assert _commit_interval() == int(text)
+        monkeypatch.setenv(COMMIT_EVERY, text)
+        assert commit_setting() == int(text)
     for text in ("", "-1", "often"):
-        monkeypatch.setenv(COMMIT_VARIABLE, text)
-        with pytest.raises(ValueError, match=f"{COMMIT_VARIABLE} must be a number of dispatches, or 0, got"):
-            _commit_interval()
+        monkeypatch.setenv(COMMIT_EVERY, text)
+        with pytest.raises(ValueError, match=f"{COMMIT_EVERY} must be a number of dispatches, or 0, got"):
+            commit_setting()
 
 
 @pytest.mark.parametrize("schedule", [0, 1])

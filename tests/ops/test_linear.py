@@ -129,7 +129,7 @@ def test_relu2_where_roundings_decide_the_sign(device):
     around = {"activation": "relu2", "factor": -2.0, "dtype": "float32"}
     norm["norm_weight"] = norm["norm_weight"].to(device)
     result = checked(
-        "linear_quantized", x.to(device), *place(weight, device), bias.to(device), format, **norm, **around
+        "linear_quantized", x.to(device), *place(weight, device), format, bias.to(device), **norm, **around
     )
     assert 0 < (result > 0).sum() < rows and result.max() < 1e-3
 

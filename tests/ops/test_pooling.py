@@ -19,7 +19,7 @@ def arguments(device, dtype, batch, tokens, width, rate, overlap, position, turn
         "position": position,
         "norm_weight": numbers(width, seed=5).to(device),
         "inv_freq": numbers(turning, seed=6).abs().to(device),
-        "scaling": 0.75,
+        "rotary_scale": 0.75,
     }
 
 

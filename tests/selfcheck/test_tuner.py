@@ -22,6 +22,7 @@ from support.values import DTYPES
 from support.values import random as random_values
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.commands import check, main
 from torch_moe_mps.ops.quantized import MATRICES
@@ -198,8 +199,8 @@ def test_a_good_clock_finds_the_best():
 @pytest.fixture
 def new_machine(simulated, monkeypatch, tmp_path):
     """One that has timed nothing yet, and whose self-check passes at once."""
-    monkeypatch.setenv(machine.CAPTURE, "1")
-    monkeypatch.setenv(tuner.CAPTURE, "1")
+    monkeypatch.setenv(_environment.CHECK, "1")
+    monkeypatch.setenv(_environment.TUNE, "1")
     monkeypatch.setenv(CAPTURE, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(once, "compare", lambda call, end=0: None)
@@ -319,9 +320,9 @@ def first_call(call, clock=None) -> dict[str, tuner.Tuned]:
 def test_switched_off(new_machine, monkeypatch, linear):
     name = "matmul_rows_affine4_64_f32 1x64x64 by 1"
     machine.remember_tuned({name: tuner.Tuned(8, 2, 0.1)})
-    monkeypatch.setenv(tuner.CAPTURE, "0")
+    monkeypatch.setenv(_environment.TUNE, "0")
     assert first_call(linear) == {}
-    monkeypatch.setenv(tuner.CAPTURE, "1")
+    monkeypatch.setenv(_environment.TUNE, "1")
     assert first_call(linear) == {name: tuner.Tuned(8, 2, 0.1)}
 
 

@@ -11,11 +11,12 @@ from support.sweep import in_sweep
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.caches.batched import BatchedCache, NotBatchable
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
-from torch_moe_mps.transformers.capture import calls, policy
+from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.trials.batching import reason_for_order
@@ -428,7 +429,7 @@ def test_positions_behind_images():
 @pytest.mark.slow("captures three programs, and runs 130 tokens")
 @torch.no_grad()
 def test_no_recapture_while_rows_come_and_go(monkeypatch):
-    monkeypatch.setenv(policy.SWITCH, "1")
+    monkeypatch.setenv(_environment.CAPTURE, "1")
     captured, own = [], calls.Captures._captured
 
     def counted(self, model, forward, reading, kind):

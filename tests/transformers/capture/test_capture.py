@@ -29,12 +29,13 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import output_capturing
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps.ops import _registry
 from torch_moe_mps.ops.attention import bits_as_bool
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.basics.state import state_in
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
-from torch_moe_mps.transformers.capture import calls, policy, surroundings
+from torch_moe_mps.transformers.capture import calls, surroundings
 from torch_moe_mps.transformers.capture import fingerprint as fingerprints
 from torch_moe_mps.transformers.capture.calls import Captures
 from torch_moe_mps.transformers.capture.classes import captures_of
@@ -51,7 +52,7 @@ PROMPT = 9
 
 @pytest.fixture(autouse=True)
 def captured_anywhere(monkeypatch):
-    monkeypatch.setenv(policy.SWITCH, "1")
+    monkeypatch.setenv(_environment.CAPTURE, "1")
 
 
 @pytest.fixture
@@ -1092,13 +1093,13 @@ def test_a_recording_that_changes_the_model_is_undone():
 
 
 def test_the_switch(monkeypatch):
-    monkeypatch.setenv(policy.SWITCH, "0")
+    monkeypatch.setenv(_environment.CAPTURE, "0")
     model = accelerated("qwen3_moe", "cpu")
     assert captures_of(model) is None and isinstance(model, tiny_models.model_class("qwen3_moe"))
-    monkeypatch.setenv(policy.SWITCH, "yes")
+    monkeypatch.setenv(_environment.CAPTURE, "yes")
     with pytest.raises(ValueError, match="MOE_MPS_CAPTURE must be 0, 1 or auto, got 'yes'"):
         torch_moe_mps.accelerate(model)
-    monkeypatch.setenv(policy.SWITCH, "1")
+    monkeypatch.setenv(_environment.CAPTURE, "1")
     torch_moe_mps.accelerate(model)
     assert isinstance(captures_of(model), Captures) and isinstance(
         model, tiny_models.model_class("qwen3_moe")

@@ -10,17 +10,18 @@ from support.sweep import in_sweep
 from transformers import DynamicCache
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps.transformers.attention import causal_mask
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.basics.state import state_in
-from torch_moe_mps.transformers.capture import calls, policy
+from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 
 @pytest.fixture(autouse=True)
 def captured_anywhere(monkeypatch):
-    monkeypatch.setenv(policy.SWITCH, "1")
+    monkeypatch.setenv(_environment.CAPTURE, "1")
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from transformers.dynamic_module_utils import HF_MODULES_CACHE
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps.transformers.basics.state import state_of
-from torch_moe_mps.transformers.capture import calls, policy
+from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import Captures
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.capture.user_code import is_of_library
@@ -199,12 +200,12 @@ CASES += [(way, "dictionary") for way in WAYS] + [("class of __main__", "object 
 
 @pytest.fixture(scope="module")
 def model():
-    os.environ[policy.SWITCH] = "1"  # of the module: the fixture of a function comes too late
+    os.environ[_environment.CAPTURE] = "1"  # of the module: the fixture of a function comes too late
     try:
         made = eager(tiny_models.tiny_model("qwen3_moe"))
         torch_moe_mps.accelerate(made)
     finally:
-        os.environ[policy.SWITCH] = "0"
+        os.environ[_environment.CAPTURE] = "0"
     return made
 
 
@@ -305,14 +306,14 @@ def test_whose_files_are_whose(tmp_path):
 @torch.no_grad()
 def test_capture_of_own_code_if_asked_for(monkeypatch):
     """By the argument, and by the environment, whose values a wrong argument does not reach."""
-    monkeypatch.setenv(policy.SWITCH, "auto")
+    monkeypatch.setenv(_environment.CAPTURE, "auto")
     model = eager(tiny_models.tiny_model("qwen3_moe"))
     with pytest.raises(ValueError, match="capture must be True, False or None, got 'yes'"):
         torch_moe_mps.accelerate(model, capture="yes")
     torch_moe_mps.accelerate(model, capture=False)
     assert captures_of(model) is None
     for argument, switch in ((True, "0"), (None, "1")):
-        monkeypatch.setenv(policy.SWITCH, switch)
+        monkeypatch.setenv(_environment.CAPTURE, switch)
         torch_moe_mps.accelerate(model, capture=argument)
         with monkeypatch.context() as patch:
             patched_class(model, VALUES["dictionary"][0], patch)

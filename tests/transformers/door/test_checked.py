@@ -12,6 +12,7 @@ from support import tiny_models
 from support.processes import forked
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.selfcheck import calls, machine, once
 from torch_moe_mps.transformers import self_check
@@ -32,7 +33,7 @@ def one_call(subject):
 @pytest.fixture
 def new_machine(simulated, monkeypatch, tmp_path):
     """A machine that has checked nothing yet, and checks an operator by one call."""
-    monkeypatch.setenv(machine.CAPTURE, "1")
+    monkeypatch.setenv(_environment.CHECK, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(once, "SECONDS", 600.0)
     monkeypatch.setattr(once, "calls", one_call)
@@ -253,9 +254,9 @@ def test_without_a_check(new_machine, monkeypatch):
     monkeypatch.setattr(once, "first_fault", never)
     report = torch_moe_mps.accelerate(tiny().to("mps"), check=False)
     assert report.checked is None
-    monkeypatch.setenv(machine.CAPTURE, "0")
+    monkeypatch.setenv(_environment.CHECK, "0")
     assert torch_moe_mps.accelerate(tiny().to("mps")).checked is None
-    monkeypatch.setenv(machine.CAPTURE, "1")
+    monkeypatch.setenv(_environment.CHECK, "1")
     assert torch_moe_mps.accelerate(tiny()).checked is None  # not on mps
 
 
@@ -272,12 +273,13 @@ from simulator import pipeline_limit
 torch.ops.moe_mps._set_shader_directory(str(shaders))
 from support import tiny_models
 import torch_moe_mps
-from torch_moe_mps.selfcheck import calls, machine, once
+from torch_moe_mps import _environment
+from torch_moe_mps.selfcheck import calls, once
 def one_call(subject):
     with contextlib.closing(calls.calls(subject)) as made:
         yield next(made)
 once.SECONDS, once.calls, calls.SIZES = 600.0, one_call, {}
-os.environ.update({machine.CAPTURE: "1", "XDG_CACHE_HOME": sys.argv[1]})
+os.environ.update({_environment.CHECK: "1", "XDG_CACHE_HOME": sys.argv[1]})
 # A limit is read when a pipeline is built: these kernels get one before the others are compiled.
 with pipeline_limit(16):
     torch.ops.moe_mps._pipelines("norms_f32", [])

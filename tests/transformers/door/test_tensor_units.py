@@ -9,9 +9,10 @@ import torch
 from support import tiny_models
 
 import torch_moe_mps
+from torch_moe_mps import _environment
 from torch_moe_mps._environment import TENSOR_UNITS
 from torch_moe_mps.commands import check, main
-from torch_moe_mps.selfcheck import calls, machine, once, tensor_units
+from torch_moe_mps.selfcheck import calls, once, tensor_units
 from torch_moe_mps.transformers import self_check
 
 LIBRARY = "tensor_units_affine4_32_f16"
@@ -22,7 +23,7 @@ IDS = torch.arange(1, 41)[None]
 def m5(simulated, monkeypatch, tmp_path):
     """A simulated M5 that has checked nothing yet; of the operators' checks nothing is run."""
     monkeypatch.setenv("SIMULATED_GPU", "Apple M5 Max")
-    monkeypatch.setenv(machine.SWITCH, "1")
+    monkeypatch.setenv(_environment.CHECK, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(once, "SECONDS", 600.0)
     monkeypatch.setattr(once, "checks_of", lambda subjects: [])

@@ -15,8 +15,7 @@ from support.processes import python
 from support.sweep import in_sweep
 
 import torch_moe_mps
-from torch_moe_mps import _versions
-from torch_moe_mps.selfcheck import machine
+from torch_moe_mps import _environment, _versions
 from torch_moe_mps.transformers import restore, supported
 from torch_moe_mps.transformers.basics.classes import class_before
 from torch_moe_mps.transformers.basics.report import Done
@@ -43,7 +42,7 @@ MIXERS = {
 def untested(simulated, monkeypatch, tmp_path):
     """This release was tested with another transformers, and has compared nothing yet."""
     monkeypatch.setattr(_versions, "TRANSFORMERS", ("5.0",))
-    monkeypatch.setenv(machine.SWITCH, "1")
+    monkeypatch.setenv(_environment.CHECK, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     memory.forget()
     yield tmp_path
@@ -133,7 +132,7 @@ def test_a_forward_that_swallows_its_mask_is_left_out(untested, put_rule):
 
 def test_a_tested_version_compares_nothing(simulated, monkeypatch, put_rule):
     monkeypatch.setattr(_versions, "TRANSFORMERS", ("5.0", _versions.minor(transformers.__version__)))
-    monkeypatch.setenv(machine.SWITCH, "1")
+    monkeypatch.setenv(_environment.CHECK, "1")
     put_rule("Qwen3MoeRMSNorm", lambda own: lambda self, x: own(self, x) * 1.01)
     report, said = accelerated(tiny("qwen3_moe"))
     assert not said and report.twin is None
@@ -202,7 +201,7 @@ def test_a_wrong_pass_leaves_tokens_module_by_module(untested):
 def test_nothing_is_compared_where_nobody_wants_it(untested, put_rule, monkeypatch, how):
     put_rule("Qwen3MoeRMSNorm", lambda own: lambda self, x: own(self, x) * 1.01)
     if how == "environment":
-        monkeypatch.setenv(machine.SWITCH, "0")
+        monkeypatch.setenv(_environment.CHECK, "0")
     model = tiny("qwen3_moe")
     report, said = accelerated(model, check=how != "argument")
     assert not said and report.twin is None and not any(runs_own(model, "Qwen3MoeRMSNorm"))
