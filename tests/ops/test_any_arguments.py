@@ -68,7 +68,7 @@ def runs_in_float32(call) -> bool:
     """Whether the kernels of a call are those of float32; its other tensors may have other dtypes."""
     typed = calls_to_check.TYPED_BY.get(call.name) or next(iter(call.arguments))
     given = call.arguments[typed]
-    return (given.dtype if isinstance(given, Tensor) else given) in (torch.float32, None)
+    return (given.dtype if isinstance(given, Tensor) else given) in (torch.float32, "float32", None)
 
 
 @pytest.mark.on("mps")

@@ -249,9 +249,7 @@ def test_a_journal_has_a_line_before_each_call(simulated, cache, monkeypatch):
 
     monkeypatch.setattr(once, "compare", note)
     once.first_fault(once.checks_of([Subject("rms_norm", torch.float32)])[0])
-    assert len(seen) > 2 and seen[1].partition(" ")[2].startswith(
-        "calling rms_norm f32 #1: rms_norm of input "
-    )
+    assert len(seen) > 2 and seen[1].partition(" ")[2].startswith("calling rms_norm f32 #1: rms_norm of x ")
     journal._remove(journal._open)
 
 

@@ -14,6 +14,7 @@ from support.layouts import LAYOUTS, surroundings
 from support.oracles_operators import check_tensor, expected, written
 from support.quantized_layers import lay_words
 from support.values import DTYPES
+from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops._samples import packet
 
 WRONG_DTYPES = (*DTYPES, torch.int16, torch.int32, torch.int64)
@@ -97,7 +98,7 @@ def spoil(d: Draws, name: str, arguments: dict[str, Any], layouts: dict[str, Any
     kind = str(schema.type).removeprefix("Optional[").removesuffix("]")
     value = arguments.get(schema.name)
     if schema.name.endswith("dtype"):
-        arguments[schema.name] = d.one(torch.float64, torch.int32, *DTYPES)
+        arguments[schema.name] = d.one("float64", "int32", "nonsense", *map(dtype_name, DTYPES))
     elif kind == "bool":
         arguments[schema.name] = not value
     elif kind in NUMBERS:

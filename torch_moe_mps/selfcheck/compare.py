@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._extension import setting
-from .._faults import raise_fault
+from .._faults import fault_of, raise_fault
 from .._text import first_line
 from ..ops._decoded import nothing_kept
 from ..ops._samples import JUDGED, OF_HEADS, packet
@@ -91,9 +91,9 @@ def _compare(call: Call, end: float) -> Finding | None:
         actual = [tensor.cpu() for tensor in first.values()]
         again = [tensor.cpu() for tensor in _results(call, "mps", end).values()]
         raise_fault()
-    except torch.AcceleratorError:  # the GPU has failed, not the operator
-        raise
     except RuntimeError as error:
+        if (fault := fault_of(error)) is not None:  # the GPU has failed, not the operator
+            raise fault from None
         kind = "does not compile" if " does not compile: " in str(error) else "raises"
         return Finding(name, kind, message=str(error))
     except ValueError:

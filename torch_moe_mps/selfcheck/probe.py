@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._environment import SDPA
 from .._extension import commit_setting, setting
-from .._faults import raise_fault
+from .._faults import fault_of, raise_fault
 from .._text import first_line
 from ..ops.attention import seen_in_order
 from .facts import facts
@@ -83,7 +83,7 @@ def _found(part: Callable[[], Any], name: str) -> Any:
             raise_fault()
             return result
     except RuntimeError as error:
-        return {"error": first_line(error)}
+        return {"error": first_line(fault_of(error) or error)}
 
 
 def compiling(libraries: Iterable[str]) -> dict[str, float]:

@@ -24,12 +24,12 @@ def draw_expert_activation(d):
     options, width = {"alpha": None, "limit": None, **d.activation()}, d.width()
     options["gated"] = options["activation"] in ("swiglu_oai", "silu_clamped") or d.flag()
     options["interleaved"] = options["gated"] and d.flag()
-    return {"rows": d.values(*d.leading(), 2 * width if options["gated"] else width), **options}
+    return {"x": d.values(*d.leading(), 2 * width if options["gated"] else width), **options}
 
 
 def draw__expert_activation_backward(d):
     given = draw_expert_activation(d)
-    rows = given["rows"]
+    rows = given["x"]
     width = rows.shape[-1] // 2 if given["gated"] else rows.shape[-1]
     return {"dy": d.values(*rows.shape[:-1], width, dtype=rows.dtype), **given}
 

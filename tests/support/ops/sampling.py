@@ -12,7 +12,7 @@ def draw_sample(d):
     rows, vocabulary = d.one(1, 3, 0), d.one(300, 1, 31, 1000, 5000)
     return {
         "logits": d.values(rows, vocabulary, scale=d.one(1.0, 3.0, 0.0)),
-        "draws": torch.empty(rows, vocabulary).exponential_(generator=d.generator),
+        "draws": d.maybe(lambda: torch.empty(rows, vocabulary).exponential_(generator=d.generator)),
         "invalid": d.maybe(lambda: torch.arange(rows) % 2),
         "temperature": d.one(1.0, 0.6, 2.5),
         "top_k": d.one(0, 1, 20, 5000),
@@ -24,12 +24,17 @@ def draw_sample(d):
 
 def expected_sample(a):
     """Not known where the race, or what is kept, is as near as float32 tells."""
-    logits, draws = exact(a.logits), exact(a.draws)
+    logits = exact(a.logits)
     rows, vocabulary = logits.shape
     tokens, invalid = np.full(rows, a.otherwise), np.zeros(rows, np.int64)
     if a.invalid is not None:
         invalid |= a.invalid.numpy() != 0
-    known = np.ones(rows, bool)
+    if a.draws is None:
+        best = logits.max(-1)
+        invalid |= np.isnan(best) | (best == -np.inf)
+        tokens = np.where(np.isnan(best) | (best == -np.inf), tokens, logits.argmax(-1))
+        return [Expected(np.stack((tokens, invalid)))]
+    draws, known = exact(a.draws), np.ones(rows, bool)
     for row in range(rows):
         scores = logits[row] / a.temperature
         if not np.isfinite(scores.max()):

@@ -37,7 +37,8 @@ def logits_of(model, ids, cuts, cache=None, begin=0, modes=(torch.no_grad,), pos
 
 def states_of(cache) -> list:
     """What the layers of transformers' classes hold."""
-    values = [value for layer in copy.deepcopy(cache).layers for _, value in sorted(vars(layer).items())]
+    items = [item for layer in copy.deepcopy(cache).layers for item in sorted(vars(layer).items())]
+    values = [value for name, value in items if name != "is_in_order"]  # of our layers alone
     values += [each for value in values if type(value) is dict for each in value.values()]
     return [value for value in values if isinstance(value, torch.Tensor | int)]
 
