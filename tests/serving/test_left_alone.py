@@ -131,7 +131,7 @@ def test_the_model_of_a_command_is_as_it_was_loaded(command, tmp_path, monkeypat
     with serving.served_by(options) as served:
         chat = Chat([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
         request = Request([chat], "messages", choice({"max_new_tokens": 3, "do_sample": True}))
-        answers = prepare(served, request, lambda number, item: ended.set() if item is None else None)
+        answers = prepare(served, request, lambda number, item: ended.set() if isinstance(item, str) else None)
         answers.submit(served.generator)
         assert ended.wait(60) and len(answers.answers[0].tokens) > 0
     ((model, before),) = loaded
