@@ -17,7 +17,10 @@ _NO_MEMORY = re.compile(
 
 
 def raise_fault() -> None:
-    """Raises: torch.AcceleratorError if the GPU has failed at what it was given, once for each time."""
+    """Waits until the GPU has ended what the current stream gave it.
+
+    Raises: torch.AcceleratorError if the GPU has failed, once for each time.
+    """
     if host_library() is not None:
         torch.ops.moe_mps._raise_fault()
 

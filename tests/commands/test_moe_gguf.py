@@ -19,6 +19,7 @@ def test_weights_come_back_as_they_were(smollm2, tmp_path):
     model = _model(tmp_path, words=2_000)
     own = torch_moe_mps.from_pretrained(str(tmp_path / "model.gguf"), dtype=torch.bfloat16, check=False)
     read = {"gguf_file": "model.gguf", "quantization_config": GgufConfig(dequantize=True)}
+    read["config"] = model.config  # transformers leaves widths of heads at their defaults
     theirs = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16, **read)
     for name, value in model.state_dict().items():
         assert torch.equal(theirs.state_dict()[name], value), name

@@ -20,6 +20,7 @@ from torch_moe_mps.commands.bench import Bench
 from torch_moe_mps.serving.engine.defaults import choice
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.loop import EngineThread
+from torch_moe_mps.serving.http.answer import Token
 from torch_moe_mps.serving.http.preparing import prepare
 from torch_moe_mps.serving.http.request import Chat, Request
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
@@ -131,9 +132,15 @@ def test_the_model_of_a_command_is_as_it_was_loaded(command, tmp_path, monkeypat
     with serving.served_by(options) as served:
         chat = Chat([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
         request = Request([chat], "messages", choice({"max_new_tokens": 3, "do_sample": True}))
-        answers = prepare(served, request, lambda number, item: ended.set() if isinstance(item, str) else None)
-        answers.submit(served.generator)
-        assert ended.wait(60) and len(answers.answers[0].tokens) > 0
+        events = []
+
+        def show(number, event):
+            events.append(event)
+            if not isinstance(event, Token):
+                ended.set()
+
+        prepare(served, request, show).submit(served.generator)
+        assert ended.wait(60) and isinstance(events[0], Token)
     ((model, before),) = loaded
     assert changed(before, facts(model)) == {}
 

@@ -25,6 +25,7 @@ from ..transformers.checkpoints.activations import chosen, range_of
 from ..transformers.checkpoints.calibration import importance_for
 from ..transformers.checkpoints.layouts.files import LARGEST, Shards, checkpoint_files, progress_file
 from ..transformers.checkpoints.mlx.names import check_architecture
+from ..transformers.checkpoints.mlx.older_keys import with_older_keys
 from ..transformers.checkpoints.mlx.writing import save_mlx, sizes_in_mlx
 from ..transformers.checkpoints.quantize.importance import Importance
 from ..transformers.checkpoints.quantize.recipe import requested_recipe
@@ -60,6 +61,7 @@ def run(options: argparse.Namespace) -> None:
     model = about.skeleton()
     if options.to == "mlx":
         check_architecture(model.config)
+        with_older_keys(_config(source, model))
     copied = [file for file in small_files(source) if str(file) not in _WRITTEN]
     if not local and (not options.dry_run or "mlx" in about.stored):
         # Gigabytes: after what can be checked without them.

@@ -437,9 +437,9 @@ bool can_turn(const AttentionArguments& given) {
 }
 
 Tensor _rope_attention_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys_,
-                       const Tensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
-                       double scale, const HeadNorms& norms, const Turn& turn, const ValueNorm& norm,
-                       const Order& order, const Softmax& softmax, const Gate& gate) {
+                        const Tensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
+                        double scale, const HeadNorms& norms, const Turn& turn, const ValueNorm& norm,
+                        const Order& order, const Softmax& softmax, const Gate& gate) {
   const CacheArguments keys{keys_}, values{values_};
   AttentionArguments given{.q = q.transpose(1, 2),
                            .k = keys,

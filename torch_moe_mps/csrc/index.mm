@@ -17,8 +17,8 @@ using at::Tensor;
 constexpr int64_t kMostScores = int64_t(16) << 20;  // 64 MB
 
 Tensor _index_topk(const Tensor& q_, const Tensor& k_, const OptionalTensor& weights_, int64_t top_k,
-                  double scale, const OptionalTensor& key_range_, std::string_view reduce, int64_t block,
-                  int64_t tail, int64_t keys, bool as_bits) {
+                   double scale, const OptionalTensor& key_range_, std::string_view reduce, int64_t block,
+                   int64_t tail, int64_t keys, bool as_bits) {
   const int64_t batch = q_.size(0), tokens = q_.size(1), heads = q_.size(2), stored = k_.size(1);
   const bool of_heads = reduce == "heads", is_pooled = of_heads && block > 1;
   const int64_t groups = of_heads ? 1 : heads;

@@ -50,7 +50,7 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
 }
 
 Tensor _linear_quantized_transposed(const Tensor& dy, const Tensor& packed, const Tensor& scales,
-                                   const OptionalTensor& biases, std::string_view format) {
+                                    const OptionalTensor& biases, std::string_view format) {
   const auto dtype = compute_dtype(dy.scalar_type(), {{weight_format(format), scales}});
   const MatrixStack matrix =
       packed_matrix(packed, scales, biases, weight_format(format), std::nullopt, dtype);
@@ -74,7 +74,8 @@ Tensor mlp_quantized(const Tensor& x, const Packed& gate_up, const Packed& down,
 }
 
 Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tensor& scales,
-                           const OptionalTensor& biases, std::string_view format, std::string_view dtype_name) {
+                           const OptionalTensor& biases, std::string_view format,
+                           std::string_view dtype_name) {
   const c10::ScalarType dtype = dtype_named(dtype_name);
   const auto scale_dtype = weight_format(format).scales_like_activations ? scales.scalar_type() : dtype;
   const MatrixStack matrix =

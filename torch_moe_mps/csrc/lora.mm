@@ -98,10 +98,11 @@ Tensor expert_lora(const Tensor& added_, const Tensor& x_, const Tensor& a_, con
   return with_adapter(added, x, a, b, ids, pair_order, params);
 }
 
-std::tuple<Tensor, Tensor, Tensor> _expert_lora_backward(const Tensor& dy_, const Tensor& x_, const Tensor& a_,
-                                                        const Tensor& b_, const Tensor& ids_,
-                                                        const Tensor& pair_order_, const Tensor& offsets_,
-                                                        int64_t experts, double scaling) {
+std::tuple<Tensor, Tensor, Tensor> _expert_lora_backward(const Tensor& dy_, const Tensor& x_,
+                                                         const Tensor& a_, const Tensor& b_,
+                                                         const Tensor& ids_, const Tensor& pair_order_,
+                                                         const Tensor& offsets_, int64_t experts,
+                                                         double scaling) {
   const Tensor dy = dy_.contiguous(), x = x_.contiguous(), a = a_.contiguous(), b = dense(b_);
   const Tensor ids = ids_.contiguous(), offsets = offsets_.contiguous();
   const OptionalTensor pair_order = pair_order_.contiguous();

@@ -67,9 +67,9 @@ uint8_t number_code(const Tensor& tensor) {
   return tensor.scalar_type() == at::kLong ? DTYPE_LONG : dtype_code(tensor);
 }
 
-Tensor _pointwise(const Tensor& a, std::string_view text, std::string_view dtype_name, const OptionalTensor& b,
-                 const OptionalTensor& c, const OptionalTensor& d, const OptionalTensor& e,
-                 const OptionalTensor& f, bool mean) {
+Tensor _pointwise(const Tensor& a, std::string_view text, std::string_view dtype_name,
+                  const OptionalTensor& b, const OptionalTensor& c, const OptionalTensor& d,
+                  const OptionalTensor& e, const OptionalTensor& f, bool mean) {
   const Formula& formula = formula_of(text);
   const c10::ScalarType dtype = dtype_named(dtype_name);
   const std::array<const Tensor*, POINTWISE_INPUTS> inputs = {&a,           tensor_of(b), tensor_of(c),

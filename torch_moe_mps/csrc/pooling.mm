@@ -12,8 +12,8 @@ namespace {
 using at::Tensor;
 
 void _pool_window_(const Tensor& kv_, const Tensor& gate_, const Tensor& position_bias_, const Tensor& state_,
-                  const Tensor& entries_, int64_t position, const Tensor& norm_weight_,
-                  const Tensor& inv_freq_, double scaling, double eps) {
+                   const Tensor& entries_, int64_t position, const Tensor& norm_weight_,
+                   const Tensor& inv_freq_, double scaling, double eps) {
   if (kv_.numel() == 0) return;
   const Tensor kv = rows_contiguous(kv_), gate = rows_contiguous(gate_), state = state_.contiguous();
   const Tensor entries = rows_contiguous(entries_), position_bias = position_bias_.contiguous();

@@ -18,8 +18,8 @@ Tensor expert_qmm(const Tensor& x, const Tensor& packed, const Tensor& scales, c
 }
 
 Tensor _expert_qmm_transposed(const Tensor& dy, const Tensor& packed, const Tensor& scales,
-                             const OptionalTensor& biases, const Tensor& ids, std::string_view format,
-                             bool sums) {
+                              const OptionalTensor& biases, const Tensor& ids, std::string_view format,
+                              bool sums) {
   const auto dtype = compute_dtype(dy.scalar_type(), {{weight_format(format), scales}});
   const MatrixStack matrix =
       packed_matrix(packed, scales, biases, weight_format(format), std::nullopt, dtype);

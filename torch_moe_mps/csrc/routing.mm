@@ -212,9 +212,8 @@ Routing moe_hash_router(const Tensor& x, const Tensor& weight, const Tensor& tab
 
 Router router_of(const Tensor& logits, int64_t top_k, std::string_view scoring, const OptionalTensor& bias,
                  int64_t num_groups, int64_t top_groups, std::string_view group_score,
-                 std::optional<double> masked_score, bool bias_on_logits, bool norm_topk_prob,
-                 double sum_eps, double sum_min, double scaling_factor,
-                 const OptionalTensor& per_expert_scale) {
+                 std::optional<double> masked_score, bool bias_on_logits, bool norm_topk_prob, double sum_eps,
+                 double sum_min, double scaling_factor, const OptionalTensor& per_expert_scale) {
   RouterParams params = plain_router(scoring_code(scoring), top_k);
   params.bias_on_logits = bias_on_logits;
   params.groups = num_groups;

@@ -78,7 +78,7 @@ class Running(Beside):
             others = [rank for rank in range(self.peers.size) if rank != self.peers.rank]
             for rank in others:
                 self.peers.send(rank, "logits", call, [output.logits, getattr(output, "loss", None)])
-            for rank in others:  # what has not been sent when this process ends is lost
+            for rank in others:  # logits still unsent when this process ends are lost
                 self.peers.flush(rank)
             return output
         limit = self.handing.limit(self.stage.behind)

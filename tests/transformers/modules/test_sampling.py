@@ -90,8 +90,8 @@ def test_launches(model, simulated):
     with own_code():
         before = count(**how)[0], count(**greedy)[0]
     (samples, names), (chooses, _) = count(**how), count(**greedy)
-    assert before in ((70, 50), (69, 50))  # torch 2.15 sorts in one launch less
-    assert (samples, chooses) == (50, 49)
+    assert before in ((71, 51), (70, 51))  # torch 2.15 sorts in one launch less
+    assert (samples, chooses) == (51, 50)  # one is the copy of transformers' stop check to the host
     assert names["exponential_"] == names["sample_rows_bf16"] == 1 and not names["multinomial"]
 
 

@@ -20,6 +20,7 @@ from torch_moe_mps.transformers import restore, supported
 from torch_moe_mps.transformers.basics.classes import class_before
 from torch_moe_mps.transformers.basics.report import Done
 from torch_moe_mps.transformers.basics.self_check_state import OWN_CODE
+from torch_moe_mps.transformers.basics.state import OUR_FORWARD
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.graphs.passes import PASSES
 from torch_moe_mps.transformers.modules.rules import MODULE_RULES
@@ -67,7 +68,8 @@ def runs_own(model, cls: str) -> list[bool]:
     """Of the modules of a class: whether they run their own code."""
     modules = [module for module in model.modules() if class_before(module).__name__ == cls]
     assert modules
-    return [type(module) is class_before(module) for module in modules]
+    own = class_before(modules[0]).forward
+    return [getattr(type(module), OUR_FORWARD, own) is own for module in modules]
 
 
 @pytest.fixture

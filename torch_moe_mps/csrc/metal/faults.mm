@@ -156,26 +156,6 @@ void hear_up_to(at::mps::MPSStream* stream, int64_t last) {
               " s behind a wait for it: `torch-moe-mps check` writes a report for an issue");
 }
 
-// Waits until Metal has told of all that the current stream was given.
-void hear() {
-  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
-  __block int64_t newest = 0;
-  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
-    @autoreleasepool {
-      id<MTLCommandBuffer> open = [stream->commandBuffer() rootCommandBuffer];
-      const std::lock_guard<std::mutex> lock(state.mutex);
-      const Stream& of = stream_of(stream);
-      newest = of.buffer == (__bridge void*)open ? of.last - 1 : of.last;
-    }
-  });
-  hear_up_to(stream, newest);
-}
-
-void raise_fault_behind_wait() {
-  hear();
-  raise_fault();
-}
-
 // Waits for one buffer of a stream and for those before it, and hears of them; the GPU goes on with later
 // ones.
 void finish(at::mps::MPSStream* stream, int64_t number) {
@@ -199,6 +179,22 @@ void finish(at::mps::MPSStream* stream, int64_t number) {
     }
   }
   hear_up_to(stream, number);  // Metal may tell of a later buffer first
+}
+
+// Waits for all that the current stream has given to the GPU. Raises the buffers' fault.
+void raise_fault_of_committed() {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  __block int64_t newest = 0;
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
+    @autoreleasepool {
+      id<MTLCommandBuffer> open = [stream->commandBuffer() rootCommandBuffer];
+      const std::lock_guard<std::mutex> lock(state.mutex);
+      const Stream& of = stream_of(stream);
+      newest = of.buffer == (__bridge void*)open ? of.last - 1 : of.last;
+    }
+  });
+  finish(stream, newest);
+  raise_fault();
 }
 
 // The same, on the current stream. Raises the buffers' fault.
@@ -262,5 +258,4 @@ MOE_FUNCTION("_watch(bool commits=False) -> int", watch)
 MOE_FUNCTION("_wait_for_buffer(int number) -> ()", wait_for_buffer)
 // Seconds that the GPU has worked on watched buffers of which Metal has told.
 MOE_FUNCTION("_gpu_busy() -> float", gpu_busy)
-// Behind a wait.
-MOE_FUNCTION("_raise_fault() -> ()", raise_fault_behind_wait)
+MOE_FUNCTION("_raise_fault() -> ()", raise_fault_of_committed)

@@ -46,8 +46,8 @@ struct MatmulParams {
   uint32_t wide_out;   // outputs are float32, whatever the inputs are
   float alpha;
   float limit;
-  float factor;       // of what a pointwise activation is computed of
-  float norm_eps;     // of the RMSNorm of the inputs, in kernels that have one
+  float factor;              // of what a pointwise activation is computed of
+  float norm_eps;            // of the RMSNorm of the inputs, in kernels that have one
   float norm_weight_offset;  // what is added to its weight
 };
 

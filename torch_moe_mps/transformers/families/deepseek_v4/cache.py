@@ -81,7 +81,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
         return growing.slots_behind(self.keys, new)
 
     def buffers_for(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> tuple[Tensor, Tensor]:
-        """What `_pool_window_` updates in place for new tokens kv [B, T, W] that are counted already.
+        """Tensors that `_pool_window_` updates in place for new tokens kv [B, T, W] that are counted already.
 
         Returns: the window, and the buffer of all entries [B, N, width], which shows the new ones.
         """
