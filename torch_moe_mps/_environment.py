@@ -13,6 +13,7 @@ TUNE = "MOE_MPS_TUNE"
 COMMIT_EVERY = "MOE_MPS_COMMIT_EVERY"
 CPU_MEMORY = "MOE_MPS_CPU_MEMORY"
 CPU_OPERATORS = "MOE_MPS_CPU_OPERATORS"
+_SWITCHES = (CAPTURE, CHECK, RESIDENCY, TENSOR_UNITS, TUNE, COMMIT_EVERY, CPU_MEMORY, CPU_OPERATORS)
 # transformers reads a checkpoint without threads where it is "1".
 ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 _NO_BARS = "TQDM_DISABLE"
@@ -113,7 +114,8 @@ def with_others(variables: dict[str, str]) -> dict[str, str]:
     return {**os.environ, **variables}
 
 
-def shown() -> dict[str, str]:
-    """Variables that may explain a fault or a slow run, for a report."""
+def shown() -> dict[str, str | None]:
+    """The package's switches, None where they are not set, and other variables that may explain a fault or a
+    slow run."""
     names = (name for name in sorted(os.environ) if name.startswith(_SHOWN) and not name.endswith(_SECRETS))
-    return {name: os.environ[name] for name in names}
+    return dict.fromkeys(_SWITCHES) | {name: os.environ[name] for name in names}
