@@ -1,1 +1,1 @@
-"""Reads checkpoints that other libraries quantised: compressed-tensors, AutoAWQ, GPTQModel, ModelOpt, FP8."""
+"""Reads checkpoints that other libraries quantised: compressed-tensors, AutoAWQ, GPTQModel, AutoRound, ModelOpt, Metal, FP8."""
