@@ -2,8 +2,8 @@
 
 Integers stand for (q - zero) * scale, which is q * scale + bias with bias = -zero * scale: exact where zero
 is a power of two, as without zero points, else rounded once to the scales' dtype. The packed codes of
-compressed-tensors and of MetalConfig, and of GPTQ once transposed, are ours bit for bit. Floating-point codes keep their bits
-where a format's scales can hold their multipliers; elsewhere the values are requantised.
+compressed-tensors and MetalConfig, and of GPTQ once transposed, are ours bit for bit. Floating-point codes
+keep their bits where a format's scales can hold their multipliers; elsewhere the values are requantised.
 """
 
 import functools
