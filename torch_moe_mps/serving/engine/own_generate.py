@@ -140,7 +140,7 @@ class Steps(StoppingCriteria):
         self.is_ended, self.step, self.streamer, self.device = is_ended, step, streamer, device
         self.error: Exception | None = None
         self._ends, self._has_stepped = False, False
-        self._marks = deque[Mark]()  # of tokens that are not shown yet
+        self._marks = deque[Mark]()  # tokens that are not shown yet
 
     def before_forward(self) -> None:
         if not self._ends:

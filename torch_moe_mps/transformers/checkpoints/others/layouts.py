@@ -277,8 +277,9 @@ class Stored:
             name = self.files.label(self.name("qbiases"))
             _CHECK.fail(name, f"of {scales}, as the scales", biases)
 
-        def read(errors: ErrorSums, packed: Tensor, *parts: Tensor) -> QuantizedWeight:
-            return QuantizedWeight(packed, *(self._spread(part, format.group_size) for part in parts), format)
+        def read(errors: ErrorSums, packed: Tensor, scales: Tensor, biases: Tensor) -> QuantizedWeight:
+            scales, biases = (self._spread(part, format.group_size) for part in (scales, biases))
+            return QuantizedWeight(packed, scales, biases, format)
 
         return self._made(("weight", *_METAL_SCALES), read, format)
 
