@@ -1123,6 +1123,7 @@ import torch
 import simulator
 from support import tiny_models
 import torch_moe_mps
+torch.ops.moe_mps._warm_next_matrix(True)
 with tiny_models.groups_of_32():
     model = tiny_models.tiny_model("qwen3_moe", torch.bfloat16).to("mps")
 ids = torch.arange(1, 6, device="mps")[None]
@@ -1138,8 +1139,8 @@ print(*(buffers[15].distinct_bytes_read for buffers in turned if 15 in buffers),
 
 
 def test_attention_touches_the_matrix_behind_it(simulated):
-    """A byte of each line, where the environment asks for it."""
-    read, _, launches = forked(WARMED, MOE_MPS_WARM="1").splitlines()[-1].partition(" of ")
+    """A byte of each line, where the process asks for it."""
+    read, _, launches = forked(WARMED).splitlines()[-1].partition(" of ")
     assert launches == "6" and read.split() == 6 * ["16"]
 
 
