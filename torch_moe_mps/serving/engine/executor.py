@@ -49,9 +49,14 @@ class Executor:
         if prefill.prefix_cache is not None:
             prefill.prefix_cache.put(prefix)
 
-    def generate(self, job: Job, ends: Callable[[], bool]) -> Reason:
-        """Generates a job by the model's own `generate`, which asks between tokens whether it ends."""
-        return generate_alone(self._model, job, ends)
+    def generate(self, job: Job, ends: Callable[[], bool], step: Callable[[], None]) -> Reason:
+        """Generates a job by the model's own `generate`.
+
+        Args:
+            ends: asked between tokens whether it ends.
+            step: of the others, called once a token.
+        """
+        return generate_alone(self._model, job, ends, step)
 
     def begin(self, job: Job, prefix_cache: PrefixCache | None) -> Prefill:
         """The prefill of a job, behind its cached prefix."""
