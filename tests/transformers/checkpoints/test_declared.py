@@ -18,6 +18,7 @@ from support.declared import Change, assert_declared
 from support.models import output, prompt
 from support.other_libraries import (
     E4M3,
+    AutoRound,
     Awq,
     CompressedTensors,
     Fp4,
@@ -25,6 +26,7 @@ from support.other_libraries import (
     Gptq,
     Int8,
     Library,
+    Metal,
     together,
     write,
 )
@@ -93,6 +95,8 @@ LAYOUTS = {
     "MXFP8A16": of(Library("MXFP8A16")),
     "fp8 of transformers": lambda folder: fp8_blocks(tiny(), folder),
     "mxfp4 of gpt-oss": lambda folder: mxfp4_blocks(tiny("gpt_oss"), folder),
+    "auto-round": of(AutoRound("auto_gptq", Gptq())),
+    "metal": of(Metal()),
     "mlx": of_mlx("affine", 4, 32),
     "mlx mxfp4": of_mlx("mxfp4", 4, 32),
     "ours": of_ours("affine", 4, 32),
