@@ -202,7 +202,7 @@ class PipelineExecutor(Executor):
             held=_numbers(prefill.prefix_cache),
         )
 
-    def generate(self, job: Job, ends: Callable[[], bool]) -> Reason:
+    def generate(self, job: Job, ends: Callable[[], bool], step: Callable[[], None]) -> Reason:
         """Generates by the model's own `generate` in every process; nothing else is generated meanwhile.
 
         Raises: ValueError for a job with processors or stop strings, of which only this process knows.
