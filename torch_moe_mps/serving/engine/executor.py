@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...transformers.basics.logits import wide_logits
 from ...transformers.basics.state import pipeline_of
-from ...transformers.basics.wide_logits import wide_logits
 from ...transformers.caches.batched import BatchedCache
 from ...transformers.upstream.calls import cache_argument
 from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
