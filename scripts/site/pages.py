@@ -4,13 +4,17 @@ import inspect
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from torch_moe_mps import ops
+import torch_moe_mps
+from torch_moe_mps import ops, pipeline
+from torch_moe_mps.transformers.caches.cache import QuantizedCache
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = ROOT / "build" / "reference" / "moe_mps_operators.py"
+FUNCTIONS = MODULE.with_name("moe_mps_functions.py")
 
 
 def first_page() -> str:
@@ -28,6 +32,34 @@ def reference() -> str:
         parts += [f"\n## {family}\n"] if names else []
         parts += [f"\n::: {MODULE.stem}.{name}\n" for name in names]
     return "".join(parts)
+
+
+def public() -> dict[str, Any]:
+    """{name: function or class} for programs."""
+    names = sorted(set(torch_moe_mps.__all__) - {"ops"})
+    return {f"torch_moe_mps.{name}": getattr(torch_moe_mps, name) for name in names} | {
+        "torch_moe_mps.pipeline.from_pretrained": pipeline.from_pretrained,
+        "torch_moe_mps.transformers.caches.cache.QuantizedCache": QuantizedCache,
+    }
+
+
+def api() -> str:
+    """A heading for each function and class; mkdocstrings reads them from FUNCTIONS."""
+    parts = ["# The package in Python\n"]
+    for name in public():
+        parts.append(f"\n::: {FUNCTIONS.stem}.{name.replace('.', '_')}\n    options: {{heading: {name}}}\n")
+    return "".join(parts)
+
+
+def write_functions() -> None:
+    """Functions with the signatures and docstrings of the public ones, by their whole names."""
+    parts = []
+    for name, value in public().items():
+        found = inspect.signature(value.__init__ if inspect.isclass(value) else value).parameters.values()
+        shown = [p.replace(annotation=p.empty) for p in found if p.name != "self"]
+        document = as_markdown(inspect.getdoc(value) or "")
+        parts.append(f"def {name.replace('.', '_')}{inspect.Signature(shown)}:\n    {document!r}\n\n")
+    FUNCTIONS.write_text("".join(parts))
 
 
 def write_module() -> None:
@@ -60,11 +92,12 @@ def as_markdown(document: str) -> str:
 
 
 def on_startup(**_) -> None:
-    write_module()  # in front of mkdocstrings, which looks for its folder once
+    write_module()
+    write_functions()  # in front of mkdocstrings, which looks for its folder once
 
 
 def on_files(files: Files, config) -> Files:
-    for name, text in (("index.md", first_page()), ("reference.md", reference())):
+    for name, text in (("index.md", first_page()), ("reference.md", reference()), ("api.md", api())):
         files.append(File.generated(config, name, content=text))
     return files
 
