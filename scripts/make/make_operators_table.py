@@ -38,7 +38,7 @@ def row(name: str, users: list[str]) -> str:
 
 
 def document() -> str:
-    """The text that docs/operators.md should have: its introduction, then a table in the order of families."""
+    """The text that docs/operators.md should have: its introduction, then a row for each operator."""
     users = used_by()
     text = DOCUMENT.read_text().partition(MARK)[0] + MARK + HEAD
     for _, module in sorted(ops.FAMILIES.items()):

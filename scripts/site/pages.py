@@ -47,18 +47,22 @@ def api() -> str:
     """A heading for each function and class; mkdocstrings reads them from FUNCTIONS."""
     parts = ["# The package in Python\n"]
     for name in public():
-        parts.append(f"\n::: {FUNCTIONS.stem}.{name.replace('.', '_')}\n    options: {{heading: {name}}}\n")
+        parts.append(f"\n::: {FUNCTIONS.stem}.{short(name)}\n    options: {{heading: {name}}}\n")
     return "".join(parts)
 
 
+def short(name: str) -> str:
+    return name.removeprefix("torch_moe_mps.").replace(".", "_")
+
+
 def write_functions() -> None:
-    """Functions with the signatures and docstrings of the public ones, by their whole names."""
+    """Functions with the signatures and docstrings of the public ones."""
     parts = []
     for name, value in public().items():
         found = inspect.signature(value.__init__ if inspect.isclass(value) else value).parameters.values()
         shown = [p.replace(annotation=p.empty) for p in found if p.name != "self"]
         document = as_markdown(inspect.getdoc(value) or "")
-        parts.append(f"def {name.replace('.', '_')}{inspect.Signature(shown)}:\n    {document!r}\n\n")
+        parts.append(f"def {short(name)}{inspect.Signature(shown)}:\n    {document!r}\n\n")
     FUNCTIONS.write_text("".join(parts))
 
 
@@ -77,7 +81,7 @@ def as_markdown(document: str) -> str:
     """A docstring whose arguments and results are lists."""
     lines, is_list = [], False
     for line in document.splitlines():
-        begins = re.match(r"(Args|Returns|Raises)\b(.*?):(.*)", line)
+        begins = re.match(r"(Args|Attributes|Returns|Raises)\b(.*?):(.*)", line)
         if begins:
             is_list = not begins[3]
             lines += ["", f"**{begins[1]}{begins[2]}:**{begins[3]}", ""]
