@@ -33,6 +33,7 @@ from torch_moe_mps import _environment
 from torch_moe_mps.ops import _registry
 from torch_moe_mps.ops.attention import bits_as_bool
 from torch_moe_mps.transformers.attention.attention import NAME
+from torch_moe_mps.transformers.basics import tensors
 from torch_moe_mps.transformers.basics.state import state_in
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.capture import calls, surroundings
@@ -44,7 +45,6 @@ from torch_moe_mps.transformers.capture.match import Match
 from torch_moe_mps.transformers.capture.trial import unnoticed_change
 from torch_moe_mps.transformers.graphs import passes, tracing
 from torch_moe_mps.transformers.graphs.tracing import Recorder
-from torch_moe_mps.transformers.modules.rules import constants
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 PROMPT = 9
@@ -185,7 +185,7 @@ def test_tokens_that_choose_from_rows_for_several(device, architecture, same_bit
 )
 def test_a_program_runs_as_long_as_an_indexer_may_choose_all_keys(monkeypatch, architecture, length, tokens):
     """Masks of indexers are cut out of the causal mask, of as many keys as there are."""
-    monkeypatch.setattr(constants, "_held", {})
+    monkeypatch.setattr(tensors, "_constants", {})
     model = accelerated(architecture, "cpu")
     Conversation(model, length=length).tokens(tokens)
     captures = captures_of(model)
@@ -1003,21 +1003,6 @@ def test_words_of_bits_are_no_condition_of_a_recording(keys):
 
 
 @torch.no_grad()
-@pytest.mark.sweep
-@pytest.mark.filterwarnings("error:torch_moe_mps")
-@pytest.mark.parametrize("architecture,programs", [("qwen4_exp", 2)])
-def test_one_capture_a_kind_of_token_that_chooses(architecture, programs, monkeypatch, same_bits):
-    """On a CPU, too, over the end of a word of bits: tokens that complete a row, and the others."""
-    captured, own = [], Captures._captured
-    monkeypatch.setattr(Captures, "_captured", lambda *given: captured.append(1) or own(*given))
-    model = accelerated(architecture, "cpu")
-    other = without_capture(copy.deepcopy(model))
-    mine, theirs = Conversation(model, length=25), Conversation(other, length=25)
-    assert_equal(mine.tokens(16), theirs.tokens(16))
-    assert len(captured) == len(captures_of(model).programs) == programs
-
-
-@torch.no_grad()
 @pytest.mark.on("mps")
 def test_two_threads_share_a_program(device, same_bits):
     model, own = pair("qwen3_moe", device)
@@ -1123,6 +1108,7 @@ import torch
 import simulator
 from support import tiny_models
 import torch_moe_mps
+torch.ops.moe_mps._warm_next_matrix(True)
 with tiny_models.groups_of_32():
     model = tiny_models.tiny_model("qwen3_moe", torch.bfloat16).to("mps")
 ids = torch.arange(1, 6, device="mps")[None]
@@ -1138,8 +1124,8 @@ print(*(buffers[15].distinct_bytes_read for buffers in turned if 15 in buffers),
 
 
 def test_attention_touches_the_matrix_behind_it(simulated):
-    """A byte of each line, where the environment asks for it."""
-    read, _, launches = forked(WARMED, MOE_MPS_WARM="1").splitlines()[-1].partition(" of ")
+    """A byte of each line, where the process asks for it."""
+    read, _, launches = forked(WARMED).splitlines()[-1].partition(" of ")
     assert launches == "6" and read.split() == 6 * ["16"]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...transformers.basics.wide_logits import wide_logits
+from ...transformers.basics.logits import wide_logits
+from ...transformers.basics.state import pipeline_of
 from ...transformers.caches.batched import BatchedCache
 from ...transformers.upstream.calls import cache_argument
 from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
@@ -21,8 +22,6 @@ from .job import Job, Reason
 from .own_generate import generate_alone
 from .prefill import Prefill, turned, turning
 from .sequence import Sequence
-
-_MAKES = "_moe_mps_executor"  # where a model's __dict__ has what makes its executor
 
 
 class Executor:
@@ -50,9 +49,14 @@ class Executor:
         if prefill.prefix_cache is not None:
             prefill.prefix_cache.put(prefix)
 
-    def generate(self, job: Job, ends: Callable[[], bool]) -> Reason:
-        """Generates a job by the model's own `generate`, which asks between tokens whether it ends."""
-        return generate_alone(self._model, job, ends)
+    def generate(self, job: Job, ends: Callable[[], bool], step: Callable[[], None]) -> Reason:
+        """Generates a job by the model's own `generate`.
+
+        Args:
+            ends: asked between tokens whether it ends.
+            step: of the others, called once a token.
+        """
+        return generate_alone(self._model, job, ends, step)
 
     def begin(self, job: Job, prefix_cache: PrefixCache | None) -> Prefill:
         """The prefill of a job, behind its cached prefix."""
@@ -135,10 +139,6 @@ def call_model(model: Any, cache: Any, **inputs: Any) -> Any:
 
 def executor_of(model: Any, abilities: Abilities, states: Callable[[], tuple[int, ...]]) -> Executor:
     """The executor of a model. Raises: ValueError where several sequences cannot be generated."""
-    make: Callable[..., Executor] = vars(model).get(_MAKES, Executor)
+    running = pipeline_of(model)
+    make: Callable[..., Executor] = Executor if running is None else running.executor
     return make(model, abilities, states)
-
-
-def executor_by(model: Any, make: Callable[..., Executor]) -> None:
-    """Makes the model's executor by this from now on."""
-    vars(model)[_MAKES] = make
