@@ -1,4 +1,4 @@
-"""A job by the model's own `generate`: beams, and models that have one of their own."""
+"""Jobs that run through `model.generate`: beam search, and models that override it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,10 +15,10 @@ from .prefill import turned, turning
 
 
 def generate_alone(model: Any, job: Job, ends: Callable[[], bool] | None) -> Reason:
-    """Generates a job, of whose prompt nothing is cached.
+    """Runs a job through `model.generate`, without prefix caching. Returns: the reason of its end.
 
     Args:
-        ends: asked between tokens: whether the answer ends there; None where it cannot.
+        ends: called between tokens; True stops generation. None if it cannot be stopped.
 
     Raises: ValueError for processors with `is_first`: `generate` calls its own before them.
     """
@@ -49,24 +49,24 @@ def generate_alone(model: Any, job: Job, ends: Callable[[], bool] | None) -> Rea
 
 
 def _arguments(job: Job) -> dict[str, Any]:
-    """Arguments of `generate` for a job, beside its inputs and settings."""
+    """Further arguments of `generate` for a job: logits processors and tokenizer."""
     made: dict[str, Any] = {"logits_processor": job.processors} if job.processors else {}
     return made | ({"tokenizer": job.tokenizer} if job.config.stop_strings else {})
 
 
 def call_generate(model: Any, inputs: Mapping[str, Tensor], config: GenerationConfig, **more: Any) -> Any:
-    """Result of the model's own `generate` for inputs on the CPU."""
+    """Result of `model.generate` for inputs on the CPU."""
     on_device = {name: value.to(model.device) for name, value in inputs.items()}
     with turned(turning(model), {}):
         return model.generate(**on_device, generation_config=config, **as_text(model), **more)
 
 
 class Tokens:
-    """A streamer that hands tokens to a job.
+    """A streamer that passes tokens to a job.
 
     Attributes:
-        ended: whether no token is wanted any more.
-        is_complete: whether the answer has ended by a token of its own or a stop.
+        ended: True if the job takes no more tokens.
+        is_complete: True if the answer ended by an end token or a stop string.
     """
 
     def __init__(self, job: Job):
@@ -89,14 +89,14 @@ class Tokens:
             self.is_complete = self._job.append(token) or token in self._last
 
     def end(self) -> None:
-        """The job is told by the thread."""
+        """Does nothing: the engine ends the job."""
 
 
 class Steps(StoppingCriteria):
-    """Between the steps of `generate`: shows their tokens, and ends it.
+    """Stopping criterion and streamer of `generate`.
 
-    A streamer that raises, because the client has gone, stops generation, too: `generate` returns then, with
-    a cache that is whole. An error of the GPU leaves `generate`: the cache is not.
+    An error of the wrapped streamer stops generation regularly, with a consistent cache. A GPU fault is
+    raised out of `generate`, as the cache is not consistent.
     """
 
     def __init__(self, is_ended: Callable[[], bool], streamer: Any, device: torch.device):
