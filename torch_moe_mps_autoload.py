@@ -134,7 +134,7 @@ def is_for_us(stored: Any, asked: Any = None, gguf_file: Any = None) -> bool:
             checkpoint to transformers.
     """
     if gguf_file is not None:
-        return asked is None and _has_apple_gpu()
+        return _has_apple_gpu()
     if isinstance(asked, dict) and asked.get("quant_method") == NAME:
         return True
     if asked is not None or not isinstance(stored, dict):

@@ -155,7 +155,7 @@ def test_a_failure_while_a_token_is_captured(monkeypatch):
     stage = Stage(0, [1, 1], find_loop(model))
     stage.cut(model)
     torch_moe_mps.accelerate(model.eval())
-    vars(model)["pipeline"] = Running(model, stage, peers := Alone())
+    Running(model, stage, peers := Alone())
     cache = DynamicCache(config=model.config)
     token = torch.zeros(1, 1, dtype=torch.int64)
     for _ in range(3):

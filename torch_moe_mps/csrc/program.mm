@@ -12,12 +12,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "metal/function.h"
 #include "signature.h"
 #include "warm.h"
 
@@ -120,10 +119,7 @@ struct Call {
   int64_t next_matrix;  // that of the next call that has one
 };
 
-bool warms() {
-  static const char* const wanted = std::getenv("MOE_MPS_WARM");
-  return wanted && std::string_view(wanted) == "1";
-}
+bool warms = false;
 
 struct WithNextMatrix {
   explicit WithNextMatrix(const at::Tensor* matrix) { next_matrix = matrix; }
@@ -210,7 +206,7 @@ class Program : public torch::CustomClassHolder {
     std::copy(integers.begin(), integers.end(), next);
     torch::jit::Stack stack;
     for (const Call& call : calls_) {
-      const bool warmed = call.next_matrix < 0 && warms();
+      const bool warmed = call.next_matrix < 0 && warms;
       const WithNextMatrix next_call(warmed ? &constants_[~call.next_matrix].toTensor() : nullptr);
       for (const Argument& argument : items_of(arguments_, call.arguments)) push(argument, values, stack);
       forget(call.last, values);
@@ -341,7 +337,14 @@ class Program : public torch::CustomClassHolder {
   mutable std::atomic<int64_t> checked_ = 0;  // checks_begun() when a run last checked all calls
 };
 
+void warm_next_matrix(bool wanted) {
+  warms = wanted;
+}
+
 }  // namespace
+
+// Attention of a captured token reads the matrix of the next operator into the last cache: an experiment.
+MOE_FUNCTION("_warm_next_matrix(bool wanted) -> ()", warm_next_matrix)
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.class_<Program>("Program")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..serving.engine.abilities import Abilities
 from ..serving.engine.drafts import Drafts
-from ..serving.engine.executor import Executor, executor_by
+from ..serving.engine.executor import Executor
 from ..serving.engine.groups import Group, Single
 from ..serving.engine.job import Job, Reason
 from ..serving.engine.own_generate import generate_alone
@@ -100,7 +100,7 @@ class Leader(Beside):
 
 def lead(model: Any) -> None:
     """Lets an engine in this process, the first one, generate with all."""
-    executor_by(model, functools.partial(PipelineExecutor, Leader(model.pipeline)))
+    model.pipeline.executor = functools.partial(PipelineExecutor, Leader(model.pipeline))
 
 
 def end_all() -> None:

@@ -14,7 +14,6 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ..serving.engine.executor import executor_by
 from ..serving.engine.memory import Memory
 from ..transformers import loading
 from ..transformers.basics.scoped import having
@@ -146,16 +145,7 @@ class PipelineLoading:
             "bytes_a_token": bytes_a_token(model),
             "free": Memory(model).free,
         }
-        running = Running(model, self.stage, self.peers, self.peers.gather(part))
-        vars(model)["pipeline"] = running
-        executor_by(model, _refuse_engine)
-
-
-def _refuse_engine(*args: Any) -> Any:
-    raise ValueError(
-        "torch_moe_mps: several answers at once need a model in one process, got a pipeline: the commands "
-        "generate them there, and its generate() in every process one after the other"
-    )
+        Running(model, self.stage, self.peers, self.peers.gather(part))
 
 
 def _facts(name: str, config: Any, asked: Any, shares: Any) -> dict[str, Any]:

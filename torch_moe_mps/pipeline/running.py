@@ -7,11 +7,10 @@ logits to all others, but for calls of the engine: there it samples alone.
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..transformers.basics.state import Beside
-from ..transformers.capture.exchange import exchange_by
+from ..transformers.basics.state import PIPELINE, Beside
 from .handing import Call, Handing, refuse
 from .peers import Peers
 from .stages import Stage
@@ -28,6 +27,7 @@ class Running(Beside):
             "free" there for sequences.
         calls: how many have begun.
         handing: of hidden states.
+        executor: makes the engine's executor of the model.
         shares_logits: whether processes without the output head get the logits of a call.
     """
 
@@ -36,12 +36,13 @@ class Running(Beside):
         self.handing = Handing(stage, peers)
         self.calls = self._ended = 0
         self.shares_logits = True
+        self.executor: Callable[..., Any] = _refuse_engine
         self._signature = inspect.signature(type(model).forward)
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
         model.register_forward_hook(self._at_the_end, always_call=True)
-        exchange_by(model, self.handing)
-        vars(model).update(save_pretrained=_refuse_saving, init_continuous_batching=_refuse_batching)
+        own = {PIPELINE: self, "init_continuous_batching": _refuse_batching}
+        vars(model).update(own, save_pretrained=_refuse_saving)
 
     @contextlib.contextmanager
     def without_logits(self) -> Iterator[None]:
@@ -104,3 +105,10 @@ def _refuse_batching(*args: Any, **kwargs: Any) -> Any:
 
 def _refuse_saving(*args: Any, **kwargs: Any) -> Any:
     raise ValueError("moe_mps::pipeline: a model must be whole to be saved, got one stage of a pipeline")
+
+
+def _refuse_engine(*args: Any) -> Any:
+    raise ValueError(
+        "torch_moe_mps: several answers at once need a model in one process, got a pipeline: the commands "
+        "generate them there, and its generate() in every process one after the other"
+    )

@@ -120,6 +120,16 @@ def remember_tuned(tuned: Mapping[str, Any]) -> None:
     _keep(tuned=tuned)
 
 
+def sdpa_was_faster() -> bool:
+    """True if the probe has measured that torch's attention computes a prompt's chunk faster than ours."""
+    return _kept().get("sdpa_is_faster") is True
+
+
+def remember_sdpa(is_faster: bool) -> None:
+    """The same of torch's attention."""
+    _keep(sdpa_is_faster=is_faster)
+
+
 def _keep(**parts: Any) -> None:
     write_object(cache_file, {**_kept(), "machine": machine(), **parts})
 

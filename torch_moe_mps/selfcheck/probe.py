@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._environment import SDPA
 from .._extension import commit_setting, setting
 from .._faults import fault_of, raise_fault
 from .._text import first_line
 from ..ops.attention import seen_in_order
 from .facts import facts
 from .journal import noted
+from .machine import remember_sdpa
 from .units import why_no_sdpa
 
 THREADS = 256  # in a threadgroup
@@ -363,7 +363,7 @@ def after_idle(sizes: Sizes) -> dict[str, float]:
 
 def chunk_of_a_prompt(sizes: Sizes) -> dict[str, Any]:
     """Milliseconds of attention of a prompt's last chunk to all of it, in heads as Qwen3-30B-A3B has, by our
-    kernel and by torch's for tensor units; `set`: what lets chunks run torch's, where that is faster."""
+    kernel and by torch's for tensor units. From then on chunks run the faster one."""
     if reason := why_no_sdpa():
         return {"left_out": reason}
     tokens, keys, width = sizes.chunk
@@ -374,8 +374,8 @@ def chunk_of_a_prompt(sizes: Sizes) -> dict[str, Any]:
     mask = seen_in_order(tokens, keys, keys, None, None, q.device, 0)
     own = _best(lambda: torch.ops.moe_mps.attention(q, k, v, width**-0.5), sizes.repeats)
     sdpa = _best(lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), sizes.repeats)
-    result: dict[str, Any] = {"own": _digits(own * 1e3), "torch": _digits(sdpa * 1e3)}
-    return result | ({"set": f"{SDPA}=1"} if sdpa < own else {})
+    remember_sdpa(sdpa < own)
+    return {"own": _digits(own * 1e3), "torch": _digits(sdpa * 1e3)}
 
 
 def _is_held(size: int) -> bool:

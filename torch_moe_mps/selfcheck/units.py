@@ -1,16 +1,16 @@
 """Tensor units of this machine: what it lacks for them, in our kernels and in torch's attention.
 
-`MOE_MPS_SDPA=1` lets chunks of a prompt run torch's attention where it has them.
+Chunks of a prompt run torch's attention where it has them and the probe has measured that it is faster.
 """
 
 import functools
 
 import torch
 
-from .._environment import SDPA, is_asked
 from .._extension import torch_version
 from .._versions import SDPA_ON_UNITS, TENSOR_UNITS, dotted
 from ..macs import macos
+from .machine import sdpa_was_faster
 
 
 def why_no_units() -> str:
@@ -30,4 +30,4 @@ def why_no_sdpa() -> str:
 @functools.cache
 def chunks_run_sdpa() -> bool:
     """Whether chunks of a prompt behind other tokens run torch's attention, on tensor units."""
-    return is_asked(SDPA) and not why_no_sdpa()
+    return not why_no_sdpa() and sdpa_was_faster()

@@ -14,23 +14,13 @@ from torch import nn
 
 from .._text import first_line
 from .basics.bounded import Bounded
-from .basics.classes import subclass
+from .basics.classes import made_as, subclass
 from .basics.code import code_of
 from .basics.own_on_cpu import are_slower, own_is_faster
 from .basics.reads import holds, kept, recording
 from .basics.report import Done
 from .basics.self_check_state import own_code, refusal
-from .basics.state import (
-    CLASS_MARK,
-    NOTHING,
-    OUR_FORWARD,
-    OWN_FORWARD,
-    RUNS_OWN,
-    STATE,
-    Unsupported,
-    original_class,
-    state_of,
-)
+from .basics.state import NOTHING, REWRITTEN, STATE, Unsupported, original_class, own_of, state_of
 from .caches.separate import by_sequence, reads_a_layer
 from .modules.experts import runs_own_code
 from .modules.functions import InPlace, with_operators
@@ -42,7 +32,7 @@ _replacements = Bounded(4096)  # {code of a function that forwards call: what ru
 
 
 def is_rewritten(module: nn.Module) -> bool:
-    return hasattr(type(module), CLASS_MARK)
+    return made_as(type(module), REWRITTEN) is not None
 
 
 @on_the_cpu()  # for tensors that a model's functions are tried on
@@ -123,7 +113,7 @@ def _in_place(function: types.FunctionType) -> InPlace | None:
 
 def _is_on_top(module: nn.Module) -> bool:
     """Whether the rewritten class is the module's: a parametrisation, FSDP2 or a user may subclass it."""
-    return CLASS_MARK in vars(type(module))
+    return original_class(module) is not type(module)
 
 
 def restore_module(module: nn.Module) -> None:
@@ -159,8 +149,9 @@ def _run(
 
 def runs_with_cache(module: nn.Module) -> bool:
     """Whether a module's forward has an argument for a cache, or the one that it runs in its place."""
-    own = original_class(module).forward
-    return any(cache_name(forward) for forward in (own, getattr(type(module), OUR_FORWARD, own)))
+    made = made_as(type(module), REWRITTEN)
+    forwards: list[Any] = [type(module).forward] if made is None else [made.own, made.ours]
+    return any(map(cache_name, forwards))
 
 
 def run_as(twin: nn.Module, module: nn.Module) -> None:
@@ -181,7 +172,8 @@ def _rewritten_class(
 ) -> type[nn.Module]:
     """The subclass of `original` that runs `rewritten` in inference and the original forward otherwise."""
     own = original.forward
-    runs_own = in_place(own, getattr(rewritten, RUNS_OWN)) if hasattr(rewritten, RUNS_OWN) else own
+    replaced = own_of(rewritten)
+    runs_own = own if replaced is None else in_place(own, replaced)
     bound = None if is_own else Binder(own, rewritten)
     takes_one = bound is not None and bound.takes_one
 
@@ -206,10 +198,8 @@ def _rewritten_class(
             result = NotImplemented if given is None else rewritten(self, *given[0], **given[1])
         return runs_own(self, *args, **kwargs) if result is NotImplemented else result
 
-    marks = {OWN_FORWARD: (original, own), OUR_FORWARD: staticmethod(rewritten)}
-    takes_cache = cache_name(own) is not None
-    batched = by_sequence(forward) if takes_cache else forward
-    cls = subclass(original, CLASS_MARK, _copy_class, forward=batched, **marks)
+    batched = forward if cache_name(own) is None else by_sequence(forward)
+    cls = subclass(original, REWRITTEN, _copy_class, rewritten, forward=batched)
     return cls
 
 

@@ -20,6 +20,8 @@ at::Tensor host_view(const at::Tensor& tensor);
 void synchronize();
 // The same, where the host of a Mac waits, too.
 void synchronize_host();
+// Commits in a block of the current stream's queue, as torch's copies do: another thread may encode.
+void commit_in_queue();
 // While it lives, the thread computes on the CPU in place of an operator that a Mac encodes: no wait of the
 // host.
 struct StandIn {

@@ -120,7 +120,7 @@ void copy(const Tensor& source, const Tensor& destination, bool non_blocking) {
   }
   if (source.is_mps() == destination.is_mps() || StandIn::is_there()) return;
   end_encoder();  // it is a blit
-  non_blocking ? commit(current_stream()) : synchronize_host();
+  non_blocking ? commit_in_queue() : synchronize_host();
 }
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (!is_dropped(self) || !source.is_mps()) copy(source, self, non_blocking);

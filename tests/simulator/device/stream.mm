@@ -133,6 +133,12 @@ void synchronize() {
   if (!reports.empty()) fail(reports);
 }
 
+void commit_in_queue() {
+  at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{
+    commit(current_stream());
+  });
+}
+
 StandIn::StandIn(bool waits) {
   if (stand_ins++ == 0) waits_behind = waits;
 }

@@ -223,14 +223,14 @@ void copy_without_waiting(const Tensor& source, const Tensor& destination) {
   const bool has_holes = torch_minor() >= 14 && !is_dense(from);
   if (from.strides() == destination.strides() && !has_holes && !has_bits) {
     blit(from, destination);
-    commit(current_stream());
+    commit_in_queue();
     return;
   }
   const Tensor temporary = at::empty(destination.sizes(), destination.options());
   const Tensor gathered = at::empty(from.sizes(), from.options()).copy_(from);
   const std::shared_ptr<Poison> poisoned_memory = blit(gathered, temporary);
   destination.copy_(temporary);  // in the order of a GPU that is never so quick
-  commit(current_stream());
+  commit_in_queue();
   say_if_read(*poisoned_memory);
   const std::string reports = take_reports();
   if (!reports.empty()) fail(reports);

@@ -27,7 +27,7 @@ from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 import torch_moe_mps
-from torch_moe_mps._environment import CAPTURE, SDPA
+from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.selfcheck import units
 from torch_moe_mps.selfcheck.units import chunks_run_sdpa
 from torch_moe_mps.transformers.attention.attention import attention, attention_mask
@@ -420,9 +420,9 @@ def test_windows(simulated, name):
 
 @pytest.fixture
 def with_sdpa(simulated, monkeypatch):
-    """A simulated M5 whose torch has a kernel for its tensor units, which the environment asks for."""
+    """A simulated M5 whose torch has a kernel for its tensor units, which was faster."""
     monkeypatch.setenv("SIMULATED_GPU", "Apple M5 Max")
-    monkeypatch.setenv(SDPA, "1")
+    monkeypatch.setattr(units, "sdpa_was_faster", lambda: True)
     monkeypatch.setattr(torch, "__version__", "2.15.0")
     chunks_run_sdpa.cache_clear()
     yield monkeypatch
@@ -432,7 +432,7 @@ def with_sdpa(simulated, monkeypatch):
 
 LACKING = {
     "nothing": lambda patch: None,
-    "the switch": lambda patch: patch.delenv(SDPA),
+    "the measurement": lambda patch: patch.setattr(units, "sdpa_was_faster", lambda: False),
     "units": lambda patch: patch.setenv("SIMULATED_GPU", "Apple M4 Max"),
     "torch": lambda patch: patch.setattr(torch, "__version__", "2.14.1"),
     "macOS": lambda patch: patch.setattr(units, "macos", lambda: (26, 1)),

@@ -17,7 +17,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32In
 import torch_moe_mps
 from torch_moe_mps.transformers.attention.indexer import indexer_forward, rewrite_indexer
 from torch_moe_mps.transformers.basics.state import state_of
-from torch_moe_mps.transformers.modules.rules.constants import constant
+from torch_moe_mps.transformers.basics.tensors import constant
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 # What turns first or last, in halves or in pairs; layers that share what another has chosen; sinks; queries

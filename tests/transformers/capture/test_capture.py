@@ -33,6 +33,7 @@ from torch_moe_mps import _environment
 from torch_moe_mps.ops import _registry
 from torch_moe_mps.ops.attention import bits_as_bool
 from torch_moe_mps.transformers.attention.attention import NAME
+from torch_moe_mps.transformers.basics import tensors
 from torch_moe_mps.transformers.basics.state import state_in
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.capture import calls, surroundings
@@ -44,7 +45,6 @@ from torch_moe_mps.transformers.capture.match import Match
 from torch_moe_mps.transformers.capture.trial import unnoticed_change
 from torch_moe_mps.transformers.graphs import passes, tracing
 from torch_moe_mps.transformers.graphs.tracing import Recorder
-from torch_moe_mps.transformers.modules.rules import constants
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 PROMPT = 9
@@ -185,7 +185,7 @@ def test_tokens_that_choose_from_rows_for_several(device, architecture, same_bit
 )
 def test_a_program_runs_as_long_as_an_indexer_may_choose_all_keys(monkeypatch, architecture, length, tokens):
     """Masks of indexers are cut out of the causal mask, of as many keys as there are."""
-    monkeypatch.setattr(constants, "_held", {})
+    monkeypatch.setattr(tensors, "_constants", {})
     model = accelerated(architecture, "cpu")
     Conversation(model, length=length).tokens(tokens)
     captures = captures_of(model)
@@ -1123,6 +1123,7 @@ import torch
 import simulator
 from support import tiny_models
 import torch_moe_mps
+torch.ops.moe_mps._warm_next_matrix(True)
 with tiny_models.groups_of_32():
     model = tiny_models.tiny_model("qwen3_moe", torch.bfloat16).to("mps")
 ids = torch.arange(1, 6, device="mps")[None]
@@ -1138,8 +1139,8 @@ print(*(buffers[15].distinct_bytes_read for buffers in turned if 15 in buffers),
 
 
 def test_attention_touches_the_matrix_behind_it(simulated):
-    """A byte of each line, where the environment asks for it."""
-    read, _, launches = forked(WARMED, MOE_MPS_WARM="1").splitlines()[-1].partition(" of ")
+    """A byte of each line, where the process asks for it."""
+    read, _, launches = forked(WARMED).splitlines()[-1].partition(" of ")
     assert launches == "6" and read.split() == 6 * ["16"]
 
 

@@ -49,7 +49,7 @@ def test_without_the_package(folder, quantised, tmp_path):
         except ValueError as error:
             print("torch_moe_mps" in sys.modules, str(error).splitlines()[0])
         layer = pickle.load(open(sys.argv[2], "rb"))
-        print(type(layer).__name__, hasattr(type(layer.self_attn), "_moe_mps_original_class"))
+        print(type(layer).__name__, hasattr(type(layer.self_attn), "_moe_mps_made"))
         print(AutoModelForCausalLM.from_pretrained(sys.argv[1]).config.quantization_config.quant_method)
         """,
         str(folder),

@@ -11,8 +11,8 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 import torch_moe_mps
+from torch_moe_mps.transformers.basics import tensors
 from torch_moe_mps.transformers.install import rewrite
-from torch_moe_mps.transformers.modules.rules import constants
 from torch_moe_mps.transformers.trials.comparing import tried
 
 KINDS = {
@@ -154,13 +154,13 @@ def test_other_tables_are_left_alone(cls):
 @torch.no_grad()
 def test_axes_that_a_recording_made_are_not_held(monkeypatch):
     """They are fake there, and every later call would get them."""
-    monkeypatch.setattr(constants, "_held", {})
+    monkeypatch.setattr(tensors, "_constants", {})
     model = eager(tiny_models.tiny_model("qwen4_exp"))
     rotary = next(m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding"))
     x, ids = torch.zeros(1), torch.randint(100, (3, 2, 5), generator=torch.Generator().manual_seed(0))
     expected = rotary(x, ids)
     assert rewrite(rotary)[0]
-    constants._held.clear()
+    tensors._constants.clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
         rotary(x, ids)
     assert operators_of(lambda: torch.testing.assert_close(rotary(x, ids), expected))["_pointwise"] == 2

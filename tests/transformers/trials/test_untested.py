@@ -17,10 +17,10 @@ from support.sweep import in_sweep
 import torch_moe_mps
 from torch_moe_mps import _environment, _versions
 from torch_moe_mps.transformers import restore, supported
-from torch_moe_mps.transformers.basics.classes import class_before
+from torch_moe_mps.transformers.basics.classes import class_before, made_as
 from torch_moe_mps.transformers.basics.report import Done
 from torch_moe_mps.transformers.basics.self_check_state import OWN_CODE
-from torch_moe_mps.transformers.basics.state import OUR_FORWARD
+from torch_moe_mps.transformers.basics.state import REWRITTEN
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.graphs.passes import PASSES
 from torch_moe_mps.transformers.modules.rules import MODULE_RULES
@@ -69,7 +69,8 @@ def runs_own(model, cls: str) -> list[bool]:
     modules = [module for module in model.modules() if class_before(module).__name__ == cls]
     assert modules
     own = class_before(modules[0]).forward
-    return [getattr(type(module), OUR_FORWARD, own) is own for module in modules]
+    made = [made_as(type(module), REWRITTEN) for module in modules]
+    return [each is None or each.ours is own for each in made]
 
 
 @pytest.fixture

@@ -114,16 +114,18 @@ CommandBuffer& watched(at::mps::MPSStream* on) {
   Stream* stream = &stream_of(on);
   if (stream->buffer == (__bridge void*)buffer) return *stream->watched;
   CommandBuffer* made = new CommandBuffer;
-  made->number = ++stream->last;
-  stream->incomplete[made->number] = [buffer retain];
-  stream->buffer = (__bridge void*)buffer;
-  stream->watched = made;
+  made->number = stream->last + 1;
   lock.unlock();
   [buffer addCompletedHandler:^(id<MTLCommandBuffer> completed) {
     @autoreleasepool {
       complete(*stream, completed, *std::unique_ptr<CommandBuffer>(made));
     }
   }];
+  lock.lock();
+  stream->last = made->number;
+  stream->incomplete[made->number] = [buffer retain];
+  stream->buffer = (__bridge void*)buffer;
+  stream->watched = made;
   return *made;
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...transformers.basics.state import pipeline_of
 from ...transformers.basics.wide_logits import wide_logits
 from ...transformers.caches.batched import BatchedCache
 from ...transformers.upstream.calls import cache_argument
@@ -21,8 +22,6 @@ from .job import Job, Reason
 from .own_generate import generate_alone
 from .prefill import Prefill, turned, turning
 from .sequence import Sequence
-
-_MAKES = "_moe_mps_executor"  # where a model's __dict__ has what makes its executor
 
 
 class Executor:
@@ -135,10 +134,6 @@ def call_model(model: Any, cache: Any, **inputs: Any) -> Any:
 
 def executor_of(model: Any, abilities: Abilities, states: Callable[[], tuple[int, ...]]) -> Executor:
     """Executor of a model. Raises: ValueError if it cannot run concurrent sequences."""
-    make: Callable[..., Executor] = vars(model).get(_MAKES, Executor)
+    running = pipeline_of(model)
+    make: Callable[..., Executor] = Executor if running is None else running.executor
     return make(model, abilities, states)
-
-
-def executor_by(model: Any, make: Callable[..., Executor]) -> None:
-    """Registers the factory of a model's executor."""
-    vars(model)[_MAKES] = make

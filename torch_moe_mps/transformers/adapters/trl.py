@@ -10,7 +10,7 @@ import trl
 from trl.trainer import utils
 
 from ..._versions import TRL
-from ..basics.deferred import Deferred
+from ..basics.tensors import Deferred
 from ..modules.linears import LazyWeight
 
 _NAME = "_ChunkedLogProbFunction"  # in trl.trainer.utils

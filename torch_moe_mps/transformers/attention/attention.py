@@ -19,8 +19,8 @@ from ..._extension import host_library
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.attention import MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
 from ...selfcheck.units import chunks_run_sdpa
-from ..basics.deferred import Deferred
 from ..basics.state import NOTHING, STATE
+from ..basics.tensors import Deferred
 from ..caches.quantized_states import QuantizedStates
 from .causal_mask import CausalMask, additive
 from .latents import Promised

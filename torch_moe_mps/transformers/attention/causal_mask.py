@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ops.attention import seen_in_order
-from ..basics.deferred import Deferred
-from ..basics.key_range import NO_END, RANGE, known_range
+from ..basics.tensors import NO_END, Deferred, notes_in, notes_on
 from .mask_functions import order_of, window_of_last
 
 _ATEN = torch.ops.aten
@@ -75,7 +74,7 @@ class CausalMask(Deferred):
         """
         if torch.compiler.is_compiling() or torch._C._is_tracing():
             return None
-        known = getattr(attention_mask, RANGE, None)
+        known = notes_in(attention_mask).key_range
         if any(type(size) not in _INTEGERS for size in (batch_size, q_length, kv_length, kv_offset)):
             return None
         if not _has_numbers(q_offset) or not (known or _has_numbers(attention_mask)):
@@ -193,7 +192,7 @@ def _has_window(config: Any, size: int) -> bool:
 
 def _range_of(mask: Tensor, first: int, keys: int, device: Any, config: Any) -> tuple[Tensor | None] | None:
     """Result of `range_of_padding` for some keys of a mask, from the first one on."""
-    known = known_range(mask)
+    known = notes_in(mask).key_range
     if known is None:
         return range_of_padding(mask[:, first : first + keys], keys, device, config)
     if mask.shape[1] != first + keys:
@@ -213,13 +212,13 @@ def follow_mask(before: Any, longer: Any, owner: Any) -> None:
     """
     if not (type(before) is type(longer) is Tensor and before.dim() == longer.dim() == 2):
         return
-    known = known_range(before)
+    known = notes_in(before).key_range
     if known is None:
         ranges = key_ranges(before.bool().cpu(), before.shape[1])
         if ranges is None or any(end != NO_END for _, end in ranges):
             return
         known = (_padding(ranges, before.device, owner),)
-    setattr(longer, RANGE, known)
+    notes_on(longer).key_range = known
 
 
 def range_of_padding(mask: Tensor, keys: int, device: Any, owner: Any = None) -> tuple[Tensor | None] | None:

@@ -16,9 +16,9 @@ from ...ops.index import MAX_INDEX_WIDTH
 from ..basics.reads import depends_on
 from ..basics.report import Done
 from ..basics.state import STATE, original_class, state_of
+from ..basics.tensors import constant, notes_on
 from ..caches.held import HeldIndex
 from ..modules.experts import is_observed
-from ..modules.rules.constants import constant
 from ..modules.rules.rope import TURNS, Turn, tables_and_options
 from ..trials.draws import eager
 from ..trials.forms import has_parts
@@ -34,8 +34,6 @@ _LAYERS = ("wq_b", "wk", "k_norm", "weights_proj")
 _NUMBERS = ("n_heads", "head_dim", "index_topk", "softmax_scale", "layer_idx")
 _TAKEN = {"q_resid", "position_embeddings", "attention_mask", "position_ids", CACHE}
 _BATCH, _TOKENS, _BEFORE = 16, 3, 4  # sizes of a trial; its rows with equal scores do not count
-# The attribute of indices none of which its token does not see.
-IN_ORDER = "_moe_mps_in_order"
 
 
 class IndexerForm(NamedTuple):
@@ -82,7 +80,7 @@ def indexer_forward(
         return every[:seen].expand(*hidden_states.shape[:2], seen)
     q, k, weights, top_k, scale, *_ = choice
     chosen: Tensor = ops._index_topk(q, k, weights, top_k, scale, key_range=mask.key_range)
-    setattr(chosen, IN_ORDER, True)
+    notes_on(chosen).is_in_order = True
     return chosen
 
 

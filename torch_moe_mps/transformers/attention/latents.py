@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops._checks import dtype_name
-from ..basics.deferred import Deferred
 from ..basics.report import Done
 from ..basics.self_check_state import refusal
 from ..basics.state import NOTHING, STATE, state_of
+from ..basics.tensors import Deferred
 from ..caches.growing import latents_together
 from ..caches.quantized_states import QuantizedStates
 from ..modules.experts import is_observed

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...ops.attention import WORD
+from ..basics.tensors import notes_in
 from .causal_mask import CausalMask
 from .chosen_keys import Choice, ChosenMask
-from .indexer import IN_ORDER
 from .latents import MOST_TOKENS as MOST_OF_LATENTS
 
 CHOICES = frozenset(("indices", "block_indices"))  # arguments in which a model hands on what an indexer chose
@@ -108,7 +108,7 @@ def _selection(mask: Tensor, indices: Tensor, by_operator: bool) -> tuple[Tensor
         if indices.shape[2] >= mask.seen:
             return mask, None
         if by_operator:
-            indices = (indices if hasattr(indices, IN_ORDER) else _in_order(indices, mask)).unsqueeze(1)
+            indices = (indices if notes_in(indices).is_in_order else _in_order(indices, mask)).unsqueeze(1)
             return (None, indices) if tokens <= MOST_OF_LATENTS else (_as_bits(indices, keys), None)
     chosen = torch.where(indices < 0, keys, indices).unsqueeze(1).long()
     shown = torch.zeros((*chosen.shape[:3], keys + 1), dtype=torch.bool, device=mask.device)

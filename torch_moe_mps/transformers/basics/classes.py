@@ -1,24 +1,42 @@
 """Subclasses that take the place of a module's class: its name and documentation stay, and copies are of the
-class itself. Each kind of them has a mark: the attribute that names the class before.
+class itself.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-_MADE = "_moe_mps_made"  # in a class that `subclass` made: (what gives the class of copies, the class before)
+MADE = "_moe_mps_made"  # the attribute of a class that `subclass` made: its Made
+
+
+class Made(NamedTuple):
+    """How a class was made.
+
+    Attributes:
+        kind: of the classes that stand for others.
+        class_of_copies: gives the class of the empty module that a copy or a pickle begins with, from
+            `original`.
+        original: the class in whose place it is.
+        own: the forward that this one had when the class was made.
+        ours: the forward that a rewritten module runs; None for other kinds.
+    """
+
+    kind: str
+    class_of_copies: Callable[[type], type]
+    original: type[nn.Module]
+    own: Callable[..., Any]
+    ours: Callable[..., Any] | None
 
 
 def subclass(
-    original: type[nn.Module], mark: str, class_of_copies: Callable[[type], type], **members: Any
+    original: type[nn.Module],
+    kind: str,
+    class_of_copies: Callable[[type], type],
+    ours: Callable[..., Any] | None = None,
+    **members: Any,
 ) -> type[nn.Module]:
-    """The subclass of `original` with these members.
-
-    Args:
-        class_of_copies: gives the class of the empty module that a copy or a pickle begins with, from
-            `original`.
-    """
+    """The subclass of `original` with these members. The other arguments are fields of its `Made`."""
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         reduced: Any = super(cls, self).__reduce_ex__(protocol)
@@ -28,30 +46,41 @@ def subclass(
 
     names = ("__module__", "__qualname__", "__doc__")
     members |= {name: getattr(original, name) for name in names}
-    members |= {"__reduce_ex__": reduce, _MADE: (class_of_copies, original), mark: original}
+    members |= {"__reduce_ex__": reduce, MADE: Made(kind, class_of_copies, original, original.forward, ours)}
     cls: type[nn.Module] = type(original.__name__, (original,), members)
     return cls
 
 
-def restore_class(module: nn.Module, mark: str) -> None:
-    """Gives a module the class before one with a mark; beneath a class that somebody put on top, it stays."""
-    original = vars(type(module)).get(mark)
-    if original is not None:
-        module.__class__ = original
+def made_as(cls: type, kind: str) -> Made | None:
+    """How a class, or the first one beneath it, was made as a class of this kind; None if none was."""
+    every = (vars(base).get(MADE) for base in cls.__mro__)
+    return next((made for made in every if made is not None and made.kind == kind), None)
+
+
+def class_beneath(module: nn.Module, kind: str) -> type[nn.Module]:
+    """The class of a module before one of this kind; a class that somebody put on top stays."""
+    made: Made | None = vars(type(module)).get(MADE)
+    return type(module) if made is None or made.kind != kind else made.original
+
+
+def restore_class(module: nn.Module, kind: str) -> None:
+    """Gives a module the class before one of this kind; a class that somebody put on top stays."""
+    if (beneath := class_beneath(module, kind)) is not type(module):
+        module.__class__ = beneath
 
 
 def class_before(module: nn.Module) -> type[nn.Module]:
     """The class of a module beneath all that `subclass` made; one that was put on top later stays."""
     cls = type(module)
-    while _MADE in vars(cls):
-        cls = vars(cls)[_MADE][1]
+    while MADE in vars(cls):
+        cls = vars(cls)[MADE].original
     return cls
 
 
 def _recipe(cls: type[nn.Module]) -> Any:
     """A class as a pickle names it; generated ones as (factory, recipe of the base)."""
-    made = vars(cls).get(_MADE)
-    return cls if made is None else (made[0], _recipe(made[1]))
+    made: Made | None = vars(cls).get(MADE)
+    return cls if made is None else (made.class_of_copies, _recipe(made.original))
 
 
 def _class_of(recipe: Any) -> type[nn.Module]:

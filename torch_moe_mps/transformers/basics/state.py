@@ -1,16 +1,16 @@
-"""The state of this package in a module, and the marks of its class; `restore` removes them."""
+"""The state of this package in a module, which `restore` removes."""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from .classes import class_beneath
+
 STATE = "_moe_mps"  # where a module's __dict__ has it
-# Attributes of the subclasses that rewriting makes: the class before.
-CLASS_MARK = "_moe_mps_original_class"
-OWN_FORWARD = "_moe_mps_own_forward"  # (that class, the forward that it had when it was rewritten)
-OUR_FORWARD = "_moe_mps_our_forward"  # the one that runs in its place
-RUNS_OWN = "_moe_mps_runs_own"  # the attribute of a forward that `with_own` sets
+PIPELINE = "pipeline"  # where a model's __dict__ has its Running if its layers are spread over processes
+REWRITTEN = "rewritten"  # the kind of the classes of rewritten modules
+_EAGER: dict[Callable[..., Any], Callable[..., Any]] = {}  # {forward of `with_own`: what runs unmodified}
 
 
 class Unsupported(Exception):
@@ -58,9 +58,14 @@ def kv_bits_of(model: nn.Module) -> int | None:
     return next((number for number in bits if number is not None), None)
 
 
+def pipeline_of(model: nn.Module) -> Any:
+    """The `pipeline.running.Running` of a model that is spread over processes; None for any other."""
+    return model.__dict__.get(PIPELINE)  # each captured token asks, and getattr is slow on modules
+
+
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module before its forward was rewritten; a class that was put on top later stays."""
-    return vars(type(module)).get(CLASS_MARK, type(module))
+    return class_beneath(module, REWRITTEN)
 
 
 def state_in(module: nn.Module) -> State:
@@ -85,7 +90,12 @@ def with_own(own: Callable) -> Callable[[Callable], Callable]:
     as that would go wrong alone."""
 
     def mark(forward: Callable) -> Callable:
-        setattr(forward, RUNS_OWN, own)
+        _EAGER[forward] = own
         return forward
 
     return mark
+
+
+def own_of(forward: Callable) -> Callable | None:
+    """The function that `with_own` gave a forward; None for any other forward."""
+    return _EAGER.get(forward)

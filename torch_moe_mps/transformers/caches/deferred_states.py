@@ -17,7 +17,7 @@ always accepted, writes the state behind that token, and the count is 0 then. To
 count, which moves nothing.
 
 Where it stands: the operators `causal_conv1d_update_`, `linear_attention_` and `selective_scan_`
-take `pending_` (the uncommitted inputs), `counts` and `keep`. `basics.uncommitted` leads modules from a state
+take `pending_` (the uncommitted inputs), `counts` and `keep`. `basics.tensors` leads modules from a state
 to its arguments. `BatchedCache` sets the counts. `transformers.deferred_states` tries which layers of a model
 may defer. `committed` gives a sequence's states for a cache of its own, as prefixes are cached.
 """
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ...ops.linear_attention import MAX_PENDING, pending_width, selective_pending_shape
-from ..basics.uncommitted import set_before, set_uncommitted
+from ..basics.tensors import notes_on
 from ..upstream.models import LinearAttentionLayer
 from .declared import STATE, Declared, declaration_of
 from .state import LayerState, copy_of_layer
@@ -147,7 +147,7 @@ class DeferredLayer(LinearAttentionLayer):
         """Lets whoever reads the states see the uncommitted tokens behind them."""
         counts = self.uncommitted[_COUNTS]
         for name, state in states_of(self).items():
-            set_uncommitted(state, self.uncommitted[name], counts)
+            notes_on(state).uncommitted = self.uncommitted[name], counts
 
     def set_counts(self, counts: Tensor) -> None:
         self.uncommitted[_COUNTS] = counts
@@ -155,7 +155,8 @@ class DeferredLayer(LinearAttentionLayer):
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         positions = self.conv_states[state_idx]
         assert positions is not None
-        return set_before(conv_states, positions)
+        notes_on(conv_states).before = positions
+        return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         if recurrent_states is not self.recurrent_states[state_idx]:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..._weight_formats import GROUP_SIZES
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.attention import CACHE_BITS, values_in
-from ..basics.deferred import Deferred
+from ..basics.tensors import Deferred
 
 _ATEN = torch.ops.aten
 PLAIN = (Tensor, FakeTensor)  # without a meaning of its own; fake while a token is captured

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..basics.key_range import NO_END, RANGE
+from ..basics.tensors import NO_END, notes_on
 
 
 class Places:
@@ -53,7 +53,7 @@ class Places:
         if self._rows == 1:
             return None
         shown = self._shown[: self._rows, :end]
-        setattr(shown, RANGE, (self._range,))
+        notes_on(shown).key_range = (self._range,)
         return shown
 
 

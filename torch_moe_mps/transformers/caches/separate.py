@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..basics.deferred import Deferred
+from ..basics.tensors import Deferred
 from ..upstream import GradientCheckpointingLayer
 from ..upstream.calls import cache_name
 from ..upstream.models import CacheLayerMixin

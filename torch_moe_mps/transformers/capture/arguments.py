@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.causal_mask import range_of_padding
-from ..basics.key_range import known_range
+from ..basics.tensors import notes_in
 
 MASK = "attention_mask"
 
@@ -15,7 +15,7 @@ def padding_of(model: Any, arguments: dict[str, Any]) -> tuple[Tensor | None] | 
     mask = arguments.get(MASK)
     if type(mask) is not Tensor or mask.dim() != 2:
         return None
-    return known_range(mask) or range_of_padding(mask, mask.shape[1], mask.device, model)
+    return notes_in(mask).key_range or range_of_padding(mask, mask.shape[1], mask.device, model)
 
 
 def rows_of(arguments: dict[str, Any]) -> int:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..._extension import host_library
 from ...ops._decoded import checked_at_once
 from ..attention.attention import MOST_TOKENS
-from ..basics.classes import restore_class, subclass
+from ..basics.classes import made_as, restore_class, subclass
 from ..basics.self_check_state import is_on_mps
 from ..basics.state import state_in, state_of
 from ..caches.cache import takes_states
@@ -23,7 +23,7 @@ from .candidates import DRAFTING
 from .fingerprint import note_change
 from .generate import members_of_generate
 
-_MARK = "_moe_mps_captures"  # in a class that `_capturing_class` made: the one in whose place it is
+_CAPTURING = "capturing"  # the kind of the classes that `_capturing_class` makes
 
 
 def capture_calls(model: nn.Module, wanted: bool | None, max_tokens: int = MOST_TOKENS) -> None:
@@ -37,7 +37,7 @@ def capture_calls(model: nn.Module, wanted: bool | None, max_tokens: int = MOST_
         may_be = wanted is not False and host_library() is not None
         state_of(module).captures = Captures(bool(wanted), bool(wanted), max_tokens) if may_be else None
         DRAFTING.pop(module, None)
-        if not hasattr(type(module), _MARK):
+        if made_as(type(module), _CAPTURING) is None:
             cls: Any = type(module)
             module.__class__ = _capturing_class(cls)
 
@@ -49,7 +49,7 @@ def restore_calls(model: nn.Module) -> None:
         if captures_in(module) is not None:
             state_of(module).captures = None
         DRAFTING.pop(module, None)
-        restore_class(module, _MARK)
+        restore_class(module, _CAPTURING)
 
 
 def captures_in(model: nn.Module) -> Captures | None:
@@ -91,8 +91,8 @@ def operators_of_calls(model: nn.Module) -> set[str]:
 
 def _samples(cls: type[nn.Module]) -> bool:
     """True for a class whose `generate` samples by the operator."""
-    own = getattr(getattr(cls, _MARK, cls), "_sample", None)
-    return getattr(cls, "_sample", None) is not own
+    made = made_as(cls, _CAPTURING)
+    return made is not None and getattr(made.original, "_sample", None) is not getattr(cls, "_sample", None)
 
 
 def _models(model: nn.Module) -> Iterator[nn.Module]:
@@ -135,4 +135,4 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
         return original._apply(self, *args, **kwargs)
 
     members = {"forward": forward, "_apply": apply, **members_of_generate(original)}
-    return subclass(original, _MARK, _capturing_class, **members)
+    return subclass(original, _CAPTURING, _capturing_class, **members)

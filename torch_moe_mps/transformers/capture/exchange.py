@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-_EXCHANGE = "_moe_mps_exchange"  # the attribute of a model that has one
+from ..basics.state import pipeline_of
 
 
 class ExchangeError(RuntimeError):
@@ -34,11 +34,6 @@ class Exchange(Protocol):
 
 
 def exchange_of(model: nn.Module) -> Exchange | None:
-    # Each captured token asks, and getattr of a missing attribute is slow on modules.
-    found: Exchange | None = vars(model).get(_EXCHANGE)
-    return found
-
-
-def exchange_by(model: nn.Module, exchange: Exchange) -> None:
-    """The model's captured calls exchange by this from now on."""
-    vars(model)[_EXCHANGE] = exchange
+    """The exchange of a model that is spread over processes; None for any other."""
+    running = pipeline_of(model)
+    return None if running is None else running.handing

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..attention.causal_mask import CausalMask
-from ..basics.key_range import RANGE
+from ..basics.tensors import notes_on
 from ..basics.wide_logits import are_wide
 from ..caches.buffer import Buffer, buffer_of
 from ..caches.quantized_states import QuantizedStates
@@ -186,7 +186,7 @@ class Recording:
         # Whoever asks for bool gets it as it is, with its range.
         self._mask = self.stand_ins[name] = self._input(value, first, torch.bool)
         (keys,) = self._padding
-        setattr(self._mask, RANGE, (None if keys is None else self._of_rows(keys, first),))
+        notes_on(self._mask).key_range = (None if keys is None else self._of_rows(keys, first),)
 
     def _add_slots(self, reading: Reading) -> None:
         entries: dict[int, list[Entry]] = {}

@@ -66,7 +66,7 @@ def get_hf_quantizer(
     kwargs["gguf_file"] = gguf_file
     stored = stored_in(config)
     if gguf_file is not None:
-        if is_for_us(None, asked, gguf_file):
+        if config._name_or_path and is_for_us(None, None, gguf_file):
             commit = getattr(config, "_commit_hash", None)
             path = cached_file(config._name_or_path, gguf_file, _commit_hash=commit)
             config.update(widths_in(header_of(path)))

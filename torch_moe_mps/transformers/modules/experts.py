@@ -14,10 +14,11 @@ from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ...ops.experts import moe_experts
 from ...quantization import TENSORS
+from ..basics.classes import MADE, Made
 from ..basics.interface import Experts, formats_of, is_experts, is_quantized, projections
 from ..basics.reads import depends_on, holds, kept, recording
 from ..basics.report import Done
-from ..basics.state import OWN_FORWARD, state_in, state_of
+from ..basics.state import state_in, state_of
 from ..graphs.fakes import geometry
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
@@ -34,7 +35,6 @@ ADDED = "_moe_mps_added"
 # From so many pairs on, those of an expert are put together, so that they read the adapter's factors once.
 # Untuned.
 _FEW_PAIRS = 64
-_NOT_REWRITTEN = (None, None)
 
 # The names of the tensors of a quantised projection, made once instead of in each call.
 _PACKED = {name: [f"{name}_{part}" for part in TENSORS] for name in ("gate_up_proj", "up_proj", "down_proj")}
@@ -180,8 +180,10 @@ def is_observed(*modules: nn.Module) -> bool:
         own = module.__dict__
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
             return True
-        original, forward = getattr(type(module), OWN_FORWARD, _NOT_REWRITTEN)
-        if original is not None and original.forward is not forward:  # somebody has patched the class beneath
+        made: Made | None = getattr(type(module), MADE, None)
+        if (
+            made is not None and made.original.forward is not made.own
+        ):  # somebody has patched the class beneath
             return True
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ..basics.code import names_in
 from ..basics.report import Done
 
 
@@ -54,17 +55,6 @@ def with_operators(forward: Callable, rule: Rule) -> tuple[Callable, list[Done]]
         return forward, []
     runs = _run_with(forward, tuple((function, in_place.run) for function, in_place in found.items()))
     return runs, [*dict.fromkeys(in_place.done for in_place in found.values())]
-
-
-@functools.cache
-def names_in(function: types.FunctionType | types.CodeType) -> frozenset[str]:
-    """The names of globals and attributes in a function, and in functions within.
-
-    Source has them too, but takes milliseconds to read, a thousand times as long, and may be missing.
-    """
-    code: Any = getattr(function, "__code__", function)
-    inside = (names_in(item) for item in code.co_consts if isinstance(item, types.CodeType))
-    return frozenset(code.co_names).union(*inside)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._environment import CPU_MEMORY
 from ...ops._checks import dtype_name
@@ -156,15 +157,18 @@ def hold(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         module.register_buffer(name, as_codes(tensor))
 
 
+_CODES = WeakIdKeyDictionary()  # {parameter that loading made: its codes}
+
+
 def as_codes(tensor: Tensor) -> Tensor:
     """Codes without the Parameter that loading needs: one object for all layers that share them."""
     if not isinstance(tensor, nn.Parameter):
         return tensor
-    made: Any = tensor
-    if not hasattr(made, "_moe_mps_codes"):
-        made._moe_mps_codes = tensor.detach()
-        made._moe_mps_codes._is_hf_initialized = getattr(tensor, "_is_hf_initialized", False)
-    return made._moe_mps_codes
+    if tensor not in _CODES:
+        codes: Any = tensor.detach()
+        codes._is_hf_initialized = getattr(tensor, "_is_hf_initialized", False)
+        _CODES[tensor] = codes
+    return _CODES[tensor]
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

@@ -16,11 +16,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..basics.classes import restore_class, subclass
-from ..basics.deferred import Deferred
+from ..basics.classes import made_as, restore_class, subclass
+from ..basics.tensors import Deferred
 
 LARGEST = 1 << 24  # logits of a chunk: 64 MiB in float32
-_MARK = "_moe_mps_loss"  # in a class that `_chunking_class` made: the one in whose place it is
+_CHUNKING = "chunking losses"  # the kind of the classes that `_chunking_class` makes
 _LABELS = "labels"
 
 # Questions about a tensor that its elements do not answer.
@@ -202,7 +202,7 @@ def chunk_losses(model: nn.Module) -> None:
     Heads with modules of their own, as adapters have them, give their logits at once.
     """
     for module in model.modules():
-        if not isinstance(module, PreTrainedModel) or hasattr(type(module), _MARK):
+        if not isinstance(module, PreTrainedModel) or made_as(type(module), _CHUNKING):
             continue
         cls: Any = type(module)
         has_labels = _LABELS in inspect.signature(cls.forward).parameters
@@ -213,7 +213,7 @@ def chunk_losses(model: nn.Module) -> None:
 def restore_losses(model: nn.Module) -> None:
     """Undoes `chunk_losses`. Beneath a class that somebody put on top, losses stay in chunks."""
     for module in model.modules():
-        restore_class(module, _MARK)
+        restore_class(module, _CHUNKING)
 
 
 @functools.cache
@@ -229,7 +229,7 @@ def _chunking_class(original: type[nn.Module]) -> type[nn.Module]:
         with _deferring(self.get_output_embeddings()):
             return original.forward(self, *args, **kwargs)
 
-    return subclass(original, _MARK, _chunking_class, forward=forward)
+    return subclass(original, _CHUNKING, _chunking_class, forward=forward)
 
 
 @contextmanager

@@ -7,15 +7,14 @@ A trial shows nothing about a bound that its numbers never reach. So eager code 
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# A place in eager code: the calls that lead there, as (code, instruction), and the operator.
-Place = tuple[tuple[tuple[CodeType, int], ...], str]
+# A place in eager code: the calls that lead there, as (file, line, instruction), and the operator.
+Place = tuple[tuple[tuple[str, int, int], ...], str]
 Outcomes = dict[str, bool]  # {outcome, in words: whether it happened}
 
 _COMPARE = {"lt", "le", "gt", "ge", "eq", "ne", "isnan", "isinf", "logical_not"}
@@ -139,24 +138,21 @@ class Branches(TorchDispatchMode):
 def in_words(place: Place, outcome: str) -> str:
     """A branch and the outcome that it never had, for a report."""
     calls, name = place
-    shown = next((call for call in reversed(calls) if not _is_of_torch(call[0])), calls[-1])
-    code, instruction = shown
-    lines = [line for begin, end, line in code.co_lines() if begin <= instruction < end and line]
-    where = f"{Path(code.co_filename).name}:{lines[0] if lines else code.co_firstlineno}"
-    return f"{name} in {where} was never {outcome}"
+    file, line, _ = next((call for call in reversed(calls) if not _is_of_torch(call[0])), calls[-1])
+    return f"{name} in {Path(file).name}:{line} was never {outcome}"
 
 
 def _place(name: str) -> Place:
     """Where eager code calls an operator: frames down to the one that `Branches.run` calls."""
     calls, frame = [], sys._getframe(2)
-    while frame is not None and frame.f_code is not Branches.run.__code__:
-        calls.append((frame.f_code, frame.f_lasti))
+    while frame is not None and frame.f_code.co_filename != __file__:
+        calls.append((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti))
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(reversed(calls)), name
 
 
-def _is_of_torch(code: CodeType) -> bool:
-    return "/torch/" in code.co_filename.replace("\\", "/")
+def _is_of_torch(file: str) -> bool:
+    return "/torch/" in file.replace("\\", "/")
 
 
 def _is_infinite(bound: Any) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from ...modules.functions import names_in
+from ...basics.code import names_in
 
 _READS = "the code around it reads its weight"
 _READS_WITHOUT_SOURCE = "the code around it, which has no source, reads a weight"

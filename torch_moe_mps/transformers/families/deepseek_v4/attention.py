@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from ...attention.causal_mask import CausalMask
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
+from ...basics.tensors import constant, derived
 from ...caches.layers import growing_class
 from ...modules.experts import is_observed
 from ...modules.linears import GroupedLinear
-from ...modules.rules.constants import beside, constant
 from ...modules.rules.formulas import is_norm
 from ...modules.rules.rotary import is_fixed
 from ...trials.comparing import agrees
@@ -34,7 +34,6 @@ _CHILDREN = (
 )
 _TURN: dict[str, Any] = {"pairs": "interleaved", "rotary_last": True}
 # The attribute of a table of sines with which rotations are undone.
-_NEGATED = "_moe_mps_negated"
 
 
 def compressed_layer(
@@ -101,7 +100,7 @@ def _attended(layer: Any, held: GrowingCompressed, x: Tensor, tables: tuple[Tens
         tail_rate=compressor.compress_rate,
         position=position,
     )
-    return _projected(layer, out, cos, beside(sin, _NEGATED, sin.neg), turn)
+    return _projected(layer, out, cos, derived(sin, torch.neg), turn)
 
 
 def _pooled(compressor: Any, held: GrowingCompressed, name: str, x: Tensor, position: int) -> Tensor:

@@ -12,16 +12,15 @@ from ...attention.chosen_keys import Choice
 from ...attention.pools import BATCH, BEFORE, POOLS, RATE, TOKENS, fits, is_same, layer_of, pools_of
 from ...basics.report import Done
 from ...basics.state import original_class
+from ...basics.tensors import constant, derived
 from ...caches.held import HeldPools
 from ...modules.experts import is_observed
-from ...modules.rules.constants import beside, constant
 from ...trials.draws import eager, is_first_kind
 from ...trials.forms import has_parts
 from ...trials.indexers import IndexerTrial, form_by_trial
 from ...trials.twins import HeldKeys, numbers, twin_of
 from .mask import EVERYTHING
 
-_PADDED = "_moe_mps_padded"  # the attribute of a mask of padding that says whether it hides anything
 _PARTS = ("wq_b", "wk", "k_norm", "weights_proj")
 _NUMBERS = ("n_heads", "head_dim", "index_topk", "index_kpool", "softmax_scale", "layer_idx")
 
@@ -77,6 +76,10 @@ def _slots_of(layer: HeldPools, columns: Sequence[Tensor]) -> Tensor | None:
     return slots
 
 
+def _hides_any(mask: Tensor) -> bool:
+    return not bool(mask.all())
+
+
 def _is_padded(mask: Tensor, layer: HeldPools | None) -> bool:
     """Whether any row of a batch has or had padding. A single token is none."""
     noted = None if layer is None else layer.is_padded
@@ -84,7 +87,7 @@ def _is_padded(mask: Tensor, layer: HeldPools | None) -> bool:
     if noted is None and held is not None and held.shape[1] > 0:  # the model's own code has written it
         noted = not bool(held[..., -1].all())  # the column that says which keys are shown
     if not noted and mask.shape[1] > 1:
-        noted = bool(beside(mask, _PADDED, lambda: not bool(mask.all())))
+        noted = derived(mask, _hides_any)
     if layer is not None:
         layer.is_padded = bool(noted)
     return bool(noted)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...basics.uncommitted import uncommitted_of
+from ...basics.tensors import uncommitted_of
 from ...modules.rules.recurrent_layers import is_seen, masked
 from ...trials.twins import twin_of
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...basics.report import Done
 from ...basics.state import original_class
-from ...basics.uncommitted import uncommitted_of
+from ...basics.tensors import uncommitted_of
 from ...modules.experts import is_observed
 from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, masked
 from ...trials.comparing import agrees

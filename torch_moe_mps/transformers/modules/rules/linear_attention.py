@@ -17,7 +17,7 @@ from torch import Tensor
 from ....ops._checks import ACTIVATION_DTYPES
 from ....ops.linear_attention import MAX_KEY_WIDTH
 from ...basics.report import Done
-from ...basics.uncommitted import state_before, uncommitted_of
+from ...basics.tensors import notes_in, uncommitted_of
 from ...trials.comparing import agrees, tried
 from ...trials.draws import eager, normal, shows
 from ..functions import InPlace
@@ -67,12 +67,12 @@ def causal_conv_of_prompt(function: Callable, *args: Any, **options: Any) -> Ten
     plain = all(name in named or _is_flag(name, value) for name, value in options.items())
     out = _convolved_prompt(*args, **named) if plain and args else None
     if out is None and args:
-        _refuse_pending(state_before(args[0]))
+        _refuse_pending(notes_in(args[0]).before)
     return function(*args, **options) if out is None else out
 
 
 def _convolved_prompt(x: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Tensor | None:
-    before = state_before(x)
+    before = notes_in(x).before
     state = x.new_zeros(x.shape[0], *weight.shape) if before is None else before
     return _convolved(x, state, weight, *rest, **named)
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...basics.report import Done
-from ...basics.state import RUNS_OWN, original_class, with_own
-from ...basics.uncommitted import uncommitted_of
+from ...basics.state import original_class, own_of, with_own
+from ...basics.tensors import uncommitted_of
 from ...trials.comparing import agrees
 from ...trials.draws import eager, normal
 from ...trials.forms import Tried
@@ -264,7 +264,7 @@ def matches_module(make_twin: Callable[[nn.Module], Any], module: nn.Module, for
     x = normal(1, 9, width_of(twin, lambda x: own(twin, x, **needed_arguments(own, None))))
     mask = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])
     found = []
-    for run in (eager(in_place(own, getattr(forward, RUNS_OWN, own))), in_place(own, forward)):
+    for run in (eager(in_place(own, own_of(forward) or own)), in_place(own, forward)):
         copied, cache, results = copy.deepcopy(twin), LinearCache(layer_idx=twin.layer_idx), []
         chunks = (
             (x[:, :5], mask, None),

@@ -18,17 +18,16 @@ from ....ops.rope import rope
 from ...basics.own_on_cpu import own_is_faster
 from ...basics.report import Done
 from ...basics.state import Unsupported
+from ...basics.tensors import derived
 from ...trials.comparing import agrees, tried
 from ...trials.draws import eager, normal
 from ...trials.forms import found_form
 from ..functions import InPlace
-from .constants import beside
 
 _PAIRS = ("half", "interleaved", "interleaved_to_half")
 _HEADS, _TOKENS, _WIDTH = 3, 5, 16
 _TABLES = frozenset(("cos", "freqs_cis", "freqs_ci"))  # parameters that take tables of angles
 # The attribute of a complex table that holds its cosines and sines.
-_REAL = "_moe_mps_real"
 
 
 class Turn(NamedTuple):
@@ -192,7 +191,7 @@ def rotated(function: Callable, forms: dict[RopeCall, RopeForm], *args: Any, **o
 
 def _real_tables(table: Tensor) -> tuple[Tensor, ...]:
     """Cosines and sines of a complex table."""
-    return beside(table, _REAL, lambda: torch.view_as_real(table).movedim(-1, 0).contiguous().unbind())
+    return torch.view_as_real(table).movedim(-1, 0).contiguous().unbind()
 
 
 def _rotated(form: RopeForm, inputs: Sequence[Tensor], tables: Sequence[Tensor]) -> Sequence[Tensor] | None:
@@ -203,7 +202,7 @@ def _rotated(form: RopeForm, inputs: Sequence[Tensor], tables: Sequence[Tensor])
     if q.dim() == 3:
         out = _rotated(form, [x[None] for x in inputs], [table[None] for table in tables])
         return None if out is None else [x[0] for x in out]
-    cos, sin = tables if len(tables) == 2 else _real_tables(*tables)
+    cos, sin = tables if len(tables) == 2 else derived(tables[0], _real_tables)
     turn = _turn(form, q.shape[-1], cos) if cos.dim() == 3 else None
     if turn is None:
         return None

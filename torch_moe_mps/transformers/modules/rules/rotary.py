@@ -15,8 +15,8 @@ from ....ops.pointwise import INPUTS
 from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import NOTHING, STATE, original_class, state_of
+from ...basics.tensors import constant
 from ...trials.comparing import agrees, tried
-from .constants import constant
 
 ops = torch.ops.moe_mps
 

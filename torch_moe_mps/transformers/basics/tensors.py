@@ -1,0 +1,117 @@
+"""Notes on tensors, values that are made once, and tensors without memory of their own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .bounded import Bounded
+from .state import STATE
+
+NO_END = torch.iinfo(torch.int32).max  # the end of a range of keys that ends with them
+_constants = Bounded(64)
+
+
+class Notes:
+    """Knowledge of a tensor, kept in its attributes.
+
+    Attributes:
+        key_range: the range of keys that a mask of padding shows, in a tuple: int32 [B, 2], or None where no
+            key is padding. Nobody reads such a mask's elements, for which the CPU would wait; in a captured
+            call it has none.
+        is_in_order: True for indices of keys none of which is hidden from its token.
+        uncommitted: (inputs, counts) of a state: the inputs of the tokens behind it, and how many of these
+            are accepted in each row. `caches.deferred_states` defines them.
+        before: the state in front of tokens that are convolved. Eager code would join them with it.
+        derived: {function: its result for this tensor}.
+    """
+
+    def __init__(self) -> None:
+        self.key_range: tuple[Tensor | None] | None = None
+        self.is_in_order = False
+        self.uncommitted: tuple[Tensor, Tensor] | None = None
+        self.before: Tensor | None = None
+        self.derived: dict[Callable[..., Any], Any] = {}
+
+
+_NOTHING = Notes()  # for tensors that have none
+
+
+def notes_in(value: Any) -> Notes:
+    """The notes on a tensor, to be read alone; empty ones for any other value."""
+    return getattr(value, STATE, _NOTHING)
+
+
+def notes_on(tensor: Tensor) -> Notes:
+    """The notes on a tensor, made if it has none."""
+    notes: Notes | None = getattr(tensor, STATE, None)
+    if notes is None:
+        notes = Notes()
+        setattr(tensor, STATE, notes)
+    return notes
+
+
+def uncommitted_of(state: Tensor, tokens: int) -> dict[str, Any]:
+    """The arguments of an operator for a state and so many tokens; none if its update is not deferred.
+
+    One token is always accepted: it updates the state.
+    """
+    found = notes_in(state).uncommitted
+    return {} if found is None else {"pending_": found[0], "counts": found[1], "keep": bool(tokens > 1)}
+
+
+def derived(tensor: Tensor, make: Callable[[Tensor], Any]) -> Any:
+    """Result of `make` for a tensor that all layers get, made once."""
+    if torch.compiler.is_compiling():
+        return make(tensor)
+    known = notes_on(tensor).derived
+    if make not in known:
+        known[make] = make(tensor)
+    return known[make]
+
+
+def constant(key: Any, make: Callable[[], Tensor], count: int = 0) -> Tensor:
+    """Result of `make`, held by its key as long as it has `count` rows or more.
+
+    A fake tensor, made while a token is captured, is not held.
+    """
+    result: Tensor | None = _constants.get(key)
+    if result is None or len(result) < count:
+        result = make()
+        if type(result) is Tensor:
+            _constants[key] = result
+    return result
+
+
+class Deferred(Tensor):
+    """A tensor without memory of its own. Whatever does not know its class gets its elements."""
+
+    @classmethod
+    def made(cls, shape: tuple[int, ...], dtype: torch.dtype, device: Any, **attributes: Any) -> Any:
+        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        vars(made).update(attributes)
+        return made
+
+    def elements(self) -> Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Result of an operator that needs no elements; NotImplemented if it needs them."""
+        return NotImplemented
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch: not typed as a class method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        known = cls.without_elements(func, args, kwargs)
+        if known is not NotImplemented:
+            return known
+        args, kwargs = tree_map_only(Deferred, lambda item: item.elements(), (args, kwargs))
+        return func(*args, **kwargs)
