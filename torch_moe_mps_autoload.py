@@ -38,8 +38,8 @@ PACKAGES = {
     "gptq": "gptqmodel",
     "metal": "kernels",
 }
-# Methods that transformers dequantises on a Mac.
-_DENSE_ON_MPS = ("fp8", "mxfp4")
+# Methods that transformers dequantises on a Mac, and that it dequantises elsewhere, without the package.
+_DENSE_ON_MPS, _DENSE_ELSEWHERE = ("fp8", "mxfp4"), ("metal",)
 
 
 def autoload() -> None:
@@ -143,7 +143,8 @@ def is_for_us(stored: Any, asked: Any = None, gguf_file: Any = None) -> bool:
     if method is None:
         return stored.get("library") == _PACKAGE or ("bits" in stored and "group_size" in stored)
     if method in PACKAGES:
-        return find_spec(PACKAGES[method]) is None
+        is_read = method in _DENSE_ELSEWHERE and not _has_apple_gpu()
+        return not is_read and find_spec(PACKAGES[method]) is None
     # transformers takes a checkpoint of ModelOpt for a dense one.
     return method in (NAME, "modelopt") or (method in _DENSE_ON_MPS and _has_apple_gpu())
 

@@ -19,8 +19,10 @@ import pytest
 import torch
 import transformers
 from support import gguf_files, installed, tiny_models
+from support.checkpoints import fp8_blocks, mxfp4_blocks
 from support.installed import python
-from support.models import operators_of
+from support.models import assert_close, operators_of
+from support.sweep import in_sweep
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import torch_moe_mps
@@ -185,6 +187,60 @@ def test_script_that_knows_nothing_of_the_package(package, checkpoint):
     with torch.no_grad():
         assert called == operators_of(lambda: model(torch.ones(1, 1, dtype=torch.long)))
     assert called["moe_experts_quantized"] == called["rope"] == model.config.num_hidden_layers
+
+
+# Names of ours in plain from_pretrained, and a checkpoint that transformers would turn into 16 bits on a Mac.
+BY_NAME = """
+    import json, sys
+    import torch
+    from transformers import AutoModelForCausalLM
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Called(TorchDispatchMode):
+        names = set()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace == "moe_mps":
+                self.names.add(function._schema.name.partition("::")[2])
+            return function(*args, **(kwargs or {}))
+
+    ids = torch.tensor([[5, 9, 3, 7]])
+
+    def written(name):
+        own = dict(experts_implementation=name, attn_implementation=name)
+        model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, **own)
+        return model.generate(ids, max_new_tokens=12, do_sample=False).tolist()
+
+    eager, imported = written("eager"), "torch_moe_mps" in sys.modules
+    with Called() as called:
+        ours = written("moe_mps")
+    import torch_moe_mps_autoload
+    torch_moe_mps_autoload._has_apple_gpu = lambda: True
+    packed = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32)
+    dtypes = sorted({str(t.dtype) for n, t in packed.state_dict().items() if n.endswith("packed")})
+    logits = packed(ids).logits.flatten().tolist()
+    print(json.dumps([eager, imported, ours, sorted(called.names), dtypes, logits]))
+"""
+
+
+@pytest.mark.slow("imports transformers in a new process")
+@pytest.mark.parametrize("method", in_sweep(("mxfp4", "fp8"), ("mxfp4",)))
+def test_program_that_names_the_package_and_never_imports_it(package, tmp_path, method, monkeypatch):
+    """Its tokens are eager's, by the operators; a packed checkpoint stays packed."""
+    tiny_models.tiny_model("qwen3_moe").save_pretrained(tmp_path / "dense")
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("gpt_oss" if method == "mxfp4" else "qwen3_moe")
+    (mxfp4_blocks if method == "mxfp4" else fp8_blocks)(model, tmp_path / "packed")
+    folders = (tmp_path / "dense", tmp_path / "packed")
+    eager, imported, ours, called, dtypes, logits = json.loads(python(package, BY_NAME, *folders))
+    assert ours == eager and len(eager[0]) == 16 and not imported
+    assert {"moe_experts", "attention"} <= {*called}
+    monkeypatch.setattr(torch_moe_mps_autoload, "_has_apple_gpu", lambda: False)
+    dense = transformers.AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
+    assert dtypes == ["torch.int32"]  # of codes; transformers alone makes dense weights of them
+    with torch.no_grad():
+        expected = dense(torch.tensor([[5, 9, 3, 7]])).logits
+    assert_close(torch.tensor(logits).view_as(expected), expected, 1e-5 if method == "mxfp4" else 0.05)
 
 
 @pytest.mark.sweep

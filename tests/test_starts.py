@@ -20,7 +20,7 @@ import pytest
 import transformers
 from support import installed, tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
-from support.sweep import in_sweep, rows_in_sweep
+from support.sweep import rows_in_sweep
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 ON_MAC = sys.platform == "darwin"
@@ -75,15 +75,6 @@ def ended(command: Sequence[object], folder: Path, said: str = "", **own: str) -
         words, capture_output=True, text=True, timeout=500, env=variables(**own), cwd=folder, input=said
     )
     return result.returncode, result.stdout, result.stderr
-
-
-@pytest.mark.parametrize("command", in_sweep(COMMANDS, ("convert", "serve")))
-def test_a_wrong_name(home, tmp_path, command):
-    (tmp_path / "data.jsonl").write_text('{"text": "abcabc"}\n')
-    more = {"convert": ["new"], "finetune": ["data.jsonl"]}.get(command, [])
-    code, output, errors = ended([home / "bin/torch-moe-mps", command, tmp_path / "none", *more], tmp_path)
-    expected = f"{tmp_path}/none is neither a folder nor the name of a model on the Hub"
-    assert (code, output, errors) == (1, "", f"torch-moe-mps: error: {expected}\n")
 
 
 @pytest.mark.skipif(ON_MAC, reason="there, it takes minutes: tests/commands/test_check.py")

@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 
 import torch_moe_mps
 from torch_moe_mps.commands.perplexity import SAMPLE
-from torch_moe_mps.transformers.basics.wide_logits import wide_logits
+from torch_moe_mps.transformers.basics.logits import wide_logits
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 WINDOW, PROMPT = 512, 256

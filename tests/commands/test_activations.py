@@ -19,7 +19,7 @@ import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.commands.sources import load
-from torch_moe_mps.transformers.basics.wide_logits import wide_logits
+from torch_moe_mps.transformers.basics.logits import wide_logits
 from torch_moe_mps.transformers.checkpoints import activations
 from torch_moe_mps.transformers.checkpoints.activations import largest
 from torch_moe_mps.transformers.checkpoints.ranges import MOST, Largest, remember, remembered

@@ -78,19 +78,6 @@ def test_perplexity(folders, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--adapter", "/nowhere/at-all"), "adapter"),
-    ],
-)
-def test_refused(folders, capsys, options, message):
-    capsys.readouterr()
-    assert run("generate", folders[0], "--raw", "-p", "hello", "--max-tokens", 1, *options) == 1
-    err = capsys.readouterr().err
-    assert message in err and "Traceback" not in err
-
-
-@pytest.mark.parametrize(
     ("stored", "message"),
     [
         (None, "--adapter must be a folder with an adapter_config.json, got"),

@@ -97,6 +97,7 @@ EARLY = {
     "finetune {here} {here}/data --output {here}": "exists; --resume goes on with a training",
     "finetune {here} {here}/data --resume --output {here}": "--resume needs a training in {here}, got none",
     "fit {here} --json {here}/no/file": "--json must be a file that can be written",
+    "bench {here} --json .": "--json must be a file that can be written, got .: Is a directory",
     "fit {here} --recipe nope": "--recipe must be small, fast, best, mixed_2_6, mixed_3_4, mixed_3_6, mixed_",
     "fit {here}/folder": "folder has no config.json",
     "convert {here} {here}/new --importance {here}/no": "--importance must be auto or a file",
@@ -162,6 +163,7 @@ WRONG = {
         "--repeats 0",
         "--bandwidth 0",
         "--depth=-1,5",
+        "--depth 4k",
     ),
     "chat": ("--prompt-memory=-1", "--prompt-memory nan", "--prompt-memory inf"),
     "finetune": (

@@ -159,23 +159,6 @@ def test_draft_tokens_have_rows(way, checkpoint, tmp_path, capsys, monkeypatch):
         assert output.count("of the speed without drafts, 4.00 tokens and 3.00 drafts a step") == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--json", "nowhere/x.json"],
-            "--json must be a file that can be written, got nowhere/x.json: No such",
-        ),
-        (["--json", "."], "--json must be a file that can be written, got .: Is a directory"),
-    ],
-)
-def test_what_cannot_be_written_is_said_before_measuring(
-    arguments, message, checkpoint, refused, monkeypatch
-):
-    monkeypatch.delattr(bench, "Bench")
-    assert message in refused("bench", checkpoint, *SIZES, *arguments)
-
-
 def test_contexts_are_those_that_the_model_reads(checkpoint, capsys, refused):
     """At most 256 tokens; without --depth those of 0, 4096 and 16384 that fit."""
     sizes = [argument for argument in SIZES if argument not in ("--depth", "0,20")]
@@ -204,12 +187,6 @@ def test_a_context_ends_where_the_model_does(longest):
         bench._depths(options, config)
     options.depth = None
     assert bench._depths(options, config) == [0]
-
-
-def test_depths_that_are_no_numbers(checkpoint, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        run(checkpoint, "--depth", "4k")
-    assert "must be numbers with commas between, got '4k'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """How often a token is captured: once a kind of call, over ten requests of each command."""
 
-import json
-
 import openai
 import pytest
 import torch
@@ -11,7 +9,6 @@ from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps._environment import CAPTURE
-from torch_moe_mps.commands import main
 from torch_moe_mps.transformers.capture.calls import Captures
 
 REQUESTS, TOKENS = 10, 5
@@ -63,23 +60,6 @@ def test_serve(checkpoint, captured, stream):
             talk = talks[number % 2]
             talk.append({"role": "user", "content": question})
             talk.append({"role": "assistant", "content": ask(client, str(checkpoint), talk, stream)})
-    assert_once(captured)
-
-
-def test_chat(checkpoint, captured, monkeypatch):
-    lines = iter([*QUESTIONS, "!exit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    flags = ["--set", f"max_new_tokens={TOKENS}", "--set", "do_sample=False", "--device", "cpu"]
-    assert main(["chat", str(checkpoint), *flags, "--speculative", "none"]) == 0
-    assert_once(captured)
-
-
-def test_generate(checkpoint, captured, tmp_path, capsys):
-    file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(QUESTIONS))
-    flags = ["--set", "do_sample=False", "--max-tokens", str(TOKENS), "--device", "cpu"]
-    assert main(["generate", str(checkpoint), "--prompts", str(file), "--batch", "1", *flags]) == 0
-    assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == QUESTIONS
     assert_once(captured)
 
 

@@ -13,7 +13,6 @@ import transformers
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from support.models import tiny
-from support.processes import interrupted
 
 import torch_moe_mps
 from torch_moe_mps.commands import card as cards
@@ -256,33 +255,3 @@ def test_two_processes_do_not_write_one_folder(dense, tmp_path, refused):
         error = refused("convert", dense, tmp_path / "new", "--group-size", 32)
         assert "new is being written by another process" in error
     assert folder.exists()
-
-
-def test_ctrl_c_as_it_is_typed(dense, tmp_path, capsys, monkeypatch):
-    """A signal while the fifth part is read: one more line, and the same command goes on."""
-    monkeypatch.setattr(files, "LARGEST", 8000)
-    source = """
-        import sys, time
-        from torch_moe_mps.commands import main
-        from torch_moe_mps.transformers.checkpoints.layouts import files
-        from torch_moe_mps.transformers.checkpoints.write import parts
-        load, count = parts.Parts._load, iter(range(100))
-        def slow(self, part):
-            if next(count) == 4:
-                print("waits", flush=True)
-                time.sleep(60)
-            load(self, part)
-        files.LARGEST, parts.Parts._load = 8000, slow
-        sys.exit(main(sys.argv[1:]))
-    """
-    options = [dense, tmp_path / "new", "--group-size", 32]
-    code, errors = interrupted(source, "waits", "convert", *options)
-    left = tmp_path / ".new.unfinished"
-    assert code == 130 and errors.split("\n")[-4:] == [
-        f"{left} has what is complete: the same command goes on with it", "", "torch-moe-mps: interrupted", ""
-    ]  # fmt: skip
-    assert "Traceback" not in errors and {*tmp_path.iterdir()} == {left, tmp_path / ".new.unfinished.json"}
-    assert run(*options) == 0 and run(dense, tmp_path / "whole", *options[2:]) == 0
-    assert "goes on behind " in capsys.readouterr().out
-    new, whole = tensors_in(tmp_path / "new"), tensors_in(tmp_path / "whole")
-    assert new.keys() == whole.keys() and all(torch.equal(new[name], whole[name]) for name in whole)

@@ -112,9 +112,7 @@ def test_what_is_wrong_is_one_line(dense, tmp_path, capsys):
     for arguments, message in (
         (("--importance", tmp_path / "short"), "at least 512, got (9,): too little text"),
         (("--importance", tmp_path / "binary"), "binary must be a file of importance, or a text in UTF-8"),
-        (("--importance", tmp_path / "none"), "--importance must be auto or a file, got "),
         (("--importance", dense / "model.safetensors"), "written by Importance.save"),
-        (("--save-importance", tmp_path / "x"), "--save-importance needs --importance"),
         (("--importance", "auto", "--bits", 1), "--importance must be of formats with 2 bits and more"),
     ):
         assert run(dense, tmp_path / "a", *arguments) == 1, arguments

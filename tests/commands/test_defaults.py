@@ -120,17 +120,6 @@ def test_what_asks_for_a_draw(asked, settings):
     assert choice(asked) == settings
 
 
-def test_a_request_with_neutral_values_is_greedy(printable, caplog, capsys):
-    """As OpenAI's clients send them that have a field for each setting."""
-    with client_of(printable) as client:
-        ask, given = client.chat.completions.create, {"model": str(printable), "messages": said(QUESTION)}
-        texts = {
-            ask(**given, max_tokens=40, extra_body=neutral).choices[0].message.content
-            for neutral in ({}, {"min_p": 0}, {"top_k": 0}, {"top_k": -1}, {"top_p": 1})
-        }
-    assert len(texts) == 1 and "generation flags" not in caplog.text + capsys.readouterr().err
-
-
 def test_an_answer_ends_by_the_end_of_the_tokenizer_too(printable, tmp_path, capsys):
     """A model that learnt chats often has the end of its base model in its generation_config."""
     folder = changed(printable, tmp_path / "model", max_new_tokens=20)

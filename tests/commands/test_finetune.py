@@ -248,31 +248,12 @@ def test_names_of_files_that_the_locale_cannot_decode(folder, tmp_path):
     [
         (("--held-out", 20), "--held-out must leave a line to train on, got 20 of 20"),
         (("--targets", "q_proj,gate"), "--targets must be linear layers, of which there are q_proj"),
-        (("--resume",), "--resume needs a training in"),
     ],
 )
 def test_refused(folder, tmp_path, capsys, options, message):
     assert run(folder, tmp_path / "new", *options) == 1
     err = capsys.readouterr().err
     assert message in err and len(err.strip().splitlines()) == 1
-
-
-def test_refused_folders_and_data(folder, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert run(folder, tmp_path / "file") == 1
-    assert (
-        "exists; --resume goes on with a training, --output names another folder" in capsys.readouterr().err
-    )
-    data = tmp_path / "bad.jsonl"
-    data.write_text('{"text": "abc"}\n{"txt": "abc"}\n')
-    assert (
-        main(
-            ["finetune", str(folder / "model"), str(data), "--device", "cpu", "--output", str(tmp_path / "o")]
-        )
-        == 1
-    )
-    assert f"{data}:2: must have" in capsys.readouterr().err
-    assert not (tmp_path / "o").exists()
 
 
 def test_refused_before_torch_is_imported(folder, tmp_path, capsys, monkeypatch):

@@ -303,42 +303,24 @@ def test_a_quantised_checkpoint_as_it_is(tmp_path, capsys):
             assert "as it is" not in sizes
 
 
-def test_a_config_with_a_wrong_type_is_one_line(tmp_path, refused):
-    for wrong, message in (
-        (
-            {"hidden_size": "2048"},
-            "field 'hidden_size': TypeError: Field 'hidden_size' expected int, got str",
-        ),
-        ({"num_experts": None}, "Field 'num_experts' expected int, got NoneType"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(QWEN3 | wrong))
-        error = refused("fit", tmp_path)
-        assert "the config must be one that transformers reads, got" in error and message in error
+NOT_READ = "the config must be one that transformers reads, got one that raises"
+INCOMPLETE = "the config must be complete for"
+HUNYUAN = transformers.HunYuanDenseV1Config(head_dim=None, architectures=["HunYuanDenseV1ForCausalLM"])
+WRONG_CONFIGS = [
+    ({"hidden_size": "2048"}, "field 'hidden_size': TypeError: Field 'hidden_size' expected int, got str"),
+    ({"num_experts": None}, "Field 'num_experts' expected int, got NoneType"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, f'{NOT_READ} KeyError: "Missing required keys in'),
+    ({"dtype": "float7"}, f"{NOT_READ} AttributeError: module 'torch' has no attribute 'float7'"),
+    ({"head_dim": 0}, f"{INCOMPLETE} AutoModelForCausalLM, got one that raises ZeroDivision"),
+    ({"num_hidden_layers": 0}, "the config's num_hidden_layers must be at least 1, got 0"),
+    (HUNYUAN.to_dict(), f"{INCOMPLETE} HunYuanDenseV1ForCausalLM, got one that raises TypeError: "),
+]
 
 
-def test_a_config_that_makes_no_model_is_one_line(tmp_path, refused):
-    config = transformers.HunYuanDenseV1Config(head_dim=None, architectures=["HunYuanDenseV1ForCausalLM"])
-    incomplete = "the config must be complete for"
-    for wrong, expected in (
-        (config.to_dict(), f"{incomplete} HunYuanDenseV1ForCausalLM, got one that raises TypeError: "),
-        (QWEN3 | {"head_dim": 0}, f"{incomplete} AutoModelForCausalLM, got one that raises ZeroDivision"),
-        (QWEN3 | {"num_hidden_layers": 0}, "the config's num_hidden_layers must be at least 1, got 0"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(wrong))
-        assert expected in refused("fit", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        ({"rope_parameters": {"rope_type": "yarn"}}, 'KeyError: "Missing required keys in'),
-        ({"dtype": "float7"}, "AttributeError: module 'torch' has no attribute 'float7'"),
-    ],
-    ids=["rope", "dtype"],
-)
-def test_a_config_that_transformers_does_not_read_is_one_line(wrong, reason, tmp_path, refused):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | wrong))
-    expected = f"the config must be one that transformers reads, got one that raises {reason}"
+@pytest.mark.parametrize(("wrong", "expected"), WRONG_CONFIGS)
+def test_a_wrong_config_is_one_line(wrong, expected, tmp_path, refused):
+    config = wrong if wrong.get("model_type") else QWEN3 | wrong
+    (tmp_path / "config.json").write_text(json.dumps(config))
     assert expected in refused("fit", tmp_path)
 
 

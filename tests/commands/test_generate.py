@@ -1,6 +1,5 @@
 """The command generate: answers against generate() of transformers, and everything else on stderr."""
 
-import contextlib
 import io
 import itertools
 import json
@@ -17,7 +16,7 @@ import transformers
 from support import tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
 from support.disk import files_of
-from support.processes import COMMAND, Forked, environment
+from support.processes import environment
 from support.sweep import in_sweep
 from tokenizers import decoders
 
@@ -222,15 +221,6 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_prompt(checkpoint, tmp_path, capsy
     assert capsys.readouterr().out == text + "\n" and calls[5] == 1
 
 
-def test_answers_that_cannot_be_written_are_one_line(checkpoint, tmp_path, refused):
-    """As on a full disk."""
-    (tmp_path / "prompts.txt").write_text("hello\n")
-    for prompt in (["-p", "hello"], ["--prompts", tmp_path / "prompts.txt"]):
-        with open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
-            error = refused("generate", checkpoint, *prompt, "--device", "cpu", progress=True)
-        assert error == "[Errno 28] No space left on device"
-
-
 def test_bad_input_is_one_line(checkpoint, tmp_path, refused, monkeypatch):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -238,37 +228,15 @@ def test_bad_input_is_one_line(checkpoint, tmp_path, refused, monkeypatch):
     hello = ["-p", "hello"]
     for arguments, message in (
         ([], "stdin must be in UTF-8: "),
-        (["--prompts", tmp_path / "latin.txt"], "--prompts must be a file in UTF-8, got "),
-        (["--prompts", tmp_path / "empty.txt"], "empty.txt has no prompt"),
-        (
-            ["--prompts", tmp_path / "empty.txt", *hello],
-            "--prompt and --prompts are two ways to give prompts",
-        ),
         (["--raw", "-p", ""], "the prompt must have at least 1 token, got none"),
         (["--raw", "-p", "a" * 256], "the prompt must have fewer than the model's 256 tokens, got 256"),
-        ([*hello, "--image", tmp_path / "cat.png"], "--image must be a file, got "),
         ([*hello, "--image", tmp_path / "empty.txt"], "--image is for a model that takes images, got "),
         (
             [*hello, "--raw", "--system-prompt", "a"],
             "--system-prompt is for a chat template, and none is used",
         ),
-        ([*hello, "--prompt-cache", tmp_path], "--prompt-cache must be a file that can be written"),
-        ([*hello, "--set", "max_tokens=3"], "--set must name arguments of generate(), got max_tokens"),
-        ([*hello, "--set", "top_k=many"], "--set top_k must be a number, true, false, None or a list, got"),
-        ([*hello, "--set", "temperature=-1"], "--set temperature must be from 0 to inf, got -1"),
-        ([*hello, "--set", "top_p=5"], "--set top_p must be from 0 to 1, got 5"),
     ):
         assert message in refused("generate", checkpoint, *arguments, "--device", "cpu", progress=True)
-
-
-@pytest.mark.parametrize("bits", [[], ["--bits", "4"]], ids=["dense", "4 bits"])
-def test_a_config_that_makes_no_model_is_one_line(bits, checkpoint, tmp_path, capsys):
-    folder = shutil.copytree(checkpoint, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "none"}))
-    assert main(["generate", str(folder), "-p", "hello", *bits]) == 1
-    expected = "ForCausalLM, got one that raises KeyError: 'none'"
-    assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_stop_strings(checkpoint, tmp_path, capsys):
@@ -287,21 +255,6 @@ def test_what_a_chat_template_refuses_is_one_line(checkpoint, tmp_path, refused)
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     error = refused("generate", tmp_path / "model", "-p", "hello", "--system-prompt", "a", "--device", "cpu")
     assert error == "the model's chat template: System role not supported"
-
-
-def test_a_pipe_that_is_closed_ends_it_quietly(checkpoint):
-    """As `| head -c 1` does."""
-    arguments = ["generate", str(checkpoint), "-p", "hello", "--max-tokens", "200", "--device", "cpu"]
-    (reader, writer), (errors, errors_writer) = os.pipe(), os.pipe()
-    with open(os.devnull) as none:
-        process = Forked(COMMAND, *arguments, files=(none, writer, errors_writer))
-    os.close(writer)
-    os.close(errors_writer)
-    os.read(reader, 1)
-    os.close(reader)
-    with open(errors) as said:
-        assert "error" not in said.read().lower()
-    assert process.wait(60) == 128 + signal.SIGPIPE
 
 
 # A command that only imports torch.

@@ -112,19 +112,13 @@ def test_errors_say_what_is_wrong(checkpoint):
     """What is asked wrongly is of the client's class, which does not ask again; and it stops no server."""
     text, picture = [{"type": "text", "text": "a"}], {"type": "image_url", "image_url": {"url": "a.png"}}
     with client_of(checkpoint) as client:
-        for messages, kind, reason in (
-            (said(""), openai.BadRequestError, "The prompt must have at least 1 token, got none"),
-            ([], openai.BadRequestError, r"'messages' must be a list of at least one message, got \[\]"),
-            (
-                [{"role": "tool", "content": "a"}],
-                openai.BadRequestError,
-                "refuses the messages: TemplateError: no tools",
-            ),
-            (said("a" * 256), openai.BadRequestError, "This model's maximum context length is 256"),
-            (said([*text, picture]), openai.BadRequestError, "This model does not read 'image_url'"),
+        for messages, reason in (
+            (said(""), "The prompt must have at least 1 token, got none"),
+            ([{"role": "tool", "content": "a"}], "refuses the messages: TemplateError: no tools"),
+            (said([*text, picture]), "This model does not read 'image_url'"),
         ):
             for stream in (False, True):
-                with pytest.raises(kind, match=reason):
+                with pytest.raises(openai.BadRequestError, match=reason):
                     create = client.with_options(max_retries=1).chat.completions.create
                     create(model=str(checkpoint), messages=messages, stream=stream)
         asked = {"model": str(checkpoint), "messages": said(text), "max_tokens": 6}
@@ -341,11 +335,6 @@ def test_chat(checkpoint, monkeypatch, capsys):
     assert printed.count(text) == 2 and "This model's maximum context length is 256" in printed
 
 
-def test_settings_that_generate_does_not_know_are_refused(checkpoint, refused):
-    error = refused("chat", checkpoint, "--set", "max_new_token=6")
-    assert "--set must name arguments of generate(), got max_new_token" in error
-
-
 class Terminal:
     """A command that runs in a terminal of its own."""
 
@@ -480,9 +469,7 @@ def test_loading_is_said(checkpoint, capsys):
     assert "eading" not in capsys.readouterr().err
 
 
-def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, monkeypatch, refused):
-    assert "is neither a folder nor the name of a model on the Hub" in refused("serve", tmp_path / "nothing")
-    assert "--media-folder must be a folder" in refused("serve", checkpoint, "--media-folder", "nowhere")
+def test_a_server_that_cannot_start_is_one_line(checkpoint, capsys, monkeypatch, refused):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         error = refused("serve", checkpoint, "--port", port)
@@ -491,13 +478,6 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
         main(["serve", str(checkpoint), "--log-level", "loud"])
     error = capsys.readouterr().err
     assert "error: argument --log-level: invalid choice: 'loud'" in error and error.count("\n") == 1
-    for wrong in ("app.example", "https://app.example/path", "https://", "*"):
-        with pytest.raises(SystemExit, match="2"):
-            main(["serve", str(checkpoint), "--allow-origin", wrong])
-        error = capsys.readouterr().err
-        assert (
-            f"must be as https://app.example:8080, or null, got {wrong}" in error and error.count("\n") == 1
-        )
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert refused("serve", checkpoint) == f"serve needs `{install_command('serve')}`, which brings uvicorn"
 

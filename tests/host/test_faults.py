@@ -18,6 +18,7 @@ SAYS = {  # what macOS says, and what helps
     "fault": ("Caused GPU Address Fault Error", "torch-moe-mps check"),
     "memory": ("Insufficient Memory", "kv_bits=8"),
 }
+LATE = [2, 3]  # schedules in which handlers come late, from another thread, and the newest buffer's first
 IDS = torch.arange(1, 13)[None]
 
 
@@ -149,13 +150,12 @@ def logits_of(model):
     return output.logits.cpu()
 
 
-@pytest.mark.parametrize("schedule", [0, 1])
-def test_each_buffer_of_a_prompt(simulated, model, schedule):
+@pytest.mark.parametrize(("schedule", "step"), [(0, 1), (1, 1), *((late, 3) for late in LATE)])
+def test_each_buffer_of_a_prompt(simulated, model, schedule, step):
     """Buffers of four dispatches, which run when they are committed or at the next wait."""
     simulated.set_schedule(schedule)
     torch.ops.moe_mps._commit_every(4)
-
-    assert at_each_buffer(simulated, lambda: logits_of(model), logits_of(model)) > 4
+    assert at_each_buffer(simulated, lambda: logits_of(model), logits_of(model), step) > 4
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -186,9 +186,6 @@ def test_an_error_that_follows_from_wrong_results_is_not_the_one_that_is_raised(
         model.generate(IDS.to("mps"), streamer=Streamer())
 
 
-LATE = [2, 3]  # schedules in which handlers come late, from another thread, and the newest buffer's first
-
-
 @pytest.mark.parametrize("schedule", LATE)
 def test_a_wait_hears_of_a_failure_that_is_told_late(simulated, schedule):
     arguments = sample_arguments("rms_norm", "mps", torch.float32)
@@ -214,14 +211,6 @@ def test_the_first_buffer_that_failed_is_named_whichever_is_told_first(simulated
         with pytest.raises(RuntimeError, match="command buffer with rms_norm: Caused GPU Address Fault"):
             torch_moe_mps.synchronize()
         torch_moe_mps.synchronize()  # both have been raised
-
-
-@pytest.mark.parametrize("schedule", LATE)
-def test_each_buffer_of_a_prompt_that_is_told_late(simulated, model, schedule):
-    simulated.set_schedule(schedule)
-    torch.ops.moe_mps._commit_every(4)
-
-    assert at_each_buffer(simulated, lambda: logits_of(model), logits_of(model), step=3) > 4
 
 
 @pytest.mark.parametrize("schedule", range(4))

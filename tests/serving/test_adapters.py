@@ -107,22 +107,3 @@ def test_another_adapter_of_the_same_name_and_scale_has_prompts_of_its_own(resta
     assert answers[0] == answers[2] != answers[1]
     assert disk.hits == 1  # the first one's own, behind the other
     prompts.write(model)
-
-
-@pytest.mark.slow("answers with and without kept prompts, with five states of its adapters")
-def test_prompts_on_a_disk_are_those_of_the_active_adapter(tmp_path, monkeypatch):
-    """Behind a restart each state finds its own, and no other's: "b" and "b at another scale" are two."""
-    monkeypatch.setattr(disk_module, "BLOCK", 16)
-    adapted = with_two_adapters()
-    model = adapted.get_base_model()
-    states = ["b", "b at another scale", "none", "b again", "the first"]  # "b again" keeps the other scale
-    for begun in (True, False):
-        turned(adapted, 16.0)
-        for number, name in enumerate(states):
-            CHANGES[name](adapted)
-            disk = Disk(tmp_path, 1 << 30)
-            prompts = PrefixCache(1 << 30, disk=disk)
-            assert in_a_batch(model, prompts) == in_a_batch(model, PrefixCache(0)), name
-            prompts.write(model)
-            assert disk.hits == (number == 3 or not begun), name
-    assert len({path.name for path in tmp_path.iterdir() if path.is_dir()}) == 4

@@ -6,15 +6,13 @@ import threading
 
 import pytest
 import torch
-from support import tiny_models
+from support import jobs, tiny_models
 from support.jobs import octets_of
 from support.models import eager
 from support.sweep import in_sweep
-from transformers import GenerationConfig
 
 import torch_moe_mps
 from torch_moe_mps.serving.engine.engine import Engine
-from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
@@ -38,19 +36,10 @@ def model_of(architecture: str, kv_bits: int = 16, device: str = "cpu", **config
     return model
 
 
-class Asked:
+class Asked(jobs.Asked):
     def __init__(self, ids: torch.Tensor, new: int = 6):
-        self.ids, self.tokens, self.ended = ids, [], threading.Event()
-        self.config = GenerationConfig(max_new_tokens=new, eos_token_id=None, pad_token_id=0, do_sample=False)
-        self.job = Job({"input_ids": ids}, self.config, self.take, lambda reason: self.ended.set())
-
-    def take(self, token: int) -> bool:
-        self.tokens.append(token)
-        return False
-
-    def expected(self, model) -> list[int]:
-        ids = self.ids.to(model.device)
-        return model.generate(ids, generation_config=self.config)[0, ids.shape[1] :].tolist()
+        super().__init__(ids, new)
+        self.ids = ids
 
 
 def answer(model, disk: Disk | None, *asked: Asked) -> PrefixCache:
@@ -284,7 +273,7 @@ def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
     for each in asked:
         engine.submit(each.job)
     for each in asked:
-        assert each.ended.wait(60)
+        assert each.done.wait(60)
     assert len(calls) == 1 and not [*tmp_path.glob("*/*")]
     goes_on.set()
     engine.close()

@@ -1,19 +1,15 @@
 """The engine: jobs join, end and are cancelled while others go on."""
 
-import itertools
 import sys
 import threading
 
 import pytest
 import torch
-from support import tiny_models
 from support.jobs import Asked, ids_of, model_of, run
-from support.models import eager
 from support.sweep import covering
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor
 
-import torch_moe_mps
 from torch_moe_mps.serving.engine import engine as engine_module
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.loop import EngineThread
@@ -25,20 +21,6 @@ from torch_moe_mps.transformers.caches.batched import capacity
 from torch_moe_mps.transformers.trials import batching, memory
 
 MEMORY = 1 << 30
-
-
-def test_an_error_ends_one_job():
-    class Fails(LogitsProcessor):
-        def __call__(self, ids, scores):
-            if ids.shape[1] > 8:
-                raise KeyError("mine")
-            return scores
-
-    model = model_of()
-    good, bad = Asked(ids_of(1, 5), 6), Asked(ids_of(2, 6), 6, processors=[Fails()])
-    run(Engine(model, None, 4), good, bad)
-    assert good.reasons == ["length"] and good.tokens == good.expected(model)
-    assert isinstance(bad.reasons[0], KeyError) and len(bad.tokens) == 3
 
 
 def test_own_generate_has_no_logits_before_its_processors():
@@ -192,19 +174,6 @@ def test_memory_is_for_answers_first():
     assert kept not in prompts.kept
 
 
-def test_a_prompt_that_is_read_lies_beside_the_rows():
-    """Until it joins them its cache is one of its own; who has no room for that waits."""
-    model, most = model_of(), 0
-    batch = Engine(model, None, 8, MEMORY)
-    run(batch, Asked(ids_of(1, 60), 2))
-    batch.budget.memory = int(batch.budget.token * (capacity(2, 72) + 30))
-    batch.submit(*(Asked(ids_of(n, 60), 12).job for n in range(2, 4)))
-    while batch.has_work:
-        batch.step()
-        most = max(most, len(batch.pool.batch.sequences))
-    assert most == 1
-
-
 def test_the_cache_of_a_draft_is_planned():
     """Two answers that fit alone do not where a draft of the model's sizes has as much for each."""
     model, most = model_of("llama"), {}
@@ -280,31 +249,6 @@ def test_short_prompts_that_wait_are_read_in_the_time_of_one_piece(monkeypatch):
         assert each.tokens == each.expected(model)
 
 
-@pytest.mark.sweep
-def test_the_longest_gap_between_tokens(monkeypatch):
-    """While 8k tokens are read: one piece of at most four steps, and two steps."""
-    model = eager(tiny_models.tiny_model("llama", num_hidden_layers=1, max_position_embeddings=1 << 14))
-    torch_moe_mps.accelerate(model)
-    clock = Clocked(model)
-    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: clock.seconds)
-    at: list[float] = []
-    talks = Asked(ids_of(1, 4), 10**6, until=lambda token: at.append(clock.seconds))
-    batch = Engine(clock, None, 2)
-    batch.submit(talks.job)
-    for _ in range(4):
-        batch.step()
-    reads, begun = Asked(ids_of(2, 8192), 1), len(clock.pieces)
-    batch.submit(reads.job)
-    while not reads.reasons:
-        batch.step()
-    talks.job.cancel()
-    run(batch)
-    pieces = clock.pieces[begun:]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
-    assert reads.read[-1] == (8192, 8192) and len(pieces) > 8
-    assert max(pieces) <= 4 * 0.02 + 0.02 and max(gaps) <= max(pieces) + 2 * 0.02
-
-
 def test_a_long_prompt_is_read_between_tokens(monkeypatch):
     """Between two tokens of the others, one piece at most is read."""
     model = model_of()
@@ -337,20 +281,6 @@ def test_a_short_prompt_overtakes_a_long_one(monkeypatch):
     assert events == [*first, "b0", "b100", "b200", "b300", "b350"]
     for asked in (*long, *short):
         assert asked.tokens == asked.expected(model) and asked.reasons == ["length"]
-
-
-def test_a_long_prompt_waits_for_one_short_one_at_most(monkeypatch):
-    """Short ones that come for ever begin one before each long one, and one between its pieces."""
-    monkeypatch.setattr(Times, "chunk", lambda self, is_decoding: 100)
-    events, batch = list[str](), Engine(model_of(), None, 8)
-    long = [told(events, name, Asked(ids_of(n, 150), 1)) for n, name in enumerate("ab")]
-    batch.submit(*(each.job for each in long))
-    for n in range(12):
-        batch.submit(told(events, "x", Asked(ids_of(3 + n, 20), 1)).job)
-        batch.step()
-    one_of_each = ["x0", "x20", "{0}0", "{0}100", "x0", "x20", "{0}150"]
-    expected = [event.format(name) for name in "ab" for event in one_of_each]
-    assert events[: len(expected)] == expected
 
 
 @pytest.mark.parametrize(("who", "how"), covering(("long", "short"), ("leaves", "fails", "all end")))

@@ -1,6 +1,7 @@
 """Isolation: an error of one sequence ends that sequence; the tokens of those beside it are as alone."""
 
 import functools
+import itertools
 import operator
 import shutil
 import threading
@@ -8,7 +9,7 @@ import threading
 import pytest
 import torch
 from support.jobs import Asked, ids_of, model_of, run
-from support.sweep import covering
+from support.sweep import covering, rows_in_sweep
 from transformers import LogitsProcessor
 from transformers.generation import TopKLogitsWarper
 
@@ -25,11 +26,12 @@ from torch_moe_mps.transformers.caches import batched
 from torch_moe_mps.transformers.caches.buffer import Buffer
 
 MEMORY = 1 << 30
+ARCHITECTURES = ("qwen3_moe", "gpt_oss", "qwen3_next")  # windows with sinks, recurrent states
 
 
 @functools.cache
-def alone(number: int, length: int, new: int) -> list[int]:
-    return Asked(ids_of(number, length), new).expected(model_of())
+def alone(number: int, length: int, new: int, architecture: str = "qwen3_moe") -> list[int]:
+    return Asked(ids_of(number, length), new).expected(model_of(architecture))
 
 
 class Process(LogitsProcessor):
@@ -90,6 +92,7 @@ WRONG = {
     "processor exits": _processors(Process(lambda ids, scores: _raise(SystemExit(3)), 8)),
     "wide scores": _processors(Process(lambda ids, scores: torch.cat((scores, scores), 1), 8)),
     "scores of two": _processors(Process(lambda ids, scores: scores[[0, 0]], 8)),
+    "scores of NaN": _processors(Process(lambda ids, scores: scores.fill_(torch.nan), 8)),
     "scores of a list": _processors(Process(lambda ids, scores: scores.tolist(), 8)),
     "another k": lambda asked: (
         _settings(do_sample=True, top_k=0)(asked),
@@ -98,19 +101,27 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_raises_in_one_row_ends_that_row(what):
-    """Beside two others, one of which has processors, too; the next job is generated."""
-    bad = Asked(ids_of(2, 6), 6)
+@pytest.mark.parametrize(
+    ("what", "architecture"),
+    rows_in_sweep(itertools.product(WRONG, ARCHITECTURES), [(what, ARCHITECTURES[0]) for what in WRONG]),
+)
+def test_what_raises_in_one_row_ends_that_row(what, architecture):
+    """Beside others, of which one has processors, and one is drawn; the next job is generated."""
+    model = model_of(architecture)
+    bad, drawn, drawn_alone = Asked(ids_of(2, 6), 6), *(Asked(ids_of(4, 7), 9, seed=5) for _ in range(2))
     WRONG[what](bad)
+    for each in (drawn, drawn_alone):
+        _settings(do_sample=True, top_k=20)(each)
     plain = Asked(ids_of(1, 5), 9)
     masked = Asked(ids_of(3, 4), 9, processors=[Process(lambda ids, scores: scores)])
     late = Asked(ids_of(1, 5), 9)
-    batch = Engine(model_of(), PrefixCache(MEMORY), 3)
-    run(batch, plain, bad, masked, late)
+    batch = Engine(model, PrefixCache(MEMORY), 4)
+    run(batch, plain, bad, masked, drawn, late)
+    run(Engine(model, None, 1), drawn_alone)
     assert len(bad.reasons) == 1 and isinstance(bad.reasons[0], Exception), bad.reasons
     for number, length, each in ((1, 5, plain), (3, 4, masked), (1, 5, late)):
-        assert (each.reasons, each.tokens) == (["length"], alone(number, length, 9))
+        assert (each.reasons, each.tokens) == (["length"], alone(number, length, 9, architecture))
+    assert (drawn.reasons, drawn.tokens) == (["length"], drawn_alone.tokens)
 
 
 def test_scores_of_another_dtype_and_tokens_that_a_processor_changes():

@@ -190,9 +190,6 @@ def test_what_is_no_picture_is_one_line(monkeypatch):
     nothing = base64.b64encode(b"no picture").decode()
     for url, line in (
         (f"data:image/png;base64,{nothing}", "'image' must be a picture, got 10 bytes that are none."),
-        ("data:image/png;base64,a", "'image' must be in base64."),
-        ("data:image/png;base64,é", "'image' must be in base64."),
-        ("data:image/png,a", "'image' must be a data: URL in base64."),
     ):
         with pytest.raises(Refused) as raised:
             opened(Media(), url)

@@ -1,6 +1,7 @@
 """Several answers on mps: captured, joining and leaving, and no token waits for the one before it."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch_moe_mps
 from torch_moe_mps import _environment
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
+from torch_moe_mps.serving.http.logprobs import Logprobs
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.attention.attention import NAME
@@ -116,6 +118,70 @@ def test_no_token_of_several_waits(simulated):
                 batch.step()
         for job in jobs:
             assert len({*job.waited[9:15]}) == 1, (way, job.waited)
+
+
+@pytest.mark.slow("captures programs in the simulator")
+def test_log_probabilities_of_two_answers(simulated):
+    """As transformers has them on the CPU: a copy that the host reads too early is poison, and a finding."""
+    plain, model = models("qwen3_moe")
+    letters, entries = SimpleNamespace(decode=lambda tokens: "a" * len(tokens)), []
+    jobs = [Asked(number, settings(8)) for number in range(2)]
+    for job in jobs:
+        job.processors = [own := Logprobs(letters, 3)]
+        entries.append(kept := [])
+        job.on_token = lambda token, job=job, own=own, kept=kept: (
+            job.note(token) or kept.append(own.pop(token))
+        )
+    batch = Engine(model, None, 2)
+    batch.submit(*jobs)
+    while batch.has_work:
+        batch.step()
+    for job, kept in zip(jobs, entries, strict=True):
+        assert job.reason == "length" and len(kept) == 8
+        ids = torch.cat((job.inputs["input_ids"], torch.tensor([job.tokens])), 1)
+        with torch.no_grad():
+            logits = plain(ids).logits[0, -9:-1].double()
+        wanted = logits.log_softmax(-1)
+        chosen = wanted[torch.arange(8), torch.tensor(job.tokens)]
+        found = torch.tensor([entry.logprob for entry in kept]).double()
+        torch.testing.assert_close(found, chosen, atol=1e-4, rtol=0)
+        top = torch.tensor([[entry.logprob for entry in each.top] for each in kept]).double()
+        torch.testing.assert_close(top, wanted.topk(3).values, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow("beams of a model in the simulator")
+def test_beams_are_encoded_behind_a_step_of_the_others(simulated, monkeypatch):
+    """The GPU works on that step while the host encodes the beams' forward: it waits for nothing between."""
+    monkeypatch.setenv(_environment.CAPTURE, "0")
+    plain, model = models("qwen3_moe")
+    going, beams = Asked(0, settings(12)), Asked(1, settings(4, num_beams=2))
+    batch, events, inside = Engine(model, None, 2), [], []
+    step = batch.decoding.step
+
+    def noted() -> None:
+        inside.append(True)
+        step()
+        inside.pop()
+        events.append(("step", waits.count, len(going.tokens)))
+
+    def before(module, inputs) -> None:
+        if not inside and len(batch.pool.sequences) > 1 and batch.pool.is_decoding:
+            events.append(("forward", waits.count, len(going.tokens)))
+
+    batch.submit(going)
+    batch.step()
+    monkeypatch.setattr(batch.decoding, "step", noted)
+    hook = model.register_forward_pre_hook(before)
+    with Waits() as waits:
+        batch.submit(beams)
+        while batch.has_work:
+            batch.step()
+    hook.remove()
+    forwards = [place for place, event in enumerate(events) if event[0] == "forward"]
+    assert len(forwards) == 4  # of the prompt, and of three tokens
+    assert all(events[place - 1] == ("step", *events[place][1:]) for place in forwards), events
+    assert len({events[place][2] for place in forwards}) == 4  # each step gave the other answer a token
+    assert going.tokens == expected(plain, going) and beams.tokens == expected(plain, beams)
 
 
 @pytest.mark.slow("captures a program in the simulator")

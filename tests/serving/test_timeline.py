@@ -28,6 +28,7 @@ from torch_moe_mps._faults import Mark
 from torch_moe_mps.serving.engine import engine as engines
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
+from torch_moe_mps.serving.engine.sampling import Sampled
 from torch_moe_mps.serving.http.logprobs import Logprobs
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.attention.attention import NAME
@@ -304,16 +305,26 @@ def test_the_clocks_show_a_wait_for_everything(simulated, monkeypatch):
 
 
 @pytest.mark.slow("captures programs in the simulator")
-def test_a_fault_is_raised_where_its_tokens_are_read(simulated):
-    """Also where an operator on the CPU, in the GPU's place, meets a token that is none before it is read."""
-    alone = Answer(0)
+def test_a_fault_is_raised_where_its_tokens_are_read(simulated, monkeypatch):
+    """And nowhere else: the step behind it reads a token that is none. All that was encoded ends with it."""
+    alone, raised, read = Answer(0), [], Sampled.read
     generate(alone)  # captures
+
+    def noted(self) -> list:
+        try:
+            return read(self)
+        except torch.AcceleratorError as fault:
+            raised.append(fault)
+            raise
+
+    monkeypatch.setattr(Sampled, "read", noted)
     for buffer in (15, 16):  # of a step, behind which the next is committed
         with costs_on(simulated).timeline(simulated) as times:
             answer = Answer(0, 1e-3, times)
             with simulated.failing("timeout", buffer):
                 generate(answer)
-                assert isinstance(answer.reason, torch.AcceleratorError)
-                given = answer.tokens
+                assert isinstance(answer.reason, torch.AcceleratorError) and answer.reason is raised.pop()
+                given, ended = answer.tokens, times.now
                 torch.mps.synchronize()
+            assert ended == times.now and not raised
         assert 2 < len(given) < _NEW and given == alone.tokens[: len(given)]

@@ -53,7 +53,7 @@ class Asked:
         self.read.append((read, of))
 
     def expected(self, model) -> list[int]:
-        ids = self.job.inputs["input_ids"]
+        ids = self.job.inputs["input_ids"].to(model.device)
         return model.generate(ids, generation_config=self.config)[0, ids.shape[1] :].tolist()
 
 

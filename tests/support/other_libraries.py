@@ -7,6 +7,7 @@ from compressed_tensors.quantization import QuantizationConfig, preset_name_to_s
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations import metal_quantization
 
 from support import tiny_models
 from support.checkpoints import changed
@@ -137,6 +138,36 @@ class Gptq(Writer):
             "g_idx": group_of,
         }
         return tensors, values[:, back]
+
+
+class AutoRound(Writer):
+    """AutoRound's export of another writer's integers; only its packing of gptqmodel has group numbers."""
+
+    def __init__(self, packing: str, writer: Awq | Gptq):
+        self.writer, how = writer, {"packing_format": f"auto_round:{packing}", "data_type": "int"}
+        super().__init__("auto-round", writer.group, writer.bits, writer.symmetric, act_bits=16, **how)
+        self.config |= {"bits": self.bits, "group_size": self.group, "sym": self.symmetric}
+
+    def __call__(self, weight):
+        tensors, values = self.writer(weight)
+        if "gptqmodel" not in self.config["packing_format"]:
+            tensors.pop("g_idx", None)
+        return tensors, values
+
+
+class Metal(Writer):
+    """transformers' MetalConfig: its own code quantises and dequantises."""
+
+    def __init__(self, bits: int = 4, group: int = 32):
+        super().__init__("metal", group, bits, symmetric=False, modules_to_not_convert=["lm_head"])
+        self.config |= {"bits": bits, "group_size": group}
+
+    def __call__(self, weight):
+        how = (self.group, self.bits)
+        packed, *others = metal_quantization._affine_quantize_tensor(weight, *how)
+        scales, biases = (tensor.bfloat16() for tensor in others)
+        values = metal_quantization._affine_dequantize_tensor(packed, scales, biases, *how)
+        return {"weight": packed, "scales": scales, "qbiases": biases}, values
 
 
 class Fp4(Writer):

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..transformers.basics.shapes import call_on_shapes
 from ..transformers.caches.cache import as_held
 from ..transformers.caches.deferred_states import bytes_beside
 from ..transformers.caches.growing import free_slots_for, window_slots
-from ..transformers.upstream.calls import cache_among
+from ..transformers.upstream.calls import cache_among, call_on_shapes
 
 
 class KVCache:

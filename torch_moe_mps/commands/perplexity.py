@@ -14,8 +14,8 @@ from .. import __version__
 from .._faults import synchronize
 from .._progress import with_progress
 from ..ops.attention import CACHE_BITS
+from ..transformers.basics.logits import wide_logits
 from ..transformers.basics.report import aligned
-from ..transformers.basics.wide_logits import wide_logits
 from ..transformers.checkpoints.calibration import SAMPLE
 from ..transformers.checkpoints.quantize.weights import free
 from ..transformers.upstream.calls import cache_argument

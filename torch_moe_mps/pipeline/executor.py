@@ -202,7 +202,7 @@ class PipelineExecutor(Executor):
             held=_numbers(prefill.prefix_cache),
         )
 
-    def generate(self, job: Job, ends: Callable[[], bool]) -> Reason:
+    def generate(self, job: Job, ends: Callable[[], bool], step: Callable[[], None]) -> Reason:
         """Runs a job through `model.generate` in every process, without steps of other sequences.
 
         Raises: ValueError for a job with processors or stop strings, which only this process has.

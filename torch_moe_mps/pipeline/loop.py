@@ -18,10 +18,9 @@ from transformers import Cache
 
 from .._text import first_line
 from ..transformers.basics.interface import weights_in
-from ..transformers.basics.shapes import call_on_shapes
 from ..transformers.checkpoints.absent import around_text
 from ..transformers.checkpoints.quantize.sizes import total_bytes
-from ..transformers.upstream.calls import cache_among, cache_argument
+from ..transformers.upstream.calls import cache_among, cache_argument, call_on_shapes
 
 _Source = tuple[int, bool]  # the number of a layer, and whether it returned a tensor or kept it
 _EMBEDDED = -1, True

@@ -19,12 +19,11 @@ from .attention.implementations import (
 from .attention.latents import use_latents
 from .basics.code import unchanged
 from .basics.interface import experts_of, is_experts, is_quantized, weights_in
-from .basics.own_on_cpu import said_of
+from .basics.logits import mark_head
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
-from .basics.self_check_state import own_code, refusal
 from .basics.state import kv_bits_of, state_in, state_of
-from .basics.wide_logits import mark_head
+from .basics.unmodified import own_code, refusal, said_of
 from .checkpoints.quantize.importance import Importance, given_importance
 from .checkpoints.quantize.in_place import keep_when_saving, quantize_model
 from .checkpoints.quantize.recipe import ARGUMENTS, Recipe, no_such_weight, requested_recipe

@@ -13,14 +13,24 @@ import torch
 from torch import nn
 
 from .._text import first_line
-from .basics.bounded import Bounded
-from .basics.classes import made_as, subclass
 from .basics.code import code_of
-from .basics.own_on_cpu import are_slower, own_is_faster
-from .basics.reads import holds, kept, recording
 from .basics.report import Done
-from .basics.self_check_state import own_code, refusal
-from .basics.state import NOTHING, REWRITTEN, STATE, Unsupported, original_class, own_of, state_of
+from .basics.scoped import Bounded
+from .basics.state import (
+    NOTHING,
+    REWRITTEN,
+    STATE,
+    Unsupported,
+    holds,
+    kept,
+    made_as,
+    original_class,
+    own_of,
+    recording,
+    state_of,
+    subclass,
+)
+from .basics.unmodified import are_slower, own_code, own_is_faster, refusal
 from .caches.separate import by_sequence, reads_a_layer
 from .modules.experts import runs_own_code
 from .modules.functions import InPlace, with_operators

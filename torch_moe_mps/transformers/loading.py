@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from ..macs import machine_memory
 from .accelerate import accelerate
 from .attention.implementations import require_kv_bits
-from .basics.self_check_state import own_code
+from .basics.unmodified import own_code
 from .caches.cache import grow_caches_in_place
 from .checkpoints.calibration import importance_for
 from .checkpoints.gguf.quantizer import packing

@@ -26,7 +26,7 @@ from ..selfcheck.tensor_units import decide, is_forced, why_not, without_units
 from .basics.interface import formats_of, is_experts, is_quantized
 from .basics.report import Report
 from .basics.scoped import having
-from .basics.self_check_state import REFUSED, is_on_mps
+from .basics.unmodified import REFUSED, is_on_mps
 from .checkpoints.quantize.recipe import Recipe
 from .compiling import SOFTMAX_HEADS, cache_libraries, compile_libraries, head_widths, tensor_libraries_of
 from .graphs.passes import INTRODUCED

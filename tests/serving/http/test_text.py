@@ -1,22 +1,17 @@
 """Texts, tokens and templates by the paths of llama.cpp's server."""
 
-import json
-import urllib.error
-import urllib.request
-
 import pytest
+from support import scripted
 from support.serving import said
 
 
 @pytest.fixture
 def ask(here):
+    """The answer, or the message of an error."""
+
     def ask(path: str, body: dict):
-        request = urllib.request.Request(here.url + path, json.dumps(body).encode())
-        try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            return json.load(error)["error"]["message"]
+        status, answer = scripted.ask(here, path, body)
+        return answer if status == 200 else answer["error"]["message"]
 
     return ask
 

@@ -61,38 +61,28 @@ def drafted(own, assistant, tokens: list[int], end: int, count: int) -> list[int
     return own.lm_head(made.last_hidden_state[:, places]).argmax(-1)[0].tolist()
 
 
+LONG = [[torch.randint(2, 90, (n,), generator=torch.Generator().manual_seed(1))] for n in (70, 130)]
+
+
 @pytest.mark.slow("answers of two models, and each step's drafts by transformers' code")
 @pytest.mark.parametrize("is_accelerated", [False, True])
-def test_drafts_are_those_of_transformers(models, is_accelerated):
-    """Where some held before, or none, beyond the assistant's window; answers are those without."""
+@pytest.mark.parametrize(("many", "new"), [(prompts(2), 14), (LONG[0], 8), (LONG[1], 8)], ids=[5, 70, 130])
+def test_drafts_are_those_of_transformers(models, many, new, is_accelerated):
+    """Where some held before, or none, beyond the assistant's window; answers are those without.
+
+    Prompts longer than the window are read at once: the window behind a block that is taken back is that in
+    front of it.
+    """
     model, own, assistant = models
-    many, asked = prompts(2), assistant
-    plain = Answered(model, many, [settings(14)] * 2)
+    asked, configs = assistant, [settings(new)] * len(many)
+    plain = Answered(model, many, configs)
     if is_accelerated:
         asked = copy.deepcopy(assistant)
         assert "attention" in str(torch_moe_mps.accelerate(asked))
     watched = Watched(DFlash(model, asked), many, plain.answers)
-    found = Answered(model, many, [settings(14)] * 2, watched, width=4)
-    assert found.answers == plain.answers and len(watched.seen) > 8
-    assert found.batch.drafts.drafting.accepted > 4
-    for tokens, end, drafts in watched.seen:
-        assert drafts and drafts == drafted(own, assistant, tokens, end, len(drafts))
-
-
-@pytest.mark.slow("answers of two models, and each step's drafts by transformers' code")
-@pytest.mark.parametrize("is_accelerated", [False, True])
-@pytest.mark.parametrize("length", [70, 130])
-def test_prompts_longer_than_the_window(models, length, is_accelerated):
-    """They are read at once: the window behind a block that is taken back is that in front of it."""
-    model, own, assistant = models
-    many, asked = [torch.randint(2, 90, (length,), generator=torch.Generator().manual_seed(1))], assistant
-    plain = Answered(model, many, [settings(8)])
-    if is_accelerated:
-        asked = copy.deepcopy(assistant)
-        torch_moe_mps.accelerate(asked)
-    watched = Watched(DFlash(model, asked), many, plain.answers)
-    found = Answered(model, many, [settings(8)], watched, width=4)
-    assert found.answers == plain.answers and len(watched.seen) > 1
+    found = Answered(model, many, configs, watched, width=4)
+    assert found.answers == plain.answers and len(watched.seen) > (8 if len(many) > 1 else 1)
+    assert len(many) == 1 or found.batch.drafts.drafting.accepted > 4
     for tokens, end, drafts in watched.seen:
         assert drafts and drafts == drafted(own, assistant, tokens, end, len(drafts))
 

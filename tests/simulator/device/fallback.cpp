@@ -2,8 +2,10 @@
 // (dropped.h) not at all.
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_to_cpu.h>
 #include <torch/library.h>
 
+#include "../metal/commands.h"
 #include "../metal/runtime.h"
 #include "device.h"
 #include "dropped.h"
@@ -14,6 +16,16 @@ namespace simulator {
 namespace {
 
 using torch::jit::Stack;
+
+// Numbers of a command buffer that has failed may be of no row. torch's kernel raises nothing on a GPU, so the
+// stand-in reads some row.
+void read_any_row(const c10::OperatorHandle& op, Stack* stack) {
+  if (op.schema().name() != "aten::index_select" || !simulator_has_failed()) return;
+  const auto first = stack->end() - op.schema().arguments().size();
+  const int64_t rows = first->toTensor().size((first + 1)->toInt());
+  const at::Tensor numbers = at::_to_cpu({(first + 2)->toTensor()})[0];
+  *(first + 2) = numbers.clamp(0, rows - 1);
+}
 
 void compute_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   const StandIn stand_in;
@@ -28,6 +40,7 @@ void compute_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
     at::Generator generator = value.isNone() ? default_generator() : value.toGenerator();
     if (generator.device().type() == c10::DeviceType::MPS) value = generator.get<Generator>()->cpu();
   }
+  read_any_row(op, stack);
   at::native::cpu_fallback(op, stack);
 }
 

@@ -1003,21 +1003,6 @@ def test_words_of_bits_are_no_condition_of_a_recording(keys):
 
 
 @torch.no_grad()
-@pytest.mark.sweep
-@pytest.mark.filterwarnings("error:torch_moe_mps")
-@pytest.mark.parametrize("architecture,programs", [("qwen4_exp", 2)])
-def test_one_capture_a_kind_of_token_that_chooses(architecture, programs, monkeypatch, same_bits):
-    """On a CPU, too, over the end of a word of bits: tokens that complete a row, and the others."""
-    captured, own = [], Captures._captured
-    monkeypatch.setattr(Captures, "_captured", lambda *given: captured.append(1) or own(*given))
-    model = accelerated(architecture, "cpu")
-    other = without_capture(copy.deepcopy(model))
-    mine, theirs = Conversation(model, length=25), Conversation(other, length=25)
-    assert_equal(mine.tokens(16), theirs.tokens(16))
-    assert len(captured) == len(captures_of(model).programs) == programs
-
-
-@torch.no_grad()
 @pytest.mark.on("mps")
 def test_two_threads_share_a_program(device, same_bits):
     model, own = pair("qwen3_moe", device)

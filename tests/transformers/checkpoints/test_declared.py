@@ -18,6 +18,7 @@ from support.declared import Change, assert_declared
 from support.models import output, prompt
 from support.other_libraries import (
     E4M3,
+    AutoRound,
     Awq,
     CompressedTensors,
     Fp4,
@@ -25,6 +26,7 @@ from support.other_libraries import (
     Gptq,
     Int8,
     Library,
+    Metal,
     together,
     write,
 )
@@ -61,6 +63,15 @@ def of_mlx(mode: str, bits: int, group: int) -> Callable[[Path], None]:
     return make
 
 
+def of_ours(mode: str, bits: int, group: int) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        model = tiny()
+        torch_moe_mps.quantize_experts(model, bits, group, mode, progress=False)
+        model.save_pretrained(folder)
+
+    return make
+
+
 # {layout: what writes it}
 LAYOUTS = {
     "int4": of(CompressedTensors()),
@@ -84,8 +95,12 @@ LAYOUTS = {
     "MXFP8A16": of(Library("MXFP8A16")),
     "fp8 of transformers": lambda folder: fp8_blocks(tiny(), folder),
     "mxfp4 of gpt-oss": lambda folder: mxfp4_blocks(tiny("gpt_oss"), folder),
+    "auto-round": of(AutoRound("auto_gptq", Gptq())),
+    "metal": of(Metal()),
     "mlx": of_mlx("affine", 4, 32),
     "mlx mxfp4": of_mlx("mxfp4", 4, 32),
+    "ours": of_ours("affine", 4, 32),
+    "ours mxfp4": of_ours("mxfp4", 4, 32),
 }
 # What any of them may have, and what tools write in its place.
 DTYPES = (torch.float32, torch.float16, torch.int32, torch.int8, torch.uint8, E4M3, torch.float8_e5m2)
@@ -123,7 +138,8 @@ def of_value(value: Any) -> Iterator[tuple[str, Any]]:
         )
     elif isinstance(value, str):
         words = ("gptq", "gptq_v2", "gemv", "channel", "tensor", "group", "int", "float", "static", "",
-                 "int-quantized", "pack-quantized", "float-quantized", "NVFP4", "FP8", "e5m2")  # fmt: skip
+                 "int-quantized", "pack-quantized", "float-quantized", "NVFP4", "FP8", "e5m2",
+                 "affine4_64", "affine8_32", "affine3_32", "affine", "nvfp4")  # fmt: skip
         yield from ((word, word) for word in words if word != value)
         yield from (("None", None), ("4", 4))
     elif isinstance(value, list):
@@ -203,8 +219,9 @@ def check(make: Callable[[Path], None], folder: Path, every: bool, least: int, s
 
 
 @pytest.mark.slow("a checkpoint is loaded for each change")
-def test_some_things_changed(tmp_path):
-    check(LAYOUTS["gptq v2, asymmetric"], tmp_path, every=False, least=20, step=4)
+@pytest.mark.parametrize("layout", ["gptq v2, asymmetric", "ours"])
+def test_some_things_changed(layout, tmp_path):
+    check(LAYOUTS[layout], tmp_path, every=False, least=20, step=4)
 
 
 @pytest.mark.sweep

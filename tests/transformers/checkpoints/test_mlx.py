@@ -207,29 +207,33 @@ def written(folder):
     safetensors.torch.save_file(stored, path, metadata={"format": "mlx"})
 
 
-def test_words_that_do_not_fit_are_one_line(tmp_path):
-    name = "model.layers.1.self_attn.q_proj"
+LAYER = "model.layers.1.self_attn.q_proj"
+# {what is wrong: (the tensor of a layer, what becomes of it, the message)}
+WRONG = {
+    "words that do not fit": (
+        "weight",
+        lambda tensor: tensor.repeat(1, 4),
+        rf"{LAYER}.weight must be of shape \((\d+), 8\), got \(\1, 32\)$",
+    ),
+    "scales and biases of two dtypes": (
+        "biases",
+        torch.Tensor.half,
+        rf"{LAYER}.biases must be of F32, as {LAYER}.scales, got F16$",
+    ),
+    "no such tensor": ("weight", None, rf"{LAYER}.weight must be in the checkpoint of MLX"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_tensor_is_one_line(what, tmp_path):
+    part, change, message = WRONG[what]
     with written(tmp_path) as (model, stored):
-        stored[f"{name}.weight"] = stored[f"{name}.weight"].repeat(1, 4)
-    with pytest.raises(ValueError, match=rf"{name}.weight must be of shape \((\d+), 8\), got \(\1, 32\)$"):
-        mlx_models.load(tmp_path, type(model))
-
-
-def test_scales_and_biases_of_two_dtypes_are_one_line(tmp_path):
-    name = "model.layers.1.self_attn.q_proj"
-    with written(tmp_path) as (model, stored):
-        stored[f"{name}.biases"] = stored[f"{name}.biases"].half()
-    with pytest.raises(ValueError, match=rf"{name}.biases must be of F32, as {name}.scales, got F16$"):
-        mlx_models.load(tmp_path, type(model))
-
-
-def test_a_missing_tensor_is_one_line(tmp_path):
-    with written(tmp_path) as (model, stored):
-        for part in ("weight", "scales", "biases"):
-            del stored[f"model.layers.1.self_attn.q_proj.{part}"]
-    with pytest.raises(
-        ValueError, match=r"model.layers.1.self_attn.q_proj.weight must be in the checkpoint of MLX"
-    ):
+        if change is None:
+            for each in ("weight", "scales", "biases"):
+                del stored[f"{LAYER}.{each}"]
+        else:
+            stored[f"{LAYER}.{part}"] = change(stored[f"{LAYER}.{part}"])
+    with pytest.raises(ValueError, match=message):
         mlx_models.load(tmp_path, type(model))
 
 

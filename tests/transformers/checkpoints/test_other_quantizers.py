@@ -12,6 +12,7 @@ from support.models import assert_close, output, prompt, stored
 from support.other_libraries import (
     E4M3,
     TURNED,
+    AutoRound,
     Awq,
     CompressedTensors,
     Fp4,
@@ -19,6 +20,7 @@ from support.other_libraries import (
     Gptq,
     Int8,
     Library,
+    Metal,
     together,
     weights,
     write,
@@ -31,7 +33,7 @@ import torch_moe_mps_autoload
 from torch_moe_mps.commands import main
 from torch_moe_mps.quantization import Format
 from torch_moe_mps.transformers.checkpoints.others.layouts import Matrix, alike
-from torch_moe_mps.transformers.checkpoints.others.schemes import Scheme, Schemes
+from torch_moe_mps.transformers.checkpoints.others.schemes import METHODS, Scheme, Schemes
 from torch_moe_mps.transformers.checkpoints.own.config import QuantizationConfig
 from torch_moe_mps.transformers.checkpoints.source import Source
 from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
@@ -77,10 +79,15 @@ CASES = {
     "fp8 of blocks": (Fp8("fp8", "weight_scale_inv", (128, 128), False), "affine8_32", False),
     "fp8 with a zero": (ZeroBlocks("fp8", "weight_scale_inv", (32, 32), True), "affine8_32", False),
     "fp8 of blocks by powers": (Fp8("fp8", "weight_scale_inv", (32, 32), True), "mxfp8", True),
+    "auto-round": (AutoRound("auto_gptq", Gptq()), "affine4_32", True),
+    "auto-round of gptqmodel": (AutoRound("gptqmodel", Gptq(version=2, bits=8)), "affine8_32", True),
+    "auto-round of awq": (AutoRound("auto_awq", Awq()), "affine4_32", False),
+    "metal": (Metal(), "affine4_32", True),
+    "metal of 2 bits": (Metal(bits=2, group=64), "affine2_64", True),
 }
 
 
-@pytest.mark.parametrize("name", in_sweep(CASES, [*CASES][::6]))
+@pytest.mark.parametrize("name", in_sweep(CASES, [*[*CASES][::6], "auto-round"]))
 def test_values_are_those_of_the_library(name, tmp_path):
     writer, format, exact = CASES[name]
     expected = write(tmp_path, writer)
@@ -331,7 +338,10 @@ def test_recipes_may_be_mixed(tmp_path):
     assert {str(f) for f in formats_in(model.model.layers[0].self_attn.o_proj).values()} == {"affine6_32"}
 
 
-@pytest.mark.parametrize("name", in_sweep(("int4 asymmetric", "awq", "gptq", "fp8 of modelopt"), ("awq",)))
+OF_A_MISSING_PACKAGE = ("int4 asymmetric", "awq", "gptq", "fp8 of modelopt", "auto-round of awq")
+
+
+@pytest.mark.parametrize("name", in_sweep(OF_A_MISSING_PACKAGE, ("awq",)))
 def test_transformers_loads_them_where_it_could_not(name, tmp_path, monkeypatch):
     """With no other package, by its own from_pretrained; what is saved is in our layout."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
@@ -342,6 +352,49 @@ def test_transformers_loads_them_where_it_could_not(name, tmp_path, monkeypatch)
     model.save_pretrained(tmp_path / "ours")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
     assert_close(output(again, prompt()), output(model, prompt()), 0.0)
+
+
+def test_each_method_of_a_missing_package_is_read():
+    assert {*torch_moe_mps_autoload.PACKAGES} <= {*METHODS}
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "has_kernels", "is_ours"),
+    [(True, False, True), (True, True, False), (False, False, False), (False, True, False)],
+)
+def test_metal_is_ours_where_transformers_refuses_it(has_gpu, has_kernels, is_ours, monkeypatch):
+    """Without an Apple GPU it dequantises such a checkpoint, and needs no kernels."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(
+        torch_moe_mps_autoload, "find_spec", lambda package: object() if has_kernels else None
+    )
+    assert torch_moe_mps_autoload.is_for_us(CASES["metal"][0].config) == is_ours
+
+
+def test_layers_of_auto_round_have_their_own_bits(tmp_path):
+    """By a name, which goes before a pattern; those of 16 bits are dense."""
+    usual = AutoRound("auto_gptq", Gptq())
+
+    class Mixed:
+        config = usual.config | {
+            "extra_config": {
+                ".*self_attn.*": {"bits": 8},
+                "model.layers.0.self_attn.q_proj": {"bits": 3, "group_size": 64},
+                "model.layers.1.self_attn.o_proj": {"bits": 16, "data_type": "float"},
+            }
+        }
+
+        def of(self, name):
+            if name == "model.layers.0.self_attn.q_proj.weight":
+                return AutoRound("auto_gptq", Gptq(bits=3, group=64))
+            return AutoRound("auto_gptq", Gptq(bits=8)) if "self_attn" in name else usual
+
+    expected = write(tmp_path, Mixed(), only=lambda name: name != "model.layers.1.self_attn.o_proj.weight")
+    model = torch_moe_mps.from_pretrained(tmp_path, dtype=torch.float32)
+    own = [model.model.layers[n].self_attn for n in range(2)]
+    found = [{*map(str, formats_in(m).values())} for m in (own[0].q_proj, own[1].q_proj, own[1].o_proj)]
+    assert found == [{"affine3_64"}, {"affine8_32"}, set()]
+    assert all(torch.equal(*pair) for pair in weights(model, expected))
 
 
 @pytest.mark.parametrize("to", in_sweep(("moe_mps", "mlx"), ("mlx",)))
@@ -380,6 +433,7 @@ def change(folder, part: str, function) -> None:
             r"weight_scale must be of shape \((\d+), 2\), got \(\1, 1\)$",
         ),
         ("fp8 of all", "weight_scale", lambda t: None, "weight_scale must be in the checkpoint"),
+        ("metal", "qbiases", lambda t: t.float(), "qbiases must be of BF16, as the scales, got F32$"),
         (
             "fp8 of rows", "weight", lambda t: torch.full(t.shape, 127, dtype=torch.uint8).view(E4M3),
             " must be finite, got NaN",
@@ -490,6 +544,16 @@ SCHEMES = {
             {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}},
             "transform_config must be of weights alone in the quantization_config, got input",
         ),
+        (
+            "auto-round",
+            {"packing_format": "auto_round:llm_compressor"},
+            "packing_format of .* must be auto_round:auto_gptq or .*, got auto_round:llm_compressor$",
+        ),
+        ("auto-round", {"data_type": "mx_int"}, "data_type of .* must be int, got mx_int$"),
+        ("auto-round", {"act_bits": 8}, "act_bits of .* must be None or 16 or 32, got 8$"),
+        ("auto-round", {"rotation_config": {"a": 1}}, "rotation_config of .* must be absent, got rotations"),
+        ("auto-round of awq", {"bits": 8}, "bits of .* must be 4, got 8$"),
+        ("metal", {"bits": 3}, "bits of .* must be 2 or 4 or 8, got 3$"),
         (
             "int8 of channels",
             None,

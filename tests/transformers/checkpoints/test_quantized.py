@@ -207,6 +207,15 @@ def test_what_a_checkpoint_lacks_is_an_error(tmp_path):
         type(model).from_pretrained(tmp_path)
 
 
+def test_a_dense_checkpoint_that_lacks_a_tensor_is_an_error(tmp_path):
+    """Transformers only warns of it."""
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    with changed(tmp_path / "model.safetensors") as tensors:
+        del tensors["model.layers.1.mlp.gate.weight"]
+    with pytest.raises(ValueError, match=r"^moe_mps::from_pretrained: model.layers.1.mlp.gate.weight must"):
+        torch_moe_mps.from_pretrained(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("form", "part", "value"),
     [(FORMATS[0], "scales", torch.nan), (FORMATS[0], "biases", -torch.inf), (FORMATS[2], "scales", 255)],

@@ -10,37 +10,20 @@ from support.sweep import rows_in_sweep
 import torch_moe_mps
 
 CONFIGS = {
-    **{name: {"swiglu_limit": 0.02} for name in ("deepseek_v4", "minimax_m3_vl")},  # so that it matters
     "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
     "minimax": {"layer_types": ["full_attention", "linear_attention"]},
 }
 # The classes whose forwards are edited, and the operators that run in their place.
 CLASSES = {
-    **dict.fromkeys(
-        ("CohereLayerNorm", "Cohere2MoeLayerNorm", "NemotronLayerNorm1P", "OlmoLayerNorm"), "layer_norm"
-    ),
     **dict.fromkeys(("DeepseekV4HyperConnection", "HYV4HyperConnection"), "hyper_connection"),
-    **dict.fromkeys(
-        ("DeepseekV4MLP", "MiniMaxM3VLDenseMLP", "Phi3MLP", "GraniteMoeHybridMLP"), "mlp_quantized"
-    ),
     **dict.fromkeys(("KimiLinearDeltaAttention", "NemotronHMamba2Mixer"), "linear_attention_"),
     **{"MiniMaxLightningAttention": "linear_attention_", "JambaMambaMixer": "selective_scan_"},
 }
 # Architecture, class, a part of its forward, and what stands there instead.
 CASES = [
-    ("cohere", "CohereLayerNorm", ".pow(2).mean(", ".pow(2).sum("),
-    ("cohere", "CohereLayerNorm", "variance + self.variance_epsilon", "variance - 2 * self.variance_epsilon"),
-    ("cohere2_moe", "Cohere2MoeLayerNorm", ".pow(2).mean(", ".pow(2).sum("),
-    ("nemotron", "NemotronLayerNorm1P", "self.weight + 1.0", "self.weight + 2.0"),
-    ("olmo", "OlmoLayerNorm", "F.layer_norm(", "2 * F.layer_norm("),
     ("deepseek_v4", "DeepseekV4HyperConnection", "2 * torch.sigmoid(", "3 * torch.sigmoid("),
     ("deepseek_v4", "DeepseekV4HyperConnection", "comb.sum(dim=-1, keepdim", "comb.sum(dim=-2, keepdim"),
     ("hy_v4", "HYV4HyperConnection", "post_b) + self.hc_eps", "post_b) - self.hc_eps * 1000"),
-    ("deepseek_v4", "DeepseekV4MLP", "clamp(max=self.limit)", "clamp(max=2 * self.limit)"),
-    ("deepseek_v4", "DeepseekV4MLP", "clamp(min=-self.limit", "clamp(min=0.5 * self.limit"),
-    ("minimax_m3_vl", "MiniMaxM3VLDenseMLP", "up + 1.0", "up + 2.0"),
-    ("phi3", "Phi3MLP", ".chunk(2, dim=-1)", ".chunk(2, dim=-1)[::-1]"),
-    ("granitemoehybrid", "GraniteMoeHybridMLP", ".chunk(2, dim=-1)", ".chunk(2, dim=-1)[::-1]"),
     ("kimi_linear", "KimiLinearDeltaAttention", "torch.sigmoid(self.b_proj", "2 * torch.sigmoid(self.b_proj"),
     ("kimi_linear", "KimiLinearDeltaAttention", "self.forget_gate(hidden", "0.5 * self.forget_gate(hidden"),
     ("nemotron_h", "NemotronHMamba2Mixer", "D=self.D,", "D=-self.D,"),
@@ -55,9 +38,7 @@ IDS = torch.randint(3, 90, (2, 13), generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize(("architecture", "name", "old", "new"), rows_in_sweep(CASES, FIRST.values()))
 def test_another_formula_keeps_its_own_code(architecture, name, old, new):
-    model, options = tiny(architecture, **CONFIGS.get(architecture, {})), {}
-    if CLASSES[name] == "mlp_quantized":
-        options = {"bits": 4, "group_size": 32}
+    model = tiny(architecture, **CONFIGS.get(architecture, {}))
     for parameter in model.parameters():
         if parameter.dim() == 1:  # those that are near 0 or 1
             parameter.data += 0.3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(3))
@@ -66,7 +47,7 @@ def test_another_formula_keeps_its_own_code(architecture, name, old, new):
     for path in paths:
         edit_forward(edited.get_submodule(path), old, new)
     for each in (model, edited):
-        report = torch_moe_mps.accelerate(each, **options)
+        report = torch_moe_mps.accelerate(each)
         runs = {row.name for row in report.rows if CLASSES[name] in str(row.replaced_by)} & paths
         assert runs == (paths if each is model else set())
         forgets = architecture == "jamba" and each is model  # Mamba-1's own code, in front of several tokens

@@ -9,7 +9,7 @@ from support.sweep import in_sweep
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_moe_mps
-from torch_moe_mps.transformers.basics import own_on_cpu
+from torch_moe_mps.transformers.basics import unmodified
 from torch_moe_mps.transformers.capture.surroundings import default_device
 from torch_moe_mps.transformers.trials.comparing import on_the_cpu
 
@@ -30,7 +30,7 @@ class Called(TorchDispatchMode):
 
 @pytest.fixture
 def as_shipped(monkeypatch) -> None:
-    monkeypatch.setattr(own_on_cpu, "_all_run", False)
+    monkeypatch.setattr(unmodified, "_all_run", False)
 
 
 def pair(architecture: str, dtype: torch.dtype = torch.float32):
@@ -72,7 +72,7 @@ def test_modules_give_their_own_bits(as_shipped, dtype):
 
 def test_operators_run_where_they_are_compared(as_shipped):
     _, _, accelerated = pair("mixtral")
-    with own_on_cpu.all_operators():
+    with unmodified.all_operators():
         counts = called(accelerated)
     layers = accelerated.config.num_hidden_layers
     assert counts["rms_norm"] == 2 * layers + 1
@@ -92,7 +92,7 @@ def test_report_says_what_keeps_its_own_code_on_a_cpu(as_shipped):
     names = "rope, moe_router (softmax), rms_norm, rotary tables"
     assert report.own_on_cpu == f"on the CPU the model's own code is faster, and runs, in place of {names}"
     assert report.own_on_cpu in str(report)
-    with own_on_cpu.all_operators():
+    with unmodified.all_operators():
         assert pair("mixtral")[1].own_on_cpu is None
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import torch_moe_mps
-from torch_moe_mps.transformers.basics.bounded import Bounded
+from torch_moe_mps.transformers.basics.scoped import Bounded
 from torch_moe_mps.transformers.graphs.tracing import Recorder
 from torch_moe_mps.transformers.install import is_rewritten, restore_module, rewrite
 from torch_moe_mps.transformers.modules.rules.formulas import check_traces

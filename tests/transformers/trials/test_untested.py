@@ -17,10 +17,9 @@ from support.sweep import in_sweep
 import torch_moe_mps
 from torch_moe_mps import _environment, _versions
 from torch_moe_mps.transformers import restore, supported
-from torch_moe_mps.transformers.basics.classes import class_before, made_as
 from torch_moe_mps.transformers.basics.report import Done
-from torch_moe_mps.transformers.basics.self_check_state import OWN_CODE
-from torch_moe_mps.transformers.basics.state import REWRITTEN
+from torch_moe_mps.transformers.basics.state import REWRITTEN, class_before, made_as
+from torch_moe_mps.transformers.basics.unmodified import OWN_CODE
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.graphs.passes import PASSES
 from torch_moe_mps.transformers.modules.rules import MODULE_RULES

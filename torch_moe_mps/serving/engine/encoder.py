@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...transformers.basics.wide_logits import wide_logits
+from ...transformers.basics.logits import wide_logits
 
 NO_TEXT = "This model generates no text: ask /v1/embeddings or /v1/rerank."
 _AT_ONCE = 16  # texts

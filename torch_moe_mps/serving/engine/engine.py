@@ -321,14 +321,12 @@ class Engine:
             self.budget.state = max(self.budget.state, sum(map(bytes_beside, layers, kinds)))
 
     def _generate(self, sequence: Sequence, reason: str) -> Reason:
-        """Runs a sequence through `model.generate`, with steps of the others between its tokens."""
+        """Runs a sequence through `model.generate`, with a step of the others before each forward."""
         self.abilities.say_alone(reason)
         job = sequence.job
 
         def ends() -> bool:
-            if goes_on := self._take_jobs():
-                self._step()  # a fault ends this one, too
-            return job.is_cancelled or not goes_on
+            return not self._take_jobs() or job.is_cancelled
 
         self.counts.computed += sequence.prompt_tokens
-        return self.executor.generate(job, ends)
+        return self.executor.generate(job, ends, self._step)  # a fault of a step ends this one, too

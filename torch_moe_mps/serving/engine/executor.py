@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...transformers.basics.logits import wide_logits
 from ...transformers.basics.state import pipeline_of
-from ...transformers.basics.wide_logits import wide_logits
 from ...transformers.caches.batched import BatchedCache
 from ...transformers.upstream.calls import cache_argument
 from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
@@ -49,9 +49,14 @@ class Executor:
         if prefill.prefix_cache is not None:
             prefill.prefix_cache.put(prefix)
 
-    def generate(self, job: Job, ends: Callable[[], bool]) -> Reason:
-        """Runs a job through `model.generate`, which stops once `ends` returns True between tokens."""
-        return generate_alone(self._model, job, ends)
+    def generate(self, job: Job, ends: Callable[[], bool], step: Callable[[], None]) -> Reason:
+        """Runs a job through `model.generate`.
+
+        Args:
+            ends: called between tokens; True stops generation.
+            step: steps the other sequences; called once per token.
+        """
+        return generate_alone(self._model, job, ends, step)
 
     def begin(self, job: Job, prefix_cache: PrefixCache | None) -> Prefill:
         """Prefill of a job, after its cached prefix."""

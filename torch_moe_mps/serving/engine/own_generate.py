@@ -1,24 +1,30 @@
 """Jobs that run through `model.generate`: beam search, and models that override it."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria
 
-from ..._faults import raise_fault, synchronize
+from ..._faults import Mark, raise_fault, synchronize
 from ...transformers.basics.scoped import Seeded
 from ...transformers.upstream.models import as_text
 from .job import Job, Reason, prompt_length
 from .prefill import turned, turning
 
 
-def generate_alone(model: Any, job: Job, ends: Callable[[], bool] | None) -> Reason:
+def generate_alone(
+    model: Any, job: Job, ends: Callable[[], bool] | None, step: Callable[[], None] | None = None
+) -> Reason:
     """Runs a job through `model.generate`, without prefix caching. Returns: the reason of its end.
 
     Args:
         ends: called between tokens; True stops generation. None if it cannot be stopped.
+        step: steps the other sequences, once per token; the GPU works on it while the host encodes a forward.
 
     Raises: ValueError for processors with `is_first`: `generate` calls its own before them.
     """
@@ -29,14 +35,17 @@ def generate_alone(model: Any, job: Job, ends: Callable[[], bool] | None) -> Rea
     job.report_progress(0, length)
     with Seeded(model.device, job.own_seed) as numbers:
 
-        def ends_there() -> bool:
-            with numbers.outside():  # others may sample tokens meanwhile
-                return ends is not None and ends()
+        def others_step() -> None:
+            if step is not None:
+                with numbers.outside():  # others may sample tokens meanwhile
+                    step()
 
-        steps, has_beams = Steps(ends_there, tokens, model.device), (job.config.num_beams or 1) > 1
+        steps = Steps(ends or (lambda: False), others_step, tokens, model.device)
+        has_beams = (job.config.num_beams or 1) > 1
         more: dict[str, Any] = {} if ends is None else {"stopping_criteria": [steps]}
         more |= _arguments(job) | ({} if has_beams else {"streamer": steps})
-        result = call_generate(model, job.inputs, job.config, **more)
+        with nullcontext() if step is None else _before_forwards(model, steps.before_forward):
+            result = call_generate(model, job.inputs, job.config, **more)
         if has_beams:  # there is nothing to show before the end
             tokens.put(job.inputs["input_ids"])
             begun = 1 if model.config.is_encoder_decoder else length  # tokens in front of the answer
@@ -59,6 +68,27 @@ def call_generate(model: Any, inputs: Mapping[str, Tensor], config: GenerationCo
     on_device = {name: value.to(model.device) for name, value in inputs.items()}
     with turned(turning(model), {}):
         return model.generate(**on_device, generation_config=config, **as_text(model), **more)
+
+
+@contextmanager
+def _before_forwards(model: Any, function: Callable[[], None]) -> Iterator[None]:
+    """Context in which `generate` calls a function before each forward of the model.
+
+    The forward's inputs are prepared by then, so the host does not wait between the function and the forward.
+    """
+    own = model.prepare_inputs_for_generation
+
+    @functools.wraps(own)
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        inputs = own(*args, **kwargs)
+        function()
+        return inputs
+
+    vars(model)["prepare_inputs_for_generation"] = prepare
+    try:
+        yield
+    finally:
+        del vars(model)["prepare_inputs_for_generation"]
 
 
 class Tokens:
@@ -93,22 +123,43 @@ class Tokens:
 
 
 class Steps(StoppingCriteria):
-    """Stopping criterion and streamer of `generate`.
+    """Stopping criterion and streamer of `generate`, with steps of the other sequences.
 
     An error of the wrapped streamer stops generation regularly, with a consistent cache. A GPU fault is
     raised out of `generate`, as the cache is not consistent.
+
+    Args:
+        is_ended: returns True once the answer ends.
+        step: steps the other sequences, once per token: before the forward, or between tokens if the model's
+            `generate` prepares inputs of its forwards differently.
     """
 
-    def __init__(self, is_ended: Callable[[], bool], streamer: Any, device: torch.device):
-        self.is_ended, self.streamer, self.device = is_ended, streamer, device
+    def __init__(
+        self, is_ended: Callable[[], bool], step: Callable[[], None], streamer: Any, device: torch.device
+    ):
+        self.is_ended, self.step, self.streamer, self.device = is_ended, step, streamer, device
         self.error: Exception | None = None
+        self._ends, self._has_stepped = False, False
+        self._marks = deque[Mark]()  # tokens that are not shown yet
+
+    def before_forward(self) -> None:
+        if not self._ends:
+            self._has_stepped = True
+            self.step()
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        ends = self.is_ended() or self.error is not None or getattr(self.streamer, "ended", False)
-        return input_ids.new_full((len(input_ids),), ends).bool()
+        self._marks.append(Mark(self.device))
+        self._ends = self.is_ended() or self.error is not None or getattr(self.streamer, "ended", False)
+        if not self._has_stepped and not self._ends:
+            self.step()
+        self._has_stepped = False
+        return input_ids.new_full((len(input_ids),), self._ends).bool()
 
     def put(self, value: Tensor) -> None:
-        raise_fault()
+        if self._marks:  # transformers shows them late on mps, behind the next token's forward
+            self._marks.popleft().wait()
+        else:
+            raise_fault()
         try:
             if self.error is None:
                 self.streamer.put(value.reshape(-1))  # several tokens, where candidates were accepted

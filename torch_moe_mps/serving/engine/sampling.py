@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ..._faults import Mark, host_copy
-from ...transformers.basics.overflow import no_distribution
+from ...transformers.basics.logits import no_distribution
 from ...transformers.modules.sampling import Sampling, likeliest
 from .job import Job, as_errors
 

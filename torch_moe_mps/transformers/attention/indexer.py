@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.index import MAX_INDEX_WIDTH
-from ..basics.reads import depends_on
 from ..basics.report import Done
-from ..basics.state import STATE, original_class, state_of
+from ..basics.state import STATE, depends_on, original_class, state_of
 from ..basics.tensors import constant, notes_on
 from ..caches.held import HeldIndex
 from ..modules.experts import is_observed

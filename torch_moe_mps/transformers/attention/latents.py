@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ...ops._checks import dtype_name
 from ..basics.report import Done
-from ..basics.self_check_state import refusal
 from ..basics.state import NOTHING, STATE, state_of
 from ..basics.tensors import Deferred
+from ..basics.unmodified import refusal
 from ..caches.growing import latents_together
 from ..caches.quantized_states import QuantizedStates
 from ..modules.experts import is_observed

@@ -1,4 +1,4 @@
-"""Values that context variables have inside of a block, and random numbers."""
+"""Values of context variables inside of a block, random numbers, and caches of a bounded size."""
 
 import contextlib
 from collections.abc import Iterator
@@ -65,3 +65,16 @@ class Seeded:
 
     def _states(self) -> list[Tensor]:
         return [torch.get_rng_state(), *(device.get_rng_state() for device in self._devices)]
+
+
+class Bounded(dict[Any, Any]):
+    """A dictionary that forgets all it has before it has more than `most` entries."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if len(self) >= self.most and key not in self:
+            self.clear()
+        super().__setitem__(key, value)

@@ -1,11 +1,105 @@
-"""The state of this package in a module, which `restore` removes."""
+"""Knowledge of modules: how their classes were made, their state, and the attributes their forwards read.
 
+Subclasses take the place of a module's class: its name and documentation stay, and copies are of the class
+itself. A rewritten forward depends on the values that attributes had when they were read (`if
+self.norm_topk_prob`), and a formula on what a submodule computed. `holds` compares them with the values now.
+"""
+
+import types
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from .classes import class_beneath
+from .scoped import having
+
+MADE = "_moe_mps_made"  # the attribute of a class that `subclass` made: its Made
+
+
+class Made(NamedTuple):
+    """How a class was made.
+
+    Attributes:
+        kind: of the classes that stand for others.
+        class_of_copies: gives the class of the empty module that a copy or a pickle begins with, from
+            `original`.
+        original: the class in whose place it is.
+        own: the forward that this one had when the class was made.
+        ours: the forward that a rewritten module runs; None for other kinds.
+    """
+
+    kind: str
+    class_of_copies: Callable[[type], type]
+    original: type[nn.Module]
+    own: Callable[..., Any]
+    ours: Callable[..., Any] | None
+
+
+def subclass(
+    original: type[nn.Module],
+    kind: str,
+    class_of_copies: Callable[[type], type],
+    ours: Callable[..., Any] | None = None,
+    **members: Any,
+) -> type[nn.Module]:
+    """The subclass of `original` with these members. The other arguments are fields of its `Made`."""
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        reduced: Any = super(cls, self).__reduce_ex__(protocol)
+        if type(self) is not cls:  # a class on top has its own way, or none
+            return reduced
+        return _copy_of, (class_of_copies, _recipe(original)), *reduced[2:]
+
+    names = ("__module__", "__qualname__", "__doc__")
+    members |= {name: getattr(original, name) for name in names}
+    members |= {"__reduce_ex__": reduce, MADE: Made(kind, class_of_copies, original, original.forward, ours)}
+    cls: type[nn.Module] = type(original.__name__, (original,), members)
+    return cls
+
+
+def made_as(cls: type, kind: str) -> Made | None:
+    """How a class, or the first one beneath it, was made as a class of this kind; None if none was."""
+    every = (vars(base).get(MADE) for base in cls.__mro__)
+    return next((made for made in every if made is not None and made.kind == kind), None)
+
+
+def class_beneath(module: nn.Module, kind: str) -> type[nn.Module]:
+    """The class of a module before one of this kind; a class that somebody put on top stays."""
+    made: Made | None = vars(type(module)).get(MADE)
+    return type(module) if made is None or made.kind != kind else made.original
+
+
+def restore_class(module: nn.Module, kind: str) -> None:
+    """Gives a module the class before one of this kind; a class that somebody put on top stays."""
+    if (beneath := class_beneath(module, kind)) is not type(module):
+        module.__class__ = beneath
+
+
+def class_before(module: nn.Module) -> type[nn.Module]:
+    """The class of a module beneath all that `subclass` made; one that was put on top later stays."""
+    cls = type(module)
+    while MADE in vars(cls):
+        cls = vars(cls)[MADE].original
+    return cls
+
+
+def _recipe(cls: type[nn.Module]) -> Any:
+    """A class as a pickle names it; generated ones as (factory, recipe of the base)."""
+    made: Made | None = vars(cls).get(MADE)
+    return cls if made is None else (made.class_of_copies, _recipe(made.original))
+
+
+def _class_of(recipe: Any) -> type[nn.Module]:
+    return recipe if isinstance(recipe, type) else recipe[0](_class_of(recipe[1]))
+
+
+def _copy_of(class_of_copies: Callable[[type], type], recipe: Any) -> nn.Module:
+    cls: Any = class_of_copies(_class_of(recipe))
+    return cls.__new__(cls)
+
 
 STATE = "_moe_mps"  # where a module's __dict__ has it
 PIPELINE = "pipeline"  # where a model's __dict__ has its Running if its layers are spread over processes
@@ -99,3 +193,72 @@ def with_own(own: Callable) -> Callable[[Callable], Callable]:
 def own_of(forward: Callable) -> Callable | None:
     """The function that `with_own` gave a forward; None for any other forward."""
     return _EAGER.get(forward)
+
+
+_PLAIN = (bool, int, float, str, tuple)
+_PLACES = ("", "_parameters", "_buffers", "_modules")
+_MISSING = "<no attribute>"
+_TENSOR = "<a tensor>"  # its values are read when they are needed
+_current: ContextVar[dict | None] = ContextVar("moe_mps_reads", default=None)
+
+
+class Read(NamedTuple):
+    """An attribute of a module, or of an object that it has: its path and its value when read.
+
+    `kept_in`: which dictionary of the module has it, "" for its `__dict__`; None for a path, a property or an
+    attribute of the class.
+    """
+
+    owner: Any
+    path: str
+    value: object
+    kept_in: str | None
+
+
+def recording() -> AbstractContextManager[dict[tuple[int, str], Read]]:
+    """Collects what `depends_on` notes while the context is open."""
+    return having(_current, {})
+
+
+def depends_on(owner: Any, path: str, value: object = None) -> None:
+    """Notes an attribute that a decision rests on: its value now, or another one that is given.
+
+    Without `recording` around it nothing happens.
+    """
+    reads = _current.get()
+    if reads is None:
+        return
+    value = _value(owner, path) if value is None else value
+    if not isinstance(value, types.MethodType):
+        own = vars(owner)
+        kept_in = next((name for name in _PLACES if path in (own.get(name, ()) if name else own)), None)
+        reads[id(owner), path] = Read(owner, path, value, kept_in)
+
+
+def _value(owner: Any, path: str) -> object:
+    value: object = owner
+    for name in path.split("."):
+        value = getattr(value, name, _MISSING)
+    return _TENSOR if isinstance(value, Tensor) else value
+
+
+def kept(reads: dict[tuple[int, str], Read]) -> tuple[tuple, ...]:
+    """Values for `holds` to compare, as plain tuples: Python takes them apart faster than named ones."""
+    return tuple(map(tuple, reads.values()))
+
+
+# torch.compile asks for an argument that it knows, so this takes the module.
+@torch.compiler.assume_constant_result
+def holds(module: nn.Module) -> bool:
+    """Whether a module, and others in it, still have the attributes that its rewritten forward rests on."""
+    for owner, path, value, kept_in in module.__dict__[STATE].reads:
+        own = owner.__dict__  # getattr on a module is slow
+        if kept_in and path not in own:
+            own = own[kept_in]
+        now = own.get(path)
+        if now is not None and (now is value or (value is _TENSOR and isinstance(now, Tensor))):
+            continue
+        now = _value(owner, path)
+        if now is not value and not (isinstance(value, _PLAIN) and type(now) is type(value) and now == value):
+            return False
+    return True

@@ -1,13 +1,13 @@
-"""Notes on tensors, values that are made once, and tensors without memory of their own."""
+"""Notes on tensors, values that are made once, tensors without memory of their own, and joined weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .bounded import Bounded
+from .scoped import Bounded
 from .state import STATE
 
 NO_END = torch.iinfo(torch.int32).max  # the end of a range of keys that ends with them
@@ -115,3 +115,43 @@ class Deferred(Tensor):
             return known
         args, kwargs = tree_map_only(Deferred, lambda item: item.elements(), (args, kwargs))
         return func(*args, **kwargs)
+
+
+WEIGHTS = ("packed", "scales", "biases", "bias")  # tensors of a quantised linear layer
+
+
+def may_join(parts: list[Tensor | None]) -> bool:
+    """Whether weights may lie in one memory: those that already share one with others stay in it."""
+    present = [part for part in parts if part is not None]
+    own = [part.untyped_storage().nbytes() == part.nbytes for part in present]
+    alike = len({part.dtype for part in present}) < 2 and len({*map(id, present)}) == len(present)
+    return alike and (all(own) or (len(present) == len(parts) and _lie_together(present)))
+
+
+def _lie_together(parts: Sequence[Tensor]) -> bool:
+    memory, place = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != place:
+            return False
+        place += part.numel()
+    return True
+
+
+def joined_rows(parts: Sequence[Tensor | None], rows: list[int]) -> Tensor | None:
+    """The rows of all parts, which become views of them; zeros for a bias that is not there.
+
+    No weight is there twice. Rules join the layers of an MLP when a model is accelerated; a captured token
+    asks for the layers that read one input. Whoever saves, moves or writes a parameter has a view.
+    """
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    first, width = present[0], present[0].shape[1:]
+    if len(present) == len(parts) and _lie_together(present):
+        return first.detach().as_strided((sum(rows), *width), first.stride(), first.storage_offset())
+    with torch.inference_mode(False), torch.no_grad():
+        whole = first.new_zeros((sum(rows), *width))
+        for part, view in zip(parts, whole.split(rows), strict=True):
+            if part is not None:
+                part.data = view.copy_(part)
+    return whole

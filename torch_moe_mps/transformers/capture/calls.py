@@ -22,7 +22,7 @@ from ..._text import first_line
 from ...ops._decoded import checked_at_once
 from ..attention.attention import MOST_TOKENS
 from ..basics.residency import follow_moved
-from ..basics.self_check_state import refused
+from ..basics.unmodified import refused
 from ..caches.cache import FOLLOWS
 from ..caches.held import HeldEntries
 from ..graphs.passes import simplify

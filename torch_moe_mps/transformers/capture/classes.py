@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 from ..._extension import host_library
 from ...ops._decoded import checked_at_once
 from ..attention.attention import MOST_TOKENS
-from ..basics.classes import made_as, restore_class, subclass
-from ..basics.self_check_state import is_on_mps
-from ..basics.state import state_in, state_of
+from ..basics.state import made_as, restore_class, state_in, state_of, subclass
+from ..basics.unmodified import is_on_mps
 from ..caches.cache import takes_states
 from ..modules.sampling import OPERATOR
 from .calls import Captures

@@ -11,8 +11,8 @@ from transformers import GenerationMixin
 from ..._faults import synchronized
 from ..attention.attention import NAME
 from ..attention.causal_mask import follow_mask
+from ..basics.logits import wide_logits
 from ..basics.scoped import having
-from ..basics.wide_logits import wide_logits
 from ..caches.cache import FOLLOWS
 from ..modules.sampling import current, sampling
 from .arguments import MASK

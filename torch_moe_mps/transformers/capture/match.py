@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention.causal_mask import CausalMask
-from ..basics.wide_logits import are_wide
+from ..basics.logits import are_wide
 from ..caches.buffer import Buffer, buffer_of
 from .arguments import MASK, flat
 from .caches import all_parts, is_cache, kind_of, layers_of, slots_of, start_of, static_of

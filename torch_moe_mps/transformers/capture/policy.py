@@ -3,7 +3,7 @@
 import warnings
 
 from ..._environment import CAPTURE, choice
-from ..basics.bounded import Bounded
+from ..basics.scoped import Bounded
 from ..graphs.tracing import NotCapturable
 from .reading import BeginsCache, Reading
 

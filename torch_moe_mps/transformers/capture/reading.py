@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..attention.causal_mask import ELEMENTS, CausalMask
-from ..basics.wide_logits import are_wide
+from ..basics.logits import are_wide
 from ..caches.buffer import buffer_of
 from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, parts

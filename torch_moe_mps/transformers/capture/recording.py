@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..attention.causal_mask import CausalMask
+from ..basics.logits import are_wide
 from ..basics.tensors import notes_on
-from ..basics.wide_logits import are_wide
 from ..caches.buffer import Buffer, buffer_of
 from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, parts

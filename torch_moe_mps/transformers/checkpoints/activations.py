@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..basics.overflow import watch
+from ..basics.logits import watch
 from .calibration import AUTO, text_for, tokens_of_text
 from .quantize.weights import free
 from .ranges import Largest, key_of, remember, remembered

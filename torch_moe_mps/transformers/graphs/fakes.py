@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ..basics.bounded import Bounded
+from ..basics.scoped import Bounded
 
 _ATEN = torch.ops.aten
 # Operators whose results follow from shapes, strides and dtypes, and lie where their arguments are.

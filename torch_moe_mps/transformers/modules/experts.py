@@ -14,11 +14,9 @@ from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ...ops.experts import moe_experts
 from ...quantization import TENSORS
-from ..basics.classes import MADE, Made
 from ..basics.interface import Experts, formats_of, is_experts, is_quantized, projections
-from ..basics.reads import depends_on, holds, kept, recording
 from ..basics.report import Done
-from ..basics.state import state_in, state_of
+from ..basics.state import MADE, Made, depends_on, holds, kept, recording, state_in, state_of
 from ..graphs.fakes import geometry
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast

@@ -14,8 +14,8 @@ from ...ops._decoded import memory
 from ...ops.linear import linear_quantized, product_by_kept_rows
 from ...quantization import TENSORS, Format, QuantizedWeight
 from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
+from ..basics.logits import are_wide
 from ..basics.report import in_unit
-from ..basics.wide_logits import are_wide
 
 ops = torch.ops.moe_mps
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..basics.classes import made_as, restore_class, subclass
+from ..basics.state import made_as, restore_class, subclass
 from ..basics.tensors import Deferred
 
 LARGEST = 1 << 24  # logits of a chunk: 64 MiB in float32

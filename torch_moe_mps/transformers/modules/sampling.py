@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map_only
 
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.sampling import MAX_VOCABULARY, sample
-from ..basics.overflow import is_missing, is_watched, no_distribution
+from ..basics.logits import is_missing, is_watched, no_distribution
 from ..basics.scoped import having
-from ..basics.self_check_state import refused
+from ..basics.unmodified import refused
 from ..upstream import (
     LogitsProcessorList,
     MinPLogitsWarper,

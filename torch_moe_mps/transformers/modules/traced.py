@@ -21,11 +21,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..basics.bounded import Bounded
 from ..basics.code import code_of
-from ..basics.reads import depends_on
-from ..basics.scoped import having
-from ..basics.state import original_class
+from ..basics.scoped import Bounded, having
+from ..basics.state import depends_on, original_class
 from ..graphs.passes.simplify import drop_unused, make_new_tensors, share_equal, share_views
 from ..graphs.patterns import uncast
 from ..graphs.tracing import Recorder

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._text import first_line
-from ..basics.classes import class_before
+from ..basics.state import class_before
 from ..caches.batched import BatchedCache
 from ..caches.cache import grow_cache
 from ..caches.prompt_cache import new_cache

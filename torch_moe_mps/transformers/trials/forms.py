@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..basics.code import code_of
-from ..basics.reads import depends_on
 from ..basics.report import Done
-from ..basics.state import Unsupported, original_class
+from ..basics.state import Unsupported, depends_on, original_class
 from .comparing import tried
 from .draws import Draw, Draws
 from .memory import recall

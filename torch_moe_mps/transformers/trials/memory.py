@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..._faults import is_out_of_memory, raise_fault
-from ..basics.bounded import Bounded
-from ..basics.classes import class_before
 from ..basics.code import code_of
+from ..basics.scoped import Bounded
+from ..basics.state import class_before
 
 if TYPE_CHECKING:  # it takes transformers' quantizers, which ours must come before
     from transformers import PreTrainedModel

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..._extension import PACKAGE
 from ..._text import first_line
-from ..basics.classes import class_before
+from ..basics.state import class_before
 from .memory import note_error
 
 WIDEST = 128  # hidden sizes from there on are divided, and down to the next one where that does not fit

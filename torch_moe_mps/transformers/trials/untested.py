@@ -20,11 +20,10 @@ from ..._environment import CHECK
 from ..._text import first_line
 from ..._versions import untested
 from ...selfcheck.journal import noted
-from ..basics.classes import class_before
 from ..basics.interface import experts_of, is_quantized
-from ..basics.own_on_cpu import all_operators
 from ..basics.report import Report
-from ..basics.self_check_state import OWN_CODE
+from ..basics.state import class_before
+from ..basics.unmodified import OWN_CODE, all_operators
 from .comparing import TOLERANCE, apart
 from .memory import note_error, recall_of_model
 from .small_models import VOCABULARY, CannotBeShrunk, fill, small_model

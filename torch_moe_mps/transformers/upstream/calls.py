@@ -9,8 +9,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, get_args
 
+import torch
 from torch import nn
+from torch.fx.experimental import _config
 from transformers import Cache, EncoderDecoderCache
+from transformers.utils import logging
 
 CACHE = "cache"  # the name of that argument in forwards of this package
 _CACHE_NAMES = (CACHE, "past_key_values", "cache_params")
@@ -184,3 +187,20 @@ def in_place(own: Callable, ours: Callable) -> Callable:
         return own(module, *args, **kwargs) if result is NotImplemented else result
 
     return forward
+
+
+@torch.no_grad()
+def call_on_shapes(model: Any, **inputs: Any) -> Any:
+    """Call a model of transformers on the meta device; its code's errors are raised.
+
+    Which experts or tokens are chosen changes no shape. The advice to install kernels for other machines,
+    which transformers gives for hybrids, is not shown.
+    """
+    model.set_experts_implementation("batched_mm")  # transformers' own, which knows shapes without values
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with _config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]  # made at run time
+            return model(use_cache=True, **inputs)
+    finally:
+        logging.set_verbosity(verbosity)

@@ -1,1 +1,3 @@
-"""Reads checkpoints that other libraries quantised: compressed-tensors, AutoAWQ, GPTQModel, ModelOpt, FP8."""
+"""Reads checkpoints that other libraries quantised: compressed-tensors, AutoAWQ, GPTQModel, AutoRound,
+ModelOpt, transformers' MetalConfig and FP8.
+"""

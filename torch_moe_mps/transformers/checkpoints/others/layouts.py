@@ -2,8 +2,8 @@
 
 Integers stand for (q - zero) * scale, which is q * scale + bias with bias = -zero * scale: exact where zero
 is a power of two, as without zero points, else rounded once to the scales' dtype. The packed codes of
-compressed-tensors, and of GPTQ once transposed, are ours bit for bit. Floating-point codes keep their bits
-where a format's scales can hold their multipliers; elsewhere the values are requantised.
+compressed-tensors and MetalConfig, and of GPTQ once transposed, are ours bit for bit. Floating-point codes
+keep their bits where a format's scales can hold their multipliers; elsewhere the values are requantised.
 """
 
 import functools
@@ -28,6 +28,7 @@ _CHECK = Check("load")
 # Scales of activations, keys and values, which are not read.
 UNREAD = r"((^|[._])(input|output|[kqv])_(global_)?|(^|[._])activation_)(scale|zero_point)$"
 _GROUPS = (128, 64, 32)
+_METAL_SCALES = ("scales", "qbiases")
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the codes in an int32, the lowest first
 _LEAST, _MOST = 2.0**-127, 2.0**127  # ends of e8m0
 _AT_ONCE = 1 << 18  # values whose magnitudes are added up at a time
@@ -158,6 +159,7 @@ class Stored:
             "int8": self._int8,
             "gptq": self._gptq,
             "awq": self._awq,
+            "metal": self._metal,
             "mxfp4": self._mxfp4,
             "nvfp4": self._nvfp4,
             "fp8": self._fp8,
@@ -267,6 +269,19 @@ class Stored:
             return self._with_zeros(errors, codes, scales.T, _awq_codes(zeros).T, format)
 
         return self._made(("qweight", "qzeros", "scales"), read, format)
+
+    def _metal(self) -> Matrix:
+        """transformers' MetalConfig: codes, scales and biases of ours; larger groups are split."""
+        format, (scales, biases) = self._affine(), (self.files.dtypes[self.name(p)] for p in _METAL_SCALES)
+        if scales != biases:
+            name = self.files.label(self.name("qbiases"))
+            _CHECK.fail(name, f"of {scales}, as the scales", biases)
+
+        def read(errors: ErrorSums, packed: Tensor, scales: Tensor, biases: Tensor) -> QuantizedWeight:
+            scales, biases = (self._spread(part, format.group_size) for part in (scales, biases))
+            return QuantizedWeight(packed, scales, biases, format)
+
+        return self._made(("weight", *_METAL_SCALES), read, format)
 
     def _with_zeros(
         self, errors: ErrorSums, packed: Tensor, scales: Tensor, zero: Tensor | float, format: Format

@@ -142,6 +142,13 @@ def _awq(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
     }
 
 
+def _metal(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
+    """MLX's affine codes, with biases of another name."""
+    scales = scheme.scales(rows, columns)
+    codes = Declared(["U32"], [(rows, columns * scheme.bits // 32)])
+    return {"weight": codes, "scales": scales, "qbiases": scales}
+
+
 LAYOUTS: dict[str, Callable[[Scheme, int, int], dict[str, Declared]]] = {
     "packed": _packed,
     "int8": _int8,
@@ -150,6 +157,7 @@ LAYOUTS: dict[str, Callable[[Scheme, int, int], dict[str, Declared]]] = {
     "nvfp4": _nvfp4,
     "gptq": _gptq,
     "awq": _awq,
+    "metal": _metal,
 }
 
 
@@ -301,6 +309,42 @@ def _gptq_of(stored: Stored) -> Iterator[tuple[str, Scheme]]:
     yield "Linear", scheme(stored)
 
 
+# {how AutoRound names a packing: the layout, and what zero points are stored less}
+_PACKINGS = {
+    **dict.fromkeys(("auto_round:auto_gptq", "auto_round:gptq"), ("gptq", 1)),
+    **dict.fromkeys(("auto_round:gptqmodel", "auto_round"), ("gptq", 0)),
+    **dict.fromkeys(("auto_round:auto_awq", "auto_round:awq"), ("awq", 0)),
+}
+
+
+def _auto_round(stored: Stored) -> Iterator[tuple[str, Scheme]]:
+    """AutoRound's integers, in the packing of GPTQ or AWQ; other data types are written in other layouts."""
+    packing = stored.get("packing_format", "auto_round:gptq")
+    layout, less = _PACKINGS[_one_of("packing_format", [*_PACKINGS], packing)]
+    for key in ("rotation_config", "spinquant_config"):
+        if stored.get(key):
+            _fail(key, "absent", "rotations at run time")
+
+    def scheme(own: Stored) -> Scheme:
+        _one_of("data_type", ("int",), own.get("data_type", "int"))
+        _one_of("act_bits", (None, 16, 32), own.get("act_bits"))
+        bits = _one_of("bits", (4,) if layout == "awq" else _BITS, own.get("bits"))
+        symmetric = own.get("sym") if layout == "gptq" else False
+        return Scheme(layout, bits, _group(own), symmetric, less=less)
+
+    for name, own in (stored.get("extra_config") or {}).items():
+        if own.get("bits", 0) < 16:  # else its modules are dense
+            is_name = re.fullmatch(r"[\w.-]+", name) is not None
+            yield name if is_name else f"re:.*(?:{name})", scheme({**stored, **own})
+    yield "Linear", scheme(stored)
+
+
+def _metal_of(stored: Stored) -> Iterator[tuple[str, Scheme]]:
+    """Group-wise affine of transformers' MetalConfig, as MLX's."""
+    block = (1, _columns("group_size", stored.get("group_size", 64)))
+    yield "", Scheme("metal", _one_of("bits", (2, 4, 8), stored.get("bits", 4)), block)
+
+
 def _group(stored: Stored) -> tuple[int, int | None]:
     size = stored.get("group_size")
     return 1, None if size == -1 else _columns("group_size", size)
@@ -351,10 +395,12 @@ def _modelopt(stored: Stored) -> Iterator[tuple[str, Scheme]]:
 
 
 _METHODS: dict[str, Callable[[Stored], Iterator[tuple[str, Scheme]]]] = {
+    "auto-round": _auto_round,
     "awq": _awq_of,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8_of,
     "gptq": _gptq_of,
+    "metal": _metal_of,
     "modelopt": _modelopt,
 }
 METHODS = tuple(_METHODS)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from ....ops._checks import ACTIVATION_DTYPES
 from ...attention.attention import NAME, Scores, attend, takes, wrap_sdpa
 from ...attention.visible import Visible
-from ...basics.reads import depends_on
 from ...basics.report import Done
-from ...basics.state import original_class
+from ...basics.state import depends_on, original_class
 from ...basics.tensors import Deferred
 from ...trials.comparing import agrees, on_the_cpu, tried
 from ...trials.draws import eager, normal, shows

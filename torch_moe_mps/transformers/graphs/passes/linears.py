@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from ...basics.joined import WEIGHTS, joined_rows, may_join
+from ...basics.tensors import WEIGHTS, joined_rows, may_join
 from ..nodes import (
     arguments,
     aten,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._decoded import changes
-from ...basics.joined import WEIGHTS, joined_rows
 from ...basics.state import NOTHING, STATE, state_of
+from ...basics.tensors import WEIGHTS, joined_rows
 from ...graphs.patterns import Bound
 from ..experts import is_observed
 from ..linears import QuantizedLinear

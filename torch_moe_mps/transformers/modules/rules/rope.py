@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ....ops.rope import rope
-from ...basics.own_on_cpu import own_is_faster
 from ...basics.report import Done
 from ...basics.state import Unsupported
 from ...basics.tensors import derived
+from ...basics.unmodified import own_is_faster
 from ...trials.comparing import agrees, tried
 from ...trials.draws import eager, normal
 from ...trials.forms import found_form

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES, dtype_name
 from ....ops.pointwise import INPUTS
-from ...basics.reads import depends_on
 from ...basics.report import Done
-from ...basics.state import NOTHING, STATE, original_class, state_of
+from ...basics.state import NOTHING, STATE, depends_on, original_class, state_of
 from ...basics.tensors import constant
 from ...trials.comparing import agrees, tried
 

@@ -1,4 +1,6 @@
-"""Modules that run the model's own code on a CPU, where it is faster than the operators' references."""
+"""Modules that run unmodified: their operators fail the self-check on this machine, their class differs from
+its eager code in a trial, or eager code is faster on a CPU.
+"""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -7,8 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..._environment import CPU_OPERATORS, is_asked
+from ...selfcheck.compare import Finding
 from .interface import weights_in
 from .report import Done
+from .state import class_before
 
 # Operators that took longer than the model's own code in each case of `scripts/bench/bench_cpu.py --modules`:
 # 1.1 to 8 times as long, for a token and for a prompt of 64. Experts, attention, hyper-connections and linear
@@ -51,3 +55,29 @@ def said_of(model: nn.Module, done: Iterable[Done]) -> str | None:
     if _all_run or not found or not any(weight.is_cpu for weight in weights_in(model)):
         return None
     return f"on the CPU the model's own code is faster, and runs, in place of {', '.join(found)}"
+
+
+# {operator: what is wrong with it on this machine's GPU}, as the last check of this process found
+REFUSED: dict[str, Finding] = {}
+# {class: why its modules keep their own code}, as `twin` found behind a transformers that is not known
+OWN_CODE: dict[type, str] = {}
+
+
+def refused() -> frozenset[str]:
+    """The operators that have failed on this machine."""
+    return frozenset(REFUSED)
+
+
+def refusal(module: nn.Module, done: Iterable[Done]) -> str | None:
+    """Why a module keeps its own code: an operator that would run in its place has failed."""
+    failed = [item.operator for item in done if item.operator in REFUSED]
+    return f"{failed[0]} fails the self-check on this GPU" if failed and is_on_mps(module) else None
+
+
+def own_code(module: nn.Module) -> str | None:
+    """Why a module keeps its own code, whatever would run in its place."""
+    return OWN_CODE.get(class_before(module))
+
+
+def is_on_mps(module: nn.Module) -> bool:
+    return any(weight.device.type == "mps" for weight in weights_in(module))
