@@ -114,20 +114,21 @@ class QuantizedStates(Deferred):
     @classmethod
     def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
         first = args[0] if args else None
-        if isinstance(first, QuantizedStates):
-            position = _OF_A_DIMENSION.get(func)
-            dim = 0 if position is None or len(args) <= position else args[position]
-            rows = position is not None and dim % first.dim() < first.dim() - 1
-            moves = func is _ATEN._to_copy.default and kwargs.get("dtype") in (None, first.dtype)
-            if moves:
-                kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
-            if rows or moves or func in _OF_EVERYTHING:
-                return first.map(lambda tensor: func(tensor, *args[1:], **kwargs))
-            if func is _ATEN.zero_.default:
-                for part in first.parts():
-                    part.zero_()
-                return first
-        if func._schema.is_mutable and isinstance(first, QuantizedStates):
+        if not isinstance(first, QuantizedStates):
+            return NotImplemented
+        position = _OF_A_DIMENSION.get(func)
+        dim = 0 if position is None or len(args) <= position else args[position]
+        rows = position is not None and dim % first.dim() < first.dim() - 1
+        moves = func is _ATEN._to_copy.default and kwargs.get("dtype") in (None, first.dtype)
+        if moves:
+            kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
+        if rows or moves or func in _OF_EVERYTHING:
+            return first.map(lambda tensor: func(tensor, *args[1:], **kwargs))
+        if func is _ATEN.zero_.default:
+            for part in first.parts():
+                part.zero_()
+            return first
+        if func._schema.is_mutable:
             raise RuntimeError(
                 f"torch_moe_mps: keys and values in 8 bits must be left as they are, got {func}"
             )

@@ -6,12 +6,6 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-_GLOBAL_HOOKS = tuple(
-    value
-    for name, value in vars(torch_module).items()
-    if name.startswith("_global_") and type(value) is not bool
-)
-
 
 def forbidden() -> str | None:
     """Reason around a call that keeps it from running as a program; None if there is none."""
@@ -27,7 +21,7 @@ def forbidden() -> str | None:
         or torch._C._is_tracing()
     ):
         return "a mode of torch looks at each operator"
-    if any(_GLOBAL_HOOKS):
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "hooks look at the calls of all modules"
     return None
 

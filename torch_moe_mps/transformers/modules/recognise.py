@@ -228,7 +228,7 @@ def weights_of(module: nn.Module, call: Call, inputs: Sequence[Tensor]) -> list[
     for other in inputs[1:]:
         if not isinstance(other, Tensor) or other.dtype is not dtype or other.shape != x.shape:
             return None
-    if not dtype.is_floating_point or (width is not None and columns != width):
+    if not dtype.is_floating_point or width not in (None, columns):
         return None
     for name in wanted:
         weight = own["_parameters"].get(name)
