@@ -61,7 +61,7 @@ class Known(Drafter):
         self.tokens = tokens
 
     def draft(self, rows: Any) -> list[list[int]]:
-        return [self.tokens[len(row.tokens) :][: row.most] for row in rows]
+        return [self.tokens[len(row.tokens) :][: row.max_drafts] for row in rows]
 
 
 def abilities(architecture: str) -> list[str]:

@@ -50,6 +50,32 @@ def test_they_are_taken_for_their_source_alone(simulated, shaders):
     assert results(shaders, "float32", "float16", "bfloat16") == [2, 1, 1]
 
 
+BOUND = """
+    import json
+    import torch
+    from torch_moe_mps._extension import SHADERS
+    from support.simulated import install
+    install()
+    ops = torch.ops.moe_mps
+    ops._set_shader_directory(str(SHADERS), 2)
+    dtypes = torch.float32, torch.float16, torch.bfloat16
+    rows = [torch.full((1, 64), 2.0, dtype=dtype).to("mps") for dtype in dtypes]
+    values = [ops.rms_norm(x, x[0], 0.0)[0, 0].item() for x in rows]
+    kept = [name for name in ops._libraries() if ops._is_built(name)]
+    again = ops.rms_norm(rows[0], rows[0][0], 0.0)[0, 0].item(), ops._is_built("norms_f32")
+    names = ops._pipelines("norms_f32", [])
+    built = [ops._is_built(name) for name in ("norms_f32", "norms_f16")]
+    print(json.dumps([values, kept, again, len(names) > 0, *built]))
+"""
+
+
+def test_so_many_libraries_are_kept(simulated):
+    """The oldest is released; its kernels go on, and for another one it is built again."""
+    values, kept, again, has_kernels, *built = json.loads(python(BOUND).splitlines()[-1])
+    assert values == [2, 2, 2] and {*kept} == {"norms_bf16", "norms_f16"}
+    assert again == [2, False] and has_kernels and built == [True, False]
+
+
 def test_their_name_follows_the_source(simulated, shaders):
     name = torch.ops.moe_mps._library_file
     before = name("norms_f32"), name("rope_f32")

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 # The host reads its Metal text from the package, and has the formats of weights from the table.
-ops._set_shader_directory(str(Path(__file__).parent / "shaders"), False)
+ops._set_shader_directory(str(Path(__file__).parent / "shaders"))
 for _format in FORMATS:
     ops._add_format(*_format)
 ops._commit_every(-1)

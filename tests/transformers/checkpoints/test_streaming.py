@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 
 import pytest
 import safetensors.torch
@@ -19,6 +20,7 @@ import torch_moe_mps_autoload
 from torch_moe_mps._environment import ONE_THREAD
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.perplexity import SAMPLE
+from torch_moe_mps.transformers import loading
 from torch_moe_mps.transformers.basics.interface import experts_of, is_quantized
 from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 from torch_moe_mps.transformers.checkpoints.own.config import QuantizationConfig
@@ -105,6 +107,21 @@ def test_plain_transformers_keeps_them_packed_on_a_mac(
     # MXFP4 is exact; FP8 whose scales are no powers of two is quantised again, in 8 bits.
     assert_close(output(model, prompt()), output(dense, prompt()), 1e-5 if blocks is mxfp4_blocks else 0.05)
     assert capsys.readouterr().err.count("stays packed") == has_gpu
+
+
+def test_a_file_that_the_machine_cannot_map_is_one_line(tmp_path, monkeypatch):
+    """With its size, that of the machine, and the command that prints what fits."""
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+
+    def fails(*args, **kwargs):  # torch's words
+        raise RuntimeError("unable to mmap 78121482992 bytes from file <x>: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(transformers.Qwen3MoeForCausalLM, "from_pretrained", fails)
+    monkeypatch.setattr(loading, "machine_memory", lambda: 23 * 10**9)
+    sizes = "a file of 78.1 GB cannot be mapped on a machine with 23.0 GB"
+    message = f"{tmp_path}: {sizes}; `torch-moe-mps fit {tmp_path}` prints what fits"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        torch_moe_mps.from_pretrained(tmp_path)
 
 
 def test_a_recipe_while_loading(tmp_path):

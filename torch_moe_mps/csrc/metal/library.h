@@ -1,5 +1,5 @@
 // Metal libraries and pipelines: built from the package's shader text on first use, or read where a release
-// has compiled that very text; kept for the process.
+// has compiled that very text. Pipelines are kept for the process, of libraries the newest.
 #pragma once
 #include <c10/core/ScalarType.h>
 #import <Metal/Metal.h>

@@ -6,11 +6,15 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <deque>
 #include <future>
 #include <iomanip>
+#include <limits>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <sstream>
+#include <utility>
 
 #include "../attention_plan.h"
 #include "../formats.h"
@@ -29,18 +33,22 @@ namespace moe_mps {
 namespace {
 
 // A cache that makes each value once. make() runs without the lock; other callers of the same key wait for
-// it. If it fails, all of them get the error, and the next call tries again.
+// it. If it fails, all of them get the error, and the next call tries again. Of more values than `most` the
+// oldest is dropped, and made again where it is asked for.
 template <class Value>
 class Once {
  public:
+  std::atomic<size_t> most = std::numeric_limits<size_t>::max();
+
   template <class Make>
-  const Value& get(std::string_view key, const Make& make) {
+  std::shared_future<Value> get(std::string_view key, const Make& make) {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto found = futures_.find(key);
     if (found != futures_.end()) {
-      const std::shared_future<Value> future = found->second;
+      std::shared_future<Value> future = found->second;
       lock.unlock();
-      return future.get();
+      future.wait();
+      return future;
     }
     std::promise<Value> promise;
     const std::shared_future<Value> future = promise.get_future().share();
@@ -55,7 +63,13 @@ class Once {
       futures_.erase(name);
       throw;
     }
-    return future.get();
+    lock.lock();
+    made_.push_back(name);
+    while (made_.size() > most) {
+      futures_.erase(made_.front());
+      made_.pop_front();
+    }
+    return future;
   }
   bool has(std::string_view key) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -65,10 +79,19 @@ class Once {
  private:
   std::mutex mutex_;
   std::map<std::string, std::shared_future<Value>, std::less<>> futures_;
+  std::deque<std::string> made_;  // without those that are being made
+};
+
+// A library that is released with its last owner. Pipelines do not need it any more.
+struct Built {
+  explicit Built(id<MTLLibrary> made) : library(made) {}
+  Built(const Built&) = delete;
+  ~Built() { [library release]; }
+  const id<MTLLibrary> library;
 };
 
 // Never destroyed: Metal objects may outlive static destructors.
-Once<id<MTLLibrary>>& libraries = *new Once<id<MTLLibrary>>;
+Once<std::shared_ptr<Built>>& libraries = *new Once<std::shared_ptr<Built>>;
 Once<Pipeline>& pipelines = *new Once<Pipeline>;
 
 // Names of a dtype in the names of kernels, and in Metal.
@@ -173,14 +196,21 @@ id<MTLLibrary> build_library(id<MTLDevice> device, const Library& library) {
   }
 }
 
-id<MTLLibrary> library_of(id<MTLDevice> device, const Library& library) {
-  return libraries.get(library.name(), [&](const auto&) { return build_library(device, library); });
+std::shared_ptr<Built> library_of(id<MTLDevice> device, const Library& library) {
+  const auto build = [&](const auto&) { return std::make_shared<Built>(build_library(device, library)); };
+  return libraries.get(library.name(), build).get();
+}
+
+void set_shaders(std::string directory, int64_t most_libraries) {
+  libraries.most = static_cast<size_t>(most_libraries);
+  set_shader_directory(std::move(directory));
 }
 
 Pipeline build_pipeline(const Library& library, const std::string& name) {
   id<MTLDevice> device = at::mps::getCurrentMPSStream()->device();
-  id<MTLLibrary> source = library_of(device, library);
+  const std::shared_ptr<Built> built = library_of(device, library);
   @autoreleasepool {
+    id<MTLLibrary> source = built->library;
     id<MTLFunction> function = [source newFunctionWithName:[NSString stringWithUTF8String:name.c_str()]];
     // An empty library is a fault of the compiler, which said nothing (ice_halo_sim#139).
     TORCH_CHECK(function != nil, "moe_mps: no Metal function ", name, ": its library ", library.name(),
@@ -213,8 +243,8 @@ std::string Library::name() const {
 const Pipeline& pipeline(const Library& library, std::string_view function) {
   c10::SmallVector<char, 96> name(function.begin(), function.end());  // found without an allocation
   append_suffix(name, library);
-  return pipelines.get({name.data(), name.size()},
-                       [&](const std::string& kept) { return build_pipeline(library, kept); });
+  const auto build = [&](const std::string& kept) { return build_pipeline(library, kept); };
+  return pipelines.get({name.data(), name.size()}, build).get();  // the cache keeps it
 }
 
 const Library& probe_library() {
@@ -288,8 +318,9 @@ std::vector<std::string> library_pipelines(const std::string& name, const std::v
   const Library& library = named_library(name);
   id<MTLDevice> device = at::mps::getCurrentMPSStream()->device();
   std::vector<std::string> functions, lines;
+  const std::shared_ptr<Built> source = library_of(device, library);
   @autoreleasepool {
-    NSArray<NSString*>* listed = [library_of(device, library) functionNames];
+    NSArray<NSString*>* listed = [source->library functionNames];
     for (NSUInteger i = 0; i < [listed count]; ++i)
       functions.push_back([[listed objectAtIndex:i] UTF8String]);
   }
@@ -313,7 +344,7 @@ std::string gpu_name() {
 }  // namespace
 }  // namespace moe_mps
 
-MOE_FUNCTION("_set_shader_directory(str directory, bool compiled=True) -> ()", set_shader_directory)
+MOE_FUNCTION("_set_shader_directory(str directory, int most_libraries=128) -> ()", set_shaders)
 MOE_FUNCTION("_libraries(bool tensor_units=False) -> str[]", library_names)
 MOE_FUNCTION("_library_source(str library) -> str", library_source)
 MOE_FUNCTION("_library_file(str library) -> str", library_file)

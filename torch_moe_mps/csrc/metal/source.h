@@ -5,8 +5,7 @@
 
 namespace moe_mps {
 
-// `compiled`: whether libraries are taken from its folder "compiled", too.
-void set_shader_directory(std::string directory, bool compiled);
+void set_shader_directory(std::string directory);
 
 // The file <directory>/compiled/<name>.metallib; empty where there is none, or none is to be taken.
 std::string compiled_file(const std::string& name);

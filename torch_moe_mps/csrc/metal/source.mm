@@ -17,7 +17,6 @@ namespace {
 struct Directory {
   std::mutex mutex;
   std::string path;
-  bool compiled = false;
 };
 
 Directory& directory = *new Directory;
@@ -68,15 +67,13 @@ std::string shader_directory() {
 
 }  // namespace
 
-void set_shader_directory(std::string path, bool compiled) {
+void set_shader_directory(std::string path) {
   const std::lock_guard<std::mutex> lock(directory.mutex);
   directory.path = std::move(path);
-  directory.compiled = compiled;
 }
 
 std::string compiled_file(const std::string& name) {
   const std::lock_guard<std::mutex> lock(directory.mutex);
-  if (!directory.compiled) return "";
   const std::string path = directory.path + "/compiled/" + name + ".metallib";
   return std::ifstream(path) ? path : "";
 }

@@ -13,8 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ...._text import first_line
-
 INDEX = "model.safetensors.index.json"
 LARGEST = 2_000_000_000  # bytes of a new file
 _COPIED = 1 << 20  # bytes that are made contiguous at a time
@@ -53,10 +51,11 @@ def checkpoint_files(source: str, variant: str | None = None, **where: Any) -> l
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{Path(source) / INDEX} is truncated or has no weight_map in JSON") from None
-    except OSError as error:
+    except OSError:
         if not Path(source).is_dir():
             raise
-        raise ValueError(f"{source} has no safetensors files: {first_line(error)}") from None
+        of_variant = f" of the variant {variant}" if variant else ""
+        raise ValueError(f"{source} has no safetensors files{of_variant}") from None
     files = [Path(name) for name in names or ()]
     for file in files:
         if not file.exists():
