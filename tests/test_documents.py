@@ -134,14 +134,6 @@ def test_the_readme_has_the_limits_of_versions():
         assert words in text
 
 
-def test_the_api_is_what_the_docstrings_say():
-    generator = runpy.run_path(str(REPOSITORY / "scripts" / "make" / "make_api.py"))
-    written = (REPOSITORY / "docs" / "api.md").read_text()
-    assert written == generator["document"](), "run scripts/make/make_api.py"
-    names = re.findall(r"^## torch_moe_mps\.(\w+)$", written, re.MULTILINE)
-    assert names == sorted({*torch_moe_mps.__all__} - {"ops"})
-
-
 def test_structured_output_as_the_page_shows_it(tmp_path, capsys):
     """With a model that writes nonsense otherwise, and a tokenizer of characters."""
     characters = [*map(chr, range(32, 127)), "<end>"]

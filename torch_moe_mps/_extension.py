@@ -23,7 +23,7 @@ SHADERS = PACKAGE / "shaders"
 
 
 def reinstall() -> str:
-    """A command that installs a library for the torch that is there."""
+    """Command that installs a library for the installed torch."""
     return f"`{install_command(None, '--force-reinstall', '--no-deps')}`"
 
 

@@ -1,5 +1,4 @@
-"""Faults of a device: waits that see whether the GPU has finished, which those of torch do not ask, and
-memory that has run out."""
+"""Device errors: synchronization that checks for GPU faults, and out-of-memory errors."""
 
 import re
 from collections.abc import Iterator
@@ -10,14 +9,14 @@ from torch import Tensor
 
 from ._extension import host_library
 
-_FAILED_WORK = "command buffer execution failed"  # torch's words
+_FAILED_WORK = "command buffer execution failed"  # text of torch's error
 _NO_MEMORY = re.compile(
     "out of memory|allocate memory|not enough memory|insufficient memory|invalid buffer size", re.I
 )
 
 
 def raise_fault() -> None:
-    """Waits until the GPU has ended what the current stream gave it.
+    """Waits for the GPU to finish the current stream's work.
 
     Raises: torch.AcceleratorError if the GPU has failed, once for each time.
     """
@@ -26,21 +25,21 @@ def raise_fault() -> None:
 
 
 def gpu_busy() -> float:
-    """Seconds that the GPU has worked for this process so far, by its own clock; 0 without mps.
+    """Seconds of GPU time of this process so far, by the GPU's clock; 0 without mps.
 
-    Counts the command buffers that have operators of this package, once Metal has told of their end: it has
-    of all behind `synchronize`.
+    Counts finished command buffers that contain operators of this package; all are finished after
+    `synchronize`.
     """
     return 0.0 if host_library() is None else float(torch.ops.moe_mps._gpu_busy())
 
 
 class Mark:
-    """The command buffer that mps encodes into now: `wait` waits for it and for no later one.
+    """A mark at the current MPS command buffer: `wait` waits for it, but not for later ones.
 
-    Other devices are synchronised; the CPU has nothing to wait for.
+    Other devices are synchronised; on a CPU nothing is waited for.
 
     Args:
-        commits: gives the buffer to the GPU.
+        commits: commits the command buffer.
     """
 
     def __init__(self, device: torch.device, commits: bool = False):
@@ -61,8 +60,8 @@ class Mark:
 def host_copy(tensor: Tensor) -> Tensor:
     """A copy on the CPU, complete once the host has waited for a `Mark` of its buffer or of a later one.
 
-    mps is asked for strides that equal those of the copy: for others, also along a dimension of size 1, torch
-    copies to a temporary on the CPU and reads that before the GPU has written it.
+    The copy has the strides of the source: for any others, also along a dimension of size 1, torch copies to
+    a temporary on the CPU and reads it before the GPU has written it.
     """
     if tensor.device.type == "cpu":
         return tensor
@@ -73,11 +72,11 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 
 def fault_of(error: BaseException) -> torch.AcceleratorError | None:
-    """The fault of the GPU that an error of torch's tells; None for any other error.
+    """GPU fault that an error of torch reports; None for any other error.
 
-    Whoever handles an error calls this. What waits first tells of a fault: this package, or from 2.15 on
-    torch, as torch.OutOfMemoryError where the GPU's memory did not hold the work. The other one's error would
-    end the next request.
+    Every error handler calls this. A fault is reported by the first synchronization, of this package or, from
+    2.15 on, of torch, there as torch.OutOfMemoryError if the GPU ran out of memory. It must not end the next
+    request, too.
     """
     if not isinstance(error, torch.AcceleratorError) and _FAILED_WORK not in str(error):
         return None
@@ -89,7 +88,7 @@ def fault_of(error: BaseException) -> torch.AcceleratorError | None:
 
 
 def fault_behind(error: BaseException) -> torch.AcceleratorError | None:
-    """The fault whose wrong results an error follows from, or that it tells. Waits for the GPU."""
+    """GPU fault that an error reports or follows from, or None. Waits for the GPU."""
     fault = fault_of(error)
     if fault is None and host_library() is not None:
         try:
@@ -104,13 +103,13 @@ def _is_watched(device: torch.device) -> bool:
 
 
 def synchronize(device: torch.device | str = "mps") -> None:
-    """Wait for all that a device computes, as torch.mps.synchronize does, and see whether it did.
+    """Waits for a device like torch.mps.synchronize, and raises if the GPU has failed.
 
-    A loop around a model's own forward calls it before its results are used. `generate` of an accelerated
-    model and the commands end with it, and operators raise the same error where it is known earlier.
+    Loops around a model's forward call it before they use results. `generate` of an accelerated model and the
+    commands end with it; operators raise the same error if it is known earlier.
 
     Args:
-        device: of the model; on others than mps nothing is waited for.
+        device: of the model; does nothing on other devices than mps.
 
     Raises: torch.AcceleratorError, a RuntimeError, if the GPU has failed: what was computed before is lost.
     """
@@ -126,7 +125,7 @@ def synchronize(device: torch.device | str = "mps") -> None:
 
 @contextmanager
 def synchronized(device: torch.device | str) -> Iterator[None]:
-    """The block's work on a device, waited for when it ends.
+    """Context that synchronizes the device at its end.
 
     Raises: torch.AcceleratorError as `synchronize`, in the place of errors that follow from wrong results.
     """
@@ -142,9 +141,9 @@ def synchronized(device: torch.device | str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that an allocation has failed, as torch's on any device do.
+    """True for an out-of-memory error of torch on any device.
 
-    A fault of the GPU is none, whatever it says: what was computed before is lost with it.
+    A GPU fault does not count, because earlier results are lost with it.
     """
     if isinstance(error, torch.AcceleratorError) or _FAILED_WORK in str(error):
         return False

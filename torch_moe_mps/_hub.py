@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def named_on_the_hub(name: str, what: str = "a model") -> Iterator[None]:
-    """Raises: ValueError for a string that cannot be a name there."""
+    """Checks the syntax of a Hub name. Raises: ValueError."""
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
@@ -19,11 +19,11 @@ def named_on_the_hub(name: str, what: str = "a model") -> Iterator[None]:
 def folder_in_the_cache(
     name: str, files: Sequence[str], without: Sequence[str] = (), what: str = "a model", **where: Any
 ) -> str:
-    """The folder of a name in the Hub's cache, with the files of some patterns, downloaded if needed.
+    """Folder of a Hub repository in the local cache; files that match patterns are downloaded if needed.
 
     Args:
-        without: patterns of files that are left out.
-        what: has the name, in the words of an error.
+        without: patterns of excluded files.
+        what: noun for errors, such as "model".
         where: revision and other arguments of snapshot_download.
 
     Raises: ValueError for an invalid name, and for one not in the cache where the Hub cannot be reached.

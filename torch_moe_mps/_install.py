@@ -15,8 +15,8 @@ _NAME = "torch-moe-mps"
 _FROM_SOURCES = "--no-build-isolation"
 
 
-def pip_install(*words: str) -> str:
-    """A shell command that calls the pip of this Python, whatever `pip` is in the shell."""
+def pip_install(*arguments: str) -> str:
+    """Shell command for this Python's pip, whatever `pip` is in the shell."""
     own = Path(sys.executable).parent
     found = shutil.which("pip")
     if found is not None and Path(found).parent == own:
@@ -25,11 +25,11 @@ def pip_install(*words: str) -> str:
         pip = f"{shlex.quote(sys.executable)} -m pip install"
     else:
         pip = f"uv pip install --python {shlex.quote(sys.executable)}"
-    return " ".join((pip, *map(shlex.quote, words)))
+    return " ".join((pip, *map(shlex.quote, arguments)))
 
 
 def install_command(extra: str | None, *options: str) -> str:
-    """The command that installs this package anew, from where it came, with an extra."""
+    """Shell command that reinstalls this package from its source, with an extra."""
     more = "" if extra is None else f"[{extra}]"
     source, how = _source()
     if "://" in source:
@@ -38,12 +38,12 @@ def install_command(extra: str | None, *options: str) -> str:
 
 
 def is_from_index() -> bool:
-    """Whether anybody can install this package by its name, as here."""
+    """True if this package was installed from a package index."""
     return _source()[0] == _NAME
 
 
 def _source() -> tuple[str, tuple[str, ...]]:
-    """The requirement that this package was installed by, and the options that it needs."""
+    """(requirement that this package was installed by, pip options that it needs)."""
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / "pyproject.toml").is_file():  # the package runs where it is edited
         return str(checkout), (_FROM_SOURCES, "-e")

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal or in a notebook, elsewhere a line at start and end."""
+"""Progress display: a bar on a terminal or in a notebook, elsewhere a line at start and end."""
 
 import sys
 import time
@@ -11,15 +11,15 @@ Item = TypeVar("Item")
 
 
 class Progress:
-    """Context in which `update()` counts one piece of work.
+    """Context with a progress bar; `update()` counts one unit of work.
 
     Without tqdm, lines take the place of the bar. `TQDM_DISABLE=1` shows neither.
 
     Args:
-        what: is done, such as "Converting".
-        total: pieces of work.
-        unit: of a piece, in the singular.
-        begun: pieces that were done before.
+        what: label, such as "Converting".
+        total: number of units.
+        unit: name of a unit, in the singular.
+        begun: units done before.
         wanted: False shows nothing.
     """
 
@@ -63,7 +63,7 @@ class Progress:
 def with_progress(
     items: Sequence[Item], what: str, unit: str, begun: int = 0, wanted: bool = True
 ) -> Iterator[Item]:
-    """The items, with their progress. Arguments as for `Progress`; `items` are the ones still to do."""
+    """Yields the remaining items with a progress bar. Other arguments as for `Progress`."""
     with Progress(what, begun + len(items), unit, begun, wanted) as shown:
         for item in items:
             yield item

@@ -1,4 +1,4 @@
-"""Parts of a picture in SVG, whose lines and letters are grey enough for a light and a dark page."""
+"""SVG elements, in greys that are legible on light and dark pages."""
 
 from collections.abc import Iterable
 from html import escape
@@ -6,9 +6,11 @@ from html import escape
 GREY = "#808890"
 
 
-def text(x: float, y: float, words: object, anchor: str = "start", size: int = 12, colour: str = GREY) -> str:
+def text(
+    x: float, y: float, content: object, anchor: str = "start", size: int = 12, colour: str = GREY
+) -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}"'
-    return f"<text {place}>{escape(str(words))}</text>"
+    return f"<text {place}>{escape(str(content))}</text>"
 
 
 def line(x1: float, y1: float, x2: float, y2: float, width: float = 1, opacity: float = 1) -> str:
@@ -22,7 +24,7 @@ def box(x: float, y: float, width: float, height: float, colour: str, opacity: f
 
 
 def dot(x: float, y: float, radius: float, colour: str, title: str) -> str:
-    """A disc that shows a title where a browser's pointer rests on it."""
+    """Disc with a tooltip."""
     place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" fill="{colour}"'
     return f"<circle {place}><title>{escape(title)}</title></circle>"
 

@@ -1,4 +1,4 @@
-"""Names of models and lines of errors, for what may not wait for torch."""
+"""Model names and error lines, without importing torch."""
 
 from itertools import islice
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def split_gguf(name: str) -> tuple[str, str | None]:
-    """The folder, or name on the Hub, and the GGUF file in it, of FILE.gguf or NAME:FILE.gguf; else None."""
+    """(folder or Hub name, GGUF file) of FILE.gguf or NAME:FILE.gguf; None for other names."""
     if not name.endswith(".gguf"):
         return name, None
     folder, _, file = ("", "", name) if Path(name).exists() else name.partition(":")
@@ -19,7 +19,7 @@ _SHOWN = 80  # characters of a value in an error
 
 
 def shown(value: object) -> str:
-    """A value in an error, cut where it is long; the cut part is not formatted."""
+    """Value for an error message, truncated if long, without formatting the rest."""
     text = repr(_beginning(value))
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
@@ -35,11 +35,11 @@ def _beginning(value: Any) -> Any:
 
 
 def first_line(error: object) -> str:
-    """The first line of an error or a text that is not empty; "" where there is none."""
+    """First nonempty line of an error or text, or ""."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
 def one_of(values: tuple[object, ...]) -> str:
-    """The values as an error or a help says them: "32, 64 or 128"."""
+    """Values as text for errors and help, such as "32, 64 or 128"."""
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last

@@ -26,7 +26,7 @@ def minor(version: str) -> str:
 
 
 def too_old(transformers: str) -> str | None:
-    """Why models of this transformers cannot be run, if they cannot: expected, and got."""
+    """(expected, got) if this transformers is too old, or None."""
     is_older = [*map(int, minor(transformers).split("."))] < [*map(int, TRANSFORMERS[0].split("."))]
     return f"transformers must be {TRANSFORMERS[0]} or newer, got {transformers}" if is_older else None
 
@@ -39,7 +39,7 @@ def untested(transformers: str) -> str | None:
 
 
 def refused(torch: str, macos: tuple[int, ...]) -> str | None:
-    """Why a minor version of torch cannot run models on the GPU of a Mac, if it cannot: expected, and got."""
+    """(expected, got) if this version of torch cannot run models on a Mac's GPU, or None."""
     if (oldest := MACOS_OF_TORCH.get(torch, MACOS)) > macos:
         return f"macOS must be {dotted(oldest)} or newer with torch {torch}, got {dotted(macos)}"
     first, how = FAILS.get(torch, ((1 << 30,), ""))

@@ -1,4 +1,4 @@
-"""Formats of quantised weights, a row each: what their codes mean, and which shader template reads them.
+"""Table of the formats of quantised weights: the meaning of their codes, and their shader templates.
 
 This is the only list of formats. `ops/_formats.py` decodes by it, the options of commands are checked by it
 before torch is imported, and the host code gets its templates from it (`_extension.activate`).
@@ -10,11 +10,11 @@ before torch is imported, and the host code gets its templates from it (`_extens
     nvfp4   4            16           e2m1(q) * e4m3(scale)      uint8
 
 These are laid out as mlx.core.quantize does: groups of consecutive values along the input dimension; the
-codes of a row one after the other in 32-bit words, the first in the lowest bits, so that codes of 3, 5 and 6
-bits cross the ends of words. mxfp4 and mxfp8 are OCP microscaling formats.
+codes of a row packed into 32-bit integers, the first in the lowest bits, so that codes of 3, 5 and 6 bits
+cross their boundaries. mxfp4 and mxfp8 are OCP microscaling formats.
 
-All other rows are formats of GGUF. They have ggml's values in the same layout: codes q in words, and what
-ggml's blocks hold beside them in two tensors. d and m are float16, whose bits int16 tensors hold: casting a
+All other rows are formats of GGUF. They have ggml's values in the same layout: packed codes q, and the
+blocks' other fields in two tensors. d and m are float16, whose bits int16 tensors hold: casting a
 model to another dtype leaves them unchanged. `offset`, `step` and the NamedTuples below are of the row:
 
     scales                 value                                                     scales, biases
@@ -29,13 +29,13 @@ model to another dtype leaves them unchanged. `offset`, `step` and the NamedTupl
 a stream of bits in uint8, the lowest first, s before n. Every product is a float32, so that a value is
 rounded once, by the sum.
 
-Codebook formats have words for each 32 values: in eight bits each the numbers of points, which are the next 4
-or 8 values in the format's grid (shaders/matmul/grids.txt), and then the signs: the i-th of eight values, in
-the j-th eight, has bit 16 (i % 2) + 4 (i // 2) + j of the last word. x is s of each group, then the upper
-bits of each number, then flags that make 1/8 negative: one for all 32 values, or one for each point. With 2
-and 3 bits and less than 12 bits in `scales` for 32 values, the eighth sign is the one that makes the number
-of minus signs even, and the four bits in its place are the last of x. If that is all of x, d is in `scales`.
-The x of 256 values of iq1_m is in two parts: all but s for each 32 values, then their s.
+Codebook formats have 32-bit integers for each 32 values: in eight bits each the numbers of points, which are
+the next 4 or 8 values in the format's grid (shaders/matmul/grids.txt), and then the signs: the i-th of eight
+values, in the j-th eight, has bit 16 (i % 2) + 4 (i // 2) + j of the last one. x is s of each group, then the
+upper bits of each number, then flags that make 1/8 negative: one for all 32 values, or one for each point.
+With 2 and 3 bits and less than 12 bits in `scales` for 32 values, the eighth sign makes the number of minus
+signs even, and the four bits in its place are the last of x. If that is all of x, d is in `scales`. The x of
+256 values of iq1_m is in two parts: all but s for each 32 values, then their s.
 """
 
 from dataclasses import dataclass

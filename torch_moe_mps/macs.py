@@ -16,7 +16,7 @@ MEMORIES = (16, 18, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)  # GiB of memory
 # GB/s, the width of the memory's bus times its rate. Apple's specifications round it ("800GB/s").
 # Sources: support.apple.com/specs of the MacBook Pro, Mac mini, Mac Studio and iMac with each chip; for M5
 # apple.com/newsroom of October 2025, for the M5 Pro and Max of March 2026. The M5 Ultra has two M5 Max; the
-# M6 has the faster of its two memories here, because bounds are computed from it.
+# M6 has its faster memory option here, because bounds are computed from it.
 # Where two GPUs of one chip have different memory, the number of GPU cores tells them apart.
 BANDWIDTHS = {
     "M1": 68.3,
@@ -46,7 +46,7 @@ BANDWIDTHS = {
 
 
 def is_known(gpu: str) -> bool:
-    """Whether a GPU, by Metal's name, is older than this release. One that is no Mac's counts so."""
+    """True if a GPU, by Metal's name, is older than this release, or is not a Mac's."""
     chips = {name.partition(" (")[0] for name in BANDWIDTHS}
     return not gpu.startswith("Apple M") or gpu.removeprefix("Apple ") in chips
 
@@ -61,7 +61,7 @@ class Mac(NamedTuple):
 
 
 def wired_limit(gib: int) -> int:
-    """How many bytes of a Mac's memory the GPU may use, unless the user or a newer macOS allows more.
+    """Default limit in bytes of the memory that the GPU may use.
 
     Metal's recommendedMaxWorkingSetSize, as llama.cpp prints it: 10,922.67 MiB of 16 GiB, 21,845.34 of 32
     (two thirds: its issues #2048 and PR #2011); 27,648 of 36 and 73,728 of 96 (three quarters: issue #3213).
@@ -70,7 +70,7 @@ def wired_limit(gib: int) -> int:
 
 
 def this_mac() -> Mac:
-    """Raises: ValueError where this is no Mac with Apple silicon."""
+    """Facts about this Mac. Raises: ValueError without Apple silicon."""
     if not (brand := said("sysctl", "-n", "machdep.cpu.brand_string")).startswith("Apple M"):
         raise ValueError("--mac is for a Mac with Apple silicon; this machine is not one")
     memory = int(said("sysctl", "-n", "hw.memsize"))
@@ -88,13 +88,13 @@ def this_mac() -> Mac:
 
 
 def machine_memory() -> int:
-    """Bytes of memory that this machine has."""
+    """Bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @functools.cache
 def macos() -> tuple[int, ...] | None:
-    """The version of macOS; None elsewhere. Python may be told an older one, depending on its build."""
+    """Version of macOS, or None elsewhere. Some builds of Python report an older one."""
     text = said("sw_vers", "-productVersion")
     if not text.replace(".", "").isdecimal():
         return None
@@ -103,13 +103,13 @@ def macos() -> tuple[int, ...] | None:
 
 
 def refusal() -> str | None:
-    """Why this torch cannot run models on the GPU of this Mac, in one line, if it cannot."""
+    """Reason why this torch cannot run models on this Mac's GPU, in one line, or None."""
     system = macos()
     return None if system is None else refused(dotted(torch_version()), system)
 
 
 def said(*command: str) -> str:
-    """The output of a program of the system; empty where there is none, or it fails."""
+    """Output of a system program; empty if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):

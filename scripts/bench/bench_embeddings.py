@@ -36,13 +36,6 @@ kernels, and so do norms, with a bias or without, rotary embeddings, sliding win
 layer of BERT takes 12 dispatches. A head with one score stays dense. The report of `convert` and `accelerate`
 names what does.
 
-Where no product takes the sum, as in a dense model's captured token or where attention and MLP stand side by
-side, the sum and its LayerNorm are one dispatch (`fused_residual_layer_norm`): a layer of Phi takes 6
-in place of 7, one of dense StarCoder2 10 in place of 12. By itself a LayerNorm is one dispatch, as in torch,
-whose kernel takes weight and bias, too; ours reads rows at any distance and weights of another dtype. It is
-no part of the product behind it, as an RMSNorm of one token is: for one more kernel in every format that
-would save 2 of StarCoder2's 7 dispatches a layer, of 3 to 6 us in a token that reads 1.7 GB.
-
 Attention that sees all keys stays torch's, one dispatch. `scripts/macos/apple_model --encoders` counts our
 operator, which computes it (`lookahead`), beside MLX's kernel, whose tiles torch's has: for 512 tokens 1.2 to
 1.9 times as long, and where a quarter of the keys is padded, 0.9 to 1.3.

@@ -40,75 +40,54 @@ KEPT = paths.REPOSITORY / "docs" / "quality_moe.json"
 PAGE, PLOT = KEPT.with_suffix(".md"), KEPT.with_suffix(".svg")
 HEAD = """# Quality of recipes: a Mixture of Experts
 
-A model of Qwen3-MoE's classes, {weights:.0f} million weights in 8 layers of 32 experts, 4 of which read a
-token. All widths are multiples of 256; the embedding, which is the head, too, is a fifth of the weights.
-`scripts/bench/train_moe.py` trained it for {seconds:.0f} seconds on an {device}: {steps} steps,
-{tokens:.0f} million tokens of {distinct:.0f} million different ones, mostly Python. The largest sources are
-{sources};
-docs/quality_moe.json names all. The loss fell from {first} to {last}, and is {held} on held-out files. It is
-one small model from one seed; no Mac has measured anything here.
+One small model of Qwen3-MoE's classes: {weights:.0f} million weights, 8 layers of 32 experts, 4 for a token,
+all widths multiples of 256. The tied embedding is a fifth of the weights. `scripts/bench/train_moe.py`
+trained it on an {device}: {steps} steps on {tokens:.0f} million tokens, mostly Python
+([quality_moe.json](quality_moe.json) names the sources), to a loss of {held} on held-out files. It is one
+seed; no Mac has measured anything here.
 
-KL divergence from the dense model in nats a token, and how often the likeliest token is the same, over
-{count} tokens of each of three texts that it never read: a held-out file, whose near copies it did read
-(loss {losses[0]:.2f}), Python's manual ({losses[1]:.2f}), and Newton's Opticks ({losses[2]:.2f}: it knows no
-such text). Importance is of {calibration} tokens of other held-out files, which takes
-{importance_seconds} s there. MB are those of all weights, and of those that one token reads. The embedding
-has 6 bits, as `bits=4` gives it at its share of the weights, unless the name says otherwise. The recipes here
-have no bits for attention but those that they name (`linear_bits="same"`). "mixed" rows have the formats of
-mlx-lm's recipes: by MLX's rule they are bit for bit what mlx-lm writes. Files of llama.cpp are made by its
-`llama-quantize` from the same weights in bfloat16, with its `llama-imatrix` on the same tokens; "attention
-Q6_K" and the like are its `--tensor-type`. They are read by this package: packed, exact.
+The table has the KL divergence from the dense model in nats a token, over {count} tokens each of a held-out
+file, near copies of which it did read, of Python's manual and of Newton's Opticks
+(losses {losses[0]:.2f}, {losses[1]:.2f} and {losses[2]:.2f}).
+Importance is of {calibration} other tokens and takes {importance_seconds} s there.
+
+- The embedding has 6 bits unless the name says otherwise. Attention has the bits of the experts unless the
+  name says otherwise (`linear_bits="same"`).
+- "MB a token" are the weights that one token reads.
+- Files of llama.cpp are made from the same weights by its `llama-quantize`, with its `llama-imatrix` on the
+  same tokens, and are read packed, exact.
 
 ![KL divergence against megabytes, and against megabytes a token](quality_moe.svg)
 
-What it says, of the manual:
+Results, on the manual:
 
-- Attention, 4 % of the weights, makes more than half of the loss of 4 bits. Two bits more for it cost 1.6 %
-  of the bytes, and 4 % of those of a token. Values and outputs gain most; 8 bits win little over 6.
-- Importance takes a fifth of the loss of 4 bits, a sixth where attention has 6; it took three quarters of
-  the dense SmolLM2's ([quality.md](quality.md)). It stays a choice: it has to run the dense model. One
-  importance for all experts of a layer is about as good as one for each.
-- 3 bits with 4 for `down` and 6 for attention lose no more than 4 bits everywhere, in 9 % fewer bytes; 4
-  bits with 5 for `down` and 6 for attention lose less than 5 bits everywhere, in 8 % fewer.
-- One bit more for `down` alone wins a tenth for 5 % of the bytes: attention comes first.
-- **Superblocks lose less than groups of 64 in as many bytes**: `mode="q4_k"`, `"iq4_xs"` and the like, by
-  this package's search, have groups of 16 or 32 columns in the bytes of 64. With attention at 6 bits q4_k
-  loses 0.0049 in 81.6 MB and iq4_xs 0.0060 in 78.5, 4 bits 0.0067 in 81.6; q3_k 0.0168 in 68.2, 3 bits
-  0.0227 in 69.0; q3_k with iq4_xs for `down` 0.0107 in 71.7, 3 bits with 4 for `down` 0.0150 in 73.2; q5_k
-  0.0027 in 94.2, 5 bits 0.0032 in as many. Large weights of a superblock count more by importance, as they do
-  in llama.cpp.
-- Beside llama.cpp's files, with importance on both sides: alike at 3 bits (Q3_K_M 0.0102 in 72.9 MB, q3_k
-  with q4_k for `down` and q6_k for attention and embedding 0.0104 in as many), 7 to 11 % more at 4 (Q4_K_S
-  0.0046 in 82.4, q4_k with q6_k for attention and embedding 0.0049 in 81.8; IQ4_XS 0.0054 in 78.7, iq4_xs
-  0.0060 in 78.5), less at 5 (Q5_K_M 0.0035 in 96.0, q5_k with attention at 8 bits 0.0021 in 95.5). Which of
-  two is ahead by a tenth changes from one training to the next.
-  SmolLM2's 576 columns take no superblocks.
-- Tried, and not taken: four or five rounds of the search in place of two, or the root of importance, won at
-  most 3 % here. More starts of a scale, rows scaled to the length of what they stand for, and large weights
-  that count more without importance, or in groups of 64, lost on SmolLM2 in 3 bits.
+- **Attention first.** It is 4 % of the weights and makes more than half of the loss of 4 bits. Two more bits
+  for it cost 1.6 % of the bytes; 8 bits gain little over 6. One more bit for `down` gains a tenth for 5 %.
+- **Importance** takes a fifth of the loss of 4 bits, a sixth where attention has 6; for the dense SmolLM2 it
+  takes three quarters ([quality.md](quality.md)).
+- **Superblocks** (`mode="q4_k"`, `"iq4_xs"` and the like) lose 16 to 29 % less than groups of 64 in as many
+  bytes.
+- **Beside llama.cpp's files**, with importance on both sides: alike at 3 bits, 7 to 11 % more loss at 4, less
+  at 5. Which of two is ahead by a tenth changes from one training to the next.
 
-So `bits=4` is "4 bits, attention 6" of such a model by itself: linear layers beside experts have 6 bits where
-they are at most a tenth of the weights, and embedding and head where they are a tenth or more. Three recipes
-have a name in `convert` and `fit`, which says the bytes of a token. They have superblocks where all columns
-of experts are multiples of 256, and groups of 64 elsewhere, with `--to mlx`, and with `--group-size`:
+So `bits=4` gives linear layers beside experts 6 bits where they are at most a tenth of the weights, and
+embedding and head where they are a tenth or more. Three recipes have a name in `convert` and `fit`. They use
+superblocks where all columns of experts are multiples of 256, and groups of 64 elsewhere, with `--to mlx` and
+with `--group-size`:
 
-| `--recipe` | here | elsewhere | for |
+| `--recipe` | superblocks | groups of 64 | for |
 |---|---|---|---|
 | `small` | q3_k, down iq4_xs | 3 bits, down 4 | less loss than 4 bits everywhere, a tenth fewer bytes |
 | `fast` | iq4_xs | 4 bits | the fewest bytes a token: of Qwen3-30B-A3B 1.63 GB, 1.96 with `bits=4` |
 | `best` | iq4_xs, down q5_k | 4 bits, down 5 | less loss than 5 bits everywhere, a tenth fewer bytes |
 
-`small` and `best` have 6 bits for attention and embedding, as `bits=4` has; `fast` has one format for all.
+`small` and `best` have 6 bits for attention and embedding; `fast` has one format for all.
 
-Written by
+`scripts/bench/bench_experts.py` says how it was measured; docs/quality_moe.json has all {recipes} rows. Rows
+are with importance unless they say otherwise:
 
-    python scripts/bench/train_moe.py texts build/moe
-    python scripts/bench/train_moe.py train build/moe
-    python scripts/bench/bench_experts.py measure build/moe --device cuda --llama-cpp build/bin
-    python scripts/bench/bench_experts.py write
-
-| recipe | MB | MB a token | held-out: KL | equal top | manual: KL | equal top | Opticks: KL | equal top |
-|---|---:|---:|---:|---:|---:|---:|---:|---:|
+| recipe | MB | MB a token | held-out | manual | equal top | Opticks |
+|---|---:|---:|---:|---:|---:|---:|
 """
 
 
@@ -356,35 +335,35 @@ def loss(ids: Tensor, logs: list[Tensor]) -> float:
 
 
 def page(kept: dict[str, Any]) -> str:
-    training, text = kept["training"], kept["text"]
-    curve = training["curve"]
+    """The text, and rows of the recipes that the plot names, and of two by MLX's rule."""
+    training = kept["training"]
     head = HEAD.format(
         weights=training["weights"] / 1e6,
-        seconds=training["seconds"],
         device=training["device"],
         steps=training["steps"],
         tokens=training["tokens"] / 1e6,
-        distinct=text["tokens"]["train"] / 1e6,
-        sources=", ".join(list(text["sources"])[:5]),
-        first=curve[0][1],
-        last=curve[-1][1],
         held=training["held_loss"],
         count=kept["tokens"],
         losses=kept["losses"],
         calibration=kept["calibration"],
         importance_seconds=kept["importance_seconds"],
+        recipes=len(kept["rows"]),
     )
     dense = kept["dense"]
-    lines = [f"| dense, bfloat16 | {dense['bytes'] / 1e6:.1f} | {dense['token'] / 1e6:.1f} |" + " |" * 6]
+    lines = [f"| dense, bfloat16 | {dense['bytes'] / 1e6:.1f} | {dense['token'] / 1e6:.1f} |" + " |" * 4]
     for row in kept["rows"]:
-        sizes = f"{row['bytes'] / 1e6:.1f} | {row['token'] / 1e6:.1f}"
-        cells = [f"{kl:.4f} | {100 * alike:.1f} %" for kl, alike in row["texts"]]
-        lines.append(" | ".join([f"| {row['recipe']}: {row['way']}", sizes, *cells]) + " |")
+        name, way = row["recipe"], row["way"]
+        if (way == EACH and name in NAMED) or (way == MLX and name in ("4 bits", "4 bits, attention 6")):
+            (held, _), (manual, alike), (prose, _) = row["texts"]
+            sizes = f"{row['bytes'] / 1e6:.1f} | {row['token'] / 1e6:.1f}"
+            shown = name if way == EACH else f"{name}: {way}"
+            losses = f"{held:.4f} | {manual:.4f} | {100 * alike:.1f} % | {prose:.4f}"
+            lines.append(f"| {shown} | {sizes} | {losses} |")
     return head + "\n".join(lines) + "\n"
 
 
 WIDTH, HEIGHT, EDGE = 520, 420, 50
-# Recipes with a name in the plot; the others are points.
+# Recipes with a row on the page and a name in the plot; the others are points.
 NAMED = ("3 bits", "4 bits", "5 bits", "6 bits", "4 bits, attention 6", "3 bits, attention 6, down 4")
 NAMED += ("4 bits, attention 6, down 5", "mixed_3_6 of mlx-lm", "mixed_4_6 of mlx-lm", "nvfp4, embedding 6")
 NAMED += ("q3_k, attention 6, down iq4_xs", "iq4_xs everywhere", "q4_k, attention 6", "q5_k, attention 6")

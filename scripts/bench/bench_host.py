@@ -119,7 +119,7 @@ class Same(Drafter):
     """Drafts that the token before comes again."""
 
     def draft(self, rows):
-        return [row.tokens[-1:] * row.most for row in rows]
+        return [row.tokens[-1:] * row.max_drafts for row in rows]
 
 
 class Tuned:

@@ -65,7 +65,7 @@ class Wrong(Drafter):
 
     def _of(self, row: Any) -> list[int]:
         done = len(row.tokens) - row.prompt
-        return [token ^ 1 for token in self._answer[done : done + row.most]]
+        return [token ^ 1 for token in self._answer[done : done + row.max_drafts]]
 
 
 class Timed(NamedTuple):
@@ -112,7 +112,7 @@ def row_of(model: Any, ids: torch.Tensor, plain: Timed, speculative: Any, option
 
 def looked_up(ids: list[int], answer: list[int]) -> list[list[int]]:
     """The drafts of look-up for what follows each token of an answer."""
-    row, source, found = Row([*ids], len(ids), most=MOST), Lookup(None), []
+    row, source, found = Row([*ids], len(ids), max_drafts=MOST), Lookup(None), []
     for token in answer:
         row.tokens.append(token)
         found += [list(source.draft([row])[0])]

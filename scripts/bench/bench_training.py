@@ -4,7 +4,7 @@
 Tiny random models in 4 bits, with an adapter of rank 4 on queries, outputs and experts, beside PEFT's own on
 dense models with the same values: gradients against float64, 20 steps of AdamW, the bytes that a step takes
 beside weights and adapter, and launches of the backward of a layer of experts, counted in the simulator (on
-Linux). The table of docs/finetuning.md is this one; it takes two minutes of a CPU.
+Linux). It takes two minutes of a CPU.
 """
 
 import copy

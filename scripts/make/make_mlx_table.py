@@ -1,19 +1,18 @@
-"""Writes the table of docs/mlx.md: which checkpoints of MLX are read, and which are written.
+"""Writes the list of docs/mlx.md: which checkpoints of MLX are read, and which are written.
 
-Every cell is found out: mlx-lm writes a tiny model of the architecture; its float32 logits are compared
+Every name is found out: mlx-lm writes a tiny model of the architecture; its float32 logits are compared
 with those of the model that is read here; then that model is written back, for mlx-lm to read.
 """
 
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 import paths
 import torch
 import transformers
 from support import mlx_models
-
-from torch_moe_mps.transformers.checkpoints.mlx.architectures import ARCHITECTURES
 
 DOCUMENT = paths.REPOSITORY / "docs" / "mlx.md"
 MARK = "<!-- scripts/make/make_mlx_table.py writes what follows -->\n"
@@ -22,21 +21,15 @@ FORMATS = {f"{bits} bit{'s' * (bits > 1)}": (bits, 32, "affine") for bits in (1,
 FORMATS |= {"mxfp4": (4, 32, "mxfp4"), "mxfp8": (8, 32, "mxfp8"), "nvfp4": (4, 16, "nvfp4")}
 
 
-def head() -> str:
-    names = ["architecture", "experts in MLX", *FORMATS, "written back"]
-    return f"| {' | '.join(names)} |\n|{'---|' * len(names)}\n"
-
-
-def row(architecture: str) -> str:
-    model = mlx_models.tiny(architecture)
-    cells = []
-    for format in FORMATS.values():
+def differences(architecture: str) -> list[str]:
+    """Formats whose logits differ, or that are not written back."""
+    model, found = mlx_models.tiny(architecture), []
+    for name, format in FORMATS.items():
         with tempfile.TemporaryDirectory() as folder:
             theirs, ours, back = mlx_models.both_ways(model, Path(folder), *format)
-            cells.append((same(theirs, ours), same(back, ours)))
-    back = "yes" if all(result == "yes" for _, result in cells) else "no"
-    experts = ARCHITECTURES[type(model.config.get_text_config()).model_type].experts
-    return f"| `{architecture}` | {experts} | {' | '.join(read for read, _ in cells)} | {back} |\n"
+            results = (("read", same(theirs, ours)), ("written back", same(back, ours)))
+            found += [f"{name} {way}: {result}" for way, result in results if result != "yes"]
+    return found
 
 
 def same(theirs: torch.Tensor, ours: torch.Tensor) -> str:
@@ -48,12 +41,18 @@ def same(theirs: torch.Tensor, ours: torch.Tensor) -> str:
 def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
-    rows = []
+    found = {}
     for architecture in sorted(mlx_models.ARCHITECTURES):
-        rows.append(row(architecture))
-        print(rows[-1], end="", file=sys.stderr)
+        found[architecture] = differences(architecture)
+        print(architecture, *found[architecture], file=sys.stderr)
     before = DOCUMENT.read_text().partition(MARK)[0]
-    DOCUMENT.write_text(before + MARK + head() + "".join(rows))
+    DOCUMENT.write_text(before + MARK + listed(found))
+
+
+def listed(found: dict[str, list[str]]) -> str:
+    names = ", ".join(f"`{name}`" for name, wrong in found.items() if not wrong)
+    others = (f"- `{name}`: {', '.join(wrong)}\n" for name, wrong in found.items() if wrong)
+    return textwrap.fill(f"{names}.", 110, break_long_words=False) + "\n" + "".join(others)
 
 
 if __name__ == "__main__":

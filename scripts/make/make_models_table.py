@@ -1,4 +1,4 @@
-"""Writes docs/models.md: what `accelerate` does for each architecture with experts, and for dense ones.
+"""Writes tests/pinned/models.txt: what `accelerate` does for each architecture, with experts and without.
 
 Nothing in the tables is written by hand: a tiny model of each architecture is built from its real config
 class and compared with its own eager code, and the cells are what the report says. Launches are counted in
@@ -11,11 +11,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
-import make_serving_table
-import paths
+import models_page
 import simulator
 import torch
 import transformers
@@ -45,76 +45,9 @@ from torch_moe_mps.transformers import experts_of
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.checkpoints.mlx.names import DENSE
 
-HEADER = """# Models
-
-This page has a row for each architecture of transformers {version} with what this package does:
-{architectures} Mixture-of-Experts architectures ({classes} classes with transformers' interface of
-experts), [dense models](#dense-models), and [all other causal models](#other-causal-models).
-[Serving](#serving) says which are batched, have a prefix cache and take draft tokens.
-`scripts/make/make_models_table.py` generates the tables from tiny models with random weights; tests check
-that they are current. Nothing here was measured on a Mac.
-
-- **Experts**: the operator, and its activation. "own activation" means `expert_mm`, the model's
-  activation and norm, `expert_mm`, `moe_weighted_reduce`.
-- **Router**: `moe_router` with its scoring, behind `router_logits` where the matmul is in float32; "own"
-  where the model's router runs unmodified. In a captured decode step the experts choose themselves.
-- **RoPE**: `rope`, where it applies the rotary embedding; in captured decode steps with the heads' norms.
-- **Dispatches**: kernels of a layer for one token with a cache, in bfloat16, for each type of layer in
-  the config's words: the model's own code with eager experts (2 for a token here) / accelerated in 4
-  bits, as captured. The first layer counts what all share (3 for a table of angles, 8 for unlimited_ocr's
-  mask). An operator of aten that is no view counts as one, an operator of this package as many as it
-  encodes. "-": the layers could not be found, or the model does not run in bfloat16 without us.
-- **Pipeline**: whether its layers can be spread over several Macs ([distributed.md](distributed.md)).
-- **Quantised**: whether the model in 4 bits gives the logits of a dense model with the same rounded
-  weights.
-- **Whole model**: logits (or hidden states) equal to the model's eager code in float32 within 1e-5.
-
-From the third token with the same call signature on, a decode step is one call
-([speed.md](speed.md#counts)), in all [these models](#tokens).
-
-| Architecture | Experts | Router | RoPE | Dispatches | Pipeline | Quantised | Whole model |
-|---|---|---|---|---|---|---|---|
-"""
-FOOTER = """
-{served} of {architectures} architectures run their experts on the operators, {routers} their router too.
-Routers left unchanged:
-
-{reasons}
-"""
-DENSE_HEADER = """
-## Dense models
-
-Models without experts are quantised, accelerated, converted and measured in the same way. The table has
-the architectures that were tried. Others work too where the form of their norms, linear layers and rotary
-embedding is known; everything else runs unmodified. The columns are the same, and:
-
-- **MLX**: whether a 4-bit checkpoint of mlx-lm is read with the same logits, and `convert --to mlx`
-  writes one that has them in mlx-lm; "-" where mlx-lm lacks the architecture or computes it differently.
-
-| Architecture | RoPE | MLX | Pipeline | Quantised | Whole model |
-|---|---|---|---|---|---|
-"""
-TOKENS = """
-## Tokens
-
-Of {count} architectures in the tables, {captured} have tokens that are captured. Continuous batching,
-where transformers can batch a model, runs module by module.{others}
-"""
-OTHERS = """
-## Other causal models
-
-The other {count} models of transformers' mapping of causal models, built tiny: dispatches of a layer as
-above, of layers that run several times together; whether the logits equal the model's own code within the
-bound above; and how `generate` decodes. {right} are right, {captured} with captured decode steps,
-{counted} with layers that are counted; the own code of the others raises an error for such a model.
-Without a cache, the dispatches of a token are the own code's for the whole text.
-
-| Architecture | Dispatches | Whole model | Tokens |
-|---|---|---|---|
-"""
-LAST = """
-Several Macs, as a pipeline: [distributed.md](distributed.md).
-"""
+EXPERTS = "Architecture | Experts | Router | RoPE | Dispatches | Pipeline | Quantised | Whole model"
+DENSE_MODELS = "Architecture | RoPE | MLX | Pipeline | Quantised | Whole model"
+OTHERS = "Architecture | Dispatches | Whole model | Tokens"
 TOLERANCE = 1e-5
 
 
@@ -239,36 +172,32 @@ def mlx(architecture: str, model) -> str:
     return verdict(max(errors).item())
 
 
-def header() -> str:
-    counts = {
-        "classes": tiny_models.count_experts_classes(),
-        "architectures": len(tiny_models.architectures()),
-    }
-    return HEADER.format(version=transformers.__version__, **counts)
-
-
-def table() -> str:
-    transformers.logging.set_verbosity_error()
-    rows = {architecture: row(architecture) for architecture in tiny_models.architectures()}
+def head() -> str:
+    """Versions, and how many classes have transformers' interface of experts."""
+    classes = tiny_models.count_experts_classes()
     return (
-        header()
-        + "\n".join(line for line, _ in rows.values())
-        + "\n"
-        + footer({a: r for a, (_, r) in rows.items()})
-        + DENSE_HEADER
-        + "".join(f"{dense_row(architecture)}\n" for architecture in tiny_models.DENSE_ARCHITECTURES)
-        + tokens()
-        + others([other_row(architecture) for architecture in tiny_models.other_causal()])
-        + LAST
+        f"transformers {transformers.__version__}, {classes} classes of experts, mlx-lm {version('mlx-lm')}"
     )
 
 
-def tokens() -> str:
+def found() -> dict[str, list[str]]:
+    """The sections of models_page.ROWS, but for serving."""
+    transformers.logging.set_verbosity_error()
+    of_experts = {architecture: row(architecture) for architecture in tiny_models.architectures()}
+    dense, others = tiny_models.DENSE_ARCHITECTURES, tiny_models.other_causal()
+    return {
+        "": [head()],
+        models_page.EXPERTS: [EXPERTS, *(line for line, _ in of_experts.values())],
+        models_page.ROUTERS: unchanged_routers({name: report for name, (_, report) in of_experts.items()}),
+        models_page.DENSE: [DENSE_MODELS, *map(dense_row, dense)],
+        models_page.TOKENS: uncaptured_tokens(),
+        models_page.OTHERS: [OTHERS, *map(other_row, others)],
+    }
+
+
+def uncaptured_tokens() -> list[str]:
     names = [*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES]
-    reasons = {name: reason for name in names if (reason := uncaptured(name)) is not None}
-    lines = "\n".join(f"- {name}: {reason}." for name, reason in reasons.items())
-    others = f" Tokens of the others run module by module:\n\n{lines}" if lines else ""
-    return TOKENS.format(count=len(names), captured=len(names) - len(reasons), others=others)
+    return [f"{name}: {reason}" for name in names if (reason := uncaptured(name)) is not None]
 
 
 def uncaptured(architecture: str) -> str | None:
@@ -298,13 +227,6 @@ def other_row(architecture: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def others(lines: list[str]) -> str:
-    cells = "| yes |", "| one call |", " / "
-    right, captured, counted = (sum(cell in line for line in lines) for cell in cells)
-    counts = {"count": len(lines), "right": right, "captured": captured, "counted": counted}
-    return OTHERS.format(**counts) + "".join(f"{line}\n" for line in lines)
-
-
 def tokens_of(model: nn.Module, accelerated: nn.Module) -> str:
     """How tokens of `generate` run."""
     error = error_in_generate(accelerated)
@@ -325,24 +247,14 @@ def error_in_generate(model: nn.Module) -> str | None:
     return None
 
 
-def footer(reports: dict) -> str:
-    served = sum(all(r.replaced_by for r in of_kind(report, "experts")) for report in reports.values())
-    own = {
-        architecture: unique(
-            [r.reason for r in of_kind(report, "router") if not r.replaced_by] or ["it is not a module"]
-        )
+def unchanged_routers(reports: dict) -> list[str]:
+    return [
+        f"- {architecture}: "
+        + unique([r.reason for r in of_kind(report, "router") if not r.replaced_by] or ["it is not a module"])
         for architecture, report in reports.items()
         if not any(r.replaced_by for r in of_kind(report, "router"))
-    }
-    reasons = "\n".join(f"- {architecture}: {reason}" for architecture, reason in own.items())
-    return FOOTER.format(
-        served=served, architectures=len(reports), routers=len(reports) - len(own), reasons=reasons
-    )
+    ]
 
 
 if __name__ == "__main__":
-    path = paths.REPOSITORY / "docs" / "models.md"
-    path.parent.mkdir(exist_ok=True)
-    _, mark, serving = path.read_text().partition(make_serving_table.MARK)
-    path.write_text(table() + mark + serving)
-    print(f"wrote {path.relative_to(paths.REPOSITORY)}")
+    models_page.write(found())

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/operators.md from the schemas and docstrings of the operators."""
+"""Writes the table of docs/operators.md from the schemas and docstrings of the operators."""
 
 import inspect
 import re
@@ -12,7 +12,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "operators.md"
 MARK = "<!-- scripts/make/make_operators_table.py writes what follows -->\n"
 HEAD = "| operator | computes | used by | stands for |\n| --- | --- | --- | --- |\n"
 USED_BY = DOCUMENT.parents[1] / "tests" / "pinned" / "used_by.txt"
-NAMED = 3  # architectures by name, of more
+NAMED = 3  # architectures by name; of more, their number
 
 
 def used_by() -> dict[str, list[str]]:
@@ -29,25 +29,20 @@ def row(name: str, users: list[str]) -> str:
     replaced = re.search(
         r"^In models (.*?)\.\n|^In models(' .*?)\.\n", document + "\n", re.DOTALL | re.MULTILINE
     )
-    more = f" and {len(users) - NAMED} more" if len(users) > NAMED else ""
-    users_text = (
-        ", ".join(users[:NAMED]) + more
-        if users
-        else " ".join((replaced[1] or replaced[2]).split())
-        if replaced
-        else "-"
-    )
+    users_text = "-"
+    if users:
+        users_text = ", ".join(users) if len(users) <= NAMED else f"{len(users)} architectures"
+    elif replaced:
+        users_text = " ".join((replaced[1] or f"in models{replaced[2]}").split())
     return f"| `{name}` | {summary} | {users_text} | {named or '-'} |\n"
 
 
 def document() -> str:
-    """The text that docs/operators.md should have: its introduction, then a table for each family."""
+    """The text that docs/operators.md should have: its introduction, then a row for each operator."""
     users = used_by()
-    text = DOCUMENT.read_text().partition(MARK)[0] + MARK
-    for family, module in sorted(ops.FAMILIES.items()):
-        members = [name for name in ops.PUBLIC if name in module.CALLS]
-        if members:
-            text += f"\n## {family}\n\n{HEAD}{''.join(row(name, users[name]) for name in members)}"
+    text = DOCUMENT.read_text().partition(MARK)[0] + MARK + HEAD
+    for _, module in sorted(ops.FAMILIES.items()):
+        text += "".join(row(name, users[name]) for name in ops.PUBLIC if name in module.CALLS)
     return text
 
 

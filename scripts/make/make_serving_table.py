@@ -1,4 +1,4 @@
-"""Writes the last table of docs/models.md: what each architecture can do when it is served.
+"""Writes the rows of serving in tests/pinned/models.txt: what each architecture can do when it is served.
 
 Nothing is written by hand: tiny models with random weights answer prompts, and their calls are counted.
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import paths
+import models_page
 import torch
 import transformers
 from support import tiny_models
@@ -21,34 +21,7 @@ import torch_moe_mps
 from torch_moe_mps.serving.engine.memory import MOST_ROWS
 from torch_moe_mps.serving.speculative.drafter import Drafter
 
-DOCUMENT = paths.REPOSITORY / "docs" / "models.md"
-MARK = "<!-- scripts/make/make_serving_table.py writes what follows -->\n"
-HEAD = """
-## Serving
-
-What `chat`, `serve` and `generate_batch` do with each architecture, found out with tiny models:
-
-- **mlx-lm**: whether mlx-lm {mlx_lm} has the architecture. It lacks {missing} of the {experts} with experts.
-- **Batched**: whether several sequences share a step (continuous batching). The others run sequentially.
-- **Prefix cache**: whether a prompt that begins like an earlier one computes its new tokens alone.
-- **Speculative**: whether draft tokens are verified together, so that one step may give several tokens.
-
-"-" stands for a model that does not generate text from tokens alone.
-
-Compressed and indexed attention of four architectures counts from a sequence's first token: it runs
-once for each sequence of a step, and everything else once for all. Launches of a token, of tiny models
-of two layers (`tests/transformers/models/test_launches.py`):
-
-| Architecture | One sequence | Four in a step | Four steps alone |
-|---|---|---|---|
-| deepseek_v4 | 45 | 117 | 180 |
-| glm5_next | 36 | 78 | 144 |
-| minimax_m3_vl | 21 | 38 | 84 |
-| qwen4_exp | 52 | 101 | 208 |
-
-| Architecture | Experts | mlx-lm | Batched | Prefix cache | Speculative |
-|---|---|---|---|---|---|
-"""
+HEAD = "Architecture | Experts | mlx-lm | Batched | Prefix cache | Speculative"
 NEW = 6  # tokens of an answer
 
 
@@ -88,7 +61,7 @@ class Known(Drafter):
         self.tokens = tokens
 
     def draft(self, rows: Any) -> list[list[int]]:
-        return [self.tokens[len(row.tokens) :][: row.most] for row in rows]
+        return [self.tokens[len(row.tokens) :][: row.max_drafts] for row in rows]
 
 
 def abilities(architecture: str) -> list[str]:
@@ -130,24 +103,11 @@ def row(architecture: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def head() -> str:
-    from importlib.metadata import version
-
-    counts = {"missing": len(missing_in_mlx_lm()), "experts": len(tiny_models.architectures())}
-    return HEAD.format(mlx_lm=version("mlx-lm"), **counts)
-
-
-def section() -> str:
-    names = sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES})
-    return head() + "".join(f"{row(name)}\n" for name in names)
-
-
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     logging.disable()
     if sys.argv[1:]:
         print("\n".join(map(row, sys.argv[1:])))
     else:
-        before = DOCUMENT.read_text().partition(MARK)[0]
-        DOCUMENT.write_text(before + MARK + section())
-        print(f"wrote {DOCUMENT.relative_to(paths.REPOSITORY)}")
+        names = sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES})
+        models_page.write({models_page.SERVING: [HEAD, *map(row, names)]})

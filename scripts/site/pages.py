@@ -4,13 +4,17 @@ import inspect
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from torch_moe_mps import ops
+import torch_moe_mps
+from torch_moe_mps import ops, pipeline
+from torch_moe_mps.transformers.caches.cache import QuantizedCache
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = ROOT / "build" / "reference" / "moe_mps_operators.py"
+FUNCTIONS = MODULE.with_name("moe_mps_functions.py")
 
 
 def first_page() -> str:
@@ -30,6 +34,38 @@ def reference() -> str:
     return "".join(parts)
 
 
+def public() -> dict[str, Any]:
+    """{name: function or class} for programs."""
+    names = sorted(set(torch_moe_mps.__all__) - {"ops"})
+    return {f"torch_moe_mps.{name}": getattr(torch_moe_mps, name) for name in names} | {
+        "torch_moe_mps.pipeline.from_pretrained": pipeline.from_pretrained,
+        "torch_moe_mps.transformers.caches.cache.QuantizedCache": QuantizedCache,
+    }
+
+
+def api() -> str:
+    """A heading for each function and class; mkdocstrings reads them from FUNCTIONS."""
+    parts = ["# The package in Python\n"]
+    for name in public():
+        parts.append(f"\n::: {FUNCTIONS.stem}.{short(name)}\n    options: {{heading: {name}}}\n")
+    return "".join(parts)
+
+
+def short(name: str) -> str:
+    return name.removeprefix("torch_moe_mps.").replace(".", "_")
+
+
+def write_functions() -> None:
+    """Functions with the signatures and docstrings of the public ones."""
+    parts = []
+    for name, value in public().items():
+        found = inspect.signature(value.__init__ if inspect.isclass(value) else value).parameters.values()
+        shown = [p.replace(annotation=p.empty) for p in found if p.name != "self"]
+        document = as_markdown(inspect.getdoc(value) or "")
+        parts.append(f"def {short(name)}{inspect.Signature(shown)}:\n    {document!r}\n\n")
+    FUNCTIONS.write_text("".join(parts))
+
+
 def write_module() -> None:
     """The stubs of the operators, with their docstrings as Markdown."""
     stub = runpy.run_path(str(ROOT / "scripts" / "make" / "make_operator_stubs.py"))["stub"]
@@ -45,7 +81,7 @@ def as_markdown(document: str) -> str:
     """A docstring whose arguments and results are lists."""
     lines, is_list = [], False
     for line in document.splitlines():
-        begins = re.match(r"(Args|Returns|Raises)\b(.*?):(.*)", line)
+        begins = re.match(r"(Args|Attributes|Returns|Raises)\b(.*?):(.*)", line)
         if begins:
             is_list = not begins[3]
             lines += ["", f"**{begins[1]}{begins[2]}:**{begins[3]}", ""]
@@ -60,11 +96,12 @@ def as_markdown(document: str) -> str:
 
 
 def on_startup(**_) -> None:
-    write_module()  # in front of mkdocstrings, which looks for its folder once
+    write_module()
+    write_functions()  # in front of mkdocstrings, which looks for its folder once
 
 
 def on_files(files: Files, config) -> Files:
-    for name, text in (("index.md", first_page()), ("reference.md", reference())):
+    for name, text in (("index.md", first_page()), ("reference.md", reference()), ("api.md", api())):
         files.append(File.generated(config, name, content=text))
     return files
 

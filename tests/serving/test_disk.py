@@ -363,7 +363,7 @@ def test_a_disk_that_gets_full_keeps_the_last_prompts(tmp_path, monkeypatch, cap
     monkeypatch.setattr(Files, "_write_file", write)
     answer(model, disk := Disk(tmp_path, MEMORY), second)
     files = [path.stat().st_size for path in tmp_path.glob("*/*")]
-    assert sum(files) == disk.files.nbytes <= disk.files.most <= room
+    assert sum(files) == disk.files.nbytes <= disk.files.max_bytes <= room
     again = Asked(turn(second, 5))
     answer(model, Disk(tmp_path, MEMORY), again)
     assert again.job.usage.disk_tokens == 75 and again.tokens == again.expected(model)

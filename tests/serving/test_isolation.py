@@ -258,7 +258,7 @@ CALLS = {
     "restore": (PrefixCache, "take_back", _of_prompt(_LONG - 8)),
     "prefill chunk": (Prefill, "compute", _of_prompt(_LONG)),
     "settings": (Sampler, "__init__", lambda self, model, job: job.inputs["input_ids"].numel() == _LONG),
-    "sample": (Sampler, "processed", lambda self, logits: self.most == 5),
+    "sample": (Sampler, "processed", lambda self, logits: self.max_tokens == 5),
     "admit": (batched.BatchedCache, "admit", lambda self, cache, tokens, moved: tokens == _LONG),
     "copy out of the batch": (batched.BatchedCache, "alone", lambda self, row: self.lengths[row] > _LONG),
     "keep": (PrefixCache, "put", lambda self, kept: len(kept.ids) > _LONG),

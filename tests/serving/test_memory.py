@@ -155,7 +155,7 @@ def test_a_prompt_that_is_kept_looks_at_no_other_ones_tensors(tmp_path, monkeypa
         del counts[:]
         prompts.put(made[-1])
         assert counts == [2, 2]  # keys and values, in memory and for the disk
-        assert prompts.kept == made[-9:] and prompts.octets == sum(map(octets_of, prompts.kept))
+        assert prompts.kept == made[-9:] and prompts.nbytes == sum(map(octets_of, prompts.kept))
     prompts.shrink(3 * octets_of(made[0]))
     assert prompts.kept == made[-3:]
     prompts.write(small())

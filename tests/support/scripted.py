@@ -53,7 +53,7 @@ class Scripted:
         jobs, prompts: what was asked for.
     """
 
-    most, death, disk, memory = 1, None, None, None
+    max_sequences, death, disk, memory = 1, None, None, None
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer

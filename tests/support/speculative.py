@@ -31,7 +31,7 @@ class Partly(Drafter):
     def _of(self, row):
         done = len(row.tokens) - row.prompt
         answer = self.known[tuple(row.tokens[: row.prompt])][done:] + [7] * 8
-        count = self.chance.randint(min(1, row.most), row.most)
+        count = self.chance.randint(min(1, row.max_drafts), row.max_drafts)
         return [token if self.chance.random() < self.right else 5 for token in answer[:count]]
 
 

@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command; `launch` has what is behind -- in options.arguments."""
+    """Parsed options of a command; arguments after -- of the agent command are in options.arguments."""
     own, behind = [*arguments], list[str]()
     if own[:1] == ["launch"] and "--" in own:
         place = own.index("--")

@@ -17,9 +17,9 @@ class KVCache:
     """Bytes of a model's cache for one sequence.
 
     Args:
-        states: bytes that do not depend on the context.
-        rates: {window: bytes for each token} of its layers; the window, in tokens, is None for all tokens.
-        beside: bytes, at most, by which drafts are taken back from states.
+        states: bytes independent of the context, such as recurrent states.
+        rates: {window in tokens, or None: bytes per token} of its layers.
+        beside: maximum bytes for undoing rejected draft tokens in recurrent states.
     """
 
     def __init__(self, states: int, rates: dict[int | None, int], beside: int = 0):

@@ -197,7 +197,7 @@ def check_large(dtype: torch.dtype, format: Format, report: dict[str, Any]) -> l
 
 
 def _entry(finding: Finding) -> dict[str, Any]:
-    """Entry of a report, where infinite is a word: JSON has no number for it."""
+    """Entry of a report, with infinity as text, since JSON has no number for it."""
     entry = asdict(finding)
     if finding.error is not None and not math.isfinite(finding.error):
         entry["error"] = str(finding.error)

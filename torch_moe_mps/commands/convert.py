@@ -177,7 +177,7 @@ def _size_of_files(folder: Path) -> str:
 
 
 def _check_space(destination: Path, size: int) -> None:
-    """Raises: ValueError without disk space for the new files, the largest of which is there twice."""
+    """Raises: ValueError without disk space for the new files; the largest is written twice."""
     parent = next(folder for folder in destination.absolute().parents if folder.exists())
     needed, free = size + min(size, LARGEST), shutil.disk_usage(parent).free
     begun = unfinished(destination)
@@ -270,7 +270,7 @@ def _convert(
 
 
 def _note_mtp(file: Path, packed: dict[str, str]) -> None:
-    """Adds the formats of MTP layers to the quantisation of a config, where it has one."""
+    """Adds the formats of MTP layers to the quantisation of a config, if any."""
     config = json.loads(file.read_text())
     for name in {"quantization", "quantization_config"} & config.keys():
         config[name][MTP] = packed

@@ -39,9 +39,9 @@ def check_options(options: argparse.Namespace) -> None:
 
 @contextmanager
 def importing_torch(command: str) -> Iterator[None]:
-    """Block that imports torch, with a line on stderr unless it is imported already.
+    """Context that imports torch, with a line on stderr unless it is imported already.
 
-    Python would search for garbage meanwhile, of which there is none, for a quarter of the time.
+    Garbage collection is disabled meanwhile; it would take a quarter of the time and find nothing.
     """
     if "torch" in sys.modules:
         yield

@@ -145,7 +145,7 @@ def _is_gguf(options: argparse.Namespace) -> bool:
 def _examples(
     options: argparse.Namespace, tokenizer: Any, longest: int
 ) -> tuple[list[Example], list[Example]]:
-    """Examples to train on, and those that are held out."""
+    """(training examples, held-out examples)."""
     examples = read_examples(options.data, tokenizer, longest)
     count = options.held_out
     if count is None:

@@ -81,8 +81,8 @@ class Drafts(NamedTuple):
     """Memory of a drafter beside a model.
 
     Attributes:
-        what: name of what chat and serve load; "" where it takes no memory of its own.
-        cache: of the model and of what drafts; None where it is unknown.
+        what: name of the loaded drafter; "" if it needs no memory.
+        cache: KV cache of the model and the drafter; None if unknown.
     """
 
     what: str

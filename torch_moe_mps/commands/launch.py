@@ -120,9 +120,9 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _server(options: argparse.Namespace, key: str | None) -> Iterator[Server]:
-    """The server that answers at --port, or one that runs inside the block.
+    """Context with the server at --port, which is started if none answers.
 
-    Raises: ValueError where none answers and no model is named, and where the new one ends.
+    Raises: ValueError if none answers and no model is named, or if the new server exits.
     """
     running = _answering(options.port, key)
     if running is not None and options.model in (None, running.model):
@@ -212,7 +212,7 @@ def _free_port() -> int:
 
 @contextmanager
 def _ctrl_c_is_the_agents() -> Iterator[None]:
-    """Block in which Ctrl-C is ignored here: the agent in the same terminal gets it."""
+    """Context in which this process ignores Ctrl-C, which the agent in the same terminal handles."""
     before = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         yield

@@ -155,7 +155,7 @@ class Means:
     divergence_error: float = 0.0
 
     def figures(self) -> tuple[str, str, str]:
-        """Perplexity, divergence and agreement, as they are shown."""
+        """Formatted perplexity, divergence and agreement."""
         own = _exp(self.loss)
         divergence = f"{self.divergence:.5f} ± {self.divergence_error:.5f}"
         return f"{own:.4f} ± {own * self.loss_error:.4f}", divergence, f"{100 * self.agreement:.2f} %"

@@ -54,7 +54,7 @@ def look_for_models(options: argparse.Namespace) -> None:
 
 
 def utf8_text(option: str, file: str | Path) -> str:
-    """The text of a file that an option names. Raises: ValueError for one that is not in UTF-8."""
+    """Text of the file of an option. Raises: ValueError if it is not UTF-8."""
     try:
         return Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

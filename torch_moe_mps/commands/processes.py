@@ -51,7 +51,7 @@ def check_processes(options: argparse.Namespace) -> None:
 
 @contextmanager
 def first_process_talks() -> Iterator[None]:
-    """Block in which other processes print only errors, and end with the first one."""
+    """Context in which processes other than the first print only errors, and exit with it."""
     if is_first_process():
         try:
             yield
@@ -87,7 +87,7 @@ def load_spread(options: argparse.Namespace, folder: str, **asked: Any) -> Any:
 
 
 class Sizes(NamedTuple):
-    """Bytes of a model's weights, and of those that a token reads."""
+    """Bytes of a model's weights, and bytes read per token."""
 
     total: int
     a_token: int

@@ -46,7 +46,7 @@ def arguments_of(options: argparse.Namespace, model: "PreTrainedModel") -> dict[
 def arguments_of_recipe(
     recipe: str, model: "PreTrainedModel", *, for_mlx: bool = False, **asked: Any
 ) -> dict[str, Any]:
-    """The arguments of a recipe with a name, with what else is asked, or those in a file."""
+    """Quantisation arguments of a named recipe or a recipe file, with other options applied."""
     if recipe in NAMED:
         return _named(recipe, model, asked, for_mlx)
     if recipe not in MIXED:

@@ -88,12 +88,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def part(phase: str) -> str:
-    """The name by which --without leaves out a phase, and those that vary it."""
+    """Name by which --without excludes a phase and its variants."""
     return phase.partition(" ")[0]
 
 
 def phases(model: str | None) -> Iterator[Phase]:
-    """The phases in their order; those that need a model only with one."""
+    """Phases in order; without a model, only those that need none."""
     command = ("-m", "torch_moe_mps")
     yield Phase("quick", (*command, "check", "--quick", "--json", "{json}"), 10)
     yield Phase("probe", (*command, "check", "--probe", "--json", "{json}"), 5)

@@ -33,9 +33,9 @@ def check_writable(option: str, file: str | None) -> None:
 
 @contextmanager
 def locked(folder: Path, name: object) -> Iterator[None]:
-    """Holds the lock of a folder; one that is missing is made, and removed again if it stays empty.
+    """Context that holds the lock of a folder, which is created if missing and removed if it stays empty.
 
-    Raises: ValueError where another process holds it, with the name of what that writes; OSError.
+    Raises: ValueError if another process holds the lock; OSError.
     """
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
@@ -56,7 +56,7 @@ def locked(folder: Path, name: object) -> Iterator[None]:
 
 
 def check_folder(option: str, folder: str) -> None:
-    """Raises: ValueError for a folder in which no file can be written, or that another process writes."""
+    """Raises: ValueError for a folder that is not writable, or that another process is writing."""
     _check_folder(option, Path(folder), folder)
 
 
@@ -68,7 +68,7 @@ def check_new_folder(option: str, folder: str) -> None:
 
 
 def unfinished(destination: Path) -> Path:
-    """The folder in which a new folder is written, before it gets its name."""
+    """Temporary folder, which is renamed when its content is complete."""
     return destination.parent / f".{destination.name}.unfinished"
 
 

@@ -58,7 +58,7 @@ def media_of(options: argparse.Namespace) -> Media:
 
 
 def key_of(options: argparse.Namespace) -> str | None:
-    """The key that requests need. Raises: ValueError for one that clients cannot send in a header."""
+    """API key of the server. Raises: ValueError for characters that no HTTP header can carry."""
     key = options.api_key or api_key()
     if key is not None and not (key.isascii() and key.isprintable()):
         name = "--api-key" if options.api_key else API_KEY
@@ -119,7 +119,7 @@ def _in_url(host: str) -> str:
 
 @contextlib.contextmanager
 def _log(level: str) -> Iterator[None]:
-    """Block in which lines of the server go to stderr."""
+    """Context in which the server's log goes to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("torch_moe_mps.serving")

@@ -135,7 +135,7 @@ def prompts_of(options: argparse.Namespace) -> PrefixCache:
 
 
 def disk_of(options: argparse.Namespace) -> Disk | None:
-    """The disk of the server's prefix cache, or None; a line says where it lies, or why there is none."""
+    """Disk tier of the server's prefix cache, or None; logs its folder, or why there is none."""
     if options.prompt_disk == 0:
         return None
     try:

@@ -40,9 +40,9 @@ def folder_of(source: str, revision: str | None = None, weights: bool = True) ->
 
 
 def small_files(folder: str) -> list[Path]:
-    """The files other than weights, as paths relative to the folder; a GGUF file has none.
+    """Paths of files other than weights, relative to the folder; none for a GGUF file.
 
-    Raises: ValueError for one that cannot be read.
+    Raises: ValueError for an unreadable file.
     """
     if Path(folder).is_file():
         return []

@@ -18,7 +18,7 @@ MAX_EXPERTS = 1024
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, as operators take it: "bfloat16"."""
+    """Name of a dtype as operators take it, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -27,7 +27,7 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps, whatever the order of dimensions."""
+    """True if the elements fill their memory without gaps, in any order of dimensions."""
     step = 1
     dimensions = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted((stride, size) for stride, size in dimensions if size != 1):
@@ -38,10 +38,10 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors without gaps share bytes.
+    """True if two dense tensors share memory.
 
-    Only addresses within one storage are compared. On mps an address is that of a buffer object, and two of
-    these objects are closer together than their buffers are long.
+    Only addresses within one storage are compared: on mps, addresses are those of buffer objects, which lie
+    closer together than their buffers are long.
     """
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False

@@ -1,12 +1,12 @@
-"""The declaration of an operator's tensors, in one line:
+"""Declarations of an operator's tensors, one line each:
 
     x[T, H] ids[T, K<=64]:id bias[E, N] gate[T]|[T, 1] residual[..., H]:x -> [T, K, N]:x
 
-A name in brackets is a size: the first tensor that has it says how much it is, and all others have to agree;
-`_` is any size, `T*K` a product, `...` any dimensions in front. `|` stands between alternative
-shapes. Behind the colon is the dtype: a word of DTYPES, another argument's name, or "any"; without one it is
-one of the three activation dtypes. After the arrow are the results, by shape and dtype, or the argument that
-they are like. A size of a result may also be an argument that is an integer.
+Names in brackets are symbolic sizes: the first tensor binds a size, and all others must agree. `_` is any
+size, `T*K` a product, `...` any leading dimensions, `|` separates alternative shapes. After the colon is the
+dtype: a key of DTYPES, another argument's name, or "any"; without one it is one of the three activation
+dtypes. After the arrow are the results, by shape and dtype or as the name of an argument. A result's size may
+also be an integer argument.
 """
 
 import math
@@ -34,7 +34,7 @@ _SIZE = re.compile(r"([^<>]+)(?:([<>])=(\d+))?")
 
 
 class Shape:
-    """A shape in names."""
+    """A symbolic shape."""
 
     def __init__(self, text: str):
         sizes = [_SIZE.fullmatch(size) for size in text.split(", ") if size]
@@ -49,7 +49,7 @@ class Shape:
         return rank >= len(self.names) if self.leads else rank == len(self.names)
 
     def numbers(self, sizes: dict[str, Any], shape: Sequence[int]) -> tuple[int, ...]:
-        """The names' sizes; unknown ones are taken from `shape` and known from now on."""
+        """Sizes of the symbolic names; unbound names are bound to those of `shape`."""
         split = len(shape) - len(self.names)
         leading = sizes.setdefault("...", tuple(shape[:split])) if self.leads else ()
         return (*leading, *map(lambda name, size: _size(name, sizes, size), self.names, shape[split:]))
@@ -79,17 +79,17 @@ _DEPENDENCE = re.compile(rf"([\w ]+) (only|not) {_CASE}(?: \((.+)\))?")
 
 
 class Dependence:
-    """A rule for optional arguments: there in one case and in no other (`only`), or never in it (`not`).
+    """A rule for optional arguments: required in one case only (`only`), or forbidden in it (`not`).
 
-    'gate only with norm_weight', 'g only unless decay="log"', 'mask not beside indices': the error names the
-    case, in the words in brackets behind it where there are some.
+    Examples: 'gate only with norm_weight', 'g only unless decay="log"', 'mask not beside indices'. A text in
+    brackets replaces the case in the error.
     """
 
     def __init__(self, text: str):
         match = _DEPENDENCE.fullmatch(text)
         assert match, text
-        names, kind, case, self.other, self.value, words = match.groups()
-        self.arguments, self.is_only, self.why = names.split(), kind == "only", words or case
+        names, kind, case, self.other, self.value, text = match.groups()
+        self.arguments, self.is_only, self.why = names.split(), kind == "only", text or case
         self.is_inverted = case.startswith(("without", "unless"))
 
     def applies(self, given: dict[str, Any]) -> bool:
@@ -103,7 +103,7 @@ class Dependence:
 
 
 class Declared:
-    """A line as above, and what other arguments may be.
+    """A parsed declaration, and the allowed values of other arguments.
 
     Attributes:
         line, texts: the declaration and the dependences, as they were written.
@@ -144,7 +144,7 @@ class Declared:
             dependence.check(check, given)
 
     def sizes_of(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The sizes by name, as the tensors among some arguments have them."""
+        """{symbolic name: size} bound by the tensors among some arguments."""
         sizes: dict[str, Any] = {}
         for argument, shapes, _ in self.tensors:
             tensor: Any = given.get(argument)
@@ -162,7 +162,7 @@ class Declared:
         make: Callable[[str, tuple[int, ...], torch.dtype | None], Tensor],
         sizes: dict[str, Any],
     ) -> dict[str, Any]:
-        """The arguments `given`, and of those `wanted` the others that are declared.
+        """Arguments `given`, completed by those `wanted` that are declared.
 
         `make` gets an argument, a shape, the first that it may have, and a dtype, None for any of the three
         of activations. Sizes that no argument has come from `sizes`.
@@ -176,7 +176,7 @@ class Declared:
         return made
 
     def misfits(self, base: dict[str, Any], changes: dict[str, Any]) -> list[str]:
-        """The tensors of good arguments that do not go with changes to others."""
+        """Tensors of valid arguments that no longer match after changes to others."""
         known, names = self.sizes_of(changes), []
         for argument, shapes, _ in self.tensors:
             tensor = base.get(argument)

@@ -1,9 +1,9 @@
-"""Quantised weights decoded to float32, which the references on a CPU keep.
+"""Cache of quantised weights decoded to float32, for the CPU references.
 
-A matrix takes several times as long to decode as to multiply with the row of a token. Decoded values are
-freed with their codes, scales or biases, whichever is freed first. They are decoded again once the weight has
-changed in place: by torch's count of versions, or by sums over tensors without versions, those of inference
-mode; and, as no write through `.data` is counted, by a sample of each tensor, whose size is fixed.
+Decoding a matrix takes several times as long as multiplying it with one row. Decoded values are freed with
+their codes, scales or biases. A weight that changed in place is decoded again: changes are detected by
+torch's version counter, by sums for tensors of inference mode, which have none, and by a fixed-size sample of
+each tensor, as writes through `.data` are not counted.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class _Memory:
         }
 
 
-_Sample = tuple[Callable[[], bytes], bytes]  # a reader of it, and its octets when it was decoded
+_Sample = tuple[Callable[[], bytes], bytes]  # (reader of the sample, its bytes when the weight was decoded)
 
 
 class _Kept(NamedTuple):
@@ -58,7 +58,7 @@ class _Kept(NamedTuple):
     samples: Sequence[_Sample]  # one for each memory that these lie in
 
     def is_current(self, now: list[Any]) -> bool:
-        """Whether the weight is as it was when it was decoded; `now` are its changes."""
+        """True if the weight is unchanged since it was decoded; `now` is its current `changes`."""
         return self.changes == now and all(read() == sample for read, sample in self.samples)
 
 
@@ -71,7 +71,7 @@ _quarter = 0
 
 
 def decoded(weight: QuantizedWeight) -> Tensor:
-    """All values of a weight in float32; nobody may write to them."""
+    """All values of a weight in float32, read-only."""
     values = kept(weight.packed, weight.scales, weight.biases, weight.format.name)
     if values is None:
         values = _decoded_anew(weight, None) if weight.packed.is_cpu else weight.values(slice(None))
@@ -79,7 +79,7 @@ def decoded(weight: QuantizedWeight) -> Tensor:
 
 
 def decoded_experts(weight: QuantizedWeight) -> Callable[[int], Tensor]:
-    """The matrices of a stack in float32, by number; nobody may write to them."""
+    """Matrices of a stack in float32 by index, read-only."""
     if not weight.packed.is_cpu:
         return weight.values
     found, now = _KEPT.get(_place_of(weight), {}), _versions(weight)
@@ -98,7 +98,7 @@ def _part(weight: QuantizedWeight, expert: int | None) -> QuantizedWeight:
 
 
 def _decoded_anew(weight: QuantizedWeight, expert: int | None) -> Tensor:
-    """The values of a weight, or of one expert, which are kept if that is allowed."""
+    """Decodes a weight or one expert, and caches the values if the limit allows it."""
     part, place = _part(weight, expert), _place_of(weight)
     before = changes(part)
     reads = [np.asarray(_Memory(tensor)).tobytes for tensor in part if tensor is not None]
@@ -110,7 +110,7 @@ def _decoded_anew(weight: QuantizedWeight, expert: int | None) -> Tensor:
 
 
 def in_blocks(weight: QuantizedWeight) -> list[Tensor] | Iterator[Tensor]:
-    """The rows of a matrix in float32: all at once if they are kept, else VALUES_AT_ONCE at a time."""
+    """Yields rows of a matrix in float32: all if they are cached, else VALUES_AT_ONCE values at a time."""
     values = kept(weight.packed, weight.scales, weight.biases, weight.format.name)
     if values is not None:
         return [values]
@@ -129,7 +129,7 @@ def _may_keep(weight: QuantizedWeight) -> bool:
 
 
 def kept(packed: Tensor, scales: Tensor, biases: Tensor | None, name: str) -> Tensor | None:
-    """Values that are kept for a weight in a format, if it is as it was when they were decoded."""
+    """Cached values of a weight, or None if there are none or it has changed."""
     if not packed.is_cpu:
         return None
     found = _KEPT.get(_place(packed, scales, biases, name), {}).get(None)
@@ -139,19 +139,19 @@ def kept(packed: Tensor, scales: Tensor, biases: Tensor | None, name: str) -> Te
 
 
 class _Read(NamedTuple):
-    """A weight that a call of a model has read, by its parts and its format, and the values if they live."""
+    """A weight that a model call has read: its tensors, its format, and weakly its values."""
 
     weight: tuple[Tensor, Tensor, Tensor | None, str]
     values: Callable[[], Tensor | None]
 
 
-# {model: {id of a weight's words: what its last call has read}}
+# {model: {id of a weight's packed codes: record of its last call}}
 _READ: weakref.WeakKeyDictionary[Any, dict[int, _Read]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def checked_at_once(model: Any) -> Iterator[None]:
-    """Block with a call of a model: weights that its last call read are checked in front of it, none inside.
+    """Context of a model call: weights read by its last call are checked before it, none inside.
 
     Between products, whose weights take the processor's caches, a check costs several times as much.
     """
@@ -169,7 +169,7 @@ def checked_at_once(model: Any) -> Iterator[None]:
 
 
 def kept_in_call(packed: Tensor, scales: Tensor, biases: Tensor | None, name: str) -> Tensor | None:
-    """Values that are kept for a weight; None for other tensors than plain ones, and inside a mode of torch.
+    """Cached values of a weight; None for tensor subclasses, and inside a torch mode.
 
     They are checked once in a block of `checked_at_once`.
     """
@@ -209,13 +209,13 @@ def _place_of(weight: QuantizedWeight) -> tuple:
 
 
 def changes(tensors: Iterable[Tensor | None]) -> list[Any]:
-    """Numbers that differ once one of the tensors has been written in place."""
+    """Fingerprint of tensors that changes after a write in place."""
     versions = _versions(tensors)
     return [_sums(tensor) for tensor in tensors if tensor is not None] if versions is None else versions
 
 
 def _versions(tensors: Iterable[Tensor | None]) -> list[Any] | None:
-    """Torch's counts of writes in place; None for tensors of inference mode, which have none."""
+    """torch's version counters of tensors; None for tensors of inference mode."""
     try:
         return [tensor._version for tensor in tensors if tensor is not None]
     except RuntimeError:
@@ -223,7 +223,7 @@ def _versions(tensors: Iterable[Tensor | None]) -> list[Any] | None:
 
 
 def _sums(tensor: Tensor) -> bytes:
-    """The sums of rows, taken as integers: they differ where an element of a row changes."""
+    """Row sums of the elements' bits as integers; they change with any element."""
     return tensor.view(_BITS[tensor.itemsize]).sum(-1, dtype=torch.int32).numpy().tobytes()
 
 
@@ -233,7 +233,7 @@ def kept_bytes() -> int:
 
 @contextlib.contextmanager
 def nothing_kept() -> Iterator[None]:
-    """Around calls in this thread whose weights no other call has: nothing more is kept."""
+    """Context in which this thread caches nothing, for weights used only once."""
     before, _here.keeps = getattr(_here, "keeps", True), False
     try:
         yield
@@ -242,7 +242,7 @@ def nothing_kept() -> Iterator[None]:
 
 
 def _takes(nbytes: int) -> bool:
-    """Whether so much more may be kept."""
+    """True if the limit allows caching `size` more bytes."""
     return getattr(_here, "keeps", True) and _bytes + nbytes <= memory()
 
 
@@ -266,9 +266,7 @@ def _drop(place: tuple) -> None:
 
 
 def memory() -> int:
-    """Bytes that decoded weights may take: MOE_MPS_CPU_MEMORY, in GB, or a quarter of free memory.
-
-    That is what was free when nothing was kept.
+    """Limit in bytes of cached values: MOE_MPS_CPU_MEMORY in GB, or a quarter of initially free memory.
 
     Raises: ValueError where the variable is no number of GB.
     """
@@ -280,7 +278,7 @@ def memory() -> int:
 
 
 def free_memory() -> int:
-    """The bytes that programs may still take, without those that only cache files; 0 if nothing tells."""
+    """Bytes of available memory, file caches included; 0 if unknown."""
     try:
         if sys.platform == "darwin":
             size, percent = said("sysctl", "-n", "hw.memsize", "kern.memorystatus_level").split()
@@ -292,7 +290,7 @@ def free_memory() -> int:
 
 
 def _free_of_group(group: Path) -> int:
-    """Bytes that a container has left of its limit."""
+    """Bytes left of the limit of a container's control group."""
     try:
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         return max(0, limit - used + _numbers(group / "memory.stat")["file"])

@@ -159,11 +159,11 @@ class Format:
         count = columns // self.group_size if self.codebook is None else blocks
         return count, count if self.has_biases else 0
 
-    def words(self, columns: int) -> int:
+    def packed_columns(self, columns: int) -> int:
         return columns * self.bits // 32
 
-    def columns(self, words: int) -> int:
-        return words * 32 // self.bits
+    def columns(self, packed: int) -> int:
+        return packed * 32 // self.bits
 
     def replaced(self, bits: int | None, group_size: int | None, mode: str | None) -> "Format":
         """This format with the given numbers changed. Another mode starts from its own defaults."""
@@ -242,24 +242,24 @@ def e4m3(codes: Tensor) -> Tensor:
     return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
-def _pairs_by_table(octets: Tensor, values: tuple[float, ...]) -> Tensor:
+def _pairs_by_table(data: Tensor, values: tuple[float, ...]) -> Tensor:
     """Looks up two 4-bit codes at a time: 3 times as fast as shifting and converting, 19 times for e2m1."""
-    value = torch.tensor(values, dtype=torch.float32, device=octets.device)
+    value = torch.tensor(values, dtype=torch.float32, device=data.device)
     pairs = torch.stack((value.repeat(16), value.repeat_interleave(16)), dim=-1).view(torch.int64).flatten()
-    chosen = pairs.index_select(0, octets.flatten().int())
-    return chosen.view(torch.float32).view(*octets.shape[:-1], 2 * octets.shape[-1])
+    chosen = pairs.index_select(0, data.flatten().int())
+    return chosen.view(torch.float32).view(*data.shape[:-1], 2 * data.shape[-1])
 
 
 def _repeated(mask: int, distance: int) -> int:
     return sum(mask << start for start in range(0, 64, distance))
 
 
-def _spread(octets: Tensor, bits: int) -> Tensor:
+def _spread(data: Tensor, bits: int) -> Tensor:
     """uint8 [..., C * bits / 8] -> uint8 [..., C], one code a byte; eight move together, as an int64."""
     if bits == 8:
-        return octets
-    eights = octets.new_zeros(*octets.shape[:-1], octets.shape[-1] // bits, 8)
-    eights[..., :bits] = octets.unflatten(-1, (-1, bits))
+        return data
+    eights = data.new_zeros(*data.shape[:-1], data.shape[-1] // bits, 8)
+    eights[..., :bits] = data.unflatten(-1, (-1, bits))
     codes = eights.view(torch.int64)
     for count in (4, 2, 1):  # how many codes move together
         lower = _repeated((1 << count * bits) - 1, 16 * count)
@@ -270,10 +270,10 @@ def _spread(octets: Tensor, bits: int) -> Tensor:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 [..., C] -> int32 [..., C * bits / 32]."""
-    return pack_octets(codes, bits).view(torch.int32)
+    return pack_bytes(codes, bits).view(torch.int32)
 
 
-def pack_octets(codes: Tensor, bits: int) -> Tensor:
+def pack_bytes(codes: Tensor, bits: int) -> Tensor:
     """uint8 [..., C] -> uint8 [..., C * bits / 8]: the inverse of _spread."""
     if bits < 8:
         codes = aligned(codes).view(torch.int64)
@@ -285,29 +285,29 @@ def pack_octets(codes: Tensor, bits: int) -> Tensor:
     return aligned(codes)
 
 
-def aligned(octets: Tensor) -> Tensor:
+def aligned(data: Tensor) -> Tensor:
     """Contiguous uint8 at an address that is one of each dtype."""
-    octets = octets.contiguous()
-    return octets if octets.storage_offset() % 8 == 0 else octets.clone()
+    data = data.contiguous()
+    return data if data.storage_offset() % 8 == 0 else data.clone()
 
 
-def _octets(packed: Tensor) -> Tensor:
-    """[..., words] -> uint8 [..., 4 * words]."""
+def _as_bytes(packed: Tensor) -> Tensor:
+    """Packed codes [..., P] as bytes, uint8 [..., 4 * P]."""
     if packed.numel() == 0:  # contiguous with any strides, of which no view as bytes takes all
         return packed.new_empty((*packed.shape[:-1], 4 * packed.shape[-1]), dtype=torch.uint8)
     return packed.view(torch.int32).contiguous().view(torch.uint8)
 
 
 def unpack(packed: Tensor, format: Format) -> Tensor:
-    """[..., words] uint32 or int32 -> [..., columns] float32: the numbers that the codes stand for."""
-    octets = _octets(packed)
+    """Codes decoded to numbers: uint32 or int32 [..., P] -> float32 [..., columns], without scales."""
+    data = _as_bytes(packed)
     if format.number_type == "e4m3":
-        return e4m3(octets)
+        return e4m3(data)
     if format.bits == 4:
         table = LEVELS if format.row.levels else range(16)
         values = E2M1_VALUES if format.number_type == "e2m1" else tuple(map(float, table))
-        return _pairs_by_table(octets, values)
-    return _spread(octets, format.bits).float()
+        return _pairs_by_table(data, values)
+    return _spread(data, format.bits).float()
 
 
 def decode(codes: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
@@ -358,15 +358,15 @@ def grid_points(name: str) -> Tensor:
         start, values, levels, digits = line.split(" ", 3)
         if start != "#" and name.startswith(start):
             level = torch.tensor([float(number) for number in levels.split(",")])
-            octets = torch.tensor([int(digit, 16) for digit in digits], dtype=torch.uint8)
-            points = _flags(octets)[..., :4].flatten().nonzero()
+            data = torch.tensor([int(digit, 16) for digit in digits], dtype=torch.uint8)
+            points = _flags(data)[..., :4].flatten().nonzero()
             return level[points // len(level) ** torch.arange(int(values)) % len(level)]
     raise KeyError(name)
 
 
-def _flags(octets: Tensor) -> Tensor:
+def _flags(data: Tensor) -> Tensor:
     """uint8 [...] -> uint8 [..., 8]: the lowest first."""
-    return octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=octets.device) & 1
+    return data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=data.device) & 1
 
 
 def _number(bits: Tensor) -> Tensor:
@@ -378,24 +378,24 @@ def _number(bits: Tensor) -> Tensor:
 def _grid_values(
     packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format, grid: Codebook
 ) -> Tensor:
-    """dequantize_values for a codebook format; the last dimensions but one are those of 32 values."""
+    """Dequantised values of a codebook format, [..., blocks of 32 values, 32]."""
     table = grid_points(format.name).to(packed.device)
     groups, points = 32 // format.group_size, 32 // table.shape[1]
-    octets = _octets(packed).unflatten(-1, (-1, 4 * format.bits))
-    more = octets.new_empty(*octets.shape[:-1], 0)
+    data = _as_bytes(packed).unflatten(-1, (-1, 4 * format.bits))
+    more = data.new_empty(*data.shape[:-1], 0)
     if biases is not None:
         stream = _flags(scales).flatten(-2).unflatten(-1, (-1, 8 * grid.stream_bits))
         parts = stream.split((128, 48) if format.name == "iq1_m" else 8 * grid.stream_bits, -1)
         more = torch.cat([part.unflatten(-1, (8, -1)) for part in reversed(parts)], -1).flatten(-3, -2)
     if format.bits > 1:
-        signs = _flags(octets[..., -4:]).flatten(-2).unflatten(-1, (2, 4, 4)).transpose(-3, -1)
+        signs = _flags(data[..., -4:]).flatten(-2).unflatten(-1, (2, 4, 4)).transpose(-3, -1)
         signs = signs.flatten(-2)  # [..., eights, values]
         if grid.stream_bits < 12:
             more = torch.cat((more, signs[..., 7]), -1)
             signs[..., 7] = signs[..., :7].sum(-1) & 1
     counts = [groups * grid.scale_bits, points * grid.number_bits, grid.flags]
     scale, upper, shifts = more.split(counts, -1)
-    numbers = octets[..., :points] + (_number(upper.unflatten(-1, (points, -1))) << 8)
+    numbers = data[..., :points] + (_number(upper.unflatten(-1, (points, -1))) << 8)
     values = table[numbers.long()]
     if format.bits > 1:
         values *= 1.0 - 2.0 * signs.view(values.shape)
@@ -408,7 +408,7 @@ def _grid_values(
 
 
 def dequantize_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
-    """[..., words], [..., groups] -> [..., columns] float32."""
+    """Dequantised values, float32 [..., columns], from packed codes [..., P] and scales [..., groups]."""
     if format.codebook is not None:
         return _grid_values(packed, scales, biases, format, format.codebook)
     groups = unpack(packed, format).unflatten(-1, (-1, format.group_size))
@@ -437,7 +437,7 @@ class QuantizedWeight:
     ) -> "QuantizedWeight":
         """Uninitialised, for a dense weight of a shape and a dtype."""
         *rows, columns = shape
-        packed = torch.empty(*rows, format.words(columns), dtype=torch.uint32, device=device)
+        packed = torch.empty(*rows, format.packed_columns(columns), dtype=torch.uint32, device=device)
         counts = format.scales_of(columns)
         scale_dtype = dtype if format.is_affine else format.scale_dtypes[0]
         scales = torch.empty(*rows, counts[0], dtype=scale_dtype, device=device)
@@ -464,8 +464,8 @@ class QuantizedWeight:
         *rows, columns = shape
         rows_name, _, columns_name = meaning.rpartition(", ")
         format.check_columns(check, f"{columns_name}, the input dimension of {prefix}packed,", columns)
-        words = f"[{rows_name}, {columns_name} * {format.bits} / 32]"
-        check.shape(f"{prefix}packed", self.packed, (*rows, format.words(columns)), words)
+        expected = f"[{rows_name}, {columns_name} * {format.bits} / 32]"
+        check.shape(f"{prefix}packed", self.packed, (*rows, format.packed_columns(columns)), expected)
         format.check_scales(check, prefix, self.scales, self.biases, shape, meaning)
 
     def values(self, index: int | slice | Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class Backward(NamedTuple):
     unless: tuple[str, ...] = ()
 
     def lacks(self, name: str, asked: list[str], given: dict[str, Any]) -> str | None:
-        """The error for gradients that cannot be had; None for those that can."""
+        """Error for unsupported gradients, or None."""
         unknown = [argument for argument in asked if argument not in self.reads]
         if unknown:
             return _NO_GRADIENT_OF.format(name, ", ".join(unknown), ", ".join(self.reads))
@@ -121,7 +121,7 @@ class Operator:
 
     Attributes:
         written: arguments that are written in place.
-        returned: those of them that the Python function returns.
+        returned: arguments among them that the Python function returns.
         types: {argument: its type in the schema}
         defaults: {argument: its default}
         checked: signatures whose arguments are good, as the Metal host has them.

@@ -62,8 +62,8 @@ class Sample:
         whole = torch.randint(low, high, shape, generator=self._generator, dtype=torch.int64)
         return whole.to(dtype).to(self.device)
 
-    def words(self, *shape: int) -> Tensor:
-        """Integers of 32 random bits."""
+    def codes(self, *shape: int) -> Tensor:
+        """Random packed codes, int32."""
         return self.integers(2**31, *shape, dtype=torch.int32, low=-(2**31))
 
     def quantized(
@@ -71,10 +71,10 @@ class Sample:
     ) -> dict[str, Tensor | None]:
         """Weights of about 1."""
         counts = self.format.scales_of(columns)
-        words = (*experts, rows, self.format.words(columns))
+        shape = (*experts, rows, self.format.packed_columns(columns))
         size = 2.0 ** (-6 - self.format.bits) if self.format.stream_bits else 0.25
         return {
-            f"{prefix}packed": self.words(*words),
+            f"{prefix}packed": self.codes(*shape),
             f"{prefix}scales": self._scales(*experts, rows, counts[0]),
             f"{prefix}biases": self._held(size, *experts, rows, counts[1])
             if self.format.has_biases

@@ -19,7 +19,7 @@ FAMILY_OF = {name: family for family, module in FAMILIES.items() for name in mod
 CALLS: Calls = {name: call for family in FAMILIES.values() for name, call in family.CALLS.items()}
 _CHANGES: Changes = {name: make for family in FAMILIES.values() for name, make in family.CHANGES.items()}
 # {operator: (argument giving the width of a head's keys, argument giving that of its values)}; `states` in 8
-# bits have words of four elements.
+# bits have packed codes of four elements.
 OF_HEADS = {
     "attention": ("q", "v"),
     "rope": ("q", "q"),

@@ -208,8 +208,8 @@ def _of_distances(relative: Tensor, keys: int) -> Tensor:
 def bits_as_bool(mask: Tensor, keys: int) -> Tensor:
     """[..., S] bool of a mask of bits, [..., ceil(S / 32)] int32."""
     key = torch.arange(keys, device=mask.device)
-    words = mask.index_select(-1, key // WORD)  # nobody asks for their count while a token is captured
-    return torch.bitwise_right_shift(words, (key % WORD).int()) & 1 != 0
+    packed = mask.index_select(-1, key // WORD)  # nobody asks for their count while a token is captured
+    return torch.bitwise_right_shift(packed, (key % WORD).int()) & 1 != 0
 
 
 def _added(mask: Tensor) -> Tensor:
@@ -285,7 +285,7 @@ def attention(
         scale: of the scores.
         mask: [B or 1, Hk or 1, T, S], bool (True: the token sees the key) or one of the three dtypes, which
             is added; -inf or the lowest number of its dtype hides a key. Or [.., .., T, ceil(S / 32)]
-            int32, a bit for each key, the lowest of a word first: 1 where the token sees it. Keys that no
+            int32, a bit for each key, the lowest bit first: 1 where the token sees it. Keys that no
             token sees are not read. Without a mask the new tokens are the last T of S; each sees itself and
             what lies before it.
         window: how many keys a token sees at most up to its own, which is included; None beside a mask,
@@ -482,7 +482,7 @@ def write_cache_quantized_(
 def _in_8_bits(s: Sample, tokens: int, keys: int, heads: int = 4) -> dict[str, Any]:
     arguments = {"q": s.values(2, heads, tokens, whole_groups(s.D))}
     for name, width in (("k", whole_groups(s.D)), ("v", whole_groups(s.V))):
-        arguments[name] = s.words(2, 2, keys, width // 4)
+        arguments[name] = s.codes(2, 2, keys, width // 4)
         arguments[f"{name}_scales"] = s.values(2, 2, keys, width // 32) / 128
         arguments[f"{name}_biases"] = s.values(2, 2, keys, width // 32)
     return arguments

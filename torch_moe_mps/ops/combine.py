@@ -45,7 +45,7 @@ def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _width_of(check, x, activation):
-    """The columns that the activation gives."""
+    """Number of output columns of the activation."""
     width = x.shape[-1]
     if activation.gated and width % 2 != 0:
         check.fail("x", "of an even number of columns, gates and ups", tuple(x.shape))
@@ -254,7 +254,9 @@ def _check_weighted_reduce(check, around, **_):
     ),
 )
 def moe_weighted_reduce(expert_out: Tensor, weights: Tensor, around: ExpertSum) -> Tensor:
-    """sum_k weights[t, k] * expert_out[t, k] + g[t] * shared_out[t] + residual[t], in that order.
+    """Weighted sum over slots, with the shared expert and the residual.
+
+    sum_k weights[t, k] * expert_out[t, k] + g[t] * shared_out[t] + residual[t], added in this order.
 
     Args:
         expert_out: [T, K, H] or [T * K, H], float32, float16 or bfloat16: the experts' outputs.

@@ -132,8 +132,8 @@ def _index_topk(
 
 def _packed(bits: Tensor) -> Tensor:
     """[..., ceil(S / 32)] int32 of bools [..., S]."""
-    words = F.pad(bits, (0, -bits.shape[-1] % WORD)).unflatten(-1, (-1, WORD)).long()
-    return (words << torch.arange(WORD, device=bits.device)).sum(-1).int()
+    padded = F.pad(bits, (0, -bits.shape[-1] % WORD)).unflatten(-1, (-1, WORD)).long()
+    return (padded << torch.arange(WORD, device=bits.device)).sum(-1).int()
 
 
 CALLS: Calls = {

@@ -70,7 +70,7 @@ def causal_conv1d_update_(
     counts: Tensor | None = None,
     keep: bool = False,
 ) -> Tensor:
-    """A causal convolution of each channel over new positions and those before them.
+    """Causal depthwise convolution over new positions, with a state of the previous ones.
 
         all = conv_state_ followed by the new positions
         result[t] = activation(sum_w weight[w] * all[S + t - W + 1 + w] + bias) + (x[t] with add_input)
@@ -266,8 +266,8 @@ def linear_attention_(
     same bits wherever a prompt is cut into calls.
 
     With `pending_`, state_ first takes in the first `counts` tokens whose inputs are kept there. With `keep`,
-    it is left so, and the inputs of this call's tokens are kept in their place: how many of them are right is
-    known to the next call. A call of no tokens takes in those that are pending.
+    the inputs of this call's tokens replace them and their update is deferred: the next call passes how many
+    of them were accepted. A call without tokens applies the deferred updates.
 
     Args:
         q, k: [B, T, Hk, Dk], float32, float16 or bfloat16; Dk is at most 256. Mamba's C and B.
@@ -387,7 +387,7 @@ def selective_scan_(
     counts: Tensor | None = None,
     keep: bool = False,
 ) -> Tensor:
-    """Mamba-1's selective scan, token after token. For each channel, which has N states of its own:
+    """Mamba-1's selective scan, token by token. For each channel, which has N states:
 
         s = softplus(step + dt_bias)
         state_ = exp(-exp(A_log) * s) * state_ + s * x * B
@@ -397,8 +397,8 @@ def selective_scan_(
     into calls. Source: Mamba, arXiv 2312.00752, algorithm 2.
 
     With `pending_`, state_ first takes in the first `counts` tokens whose inputs are kept there. With `keep`,
-    it is left so, and the inputs of this call's tokens are kept in their place: how many of them are right is
-    known to the next call. A call of no tokens takes in those that are pending.
+    the inputs of this call's tokens replace them and their update is deferred: the next call passes how many
+    of them were accepted. A call without tokens applies the deferred updates.
 
     Args:
         x: [B, T, I], float32, float16 or bfloat16; strides are free here and below.

@@ -25,7 +25,7 @@ def normed(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 
 
 
 class InputNorm(NamedTuple):
-    """The RMSNorm that an operator applies to its input, where it has a weight."""
+    """Arguments of the optional RMSNorm of an operator's input."""
 
     norm_weight: Tensor | None = None
     norm_eps: float = 1e-6

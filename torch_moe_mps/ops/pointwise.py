@@ -1,4 +1,4 @@
-"""A formula of elements: a chain of additions, products, activations and casts in one launch."""
+"""Fused elementwise formulas: a chain of additions, products, activations and casts in one dispatch."""
 
 import math
 from collections.abc import Callable
@@ -97,10 +97,10 @@ def _pointwise(
     f: Tensor | None = None,
     mean: bool = False,
 ) -> Tensor:
-    """A formula of elements, which aten computes in several launches: "sigmoid a bf16; mul %0 b bf16".
+    """A fused elementwise formula, such as "sigmoid a bf16; mul %0 b bf16", in one dispatch.
 
-    Each step is computed in float32 and rounded to its dtype, as a chain of operators rounds. Such chains
-    stand between the operators of many models, and for one token a launch takes longer than they do.
+    Each step is computed in float32 and rounded to its dtype, like a chain of aten operators. Such chains
+    occur between the operators of many models; for one token, a dispatch takes longer than their arithmetic.
 
     Args:
         a, b, c, d, e, f: float32, float16 or bfloat16, or int32 or int64, which become float32; up to 4-D,
@@ -111,7 +111,7 @@ def _pointwise(
             sigmoid, silu, softplus, tanh, relu, cos, sin; of two: add, sub, mul, div, max and min, which give
             NaN for NaN.
         dtype: of the result: "float32", "float16" or "bfloat16".
-        mean: of what the last step gives over the last dimension but one, in float32: of streams.
+        mean: averages the last step's result over the second to last dimension, in float32.
 
     Returns: the result of the last step, in `dtype` and the shape that all inputs broadcast to, without the
         last dimension but one if it is the mean.

@@ -28,7 +28,7 @@ def _empty(weight: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor, Tens
     groups = columns // format.group_size
     scales = weight.new_empty(*rows, groups, dtype=weight.dtype if format.is_affine else torch.uint8)
     biases = torch.empty_like(scales) if format.is_affine else weight.new_empty(0)
-    packed = weight.new_empty(*rows, format.words(columns), dtype=torch.int32)
+    packed = weight.new_empty(*rows, format.packed_columns(columns), dtype=torch.int32)
     return packed, scales, biases, weight.new_empty(*rows, groups, 2, dtype=torch.float32)
 
 
@@ -40,9 +40,9 @@ def _empty(weight: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor, Tens
 def quantize_by_importance(
     weight: Tensor, importance: Tensor, format: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights in one of MLX's formats, chosen by what they are multiplied with: in one launch.
+    """Weights quantised to one of MLX's formats with an importance matrix, in one dispatch.
 
-    For the weights w of a group, and k the mean squares of what they are multiplied with, the error is
+    For the weights w of a group, and k the mean squares of their inputs, the minimised error is
 
         sum k (w - decoded)^2
 
@@ -73,13 +73,11 @@ def quantize_by_importance(
     importance = counted(importance.unflatten(-1, (1, -1, stored.group_size)))
     outputs, room = _empty(weight, stored), weight.new_empty(0)
     for index in chunks(weight, CHUNK):
-        piece = weight[index].unflatten(-1, (-1, stored.group_size))
+        part = weight[index].unflatten(-1, (-1, stored.group_size))
         if room.numel() == 0:  # for all of them: new memory costs as much as the arithmetic
-            room = weight.new_empty(5, piece.numel(), dtype=torch.float32)
-        groups, *others = [memory[: piece.numel()].view(piece.shape) for memory in room]
-        codes, scales, biases = search(
-            groups.copy_(piece), importance[index[0]], weight.dtype, stored, others
-        )
+            room = weight.new_empty(5, part.numel(), dtype=torch.float32)
+        groups, *others = [buffer[: part.numel()].view(part.shape) for buffer in room]
+        codes, scales, biases = search(groups.copy_(part), importance[index[0]], weight.dtype, stored, others)
         results = [pack(codes.flatten(-2), stored.bits), scales.to(outputs[1].dtype)]
         if biases is not None:
             biases = biases.to(weight.dtype)

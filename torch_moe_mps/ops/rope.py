@@ -137,7 +137,7 @@ def rope(
     *,
     turn: Turn,
 ) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding of q and k, and the RMSNorm of each head before it where a weight is given.
+    """Rotary position embedding of q and k, optionally after an RMSNorm of each head.
 
     x = rms(x) * (weight + norm_weight_offset), over a head, where there is a weight
     (a, b) -> (a * cos - b * sin, b * cos + a * sin), for each pair (a, b) of the R elements that turn
@@ -208,7 +208,7 @@ def rope_cache_(
     norm: ValueNorm,
     k_bias: Tensor | None = None,
 ) -> Tensor:
-    """`rope`, which writes the keys, and the values beside them, where a cache keeps them.
+    """`rope`, writing keys and values into a KV cache.
 
     keys_[:, :, S - T:] = k as `rope` returns it
     values_[:, :, S - T:] = v, or rms(v) over a head, * (v_norm_weight + norm_weight_offset) where it is given

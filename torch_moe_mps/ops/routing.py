@@ -107,7 +107,7 @@ def _check_router(check, top_k, num_groups, top_groups, group_score, masked_scor
 
 
 class Router(NamedTuple):
-    """A router that an operator applies to logits, where it has them: moe_router's arguments."""
+    """Arguments of the optional router of an operator with logits, as of moe_router."""
 
     logits: Tensor | None = None
     top_k: int = 1

@@ -37,7 +37,7 @@ def sample(
     min_p: float = 0.0,
     otherwise: int = 0,
 ) -> Tensor:
-    """A token of each row, drawn from those that top-k, top-p and min-p keep, and whether there was none.
+    """Sampled token of each row after top-k, top-p and min-p, and a flag for rows without distribution.
 
     s = logits / temperature in float32; top_k keeps scores that are not below the k-th largest, so ties stay;
     of these, top_p keeps the fewest of the most probable tokens that have the share top_p of the probability,
@@ -47,8 +47,8 @@ def sample(
 
     token = argmax_v exp(s[v] - max s) / draws[v] over the kept tokens, the first of equal ones. With draws of
     the exponential distribution, a token has the probability that the softmax over the kept scores gives it.
-    It is how `torch.multinomial` draws one token: `torch.empty(R, V).exponential_()` of the same generator
-    gives its token.
+    `torch.multinomial` samples one token in the same way: `torch.empty(R, V).exponential_()` of the same
+    generator gives its token.
 
     A GPU takes numbers below the normal ones of float32 (2^-126) as zero: scores that differ in such numbers
     alone are equal there.

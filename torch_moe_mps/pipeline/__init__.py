@@ -1,4 +1,4 @@
-"""A model spread over the processes of torch.distributed: each holds consecutive layers.
+"""Pipeline parallelism over torch.distributed processes, each of which holds consecutive layers.
 
     torch_moe_mps.pipeline.from_pretrained(name, distributed_config=DistributedConfig(pp_size=2), bits=4)
 
@@ -11,8 +11,9 @@
     executor  steps of the engine, which runs in the first process
     following what the other processes do for it
 
-Every process calls the model with the same inputs, and runs its whole `forward`. Layers of another process
-pass hidden states on; the last of them in front of a process's own layers gives what its neighbour sent.
+Every process calls the model with the same inputs and runs its whole `forward`. Stand-ins for other
+processes' layers return hidden states unchanged; the last one before a process's own layers returns the
+neighbour's.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -24,7 +24,7 @@ from ..serving.engine.prefill import Prefill
 from ..serving.prefix_cache.memory import CachedPrefix, Images, PrefixCache
 from ..transformers.basics.state import Beside
 from ..transformers.caches.batched import BatchedCache, NotBatchable
-from .peers import PeerError, as_octets, from_octets
+from .peers import PeerError, as_bytes, from_bytes
 from .running import Running
 
 _LEADERS: "list[Leader]" = []
@@ -52,16 +52,16 @@ class Leader(Beside):
 
     def send(self) -> None:
         """Sends the orders that were noted."""
-        values, self._orders, self._tensors = [as_octets(self._orders), *self._tensors], [], []
+        values, self._orders, self._tensors = [as_bytes(self._orders), *self._tensors], [], []
         for rank in range(1, self.running.peers.size):
             self.running.peers.send(rank, "orders", "", values)
 
     def replies(self) -> list[Any]:
-        """Sends the orders, the last of which each process answers."""
+        """Sends the queued orders. Returns: each process's reply to the last one."""
         self.send()
         peers = self.running.peers
         limit = self.running.handing.limit(1)
-        return [from_octets(*peers.receive(rank, "reply", "", limit)) for rank in range(1, peers.size)]
+        return [from_bytes(*peers.receive(rank, "reply", "", limit)) for rank in range(1, peers.size)]
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class Leader(Beside):
             raise
 
     def begun(self, prefill: Prefill, inputs: Mapping[str, Tensor], **how: Any) -> None:
-        """Notes that a prefill has begun; those that nobody has any more are forgotten."""
+        """Registers a new prefill, and drops those that no longer exist."""
         self._numbers[prefill] = next(self._count)
         others = sorted(self._numbers.values())
         self.note("begin", inputs, number=self.number(prefill), known=others, **how)
@@ -177,7 +177,7 @@ class PipelineExecutor(Executor):
 
     def prefill(self, prefill: Prefill, chunk: int, beside: Callable[[], None]) -> Any:
         """The next chunk of a prompt. `beside` is not called: the others are inside of the same call."""
-        self._leader.note("chunk", number=self._leader.number(prefill), most=chunk)
+        self._leader.note("chunk", number=self._leader.number(prefill), tokens=chunk)
         with self._leader.calling():
             return prefill.compute(self._call, chunk)
 
@@ -203,9 +203,9 @@ class PipelineExecutor(Executor):
         )
 
     def generate(self, job: Job, ends: Callable[[], bool], step: Callable[[], None]) -> Reason:
-        """Generates by the model's own `generate` in every process; nothing else is generated meanwhile.
+        """Runs a job through `model.generate` in every process, without steps of other sequences.
 
-        Raises: ValueError for a job with processors or stop strings, of which only this process knows.
+        Raises: ValueError for a job with processors or stop strings, which only this process has.
         """
         if job.processors or job.config.stop_strings:
             expected = "without logits processors and stop strings where generate() generates in a pipeline"

@@ -19,7 +19,7 @@ from ..serving.prefix_cache.memory import PrefixCache
 from ..transformers.basics.scoped import Seeded
 from ..transformers.caches.batched import BatchedCache, NotBatchable
 from ..transformers.deferred_states import deferrable_layers
-from .peers import as_octets, from_octets
+from .peers import as_bytes, from_bytes
 from .running import Running
 
 _FOREVER = 1e9  # seconds
@@ -38,7 +38,7 @@ class Following:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Does what is ordered until the first process lets this one go. A failure ends the pipeline."""
+        """Executes orders until the first process releases this one. A failure ends the pipeline."""
         peers = self._running.peers
         try:
             while self._do(*peers.receive(0, "orders", "", _FOREVER)):
@@ -47,10 +47,10 @@ class Following:
             peers.failed(error)
             raise
 
-    def _do(self, octets: Tensor | None, *values: Tensor | None) -> bool:
+    def _do(self, orders: Tensor | None, *values: Tensor | None) -> bool:
         """Does what a message orders. Returns: whether to go on."""
         tensors = iter(values)
-        for order in from_octets(octets):
+        for order in from_bytes(orders):
             if (do := order.pop("do")) == "end":
                 return False
             given = {name: next(tensors) for name in order.pop("tensors")}
@@ -78,9 +78,9 @@ class Following:
             )
         self._prefills[number] = prefill
 
-    def _chunk(self, tensors: dict[str, Tensor], number: int, most: int) -> None:
+    def _chunk(self, tensors: dict[str, Tensor], number: int, tokens: int) -> None:
         with self._running.without_logits():
-            self._prefills[number].compute(self._call, most)
+            self._prefills[number].compute(self._call, tokens)
 
     def _single(self, tensors: dict[str, Tensor], number: int, start: int) -> None:
         with self._running.without_logits():
@@ -101,7 +101,7 @@ class Following:
         except NotBatchable as error:
             reason = str(error)
         reply = {"reason": reason, "are_states": self._rows.are_states}
-        self._running.peers.send(0, "reply", "", [as_octets(reply)])
+        self._running.peers.send(0, "reply", "", [as_bytes(reply)])
 
     def _unadmit(self, tensors: dict[str, Tensor], rows: int) -> None:
         if len(self._rows) > rows:

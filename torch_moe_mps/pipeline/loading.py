@@ -191,7 +191,7 @@ def _checkpoint(name: str, asked: Mapping[str, Any]) -> str:
 
 
 def _sample(path: str) -> bytes:
-    """The head of a safetensors file, and the first, middle and last octets of each tensor."""
+    """Header of a safetensors file, and samples from the start, middle and end of each tensor."""
     with open(path, "rb", buffering=0) as file:
         size = int.from_bytes(file.read(8), "little")
         parts = [file.read(size)]
@@ -224,7 +224,7 @@ def _apart(machines: list[Machine], hosts: list[str]) -> list[Machine]:
 
 @functools.cache
 def _cut_before_reading() -> None:
-    """Patches transformers where it has built a model, and reads the weights that the model has."""
+    """Patches transformers to cut a model after it is built and before its weights are loaded."""
     load: Any = PreTrainedModel._load_pretrained_model
 
     @functools.wraps(load)

@@ -37,10 +37,9 @@ class Loop:
     Attributes:
         base: the name of the module that embeds ids and runs the layers.
         layers: the name of the list of layers.
-        results: the length of the tuple that a layer returns, hidden states first; None where it returns
-            these alone.
-        uses_embeddings: whether anything but the first layer reads the embedded ids, or may do so.
-        convolving: the numbers of the layers that keep states of convolutions in the cache.
+        results: length of a layer's result tuple, hidden states first; None for a plain tensor.
+        uses_embeddings: True if other code than the first layer may read the embedded ids.
+        convolving: indices of the layers with convolution states in the cache.
     """
 
     base: str

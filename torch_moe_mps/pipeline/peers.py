@@ -85,11 +85,11 @@ class Peers:
         """The facts of all processes."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         for rank in others:
-            self.send(rank, "facts", "", [as_octets(facts)])
+            self.send(rank, "facts", "", [as_bytes(facts)])
         result = [facts] * self.size
         for rank in others:
             (tensor,) = self.receive(rank, "facts", "", self.timeouts.loading)
-            result[rank] = from_octets(tensor)
+            result[rank] = from_bytes(tensor)
         for rank in others:
             self.flush(rank, self.timeouts.loading)
         return result
@@ -97,11 +97,11 @@ class Peers:
     def send(
         self, to: int, kind: str, call: str, values: Sequence[Tensor | None], limit: float | None = None
     ) -> None:
-        """Begins to send a message; waits only for the end of the one before it.
+        """Sends a message asynchronously, after the previous one was sent.
 
         Args:
             kind, call: of the message, and the arguments of the model's call.
-            values: tensors; None takes the place of one that does not exist.
+            values: tensors, or None for an absent one.
         """
         self._check()
         self.flush(to, limit)
@@ -115,11 +115,11 @@ class Peers:
             "next": following,
             "tensors": [None if t is None else [str(t.dtype), [*t.shape]] for t in tensors],
         }
-        octets = as_octets(head)
-        if len(octets) > _HEAD:
+        data = as_bytes(head)
+        if len(data) > _HEAD:
             raise ValueError(f"moe_mps::pipeline: a layer must return fewer tensors, got {len(tensors)}")
         whole = torch.zeros(max(first, _HEAD + sum(sizes)), dtype=torch.uint8, device="cpu")
-        whole[: len(octets)] = octets
+        whole[: len(data)] = data
         for tensor, part in zip(tensors, _parts(whole, sizes), strict=True):
             if tensor is not None and tensor.numel():
                 part[: tensor.nbytes] = tensor.view(-1).view(torch.uint8)
@@ -146,12 +146,12 @@ class Peers:
         """
         self._check()
         first = self._first[1].get(source, _HEAD)
-        octets = self._octets(source, first, limit)
-        head = from_octets(octets[:_HEAD])
+        data = self._receive_bytes(source, first, limit)
+        head = from_bytes(data[:_HEAD])
         specs = [None if s is None else (_NAMES[s[0]], s[1]) for s in head["tensors"]]
         sizes = [0 if s is None else _rounded(math.prod(s[1]) * s[0].itemsize) for s in specs]
         if _HEAD + sum(sizes) > first:
-            octets = torch.cat([octets, self._octets(source, _HEAD + sum(sizes) - first, limit)])
+            data = torch.cat([data, self._receive_bytes(source, _HEAD + sum(sizes) - first, limit)])
         self._first[1][source] = head["next"]
         if head["kind"] != kind:
             self._differ(source, f"sent {head['kind']} where {self.name(self.rank)} expected {kind}")
@@ -159,19 +159,19 @@ class Peers:
             self._differ(source, f"was called with other inputs than {self.name(self.rank)}")
         return [
             None if s is None else part[: math.prod(s[1]) * s[0].itemsize].view(s[0]).view(s[1])
-            for s, part in zip(specs, _parts(octets, sizes), strict=True)
+            for s, part in zip(specs, _parts(data, sizes), strict=True)
         ]
 
     def _check(self) -> None:
         if self._broken is not None:
             raise PeerError(f"moe_mps: the pipeline has ended, load the model again ({self._broken})")
 
-    def _octets(self, source: int, count: int, limit: float) -> Tensor:
-        octets = torch.empty(count, dtype=torch.uint8, device="cpu")
+    def _receive_bytes(self, source: int, count: int, limit: float) -> Tensor:
+        data = torch.empty(count, dtype=torch.uint8, device="cpu")
         with self._blames(source, limit):
             # No variable: a traceback would hold the work, and that the connection, which `failed` closes.
-            cast(Any, dist.irecv(octets, source, group=self.group)).wait(timedelta(seconds=limit))
-        return octets
+            cast(Any, dist.irecv(data, source, group=self.group)).wait(timedelta(seconds=limit))
+        return data
 
     def _differ(self, rank: int, what: str) -> NoReturn:
         raise PeerError(
@@ -191,9 +191,9 @@ class Peers:
             raise PeerError(self._reason(rank, what, late)) from error
 
     def _reason(self, rank: int, what: str, late: bool) -> str:
-        """Looks for the process that failed first: one may only have waited for another.
+        """Finds the process that failed first, since others may only have waited for it.
 
-        If two blame each other, it is the one that was late: the other closed the connection because of that.
+        If two blame each other, the late one counts: the other closed the connection because of it.
         """
         self._tell("waits", json.dumps([rank, what, late]))
         seen, until = {self.rank}, time.monotonic() + _GRACE
@@ -284,18 +284,18 @@ def on_the_host(tensor: Tensor) -> Tensor:
     return host.contiguous()
 
 
-def as_octets(value: Any) -> Tensor:
+def as_bytes(value: Any) -> Tensor:
     """A value of JSON as a tensor for a message."""
     return torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8)
 
 
-def from_octets(octets: Tensor | None) -> Any:
-    assert octets is not None
-    return json.loads(bytes(octets.tolist()).rstrip(b"\0"))
+def from_bytes(data: Tensor | None) -> Any:
+    assert data is not None
+    return json.loads(bytes(data.tolist()).rstrip(b"\0"))
 
 
 def _parts(message: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-    """The octets of each tensor, which follow the head."""
+    """Bytes of each tensor of a message, after its head."""
     return message[_HEAD : _HEAD + sum(sizes)].split(sizes)
 
 

@@ -38,8 +38,8 @@ def shares_of(layers: Sequence[int], ends: Sequence[int], machines: Sequence[Mac
     """
     speeds = [m.bandwidth for m in machines]
     known = [1.0 if None in speeds else float(s or 1) for s in speeds]
-    memories = [m.memory for m in machines]
-    rooms = [float("inf") if None in memories else float(m or 0) for m in memories]
+    capacities = [m.memory for m in machines]
+    rooms = [float("inf") if None in capacities else float(c or 0) for c in capacities]
     best = _least(layers, ends, [1 / s for s in known], rooms)
     return best or _least(layers, ends, [1 / (r or 1) for r in rooms], [float("inf")] * len(rooms))
 

@@ -85,21 +85,21 @@ def count_tokens(cache: Any, index: int, hidden: Tensor, convolves: bool) -> Non
 
 
 class Stage:
-    """The part of a model that one process has.
+    """The part of a model in one process.
 
-    Layers run from the last process to the first: rank 0 has the logits, as it is the one that samples, and
-    every other process needs only the sampled tokens.
+    Layers run from the last process to the first: rank 0 has the logits and samples; other processes need
+    only the sampled tokens.
 
     Args:
         rank, shares: of the process, and the number of layers of each.
         loop: of the model.
 
     Attributes:
-        own: the numbers of the layers that are here.
+        own: indices of this process's layers.
         first, last: whether they are the first ones, behind the embedding, or the last ones, with the head.
         previous, next: the ranks of the neighbours.
-        before, behind: how many stages are in front of this one, and behind it.
-        layers: these, and stand-ins for the others, once the model is cut.
+        before, behind: number of stages before and after this one.
+        layers: this process's layers, and stand-ins for the others, once the model is cut.
     """
 
     head = 0  # the rank with the output head

@@ -1,9 +1,8 @@
 """Quantised weights, written and read, in the formats of _weight_formats.py; docs/weights.md compares them.
 
-The error of nvfp4 is that of weights near 1: its scales have no bits below 2^-9, and groups whose largest
-magnitude is below 0.006 become zero. Formats whose scales are integers are ggml's and searched
-(superblocks.py). All others are written bit for bit as mlx.core.quantize does on a CPU, unless importance is
-given (ops/quantize.py).
+The scales of nvfp4 have no bits below 2^-9: groups whose largest magnitude is below 0.006 become zero.
+Formats whose scales are integers are ggml's and searched (superblocks.py). All others are written bit for bit
+as mlx.core.quantize does on a CPU, unless importance is given (ops/quantize.py).
 """
 
 from dataclasses import dataclass
@@ -219,7 +218,7 @@ def quantize_stack(
 
 @torch.no_grad()
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
-    """The dense weights [..., R, C], rounded as mlx.core.dequantize rounds them.
+    """Dense weights [..., R, C], rounded as by mlx.core.dequantize.
 
     Args:
         weight: as `quantize` returns it. Tensors from elsewhere become one by
@@ -227,7 +226,7 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> Ten
         dtype: of the result, one of floats; None means the dtype of `scales` in mode affine, and bfloat16 in
             the others.
 
-    Raises: ValueError for a shape or dtype that does not fit, TypeError for what is no QuantizedWeight.
+    Raises: ValueError for an invalid shape or dtype, TypeError if `weight` is not a QuantizedWeight.
     """
     check = Check("dequantize")
     if not isinstance(weight, QuantizedWeight):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops._checks import Check
-from ..ops._formats import FORMATS, Format, QuantizedWeight, aligned, pack, pack_octets
+from ..ops._formats import FORMATS, Format, QuantizedWeight, aligned, pack, pack_bytes
 
 # A block's codes [n, values], what goes into the scales [n, bytes] and into the biases [n, halves].
 Parts = tuple[Tensor, Tensor, Tensor | None]
@@ -72,7 +72,7 @@ def _six_bit_pairs(data: Tensor) -> Tensor:
     low, minima, rest = data.split((4, 4, 4), -1)
     factors = torch.cat((low & 63, rest & 15 | low >> 2 & 48), -1)
     minima = torch.cat((minima & 63, rest >> 4 | minima >> 2 & 48), -1)
-    return pack_octets(torch.stack((factors, minima), -1).flatten(-2), 6)
+    return pack_bytes(torch.stack((factors, minima), -1).flatten(-2), 6)
 
 
 def _q4_k(halves: Tensor, scales: Tensor, codes: Tensor) -> Parts:
@@ -96,12 +96,12 @@ def _q2_k(scales: Tensor, codes: Tensor, halves: Tensor) -> Parts:
 def _q3_k(third: Tensor, low: Tensor, scales: Tensor, halves: Tensor) -> Parts:
     codes = _runs(low, 32, (0, 2, 4, 6), 2) | _runs(third, 32, tuple(range(8)), 1) << 2
     factors = _nibbles(scales[:, :8], 8) | _runs(scales[:, 8:], 4, (0, 2, 4, 6), 2) << 4
-    return codes, pack_octets(factors, 6), _halves(halves)
+    return codes, pack_bytes(factors, 6), _halves(halves)
 
 
 def _iq4_xs(halves: Tensor, high: Tensor, low: Tensor, codes: Tensor) -> Parts:
     factors = _runs(low, 1, (0, 4), 4) | _runs(high, 1, (0, 2, 4, 6), 2) << 4
-    return _nibbles(codes, 16), pack_octets(factors, 6), _halves(halves)
+    return _nibbles(codes, 16), pack_bytes(factors, 6), _halves(halves)
 
 
 def _tq2_0(codes: Tensor, halves: Tensor) -> Parts:
@@ -132,7 +132,7 @@ def _points(numbers: Tensor, signs: Tensor) -> Tensor:
         signs: flags [n, 256], signs or other bits, in the order of the values.
     """
     eights = signs.unflatten(-1, (8, 4, 4, 2))
-    return torch.cat((numbers, pack_octets(eights.transpose(-3, -1).flatten(-3), 1)), -1)
+    return torch.cat((numbers, pack_bytes(eights.transpose(-3, -1).flatten(-3), 1)), -1)
 
 
 def _iq2_xxs(halves: Tensor, rest: Tensor) -> Parts:
@@ -164,21 +164,21 @@ def _iq2_s(halves: Tensor, numbers: Tensor, signs: Tensor, high: Tensor, scales:
 def _iq3_s(halves: Tensor, numbers: Tensor, high: Tensor, signs: Tensor, scales: Tensor) -> Parts:
     scales = _flags(scales).unflatten(-1, (8, 4))
     more = torch.cat((scales, _flags(high).unflatten(-1, (8, 8))), -1).flatten(1)
-    return _points(numbers.unflatten(-1, (8, 8)), _flags(signs)), pack_octets(more, 1), _halves(halves)
+    return _points(numbers.unflatten(-1, (8, 8)), _flags(signs)), pack_bytes(more, 1), _halves(halves)
 
 
 def _iq1_s(halves: Tensor, numbers: Tensor, more: Tensor) -> Parts:
     flags = _flags(more).unflatten(-1, (8, 16))  # 4 times 3 of numbers, s, a shift
     moved = torch.cat((flags[..., 12:15], flags[..., :12], flags[..., 15:]), -1).flatten(1)
-    return numbers, pack_octets(moved, 1), _halves(halves)
+    return numbers, pack_bytes(moved, 1), _halves(halves)
 
 
 def _iq1_m(numbers: Tensor, more: Tensor, scales: Tensor) -> Parts:
     flags = _flags(more).unflatten(-1, (8, 4, 4))  # 3 of a number, a shift
     moved = torch.cat((flags[..., :3].flatten(-2), flags[..., 3]), -1).flatten(1)
     quarters = _flags(scales).unflatten(-1, (4, 16))  # 4 times 3 of s, four bits of the half
-    parts = (pack_octets(moved, 1), pack_octets(quarters[..., :12].flatten(1), 1))
-    return numbers, torch.cat(parts, -1), _halves(pack_octets(quarters[..., 12:].flatten(1), 1))
+    parts = (pack_bytes(moved, 1), pack_bytes(quarters[..., :12].flatten(1), 1))
+    return numbers, torch.cat(parts, -1), _halves(pack_bytes(quarters[..., 12:].flatten(1), 1))
 
 
 # The bytes of the parts of a block, and what makes tensors of these parts [n, bytes].

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .._weight_formats import LARGE_BLOCK, Integers
-from ..ops._formats import LEVELS, Format, pack, pack_octets
+from ..ops._formats import LEVELS, Format, pack, pack_bytes
 from ..ops.quantize import counted, fitted_lines
 
 # Starts of a scale without a minimum: the weight of largest magnitude becomes one of the ends of the numbers,
@@ -92,7 +92,7 @@ def quantize_superblocks(
     rows = weight.shape[:-1]
     return (
         pack(codes, format.bits),
-        pack_octets(integers_of_groups.view(*rows, -1), integers.bits),
+        pack_bytes(integers_of_groups.view(*rows, -1), integers.bits),
         halves.view(torch.int16).view(*rows, -1),
         torch.stack((apart, weight.abs().sum(-1)), -1),
     )

@@ -1,4 +1,4 @@
-"""The calls that are compared: for each operator so many that every kernel that it can launch runs.
+"""Calls for the self-check: for each operator, enough to run every kernel that it can dispatch.
 
 A subject is an operator with a dtype and, where kernels depend on them, a format of weights and the widths of
 heads. Its calls have few and many tokens, and plans for few and many cores.
@@ -250,7 +250,7 @@ def _normed(one: dict[str, Any], several: dict[str, Any], odd: Sample) -> Iterat
 
 
 def _chosen(arguments: dict[str, Any], odd: Sample) -> Iterator[dict[str, Any]]:
-    """One token's experts of those that there are, normed or not, and of many: the same again and again."""
+    """Routing cases of one token: few and many experts, with and without normalised weights."""
     weights = _norm_weights(odd, arguments)
     for times, norm in (*((times, weight) for weight in weights for times in (1, 40)), (1, None)):
         many = {

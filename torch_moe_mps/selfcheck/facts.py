@@ -39,7 +39,7 @@ def _version(package: str) -> tuple[str, str] | None:
 
 
 def _of_macos() -> dict[str, Any]:
-    """Facts that programs of macOS print: whole numbers of bytes, and their own words."""
+    """Facts printed by macOS programs, as bytes or text."""
     power = said("pmset", "-g")
     result: dict[str, Any] = {
         "cores": _number(r'"gpu-core-count" = (\d+)', said("ioreg", "-rc", "AGXAccelerator", "-d1")),

@@ -58,7 +58,7 @@ def _code(host: Path | None) -> str:
 
 
 def where() -> str:
-    """The machine, in a few words."""
+    """Short description of the machine."""
     about = machine()
     return f"{about['gpu']}, macOS {about['macos'] or 'none'}, torch {about['torch']}"
 

@@ -257,15 +257,15 @@ def expert_reads(sizes: Sizes) -> dict[str, float]:
     chosen = torch.randperm(experts, generator=torch.Generator().manual_seed(0))[: layers * EXPERTS]
     result = {}
     for name, of in (("experts", chosen), ("stream", torch.arange(len(chosen)))):
-        pieces = of[:, None] * sizes.expert_groups + torch.arange(sizes.expert_groups)
-        starts = (pieces * (of_group // 16)).int().view(layers, -1).to("mps")
+        blocks = of[:, None] * sizes.expert_groups + torch.arange(sizes.expert_groups)
+        starts = (blocks * (of_group // 16)).int().view(layers, -1).to("mps")
 
         def token(starts: Tensor = starts) -> None:
             for layer in starts:
                 _run("probe_read_pieces", [data, layer, out], len(layer), steps=sizes.expert_steps)
 
         seconds = _best(token, sizes.repeats)
-        result[name] = _digits(pieces.numel() * of_group / seconds / 1e9)
+        result[name] = _digits(blocks.numel() * of_group / seconds / 1e9)
     return result
 
 
@@ -294,8 +294,8 @@ def live_numbers(sizes: Sizes) -> dict[str, dict[str, float]]:
     threadgroup may have. Above the registers that a thread can get, the first falls."""
     x, allowed = torch.tensor([0.5, 1.0]).to("mps"), {}
     for line in torch.ops.moe_mps._pipelines("probe_f32", []):
-        name, most, *_ = line.split()
-        allowed[name] = int(most)
+        name, limit, *_ = line.split()
+        allowed[name] = int(limit)
     result = {}
     for count in LIVE:
         threads = min(THREADS, allowed[f"probe_live{count}_f32"])
@@ -350,7 +350,7 @@ def sustained(sizes: Sizes) -> dict[str, float]:
 
 
 def after_idle(sizes: Sizes) -> dict[str, float]:
-    """Milliseconds of reading the largest piece of memory once, as a token does, after so many seconds."""
+    """Milliseconds of reading the largest buffer once, as a token does, after idle seconds."""
     size = max(filter(_is_held, sizes.reads), default=sizes.reads[0])
     read, _ = _reader(size, sizes.groups)
     _best(partial(read, 1), 2)

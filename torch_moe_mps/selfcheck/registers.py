@@ -112,18 +112,18 @@ class _Table:
         self.size, self.length = struct.unpack_from("<HH", data, self.fields)
 
     def _offset(self, field: int) -> int:
-        """Where a field begins in the table; 0 where it is absent."""
+        """Offset of a field in the table, or 0 if absent."""
         entry = 4 + 2 * field
         return struct.unpack_from("<H", self.data, self.fields + entry)[0] if entry < self.size else 0
 
     def reference(self, field: int) -> int:
-        """The place of the table to which a field refers. Raises: ValueError where it is absent."""
+        """Position of the table that a field refers to. Raises: ValueError if the field is absent."""
         if not (offset := self._offset(field)):
             raise ValueError(f"{SECTION.decode()} must have field {field} in its root, got none")
         return self.place + offset + struct.unpack_from("<I", self.data, self.place + offset)[0]
 
     def number(self, field: int) -> int:
-        """An unsigned number, in as many bytes as are in front of the next field; 0 where it is absent."""
+        """Unsigned integer that extends to the next field, or 0 if absent."""
         if not (offset := self._offset(field)):
             return 0
         begins = [self._offset(other) for other in range((self.size - 4) // 2)]

@@ -56,7 +56,7 @@ def _far_keys(s: Sample) -> dict[str, Any]:
 
 
 def _far_mask() -> dict[str, Any]:
-    """Shows some of the keys behind those that 16 bits count, and nothing else."""
+    """Mask that shows only some keys at positions beyond 16 bits."""
     mask = torch.zeros(1, 1, 1, FAR, dtype=torch.bool)
     mask[..., 1 << 16 :: 2] = True
     return {"mask": mask}

@@ -1,4 +1,4 @@
-"""Answers to a list of prompts, generated together."""
+"""Continuous batching of a list of prompts."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -33,42 +33,38 @@ def generate_batch(
     draft_width: int | None = None,
     progress: bool = True,
 ) -> list[Tensor]:
-    """Answer any number of prompts, several at once: no short answer waits for a long one.
+    """Generates answers to any number of prompts with continuous batching.
 
-    A prompt joins the others as soon as there is room for it, and leaves when its answer is complete. Each
-    answer is the one that `model.generate` gives alone, up to rounding: kernels for several rows add in
-    another order. Prompts that begin alike are computed once.
+    A sequence is admitted as soon as a row is free, and leaves the batch when its answer is complete. Each
+    answer equals that of `model.generate` up to rounding: kernels for several rows sum in another order.
+    Common prefixes are computed once.
 
     Args:
-        model: accelerated; its `generate` is not called. One whose cache has no rows that come and go
-            (Unlimited-OCR) generates them in turn, and a line of the log says why.
-        prompts: N of them, tokens [T] of integers or [1, T], or texts, for which there must be a tokenizer.
-        generation_config: one for all or N: lengths, times, the tokens that end an answer, `stop_strings` and
-            how tokens are chosen; None is the model's own. An answer has at most 20 tokens where neither says
-            a length, as by `generate`. Beams are searched for one prompt at a time, while the others go on.
-            There is one answer for each prompt: no `num_return_sequences`.
-        tokenizer: of texts and stop strings.
-        seed: of drawn tokens, one for each prompt, or one number, to which prompt n adds n. The numbers drawn
-            for an answer do not depend on what is generated beside it, and torch's own stay as they are;
-            without a seed they follow one from the system's entropy.
-        logits_processor: N lists of processors of the logits of one prompt each.
-        streamer: N objects with `put`, which gets the tokens of the answer one by one, and `end`; or None.
+        model: accelerated; its `generate` is not called. A model that cannot be batched (Unlimited-OCR) runs
+            the prompts sequentially and logs the reason.
+        prompts: N token tensors [T] or [1, T], or texts, which need `tokenizer`.
+        generation_config: one for all or N: lengths, time limit, end tokens, `stop_strings` and sampling
+            settings; None is the model's. As with `generate`, an answer has at most 20 tokens if no length is
+            set. Beam search runs one prompt at a time, beside the others. `num_return_sequences` must be 1.
+        tokenizer: for texts and stop strings.
+        seed: one for each prompt, or a single number, to which prompt n adds n. Each answer has a private
+            random generator, independent of the other answers and of torch's; without a seed it is seeded
+            from the system's entropy.
+        logits_processor: N lists of logits processors, one for each prompt.
+        streamer: N objects with `put`, called with each generated token, and `end`; or None.
         speculative: the drafter: "lookup" for prompt lookup, "mtp" for MTP layers of the checkpoint, a draft
             model of the same vocabulary, a DFlash assistant, or an object with `draft(rows)` and
-            `accepted(rows, counts)` (`serving/speculative/drafter.py`); of a list, the first that has draft
-            tokens. Their number follows from the times of steps and each drafter's acceptance rate. Answers
-            are those without speculative decoding, up to rounding, sampled ones with a seed, too: kernels for
-            several tokens add in another order. Models that are not batchable, or must compute a prompt in
-            one call, draft none, and a line of the log says so.
-        draft_width: draft tokens of a sequence in a step, from 1 to 7; None is 3, while drafts pay.
+            `accepted(rows, counts)` (`serving/speculative/drafter.py`); from a list, the first with draft
+            tokens. Their number follows step times and acceptance rates. Answers equal those without
+            speculative decoding up to rounding, also sampled ones with a seed. Models that cannot be batched,
+            or must compute a prompt in one call, run without it and log that.
+        draft_width: draft tokens per sequence and step, from 1 to 7; None is 3, while drafting pays.
         progress: shows the progress on stderr.
 
-    Returns: N tensors of the new tokens [M], on the CPU, in the order of the prompts; with the token that
-        ended the answer.
+    Returns: N tensors of new tokens [M], on the CPU, in the order of the prompts, end tokens included.
 
-    Raises: ValueError for arguments that do not fit, for a prompt as long as `max_length`, which counts it,
-        and for a model in a pipeline; what a prompt's processor or streamer raises, and
-        torch.AcceleratorError where the GPU fails.
+    Raises: ValueError for invalid arguments, a prompt as long as `max_length`, which includes it, and a model
+        in a pipeline; exceptions of processors and streamers; torch.AcceleratorError if the GPU fails.
     """
     many = len(prompts)
     if isinstance(prompts, (str, Tensor)):
@@ -111,9 +107,9 @@ def generate_batch(
 
 
 def generate_all(engine: Engine, answers: Sequence["Answer"], until: "Answer | None" = None) -> None:
-    """Generates all that is submitted, or until one of the answers has ended.
+    """Steps the engine until all jobs, or the answer `until`, have ended.
 
-    Raises: the first error of an answer, which ends the others.
+    Raises: the first error of an answer, which cancels the others.
     """
     while engine.has_work and not (until is not None and until.has_ended):
         engine.step()
@@ -124,10 +120,10 @@ def generate_all(engine: Engine, answers: Sequence["Answer"], until: "Answer | N
 
 
 class Answer:
-    """Answer to one prompt, as it grows.
+    """Collects the tokens of one answer and finds stop strings.
 
     Args:
-        before: the tokens in front of it, where a stop string may begin.
+        before: last prompt tokens, in which a stop string may start.
     """
 
     def __init__(
@@ -157,7 +153,7 @@ class Answer:
         return bool(self._stops) and self._has_ended(token)
 
     def _has_ended(self, token: int) -> bool:
-        """Whether a stop string ends in this token, wherever it began."""
+        """True if this token completes a stop string."""
         tokens = [*self._last, token]
         before, after = self._tokenizer.decode(self._last), self._tokenizer.decode(tokens)
         self._last = tokens[-self._longest - 1 :]
@@ -179,7 +175,7 @@ class Answer:
 
 
 def _config(model: PreTrainedModel, config: GenerationConfig | None) -> GenerationConfig:
-    """A copy of the settings, or of the model's. Raises: ValueError."""
+    """Copy of a GenerationConfig, or of the model's if None. Raises: ValueError."""
     config = copy.deepcopy(config or model.generation_config)
     if (count := config.num_return_sequences or 1) > 1:
         raise ValueError(f"{_NAME}: generation_config must have num_return_sequences 1, got {count}")
@@ -187,7 +183,7 @@ def _config(model: PreTrainedModel, config: GenerationConfig | None) -> Generati
 
 
 def _ids(prompt: Any, number: int, tokenizer: Any) -> Tensor:
-    """The tokens [1, T] of a prompt, on the CPU."""
+    """Tokens [1, T] of a prompt, on the CPU."""
     ids = prompt
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -202,7 +198,7 @@ def _ids(prompt: Any, number: int, tokenizer: Any) -> Tensor:
 
 
 def _each(name: str, value: Any, many: int, kind: type) -> list[Any]:
-    """One value for each prompt, of one for all, which is of a kind or None, or of as many."""
+    """List of one value per prompt, from a single value of type `kind`, None, or a list of `many`."""
     if value is None or isinstance(value, kind):
         return [value] * many
     if not isinstance(value, (list, tuple)) or len(value) != many:

@@ -15,9 +15,9 @@ _SAME = (
 
 
 def begun(options: argparse.Namespace) -> dict[str, Any]:
-    """The record of a new training, or of the one that --resume continues.
+    """Record of a new training, or of the training that --resume continues.
 
-    Raises: ValueError where there is none to continue, or one with other options or data.
+    Raises: ValueError if there is none to continue, or its options or data differ.
     """
     output = Path(options.output)
     try:

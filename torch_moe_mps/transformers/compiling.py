@@ -121,8 +121,8 @@ def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> dict[str,
     """The libraries that the accelerated modules on mps run, for their weights and for `operators`, which
     were put in place of others.
 
-    Returns: {name: whether a first token may launch its kernels}, in the package's order. The others are of
-        prompts, of captured steps, and of 256 keys or more.
+    Returns: {name: True if a first token may dispatch its kernels}, in the package's order. The others are
+        for prompts, captured steps, and 256 keys or more.
     """
     files = {LIBRARY_OF.get(name, FAMILY_OF[name]) for name in operators}
     first, later = _libraries_of_weights(model, "heads" in files)
@@ -142,11 +142,10 @@ def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> dict[str,
 
 
 def _libraries_of_weights(model: nn.Module, in_heads: bool) -> tuple[set[str], set[str]]:
-    """The libraries that multiply a model's weights in its first token, and those of captured steps, of a few
-    tokens and of prompts.
+    """Libraries of a model's matrix products: (for a first token, for captured steps and chunks).
 
     Args:
-        in_heads: whether weights are multiplied a head, too.
+        in_heads: True if weights are also multiplied per head.
     """
     first, later = set[str](), set[str]()
     for module, dtype in _on_mps(model):
@@ -192,7 +191,7 @@ def cache_libraries(model: nn.Module, dtype: str) -> list[str]:
 def _on_mps(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """(module, dtype of its activations) of the modules with parameters of their own on mps.
 
-    The dtype is that of the module's weights or scales, or else of the model.
+    The dtype comes from the module's weights or scales, or else from the model.
     """
     for module in model.modules():
         own = [*weights_in(module, recurse=False)]

@@ -1,5 +1,6 @@
-"""Layers of a model whose state updates may be deferred, and modules that forget their states in front of
-several tokens, as a twin of each module that reads some shows.
+"""Layers whose recurrent state updates can be deferred, found by trials on a copy of each module.
+
+Modules that ignore cached states when they get several tokens are found in the same way.
 """
 
 import functools
@@ -47,8 +48,8 @@ def deferrable_layers(model: PreTrainedModel) -> dict[int, AnyKind]:
 def forgets_states(model: PreTrainedModel) -> bool:
     """True if modules ignore cached state when they get several tokens.
 
-    So does the own code of Mamba-1, and what a trial cannot run may. Of modules that run the same code, one
-    is tried.
+    Mamba-1's eager forward does. Modules that a trial cannot run may. One module of each class and forward is
+    tried.
     """
     layers = _layers_with_states(model)
     readers = {type(module): (module, number) for module, number in _readers(model, layers)}
@@ -71,7 +72,7 @@ def _reads_keys_alone(module: nn.Module, layer: Any) -> bool:
 
 
 def _kind_of(module: nn.Module, states: int) -> AnyKind | None:
-    """The kind of states that a module takes back; None for one that does not.
+    """Kind of recurrent states that a module can restore, or None.
 
     Args:
         states: how many the layer has of each kind.
@@ -102,12 +103,12 @@ def _readers(model: nn.Module, layers: dict[int, Any]) -> Iterator[tuple[nn.Modu
 
 
 def _kinds(module: nn.Module, cls: type[nn.Module], states: int) -> Callable[[AnyKind], bool]:
-    """Whether a twin of the module takes its states back, by a kind of them."""
+    """{kind of states: True if a copy of the module can restore them}."""
     return functools.partial(_takes_back, _twin_that_runs(module), states)
 
 
 def _twin_that_runs(module: nn.Module) -> Any:
-    """A twin of a module that runs what that one runs."""
+    """Copy of a module with the same replaced forward."""
     twin = twin_of(module)
     if is_rewritten(module):
         run_as(twin, module)
@@ -115,17 +116,17 @@ def _twin_that_runs(module: nn.Module) -> Any:
 
 
 def _chunks(module: nn.Module, cls: type[nn.Module], states: int) -> Callable[[int], bool]:
-    """Whether a twin of the module goes on behind the first of two chunks of a prompt."""
+    """True if a copy of the module continues from the first of two chunks of a prompt."""
     return lambda _: _goes_on(_twin_that_runs(module), states)
 
 
 def _goes_on(twin: Any, states: int) -> bool:
-    """Whether a prompt in two pieces gives the result that it has in one."""
+    """True if a prompt in two chunks gives the same result as in one."""
     found = []
     x = normal(1, _PROMPT + _DRAFTS, _width_of(twin, states))
-    for pieces in ((_PROMPT + _DRAFTS,), (_PROMPT, _DRAFTS)):
+    for chunks in ((_PROMPT + _DRAFTS,), (_PROMPT, _DRAFTS)):
         cache = LinearCache(states, twin.layer_idx)
-        results = [_result(twin, piece, cache) for piece in x.split(pieces, 1)]
+        results = [_result(twin, chunk, cache) for chunk in x.split(chunks, 1)]
         found.append([torch.cat(results, 1), *(state.clone() for state in cache.states())])
     whole, in_pieces = found
     return agrees(in_pieces, whole, 1e-3)

@@ -127,7 +127,7 @@ def _is_on_top(module: nn.Module) -> bool:
 
 
 def restore_module(module: nn.Module) -> None:
-    """The module as it was before `rewrite`; beneath another class its own code runs anyway."""
+    """Restores a module's state before `rewrite`; a class put on top keeps running the original forward."""
     drop_forward_of_class(module)
     if _is_on_top(module):
         _set_class(module, original_class(module))
@@ -146,11 +146,11 @@ def drop_forward_of_class(module: nn.Module) -> None:
 def _run(
     module: nn.Module, forward: Callable, reads: dict, is_own: bool = False, yields: bool = False
 ) -> None:
-    """Lets a module run a forward, as long as what was read to find it holds.
+    """Installs a replaced forward on a module, valid while the attributes read by its analysis are unchanged.
 
     Args:
-        is_own: the forward is the module's own code, but for functions that it calls.
-        yields: on a CPU the module's own code is faster, and runs.
+        is_own: True if the forward is the original one with some called functions replaced.
+        yields: True to run the original forward on a CPU, where it is faster.
     """
     state_of(module).reads = kept(reads)
     cls: type = type(module)
@@ -158,14 +158,14 @@ def _run(
 
 
 def runs_with_cache(module: nn.Module) -> bool:
-    """Whether a module's forward has an argument for a cache, or the one that it runs in its place."""
+    """True if a module's forward, original or replaced, takes a cache."""
     made = made_as(type(module), REWRITTEN)
     forwards: list[Any] = [type(module).forward] if made is None else [made.own, made.ours]
     return any(map(cache_name, forwards))
 
 
 def run_as(twin: nn.Module, module: nn.Module) -> None:
-    """Lets the twin of a rewritten module run what that one runs."""
+    """Makes a copy of a rewritten module run the same replaced forward."""
     state_of(twin).reads = ()
     _set_class(twin, type(module))
 

@@ -194,7 +194,7 @@ def _importance(
 def _with_quantization(
     kwargs: dict[str, Any], source: Source, asked: Any, importance: Importance | None
 ) -> dict[str, Any]:
-    """The arguments with those by which Quantizer reads the checkpoint, where it does."""
+    """Arguments of from_pretrained, with a quantization config if Quantizer reads the checkpoint."""
     quantization = source.quantization(asked, importance=importance)
     if quantization is None or kwargs.get("quantization_config") is not None:
         return kwargs

@@ -1,7 +1,7 @@
-"""Keeps operators that fail the self-check on this machine out of a model.
+"""Excludes operators that fail the self-check on this machine.
 
-If an operator fails, the model's own code stays in its place. Quantised weights have no other code, so they
-are refused.
+Modules that need a failing operator keep their original forward. Quantised weights have no fallback and are
+rejected.
 """
 
 import time
@@ -108,9 +108,9 @@ def _require_quantized(function: str, model: nn.Module, recipe: Recipe | None) -
 
 
 def check_replacements(function: str, model: nn.Module, report: Report, seconds: float) -> bool:
-    """Checks the operators of a report. Returns: whether some of them failed and must not be used.
+    """Checks the operators of a report. Returns: True if some failed and must not be used.
 
-    Raises: RuntimeError for one that runs quantised weights.
+    Raises: RuntimeError if a failing operator runs quantised weights.
     """
     named = report.operators()
     if report.capture is not None and report.capture() is not None:
@@ -197,6 +197,6 @@ def _refuse_weights(function: str, finding: Finding) -> None:
 
 
 def _dtypes(model: nn.Module) -> list[torch.dtype]:
-    """The dtypes of what a model computes: those of its weights that have one."""
+    """Activation dtypes of a model, from its floating-point weights."""
     used = {parameter.dtype for parameter in model.parameters() if parameter.device.type == "mps"}
     return [dtype for dtype in DTYPES if dtype in used]

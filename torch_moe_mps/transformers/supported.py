@@ -1,4 +1,4 @@
-"""Refuses a transformers that is too old or lacks what is needed, before anything else is done with it."""
+"""Version check of transformers, before anything else of it is used."""
 
 import warnings
 from importlib import metadata
@@ -7,9 +7,9 @@ from .. import _versions
 
 
 def require_version() -> None:
-    """Refuses a transformers that is too old; a warning says so behind one that was not tested.
+    """Warns about an untested version of transformers.
 
-    Raises: ImportError for the former.
+    Raises: ImportError for a version that is too old.
     """
     try:
         version = metadata.version("transformers")

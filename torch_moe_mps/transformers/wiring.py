@@ -1,8 +1,8 @@
-"""Parts that rooms add to tables of rooms below them, and to transformers', in the order in which they count.
+"""Registration: fills the registry tables of lower layers and of transformers, in order of precedence.
 
-Tables belong to the room that reads them, which does not know who adds. The import of this module fills them;
-no other module of the package changes another one when it is imported, so the order of imports decides
-nothing. `torch_moe_mps.transformers` imports this module before anything else of it is used.
+A table belongs to the module that reads it. Importing this module fills all of them; no other module changes
+another one at import, so the order of imports does not matter. `torch_moe_mps.transformers` imports this
+module first.
 """
 
 import importlib
@@ -47,7 +47,7 @@ FAMILIES = (
 
 
 def _declared() -> list[Family]:
-    """Families whose folders are there: one that was removed drops out."""
+    """Families whose folders exist; a removed folder drops out."""
     folders = {folder.name for folder in pkgutil.iter_modules(families.__path__)}
     names = (f"{families.__name__}.{name}" for name in FAMILIES if name in folders)
     return [importlib.import_module(name).FAMILY for name in names]

@@ -163,7 +163,7 @@ def held(here, monkeypatch, count: int, body: dict) -> Iterator[list[Future]]:
     goes_on, own = threading.Event(), app.prepare
 
     def prepare(served, request, show):
-        assert request.most != 7 or goes_on.wait(60)
+        assert request.max_tokens != 7 or goes_on.wait(60)
         return own(served, request, show)
 
     with monkeypatch.context() as patched, ThreadPoolExecutor(count) as clients:

@@ -15,7 +15,6 @@ from support.models import assert_close, output, prompt
 
 import torch_moe_mps
 from torch_moe_mps.transformers.basics.interface import formats_of
-from torch_moe_mps.transformers.checkpoints.mlx.architectures import ARCHITECTURES
 from torch_moe_mps.transformers.checkpoints.mlx.reading import MlxLayout
 
 pytest.importorskip("mlx_lm")
@@ -237,25 +236,11 @@ def test_a_wrong_tensor_is_one_line(what, tmp_path):
         mlx_models.load(tmp_path, type(model))
 
 
-def test_the_table_names_what_is_tested():
+def test_the_list_names_what_is_tested():
     text = (Path(__file__).parents[3] / "docs" / "mlx.md").read_text()
-    text = text.partition("scripts/make/make_mlx_table.py writes")[2]
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    assert [row[0].strip("`") for row in rows[1:]] == sorted(mlx_models.ARCHITECTURES)
-    assert rows[0][2:-1] == [
-        "1 bit",
-        "2 bits",
-        "3 bits",
-        "4 bits",
-        "5 bits",
-        "6 bits",
-        "8 bits",
-        "mxfp4",
-        "mxfp8",
-        "nvfp4",
-    ]
-    assert {row[1] for row in rows[1:]} == {a.experts for a in ARCHITECTURES.values() if a.experts}
-    assert all(cell == "yes" for row in rows[1:] for cell in row[2:])
+    _, _, text = text.partition("scripts/make/make_mlx_table.py writes what follows -->\n")
+    assert re.findall(r"`([^`]*)`[,.]", text.replace("\n", " ")) == sorted(mlx_models.ARCHITECTURES)
+    assert "\n- " not in text  # formats that differ
 
 
 def test_every_architecture_of_mlx_lm_with_experts_is_named():

@@ -1,4 +1,4 @@
-"""Abilities of a model: what the engine asks once, as it walks through the model or tries it."""
+"""Model capabilities that the engine needs, each determined once."""
 
 import functools
 import inspect
@@ -18,29 +18,29 @@ _GROWING = (None, "dynamic", "hybrid")
 
 
 class Abilities:
-    """Asked at the first use, and then known."""
+    """Capabilities of a model, computed at first use and cached."""
 
     def __init__(self, model: PreTrainedModel):
         self._model, self._said = model, set[str]()
 
     @functools.cached_property
     def reads_whole(self) -> bool:
-        """Whether the model must compute a prompt in one call."""
+        """True if the model must compute a prompt in one call."""
         return reads_whole(self._model)
 
     @functools.cached_property
     def caches_prefixes(self) -> bool:
-        """Whether the cache of a prompt serves others that begin with it."""
+        """True if prefix caching works for the model."""
         return not self.reads_whole and keeps_prompts(self._model)
 
     @functools.cached_property
     def not_batchable(self) -> str | None:
-        """Why sequences are not batched, for a person; None where they are."""
+        """Reason why sequences cannot be batched, or None."""
         return reason_against_rows(self._model)
 
     @functools.cached_property
     def own_generate(self) -> str | None:
-        """Why the model's own `generate` has to generate all sequences, for a person; None where not."""
+        """Reason why all sequences must run through `model.generate`, or None."""
         return reason_for_own_generate(self._model)
 
     def say_alone(self, reason: str) -> None:
@@ -50,20 +50,20 @@ class Abilities:
             logger.warning("torch_moe_mps: sequences run sequentially: %s", reason)
 
     def alone(self, config: GenerationConfig) -> str | None:
-        """Why the model's own `generate` has to generate with these settings; None where it does not."""
+        """Reason why a sequence with these settings must run through `model.generate`, or None."""
         return reason_of_settings(config) or self.own_generate
 
 
 def keeps_prompts(model: PreTrainedModel) -> bool:
-    """Whether a model's states are all in a cache that grows."""
+    """True if the whole state of a model is in a growing cache."""
     has_cache = takes_layers(model) and not model.config.is_encoder_decoder
     return has_cache and hands_cache_on(model)
 
 
 def reason_of_settings(config: GenerationConfig) -> str | None:
-    """Why `generate` has to generate an answer with these settings, for a person; None where it does not.
+    """Reason why these settings need `model.generate`, or None.
 
-    `use_cache` is no reason: checkpoints that were trained say false, and the tokens are the same.
+    `use_cache=False` is no reason: trained checkpoints often carry it, and the tokens are the same.
     """
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
@@ -74,7 +74,7 @@ def reason_of_settings(config: GenerationConfig) -> str | None:
 
 
 def reason_for_own_generate(model: PreTrainedModel) -> str | None:
-    """Why `generate` has to generate all answers of a model, for a person; None where it does not."""
+    """Reason why a model needs its `generate` for all sequences, or None."""
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{kind} is an encoder with a decoder"

@@ -1,4 +1,4 @@
-"""Steps of other answers while a model encodes the images, or the sound, of a prompt."""
+"""Steps of other sequences while a model encodes the images or audio of a prompt."""
 
 import contextlib
 import threading
@@ -12,10 +12,10 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Between:
-    """Calls of something else between the modules that a model has in front of its decoder.
+    """Calls a function between the modules of a model's image or audio encoder.
 
-    An encoder computes all images of a prompt together, for seconds, and nobody should wait for its end. A
-    hook of torch for all modules changes nothing of the model; it is there for as long as the encoder runs.
+    An encoder computes all images of a prompt at once, which takes seconds; other sequences must not wait. It
+    uses torch's global forward hook while the encoder runs, and leaves the model unchanged.
     """
 
     def __init__(self, model: Any):
@@ -24,7 +24,7 @@ class Between:
 
     @contextlib.contextmanager
     def calling(self, function: Callable[[], None]) -> Iterator[None]:
-        """Block with a call of the model. What the function raises ends that call."""
+        """Context of a model call; an exception of `function` aborts the call."""
         own, hooks = threading.get_ident(), list[RemovableHandle]()
 
         def before(module: nn.Module, inputs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Decoding: the next tokens of all groups, with draft tokens where they pay."""
+"""Decoding steps of all groups, with speculative decoding where it pays."""
 
 import time
 
@@ -14,11 +14,11 @@ from .scheduler import Budget, Times
 
 
 class Decoding:
-    """Steps of the sequences of a pool.
+    """Runs the decoding steps of a pool.
 
     Attributes:
-        reads_late: whether the next step is issued before the host reads the tokens of the last one: mps
-            would wait for it meanwhile.
+        reads_late: True to dispatch a step before the host reads the last one's tokens, so that the GPU does
+            not idle.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Decoding:
         self.reads_late = executor.device.type == "mps"
 
     def step(self) -> None:
-        """Computes a token of each decoding sequence. Raises: whatever ends a step of the batch."""
+        """Computes one token for each decoding sequence. Raises: errors of the batched step."""
         started = time.perf_counter()
         self._step(self._pool.batch)
         for group in self._pool.groups[1:]:
@@ -46,19 +46,19 @@ class Decoding:
             self._times.step = self._times.ended - started
 
     def settle(self, group: Group) -> None:
-        """Reads the tokens of the last step."""
+        """Reads the last step's tokens and appends them to their sequences."""
         sampled, group.sampled = group.sampled, None
         if sampled is not None:
             self._hand_out(group, sampled)
 
     def evict(self, room: int) -> None:
-        """Evicts cached prefixes, drafters' included, until they take at most so many bytes."""
+        """Evicts cached prefixes, drafters' included, down to `room` bytes."""
         drafting = self._drafts.drafting
         if self._prefix_cache is not None:
             self._prefix_cache.shrink(room if drafting is None else drafting.shrink(room))
 
     def _step(self, group: Group) -> None:
-        lasts = [each for each in group.sequences if len(each.tokens) + 1 >= each.most]
+        lasts = [each for each in group.sequences if len(each.tokens) + 1 >= each.max_tokens]
         if len(lasts) == len(group.sequences) or any(each.job.processors for each in lasts):
             self.settle(group)  # else a token behind the last one is computed, which processors must not see
         drafts = None
@@ -70,7 +70,7 @@ class Decoding:
             self._decode(group)
 
     def _decode(self, group: Group) -> None:
-        """Computes the next token of each sequence without drafts."""
+        """Computes the next token of each sequence without draft tokens."""
         started, sequences, before = time.perf_counter(), [*group.sequences], group.sampled
         if isinstance(group, Batched):
             self._make_room(group, 1)
@@ -87,10 +87,10 @@ class Decoding:
             self._drafts.took(sequences, time.perf_counter() - started)
 
     def _verify(self, group: Batched, drafts: list[list[int]]) -> None:
-        """Computes some tokens of each sequence together: those that are known, and drafts behind them.
+        """Runs a verification step: known tokens and draft tokens of each sequence in one call.
 
-        Each sequence goes on by its accepted tokens, as far as all rows can keep them in the cache. What is
-        accepted beyond stays known, and is computed again.
+        Each sequence advances by its accepted tokens, as far as the cache can keep them for all rows.
+        Accepted tokens beyond that stay known and are recomputed.
         """
         drafting = self._drafts.drafting
         assert drafting is not None
@@ -117,7 +117,7 @@ class Decoding:
                 self._pool.end(sequence, reason)
 
     def _make_room(self, group: Batched, tokens: int) -> None:
-        """Evicts cached prefixes that lie where the batch must, if its cache moves to larger memory."""
+        """Evicts cached prefixes if the batch's cache must be reallocated for `tokens` more."""
         if group.rows.is_full(tokens):
             self._drafts.measure(group.sequences)
             room = self._budget.cached(self._pool.sequences)

@@ -1,8 +1,8 @@
-"""The settings of an answer: one rule for chat, generate, serve and whatever else answers.
+"""Generation settings shared by chat, generate and serve.
 
-Tokens are chosen as the checkpoint's generation_config says, and greedily where it says nothing. An answer
-may be as long as the checkpoint says, by either of its two lengths, and otherwise as the context goes. It
-ends by a token of the generation_config, or by the tokenizer's: fine-tuned chats often change that one alone.
+Sampling follows the checkpoint's generation_config; without one it is greedy. The maximum length is the
+checkpoint's `max_new_tokens` or `max_length`, otherwise the context. End tokens are those of the
+generation_config and the tokenizer's: fine-tuned chat models often change only the latter.
 """
 
 import copy
@@ -25,9 +25,9 @@ _USUAL = {"temperature": 0.7, "top_k": 20, "top_p": 0.95}
 
 
 def choice(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that somebody asks for, with do_sample where they decide it.
+    """Requested settings, with `do_sample` added where they imply it.
 
-    Temperature 0 is greedy. Any other setting of a draw asks for one, unless its value changes nothing.
+    Temperature 0 means greedy. Any other sampling setting means sampling, unless its value is neutral.
     """
     settings = dict(asked)
     if settings.get("top_k") == -1:  # vLLM's name of all
@@ -44,7 +44,7 @@ def choice(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_of_draw(model: Any) -> dict[str, Any]:
-    """Settings with which the model draws tokens: the checkpoint's, or usual ones where it says greedy."""
+    """Sampling settings of a model: its checkpoint's, or common defaults if the checkpoint is greedy."""
     return {"do_sample": True, **({} if model.generation_config.do_sample else _USUAL)}
 
 
@@ -54,24 +54,24 @@ def settings_of_answer(
     asked: Mapping[str, Any],
     prompt: int,
     context: int,
-    most: int | None = None,
+    max_tokens: int | None = None,
     whole: Any = None,
 ) -> GenerationConfig:
-    """The settings of one answer of a model.
+    """GenerationConfig of one answer.
 
     Args:
-        tokenizer: whose end of a text ends the answer, unless `asked` or `whole` says which tokens do.
-        asked: what `choice` gives; in place of the checkpoint's.
-        prompt: tokens in front of the answer.
-        context: the most tokens that the model reads.
-        most: the tokens of the answer, at most; None leaves that to the settings, and to the context.
-        whole: all settings {name: value}, in place of the checkpoint's but for the tokens that end an answer.
+        tokenizer: its end token is added, unless `asked` or `whole` sets the end tokens.
+        asked: result of `choice`; overrides the checkpoint's settings.
+        prompt: number of prompt tokens.
+        context: the context length of the model.
+        max_tokens: the maximum length of the answer; None leaves it to the settings and the context.
+        whole: all settings {name: value}; replaces the checkpoint's settings except the end tokens.
 
-    A `max_length`, which counts the prompt, holds where no number of new tokens is said. A checkpoint's that
-    is no longer than the prompt says nothing of the answer.
+    `max_length`, which includes the prompt, applies if no number of new tokens is set. A checkpoint's value
+    that is not longer than the prompt is ignored.
 
-    Raises: TypeError, ValueError, AttributeError for settings that do not exist, and for a `max_length` in
-        `whole` that leaves no token.
+    Raises: TypeError, ValueError, AttributeError for unknown settings, and for a `max_length` in `whole` that
+        leaves no token.
     """
     own = model.generation_config
     config = copy.deepcopy(own) if whole is None else GenerationConfig(**whole)
@@ -82,7 +82,7 @@ def settings_of_answer(
         config.eos_token_id = own.eos_token_id
     if "eos_token_id" not in {*asked, *(whole or ())}:
         config.eos_token_id = _with_end(config.eos_token_id, tokenizer, vocabulary_of(model))
-    longest, room = config.max_new_tokens if most is None else most, context - prompt
+    longest, room = config.max_new_tokens if max_tokens is None else max_tokens, context - prompt
     if longest is None and config.max_length is not None:
         longest = config.max_length - prompt
         if longest < 1 and whole is not None:
@@ -94,7 +94,7 @@ def settings_of_answer(
 
 
 def _with_end(ends: Any, tokenizer: Any, vocabulary: int) -> Any:
-    """Tokens that end an answer, with the tokenizer's if the model knows it."""
+    """End tokens, with the tokenizer's added if it is in the vocabulary."""
     last, known = tokenizer.eos_token_id, ends if isinstance(ends, list) else [ends]
     if type(last) is not int or last >= vocabulary or last in known:
         return ends

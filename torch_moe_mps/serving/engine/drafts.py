@@ -1,4 +1,4 @@
-"""Draft tokens of a batch: when a step has some, and which of them the model accepts."""
+"""Speculative decoding of a batch: when to draft, and which draft tokens the model accepts."""
 
 import logging
 from collections import abc
@@ -23,12 +23,12 @@ class Drafts:
     """Speculative decoding of the sequences of a batch.
 
     Args:
-        drafting: asks the drafters; None for none.
-        budget: whose bytes of drafts are measured.
+        drafting: the drafters; None disables speculative decoding.
+        budget: records the bytes that drafters hold.
 
     Attributes:
         drafting: None once no draft token can be verified.
-        deferrable: {number of a layer whose states may be updated later: their kind}.
+        deferrable: {layer index: kind of its recurrent states} where state updates can be deferred.
     """
 
     def __init__(self, model: Any, drafting: Drafting | None, budget: Budget):
@@ -41,7 +41,7 @@ class Drafts:
         return () if self.drafting is None else self.drafting.states
 
     def row_of(self, sequence: Sequence) -> Row | None:
-        """The tokens of a sequence for the drafters; None where there are none."""
+        """Token history of a sequence for the drafters; None without drafters."""
         if self.drafting is None:
             return None
         before, ids = sequence.row, sequence.job.inputs["input_ids"][0].tolist()
@@ -50,7 +50,7 @@ class Drafts:
         return Row(before.tokens, before.prompt, before.likely)
 
     def begin(self, group: Batched, sequence: Sequence, reads_whole: bool) -> None:
-        """Begins to draft for a sequence that has joined a batch."""
+        """Sets up drafting after a sequence was added to a batch."""
         if self.drafting is None:
             return
         if reads_whole:
@@ -68,13 +68,13 @@ class Drafts:
         self.drafting.width.is_even = bool(self._needs_order) or group.rows.are_states
 
     def left(self, sequence: Sequence) -> None:
-        """Tells the drafters that a sequence has ended, or begins again."""
+        """Releases the drafters' state for a sequence that ended or restarts."""
         if sequence.row is not None and self.drafting is not None:
             self.measure([sequence])
             self.drafting.left(sequence.row)
 
     def measure(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Notes what the drafters hold for a token."""
+        """Updates the budget with the bytes per token that the drafters hold."""
         for row in _rows(sequences):
             if self.drafting is not None:
                 held = self.drafting.held(row) / len(row.tokens)
@@ -87,7 +87,7 @@ class Drafts:
         out: Any,
         counts: abc.Sequence[int],
     ) -> None:
-        """Hands the hidden states of so many tokens of each sequence to the drafters."""
+        """Passes the hidden states of `counts` tokens of each sequence to the drafters."""
         states = self.states
         if self.drafting is not None and states and out.hidden_states is not None:
             wanted = [out.hidden_states[number] for number in states]
@@ -95,18 +95,17 @@ class Drafts:
             self.drafting.computed(_rows(sequences), firsts, beside, counts)
 
     def took(self, sequences: abc.Sequence[Sequence], seconds: float) -> None:
-        """Notes the time of a step without drafts."""
+        """Records the duration of a step without draft tokens."""
         if self.drafting is not None:
             self.drafting.width.took(len(sequences), 1, seconds)
 
     def draft(self, group: Batched, settle: Callable[[], None]) -> list[list[int]] | None:
-        """Drafts for each sequence; None where the next step gives each a token without any, or none is left.
+        """Draft tokens of each sequence; None if the next step should decode without drafting.
 
-        The host has read all tokens where there are drafts. It does not wait for the last one as long as
-        there are none.
+        The host reads the last step's tokens only if drafting may pay.
 
         Args:
-            settle: reads the tokens of the last step.
+            settle: reads the last step's tokens.
         """
         drafting = self.drafting
         if drafting is None:
@@ -123,8 +122,9 @@ class Drafts:
         return [[] for _ in rows] if found is None and any(ahead) else found
 
     def tokens(self, group: Batched, drafts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
-        """The tokens of a verification step: for each sequence those that are known, and drafts behind them,
-        alike many for all. Returns: these, and how many of each are known.
+        """Input tokens of a verification step, of equal count per sequence: known tokens, then draft tokens.
+
+        Returns: the tokens, and the number of known ones of each sequence.
         """
         assert self.drafting is not None
         rows, ahead, _ = _to_draft(group, 0)
@@ -137,7 +137,7 @@ class Drafts:
         return [own + own[-1:] * (tokens - len(own)) for own in inputs], known
 
     def hold(self, group: Batched, tokens: int, known: list[int]) -> None:
-        """Copies states that draft tokens would change for good."""
+        """Copies recurrent states that draft tokens would overwrite."""
         if group.rows.are_states and tokens > min(known):
             group.rows.reserve(tokens)  # moves them
             group.rows.hold()
@@ -145,7 +145,7 @@ class Drafts:
     def accepted(
         self, group: Batched, logits: Any, known: list[int], drafts: list[list[int]]
     ) -> list[list[Choice]]:
-        """The accepted draft tokens of each sequence and the token behind them, or an error at the end."""
+        """Accepted draft tokens of each sequence, followed by the next sampled token or an error."""
         samplers = [each.sampler for each in group.sequences if each.sampler is not None]
         made = verified(samplers, logits, known, drafts)
         for sequence, own, tokens in zip(group.sequences, drafts, made, strict=True):
@@ -155,9 +155,14 @@ class Drafts:
         return made
 
     def take_back(self, group: Batched, tokens: int, right: list[int]) -> list[int]:
-        """Removes the tokens behind the right ones of each row from the cache, of so many. Where states hold
-        all tokens, a row loses all or none; where attention needs the order of keys, all rows lose as many.
-        Returns: how many each row keeps.
+        """Removes rejected tokens from the cache. Returns: the number of tokens that each row keeps.
+
+        With recurrent states, a row loses all tokens or none. If attention depends on the order of keys, all
+        rows lose equally many.
+
+        Args:
+            tokens: computed in this step, for each row.
+            right: accepted ones of each row.
         """
         wrong = [tokens - min(tokens, count) for count in right]
         if group.rows.are_states:
@@ -174,9 +179,11 @@ def _rows(sequences: abc.Sequence[Sequence]) -> list[Row]:
 
 
 def _to_draft(group: Batched, unread: int) -> tuple[list[Row], list[int], list[int]]:
-    """The rows, how many of their tokens are known that a step has behind its first, and how many drafts
-    each may have, where the host has not read so many of their tokens.
+    """(rows, known tokens after the first uncomputed one, maximum number of draft tokens), each by row.
+
+    Args:
+        unread: sampled tokens of each row that the host has not read.
     """
     rows = _rows(group.sequences)
     ahead = [len(row.tokens) + unread - n - 1 for row, n in zip(rows, group.lengths, strict=True)]
-    return rows, ahead, [max(0, each.most - len(each.tokens) - unread - 1) for each in group.sequences]
+    return rows, ahead, [max(0, each.max_tokens - len(each.tokens) - unread - 1) for each in group.sequences]

@@ -1,4 +1,4 @@
-"""Vectors of texts, and how well documents answer a query, of models that are made for these."""
+"""Text embeddings and reranking scores."""
 
 import json
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ _SYSTEM = (
 
 
 class Encoder:
-    """A model that makes vectors, or scores.
+    """An embedding or reranking model.
 
     Args:
-        pooling: which states are a text's vector: cls, mean or last; None for a model that makes none.
-        normalizes: whether vectors have the length 1.
-        is_judge: whether the model says by yes or no whether a document answers a query.
+        pooling: cls, mean or last; None for a model without embeddings.
+        normalizes: True if vectors are normalized to length 1.
+        is_judge: True if scores are the probability of "yes" against "no", as in Qwen3-Reranker.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Encoder:
 
     @torch.no_grad()
     def vectors(self, texts: Sequence[list[int]]) -> Tensor:
-        """The vectors [N, D] in float32 of texts of tokens; on the thread of the device."""
+        """Embeddings [N, D] in float32 of tokenized texts. Call it on the device thread."""
         assert self.pooling is not None
         made = []
         for ids, mask in self._batches(texts):
@@ -65,7 +65,7 @@ class Encoder:
         return torch.nn.functional.normalize(vectors, dim=-1) if self.normalizes else vectors
 
     def pairs(self, query: str, documents: Sequence[str]) -> list[list[int]]:
-        """The tokens of a query with each of some documents."""
+        """Tokenized pairs of the query and each document."""
         if not self.is_judge:
             return [self.tokenizer(query, document)["input_ids"] for document in documents]
         texts = [
@@ -78,7 +78,7 @@ class Encoder:
 
     @torch.no_grad()
     def scores(self, pairs: Sequence[list[int]]) -> Tensor:
-        """How well each document answers the query, [N] from 0 to 1; on the thread of the device."""
+        """Relevance scores [N] from 0 to 1. Call it on the device thread."""
         made = []
         for ids, mask in self._batches(pairs):
             with wide_logits():
@@ -91,7 +91,7 @@ class Encoder:
         return torch.cat(made)
 
     def _batches(self, texts: Sequence[list[int]]) -> Any:
-        """Tokens and masks [B, T], padded behind the texts."""
+        """Yields batches of token ids and masks [B, T], padded on the right."""
         padding = self.tokenizer.pad_token_id or 0
         for at in range(0, len(texts), _AT_ONCE):
             some = texts[at : at + _AT_ONCE]
@@ -102,11 +102,10 @@ class Encoder:
 
 
 def encoder_of(model: Any, tokenizer: Any, folder: Path, name: str) -> Encoder | None:
-    """The encoder of a model, by the files of sentence-transformers in its folder; None for a model that only
-    generates.
+    """Encoder of a model, configured by sentence-transformers' files; None for a generative model.
 
     Args:
-        name: of the model; one of Qwen's that judges documents is known by it alone.
+        name: of the model; Qwen3-Reranker is recognized by its name alone.
     """
     if "reranker" in name.lower() and model.can_generate():
         return Encoder(model, tokenizer, None, is_judge=True)
@@ -124,7 +123,7 @@ def encoder_of(model: Any, tokenizer: Any, folder: Path, name: str) -> Encoder |
 
 
 def _pooling(config: dict[str, Any]) -> str | None:
-    """The pooling of a config of sentence-transformers; None where it says none."""
+    """Pooling mode of a sentence-transformers config; None if it has none."""
     named = (
         kind
         for kind, (flag, word) in _POOLINGS.items()

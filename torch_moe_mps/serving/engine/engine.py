@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 
 
 class _Cancelled(Exception):
-    """The sequence whose prompt is being computed has ended."""
+    """Raised within a model call to abort the prefill of a cancelled sequence."""
 
 
 class _Chunk(NamedTuple):
-    """A chunk of a prompt that the device computes.
+    """A prefill chunk in flight on the device.
 
     Attributes:
-        started: when the host began with it.
-        first: the token behind the last one of a prompt that has none yet.
+        started: host time of its dispatch.
+        first: first sampled token, if the chunk completes the prompt.
     """
 
     started: float
@@ -48,32 +48,32 @@ class _Chunk(NamedTuple):
 
 
 class Engine:
-    """Generates the answers of jobs, on the thread that calls `step`.
+    """Runs jobs with continuous batching, on the thread that calls `step`.
 
-    Sequences are batched where the model's cache can be; otherwise each decodes in a call of its own. Beams,
-    and models with a `generate` of their own, run by that, one at a time, and the others go on between its
-    tokens. Which error ends which sequence: see `isolation`.
+    Sequences are batched if the model's cache allows it; otherwise each decodes in a separate call. Beam
+    search and models that override `generate` run one at a time through `generate`; other sequences step
+    between its tokens. `isolation` defines which sequences an error ends.
 
     Args:
-        prefix_cache: of what was computed; None caches nothing.
-        most: sequences at once.
-        memory: bytes for sequences and cached prefixes, of which those unused longest are evicted first; None
-            is no limit. One sequence runs in any case.
-        take: takes new jobs, between two tokens of one that `generate` generates. Returns: whether to go on.
-        drafting: drafts tokens of the sequences of a batch; None for none.
+        prefix_cache: None disables prefix caching.
+        max_sequences: maximum number of concurrent sequences.
+        memory: bytes for sequences and cached prefixes; the least recently used prefixes are evicted first.
+            None is no limit. One sequence always runs.
+        take: admits new jobs between the tokens of a `generate` call. Returns False to stop.
+        drafting: speculative decoding of batched sequences; None disables it.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         prefix_cache: PrefixCache | None,
-        most: int,
+        max_sequences: int,
         memory: int | None = None,
         take: Callable[[], bool] = lambda: True,
         drafting: Drafting | None = None,
     ):
         self.model, self.prefix_cache, self.counts = model, prefix_cache, Counts()
-        self.budget, self.times = Budget(most, memory, capacity, batch_capacity), Times()
+        self.budget, self.times = Budget(max_sequences, memory, capacity, batch_capacity), Times()
         self.abilities, self.drafts = Abilities(model), Drafts(model, drafting, self.budget)
         self.executor = executor_of(model, self.abilities, lambda: self.drafts.states)
         self.budget.memory = self.executor.room(memory)
@@ -108,21 +108,21 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Computes at most a chunk of a prompt, and a token of each decoding sequence.
+        """Runs one engine step: at most one prefill chunk, then one token for each decoding sequence.
 
-        One that `generate` must generate is generated to its end, and the steps of the others come between.
+        A sequence that needs `generate` runs to its end; the others step between its tokens.
         """
         self.run(self._step)
 
     def run(self, work: Callable[[], None]) -> None:
-        """Runs work on the device, between steps; a fault of the GPU ends all sequences that have begun."""
+        """Runs a callable between steps. A GPU fault ends all admitted sequences."""
         try:
             work()
         except torch.AcceleratorError as fault:
             self.pool.fail_all(fault)
 
     def _step(self) -> None:
-        """A step. Raises: torch.AcceleratorError."""
+        """Runs one step without handling GPU faults. Raises: torch.AcceleratorError."""
         with self.pool.isolation.step():
             self.pool.end_cancelled()
             self._prefill()
@@ -136,7 +136,7 @@ class Engine:
     # Prefill
 
     def _prefill(self) -> None:
-        """Computes a chunk of a prompt, and short prompts that wait, in the time that one chunk may take."""
+        """Computes one prefill chunk, then queued short prompts while the chunk's time budget lasts."""
         before = begun = time.perf_counter()
         has_begun = self._prefill_next()
         while has_begun and not self._is_prefilling:
@@ -151,10 +151,10 @@ class Engine:
         return any(each.phase in ("waiting", "prefill") and each.has_begun for each in self.pool.sequences)
 
     def _prefill_next(self, is_short: bool = False) -> bool:
-        """Computes a chunk of a prompt. Returns: whether one has begun.
+        """Computes the next prefill chunk. Returns: True if a sequence was admitted.
 
         Args:
-            is_short: whether it must be one of the shortest, next in turn.
+            is_short: admits only the next sequence, if its prompt is short.
         """
         self.drafts.measure(self.pool.batch.sequences)
         plan = self._scheduler.plan(self.pool.sequences, self.budget, self.times, is_short)
@@ -177,7 +177,7 @@ class Engine:
         return has_begun
 
     def _admit(self, plan: Plan) -> bool:
-        """Admits a sequence, unless its prefix is still being read. Returns: False if so."""
+        """Admits a sequence. Returns: False while its prefix is still being read from the disk."""
         sequence: Sequence = plan.admit
         is_restored = True
         with self.pool.isolation.optional():  # prefixes that cannot be read are computed
@@ -217,7 +217,7 @@ class Engine:
         return True
 
     def _begin(self, sequence: Sequence) -> None:
-        """Begins or restarts the prefill of a sequence."""
+        """Starts or restarts the prefill of a sequence."""
         if sequence.prefill is not None:
             sequence.prefill = self.executor.begin_again(sequence)
             self.drafts.left(sequence)
@@ -235,8 +235,9 @@ class Engine:
         self.pool.enter(sequence, "prefill")
 
     def _compute_chunk(self, sequence: Sequence, chunk: int) -> _Chunk | None:
-        """Computes a chunk of a prompt, and samples the first token behind its end; the host waits for
-        neither. None where the sequence has ended meanwhile.
+        """Dispatches a prefill chunk and, after the last one, the sampling of the first token.
+
+        Does not wait for the device. Returns: None if the sequence ended meanwhile.
         """
         prefill, started = sequence.prefill, time.perf_counter()
         assert prefill is not None and sequence.sampler is not None
@@ -252,9 +253,11 @@ class Engine:
         return _Chunk(started, tokens, has_images, first)
 
     def _end_chunk(self, sequence: Sequence, chunk: _Chunk) -> None:
-        """Waits for a chunk where somebody waits for the next step; behind the last one the sequence
-        decodes. Its prompt is cached where it was copied to a row; a single one is cached at its end, as it
-        writes behind its prompt.
+        """Finishes a dispatched chunk: waits for it if others decode, and moves a prefilled sequence to
+        decoding.
+
+        The prompt is cached now if it was copied into the batch; an unbatched sequence is cached at its end,
+        because it extends its prompt's cache in place.
         """
         prefill = sequence.prefill
         assert prefill is not None
@@ -273,9 +276,9 @@ class Engine:
             self.pool.append(sequence, *chunk.first.read())
 
     def _decode_beside(self, sequence: Sequence) -> None:
-        """A step of the others while images of a prompt are encoded, if it is time for one.
+        """Steps the decoding sequences while a prompt's images are encoded, if a step is due.
 
-        Raises: _Cancelled where the sequence has ended meanwhile.
+        Raises: _Cancelled if the sequence ended meanwhile.
         """
         if not self.pool.is_decoding:
             return
@@ -291,7 +294,7 @@ class Engine:
             raise _Cancelled
 
     def _join(self, sequence: Sequence) -> None:
-        """Moves a prefilled sequence to decoding, into the batch where it is batchable."""
+        """Moves a prefilled sequence to decoding, in the batch if it is batchable."""
         prefill = sequence.prefill
         assert prefill is not None
         self._measure(prefill.cached)
@@ -318,7 +321,7 @@ class Engine:
             self.budget.state = max(self.budget.state, sum(map(bytes_beside, layers, kinds)))
 
     def _generate(self, sequence: Sequence, reason: str) -> Reason:
-        """Generates a sequence by the model's `generate`, with a step of the others before each forward."""
+        """Runs a sequence through `model.generate`, with a step of the others before each forward."""
         self.abilities.say_alone(reason)
         job = sequence.job
 

@@ -25,10 +25,10 @@ from .sequence import Sequence
 
 
 class Executor:
-    """Computes the steps of sequences in this process, and changes their caches.
+    """Runs the model in this process and updates the caches of sequences.
 
     Args:
-        states: the numbers of the model's hidden states that drafters want; empty for none.
+        states: returns the indices of hidden states that drafters need.
     """
 
     def __init__(self, model: Any, abilities: Abilities, states: Callable[[], tuple[int, ...]]):
@@ -37,35 +37,35 @@ class Executor:
         self._turning: Mapping[str, Any] = turning(model)
 
     def room(self, memory: int | None) -> int | None:
-        """The part of so many bytes that sequences and cached prefixes may take; None is no limit."""
+        """Bytes of a budget that sequences and cached prefixes may take; None is no limit."""
         return memory
 
     def rows(self, drafts: Drafts) -> BatchedCache:
-        """The cache of a new batch, whose sequences may have these drafts."""
+        """An empty cache for a new batch with speculative decoding by `drafts`."""
         return BatchedCache(self._model, drafts.deferrable)
 
     def keep(self, prefill: Prefill, prefix: CachedPrefix) -> None:
-        """Caches a prefix that goes on from a prefill: that itself, or one with generated tokens."""
+        """Caches the prefix of a prefill, or that prefix extended by generated tokens."""
         if prefill.prefix_cache is not None:
             prefill.prefix_cache.put(prefix)
 
     def generate(self, job: Job, ends: Callable[[], bool], step: Callable[[], None]) -> Reason:
-        """Generates a job by the model's own `generate`.
+        """Runs a job through `model.generate`.
 
         Args:
-            ends: asked between tokens whether it ends.
-            step: of the others, called once a token.
+            ends: called between tokens; True stops generation.
+            step: steps the other sequences; called once per token.
         """
         return generate_alone(self._model, job, ends, step)
 
     def begin(self, job: Job, prefix_cache: PrefixCache | None) -> Prefill:
-        """The prefill of a job, behind its cached prefix."""
+        """Prefill of a job, after its cached prefix."""
         is_cached = self._abilities.caches_prefixes and is_one_prompt(job.inputs)
         images = job.images or images_of(self._model, job.inputs)
         return self._begun(job.inputs, prefix_cache if is_cached else None, images)
 
     def begin_again(self, sequence: Sequence) -> Prefill:
-        """The prefill of a preempted sequence: its tokens so far are its prompt."""
+        """Prefill of a preempted sequence; its generated tokens become part of the prompt."""
         assert sequence.prefill is not None
         return self._begun({"input_ids": sequence.computed_ids()}, sequence.prefill.prefix_cache)
 
@@ -76,7 +76,7 @@ class Executor:
         return prefill_of(self._model, inputs, prefix_cache, images, self._turning, whole)
 
     def prefill(self, prefill: Prefill, chunk: int, beside: Callable[[], None]) -> Any:
-        """Computes the next chunk of a prompt. Returns: what the model returns.
+        """Computes the next prefill chunk. Returns: the model output.
 
         Args:
             beside: called between the modules of an encoder of images or sound; its exceptions end the call.
@@ -86,11 +86,11 @@ class Executor:
             return prefill.compute(self._call, chunk)
 
     def decode(self, group: Group) -> Any:
-        """Computes the next token of each sequence. Returns: what the model returns."""
+        """Computes the next token of each sequence. Returns: the model output."""
         return self.verify(group, group.next_tokens(self.device))
 
     def verify(self, group: Group, ids: Tensor) -> Any:
-        """Computes tokens [B, T] of the sequences, drafts among them. Returns: what the model returns."""
+        """Computes tokens [B, T] of the sequences, including draft tokens. Returns: the model output."""
         return group.compute(self._call, ids)
 
     @functools.cached_property
@@ -118,7 +118,7 @@ def prefill_of(
     modules: Mapping[str, Any],
     reads_whole: bool,
 ) -> Prefill:
-    """The prefill of a model's inputs, behind their cached prefix."""
+    """Prefill of model inputs, after their cached prefix."""
     beside = {name: value for name, value in inputs.items() if name != "input_ids"}
     return Prefill(
         model,
@@ -132,13 +132,13 @@ def prefill_of(
 
 
 def call_model(model: Any, cache: Any, **inputs: Any) -> Any:
-    """The result of a model for the next tokens of its cache."""
+    """Model output for the next tokens of a cache."""
     with wide_logits():  # samplers widen them
         return model(**inputs, **cache_argument(model, cache))
 
 
 def executor_of(model: Any, abilities: Abilities, states: Callable[[], tuple[int, ...]]) -> Executor:
-    """The executor of a model. Raises: ValueError where several sequences cannot be generated."""
+    """Executor of a model. Raises: ValueError if it cannot run concurrent sequences."""
     running = pipeline_of(model)
     make: Callable[..., Executor] = Executor if running is None else running.executor
     return make(model, abilities, states)

@@ -15,11 +15,11 @@ Call = Callable[..., Any]  # calls the model: (cache, **inputs)
 
 
 class Group(ABC):
-    """Sequences whose next tokens one call computes.
+    """Sequences that share a cache and decode in one model call.
 
     Attributes:
         sequences: by row.
-        sampled: the tokens of the last step, which the host has not read; None where it has.
+        sampled: tokens of the last step that the host has not read; None if it has.
     """
 
     is_batched = False
@@ -31,18 +31,18 @@ class Group(ABC):
     @property
     @abstractmethod
     def lengths(self) -> list[int]:
-        """Tokens of each sequence in the cache."""
+        """Number of cached tokens of each sequence."""
 
     @abstractmethod
     def compute(self, call: Call, ids: Tensor) -> Any:
-        """Computes the next tokens [B, T]. Returns: what the call returns."""
+        """Computes the next tokens [B, T] through `call`. Returns: its result."""
 
     @abstractmethod
     def copy_of(self, sequence: Sequence) -> Any:
-        """The cache of one sequence, whatever the others do from now on."""
+        """Independent cache of one sequence."""
 
     def leave(self, sequence: Sequence) -> None:
-        """Removes a sequence, whose row the last one takes."""
+        """Removes a sequence; the last row takes its place."""
         row = self.sequences.index(sequence)
         if self.sampled is not None:
             self.sampled.leave(row)
@@ -51,19 +51,19 @@ class Group(ABC):
         sequence.is_batched = False
 
     def computed(self, sequence: Sequence) -> list[int]:
-        """The generated tokens of a sequence that are in the cache."""
+        """Generated tokens of a sequence that are in the cache."""
         count = self.lengths[self.sequences.index(sequence)] - sequence.prompt_tokens
         return sequence.tokens[: max(0, count)]
 
     def next_tokens(self, device: torch.device) -> Tensor:
-        """The last token [B, 1] of each sequence."""
+        """Last token [B, 1] of each sequence, on the device."""
         if self.sampled is not None:
             return self.sampled.inputs()
         return torch.tensor([[each.tokens[-1]] for each in self.sequences]).to(device)
 
 
 class Batched(Group):
-    """Sequences that are rows of one cache."""
+    """Sequences batched as rows of one cache."""
 
     is_batched = True
 
@@ -76,7 +76,7 @@ class Batched(Group):
         return self.rows.lengths
 
     def join(self, sequence: Sequence) -> None:
-        """Copies the cache of a sequence in, as the last row. Raises: NotBatchable."""
+        """Adds a sequence as the last row by copying its cache. Raises: NotBatchable."""
         prefill = sequence.prefill
         assert prefill is not None
         self.rows.admit(prefill.cached.cache, len(prefill.cached.ids), prefill.moved)
@@ -98,10 +98,10 @@ class Batched(Group):
 
 
 class Single(Group):
-    """A sequence that decodes in the cache of its prompt.
+    """A sequence that decodes alone, in its prefill cache.
 
     Attributes:
-        prefill: of the prompt.
+        prefill: owns the cache.
     """
 
     def __init__(self, sequence: Sequence):

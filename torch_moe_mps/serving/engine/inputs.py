@@ -1,4 +1,4 @@
-"""The inputs of a job: which of them are images or sound, and whether its prefix can be cached."""
+"""Classification of a job's inputs: images, audio, and whether its prefix can be cached."""
 
 import hashlib
 import re
@@ -21,7 +21,7 @@ def beside_tokens(given: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def images_of(model: Any, given: dict[str, Any]) -> Images | None:
-    """The images, or the sound, of a request; None if it is text alone."""
+    """Images or audio of a request, identified by digest; None for text only."""
     result = {name: value for name, value in beside_tokens(given).items() if name not in _OF_TEXT}
     if not result:
         return None
@@ -35,7 +35,7 @@ def images_of(model: Any, given: dict[str, Any]) -> Images | None:
 
 
 def is_one_prompt(given: dict[str, Any]) -> bool:
-    """Whether inputs of a model are one sequence without padding, of text, images or sound."""
+    """True if the inputs are one unpadded sequence of text, images or audio."""
     mask, beside = given.get("attention_mask"), beside_tokens(given)
     images = any(map(_IMAGES.match, beside))
     return (

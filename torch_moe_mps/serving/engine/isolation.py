@@ -1,9 +1,9 @@
-"""Isolation: which error ends one sequence, and which ends all.
+"""Error isolation: whether an error ends one sequence or all of them.
 
-Everything that the engine does for one sequence runs inside `Isolation.one`: restoring, prefill, sampling,
-its functions, and its end. An error there ends that sequence. A step of several sequences runs inside
-`Isolation.step`: without memory for it, the sequence with the fewest tokens ends; any other error ends all
-that have begun, as their caches may be wrong. A fault of the GPU ends all, wherever it is seen.
+Work for one sequence (restoring, prefill, sampling, callbacks, its end) runs inside `Isolation.one`: an error
+ends that sequence. A batched step runs inside `Isolation.step`: out of memory ends the sequence with the
+fewest tokens; any other error ends all admitted sequences, whose caches may be wrong. A GPU fault always ends
+all.
 """
 
 import logging
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Ends(Protocol):
-    """Ends sequences: a `Pool`."""
+    """Interface of `Pool` for ending sequences."""
 
     def end(self, sequence: Sequence, reason: Exception) -> None: ...
     def fail_all(self, error: Exception) -> None: ...
@@ -30,16 +30,16 @@ class Ends(Protocol):
 
 
 class Isolation:
-    """Ends the sequences of a pool by the errors of blocks.
+    """Context managers that turn an error into the end of the affected sequences.
 
-    All blocks raise torch.AcceleratorError, and a Ctrl-C of the main thread.
+    All of them re-raise torch.AcceleratorError, and Ctrl-C on the main thread.
     """
 
     def __init__(self, pool: Ends):
         self._pool = pool
 
     def one(self, sequence: Sequence) -> AbstractContextManager[None]:
-        """Block for one sequence."""
+        """Context of work for one sequence; an error ends it."""
 
         def end(error: Exception) -> None:
             self._frees(error)
@@ -48,7 +48,7 @@ class Isolation:
         return self._block(end, is_of_one=True)
 
     def step(self) -> AbstractContextManager[None]:
-        """Block with a step of several sequences."""
+        """Context of a batched step; an error ends all admitted sequences, out of memory only one."""
 
         def end(error: Exception) -> None:
             if self._frees(error):
@@ -59,7 +59,7 @@ class Isolation:
         return self._block(end)
 
     def optional(self) -> AbstractContextManager[None]:
-        """Block that caches a prefix: where that fails, the answer is whole all the same."""
+        """Context of prefix caching; an error is logged and ends no sequence."""
 
         def end(error: Exception) -> None:
             line = first_line(error) or type(error).__name__
@@ -69,11 +69,11 @@ class Isolation:
 
     @contextmanager
     def _block(self, end: Callable[[Exception], None], is_of_one: bool = False) -> Iterator[None]:
-        """Block whose error is handed to `end`; a fault of the GPU goes on to whoever ends all.
+        """Context whose error is passed to `end`; a GPU fault is re-raised.
 
         Args:
-            is_of_one: whether a fault ends the sequence of the block, too: it may be one that runs in no
-                cache of the engine, and is none of all.
+            is_of_one: passes a GPU fault to `end`, too: `fail_all` does not end a sequence that runs by
+                `generate`.
         """
         try:
             with as_errors():
@@ -88,7 +88,7 @@ class Isolation:
             raise fault from None
 
     def _frees(self, error: Exception) -> bool:
-        """Whether an allocation has failed; memory is given up then, of the frames of the error too."""
+        """True for an out-of-memory error; cached prefixes and the traceback's frames are released."""
         if not is_out_of_memory(error):
             return False
         traceback.clear_frames(error.__traceback__)

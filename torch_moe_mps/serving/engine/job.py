@@ -1,4 +1,4 @@
-"""Jobs: what the engine generates, and what it counts. Its thread takes them from any other."""
+"""Jobs of the engine, and its counters. Jobs may be submitted from any thread."""
 
 import functools
 import logging
@@ -27,8 +27,9 @@ def _no_progress(read: int, of: int) -> None:
 
 @contextmanager
 def as_errors() -> Iterator[None]:
-    """Block in which SystemExit is an error as any other, and so is KeyboardInterrupt on any thread but the
-    main one: neither ends a thread.
+    """Context that turns SystemExit and KeyboardInterrupt into RuntimeError, so that neither ends a thread.
+
+    KeyboardInterrupt on the main thread is re-raised.
     """
     try:
         yield
@@ -42,12 +43,12 @@ def as_errors() -> Iterator[None]:
 
 @dataclass
 class Usage:
-    """Tokens that a job has not computed, or has computed ahead.
+    """Token counts of a job: prefix cache hits and draft tokens.
 
     Attributes:
-        cached_tokens: of the prompt, from the prefix cache; known before the first token of the answer.
-        disk_tokens: of these, read from a disk.
-        accepted_tokens, rejected_tokens: draft tokens that were verified so far.
+        cached_tokens: prompt tokens from the prefix cache; known before the first generated token.
+        disk_tokens: cached tokens that were read from the disk.
+        accepted_tokens, rejected_tokens: draft tokens verified so far.
     """
 
     cached_tokens: int = 0
@@ -58,28 +59,26 @@ class Usage:
 
 @dataclass(eq=False)
 class Job:
-    """One answer to generate. Its functions are called on the thread of the device, and may not wait.
+    """One generation request. Its callbacks run on the device thread and must not block.
 
     Args:
-        inputs: of the model's `generate`, as its processor makes them, on the CPU: `input_ids` [1, T], and
-            what images or sound have become.
-        config: `max_new_tokens`, the tokens that end an answer, and how tokens are chosen; no stop strings,
-            which `on_token` looks for, but with beams, each of which ends by them.
-        on_token: takes the tokens of the answer one by one, the token that ends it included. Returns:
-            whether the answer is complete; no token follows then. What it raises ends the job, as what
-            `on_progress` and the processors raise.
-        on_end: called once, behind the last token, with the reason: "stop" for a token that ends answers and
-            for a complete answer, "length" where its length or its time is over, "cancelled", or the error.
-            What it raises is logged.
-        on_progress: takes how many tokens of the prompt are computed or cached, and how many it has.
-        seed: of the drawn tokens; None is one from the system's entropy.
-        processors: of this job's logits, such as the mask of a grammar. Their `input_ids` are the prompt with
-            the answer so far, [1, T]. Those with `is_first` get the logits before the settings of `config`
-            change them.
-        likely: tokens that the answer probably has, in their order; they are drafted first.
-        place: among the answers to one request; later ones let other requests go first.
-        request: that it answers, known by identity.
-        images: in the inputs, from `images_of`; None lets the thread of the device hash them.
+        inputs: processor outputs for `generate`, on the CPU: `input_ids` [1, T], and tensors of images or
+            audio.
+        config: `max_new_tokens`, end tokens and sampling settings. Stop strings are left to `on_token`,
+            except with beam search.
+        on_token: called with each generated token, the end token included. Returns True if the answer is
+            complete. An exception ends the job, as does one of `on_progress` or the processors.
+        on_end: called once after the last token with the reason: "stop" for an end token or a complete
+            answer, "length" at the length or time limit, "cancelled", or the error. Its exceptions are
+            logged.
+        on_progress: called with the number of computed or cached prompt tokens, and the prompt's length.
+        seed: for sampling; None takes one from the system's entropy.
+        processors: logits processors of this job, such as a grammar mask. Their `input_ids` [1, T] are the
+            prompt with the tokens generated so far. Those with `is_first` run before those of `config`.
+        likely: probable tokens of the answer, in order; they are drafted first.
+        place: index among the answers to one request; later ones yield to other requests.
+        request: that it answers, compared by identity.
+        images: in the inputs, from `images_of`; None leaves hashing to the device thread.
     """
 
     inputs: dict[str, Tensor]
@@ -99,11 +98,11 @@ class Job:
 
     @functools.cached_property
     def own_seed(self) -> int:
-        """Seed of the drawn tokens, whoever draws them: nobody else's numbers are used or changed."""
+        """Seed of the job's private random generator."""
         return secrets.randbits(63) if self.seed is None else self.seed
 
     def cancel(self) -> None:
-        """Ends the job before its next step, or before the next chunk of its prompt; from any thread."""
+        """Cancels the job before its next step or prefill chunk. Safe to call from any thread."""
         self._cancelled.set()
 
     @property
@@ -116,12 +115,12 @@ class Job:
             self.on_progress(read, of)
 
     def append(self, token: int) -> bool:
-        """Calls `on_token`. Returns: whether the answer is complete."""
+        """Calls `on_token`. Returns: True if the answer is complete."""
         with as_errors():
             return bool(self.on_token(token))
 
     def end(self, reason: Reason | Exception) -> None:
-        """Calls `on_end`; an exception of it is logged."""
+        """Calls `on_end` and logs its exceptions."""
         try:
             with as_errors():
                 self.on_end(reason)
@@ -132,11 +131,11 @@ class Job:
 
 @dataclass
 class Counts:
-    """Jobs that the engine has, and tokens so far.
+    """Counters of the engine.
 
     Attributes:
-        active, waiting: jobs that have begun, and that have not.
-        computed, cached: tokens of all prompts that were computed, and from the prefix cache.
+        active, waiting: admitted and queued jobs.
+        computed, cached: prompt tokens that were computed, and that came from the prefix cache.
         accepted, rejected: draft tokens.
     """
 

@@ -1,4 +1,4 @@
-"""The loop on the one thread that uses the device: torch's mps does not bear two."""
+"""The device thread and its loop. torch's MPS backend is not safe to use from two threads."""
 
 import logging
 import queue
@@ -30,7 +30,7 @@ class DeviceThreadError(RuntimeError):
 
 
 class Work(NamedTuple):
-    """A callable for the thread, and the callback that gets the error where it cannot run."""
+    """A callable for the device thread, and the callback for the error if it cannot run."""
 
     do: Callable[[], None]
     refuse: Callable[[Exception], object]
@@ -40,15 +40,15 @@ class DeviceThread(ABC):
     """Runs submitted callables on the only thread that may use the device. A subclass starts the thread.
 
     Args:
-        prompts: the prefix cache; None caches nothing.
+        prompts: the prefix cache; None disables it.
 
     Attributes:
-        most: jobs that are generated together, at most.
-        memory: the budget of the model; None is none.
-        death: why the thread has ended, if an error has ended it: all jobs end by that, later ones, too.
+        max_sequences: maximum number of jobs that run concurrently.
+        memory: the memory budget; None is no limit.
+        death: the error that ended the thread, if any; current and later jobs end with it.
     """
 
-    most = 1
+    max_sequences = 1
     memory: Memory | None = None
 
     def __init__(self, prompts: PrefixCache | None) -> None:
@@ -102,7 +102,7 @@ class DeviceThread(ABC):
     def prompts_held(self) -> tuple[int, int]:
         """Number of cached prefixes, and their bytes."""
         kept = [] if self._prompts is None else [*self._prompts.kept]
-        return len(kept), sum(prompt.octets for prompt in kept)
+        return len(kept), sum(prompt.nbytes for prompt in kept)
 
     @property
     def disk(self) -> Disk | None:
@@ -148,32 +148,32 @@ class EncoderThread(DeviceThread):
 
 
 class EngineThread(DeviceThread):
-    """An `Engine` on a thread of its own.
+    """A device thread that runs an `Engine`.
 
     Args:
-        model: of transformers, in one process.
-        prefix_cache: of what was computed; None caches nothing.
-        most: jobs at once.
-        memory: the budget of their caches and the cached prefixes; None is no limit.
-        drafting: drafts tokens; None for none.
+        model: a transformers model in one process.
+        prefix_cache: None disables prefix caching.
+        max_sequences: maximum number of concurrent jobs.
+        memory: budget for caches and cached prefixes; None is no limit.
+        drafting: speculative decoding; None disables it.
     """
 
     def __init__(
         self,
         model: Any,
         prefix_cache: PrefixCache | None,
-        most: int,
+        max_sequences: int,
         memory: Memory | None = None,
         drafting: Drafting | None = None,
     ):
         super().__init__(prefix_cache)
-        self.most, self.memory = most, memory
+        self.max_sequences, self.memory = max_sequences, memory
         room = None if memory is None else memory.free
-        self._engine = Engine(model, prefix_cache, most, room, self._take_work, drafting)
+        self._engine = Engine(model, prefix_cache, max_sequences, room, self._take_work, drafting)
         self._submitted = 0
         if not self._engine.abilities.reads_whole:  # trials that would hold the first answers up
             _ = self._engine.abilities.not_batchable
-            if drafting is not None and most > 1:
+            if drafting is not None and max_sequences > 1:
                 reason_for_order(model)
         self._thread.start()
 
@@ -220,7 +220,7 @@ class EngineThread(DeviceThread):
         return [sequence.job for sequence in self._engine.pool.sequences]
 
     def _take_work(self) -> bool:
-        """Runs queued work; waits for some while nothing is generated. Returns: False after `close`."""
+        """Runs queued work, blocking while the engine is idle. Returns: False after `close`."""
         prefix_cache = self._prompts
         while not self._closed:
             pause = None if prefix_cache is None else prefix_cache.pause(is_watched(self.memory))

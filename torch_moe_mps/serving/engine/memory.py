@@ -1,7 +1,7 @@
-"""The memory that a served model may take: one budget, and how short of memory the system is.
+"""Memory budget of a served model, and the system's memory pressure.
 
-The budget is what the GPU recommends for one process, less the weights and the largest step. Answers and kept
-prompts share the rest: prompts are given up for answers, and an answer waits until there is room.
+The budget is the GPU's recommended maximum for one process, minus the weights and the largest step. Sequences
+and cached prefixes share the rest: prefixes are evicted for sequences, and a sequence waits until it fits.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ RETRY_AFTER = 10  # seconds after which a client may ask a system again that was
 
 
 class Level(IntEnum):
-    """How short of memory the system is, as macOS tells its programs."""
+    """Memory pressure levels of macOS."""
 
     NORMAL = 0
     WARN = 1
@@ -35,7 +35,7 @@ class Level(IntEnum):
 
 
 def _pressure_of_macos() -> Level:
-    """The level that a dispatch source of memory pressure would be told."""
+    """Current memory pressure level, as a dispatch source would report it."""
     value, size = ctypes.c_int(0), ctypes.c_size_t(4)
     name = b"kern.memorystatus_vm_pressure_level"
     ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
@@ -43,15 +43,15 @@ def _pressure_of_macos() -> Level:
 
 
 class Memory:
-    """The budget of one model.
+    """Memory budget of one model.
 
     Args:
-        model: loaded; what its device has in use counts as its weights.
-        pressure: asks the system; None where it tells nothing.
-        beside: modules that compute beside it, on its device.
+        model: loaded; all memory in use on its device counts as weights.
+        pressure: returns the system's memory pressure; None where it is unknown.
+        beside: further modules on the same device.
 
     Attributes:
-        total, weights, step: bytes that the process may take, of the weights, and of the largest step.
+        total, weights, step: bytes of the process's limit, of the weights, and of the largest step.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Memory:
 
     @property
     def is_watched(self) -> bool:
-        """Whether the system tells when it is short of memory."""
+        """True if the system reports memory pressure."""
         return self._pressure is not None
 
     @property
     def level(self) -> Level:
-        """How short of memory the system is; it is asked once a second."""
+        """Memory pressure, refreshed at most once a second."""
         now = time.monotonic()
         if self._pressure is not None and now >= self._asked + _EVERY:
             self._asked, self._level = now, self._pressure()
@@ -89,7 +89,7 @@ class Memory:
 
 
 def memory_in_use(*modules: nn.Module) -> int:
-    """Bytes that the device of modules has in use; on a CPU, of their parameters and buffers."""
+    """Bytes in use on the modules' device; on a CPU, of their parameters and buffers."""
     tensors = {id(each): each for module in modules for each in (*module.parameters(), *module.buffers())}
     if any(tensor.device.type == "mps" for tensor in tensors.values()):
         return int(torch.mps.driver_allocated_memory())

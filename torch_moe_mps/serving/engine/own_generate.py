@@ -1,4 +1,4 @@
-"""A job by the model's own `generate`: beams, and models that have one of their own."""
+"""Jobs that run through `model.generate`: beam search, and models that override it."""
 
 import functools
 from collections import deque
@@ -20,11 +20,11 @@ from .prefill import turned, turning
 def generate_alone(
     model: Any, job: Job, ends: Callable[[], bool] | None, step: Callable[[], None] | None = None
 ) -> Reason:
-    """Generates a job, of whose prompt nothing is cached.
+    """Runs a job through `model.generate`, without prefix caching. Returns: the reason of its end.
 
     Args:
-        ends: asked between tokens: whether the answer ends there; None where it cannot.
-        step: of the others, called once a token: the GPU works on it while the host encodes a forward.
+        ends: called between tokens; True stops generation. None if it cannot be stopped.
+        step: steps the other sequences, once per token; the GPU works on it while the host encodes a forward.
 
     Raises: ValueError for processors with `is_first`: `generate` calls its own before them.
     """
@@ -58,13 +58,13 @@ def generate_alone(
 
 
 def _arguments(job: Job) -> dict[str, Any]:
-    """Arguments of `generate` for a job, beside its inputs and settings."""
+    """Further arguments of `generate` for a job: logits processors and tokenizer."""
     made: dict[str, Any] = {"logits_processor": job.processors} if job.processors else {}
     return made | ({"tokenizer": job.tokenizer} if job.config.stop_strings else {})
 
 
 def call_generate(model: Any, inputs: Mapping[str, Tensor], config: GenerationConfig, **more: Any) -> Any:
-    """Result of the model's own `generate` for inputs on the CPU."""
+    """Result of `model.generate` for inputs on the CPU."""
     on_device = {name: value.to(model.device) for name, value in inputs.items()}
     with turned(turning(model), {}):
         return model.generate(**on_device, generation_config=config, **as_text(model), **more)
@@ -72,9 +72,9 @@ def call_generate(model: Any, inputs: Mapping[str, Tensor], config: GenerationCo
 
 @contextmanager
 def _before_forwards(model: Any, function: Callable[[], None]) -> Iterator[None]:
-    """Block in which `generate` calls a function before each forward of the model.
+    """Context in which `generate` calls a function before each forward of the model.
 
-    Its inputs are made by then: between the function and the forward, the host waits for nothing.
+    The forward's inputs are prepared by then, so the host does not wait between the function and the forward.
     """
     own = model.prepare_inputs_for_generation
 
@@ -92,11 +92,11 @@ def _before_forwards(model: Any, function: Callable[[], None]) -> Iterator[None]
 
 
 class Tokens:
-    """A streamer that hands tokens to a job.
+    """A streamer that passes tokens to a job.
 
     Attributes:
-        ended: whether no token is wanted any more.
-        is_complete: whether the answer has ended by a token of its own or a stop.
+        ended: True if the job takes no more tokens.
+        is_complete: True if the answer ended by an end token or a stop string.
     """
 
     def __init__(self, job: Job):
@@ -119,19 +119,19 @@ class Tokens:
             self.is_complete = self._job.append(token) or token in self._last
 
     def end(self) -> None:
-        """The job is told by the thread."""
+        """Does nothing: the engine ends the job."""
 
 
 class Steps(StoppingCriteria):
-    """The others' steps between those of `generate`, whose tokens this shows, and which it ends.
+    """Stopping criterion and streamer of `generate`, with steps of the other sequences.
 
-    A streamer that raises, because the client has gone, stops generation, too: `generate` returns then, with
-    a cache that is whole. An error of the GPU leaves `generate`: the cache is not.
+    An error of the wrapped streamer stops generation regularly, with a consistent cache. A GPU fault is
+    raised out of `generate`, as the cache is not consistent.
 
     Args:
-        is_ended: whether the answer ends.
-        step: of the others, once a token: before the forward, or between tokens where a model's `generate`
-            makes the inputs of its forwards in a way of its own.
+        is_ended: returns True once the answer ends.
+        step: steps the other sequences, once per token: before the forward, or between tokens if the model's
+            `generate` prepares inputs of its forwards differently.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The penalties of OpenAI's protocols: for tokens that the answer has already."""
+"""Frequency and presence penalties of OpenAI's protocols."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,10 @@ from transformers import LogitsProcessor
 
 
 class Penalties(LogitsProcessor):
-    """Takes from the logit of a token `frequency` for each time that the answer has it, and `presence` once.
+    """Subtracts `frequency` per occurrence of a token in the answer, and `presence` once, from its logit.
 
     Args:
-        prompt: tokens in front of the answer.
+        prompt: number of prompt tokens.
     """
 
     def __init__(self, prompt: int, frequency: float, presence: float):

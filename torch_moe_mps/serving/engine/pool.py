@@ -1,4 +1,4 @@
-"""The pool of sequences that have not ended, the groups of those that decode, and how each of them ends."""
+"""Unfinished sequences, the groups in which they decode, and the ways in which they end."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,12 +16,12 @@ from .sequence import Phase, Sequence
 
 
 class Pool:
-    """Sequences, and what an error ends of them.
+    """Unfinished sequences and their decoding groups.
 
     Attributes:
-        sequences: all that have not ended, in the order in which they came to their phases.
-        groups: of the decoding ones; the first is the batch.
-        isolation: ends them by the errors of blocks.
+        sequences: in the order of entering their phases.
+        groups: of decoding sequences; the first is the batch.
+        isolation: contexts that end sequences after errors.
     """
 
     def __init__(self, executor: Executor, prefix_cache: PrefixCache | None, drafts: Drafts):
@@ -35,7 +35,7 @@ class Pool:
 
     @property
     def batch(self) -> Batched:
-        """The group of the sequences that are batched."""
+        """Group of the batched sequences."""
         batch = self.groups[0]
         assert isinstance(batch, Batched)
         return batch
@@ -49,7 +49,7 @@ class Pool:
         return any(group.sequences for group in self.groups)
 
     def enter(self, sequence: Sequence, phase: Phase) -> None:
-        """Moves a sequence to a phase, behind the others of it."""
+        """Moves a sequence to a phase, after the others in it."""
         sequence.phase = phase
         self.sequences = [*self._without(sequence), sequence]  # at once: other threads count them
 
@@ -59,7 +59,7 @@ class Pool:
     # Tokens
 
     def append_all(self, sequence: Sequence, tokens: Iterable[int | Exception]) -> Reason | Exception | None:
-        """Appends tokens to a sequence until it is complete. Returns: the reason of its end, if any."""
+        """Appends tokens to a sequence until it is complete. Returns: the reason for its end, or None."""
         sampler = sequence.sampler
         assert sampler is not None
         for token in tokens:
@@ -72,7 +72,7 @@ class Pool:
                 return error
             if is_complete or token in sampler.ends:
                 return "stop"
-            if len(sequence.tokens) >= sampler.most or sampler.is_late:
+            if len(sequence.tokens) >= sampler.max_tokens or sampler.is_late:
                 return "length"
         return None
 
@@ -84,13 +84,13 @@ class Pool:
     # Ends
 
     def end(self, sequence: Sequence, reason: Reason | Exception) -> None:
-        """Ends a sequence and caches its computed prefix, except after an error, when it may be wrong."""
+        """Ends a sequence and caches its computed prefix, except after an error."""
         if sequence.phase != "ended":
             self._leave(sequence, None if isinstance(reason, Exception) else self._prefix_of(sequence))
             sequence.job.end(reason)
 
     def fail_all(self, error: Exception) -> None:
-        """Ends all that have begun in the caches of the engine: these may be wrong."""
+        """Ends all admitted sequences except those run by `generate`; the engine's caches may be wrong."""
         failed = [each for each in self.sequences if each.has_begun and each.alone is None]
         self.groups = [self._new_batch()]
         self.sequences = [each for each in self.sequences if each not in failed]
@@ -104,9 +104,9 @@ class Pool:
                 self.end(sequence, "cancelled")
 
     def preempt(self, error: Exception) -> None:
-        """Ends the sequence of the batch with the fewest tokens; the others wait to be computed again.
+        """Ends the batched sequence with the fewest tokens, and queues the others for recomputation.
 
-        Some of the layers may have computed the step: the cache is given up.
+        Some layers may already have computed the step, so the cache is dropped.
         """
         batch = self.batch
         left, sampled = [*batch.sequences], batch.sampled
@@ -126,12 +126,12 @@ class Pool:
                 self.enter(sequence, "waiting")
 
     def free(self) -> None:
-        """Evicts half of the cached prefixes, after an allocation has failed."""
+        """Evicts half of the cached prefixes after a failed allocation."""
         if self._prefix_cache is not None:
             self._prefix_cache.halve()
 
     def _leave(self, sequence: Sequence, prefix: CachedPrefix | None = None) -> None:
-        """Removes a sequence, and caches its prefix, if there is one."""
+        """Removes a sequence and caches its prefix, if any."""
         if sequence.restoring is not None:
             sequence.restoring.leave()
         for group in [each for each in self.groups if sequence in each.sequences]:
@@ -143,7 +143,7 @@ class Pool:
             self.cache(sequence, prefix)
 
     def _prefix_of(self, sequence: Sequence) -> CachedPrefix | None:
-        """The computed part of a sequence that is admitted: of its prompt, then its tokens, too."""
+        """Computed prefix of an admitted sequence with its generated tokens; None if it cannot be cached."""
         prefill = sequence.prefill
         if prefill is None or prefill.prefix_cache is None or sequence.phase == "waiting":
             return None
@@ -159,7 +159,7 @@ class Pool:
         return replace(prefill.cached, ids=torch.cat((prompt, prompt.new_tensor(tokens))), cache=cache)
 
     def cache(self, sequence: Sequence, prefix: CachedPrefix) -> None:
-        """Keeps a prefix in the cache of the sequence's prompt, if it has one."""
+        """Puts a prefix into the sequence's prefix cache, if it has one."""
         prefill = sequence.prefill
         if prefill is None or prefill.prefix_cache is None:
             return

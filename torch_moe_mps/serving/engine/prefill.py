@@ -1,4 +1,4 @@
-"""Prefill: a prompt is computed in chunks, behind its cached prefix."""
+"""Chunked prefill of a prompt, after its cached prefix."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,17 +21,17 @@ END, _EVERY, _FIRST, _LAST = 32, 4 * LARGEST_CHUNK, 2, 2
 
 
 def turning(model: Any) -> dict[str, Any]:
-    """{name: a module} of those that turn positions by `rope_deltas`, of the prompt that they read last."""
+    """{name: module} of the modules that keep M-RoPE offsets of the last prompt in `rope_deltas`."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "rope_deltas")}
 
 
 @contextmanager
 def turned(modules: Mapping[str, Any], moved: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the block, modules turn the moved positions of a prompt with images.
+    """Context in which modules use a prompt's M-RoPE offsets.
 
     Args:
-        modules: of `turning`, which have their own again behind the block.
-        moved: {name: the deltas}; None for those that are not in it.
+        modules: from `turning`; their offsets are restored on exit.
+        moved: {name: offsets}; missing names get None.
     """
     before = {name: module.rope_deltas for name, module in modules.items()}
     try:
@@ -44,20 +44,19 @@ def turned(modules: Mapping[str, Any], moved: Mapping[str, Any]) -> Iterator[Non
 
 
 class Prefill:
-    """A prompt that is computed behind its cached prefix, in one chunk where the model needs all of it.
+    """The prefill of one prompt, after its cached prefix.
 
     Args:
         ids: [1, T], on the CPU.
         prefix_cache: None for a prompt that is not cached.
         images: of the prompt.
-        beside: inputs of the model that images are given as. Without them, a prompt whose images are not
-            cached is the caller's to compute.
-        modules: of `turning`.
-        reads_whole: whether the model must compute a prompt in one call.
+        beside: model inputs of the images. Without them, the caller computes a prompt with uncached images.
+        modules: from `turning`.
+        reads_whole: True if the model must compute a prompt in one call.
 
     Attributes:
-        cached: the tokens and the cache so far.
-        ids, prefix_cache, images: as they were given.
+        cached: the computed tokens and their cache.
+        ids, prefix_cache, images: the arguments.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Prefill:
         self._deltas = {} if self.cached.images is None else self.cached.images.moved
         self._end = ids.shape[1]
         self._is_whole = cache is None or reads_whole or self.has_new_images
-        # Bamba's own code counts positions from the first token of a call. Stages of a pipeline decide alike:
+        # Bamba's eager forward counts positions from the first token of a call. Pipeline stages decide alike:
         # their caches are of one config, and their forwards of one class.
         has_states = cache is not None and any(map(_has_states, cache.layers))
         self._tells_positions = has_states and not modules and takes_positions(model.forward)
@@ -90,23 +89,23 @@ class Prefill:
 
     @property
     def has_new_images(self) -> bool:
-        """Whether the next chunk is the whole prompt, with images that are not cached."""
+        """True if the prompt has images that are not cached; it is then computed in one chunk."""
         return self.images is not None and self.cached.images is None
 
     @property
     def chunks(self) -> int:
-        """How many chunks are left, if none is shorter than it may be."""
+        """Number of chunks left, if each has its maximum size."""
         return sum(end > len(self.cached.ids) for end in self._ends)
 
     @property
     def moved(self) -> int:
-        """How far positions are from the number of tokens, where there are images."""
+        """M-RoPE offset of positions against the number of tokens; 0 without images."""
         delta = next(reversed(self._deltas.values()), None)
         return 0 if delta is None else int(delta.reshape(-1)[0])
 
     @contextmanager
     def turning(self) -> Iterator[None]:
-        """Block with a call of the model, whose modules turn positions as the prompt's images move them."""
+        """Context of a model call that uses and records the prompt's M-RoPE offsets."""
         if self.has_new_images:
             self.cached.images = self.images
         with turned(self._modules, self._deltas):
@@ -116,18 +115,19 @@ class Prefill:
             self.cached.images.moved.update(self._deltas)
 
     @torch.no_grad()
-    def compute(self, call: Callable[..., Any], most: int = LARGEST_CHUNK) -> Any:
-        """Computes the next chunk, of at most so many tokens if it is not the whole prompt.
+    def compute(self, call: Callable[..., Any], chunk: int = LARGEST_CHUNK) -> Any:
+        """Computes the next chunk.
 
         Args:
-            call: of the model, with its cache and inputs.
+            call: calls the model with a cache and inputs.
+            chunk: maximum number of tokens, unless the prompt must be computed whole.
 
-        Returns: what the call returns.
+        Returns: the result of `call`.
         """
         cached, start = self.cached, len(self.cached.ids)
         end = next(end for end in self._ends if end > start)
         if not self._is_whole:
-            end = min(end, start + most)
+            end = min(end, start + chunk)
         beside = self._beside if self.has_new_images else {}
         out = self._compute(call, self.ids[:, start:end], start, **beside, logits_to_keep=1)
         cached.ids = self.ids[0, :end]
@@ -136,11 +136,11 @@ class Prefill:
         return out
 
     def decode(self, call: Callable[..., Any], ids: Tensor, start: int) -> Any:
-        """Computes tokens [1, T] behind `start` others in the cache. Returns: what the call returns."""
+        """Computes tokens [1, T] after `start` cached ones. Returns: the result of `call`."""
         return self._compute(call, ids, start)
 
     def _compute(self, call: Callable[..., Any], ids: Tensor, start: int, **more: Any) -> Any:
-        """A call with tokens [1, T] behind `start` others: the one place of its arguments."""
+        """Calls the model for tokens [1, T] after `start` cached ones, and stores the returned cache."""
         inputs = {"input_ids": ids} | {n: v for n, v in more.items() if isinstance(v, Tensor)}
         if self._tells_positions:
             inputs["position_ids"] = torch.arange(start, start + ids.shape[1])[None]
@@ -156,7 +156,7 @@ def _has_states(layer: Any) -> bool:
 
 
 def _pauses(kept: CachedPrefix, prompt: int) -> list[int]:
-    """The tokens up to which a prompt is computed before its end: chunks, and where its states are cached."""
+    """Positions at which prefill pauses: chunk ends, and where recurrent states are cached."""
     start = len(kept.ids)
     if not kept_states(kept.cache):
         return [*range(start + LARGEST_CHUNK, prompt, LARGEST_CHUNK)]
@@ -169,7 +169,7 @@ def _is_marked(position: int, prompt: int) -> bool:
 
 
 def _mark(kept: CachedPrefix) -> None:
-    """Keeps the states of the computed prefix, if they fit no longer prompt."""
+    """Caches the recurrent states of the computed prefix, keeping the first and last positions."""
     if states := kept_states(kept.cache):
         kept.states[len(kept.ids)] = states
     for position in sorted(kept.states)[_FIRST:-_LAST]:

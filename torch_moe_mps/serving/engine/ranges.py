@@ -1,4 +1,4 @@
-"""Ranges of the settings of an answer, for jobs and protocols alike: none lets in what another refuses."""
+"""Valid ranges of generation settings, shared by jobs and protocols."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ TOKENS, ENDS, WORDS, WORD_TOKENS, FIRST_TOKENS = 1024, 64, 64, 64, 16
 
 
 def number(low: float, high: float = LARGEST, open_at_low: bool = False) -> Check:
-    """Check of a number in a range; NaN and infinity lie in none."""
+    """Check for a finite number in a range."""
 
     def fits(value: Any) -> bool:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -29,7 +29,7 @@ def number(low: float, high: float = LARGEST, open_at_low: bool = False) -> Chec
 
 
 def integer(low: int, high: int = MOST) -> Check:
-    """Check of an integer in a range."""
+    """Check for an integer in a range."""
     return lambda value: type(value) is int and low <= value <= high, f"an integer from {low} to {high}"
 
 
@@ -80,31 +80,31 @@ def is_list_of(kind: type, value: Any) -> bool:
 
 
 def token(vocabulary: int) -> Check:
-    """Check of a token that a model knows."""
+    """Check for a token of the vocabulary."""
     fits, _ = integer(0, vocabulary - 1)
     return fits, f"of tokens from 0 to {vocabulary - 1}"
 
 
 def tokens(vocabulary: int) -> dict[str, Check]:
-    """Checks of the settings that are tokens: {setting: its range, where it is not None}."""
+    """{setting: check of its value unless None} of the settings that hold tokens."""
     fits, expected = token(vocabulary)
 
-    def all_fit(value: Any, most: int) -> bool:
-        return isinstance(value, (list, tuple)) and len(value) <= most and all(map(fits, value))
+    def all_fit(value: Any, limit: int) -> bool:
+        return isinstance(value, (list, tuple)) and len(value) <= limit and all(map(fits, value))
 
-    def are_words(value: Any) -> bool:
+    def are_lists(value: Any) -> bool:
         is_short = isinstance(value, (list, tuple)) and 0 < len(value) <= WORDS
-        return is_short and all(word and all_fit(word, WORD_TOKENS) for word in value)
+        return is_short and all(ids and all_fit(ids, WORD_TOKENS) for ids in value)
 
-    def listed(most: int) -> Check:
-        return (lambda value: all_fit(value, most)), f"a list {expected}, at most {most}"
+    def listed(limit: int) -> Check:
+        return (lambda value: all_fit(value, limit)), f"a list {expected}, at most {limit}"
 
     one = fits, expected
-    words = f"a list of at most {WORDS} lists {expected}, each of 1 to {WORD_TOKENS}"
+    lists = f"a list of at most {WORDS} lists {expected}, each of 1 to {WORD_TOKENS}"
     are_ends, _ = listed(ENDS)
     ends = (lambda value: fits(value) or are_ends(value)), f"{expected}, at most {ENDS}"
     return {
-        "bad_words_ids": (are_words, words),
+        "bad_words_ids": (are_lists, lists),
         "begin_suppress_tokens": listed(FIRST_TOKENS),
         "bos_token_id": one,
         "eos_token_id": ends,
@@ -116,36 +116,36 @@ def tokens(vocabulary: int) -> dict[str, Check]:
 
 
 def vocabulary_of(model: Any) -> int:
-    """How many tokens a model knows."""
+    """Vocabulary size of a model."""
     return int(model.config.get_text_config().vocab_size)
 
 
 def placeholders_of(model: Any) -> set[int]:
-    """Tokens that stand for images or sound, which need not be of the vocabulary."""
+    """Placeholder tokens of images and audio, which may lie outside the vocabulary."""
     config = vars(model.config)
     return {value for name, value in config.items() if _PLACEHOLDER.fullmatch(name) and type(value) is int}
 
 
 def unknown_token(model: Any, ids: Tensor | Sequence[int]) -> int | None:
-    """The first token of a prompt that a model does not know: a GPU would read whatever lies there."""
-    most = vocabulary_of(model)
+    """First token of a prompt outside the vocabulary, or None. A GPU would read out of bounds."""
+    vocabulary = vocabulary_of(model)
     if isinstance(ids, Tensor):
-        ids = ids[(ids < 0) | (ids >= most)].tolist()
-    if not len(ids) or 0 <= min(ids) <= max(ids) < most:
+        ids = ids[(ids < 0) | (ids >= vocabulary)].tolist()
+    if not len(ids) or 0 <= min(ids) <= max(ids) < vocabulary:
         return None
-    beyond = [token for token in ids if not 0 <= token < most]
+    beyond = [token for token in ids if not 0 <= token < vocabulary]
     known = placeholders_of(model) if beyond else ()
     return next((token for token in beyond if token not in known), None)
 
 
 def check_settings(config: GenerationConfig, own: GenerationConfig, vocabulary: int) -> None:
-    """Checks settings before an answer begins.
+    """Validates generation settings.
 
     Args:
-        own: the model's own settings, whose tokens are not checked.
-        vocabulary: how many tokens the model knows.
+        own: the model's settings; tokens equal to these are not checked.
+        vocabulary: the vocabulary size.
 
-    Raises: ValueError for the first that is out of its range.
+    Raises: ValueError for the first setting out of range.
     """
     for name, check in (SETTINGS | DRAWS if config.do_sample else SETTINGS).items():
         _check(name, check, getattr(config, name, None))
@@ -155,7 +155,7 @@ def check_settings(config: GenerationConfig, own: GenerationConfig, vocabulary: 
 
 
 def unserved_settings(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Names of settings that a client cannot have: other caches, and ways to search and draft."""
+    """Names of settings that are not served: other caches, search strategies and assisted decoding."""
     served = {*SETTINGS, *DRAWS, *tokens(1)} - _ALONE
     for name, value in settings.items():
         if value is not None and value is not False and name not in served and name not in _NO_MATTER:
@@ -163,16 +163,16 @@ def unserved_settings(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_job(model: Any, job: Job) -> None:
-    """Checks what a job of a model is asked with. Raises: ValueError."""
+    """Validates a job's prompt, settings and seed. Raises: ValueError."""
     if (token := unknown_token(model, job.inputs["input_ids"])) is not None:
-        most = vocabulary_of(model) - 1
-        raise ValueError(f"torch_moe_mps: prompts must be of tokens from 0 to {most}, got {token}")
+        last = vocabulary_of(model) - 1
+        raise ValueError(f"torch_moe_mps: prompts must be of tokens from 0 to {last}, got {token}")
     check_settings(job.config, model.generation_config, vocabulary_of(model))
     check_seed(job.seed)
 
 
 def check_seed(seed: Any) -> None:
-    """Raises: ValueError for a seed that no generator takes."""
+    """Validates a seed for torch.Generator. Raises: ValueError."""
     _check("seed", SEED, seed)
 
 

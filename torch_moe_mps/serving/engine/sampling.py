@@ -17,7 +17,7 @@ _LEAST_DRAW = torch.finfo(torch.float32).tiny
 
 
 def in_order(processors: Any) -> Any:
-    """A list of processors with those in front that are `is_first`."""
+    """Processors sorted so that those with `is_first` come first."""
     return type(processors)(sorted(processors, key=lambda item: not getattr(item, "is_first", False)))
 
 
@@ -25,17 +25,17 @@ class Sampler:
     """Samples the tokens of one job.
 
     Args:
-        model: whose generation config completes the job's.
+        model: its generation config fills in the job's.
 
     Attributes:
-        model: the same.
-        sampling: the processors of its logits.
-        generator: of the sampled tokens.
-        repeats: whether it draws the same numbers each time, as with a seed.
-        ends: the tokens that end the answer.
-        most: how many tokens the answer may have.
+        model: the argument.
+        sampling: its logits processors.
+        generator: random generator of the sampled tokens.
+        repeats: True if the job has a seed.
+        ends: end tokens.
+        max_tokens: the maximum length of the answer.
 
-    Raises: ValueError for a prompt as long as `max_length`, which counts it.
+    Raises: ValueError if the prompt is as long as `max_length`, which includes it.
     """
 
     def __init__(self, model: Any, job: Job):
@@ -56,7 +56,7 @@ class Sampler:
         self.repeats = job.seed is not None
         end = config.eos_token_id
         self.ends = {*end} if isinstance(end, (list, tuple)) else {end}
-        self.most = config.max_length - ids.shape[1]
+        self.max_tokens = config.max_length - ids.shape[1]
         self._until = None if config.max_time is None else time.monotonic() + config.max_time
         self._states: list[Tensor] | None = None  # the generator's, before draws that may be undone
         # Its prompt and its answer for processors, [1, T], on the device: a copy, which they may change.
@@ -65,13 +65,13 @@ class Sampler:
 
     @property
     def is_late(self) -> bool:
-        """Whether `max_time` is over, from when the prompt began to be read."""
+        """True once `max_time`, counted from the start of prefill, is over."""
         return self._until is not None and time.monotonic() > self._until
 
     def processed(self, logits: Tensor) -> Tensor | None:
-        """The logits [1, V] behind the processors that are not of the draw; None where there are none.
+        """Logits [1, V] after the processors that precede sampling; None without any.
 
-        Raises: ValueError where these are no logits.
+        Raises: ValueError if a processor returns another shape or device.
         """
         if not self.sampling.others:
             return None
@@ -83,36 +83,36 @@ class Sampler:
         return scores.float()
 
     def draw(self, numbers: Tensor) -> None:
-        """Writes the numbers of the next draw."""
+        """Fills a tensor with the exponential noise of the next sample."""
         if self._states is not None and self.repeats:
             self._states.append(self.generator.get_state())
         numbers.exponential_(generator=self.generator)
 
     def begin_draws(self) -> None:
-        """Draws of tokens begin, of which those behind a wrong draft will be undone."""
+        """Starts recording generator states, so that samples after a rejected draft token can be undone."""
         self._states = []
 
     def end_draws(self, count: int) -> None:
-        """Undoes all draws behind the first ones: they will be drawn again."""
+        """Rolls the generator back to its state after the first `count` samples."""
         states, self._states = self._states, None
         if states and count < len(states):
             self.generator.set_state(states[count])
 
-    def take(self, token: Tensor) -> None:
-        """Notes a token [1] of the answer, on the device, for the processors."""
+    def append(self, token: Tensor) -> None:
+        """Appends a sampled token [1] to the device-side history of the logits processors."""
         if self.ids is not None:
             self.ids = torch.cat((self.ids, token[None].to(self.ids.dtype)), 1)
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Rows of one kind are chosen together."""
+        """Key of the sampling settings; rows with equal keys are sampled together."""
         if not self.sampling.draws:
             return (False,)
         return True, self.sampling.arguments(), self.sampling.end
 
 
 def _completed(model: Any, config: GenerationConfig, ids: Tensor) -> GenerationConfig:
-    """Settings as `generate` completes them: `max_length` counts the prompt, whatever said how long it is."""
+    """Resolves a GenerationConfig as `generate` does; `max_length` includes the prompt."""
     is_default = config.max_length is None and model.generation_config.max_length is None
     config, _ = model._prepare_generation_config(config)  # a copy
     config = model._prepare_generated_length(
@@ -128,15 +128,15 @@ def _completed(model: Any, config: GenerationConfig, ids: Tensor) -> GenerationC
 
 
 class Sampled:
-    """The sampled token of each row, on the device; the host may compute more before it reads them.
+    """Sampled tokens of a step, on the device, which the host reads later.
 
     Args:
-        sampled: [2, B] int64: the tokens, and not 0 where the logits had no distribution.
-        errors: {row: what its processors raised}.
-        model: whose logits they were.
+        sampled: [2, B] int64: the tokens, and a nonzero flag where the logits had no distribution.
+        errors: {row: exception of its logits processors}.
+        model: named in errors.
 
     Attributes:
-        rows: which of the rows are left, in the order of their sequences.
+        rows: the remaining rows, in the order of their sequences.
     """
 
     def __init__(self, sampled: Tensor, errors: dict[int, Exception], model: Any):
@@ -147,20 +147,18 @@ class Sampled:
         self._copy = host_copy(sampled)  # one, which torch commits with all that is encoded so far
 
     def inputs(self) -> Tensor:
-        """The tokens [B, 1] of the rows that are left."""
+        """Tokens [B, 1] of the remaining rows."""
         return _rows(self._tokens, self.rows)[:, None]
 
     def leave(self, row: int) -> None:
-        """Gives a row up, whose number the last one takes."""
+        """Removes a row; the last row takes its place."""
         self.rows[row] = self.rows[-1]
         self.rows.pop()
 
     def read(self) -> list[int | Exception]:
-        """The token of each row that is left, or the error in its place.
+        """Token or error of each remaining row. Waits for the step that sampled them, not for later ones.
 
-        Waits for the step that chose them, and for no later one.
-
-        Raises: torch.AcceleratorError if the GPU has failed at it.
+        Raises: torch.AcceleratorError if the GPU failed in that step.
         """
         self._mark.wait()
         tokens, wrong = self._copy.tolist()
@@ -171,14 +169,14 @@ class Sampled:
 
 
 def _place_of(value: Any) -> str:
-    """Shape and device of a tensor; the type of anything else."""
+    """Shape and device of a tensor, or the type name of another value, for messages."""
     return f"{[*value.shape]} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _rows(tensor: Tensor, rows: list[int], dim: int = 0) -> Tensor:
-    """Rows of a tensor, in this order; all of them are the tensor itself.
+    """Rows of a tensor in this order; the tensor itself if that changes nothing.
 
-    They are sliced: the host would wait for mps to copy their numbers to it.
+    Slices rather than indexes: an index tensor would make the host wait for its copy to MPS.
     """
     if rows == [*range(tensor.shape[dim])]:
         return tensor
@@ -186,7 +184,7 @@ def _rows(tensor: Tensor, rows: list[int], dim: int = 0) -> Tensor:
 
 
 def sample(samplers: Sequence[Sampler], logits: Tensor) -> Sampled:
-    """The next token of each row, from logits [B, V] of the model."""
+    """Samples the next token of each row from logits [B, V]."""
     rows, errors = _processed(samplers, logits)
     kinds: dict[Any, list[int]] = {}
     for row, sampler in enumerate(samplers):
@@ -210,14 +208,14 @@ def sample(samplers: Sequence[Sampler], logits: Tensor) -> Sampled:
         places = [order.index(row) for row in range(len(samplers))]
         sampled = _rows(torch.cat(made, 1), places, 1)
     for row, sampler in enumerate(samplers):
-        sampler.take(sampled[0, row : row + 1])
+        sampler.append(sampled[0, row : row + 1])
     return Sampled(sampled, errors, samplers[0].model)
 
 
 def _processed(
     samplers: Sequence[Sampler], logits: Tensor
 ) -> tuple[list[Tensor | None], dict[int, Exception]]:
-    """The logits [1, V] of each row behind its own processors, None without any; {row: what they raised}."""
+    """(logits [1, V] of each row after its processors, or None; {row: exception of its processors})."""
     rows, errors = list[Tensor | None](), dict[int, Exception]()
     for row, sampler in enumerate(samplers):
         try:
@@ -231,7 +229,7 @@ def _processed(
 
 
 def _of_kind(samplers: list[Sampler], scores: Tensor) -> Tensor:
-    """The tokens of rows with equal settings, and whether each had no distribution: [2, R] int64."""
+    """[2, R] int64 of rows with equal settings: sampled tokens, and flags of rows without distribution."""
     sampling = samplers[0].sampling
     if not sampling.draws:
         return likeliest(sampling.known(None, scores.float()) if sampling.known else scores)

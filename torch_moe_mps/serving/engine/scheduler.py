@@ -1,7 +1,7 @@
-"""The scheduler: which sequence is admitted next, and how much of a prompt is computed between two steps.
+"""The scheduler: the next sequence to admit, and the size of the next prefill chunk.
 
-It has no tensors and calls no model: `Scheduler.plan` reads the phases and lengths of sequences, a budget of
-memory and measured times.
+It holds no tensors and calls no model: `Scheduler.plan` reads the phases and lengths of sequences, a memory
+budget and measured times.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,14 +38,14 @@ class Candidate(Protocol):
 
 @dataclass
 class Times:
-    """Seconds of the last step of all decoding sequences, and of a token of a prompt; when the step ended."""
+    """Measured seconds: the last decoding step, one prompt token, and the time at which the step ended."""
 
     step: float = 0.0
     token: float = 0.0
     ended: float = 0.0
 
     def chunk(self, is_decoding: bool) -> int:
-        """Tokens of a chunk of a prompt: it takes a few steps of the sequences that wait for it."""
+        """Size of a prefill chunk in tokens, so that it takes about `STEPS` decoding steps."""
         if not is_decoding:
             return LARGEST_CHUNK
         if self.token == 0.0:
@@ -55,20 +55,20 @@ class Times:
 
 @dataclass
 class Budget:
-    """The memory of sequences.
+    """Memory budget of sequences and cached prefixes.
 
     Args:
-        most: sequences at once.
-        memory: bytes for sequences and cached prefixes; None is no limit. One sequence runs in any case.
-        slots: (rows, tokens of the longest) -> tokens for which a batch of so many rows allocates memory.
-        rows: rows -> rows for which it allocates memory.
+        max_sequences: maximum number of concurrent sequences.
+        memory: bytes for sequences and cached prefixes; None is no limit. One sequence always runs.
+        slots: (rows, longest sequence) -> allocated token slots of a batch.
+        rows: number of sequences -> allocated rows of a batch.
 
     Attributes:
-        token, drafts: bytes of a token of a sequence, at most, and of its drafts.
-        state: bytes of a row, at most, with which draft tokens are taken back from its states.
+        token, drafts: maximum bytes per token, of the cache and of the drafters.
+        state: maximum bytes per row for undoing recurrent state updates of rejected draft tokens.
     """
 
-    most: int
+    max_sequences: int
     memory: int | None
     slots: Callable[[int, int], int]
     rows: Callable[[int], int]
@@ -77,13 +77,14 @@ class Budget:
     state: int = 0
 
     def needed(self, rows: int, longest: int, beside: int) -> float:
-        """Bytes of a batch of so many rows, and of so many tokens beside it."""
+        """Bytes of a batch with these rows and longest sequence, and of `beside` tokens outside of it."""
         tokens = self.slots(rows, longest) + beside
         return (self.token + self.drafts) * tokens + self.state * self.rows(rows)
 
     def cached(self, sequences: Sequence[Candidate], begins: int = 0) -> int | None:
-        """Bytes that are left for cached prefixes, where a prompt of so many tokens begins beside these
-        sequences; below 0 where there is no room for it. None: no limit.
+        """Bytes left for cached prefixes if a prompt of `begins` tokens is admitted beside these sequences.
+
+        Negative if it does not fit. None is no limit.
         """
         if self.memory is None:
             return None
@@ -97,14 +98,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class Plan:
-    """The work before the next step.
+    """Work to do before the next decoding step.
 
     Attributes:
-        admit: a waiting sequence that begins.
-        prefill: whose next chunk is computed, unless an admitted one comes before it.
-        passes: whether the admitted one begins before a longer one that waits.
-        chunk: tokens of a prompt, at most.
-        evict: cached prefixes are evicted until they take at most so many bytes; None evicts none.
+        admit: the queued sequence to admit.
+        prefill: the sequence whose next chunk is computed, unless an admitted one takes precedence.
+        passes: True if the admitted sequence overtakes a longer queued one.
+        chunk: maximum tokens of the chunk.
+        evict: bytes to which cached prefixes are evicted; None evicts none.
     """
 
     admit: Any = None
@@ -115,10 +116,10 @@ class Plan:
 
 
 class Scheduler:
-    """Plans admissions in turns: each request has one answer a turn, the oldest request first.
+    """Admits sequences round-robin: one answer per request and turn, the oldest request first.
 
-    While a prompt is computed in chunks, one that fits a single chunk may overtake it, once between two of
-    its chunks; and one may begin before a longer one that waits.
+    A prompt that fits a single chunk may overtake a chunked prefill, once between two of its chunks, and may
+    be admitted before a longer queued prompt.
     """
 
     def __init__(self) -> None:
@@ -127,14 +128,14 @@ class Scheduler:
         self._has_passed = False  # whether a short prompt has begun before a longer one that waits
 
     def turn_of(self, place: int) -> int:
-        """The turn of a new sequence: its place among the answers to its request, from now on."""
+        """Admission turn of a new sequence, from its index among the answers to its request."""
         return self._turn + place
 
     def plan(self, sequences: Sequence[Any], budget: Budget, times: Times, is_short: bool = False) -> Plan:
-        """The next plan for sequences, in the order of entering their phases.
+        """Plans the work before the next step; `sequences` are in the order of entering their phases.
 
         Args:
-            is_short: whether only a prompt of the shortest chunk may begin, next in its turn.
+            is_short: admits only the next sequence in turn, if its prompt fits the smallest chunk.
         """
         prefill = [each for each in sequences if each.phase == "prefill"]
         current = prefill[-1] if prefill else None
@@ -144,8 +145,8 @@ class Scheduler:
         if preempted and not prefill:
             return Plan(preempted[0], chunk=chunk)
         chosen, passes = None, False
-        if len(begun) < budget.most and self._may_begin_beside(prefill):
-            waiting = self._in_turn(sequences, budget.most)
+        if len(begun) < budget.max_sequences and self._may_begin_beside(prefill):
+            waiting = self._in_turn(sequences, budget.max_sequences)
             chosen, passes = self._next(waiting, bool(prefill), chunk, is_short)
         if chosen is None:
             return Plan(prefill=current, chunk=chunk)
@@ -153,22 +154,22 @@ class Scheduler:
         return Plan(chosen if room is None or room >= 0 else None, current, passes, chunk, room)
 
     def admitted(self, plan: Plan) -> None:
-        """Notes that the sequence of a plan begins."""
+        """Records that a plan's sequence was admitted."""
         self._turn = max(self._turn, plan.admit.turn)
         if plan.prefill is None:
             self._has_passed = plan.passes
 
     def prefilled(self, sequence: Candidate, sequences: Sequence[Candidate]) -> None:
-        """Notes whose chunk is computed."""
+        """Records the sequence whose chunk is computed."""
         first = next((each for each in sequences if each.phase == "prefill"), sequence)
         self._has_overtaken = sequence is not first
 
     def _may_begin_beside(self, prefill: Sequence[Candidate]) -> bool:
-        """Whether another prompt may begin beside these: beside one, once between two of its chunks."""
+        """True if another prompt may start: beside a single prefill, once between two of its chunks."""
         return not prefill or (len(prefill) == 1 and not self._has_overtaken)
 
     def _next(self, waiting: list[Any], is_reading: bool, chunk: int, is_short: bool) -> tuple[Any, bool]:
-        """The next to begin, and whether it passes a longer one: each is passed once."""
+        """(next sequence to admit, True if it overtakes a longer one). Each is overtaken at most once."""
         if is_short:
             waiting = [each for each in waiting[:1] if each.prompt_tokens <= _LEAST_CHUNK]
         if waiting and not is_reading and self._has_passed:
@@ -178,25 +179,26 @@ class Scheduler:
             return short, short is not waiting[0]
         return (None if is_reading or not waiting else waiting[0]), False
 
-    def _in_turn(self, sequences: Sequence[Any], most: int) -> list[Any]:
-        """Sequences that may begin, in their order."""
+    def _in_turn(self, sequences: Sequence[Any], max_sequences: int) -> list[Any]:
+        """Admissible sequences in order of admission."""
         waiting = [
             each for each in sequences if each.phase in ("waiting", "restoring") and not each.has_begun
         ]
-        if not self._later_may_begin(sequences, most):
+        if not self._later_may_begin(sequences, max_sequences):
             waiting = [each for each in waiting if each.place == 0]
         if any(each.phase == "decoding" and each.alone is not None for each in sequences):
             waiting = [each for each in waiting if each.alone is None]
         return sorted(waiting, key=lambda each: each.turn)
 
-    def _later_may_begin(self, sequences: Sequence[Candidate], most: int) -> bool:
-        """Whether an answer behind the first one to its request may begin: it makes the others slower.
+    def _later_may_begin(self, sequences: Sequence[Candidate], max_sequences: int) -> bool:
+        """True if a second or later answer to one request may be admitted.
 
-        Of three rows or more, these leave one to other requests, and half of all while there are others.
+        With three rows or more, these answers leave one row free, and use at most half while other requests
+        run.
         """
-        if most <= 2:
+        if max_sequences <= 2:
             return True
         is_one = len({id(each.request) for each in sequences}) == 1
         begun = [each for each in sequences if each.has_begun]
         later = sum(each.place > 0 for each in begun)
-        return len(begun) < most - 1 and (is_one or later < most // 2)
+        return len(begun) < max_sequences - 1 and (is_one or later < max_sequences // 2)

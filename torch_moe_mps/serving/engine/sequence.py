@@ -1,4 +1,4 @@
-"""A sequence: one job on its way through the engine."""
+"""A sequence: the state of one job in the engine."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,18 +17,18 @@ Phase = Literal["waiting", "restoring", "prefill", "decoding", "ended"]
 
 @dataclass(eq=False)
 class Sequence:
-    """The prompt and the tokens of a job.
+    """State of one job: its phase, prefill, and generated tokens.
 
     Attributes:
-        alone: why the model's own `generate` must generate it, for a person; None where the engine does.
+        alone: reason why it must run through `model.generate`; None if the engine decodes it.
         phase: "waiting" to be admitted, for the first time or preempted; "restoring" its prefix from the
             disk; "prefill"; "decoding"; or "ended".
-        turn: its round of admissions.
-        restoring: the read of its prefix, in that phase.
-        prefill: of its prompt; it has the cache. None before it is admitted.
-        tokens: generated, as far as the host has read them.
-        is_batched: whether it decodes in a batch with others.
-        row: its tokens for the drafters, if there are any.
+        turn: its admission turn.
+        restoring: reads its prefix from the disk, in that phase.
+        prefill: of its prompt; owns the cache. None before admission.
+        tokens: generated tokens that the host has read.
+        is_batched: True if it decodes in the batch.
+        row: its token history for the drafters, if any.
     """
 
     job: Job
@@ -44,7 +44,7 @@ class Sequence:
 
     @property
     def place(self) -> int:
-        """Its number among the answers to one request."""
+        """Index among the answers to one request."""
         return self.job.place
 
     @property
@@ -57,22 +57,22 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it was admitted; a preempted sequence waits again, and was."""
+        """True once it was admitted, even if it was preempted since."""
         return self.prefill is not None or self.phase == "decoding"
 
     @property
     def length(self) -> int:
-        """Tokens of its cache and behind it, at most."""
+        """Upper bound of its number of tokens, cached and uncomputed."""
         return 0 if self.prefill is None else len(self.prefill.cached.ids) + len(self.tokens)
 
     @property
-    def most(self) -> int:
-        """How many tokens it may generate."""
+    def max_tokens(self) -> int:
+        """Maximum number of generated tokens."""
         assert self.sampler is not None
-        return self.sampler.most
+        return self.sampler.max_tokens
 
     def computed_ids(self) -> Tensor:
-        """The tokens [1, T] that are in the cache before the next step."""
+        """Prompt and generated tokens [1, T] in the cache before the next step."""
         prompt = self.job.inputs["input_ids"]
         return torch.cat((prompt, prompt.new_tensor([self.tokens[:-1]])), 1)
 

@@ -1,4 +1,4 @@
-"""An answer, piece by piece: its tokens become text, reasoning and tool calls."""
+"""Streamed answers: tokens become text, reasoning and tool calls."""
 
 import time
 import uuid
@@ -15,7 +15,7 @@ from .protocols.reader import Reader, Sink
 
 @dataclass
 class Piece:
-    """Some text of an answer, with the entries of the tokens that it ends with."""
+    """A text delta of an answer, with the logprob entries of the tokens that end in it."""
 
     kind: Literal["text", "reasoning"]
     text: str
@@ -24,11 +24,11 @@ class Piece:
 
 @dataclass
 class Call:
-    """A tool call, whose arguments grow: the text of an object in JSON.
+    """A tool call with growing arguments, a JSON object as text.
 
     Args:
-        id: that the model gave it, or a new one.
-        is_whole: True once nothing more comes.
+        id: given by the model, or a new one.
+        is_whole: True once it is complete.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Call:
 
 
 class Arguments(NamedTuple):
-    """The next part of the arguments of a call."""
+    """Next part of a tool call's arguments."""
 
     call: Call
     parts: list[str]
@@ -53,7 +53,7 @@ class Arguments(NamedTuple):
 
 
 class CallEnd(NamedTuple):
-    """The end of a call."""
+    """End of a tool call."""
 
     call: Call
 
@@ -66,8 +66,9 @@ def new_id(prefix: str) -> str:
 
 
 def text_stream(tokenizer: Any, skips_special: bool) -> Callable[[int], str | None]:
-    """A function of each next token, which returns the text that can be shown now: what may be a part of a
-    character waits for the rest of it, and is left out if that never comes.
+    """Incremental detokenizer: a function from the next token to its text delta, or None.
+
+    An incomplete UTF-8 character is held back until it is complete, and dropped if it never is.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -91,13 +92,12 @@ def text_stream(tokenizer: Any, skips_special: bool) -> Callable[[int], str | No
 
 
 class Cut:
-    """Text that ends before the first of some stops, piece by piece.
+    """Streaming search for stop strings; the text ends before the first one.
 
-    What may be the beginning of a stop is held back until it is known not to be one. The time is linear in
-    the text (Knuth, Morris and Pratt).
+    A possible start of a stop string is held back. Runs in linear time (Knuth-Morris-Pratt).
 
     Attributes:
-        stop: the one that has come, if any.
+        stop: the stop string that was found, if any.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -105,15 +105,15 @@ class Cut:
         self._matched = [0] * len(stops)  # characters of each stop that the text ends with
         self.stop: str | None = None
 
-    def add(self, piece: str) -> str:
-        """Returns: what can be shown now."""
+    def add(self, delta: str) -> str:
+        """Text that can be shown after the next delta."""
         if self.stop is not None:
             return ""
-        text, before = self._back + piece, len(self._back)
+        text, before = self._back + delta, len(self._back)
         ends = list[tuple[int, str]]()
         for number, (stop, borders) in enumerate(self._stops):
             matched = self._matched[number]
-            for place, character in enumerate(piece, before + 1):
+            for place, character in enumerate(delta, before + 1):
                 while matched and stop[matched] != character:
                     matched = borders[matched - 1]
                 matched += stop[matched] == character
@@ -130,13 +130,13 @@ class Cut:
         return text[:shown]
 
     def rest(self) -> str:
-        """Returns: the text that was held back, at the end."""
+        """Text still held back at the end."""
         rest, self._back = self._back, ""
         return rest
 
 
 def _borders(stop: str) -> list[int]:
-    """Lengths of the longest proper prefix of each prefix of a text that it ends with, too."""
+    """KMP failure function: length of the longest proper border of each prefix of a text."""
     borders, matched = [0], 0
     for character in stop[1:]:
         while matched and stop[matched] != character:
@@ -148,7 +148,7 @@ def _borders(stop: str) -> list[int]:
 
 @dataclass
 class Times:
-    """When an answer was submitted, its prefill began, its first token came and it ended; None before."""
+    """Timestamps of an answer: submission, start of prefill, first token, end; None if not reached."""
 
     submitted: float = field(default_factory=time.monotonic)
     begun: float | None = None
@@ -157,22 +157,22 @@ class Times:
 
     @property
     def generating(self) -> float:
-        """Seconds from the first token to the end."""
+        """Seconds from the first token to the end of the answer."""
         return self.ended - self.first if self.ended and self.first else 0.0
 
 
 class Items:
-    """Divides the text of an answer into text, reasoning and calls.
+    """Parses the text of an answer into text, reasoning and tool calls.
 
     Args:
-        begin: makes the reader that tells them apart; None where all is text.
-        prompt: the beginning of the answer that the prompt has.
-        ends_at_call: whether text behind a call ends the answer and is left out, as where a call is forced.
+        begin: makes the parser; None if everything is text.
+        prompt: start of the answer that is part of the prompt.
+        ends_at_call: True to end the answer at text after a tool call, as for forced calls.
 
     Attributes:
-        made: all pieces and calls so far.
-        entries: of tokens whose text is not shown yet.
-        is_complete: True once text came behind a call that ends the answer.
+        made: all text deltas and calls so far.
+        entries: logprob entries of tokens whose text is held back.
+        is_complete: True once `ends_at_call` ended the answer.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Items:
         return self._reader is not None and self._reader.is_thinking
 
     def add(self, text: str) -> list[Item]:
-        """The items of the next text."""
+        """Items completed by the next text delta."""
         if self._reader is not None:
             self._reader.feed(text)
         elif text:
@@ -204,7 +204,7 @@ class Items:
         return self._new_items()
 
     def end(self, shows_blanks: bool) -> list[Item]:
-        """The items of what was held back."""
+        """Items of the text held back at the end."""
         if self._reader is not None:
             self._reader.end()
         if self._blanks and shows_blanks and self._kind == "text":
@@ -244,7 +244,7 @@ class Items:
 
     @property
     def _call(self) -> Call | None:
-        """The call that grows; None where the prompt has it."""
+        """Tool call that is being parsed; None if it is part of the prompt."""
         last = self.made[-1] if self.made else None
         return last if isinstance(last, Call) else None
 
@@ -282,7 +282,7 @@ class Items:
 
 
 class Token(NamedTuple):
-    """A token that the device has generated: its text, which may wait for the next one, and its entry."""
+    """A generated token: its text delta, if complete, and its logprob entry."""
 
     text: str
     entry: Entry | None
@@ -292,20 +292,19 @@ Event = Token | Reason | Exception  # the latter end an answer
 
 
 class Answer:
-    """One answer. Tokens come on the thread of the device, which finds stop strings; whoever shows the answer
-    reads them.
+    """One answer. The device thread appends tokens and finds stop strings; the event loop reads the events.
 
     Args:
-        step: makes the text of tokens, see `text_stream`.
-        items: divides the text.
-        ends: tokens that end an answer.
-        hidden: special tokens that are no text.
-        logprobs: keeps their probabilities; None where nobody asks.
-        show: takes each event, on the thread of the device.
+        step: detokenizer, see `text_stream`.
+        items: parser of the text.
+        ends: end tokens.
+        hidden: special tokens without text.
+        logprobs: records log probabilities; None if not requested.
+        show: called with each event, on the device thread.
 
     Attributes:
-        tokens: how many were read.
-        reason: why it has ended: "stop", "length", "cancelled", or an error.
+        tokens: number of tokens read.
+        reason: "stop", "length", "cancelled", or an error.
     """
 
     def __init__(
@@ -333,7 +332,7 @@ class Answer:
             self.times.begun = time.monotonic()
 
     def append(self, token: int) -> bool:
-        """Shows the next token. Returns: whether a stop or a forced call completes the answer."""
+        """Processes the next token. Returns: True if a stop string or a forced call completes the answer."""
         if self.times.first is None:
             self.times.first = time.monotonic()
         text, entry = "", None
@@ -352,7 +351,7 @@ class Answer:
     # Where it is shown
 
     def read(self, event: Event) -> list[Item]:
-        """The items of an event."""
+        """Items of an event."""
         if isinstance(event, Token):
             if self._items.is_complete:  # the device did not know yet
                 return []
@@ -371,7 +370,7 @@ class Answer:
 
     @property
     def items(self) -> list[Piece | Call]:
-        """Pieces and calls; a call that the end of the answer has cut off is none."""
+        """Text deltas and tool calls, without a call truncated by the end of the answer."""
         return [item for item in self._items.made if isinstance(item, Piece) or item.is_whole]
 
     @property
@@ -391,17 +390,17 @@ class Answer:
 
     @property
     def entries(self) -> list[Entry] | None:
-        """The entries of all tokens but one that ends the answer; None where nobody asks."""
+        """Logprob entries of all tokens except an end token; None if not requested."""
         if self._logprobs is None:
             return None
         return [entry for item in self.items if isinstance(item, Piece) for entry in item.entries]
 
     @property
     def stop(self) -> str | None:
-        """The stop that the answer ends before."""
+        """Stop string that ended the answer, if any."""
         return self._cut.stop
 
     @property
     def is_cut(self) -> bool:
-        """Whether something other than the model has ended the answer: an error, or the server's end."""
+        """True if an error or the server's shutdown ended the answer."""
         return self.reason not in (None, "stop", "length")

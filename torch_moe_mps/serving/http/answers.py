@@ -1,4 +1,4 @@
-"""The answers to one request, and what they have cost."""
+"""The answers to one request, and their usage."""
 
 import time
 
@@ -8,7 +8,7 @@ from .answer import Answer, Times
 
 
 class Answers:
-    """The answers to one request, which may still be coming."""
+    """Answers to one request, possibly unfinished."""
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
@@ -19,7 +19,7 @@ class Answers:
         self.jobs.append(job)
 
     def submit(self, generator: DeviceThread) -> None:
-        """Lets them be generated."""
+        """Submits their jobs."""
         for answer, job in zip(self.answers, self.jobs, strict=True):
             answer.times = Times()
             generator.submit(job)
@@ -34,28 +34,28 @@ class Answers:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of each prompt, once however many answers it has."""
+        """Prompt tokens; each prompt counts once, however many answers it has."""
         return sum(answer.prompt_tokens for answer, _ in self._firsts)
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompts from the prefix cache, of each prompt's first answer."""
+        """Prompt tokens from the prefix cache, for each prompt's first answer."""
         return sum(job.usage.cached_tokens for _, job in self._firsts)
 
     @property
     def disk_tokens(self) -> int:
-        """Cached tokens that were read from a disk."""
+        """Cached tokens that were read from the disk."""
         return sum(job.usage.disk_tokens for _, job in self._firsts)
 
     @property
     def _firsts(self) -> list[tuple[Answer, Job]]:
-        """The first answer to each prompt, and its job."""
+        """(first answer to each prompt, its job)."""
         pairs = reversed([*zip(self.answers, self.jobs, strict=True)])
         return [*{id(job.inputs): (answer, job) for answer, job in pairs}.values()]
 
     @property
     def read_seconds(self) -> float:
-        """Seconds for which the prompts were computed, where nothing else was computed beside them."""
+        """Seconds from the start of the first answer's prefill to its first token."""
         times = self.answers[0].times
         return max(0.0, times.first - times.begun) if times.begun and times.first else 0.0
 
@@ -65,13 +65,13 @@ class Answers:
 
     @property
     def draft_tokens(self) -> tuple[int, int]:
-        """Draft tokens that were accepted, and that were rejected."""
+        """(accepted, rejected) draft tokens."""
         each = [job.usage for job in self.jobs]
         return sum(own.accepted_tokens for own in each), sum(own.rejected_tokens for own in each)
 
     @property
     def drafts_form(self) -> dict[str, int]:
-        """OpenAI's names of the draft tokens in a usage."""
+        """Draft token counts under OpenAI's names, for `usage`."""
         names = "accepted_prediction_tokens", "rejected_prediction_tokens"
         return dict(zip(names, self.draft_tokens, strict=True))
 
@@ -80,7 +80,7 @@ class Answers:
         return sum(answer.reasoning_tokens for answer in self.answers)
 
     def __str__(self) -> str:
-        """The line of a log."""
+        """Log line of the request."""
         now = time.monotonic()  # where the client leaves before the end
         first = min(a.times.first or a.times.ended or now for a in self.answers)
         submitted = min(answer.times.submitted for answer in self.answers)

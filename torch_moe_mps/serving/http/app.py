@@ -1,4 +1,4 @@
-"""The application: paths, errors, metrics and logs."""
+"""The ASGI application: routes, errors, metrics and logs."""
 
 import asyncio
 import functools
@@ -66,13 +66,13 @@ _POLICY = (
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask.
+    """Access control of the server.
 
     Args:
-        hosts: names in the Host header beside this machine's.
-        key: that requests need; None lets in all.
-        only_model: whether requests for a model of another name are refused.
-        origins: of pages of the web whose scripts are answered, "*" for any.
+        hosts: accepted Host headers beside this machine's.
+        key: API key that requests need; None for none.
+        only_model: True to reject requests for another model name.
+        origins: web origins allowed by CORS, "*" for any.
     """
 
     hosts: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class Access:
 
 
 class Server:
-    """The paths of one served model."""
+    """Routes of one served model."""
 
     def __init__(self, served: Served, access: Access):
         self.served, self.access = served, access
@@ -129,7 +129,7 @@ class Server:
     # Answers
 
     def _counted(self, path: str, answer: Callable[[Asked], Awaitable[Response]]) -> Route:
-        """A path whose requests are counted, by the status of the protocol's error, too."""
+        """Wraps a route so that its requests are counted by status, protocol errors included."""
 
         async def counted(asked: Asked) -> Response:
             with self.metrics.counted(protocol_path) as request:
@@ -154,7 +154,7 @@ class Server:
         return await self._whole(protocol, request, coming)
 
     async def _prepare(self, protocol: Protocol, asked: Asked, client: Client, coming: "_Coming") -> Request:
-        """The request that is asked, with its answers in `coming`. Raises: Refused."""
+        """Request of a body, and its prepared answers, which report to `coming`. Raises: Refused."""
 
         def read(body: dict[str, Any]) -> Request:
             self._check_model(body)
@@ -169,17 +169,17 @@ class Server:
     async def _read(
         self, asked: Asked, client: Client, function: Callable[[dict[str, Any]], T]
     ) -> tuple[Kind, T]:
-        """The kind of thread for a body, and the result of a function of its object. Raises: Refused."""
+        """(kind of reader thread for the body, result of `function` for its JSON object). Raises: Refused."""
         context = self.served.context
-        most = limits.TEXT_BYTES + limits.TOKEN_BYTES * context
+        limit = limits.TEXT_BYTES + limits.TOKEN_BYTES * context
         if self.served.reads_media:
-            most = limits.MEDIA_BYTES
-        octets = await body_of(asked, min(most, 2 * limits.MEDIA_BYTES))
-        kind = kind_of(len(octets))
-        return kind, await client.run(kind, lambda: function(object_of(octets, context)))
+            limit = limits.MEDIA_BYTES
+        data = await body_of(asked, min(limit, 2 * limits.MEDIA_BYTES))
+        kind = kind_of(len(data))
+        return kind, await client.run(kind, lambda: function(object_of(data, context)))
 
     async def _fetched(self, asked: Asked, client: Client, read: Reads) -> tuple[Kind, Request]:
-        """A request that was read, with the pictures and the sound that it names. Raises: Refused."""
+        """Parsed request with its images and audio fetched. Raises: Refused."""
         kind, request = await self._read(asked, client, read)
         for prompt in request.prompts:
             if isinstance(prompt, Chat) and (parts := [*media_parts(prompt.messages)]):
@@ -243,13 +243,13 @@ class Server:
             raise Refused(message, "model", "model_not_found", 404)
 
     def _check_memory(self) -> None:
-        """Raises: Refused while the system is so short of memory that one more answer might end all."""
+        """Raises: Refused while memory pressure is critical."""
         memory = self.served.generator.memory
         if memory is not None and memory.level is Level.CRITICAL:
             raise _no_memory()
 
     async def _of_prompt(self, asked: Asked, read: Reads, function: Callable[[Served, Request], T]) -> T:
-        """Result of a function of a request that nobody answers. Raises: Refused."""
+        """Result of a function of a request that generates nothing. Raises: Refused."""
         async with self.reading.place(asked) as client:
             kind, request = await self._fetched(asked, client, read)
             return await client.run(kind, function, self.served, request)
@@ -264,7 +264,7 @@ class Server:
         return JSONResponse(counted)
 
     async def _template(self, asked: Asked) -> Response:
-        """The prompt that a chat becomes, as text, as llama.cpp's server has it."""
+        """Templated prompt of a chat as text, in the form of llama.cpp's server."""
         chats = ChatCompletions()
         prompt = await self._of_prompt(asked, lambda body: chats.read(body, self.served), prompt_text)
         return JSONResponse({"prompt": prompt})
@@ -296,7 +296,7 @@ class Server:
         generator = self.served.generator
         counts = generator.counts
         load = "full" if counts.waiting else "busy" if counts.active else "ready"
-        rows = {"active": counts.active, "waiting": counts.waiting, "most": generator.most}
+        rows = {"active": counts.active, "waiting": counts.waiting, "most": generator.max_sequences}
         if (death := generator.death) is not None:
             return JSONResponse({"status": "died", "reason": first_line(death), **rows}, status_code=503)
         return JSONResponse({"status": "ok", "load": load, **rows})
@@ -314,7 +314,7 @@ class Server:
         return JSONResponse(self._entry())
 
     def _entry(self) -> dict[str, Any]:
-        """The model, for OpenAI's clients and Anthropic's."""
+        """Entry of the model in `/v1/models`, for OpenAI and Anthropic clients."""
         name, created = self.served.name, self.served.created
         openai = {"id": name, "object": "model", "created": created, "owned_by": "torch-moe-mps"}
         at = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
@@ -326,7 +326,7 @@ class Server:
         }
 
     async def _load(self, asked: Asked) -> Response:
-        """`transformers chat` waits for the model: it is there."""
+        """Reports the model as loaded, which `transformers chat` waits for."""
         return Response(
             event({"status": "ready", "model": self.served.name, "cached": True}),
             media_type="text/event-stream",
@@ -337,7 +337,7 @@ class Server:
 
 
 class _Coming:
-    """The items of answers as they come from the thread of the device."""
+    """Queue of answer events from the device thread to the event loop."""
 
     answers: Answers
 
@@ -346,14 +346,14 @@ class _Coming:
         self._loop = asyncio.get_running_loop()
 
     def show(self, number: int, event: Event) -> None:
-        """Takes an event, on any thread."""
+        """Adds an event, from any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (number, event))
 
     async def next(self, seconds: float | None) -> tuple[int, list[Item]] | None:
-        """The number of an answer and its next items, None where all answers have ended.
+        """(answer index, next items), or None once all answers have ended.
 
-        Raises: TimeoutError where none has come for so many seconds.
+        Raises: TimeoutError if no event comes in time.
         """
         answers = self.answers.answers
         if all(answer.reason is not None for answer in answers):
@@ -363,12 +363,12 @@ class _Coming:
 
 
 async def _in_json(value: Callable[[], Any]) -> Response:
-    """The response of a value that may be long: probabilities of tokens, vectors."""
+    """JSON response of a value that may be large, serialized outside of the event loop."""
     return Response(await asyncio.to_thread(lambda: in_json(value())), media_type="application/json")
 
 
 def _say(line: str, *values: object) -> None:
-    """Logs a line on the request that is being answered."""
+    """Logs a line about the current request."""
     log.info(f"%s {line}", REQUEST.get(), *values)
 
 
@@ -378,7 +378,7 @@ def _written(writer: Writer, number: int, items: list[Item]) -> str:
 
 
 def refused_by(error: Exception) -> Refused:
-    """The error as a client is told it."""
+    """Refused error that a client gets for an exception."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, HTTPException):
@@ -402,7 +402,7 @@ def _no_memory() -> Refused:
 
 
 def refusal(path: str, refused: Refused) -> Response:
-    """The response of an error, as the protocol of the path has it."""
+    """Error response in the form of the path's protocol."""
     if refused.status < 500:
         _say("%s: %d, %s", path, refused.status, first_line(refused.message))
     form = anthropic_error if path.startswith("/v1/messages") else openai_error

@@ -1,4 +1,4 @@
-"""Who may ask the server; a client that leaves frees its place."""
+"""Access control middleware, and cancellation when a client disconnects."""
 
 import asyncio
 import ipaddress
@@ -18,18 +18,17 @@ _OPEN = ("/", "/health")  # need no key
 
 
 class Guard:
-    """In front of a server: checks where a request comes from and its key, and ends what nobody waits for.
+    """ASGI middleware: checks Host, Origin and API key, and cancels requests of disconnected clients.
 
-    A page of the web can let its own name mean this machine, and a browser then takes the server's answers
-    for the page's. The Host header has that name: only addresses and names of this machine are answered. And
-    a browser says which page asks: in Origin, and in Sec-Fetch-Site where it trusts the connection. A body
-    that is a plain text may come from any page without a question first; programs send JSON.
+    A web page can point its own name at this machine (DNS rebinding); only Host headers of this machine are
+    accepted. Browsers name the requesting page in Origin, and in Sec-Fetch-Site on trusted connections. A
+    plain text body needs no CORS preflight, so bodies must be JSON.
 
     Args:
-        hosts: names that are answered beside those.
-        key: that requests need as a bearer, or as `x-api-key`; None lets in all.
-        origins: pages of these are answered beside the server's own, "*" for any.
-        refuse: makes the response of an error, of a path.
+        hosts: further accepted Host headers.
+        key: API key, as bearer token or `x-api-key`; None for none.
+        origins: allowed web origins beside the server's, "*" for any.
+        refuse: makes the error response of a path.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Guard:
         return None
 
     def _of_page(self, host: str, headers: dict[bytes, str]) -> Refused | None:
-        """The refusal of what a page of another origin may have sent."""
+        """Error for a request that a page of another origin may have sent, or None."""
         origin = headers.get(b"origin")
         if origin is not None and origin not in self.origins and not _is_of(origin, host):
             message = (
@@ -112,13 +111,13 @@ def _is_open(path: str) -> bool:
 
 
 def _is_of(origin: str, host: str) -> bool:
-    """Whether a page of this origin was served under this Host header."""
+    """True if an origin matches the Host header."""
     scheme, _, place = origin.partition("://")
     return scheme in ("http", "https") and place.lower() == host.lower()
 
 
 async def _until_left(app: Any, scope: Any, receive: Any, send: Any) -> None:
-    """Runs an application until the client leaves, which cancels it."""
+    """Runs an application, and cancels it if the client disconnects."""
     messages, is_answered = asyncio.Queue[Any](), False
 
     async def watched(message: Any) -> None:

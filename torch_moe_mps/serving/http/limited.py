@@ -1,4 +1,4 @@
-"""Calls with a time limit, such as xgrammar's, which nothing can interrupt."""
+"""Time limits for calls that cannot be interrupted, such as xgrammar's."""
 
 import os
 import queue
@@ -14,12 +14,14 @@ _MOST_LATE = 4  # calls that go on behind their limit
 
 
 class TooLong(Exception):
-    """A call was not done within its limit."""
+    """Raised if a call exceeds its time limit."""
 
 
 class Limited:
-    """Calls functions on threads that are kept, as a new thread waits for its turn on a busy core. A call
-    beyond its limit goes on there until it ends by itself.
+    """Thread pool that calls functions with a time limit.
+
+    Threads are reused, as starting one is slow on a busy core. A call beyond its limit continues in the
+    background.
     """
 
     def __init__(self) -> None:
@@ -28,14 +30,14 @@ class Limited:
 
     @property
     def is_busy(self) -> bool:
-        """Whether so many calls are late that no other should begin."""
+        """True if too many calls are past their limits to start another."""
         self._late = [thread for thread in self._late if thread.is_alive()]
         return len(self._late) >= _MOST_LATE
 
     def call(self, function: Callable[[], T], seconds: float) -> tuple[T, float]:
-        """Result of a function, and the CPU seconds of its thread.
+        """(result of a function, CPU seconds of its thread).
 
-        Raises: TooLong, and what the function raises.
+        Raises: TooLong, and exceptions of the function.
         """
         try:
             thread = self._idle.pop()
@@ -58,7 +60,7 @@ class Limited:
 
 
 class _Thread(threading.Thread):
-    """Calls one function after the other, until None comes."""
+    """Worker thread that runs submitted functions until it gets None."""
 
     def __init__(self) -> None:
         super().__init__(name="limited", daemon=True)

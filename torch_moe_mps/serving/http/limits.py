@@ -1,7 +1,6 @@
-"""Limits of requests: counts and lengths, each compared before any work that grows with it.
+"""Limits of requests, checked before any work that grows with them.
 
-Checks, parsing, templates and grammars hold Python's lock: the work of one request delays the tokens of all
-others.
+Checks, parsing, templates and grammars hold the GIL, so one request's work delays the tokens of all others.
 """
 
 # Bytes of a body

@@ -1,6 +1,6 @@
-"""Logarithms of probabilities of tokens, in the forms of chats, completions and responses.
+"""Log probabilities of tokens, in the forms of chats, completions and responses.
 
-They are of the model's own distribution, as vLLM's are: before penalties, biases, masks and temperature.
+As in vLLM, they are the model's: before penalties, biases, masks and temperature.
 """
 
 import functools
@@ -22,17 +22,17 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 @dataclass
 class Entry:
-    """A token of an answer.
+    """Log probability of one generated token.
 
     Args:
-        octets: of its text, maybe a part of a character; None where they are unknown.
-        top: the most probable tokens at its place.
+        data: UTF-8 bytes of the token, maybe part of a character; None where unknown.
+        top: most probable tokens at its position.
         offset: of its text in the answer.
     """
 
     token: str
     logprob: float
-    octets: list[int] | None
+    data: list[int] | None
     top: list["Entry"] = field(default_factory=list)
     offset: int = 0
 
@@ -40,19 +40,19 @@ class Entry:
         return self._alone() | {"top_logprobs": [entry._alone() for entry in self.top]}
 
     def _alone(self) -> dict[str, Any]:
-        return {"token": self.token, "bytes": self.octets, "logprob": self.logprob}
+        return {"token": self.token, "bytes": self.data, "logprob": self.logprob}
 
     def response_form(self) -> dict[str, Any]:
-        """Octets are there for every token."""
-        top = [entry._alone() | {"bytes": entry._some_octets()} for entry in self.top]
-        return self._alone() | {"bytes": self._some_octets(), "top_logprobs": top}
+        """Form of the Responses API: `bytes` is never null."""
+        top = [entry._alone() | {"bytes": entry._known_bytes()} for entry in self.top]
+        return self._alone() | {"bytes": self._known_bytes(), "top_logprobs": top}
 
-    def _some_octets(self) -> list[int]:
-        return [*self.token.encode()] if self.octets is None else self.octets
+    def _known_bytes(self) -> list[int]:
+        return [*self.token.encode()] if self.data is None else self.data
 
 
 def completion_form(entries: list[Entry]) -> dict[str, Any]:
-    """The most probable tokens include the one that was chosen."""
+    """`logprobs` of the completions API; top tokens include the sampled one."""
     return {
         "tokens": [entry.token for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
@@ -62,10 +62,10 @@ def completion_form(entries: list[Entry]) -> dict[str, Any]:
 
 
 class Logprobs(LogitsProcessor):
-    """Keeps the logarithms of probabilities of one sequence until its tokens are known; changes no score.
+    """Logits processor that records log probabilities of a sequence and leaves the logits unchanged.
 
     Args:
-        count: of the most probable tokens, for each place.
+        count: number of top tokens per position.
     """
 
     is_first = True  # the first of all processors: see `in_order`
@@ -79,12 +79,12 @@ class Logprobs(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         row = scores[0].float().log_softmax(-1)
-        most = row.topk(self._count)
-        self._held.append(host_copy(torch.cat((row, most.values, most.indices.float()))))
+        top = row.topk(self._count)
+        self._held.append(host_copy(torch.cat((row, top.values, top.indices.float()))))
         return scores
 
     def pop(self, token: int) -> Entry:
-        """The entry of the next token of the sequence."""
+        """Entry of the next sampled token."""
         held = self._held.popleft()
         logprobs, tokens = held[len(held) - 2 * self._count :].view(2, self._count).tolist()
         top = [self._entry(int(each), logprob) for each, logprob in zip(tokens, logprobs, strict=True)]
@@ -94,26 +94,26 @@ class Logprobs(LogitsProcessor):
         return entry
 
     def _entry(self, token: int, logprob: float) -> Entry:
-        text, octets = text_of(self._tokenizer, token)
-        return Entry(text, max(logprob, _LEAST), octets)
+        text, data = text_of(self._tokenizer, token)
+        return Entry(text, max(logprob, _LEAST), data)
 
 
 def text_of(tokenizer: Any, token: int) -> tuple[str, list[int] | None]:
-    """A token's text and its octets; a part of a character is a replacement sign in the text."""
+    """Text and bytes of a token; a partial character becomes U+FFFD in the text."""
     once = tokenizer.decode([token])
     twice = tokenizer.decode([token, token])  # a blank in front is left out of the first
     text = twice[len(once) :] if twice.startswith(once) else once
     if "\ufffd" not in text:
         return text, [*text.encode()]
-    piece = tokenizer.convert_ids_to_tokens(token)
-    if (byte := _BYTE.fullmatch(piece)) is not None:
+    name = tokenizer.convert_ids_to_tokens(token)
+    if (byte := _BYTE.fullmatch(name)) is not None:
         return text, [int(byte[1], 16)]
-    octets = _octets()
-    known = all(character in octets for character in piece)
-    return text, [octets[character] for character in piece] if known else None
+    table = _bytes_of_characters()
+    known = all(character in table for character in name)
+    return text, [table[character] for character in name] if known else None
 
 
 @functools.cache
-def _octets() -> dict[str, int]:
-    """{the character that stands for an octet in vocabularies of octets: the octet}."""
-    return {character: octet for octet, character in bytes_to_unicode().items()}
+def _bytes_of_characters() -> dict[str, int]:
+    """Byte values by the characters that stand for them in byte-level vocabularies."""
+    return {character: byte for byte, character in bytes_to_unicode().items()}

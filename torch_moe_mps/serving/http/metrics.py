@@ -1,4 +1,4 @@
-"""Counters of the server, as Prometheus reads them."""
+"""Prometheus metrics of the server."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from .served import Served
 
 @dataclass
 class Counted:
-    """A request that is being answered, with the status that it is answered with."""
+    """A request in progress, and its HTTP status."""
 
     status: int = 200
 
 
 class Metrics:
-    """Counts requests and tokens; all else is read from what generates."""
+    """Counts requests and tokens; other metrics are read from the device thread."""
 
     def __init__(self, served: Served):
         self._served, self._registry = served, CollectorRegistry()
@@ -34,7 +34,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def counted(self, path: str) -> Iterator[Counted]:
-        """Block that answers a request; one that is left by an error has the status 500."""
+        """Context of a request; an exception counts as status 500."""
         counted = Counted()
         try:
             yield counted
@@ -45,7 +45,7 @@ class Metrics:
             self._requests.labels(path, counted.status).inc()
 
     def ended(self, answers: Answers) -> None:
-        """Counts the tokens of answers."""
+        """Adds the tokens of finished answers."""
         self._generated.inc(answers.tokens)
         if seconds := answers.read_seconds:
             self._computed += answers.prompt_tokens - answers.cached_tokens
@@ -55,9 +55,9 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics that are read from what generates."""
+        """Yields metrics that are read from the device thread."""
         generator = self._served.generator
-        prompts, octets = generator.prompts_held()
+        prompts, nbytes = generator.prompts_held()
         counts, memory = generator.counts, generator.memory
         yield _counter("prompt_tokens", "tokens of prompts that were computed", counts.computed)
         yield _counter("cached_tokens", "tokens that the prefix cache had", counts.cached)
@@ -65,10 +65,10 @@ class Metrics:
         yield _counter("rejected_draft_tokens", "draft tokens that were rejected", counts.rejected)
         yield _counter("gpu_busy_seconds", "time that the GPU has worked, by its own clock", gpu_busy())
         yield _gauge("sequences_active", "sequences that have begun", counts.active)
-        yield _gauge("sequences_most", "sequences at once, at most", generator.most)
+        yield _gauge("sequences_most", "sequences at once, at most", generator.max_sequences)
         yield _gauge("sequences_waiting", "sequences that wait", counts.waiting)
         yield _gauge("cached_prefixes", "prefixes in the prefix cache", prompts)
-        yield _gauge("prefix_cache_bytes", "memory of the prefix cache", octets)
+        yield _gauge("prefix_cache_bytes", "memory of the prefix cache", nbytes)
         yield _gauge(
             "memory_bytes", "memory in use by the model and on its device", memory_in_use(self._served.model)
         )

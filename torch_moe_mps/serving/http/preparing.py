@@ -1,4 +1,4 @@
-"""A request, prepared for generation: prompts as inputs of the model, settings, and jobs."""
+"""Preparation of a request: model inputs of its prompts, generation settings, and jobs."""
 
 import copy
 import functools
@@ -40,12 +40,12 @@ _OF_BEAMS = {"num_beams", "num_return_sequences"}  # settings
 
 @dataclass
 class Prompt:
-    """The common part of all answers to a prompt.
+    """Common part of all answers to one prompt.
 
     Args:
-        stops: texts that answers end before, of the request and of its settings.
-        text: of the prompt, which may begin the answer; None where all of the answer is text.
-        begin: makes a reader of reasoning and calls.
+        stops: stop strings of the request and its settings.
+        text: of the prompt, which may contain the start of the answer; None if answers are plain text.
+        begin: makes the parser of reasoning and tool calls.
     """
 
     inputs: dict[str, Any]
@@ -57,10 +57,10 @@ class Prompt:
 
 
 def prepare(served: Served, request: Request, show: Show) -> Answers:
-    """The answers to a request, each with its job: prompts are tokenised, media decoded, grammars compiled.
+    """Answers to a request with their jobs, after tokenizing, decoding media and compiling grammars.
 
     Args:
-        show: takes the number of an answer and its next event, on the thread of the device.
+        show: called with an answer's index and its next event, on the device thread.
 
     Raises: Refused.
     """
@@ -78,12 +78,12 @@ def prepare(served: Served, request: Request, show: Show) -> Answers:
 
 
 def count_tokens(served: Served, request: Request) -> int:
-    """The tokens of the first prompt. Raises: Refused."""
+    """Number of tokens of the first prompt. Raises: Refused."""
     return _length(_inputs(served, request.prompts[0], request.prompt_field))
 
 
 def prompt_text(served: Served, request: Request) -> str:
-    """The text of the first prompt, which is a conversation. Raises: Refused."""
+    """Templated text of the first prompt, a conversation. Raises: Refused."""
     chat = request.prompts[0]
     assert isinstance(chat, Chat)
     return str(_templated(served, chat, request.prompt_field, tokenize=False))
@@ -111,7 +111,7 @@ def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) ->
 
 
 def _inputs(served: Served, prompt: Chat | str | list[int], field: str) -> dict[str, Any]:
-    """The inputs of a prompt, as lists [T] where no processor makes tensors [1, T]. Raises: Refused."""
+    """Model inputs of a prompt: tensors [1, T] from a processor, otherwise lists [T]. Raises: Refused."""
     if not served.generates:
         raise Refused(NO_TEXT, "model")
     if isinstance(prompt, Chat):
@@ -126,7 +126,7 @@ def _inputs(served: Served, prompt: Chat | str | list[int], field: str) -> dict[
 
 
 def _templated(served: Served, chat: Chat, field: str, tokenize: bool = True) -> Any:
-    """The inputs of a chat, or its text. Raises: Refused."""
+    """Model inputs of a chat, or its templated text. Raises: Refused."""
     if not served.generates:
         raise Refused(NO_TEXT, "model")
     template, messages = served.template, chat.messages
@@ -151,7 +151,7 @@ def _templated(served: Served, chat: Chat, field: str, tokenize: bool = True) ->
 
 
 def _with_media(served: Served, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with pictures and sound in place of their URLs. Raises: Refused."""
+    """Messages with decoded images and audio in place of their URLs. Raises: Refused."""
     files = [_file(served, part) for part in media_parts(messages)]
     if not files:
         return messages
@@ -163,12 +163,12 @@ def _with_media(served: Served, messages: list[dict[str, Any]]) -> list[dict[str
 
 
 def media_parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The parts of messages that are no text."""
+    """Yields the image, audio and video parts of messages."""
     return (part for message in messages for part in message["content"] if part["type"] != "text")
 
 
 def check_media(served: Served, part: dict[str, Any]) -> None:
-    """Raises: Refused for a part that the model does not read."""
+    """Raises: Refused for a kind of media that the model does not support."""
     if not served.template.reads(part["type"]):
         raise Refused(f"This model does not read '{part['as']}'.", part["field"])
     if part["type"] == "video":
@@ -181,19 +181,19 @@ def _file(served: Served, part: dict[str, Any]) -> File:
 
 
 def _with_medium(part: dict[str, Any], made: Iterator[Any]) -> dict[str, Any]:
-    """A part of a message, with the next picture or sound where it names one."""
+    """Message part, with the next decoded image or audio in place of a URL."""
     kind = part["type"]
     return part if kind == "text" else {"type": kind, kind: next(made)}
 
 
 def _length(inputs: dict[str, Any]) -> int:
-    """How many tokens a prompt has."""
+    """Number of tokens of a prompt."""
     ids = inputs["input_ids"]
     return int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else len(ids)
 
 
 def _plainer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages for templates that refuse a system message behind others, or arguments that are no object."""
+    """Messages simplified for templates that reject late system messages or non-object arguments."""
     made = []
     for number, message in enumerate(messages):
         message = dict(message)
@@ -216,11 +216,11 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_length(length: int, context: int, field: str) -> None:
-    """Raises: Refused for a prompt without tokens, and for one that leaves no room for a token."""
+    """Raises: Refused for an empty prompt, or a prompt that fills the context."""
     if length == 0:
         raise Refused("The prompt must have at least 1 token, got none.", field)
     if length >= context:
-        message = (  # the words by which OpenAI's and Anthropic's agents know that they must shorten it
+        message = (  # text by which OpenAI's and Anthropic's agents detect that they must shorten the prompt
             f"This model's maximum context length is {context} tokens, one of the answer included: "
             f"prompt is too long: {length} tokens > {context - 1} maximum."
         )
@@ -228,15 +228,15 @@ def _check_length(length: int, context: int, field: str) -> None:
 
 
 def _settings(served: Served, request: Request, length: int) -> Any:
-    """The settings of a request, which generates at most as many tokens as the model still reads.
+    """Generation settings of a request, limited by the context.
 
-    Raises: Refused for settings that do not exist.
+    Raises: Refused for unknown settings.
     """
     model, context = served.model, served.context
     asked, whole, vocabulary = request.settings, request.config, vocabulary_of(model)
     try:
         tokenizer = served.template.tokenizer
-        config = settings_of_answer(model, tokenizer, asked, length, context, request.most, whole)
+        config = settings_of_answer(model, tokenizer, asked, length, context, request.max_tokens, whole)
     except (TypeError, ValueError, AttributeError) as error:
         raise wrong("generation_config", "of settings that exist", first_line(error)) from None
     for name in _OF_BEAMS - {*asked} if whole is None else ():
@@ -259,7 +259,7 @@ def _settings(served: Served, request: Request, length: int) -> Any:
 
 
 def _stops(request: Request, config: Any) -> tuple[str, ...]:
-    """The stops of a request, and those of its settings, which get none: answers look for them.
+    """Stop strings of a request and of its settings; they are removed from the settings.
 
     Raises: Refused.
     """
@@ -305,7 +305,7 @@ def _likely(served: Served, request: Request) -> list[int]:
 
 
 def _processors(served: Served, request: Request, prompt: Prompt) -> tuple[list[Any], Logprobs | None]:
-    """The processors of one answer's logits, and the one among them that keeps probabilities.
+    """(logits processors of one answer, the `Logprobs` among them or None).
 
     Raises: Refused.
     """
@@ -326,7 +326,7 @@ def _processors(served: Served, request: Request, prompt: Prompt) -> tuple[list[
 
 
 def _form(served: Served, request: Request, prompt: Prompt) -> Any:
-    """The schema, grammar or structural tag that an answer follows; None for any text. Raises: Refused."""
+    """Schema, grammar or structural tag of structured output, or None. Raises: Refused."""
     if request.forced is None:
         return request.form
     return grammar(request.forced, served.template.form, prompt.text or "")

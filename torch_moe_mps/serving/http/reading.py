@@ -1,7 +1,7 @@
-"""Bodies of requests: their limits, their JSON, and the threads on which requests are read.
+"""Request bodies: limits, JSON, and the threads that parse requests.
 
-Requests that wait for a thread hold none, so no client keeps others out. One client address has a bounded
-number of requests in reading; more are told to come again.
+Queued requests hold no thread, so no client blocks others. Each client address has a bounded number of
+requests in parsing; more are rejected with status 429.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ Kind = Literal["short", "long", "grammar"]
 
 
 def kind_of(size: int) -> Kind:
-    """The kind of thread on which a body of so many bytes is read."""
+    """Kind of thread that parses a body of `length` bytes."""
     return "short" if size <= limits.SHORT_BYTES else "long"
 
 
 class Reading:
-    """Threads that read requests, and who waits for them.
+    """Thread pools that parse requests.
 
-    Short bodies have threads of their own, so that they wait for no long one, and so have grammars, whose
-    compilation may take seconds.
+    Short bodies, long bodies and grammars have separate threads, so that short requests do not wait for long
+    ones.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Reading:
 
     @contextlib.asynccontextmanager
     async def place(self, asked: Asked) -> AsyncIterator["Client"]:
-        """Block that reads a request. Raises: Refused with status 429 for too many from one address."""
+        """Context of parsing a request. Raises: Refused with status 429 for too many from one address."""
         address = client_of(asked.client.host if asked.client is not None else "")
         client = self.clients.setdefault(address, Client(self.pools))
         if client.requests >= MOST_OF_CLIENT:
@@ -70,10 +70,10 @@ class Reading:
 
 
 class Client:
-    """An address whose requests are read: few of them at a time, so that those of others wait for no more.
+    """A client address with a bounded number of requests in parsing.
 
     Attributes:
-        requests: that are read, or wait for it.
+        requests: number of requests in parsing or queued.
     """
 
     def __init__(self, pools: dict[Kind, ThreadPoolExecutor]):
@@ -81,9 +81,9 @@ class Client:
         self._turns = {kind: asyncio.Semaphore(_AT_ONCE) for kind in pools}
 
     async def run(self, kind: Kind, function: Callable[..., T], *arguments: Any) -> T:
-        """Result of a function, called on a thread of that kind. It is interrupted when the client leaves.
+        """Result of a function run on a thread of a kind. It is interrupted if the client disconnects.
 
-        Raises: Refused where it takes too long.
+        Raises: Refused if it takes too long.
         """
         context = contextvars.copy_context()  # the log names the request
         work = _Work(lambda: context.run(function, *arguments))
@@ -99,11 +99,11 @@ class Client:
 
 
 class _Interrupted(BaseException):
-    """Nobody waits for the work any more."""
+    """Raised in a worker thread to abort abandoned work."""
 
 
 class _Work:
-    """A call of a function that another thread may interrupt, between two steps of the interpreter."""
+    """A function call that another thread may interrupt."""
 
     def __init__(self, function: Callable[[], Any]):
         self._function, self._lock = function, threading.Lock()
@@ -134,7 +134,7 @@ class _Work:
 
 
 def client_of(address: str) -> str:
-    """The address that a client is counted by: of IPv6 its network of 64 bits: a host has all of it."""
+    """Address that identifies a client; for IPv6 its /64 network, which belongs to one host."""
     try:
         place = ipaddress.ip_address(address)
     except ValueError:  # a Unix socket, or the name that a proxy gives
@@ -146,36 +146,36 @@ def client_of(address: str) -> str:
     return str(ipaddress.IPv6Network((int(place), 64), strict=False))
 
 
-async def body_of(asked: Asked, most: int) -> bytes:
-    """The body of a request. Raises: Refused with status 413 for one of more bytes.
+async def body_of(asked: Asked, limit: int) -> bytes:
+    """Body of a request. Raises: Refused with status 413 for more than `limit` bytes.
 
-    The rest of that is read and dropped, as many clients read no answer before they have sent all.
+    The rest of a larger body is read and dropped, because many clients send all before they read a response.
     """
     declared, count, parts = int(asked.headers.get("content-length") or 0), 0, list[bytes]()
     if declared <= _DROPPED * limits.MEDIA_BYTES:
         async for part in asked.stream():
             parts.append(part)
             count += len(part)
-            if max(declared, count) > most:
+            if max(declared, count) > limit:
                 parts.clear()
             if count > _DROPPED * limits.MEDIA_BYTES:
                 break
-    if max(declared, count) > most:
-        raise Refused(f"The body must have at most {most >> 20} MiB.", None, "too_large", 413)
+    if max(declared, count) > limit:
+        raise Refused(f"The body must have at most {limit >> 20} MiB.", None, "too_large", 413)
     return b"".join(parts)
 
 
-def object_of(octets: bytes, context: int) -> dict[str, Any]:
-    """The object in JSON of a body for a model that reads so many tokens. Raises: Refused."""
-    containers, more = octets.count(b"[") + octets.count(b"{"), min(context, limits.CONTEXT)
-    for count, most, what in (
+def object_of(data: bytes, context: int) -> dict[str, Any]:
+    """JSON object of a body, within limits that follow from the context length. Raises: Refused."""
+    containers, more = data.count(b"[") + data.count(b"{"), min(context, limits.CONTEXT)
+    for count, limit, what in (
         (containers, limits.CONTAINERS + limits.CONTAINERS_OF_TOKEN * more, "objects and lists"),
-        (containers + octets.count(b","), limits.VALUES + limits.VALUES_OF_TOKEN * more, "values"),
+        (containers + data.count(b","), limits.VALUES + limits.VALUES_OF_TOKEN * more, "values"),
     ):
-        if count > most:
-            raise Refused(f"The body must have at most {most} {what}.", None, "too_large", 413)
+        if count > limit:
+            raise Refused(f"The body must have at most {limit} {what}.", None, "too_large", 413)
     try:
-        body = read_json(octets.removeprefix(b"\xef\xbb\xbf"))
+        body = read_json(data.removeprefix(b"\xef\xbb\xbf"))
     except ValueError as error:
         line = f"The body must be an object in JSON: {first_line(error)}."
         raise Refused(line, None, "invalid_value") from None

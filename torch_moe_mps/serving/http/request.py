@@ -1,4 +1,4 @@
-"""Requests, in whatever protocol they come, and the checks of their fields."""
+"""Protocol-independent requests, and field validation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from . import limits
 
 
 class Refused(Exception):
-    """A request that is refused: a line, the field that it is about, and an HTTP status.
+    """Error of a rejected request: message, field and HTTP status.
 
     Args:
-        retry_after: seconds after which it may be asked again; None where that is no use.
+        retry_after: seconds until a retry may succeed, or None.
     """
 
     def __init__(
@@ -31,23 +31,23 @@ class Refused(Exception):
 
 
 def wrong(field: str, expected: str, got: object) -> Refused:
-    """The error of a field whose value is none that it can have."""
+    """Error for an invalid field value."""
     return Refused(f"'{field}' must be {expected}, got {shown(got)}.", field, "invalid_value")
 
 
-def check_count(field: str, count: int, most: int, what: str) -> None:
-    """Raises: Refused for a field with more of something than it may have."""
-    if count > most:
-        raise Refused(f"'{field}' must have at most {most} {what}, got {count}.", field)
+def check_count(field: str, count: int, limit: int, what: str) -> None:
+    """Raises: Refused if a field has more than `limit` entries."""
+    if count > limit:
+        raise Refused(f"'{field}' must have at most {limit} {what}, got {count}.", field)
 
 
 def unsupported(field: str, got: object) -> Refused:
-    """The error of a field that this server knows and does not serve."""
+    """Error for a known but unsupported field."""
     return Refused(f"'{field}' is not supported by this server, got {shown(got)}.", field)
 
 
 def read_json(text: str | bytes) -> Any:
-    """The value of a text in JSON. Raises: ValueError."""
+    """Value of a JSON text. Raises: ValueError."""
     import msgspec  # chat does without it
 
     try:
@@ -58,12 +58,12 @@ def read_json(text: str | bytes) -> Any:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool of a client, which the model sees as a function.
+    """A client's tool, presented to the model as a function.
 
     Args:
-        name: as the model sees it.
-        kind: "function", or "custom" for a tool whose input is a text: a function with one argument, `input`.
-        own_name: as the client calls it, in its `namespace` if it has one.
+        name: for the model.
+        kind: "function", or "custom" for a tool with text input, a function with one argument `input`.
+        own_name: for the client, within `namespace` if there is one.
         schema: of the arguments.
     """
 
@@ -76,20 +76,19 @@ class Tool:
 
     @property
     def function(self) -> dict[str, Any]:
-        """The form that chat templates read."""
+        """Function definition in the form of chat templates."""
         function = {"name": self.name, "description": self.description, "parameters": self.schema}
         return {"type": "function", "function": function}
 
 
 @dataclass
 class Chat:
-    """A conversation that a model goes on with.
+    """A conversation to continue.
 
     Args:
-        messages: in the form that chat templates read; contents are lists of parts of the type text, image,
-            audio or video.
-        variables: of the chat template.
-        goes_on: whether the last message is the beginning of the answer.
+        messages: in the form of chat templates; contents are lists of text, image, audio and video parts.
+        variables: for the chat template.
+        goes_on: True if the last message is the start of the answer.
     """
 
     messages: list[dict[str, Any]]
@@ -100,10 +99,10 @@ class Chat:
 
 @dataclass(frozen=True)
 class Forced:
-    """Tools for a forced call: of the named one, or of any.
+    """Tools of a forced call, one or several.
 
     Args:
-        parallel: whether there may be several calls.
+        parallel: True to allow several calls.
     """
 
     tools: list[Tool]
@@ -113,27 +112,26 @@ class Forced:
 
 @dataclass
 class Request:
-    """The wishes of a client.
+    """A parsed generation request.
 
     Args:
         prompts: conversations, texts or tokens; each has `count` answers.
-        settings: of a GenerationConfig, beside the model's own.
-        config: all settings, in place of the model's own.
-        most: tokens of an answer; None for the rest of the context.
-        frequency, presence: penalties, as OpenAI defines them.
-        form: of the answer: a schema in JSON, or the text of a grammar.
-        form_field: names the field that `form` or `forced` came from.
-        logprobs: how many alternatives each token of the answer shall have with its probability; None for no
-            probabilities at all.
-        likely: text that the answers probably have, whose tokens are drafted.
-        later: fields of the body that are read once it is answered; the others go before.
+        settings: GenerationConfig fields that override the model's.
+        config: all generation settings, in place of the model's.
+        max_tokens: the maximum length of an answer; None for the rest of the context.
+        frequency, presence: penalties as defined by OpenAI.
+        form: of structured output: a JSON schema, or the text of a grammar.
+        form_field: field that `form` or `forced` came from.
+        logprobs: number of top log probabilities per token; None for no log probabilities.
+        likely: predicted text of the answers, used as draft tokens.
+        later: body fields that the response still needs; the others are freed before.
     """
 
     prompts: list[Chat | str | list[int]]
     prompt_field: str
     settings: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] | None = None
-    most: int | None = None
+    max_tokens: int | None = None
     stops: tuple[str, ...] = ()
     seed: int | None = None
     frequency: float = 0.0
@@ -149,7 +147,7 @@ class Request:
 
     @property
     def tools(self) -> dict[str, Tool]:
-        """{name for the model: tool}"""
+        """{model-side name: tool}"""
         return {
             tool.name: tool for prompt in self.prompts if isinstance(prompt, Chat) for tool in prompt.tools
         }
@@ -222,13 +220,13 @@ _KEPT_ELSEWHERE = frozenset({"metadata", "store"})  # with answers, by OpenAI's 
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields that a path knows; others are ignored, as agents send new ones every month.
+    """Known fields of an endpoint. Unknown ones are ignored, as agents keep sending new ones.
 
     Args:
-        checks: {field: the check of its value unless it is null}.
-        needed: must be there.
-        others: fields that are read in another place, or change no answer.
-        nothing: {field that this server has no answer to: the values that ask for nothing}.
+        checks: {field: check of its value unless null}.
+        needed: required fields.
+        others: fields read elsewhere, or without effect on answers.
+        nothing: {unsupported field: values without effect}.
     """
 
     checks: dict[str, Check]
@@ -237,10 +235,10 @@ class Fields:
     nothing: dict[str, list[Any]] = field(default_factory=dict)
 
     def check(self, body: dict[str, Any], path: str, say_once: Callable[[str], None]) -> None:
-        """Raises: Refused for the first field that is not as it must be.
+        """Validates a body. Raises: Refused for the first invalid field.
 
         Args:
-            say_once: takes a line on each field that is ignored.
+            say_once: called with a log line for each ignored field.
         """
         for name, (fits, expected) in self.checks.items():
             if body.get(name) is not None and not fits(body[name]):
@@ -260,13 +258,13 @@ class Fields:
             raise Refused(line, self.needed, "missing_required_parameter")
 
 
-def texts_or_tokens(value: Any, field: str, most: int) -> list[str | list[int]]:
-    """A text, tokens, or a list of at most so many of these, as a list. Raises: Refused."""
+def texts_or_tokens(value: Any, field: str, limit: int) -> list[str | list[int]]:
+    """List of texts or token lists from a field with one or up to `limit` of them. Raises: Refused."""
     if _is_text_or_tokens(value):
         return [value]
-    if isinstance(value, list) and 0 < len(value) <= most and all(map(_is_text_or_tokens, value)):
+    if isinstance(value, list) and 0 < len(value) <= limit and all(map(_is_text_or_tokens, value)):
         return [*value]
-    raise wrong(field, f"a text, a list of tokens, or a list of at most {most} of these", value)
+    raise wrong(field, f"a text, a list of tokens, or a list of at most {limit} of these", value)
 
 
 def _is_text_or_tokens(value: Any) -> bool:
@@ -274,11 +272,10 @@ def _is_text_or_tokens(value: Any) -> bool:
 
 
 def common(body: dict[str, Any], later: Sequence[str] = ("stream_options",)) -> dict[str, Any]:
-    """The parts of a Request that all bodies have, of one that was checked: how tokens are chosen, and how
-    they are given out.
+    """Request arguments common to all protocols, from a validated body: sampling and streaming options.
 
     Args:
-        later: names of fields that are read once it is answered.
+        later: names of fields that the response still needs.
     """
     settings: dict[str, Any] = {
         name: kind(body[name])  # transformers takes no integers where numbers are

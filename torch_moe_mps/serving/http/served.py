@@ -1,4 +1,4 @@
-"""The model that is served, for all protocols."""
+"""The served model, shared by all protocols."""
 
 import functools
 import logging
@@ -20,15 +20,15 @@ _MOST_LINES, _LONGEST_LINE = 1000, 200
 
 
 class Served:
-    """A model with its processor and what generates.
+    """A model with its processor and device thread.
 
     Args:
-        name: by which clients know it.
-        processor: a tokenizer, or one with a tokenizer in it.
-        context: the tokens that the model reads, LONGEST for any number.
-        generator: generates for all requests.
-        media: may be opened for messages.
-        encoder: makes vectors and scores; None for a model that only generates.
+        name: for clients.
+        processor: a tokenizer, or a processor that contains one.
+        context: context length, LONGEST for unlimited.
+        generator: device thread that runs all jobs.
+        media: files and URLs that messages may use.
+        encoder: embeddings and scores; None for a generative model.
     """
 
     def __init__(
@@ -50,34 +50,34 @@ class Served:
 
     @functools.cached_property
     def limits(self) -> Limits:
-        """Limits of the pictures and the sound of a request."""
+        """Limits of a request's images and audio."""
         memory = self.generator.memory
         return limits_of(self.template.processor, None if memory is None else memory.free)
 
     @property
     def reads_media(self) -> bool:
-        """Whether messages may have pictures or sound."""
+        """True if messages may contain images or audio."""
         return any(map(self.template.reads, READERS))
 
     def warning(self, request: Request) -> dict[str, str]:
-        """The field of a response that says what is not read of its answer."""
+        """Response field that warns that tool calls or reasoning are not parsed."""
         is_read = self.template.form is not None or not request.tools
         return {} if is_read else {"warning": NOT_READ}
 
     def check_tokens(self, ids: Any, field: str) -> None:
-        """Raises: Refused for tokens that the model does not know."""
+        """Raises: Refused for tokens outside the vocabulary."""
         if (token := unknown_token(self.model, ids)) is not None:
             raise wrong(field, f"of tokens below {vocabulary_of(self.model)}", token)
 
 
 class _Lines:
-    """Lines of the log that come once."""
+    """Log lines that are written once."""
 
     def __init__(self) -> None:
         self._lock, self._said = threading.Lock(), dict[str, None]()
 
     def say_once(self, line: str) -> None:
-        """Logs a line the first time that there is reason to, among the last: clients choose words."""
+        """Logs a line unless it is among the recently logged ones; clients influence its text."""
         line = line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}..."
         with self._lock:
             if line not in self._said:

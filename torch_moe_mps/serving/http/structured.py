@@ -1,8 +1,7 @@
-"""Answers in JSON, and calls of tools: a mask of the tokens that may come next.
+"""Structured output and forced tool calls, by masking tokens with xgrammar.
 
-It is xgrammar's, and is made on the host, of the token before it, so each token of such
-an answer waits for the one before; the model's own step is captured as always, and the mask goes to the
-device in bits.
+The mask of a step is computed on the host from the previous token, so each token waits for the one before.
+The model's step is captured as usual; the mask is copied to the device as a bit mask.
 """
 
 import json
@@ -30,10 +29,10 @@ _KINDS = "text, json_object or json_schema"
 
 
 def schema_of(asked: Any, field: str) -> dict[str, Any] | None:
-    """The schema in JSON of a format of answers; None for any text.
+    """JSON schema of a response format; None for free text.
 
     Args:
-        asked: what a request has in `field`: `response_format` of chats, `format` in the `text` of responses.
+        asked: value of `field`: `response_format` of chats, `format` in the `text` of responses.
 
     Raises: Refused for another value.
     """
@@ -52,12 +51,12 @@ def schema_of(asked: Any, field: str) -> dict[str, Any] | None:
 
 
 class Masked(LogitsProcessor):
-    """Leaves the tokens of one sequence by which a grammar goes on; of one `generate`.
+    """Logits processor of one sequence that masks tokens its grammar does not allow.
 
     Args:
         grammar: compiled by xgrammar for the tokenizer.
-        vocabulary: the number of the model's logits.
-        too_long: the error of masks that take too long.
+        vocabulary: number of logits of the model.
+        too_long: error to raise if computing a mask takes too long.
     """
 
     def __init__(self, grammar: Any, vocabulary: int, limited: Limited, too_long: Exception):
@@ -73,7 +72,7 @@ class Masked(LogitsProcessor):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token begins an answer."""
+        """True if the grammar allows no first token."""
         return not self._bits.any()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -82,12 +81,12 @@ class Masked(LogitsProcessor):
             self._advance(input_ids[0, before:].tolist())
         if self._matcher.is_terminated():  # tokens behind the last one are dropped
             return scores
-        words, self._shifts = self._bits.to(scores.device), self._shifts.to(scores.device)
-        allowed = (words.unsqueeze(-1) >> self._shifts & 1).flatten(1)[:, : scores.shape[1]]
+        mask, self._shifts = self._bits.to(scores.device), self._shifts.to(scores.device)
+        allowed = (mask.unsqueeze(-1) >> self._shifts & 1).flatten(1)[:, : scores.shape[1]]
         return scores.masked_fill(allowed == 0, -torch.inf)
 
     def _advance(self, tokens: list[int]) -> None:
-        """Makes the mask behind some more tokens."""
+        """Advances the grammar by tokens and computes the next mask."""
         self._tokens += len(tokens)
         try:
             _, seconds = self._limited.call(lambda: self._accept(tokens), _MASKS)
@@ -107,16 +106,16 @@ class Masked(LogitsProcessor):
 
 
 def check_size(form: Any, field: str) -> None:
-    """Raises: Refused for a form that takes xgrammar too long, or more stack than a thread has.
+    """Raises: Refused for a form that would take xgrammar too much time or stack.
 
     Args:
-        form: the text of a grammar, a schema in JSON, or a list of schemas.
+        form: text of a grammar, a JSON schema, or a list of schemas.
     """
     kind = _kind_of(form)
 
-    def check(got: int, most: int, expected: str) -> None:
-        if got > most:
-            line = f"The {kind} of '{field}' must {expected.format(most)}, got {got}."
+    def check(got: int, limit: int, expected: str) -> None:
+        if got > limit:
+            line = f"The {kind} of '{field}' must {expected.format(limit)}, got {got}."
             raise Refused(line, field, "invalid_value")
 
     choices = "have at most {} choices in one place"
@@ -135,12 +134,12 @@ def check_size(form: Any, field: str) -> None:
 
 
 def _parentheses(text: str) -> int:
-    """How many parentheses are open at once."""
-    depth = most = 0
+    """Maximum nesting depth of parentheses."""
+    depth = deepest = 0
     for mark in re.findall("[()]", text):
         depth = depth + 1 if mark == "(" else max(depth - 1, 0)
-        most = max(most, depth)
-    return most
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _kind_of(form: Any) -> str:
@@ -148,20 +147,22 @@ def _kind_of(form: Any) -> str:
 
 
 class Grammars:
-    """Compiles grammars for a tokenizer; xgrammar keeps those that come again. Any thread may ask."""
+    """Thread-safe grammar compiler of a tokenizer, with xgrammar's cache."""
 
     def __init__(self) -> None:
         self._compilers: dict[tuple[int, int], Any] = {}  # {(tokenizer, vocabulary): compiler}
         self._limited, self._lock = Limited(), threading.Lock()
 
     def mask(self, tokenizer: Any, config: Any, vocabulary: int, form: Any, field: str) -> Masked:
-        """Args:
-            form: a schema in JSON, the text of a grammar (EBNF, as llama.cpp writes it), or a structural tag
-                of xgrammar; of a size that was checked.
-            field: of the request that asks for it.
+        """Logits processor for a grammar.
 
-        Raises: Refused for a schema that no grammar expresses, for a text that is no grammar, for those that
-            no token begins, and for those that take too long.
+        Args:
+            form: a JSON schema, the text of a grammar (EBNF in llama.cpp's syntax), or a structural tag of
+                xgrammar, after `check_size`.
+            field: request field of the form, for errors.
+
+        Raises: Refused for an unsupported schema, an invalid grammar, a grammar that allows no first token,
+            and compilation that takes too long.
         """
         kind = _kind_of(form)
         if self._limited.is_busy:
@@ -197,11 +198,11 @@ class Grammars:
             if key not in self._compilers:
                 ends = config.eos_token_id
                 ends = ends if isinstance(ends, list) else [ends]
-                words = xgrammar.TokenizerInfo.from_huggingface(
+                info = xgrammar.TokenizerInfo.from_huggingface(
                     tokenizer, vocab_size=vocabulary, stop_token_ids=[end for end in ends if end is not None]
                 )
                 self._compilers[key] = xgrammar.GrammarCompiler(
-                    words, max_threads=BESIDE, cache_limit_bytes=_KEPT_BYTES
+                    info, max_threads=BESIDE, cache_limit_bytes=_KEPT_BYTES
                 )
         return self._compilers[key]
 

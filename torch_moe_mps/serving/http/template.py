@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template of a model, for requests on any thread."""
+"""Thread-safe tokenizer and chat template of a model."""
 
 import contextlib
 import copy
@@ -32,14 +32,14 @@ READERS = {"image": "image_processor", "audio": "feature_extractor", "video": "v
 
 
 class ChatTemplate:
-    """Makes texts and chats into the inputs of a model.
+    """Converts texts and chats to model inputs.
 
     Args:
-        processor: a tokenizer, or one with a tokenizer in it.
-        name: of the model, for a line on a missing chat template; None for a model that only encodes.
+        processor: a tokenizer, or a processor that contains one.
+        name: of the model, for a warning about a missing chat template; None for an encoder.
 
     Attributes:
-        form: of the answers, by which calls of tools and reasoning are read; None where all is text.
+        form: answer format of tool calls and reasoning; None for plain text.
     """
 
     def __init__(self, processor: Any, name: str | None):
@@ -54,14 +54,14 @@ class ChatTemplate:
 
     @functools.cached_property
     def hidden(self) -> set[int]:
-        """Special tokens that are no text: all but the marks of the form."""
+        """Special tokens without text: all except the marks of the answer format."""
         marks = set() if self.form is None else self.form.marks
         known = getattr(self.tokenizer, "added_tokens_decoder", {})
         return {number for number, token in known.items() if token.special and token.content not in marks}
 
     @functools.cached_property
     def shows_tools(self) -> bool:
-        """Whether the chat template writes a tool into a prompt."""
+        """True if the chat template renders tools."""
         messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
         probe = Tool("probe", "", {"type": "object", "properties": {}})
         try:
@@ -73,24 +73,24 @@ class ChatTemplate:
         return not torch.equal(tensor(without), tensor(with_tool))
 
     def reads(self, kind: str) -> bool:
-        """Whether messages may have parts of this kind: image, audio, or video."""
+        """True if messages may have parts of this kind: image, audio or video."""
         return hasattr(self.processor, READERS[kind])
 
     @functools.cached_property
     def variables(self) -> set[str]:
-        """Variables of the chat template that a request may set: those that it reads but a chat's own."""
+        """Chat template variables that a request may set."""
         templates = self.processor.chat_template
         templates = templates.values() if isinstance(templates, dict) else [templates]
         return {name for template in templates for name in variables_of(template)} - _OF_THE_CHAT
 
     @contextlib.contextmanager
     def tokenizing(self, splits: bool = False) -> Iterator[Any]:
-        """Block with the tokenizer: several threads at a time may encode and decode with a fast one.
+        """Context that yields the tokenizer. Fast tokenizers are shared by threads.
 
-        Processors and slow tokenizers are for one thread at a time.
+        Processors and slow tokenizers are used by one thread at a time.
 
         Args:
-            splits: whether special tokens are read as text: it is another tokenizer that does.
+            splits: True to read special tokens as text, with a second tokenizer.
         """
         if self.tokenizer is self.processor and getattr(self.tokenizer, "is_fast", False) and not splits:
             yield self.tokenizer
@@ -105,11 +105,10 @@ class ChatTemplate:
         return tokenizer
 
     def apply(self, chat: Chat, messages: list[dict[str, Any]], tokenize: bool = True) -> Any:
-        """The inputs of the model, as lists [T] where no processor makes tensors [1, T], or the text that
-        they are made of.
+        """Model inputs of a chat, or its templated text. Inputs are tensors [1, T] or lists [T].
 
         Args:
-            messages: of the chat, with pictures and sound in place of URLs.
+            messages: of the chat, with decoded images and audio in place of URLs.
         """
         more = {name: value for name, value in chat.variables.items() if name in self.variables}
         if is_text := self.processor is self.tokenizer:
@@ -133,12 +132,12 @@ class ChatTemplate:
 
 
 def tensor(value: Any) -> torch.Tensor:
-    """An input [1, T] of a list [T]."""
+    """Input tensor [1, T] of a list [T]."""
     return value if isinstance(value, torch.Tensor) else torch.tensor([value], dtype=torch.long)
 
 
 def _begun_by(tokenizer: Any) -> str:
-    """The part of a chat template with the token that a tokenizer puts in front of each text."""
+    """BOS token that the tokenizer prepends, if the chat template starts with it."""
     first = tokenizer("a")["input_ids"][:1]
     return "{{ bos_token }}" if first == [tokenizer.bos_token_id] else ""
 

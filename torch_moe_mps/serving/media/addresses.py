@@ -1,4 +1,4 @@
-"""Addresses that a server may fetch from on behalf of clients: public ones alone."""
+"""Check that an address is public, before the server fetches from it for a client."""
 
 import ipaddress
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _ENDS_WITH_IPV4 = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "::/96", "::
 
 
 def is_public(address: str) -> bool:
-    """Whether an address, and each IPv4 address inside of it, is globally reachable."""
+    """True if an address, and every IPv4 address embedded in it, is globally reachable."""
     place = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(place, ipaddress.IPv6Address):
         if place.ipv4_mapped is not None:

@@ -1,4 +1,4 @@
-"""Pictures and sound of one request, decoded within limits that their headers are compared with first."""
+"""Decoding of a request's images and audio, after their headers were checked against limits."""
 
 import io
 import math
@@ -24,13 +24,13 @@ _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # none that st
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of the pictures and the sound of one request.
+    """Limits of the images and audio of one request.
 
     Args:
-        pixels, samples: in all of them together.
-        least: pixels that the processor makes of the smallest picture.
-        largest: pixels of one picture that the processor uses; larger pictures are shrunk to it.
-        rate: samples a second that the model hears; None if it says none.
+        pixels, samples: of all files together.
+        least: pixels to which the processor enlarges the smallest image.
+        largest: pixels to which the processor shrinks a larger image.
+        rate: sampling rate of the model's audio input; None if unknown.
     """
 
     pixels: int = MOST_PIXELS
@@ -41,7 +41,7 @@ class Limits:
 
 
 def limits_of(processor: Any, free: int | None) -> Limits:
-    """The limits of a model's processor where so many bytes of memory are free; None is any number."""
+    """Limits for a model's processor and `free` bytes of memory; None is unlimited memory."""
     images, sounds = (getattr(processor, name, None) for name in ("image_processor", "feature_extractor"))
     pixels, samples = MOST_PIXELS, MOST_SAMPLES
     if free is not None:
@@ -51,7 +51,7 @@ def limits_of(processor: Any, free: int | None) -> Limits:
 
 
 def _pixels_used(processor: Any) -> int:
-    """Pixels of a picture that its processor uses at most, as far as its settings say."""
+    """Maximum number of pixels of an image that the processor uses, from its settings."""
     size: Any = getattr(processor, "size", None) or {}
     found = [getattr(processor, "max_pixels", None)]
     for name in ("longest_edge", "max_pixels"):
@@ -62,7 +62,7 @@ def _pixels_used(processor: Any) -> int:
 
 
 def _least_pixels(processor: Any) -> int:
-    """Pixels that a processor makes of a small picture: those that enlarge it take memory for each."""
+    """Pixels that the processor makes of a small image; it may enlarge it."""
     from PIL import Image
 
     try:
@@ -85,10 +85,10 @@ class File:
 
 
 def decoded(files: Sequence[File], limits: Limits) -> list[Any]:
-    """PIL pictures and arrays of mono float32, in the order of their files, decoded one at a time.
+    """Decoded files in order: PIL images, and arrays of mono float32 audio.
 
-    Raises: Refused for what is no picture or sound, and with status 413, before any is decoded, for more
-        than the limits.
+    Raises: Refused for a file that is no image or audio, and, before any is decoded, with status 413 for
+        files beyond the limits.
     """
     opened = deque(map(_opened, files))
     pixels = samples = 0
@@ -111,14 +111,14 @@ def decoded(files: Sequence[File], limits: Limits) -> list[Any]:
     return made
 
 
-def _check(count: int, most: int, what: str, field: str) -> None:
-    if count > most:
-        message = f"'{field}' must leave the request at most {most:,} {what}, got {count:,} with it."
+def _check(count: int, limit: int, what: str, field: str) -> None:
+    if count > limit:
+        message = f"'{field}' must leave the request at most {limit:,} {what}, got {count:,} with it."
         raise Refused(message, field, "too_large", 413)
 
 
 def _opened(file: File) -> Any:
-    """A picture or a sound whose header was read. Raises: Refused."""
+    """Image or audio file opened up to its header. Raises: Refused."""
     if file.kind == "image":
         from PIL import Image
 
@@ -137,12 +137,12 @@ def _opened(file: File) -> Any:
 
 
 def _none(file: File, what: str) -> Refused:
-    octets = file.content.seek(0, io.SEEK_END)
-    return Refused(f"'{file.field}' must be a {what}, got {octets} bytes that are none.", file.field)
+    nbytes = file.content.seek(0, io.SEEK_END)
+    return Refused(f"'{file.field}' must be a {what}, got {nbytes} bytes that are none.", file.field)
 
 
 def _picture(picture: Any, file: File, limits: Limits) -> Any:
-    """In RGB, and shrunk while it is decoded where the processor would shrink it anyway."""
+    """RGB image, shrunk during decoding if the processor would shrink it anyway."""
     width, height = picture.size
     factor = (limits.largest / (width * height)) ** 0.5
     try:
@@ -161,7 +161,7 @@ def _picture(picture: Any, file: File, limits: Limits) -> Any:
 
 
 def _sound(sound: Any, file: File, limits: Limits) -> Any:
-    """One channel at the model's rate; no more is decoded than the header said."""
+    """Mono samples at the model's rate; decodes no more than the header's length."""
     import soundfile
 
     blocks, frames, said = [], 0, sound.frames

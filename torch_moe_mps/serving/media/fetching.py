@@ -1,4 +1,4 @@
-"""Files of http: and https: URLs in requests, from public addresses."""
+"""Fetching of http: and https: URLs in requests, from public addresses only."""
 
 import asyncio
 import functools
@@ -17,21 +17,21 @@ from .addresses import is_public
 _RESOLVERS = ThreadPoolExecutor(64, "resolver")
 
 
-async def fetched(url: str, field: str, hosts: Container[str], most: int) -> bytes:
-    """The content of a URL. Redirects, which may lead anywhere, are not followed.
+async def fetched(url: str, field: str, hosts: Container[str], limit: int) -> bytes:
+    """Content of a URL. Redirects are not followed, as they may lead to any address.
 
     Args:
-        hosts: may have any address.
-        most: bytes of it.
+        hosts: allowed to have private addresses.
+        limit: maximum number of bytes.
 
-    Raises: Refused, OverflowError for more bytes, and TimeoutError where the task's time is over.
+    Raises: Refused, OverflowError beyond the limit, TimeoutError.
     """
     try:
         asked = httpx2.URL(url)
         addresses = await _addresses(asked, asked.host.lower() in hosts)
         for number, address in enumerate(addresses, 1):
             try:
-                return await _content(asked, address, most)
+                return await _content(asked, address, limit)
             except httpx2.ConnectError:
                 if number == len(addresses):
                     raise
@@ -44,7 +44,7 @@ async def fetched(url: str, field: str, hosts: Container[str], most: int) -> byt
 
 
 async def _addresses(asked: httpx2.URL, is_named: bool) -> list[str]:
-    """The checked addresses of a host: a name may mean another one each time.
+    """Checked addresses of a host; the request uses these, as a name may resolve differently each time.
 
     Raises: OSError.
     """
@@ -61,8 +61,8 @@ async def _addresses(asked: httpx2.URL, is_named: bool) -> list[str]:
     return addresses
 
 
-async def _content(asked: httpx2.URL, address: str, most: int) -> bytes:
-    """Raises: OSError, httpx2.HTTPError, OverflowError."""
+async def _content(asked: httpx2.URL, address: str, limit: int) -> bytes:
+    """Body of a response. Raises: OSError, httpx2.HTTPError, OverflowError."""
     headers = {"host": asked.netloc.decode(), "accept-encoding": "identity"}
     place = asked.copy_with(host=address, username=None, password=None)
     names = {"sni_hostname": asked.host}  # the server must show its certificate
@@ -75,7 +75,7 @@ async def _content(asked: httpx2.URL, address: str, most: int) -> bytes:
         made = bytearray()
         async for part in answer.aiter_raw():
             made += part
-            if len(made) > most:
+            if len(made) > limit:
                 raise OverflowError
     return bytes(made)
 

@@ -1,4 +1,4 @@
-"""Files of pictures and sound in messages: in the request, or what the server's owner lets it open."""
+"""Images and audio in messages: data: URLs, permitted files and permitted URLs."""
 
 import asyncio
 import io
@@ -17,12 +17,12 @@ _HOW = "--media-folder lets the server open files, --media-urls http: URLs"
 
 @dataclass(frozen=True)
 class Media:
-    """The files and URLs that may be opened beside data: URLs.
+    """Files and URLs that requests may use beside data: URLs.
 
     Args:
-        folder: files below it; None for none.
-        fetches: whether http: and https: URLs are fetched.
-        hosts: of this machine or its network that are asked, too.
+        folder: files below it are permitted; None for none.
+        fetches: True to fetch http: and https: URLs.
+        hosts: permitted hosts with private addresses.
     """
 
     folder: Path | None = None
@@ -30,7 +30,7 @@ class Media:
     hosts: tuple[str, ...] = ()
 
     async def fetch(self, parts: Iterable[dict[str, Any]], seconds: float = _SECONDS) -> None:
-        """Fetches the URLs of parts of messages into their `content`. Raises: Refused."""
+        """Fetches the URLs in message parts into their `content`. Raises: Refused."""
         from .fetching import fetched
 
         left = MOST_BYTES
@@ -51,7 +51,7 @@ class Media:
             raise Refused(line, field, "invalid_value") from None
 
     def opened(self, part: dict[str, Any]) -> io.BytesIO:
-        """The file of a part of a message. Raises: Refused for one that may not be opened."""
+        """Opened file of a message part. Raises: Refused if it is not permitted."""
         if "content" in part:
             return io.BytesIO(part["content"])
         url, field = part["url"], part["field"]
@@ -81,7 +81,7 @@ class Media:
 
 
 def _scheme(url: str, field: str) -> str:
-    """The scheme of a URL, "" of a path. Raises: Refused."""
+    """Scheme of a URL, or "" for a path. Raises: Refused."""
     if url.startswith("data:"):
         return "data"
     if url.startswith("/"):

@@ -1,9 +1,9 @@
-"""Cached prefixes in a folder: written while the server runs, read back where memory has less of them.
+"""Prefix cache in a folder: written while the server runs, read back if memory has a shorter prefix.
 
-A prompt is written as blocks of tokens, whose names follow from all tokens up to their end and from what
-computed them: what prompts begin with in common is there once. States that fit one prefix alone, and tokens
-behind the last block, are in a file of their own. Each file is whole before it has its name, and has the name
-and its last position inside, under the checksum: one that is torn, or has another file's name, is not used.
+A prompt is stored as blocks of tokens, named by a hash of all tokens up to their end and of the model: common
+prefixes are stored once. Recurrent states, and tokens after the last whole block, are in a separate file.
+Files are renamed into place when complete. Name and last position are part of the checksummed content, so
+that torn or misnamed files are rejected.
 """
 
 import errno
@@ -48,7 +48,7 @@ _PASSES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR) 
 
 @dataclass
 class _Snapshot:
-    """A prefix as it was when it was cached, and the parts of it that are still to be copied."""
+    """A prefix at the time of its insertion, and the iterator over its parts that are not yet copied."""
 
     ids: Tensor
     cache: DynamicCache
@@ -60,21 +60,21 @@ class _Snapshot:
 
 
 class Disk:
-    """Prompts in a folder.
+    """Disk tier of the prefix cache.
 
-    All but the writing and reading of files is done by the thread of the device, in parts between its steps.
+    File I/O runs on threads; everything else runs on the device thread, in parts between its steps.
 
     Args:
-        folder, most: of its `Files`.
+        folder, max_bytes: of its `Files`.
 
     Attributes:
-        hits, tokens, read_bytes, seconds: prompts that were read, their tokens, bytes, and the time it took.
+        hits, tokens, read_bytes, seconds: restored prefixes, their tokens and bytes, and the time it took.
 
     Raises: OSError, ValueError as `Files`.
     """
 
-    def __init__(self, folder: Path, most: int):
-        self.files = Files(folder, most)
+    def __init__(self, folder: Path, max_bytes: int):
+        self.files = Files(folder, max_bytes)
         self.hits = self.tokens = self.read_bytes = 0
         self.seconds = 0.0
         self._writer = Writer(self.files)
@@ -84,7 +84,7 @@ class Disk:
         self._key = "unknown"
 
     def use(self, model: Any, adapters: Any) -> None:
-        """Prompts are of this model from now on, with the current adapters."""
+        """Selects the model and its active adapters for later reads and writes."""
         if adapters not in self._keys:
             text = json.dumps(key_of(model), sort_keys=True)
             self._keys[adapters] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -94,11 +94,11 @@ class Disk:
 
     @property
     def is_storing(self) -> bool:
-        """Whether there is something to copy for the writer."""
+        """True if prefixes are queued for the writer."""
         return not self._writer.has_failed and (self._copying is not None or bool(self._pending))
 
     def note(self, ids: Tensor, cache: Any, states: dict[int, dict[int, dict[str, Any]]]) -> None:
-        """Queues a prompt for writing, in its current state."""
+        """Queues a snapshot of a prefix for writing."""
         if self._writer.has_failed or not is_in_layers(cache) or not len(ids):
             return
         copied = copy_of_cache(cache, [copy_of_layer(layer) for layer in cache.layers])
@@ -112,10 +112,10 @@ class Disk:
         self._pending.append(snapshot)
 
     def shrink(self, memory: int, held: Mapping[int, int]) -> None:
-        """Drops unwritten prefixes, the oldest first, until all take at most so many bytes.
+        """Drops queued prefixes, the oldest first, until memory and queue take at most `memory` bytes.
 
         Args:
-            held: {address: bytes} of prompts that stay, unwritten ones among them.
+            held: {address: bytes} of the prefixes that stay in memory.
         """
         room = max(0, memory - sum(held.values()))
         while self._pending:
@@ -125,16 +125,16 @@ class Disk:
             self._pending.popleft()
 
     def forget(self) -> None:
-        """Drops unwritten prefixes, whose memory is needed."""
+        """Drops queued prefixes to free their memory."""
         self._pending.clear()
 
     def store(self, wait: bool = False) -> None:
-        """Copies a part for the writer, unless that is behind.
+        """Copies the next part for the writer, unless its queue is full.
 
         Args:
-            wait: for the writer.
+            wait: blocks until the writer's queue has room.
 
-        Raises: torch.AcceleratorError if the GPU fails: no prefix that is unwritten is whole.
+        Raises: torch.AcceleratorError if the GPU fails; queued prefixes are dropped.
         """
         try:
             self._store(wait)
@@ -183,7 +183,7 @@ class Disk:
         self._writer.close()
 
     def _parts(self, snapshot: _Snapshot) -> Iterator[tuple[str, int, Part]]:
-        """(name, last position, part) of the parts of a prompt that no file has."""
+        """Yields (name, last position, part) of each part of a prefix that is not on the disk."""
         ids, cache = snapshot.ids, snapshot.cache
         has_blocks = not all(map(fits_one_prefix, cache.layers))
         for number, name in enumerate(snapshot.names if has_blocks else ()):
@@ -198,16 +198,19 @@ class Disk:
     # Reading
 
     def find(self, model: Any, ids: Tensor, least: int) -> "Restoring | None":
-        """The longest beginning of a prompt [T] that is there; None if `least` tokens are about as many."""
+        """Starts restoring the longest stored prefix of a prompt [T].
+
+        Returns: None if it is not worth reading beside the `least` tokens in memory.
+        """
         if self._writer.has_failed:
             return None
         names, cache, there = _names(self._key, ids), new_cache(model), self.files.names()
         has_blocks = not all(map(fits_one_prefix, cache.layers)) or not cache.layers
         needs_state = any(map(fits_one_prefix, cache.layers))
-        most = len(ids) - needs_state  # one token is computed in any case: others can be cut
+        limit = len(ids) - needs_state  # one token is computed in any case: others can be cut
         whole = next((n for n, name in enumerate(names) if name not in there), len(names))
-        start = 0 if needs_state else min(whole * BLOCK, most // BLOCK * BLOCK)
-        longest = min(most, whole * BLOCK + BLOCK - 1) if has_blocks else most
+        start = 0 if needs_state else min(whole * BLOCK, limit // BLOCK * BLOCK)
+        longest = min(limit, whole * BLOCK + BLOCK - 1) if has_blocks else limit
         best, last = self._longest_state(names, ids, there, range(start + 1, longest + 1)) or (start, None)
         if best < least + BLOCK // 4:  # so few are computed as quickly
             return None
@@ -220,16 +223,16 @@ class Disk:
     def _longest_state(
         self, names: list[str], ids: Tensor, there: set[str], ends: range
     ) -> tuple[int, str] | None:
-        """The last position of the longest file of states of a prompt, and the file's name."""
+        """(end, name) of the longest stored state file of a prompt within `ends`, or None."""
         states = (name for name in there if name.startswith(self._key) and name.endswith(".state"))
         known = {int(name.rpartition("-")[2].removesuffix(".state")) for name in states}
         fitting = ((end, _state_name(self._key, names, ids, end)) for end in known if end in ends)
         return max((pair for pair in fitting if pair[1] in there), default=None)
 
     def failed(self, name: str, error: Exception) -> None:
-        """Logs that a part cannot be used, and removes its file unless memory or file handles were short.
+        """Logs that a file cannot be used, and removes it unless memory or file handles ran out.
 
-        `RuntimeError` is torch's, for an allocation; a damaged file raises others.
+        torch raises RuntimeError for a failed allocation; damaged files raise other errors.
         """
         log.warning("%s is left out: %s", self.files.folder / name, first_line(error))
         if isinstance(error, MemoryError | RuntimeError) or getattr(error, "errno", None) in _PASSES:
@@ -237,7 +240,7 @@ class Disk:
         self.files.remove(name)
 
     def restored(self, tokens: int, names: list[str], seconds: float) -> None:
-        """Counts a prompt that was read from these files in so many seconds."""
+        """Updates the counters after a prefix was restored."""
         self.hits += 1
         self.tokens += tokens
         self.seconds += seconds
@@ -245,10 +248,10 @@ class Disk:
 
 
 class Restoring:
-    """A prompt that is read, part by part, while others are answered.
+    """Incremental read of a stored prefix, between steps of other sequences.
 
     Attributes:
-        ids, cache: the stored prefix, once `step` says so; `ids` is empty where none is.
+        ids, cache: the restored prefix once `step` returns True; `ids` is empty if reading failed.
     """
 
     def __init__(
@@ -265,10 +268,10 @@ class Restoring:
         return self._joined.cache
 
     def step(self, wait: bool) -> bool:
-        """Takes the parts that are read. Returns: whether the prompt is there.
+        """Adds the next part that was read. Returns: True once reading is complete.
 
         Args:
-            wait: for the next part.
+            wait: blocks until the next part is read.
         """
         if self._next < len(self._files):
             try:
@@ -292,7 +295,7 @@ class Restoring:
         return False
 
     def leave(self) -> None:
-        """Ends the reading, whose client has left."""
+        """Cancels the read."""
         self._left = True
 
     def _end(self, needs_all: bool) -> None:
@@ -316,25 +319,25 @@ class Restoring:
 
 
 def _names(key: str, ids: Tensor) -> list[str]:
-    """The file of each whole block of a prompt [T], named by all tokens up to its end."""
+    """File name of each whole block of a prompt [T], a hash of all tokens up to its end."""
     names, digest = [], key.encode()
     tokens = ids.to(torch.int64).cpu()
     for start in range(0, len(ids) - BLOCK + 1, BLOCK):
-        octets = tokens[start : start + BLOCK].numpy().tobytes()
-        digest = hashlib.blake2b(digest + octets, digest_size=16).hexdigest().encode()
+        data = tokens[start : start + BLOCK].numpy().tobytes()
+        digest = hashlib.blake2b(digest + data, digest_size=16).hexdigest().encode()
         names.append(f"{key}/{digest.decode()}.block")
     return names
 
 
 def _state_name(key: str, names: list[str], ids: Tensor, end: int) -> str:
-    """The file behind the last whole block of the first `end` tokens."""
+    """Name of the state file of the first `end` tokens."""
     before = names[end // BLOCK - 1] if end >= BLOCK else key
-    octets = before.encode() + ids[end - end % BLOCK : end].to(torch.int64).cpu().numpy().tobytes()
-    return f"{key}/{hashlib.blake2b(octets, digest_size=16).hexdigest()}-{end}.state"
+    data = before.encode() + ids[end - end % BLOCK : end].to(torch.int64).cpu().numpy().tobytes()
+    return f"{key}/{hashlib.blake2b(data, digest_size=16).hexdigest()}-{end}.state"
 
 
 def tensors_of(cache: DynamicCache, states: dict[int, dict[int, dict[str, Any]]]) -> list[Tensor]:
-    """All tensors of a prompt's cache, and of its states for shorter prefixes."""
+    """All tensors of a prefix: its cache, and recurrent states at shorter prefixes."""
     held = [tensor for layer in cache.layers for tensor in LayerState(layer).tensors().values()]
     return held + [state for state in tree_leaves(states) if isinstance(state, Tensor)]
 

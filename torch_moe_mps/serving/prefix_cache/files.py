@@ -24,23 +24,23 @@ _AT_ONCE = 4  # parts that wait for the disk: a slow one delays nothing, and lat
 
 
 class Files:
-    """Files in a folder, of at most so many bytes: those unused longest go first. Any thread may ask.
+    """Files in a folder with a capacity in bytes and LRU eviction. Thread-safe.
 
-    Where the disk is full, they go, too, and `most` becomes their remaining size.
+    If the disk is full, files are evicted and `max_bytes` shrinks to their size.
 
     Args:
-        folder: made where it is not there.
-        most: bytes.
+        folder: created if missing.
+        max_bytes: the capacity.
 
     Attributes:
-        written_bytes: of all files so far.
+        written_bytes: total of all writes.
 
-    Raises: OSError, ValueError with one line for a folder that is not ours, is of another version, cannot be
-        written, or is another server's.
+    Raises: OSError, ValueError for a folder with other content, of another version, not writable, or in use
+        by another server.
     """
 
-    def __init__(self, folder: Path, most: int):
-        self.folder, self.most, self.written_bytes = folder, most, 0
+    def __init__(self, folder: Path, max_bytes: int):
+        self.folder, self.max_bytes, self.written_bytes = folder, max_bytes, 0
         self._lock, self._held = threading.Lock(), _owned(folder)
         self._sizes = _found(folder)  # {name: bytes}, unused longest first
 
@@ -57,40 +57,40 @@ class Files:
         with self._lock:
             return {*self._sizes}
 
-    def write(self, name: str, octets: bytes) -> None:
-        """Raises: OSError where nothing of the folder can make room."""
-        self._make_room(len(octets))
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file, evicting others as needed. Raises: OSError if that makes no room."""
+        self._make_room(len(data))
         while True:
             try:
-                self._write_file(self.folder / name, octets)
+                self._write_file(self.folder / name, data)
                 break
             except OSError as error:
                 if error.errno not in _FULL or not self._sizes:
                     raise
-                self.most = self.nbytes
-                self._make_room(len(octets))
-                gigabytes = self.most / 1e9
+                self.max_bytes = self.nbytes
+                self._make_room(len(data))
+                gigabytes = self.max_bytes / 1e9
                 log.warning("the disk is full: %s takes at most %.2f GB from now on", self.folder, gigabytes)
         with self._lock:
-            self._sizes[name] = len(octets)
-        self.written_bytes += len(octets)
+            self._sizes[name] = len(data)
+        self.written_bytes += len(data)
 
-    def _write_file(self, path: Path, octets: bytes) -> None:
+    def _write_file(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         unfinished = path.with_suffix(".new")
         with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             try:
-                file.write(octets)
+                file.write(data)
                 file.flush()
             except OSError:
                 unfinished.unlink(missing_ok=True)
                 raise
         unfinished.replace(path)
 
-    def _make_room(self, octets: int) -> None:
+    def _make_room(self, nbytes: int) -> None:
         with self._lock:
             held = sum(self._sizes.values())
-            while self._sizes and held + octets > self.most:
+            while self._sizes and held + nbytes > self.max_bytes:
                 name, size = self._sizes.popitem(last=False)
                 held -= size
                 (self.folder / name).unlink(missing_ok=True)
@@ -104,8 +104,9 @@ class Files:
             return
 
     def touch(self, names: list[str]) -> list[str]:
-        """Notes the use of files. Returns: those that are there, the last first: a prompt's end goes before
-        its beginning.
+        """Marks files as recently used. Returns: the existing ones, in reverse order.
+
+        A prompt's last block is thus evicted before its first.
         """
         with self._lock:
             used = [name for name in reversed(names) if name in self._sizes]
@@ -114,7 +115,7 @@ class Files:
         return used
 
     def renew(self, names: list[str]) -> None:
-        """Writes the use of files down, in this order, for the next start."""
+        """Sets modification times in this order, so that the LRU order survives a restart."""
         now = time.time_ns()
         for number, name in enumerate(names):
             path = self.folder / name
@@ -122,19 +123,19 @@ class Files:
                 os.utime(path, ns=(now + number, now + number))
 
     def close(self) -> None:
-        """Leaves the folder to others."""
+        """Releases the folder's lock."""
         os.close(self._held)
 
 
 class _End:
-    """The end of the writer's work."""
+    """Sentinel that ends the writer's queue."""
 
 
 class Writer:
-    """A thread that writes files.
+    """Thread that writes files.
 
     Attributes:
-        has_failed: whether it writes nothing any more, which a line on stderr has said.
+        has_failed: True after an error, which is reported on stderr; nothing is written from then on.
     """
 
     def __init__(self, files: Files):
@@ -149,25 +150,25 @@ class Writer:
         return self._queue.full()
 
     def has(self, name: str) -> bool:
-        """Whether a file is there, or will be."""
+        """True if a file exists or is queued."""
         return name in self._queued or name in self._files  # in this order: it is there before it leaves
 
     def plan(self, name: str) -> None:
-        """Notes that a file will be put."""
+        """Marks a file as queued before its content is ready."""
         self._queued.add(name)
 
     def put(self, name: str, end: int, part: Part, classes: dict[int, Any]) -> None:
-        """Writes a part, up to its last position; waits while the thread is behind."""
+        """Queues a part for writing; blocks while the queue is full."""
         self._queue.put((name, end, part, classes))
 
     def touch(self, names: list[str]) -> None:
-        """Files were used."""
+        """Marks files as recently used."""
         used = self._files.touch(names)
         if not self.is_behind:
             self._queue.put(used)
 
     def close(self) -> None:
-        """Ends the thread behind its work."""
+        """Finishes queued work and joins the thread."""
         self._queue.put(_End)
         self._thread.join()
         self._files.close()
@@ -193,14 +194,14 @@ class Writer:
 
 
 def header(name: str, end: int) -> str:
-    """Identity of a file: its key (model, adapters, dtype), prompt, kind, and its last position."""
+    """Identity stored in a file: its name (hash of model, adapters, dtype and prompt) and last position."""
     return f"{name} {end}"
 
 
 def _owned(folder: Path) -> int:
-    """Makes a folder ours, for this process alone. Returns: the open file that says so.
+    """Creates and locks a cache folder for this process. Returns: the descriptor that holds the lock.
 
-    Raises: OSError, ValueError with one line.
+    Raises: OSError, ValueError.
     """
     import fcntl
 
@@ -228,7 +229,7 @@ def _owned(folder: Path) -> int:
 
 
 def _found(folder: Path) -> OrderedDict[str, int]:
-    """{name: bytes} of the files in a folder, unused longest first. Unfinished ones are removed."""
+    """{name: bytes} of the files in a folder, least recently used first. Removes unfinished ones."""
     found = []
     for path in folder.glob("*/*"):
         name, about = f"{path.parent.name}/{path.name}", path.lstat()

@@ -1,7 +1,6 @@
-"""Cached prefixes in memory: a prompt computes only its new part.
+"""Prefix cache in memory: a prompt computes only the part after its longest cached prefix.
 
-Sequences share what they begin with, such as a system prompt, and the least recently used prefix makes room
-for others.
+Sequences share common prefixes, such as a system prompt. The least recently used prefix is evicted first.
 """
 
 import logging
@@ -37,12 +36,12 @@ _BETWEEN_PARTS, _BETWEEN_LOOKS = 0.01, 1.0  # seconds: parts of a prompt for the
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a prompt.
+    """Images of a prompt.
 
     Args:
-        digest: of the tensors that they are given as.
-        start, end: of their first token, and behind their last.
-        moved: {module: how far the positions of later tokens are moved}, once they are computed.
+        digest: of their input tensors.
+        start, end: token range that they cover.
+        moved: {module: M-RoPE offset of later positions}, once computed.
     """
 
     digest: str
@@ -53,13 +52,13 @@ class Images:
 
 @dataclass(eq=False)
 class CachedPrefix:
-    """A prompt with what was generated: its tokens [T], their cache, and states for shorter prefixes.
+    """A cached prefix: its tokens [T], their KV cache, and recurrent states at shorter prefixes.
 
     Attributes:
-        number: counts all that were put.
-        storages: its memory when it was put, {address: bytes}.
-        octets: of these.
-        adapters: active when it was computed; None of a file means the active ones.
+        number: sequence number of its insertion.
+        storages: {address: bytes} of its tensors at insertion.
+        nbytes: their total size.
+        adapters: active adapters when it was computed; None for a file, which fits the current ones.
     """
 
     ids: Tensor
@@ -68,20 +67,19 @@ class CachedPrefix:
     images: Images | None = None
     number: int = 0
     storages: dict[int, int] = field(default_factory=dict)
-    octets: int = 0
+    nbytes: int = 0
     adapters: Any = None
 
     def usable(self, ids: Tensor, images: Images | None = None) -> int:
-        """How many tokens another prompt shares, with states for so many; one of it is always computed.
+        """Number of tokens that a prompt can reuse; at least one of its tokens is left to compute.
 
-        All of its images are among them, or none is and it has none: models compute the images of a prompt
-        together.
+        Reused tokens include all images of the prompt or none, because models compute images together.
         """
-        most = min(len(self.ids), len(ids) - 1)
+        limit = min(len(self.ids), len(ids) - 1)
         if images is None and self.images is not None:
-            most = min(most, self.images.start)
-        different = (self.ids[:most] != ids[:most]).nonzero()
-        shared = int(different[0]) if len(different) else most
+            limit = min(limit, self.images.start)
+        different = (self.ids[:limit] != ids[:limit]).nonzero()
+        shared = int(different[0]) if len(different) else limit
         if shared != len(self.ids) and not all(map(can_be_cut, self.cache.layers)):
             shared = max((position for position in self.states if position <= shared), default=0)
         return shared if images is None or (images == self.images and shared >= images.end) else 0
@@ -92,12 +90,12 @@ class CachedPrefix:
 
 
 class PrefixCache:
-    """The prefixes that one model has computed, the latest last.
+    """Prefix cache of one model, in order of insertion.
 
     Args:
-        memory: bytes that they may take together; the latest stays in any case.
-        file: where `read` and `write` have the latest prompt, if any.
-        disk: has what memory has no room for, and all of them behind a restart.
+        memory: capacity in bytes; the latest prefix always stays.
+        file: `read` and `write` keep the latest prefix in it.
+        disk: second tier, which survives a restart.
     """
 
     def __init__(self, memory: int, file: str | None = None, disk: Disk | None = None):
@@ -108,7 +106,7 @@ class PrefixCache:
         self._adapters: Any = ()
 
     def take(self, ids: Tensor, new: DynamicCache, images: Images | None = None) -> CachedPrefix:
-        """The longest cached prefix of a prompt [T]: its caller computes the rest, and puts it back.
+        """Longest cached prefix of a prompt [T]. The caller computes the rest and puts the result back.
 
         Args:
             new: an empty cache.
@@ -121,7 +119,7 @@ class PrefixCache:
             return CachedPrefix(ids[:0], new, adapters=self._adapters)
         whole = tokens == len(best.ids)
         # A part is copied when it is added to: if there is no memory for both, the other is given up.
-        if whole or best.octets * 2 > self.memory:
+        if whole or best.nbytes * 2 > self.memory:
             self.kept.remove(best)
         if whole:
             return best
@@ -131,9 +129,9 @@ class PrefixCache:
         return CachedPrefix(best.ids[:tokens], cache, states, seen, adapters=self._adapters)
 
     def put(self, kept: CachedPrefix) -> None:
-        """Caches a prefix, for which those that it begins with and the oldest ones make room before.
+        """Inserts a prefix, replacing its own prefixes and evicting the oldest ones as needed.
 
-        One that was begun with other adapters than the model adds now is not cached.
+        A prefix computed with other than the current adapters is not cached.
         """
         if kept.adapters not in (None, self._adapters):
             return
@@ -143,8 +141,8 @@ class PrefixCache:
         self.kept = [other for other in self.kept if not _begins(kept, other)]
         del self.kept[: max(0, len(self.kept) + 1 - _MOST)]
         kept.storages = storages_of(kept.tensors)
-        kept.octets = sum(kept.storages.values())
-        self._give_up(self.memory - kept.octets)
+        kept.nbytes = sum(kept.storages.values())
+        self._give_up(self.memory - kept.nbytes)
         self.kept.append(kept)
         self.put_so_far += 1
         kept.number = self.put_so_far
@@ -153,9 +151,9 @@ class PrefixCache:
         self.shrink(self.memory, 1)
 
     def shrink(self, memory: int, least: int = 0) -> None:
-        """Evicts the least recently used prefixes until the rest takes at most so many bytes, or is so few.
+        """Evicts the least recently used prefixes until at most `memory` bytes or `least` prefixes remain.
 
-        What waits for the disk counts, too.
+        Prefixes queued for the disk count, too.
         """
         self._give_up(memory, least)
         if self.disk is not None:
@@ -164,28 +162,28 @@ class PrefixCache:
             )
 
     @property
-    def octets(self) -> int:
-        """Bytes of all prefixes; memory that several share counts in each."""
-        return sum(kept.octets for kept in self.kept)
+    def nbytes(self) -> int:
+        """Bytes of all prefixes; shared storage counts for each of them."""
+        return sum(kept.nbytes for kept in self.kept)
 
     def _give_up(self, memory: int, least: int = 0) -> None:
-        octets, first = self.octets, 0
-        while len(self.kept) - first > least and octets > memory:
-            octets -= self.kept[first].octets
+        total, first = self.nbytes, 0
+        while len(self.kept) - first > least and total > memory:
+            total -= self.kept[first].nbytes
             first += 1
         del self.kept[:first]
 
     def halve(self) -> None:
-        """Evicts the older half of the cached prefixes and the unwritten ones: memory ran out."""
+        """Evicts the older half of the cached prefixes, and those queued for the disk."""
         if self.disk is not None:
             self.disk.forget()
-        self.shrink(self.octets // 2)
+        self.shrink(self.nbytes // 2)
 
     def restoring(self, model: Any, inputs: dict[str, Any]) -> Restoring | None:
-        """Begins to read what the disk has of a prompt and memory has not; None where that is nothing.
+        """Starts reading a prompt's prefix from the disk; None if the disk has no longer one than memory.
 
         Args:
-            inputs: of the model, on the CPU. Prompts with more than text are not on the disk.
+            inputs: of the model, on the CPU. Prompts with images or audio are not on the disk.
         """
         if self.disk is None or {*inputs} - {"input_ids", "attention_mask"}:
             return None
@@ -198,14 +196,14 @@ class PrefixCache:
             return None
 
     def take_back(self, restored: Restoring) -> None:
-        """Caches the prefix that was read."""
+        """Inserts a prefix that was read from the disk."""
         if len(restored.ids):
             self.put(CachedPrefix(restored.ids, restored.cache, adapters=self._adapters))
 
     def read(self, model: Any) -> None:
-        """Reads the file, once, and gives up what was computed with other adapters than the model adds now.
+        """Reads the file once, and drops prefixes computed with other than the current adapters.
 
-        One that is damaged, is something else, or is of another model is named on stderr and ignored.
+        A damaged file, or one of another model, is reported on stderr and ignored.
         """
         if (adapters := adapters_of(model)) != self._adapters:
             self.kept, self._adapters = [], adapters
@@ -227,9 +225,9 @@ class PrefixCache:
         self._is_in_file = True
 
     def write(self, model: Any) -> None:
-        """Writes the file, and what the disk has not yet; what fails is named on stderr.
+        """Writes the file and the prefixes queued for the disk; failures are reported on stderr.
 
-        The file is written unless little of the last prompts was not in it.
+        The file is rewritten only if enough new tokens were computed.
         """
         if self.file is not None and self.kept and (self.computed >= _WORTH or not self._is_in_file):
             _write(Path(self.file), model, self.kept[-1])
@@ -238,14 +236,14 @@ class PrefixCache:
 
     @property
     def is_storing(self) -> bool:
-        """Whether there is something to copy for the disk."""
+        """True if prefixes are queued for the disk."""
         return self.disk is not None and self.disk.is_storing
 
     def store(self, is_short: bool = False) -> None:
-        """Copies a part of a prompt for the disk, between two steps.
+        """Copies the next part of a queued prefix for the disk. Called between steps.
 
         Args:
-            is_short: whether the system lacks memory: prompts are given up, behind the disk if there is one.
+            is_short: True under memory pressure: prefixes are dropped once the disk has them.
         """
         if self.disk is not None:
             self.disk.store()
@@ -256,10 +254,10 @@ class PrefixCache:
                 torch.mps.empty_cache()
 
     def pause(self, is_watched: bool) -> float | None:
-        """Seconds after which `store` has something to do, though nobody asks; None where it has nothing.
+        """Seconds until `store` should be called by an idle thread; None if it has nothing to do.
 
         Args:
-            is_watched: whether the system tells when it is short of memory.
+            is_watched: True if the system reports memory pressure.
         """
         if self.is_storing:
             return _BETWEEN_PARTS
@@ -276,16 +274,16 @@ def _write(file: Path, model: Any, kept: CachedPrefix) -> None:
 
 
 def _begins(kept: CachedPrefix, other: CachedPrefix) -> bool:
-    """Whether a prompt begins with another, images included."""
+    """True if a prefix starts with another one, images included."""
     same = other.images in (None, kept.images) and len(other.ids) <= len(kept.ids)
     return same and torch.equal(kept.ids[: len(other.ids)], other.ids)
 
 
 def prompt_bytes(model: Any, tokens: int) -> int:
-    """Bytes of the activations of a layer for so many tokens, at most.
+    """Upper bound in bytes of one layer's activations for `tokens` tokens.
 
-    They are counted as if the inputs and outputs of all matrices of a layer lived at the same time. Those of
-    experts have a row for each pair of token and slot; the router's logits and routing weights are float32.
+    It assumes that inputs and outputs of all matrices of a layer are alive at once. Experts have a row for
+    each pair of token and slot; the router's logits and routing weights are float32.
 
     Raises: ValueError for a model without layers.
     """
@@ -298,7 +296,7 @@ def prompt_bytes(model: Any, tokens: int) -> int:
 
 
 def _row(layer: nn.Module) -> int:
-    """The numbers that a layer computes for a token."""
+    """Number of activation values that a layer computes per token."""
     experts = experts_of(nn.ModuleList([layer]))
     inside = {id(part) for module in experts.values() for part in module.modules()}
     row = sum(

@@ -1,3 +1,3 @@
-"""Tokens that are drafted, and verified together by one call of the model; sources that have a name."""
+"""Speculative decoding: drafters, verification, and the names of built-in drafters."""
 
 LOOKUP, MTP = "lookup", "mtp"

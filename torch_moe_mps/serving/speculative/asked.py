@@ -1,4 +1,4 @@
-"""The drafters that somebody asks for: by a name, as a model, or as a Drafter."""
+"""Drafters from the `speculative` option: a name, a model, or a Drafter."""
 
 from typing import Any
 
@@ -18,13 +18,13 @@ from .width import MOST, Width
 def drafting_of(
     model: PreTrainedModel, speculative: Any, prompts: PrefixCache | None, name: str, width: int | None = None
 ) -> Drafting | None:
-    """The drafters that somebody asks for, and the width of their drafts.
+    """Speculative decoding configured by the `speculative` option; None without it.
 
     Args:
         speculative: None, "lookup", "mtp", a draft model or assistant, a `Drafter`, or a list of these.
         prompts: the prefix cache of the model.
-        name: of who asks, for errors.
-        width: draft tokens of a step; None is a usual number while they pay.
+        name: of the caller, for errors.
+        width: draft tokens per step; None adapts them to the acceptance rate.
 
     Raises: ValueError.
     """

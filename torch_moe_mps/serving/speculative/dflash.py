@@ -1,7 +1,7 @@
-"""Drafts of an assistant that makes a block of tokens in one call, from states of some of a model's layers.
+"""DFlash drafter: an assistant drafts a block of tokens in one call, from hidden states of the target model.
 
-transformers calls it DFlash. The assistant keeps keys and values of the model's states alone: those of a
-block are taken back behind its call.
+The assistant caches keys and values of the target model's states only; the block's are removed after its
+call.
 """
 
 from dataclasses import dataclass, field
@@ -22,12 +22,12 @@ _WAITING = 512  # states of a row that wait until some tokens are drafted; more 
 
 
 def is_dflash(config: Any) -> bool:
-    """Whether a model's config is one of such an assistant."""
+    """True for the config of a DFlash assistant."""
     return all(hasattr(config, name) for name in ("block_size", "mask_token_id", "target_layer_ids"))
 
 
 def require_assistant(model: PreTrainedModel, config: Any) -> None:
-    """Raises: ValueError for the config of an assistant of another model."""
+    """Checks that a DFlash assistant fits a model. Raises: ValueError."""
     own = model.config.get_text_config(decoder=True)
     deepest, layers = max(config.target_layer_ids) + 1, own.num_hidden_layers
     if config.hidden_size != own.hidden_size or deepest > layers or config.mask_token_id >= own.vocab_size:
@@ -38,12 +38,12 @@ def require_assistant(model: PreTrainedModel, config: Any) -> None:
 
 @dataclass(eq=False)
 class _Read:
-    """A row, as far as the assistant has read it.
+    """State of the assistant for one row.
 
     Attributes:
         cache: of the assistant.
-        first: the place of the first state that waits.
-        waiting: states [1, T, H] that it has not read, in parts.
+        first: position of the first queued state.
+        waiting: queued hidden states [1, T, H] that are not in the cache yet.
     """
 
     cache: Any
@@ -60,13 +60,13 @@ class _Read:
 
 
 class DFlash(RowDrafter[_Read]):
-    """A drafter of an assistant's blocks.
+    """Drafts blocks of tokens with a DFlash assistant.
 
     Args:
-        model: that verifies the drafts.
-        assistant: for states of its width.
+        model: the target model.
+        assistant: trained for the target model.
 
-    Raises: ValueError for the assistant of another model.
+    Raises: ValueError for an assistant of another model.
     """
 
     def __init__(self, model: PreTrainedModel, assistant: PreTrainedModel):
@@ -78,7 +78,7 @@ class DFlash(RowDrafter[_Read]):
 
     @torch.no_grad()
     def computed(self, row: Row, first: int, states: Tensor) -> None:
-        """Takes the model's states [1, T, H] of a row's tokens from place `first` on."""
+        """Queues the target model's hidden states [1, T, H] of a row's tokens from position `first` on."""
         from ...transformers.upstream import DFlashCache  # 5.24 has it
 
         read = self._read.get(row)
@@ -97,11 +97,11 @@ class DFlash(RowDrafter[_Read]):
         known = row.tokens[read.end :]
         made = self._block(read, known)
         head = self._model.get_output_embeddings()
-        found: list[int] = head(made[:, len(known) : len(known) + row.most]).argmax(-1)[0].tolist()
+        found: list[int] = head(made[:, len(known) : len(known) + row.max_drafts]).argmax(-1)[0].tolist()
         return found
 
     def _block(self, read: _Read, known: list[int]) -> Tensor:
-        """States [1, block, H] behind the model's, which it reads: of tokens that are known, and drafts."""
+        """Hidden states [1, block, H] of known and draft tokens, after the queued states were cached."""
         block, states = self._config.block_size, torch.cat(read.waiting, 1)
         ids = torch.tensor([[*known, *[self._config.mask_token_id] * block][:block]]).to(states.device)
         places = torch.arange(read.first, read.end + block, device=states.device)[None]

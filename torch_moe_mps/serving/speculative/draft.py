@@ -1,4 +1,4 @@
-"""Drafts of a small model that has the vocabulary of the model which verifies them."""
+"""Draft model: a small model with the target model's vocabulary."""
 
 from typing import Any, NamedTuple
 
@@ -18,10 +18,10 @@ _NAME = "moe_mps::speculative"
 
 
 def require_tokens(model: Any, draft: Any, alike: bool = True) -> None:
-    """Raises: ValueError for a draft model with another vocabulary than the target model.
+    """Checks that a draft model shares the target model's vocabulary. Raises: ValueError.
 
     Args:
-        alike: whether their tokenizers have the same texts for them.
+        alike: True if their tokenizers map tokens to the same texts.
     """
     expected, got = vocabulary_of(model), vocabulary_of(draft)
     if expected != got or not alike:
@@ -29,7 +29,7 @@ def require_tokens(model: Any, draft: Any, alike: bool = True) -> None:
 
 
 class _Read(NamedTuple):
-    """A row's cache in the draft, and the tokens that are in it."""
+    """Draft model's cache of one row, and the tokens in it."""
 
     rows: BatchedCache
     tokens: list[int]
@@ -39,16 +39,16 @@ class _Read(NamedTuple):
 
 
 class Draft(RowDrafter[_Read]):
-    """A drafter that generates the likeliest tokens of a model, from a cache of its own for each row.
+    """Drafts greedily with a draft model, with a separate cache per row.
 
     Args:
-        model: that verifies the drafts.
-        draft: the small one, accelerated.
-        memory: bytes for the prompts that the draft has computed.
+        model: the target model.
+        draft: the draft model, accelerated.
+        memory: bytes for the draft model's prefix cache.
 
-    Recurrent states are copied in front of a row's last token; the copy takes their place behind the drafts.
+    Recurrent states are copied before a row's last token and restored after drafting.
 
-    Raises: ValueError for a draft of another vocabulary, and for one whose states cannot be cut.
+    Raises: ValueError for another vocabulary, or a draft model whose cache cannot be cut.
     """
 
     def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, memory: int):
@@ -73,25 +73,25 @@ class Draft(RowDrafter[_Read]):
             cached.hold()
             same = last
         tokens, made = torch.tensor([row.tokens[same:]]), list[Tensor]()
-        for _ in range(row.most):
+        for _ in range(row.max_drafts):
             tokens = self._likeliest(cached, tokens)
             made.append(tokens)
         drafts: list[int] = torch.cat(made, 1)[0].tolist()
         if cached.are_states:
-            cached.take_back([row.most])
+            cached.take_back([row.max_drafts])
         read = row.tokens[:last] if cached.are_states else [*row.tokens, *drafts[:-1]]
         self._read[row] = _Read(cached, read)
         return drafts
 
     def _likeliest(self, cached: BatchedCache, tokens: Tensor) -> Tensor:
-        """The likeliest token [1, 1] behind these [1, T], which are in the cache then."""
+        """Greedy next token [1, 1] after tokens [1, T], which are added to the cache."""
         ids = tokens.to(self._draft.device)
         out = self._called(cached.cache, input_ids=ids, logits_to_keep=1, **cached.arguments(ids.shape[1]))
         cached.advance(ids.shape[1])
         return out.logits[:, -1:].argmax(-1)
 
     def _begin(self, row: Row) -> _Read:
-        """Reads all tokens but the last one, behind which the first draft begins."""
+        """Prefills all tokens of a row but the last one."""
         ids, rows = torch.tensor([row.tokens[:-1]]), BatchedCache(self._draft)
         prefill = Prefill(self._draft, ids, self.prompts)
         while prefill.chunks:

@@ -1,4 +1,4 @@
-"""The base class of drafters, and the sequences that they draft for."""
+"""Base class of drafters, and their view of a sequence."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from ..prefix_cache.memory import PrefixCache
 
 @dataclass
 class Acceptance:
-    """Acceptance of a drafter's tokens, for a row.
+    """Acceptance statistics of one drafter for one row.
 
     Attributes:
-        accepted: the mean of the last steps that had some.
-        steps: how many those are.
-        pause: steps without drafts in front of the next try, where they do not pay.
-        waits: how many of them are left.
+        accepted: mean accepted tokens per drafted step.
+        steps: number of drafted steps.
+        pause: steps to pause before the next try while drafting does not pay.
+        waits: remaining steps of the pause.
     """
 
     accepted: float
@@ -31,38 +31,38 @@ class Acceptance:
 
 @dataclass(eq=False)
 class Row:
-    """A sequence whose next tokens are drafted.
+    """A sequence, as drafters see it.
 
     Attributes:
-        tokens: of its prompt, and of its answer so far.
-        prompt: how many of them are the prompt's.
-        likely: tokens that the answer probably has, in their order, such as the text that it changes.
-        most: how many tokens may be drafted now.
-        drafter: the number of the one whose drafts these are.
-        acceptance: by the number of a drafter.
-        failed: the numbers of drafters that have raised for it, and are not asked for it any more.
+        tokens: prompt and generated tokens.
+        prompt: number of prompt tokens.
+        likely: probable tokens of the answer in order, such as the text to edit.
+        max_drafts: the maximum number of tokens to draft now.
+        drafter: index of the drafter of the last draft tokens.
+        acceptance: {drafter index: statistics}.
+        failed: indices of drafters that raised for this sequence and are disabled for it.
     """
 
     tokens: list[int]
     prompt: int
     likely: list[int] = field(default_factory=list)
-    most: int = 0
+    max_drafts: int = 0
     drafter: int = 0
     acceptance: dict[int, Acceptance] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
 
 
 class Drafter(ABC):
-    """Drafts tokens. The model's answer is the same whatever they are.
+    """Proposes draft tokens. They affect the speed of an answer, never its tokens.
 
-    An exception of a drafter ends its drafts for that row alone.
+    An exception disables a drafter for that row only.
 
     Attributes:
-        is_cheap: it is asked in each step, before the last token is known, too: to draft costs it next to
-            nothing. Any other is asked where drafts pay.
-        states: numbers of the model's hidden states that `computed` gets; -1 is those behind its last layer.
-        modules: that it computes with beside the model.
-        layers: how many layers of the model's checkpoint draft.
+        is_cheap: True if drafting costs almost nothing: it is called in every step, even before the last
+            token is known. Others are called only while drafting pays.
+        states: indices of the target model's hidden states that `computed` gets; -1 is the last layer's.
+        modules: further modules that it runs.
+        layers: number of MTP layers of the checkpoint that it uses.
     """
 
     is_cheap = False
@@ -72,42 +72,46 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
-        """Draft tokens of each row, at most `row.most`; none where nothing is known."""
+        """Draft tokens of each row, at most `row.max_drafts`, possibly none."""
 
     def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:  # noqa: B027
-        """Takes how many of the last drafts of each row were accepted; these, and the token behind them, are
-        among the row's now.
+        """Called with the number of accepted draft tokens of each row.
+
+        They and the next token are in `row.tokens` by then.
         """
 
     def computed(self, row: Row, first: int, states: Tensor) -> None:  # noqa: B027
-        """Takes the model's `states`, side by side [1, T, H], of a row's tokens from place `first` on, each
-        once and in their order.
+        """Called with the target model's hidden states of a row's tokens, in order and without repetition.
+
+        Args:
+            first: position of the first token.
+            states: the hidden states listed in the attribute `states`, concatenated to [1, T, H].
         """
 
     def left(self, row: Row) -> None:  # noqa: B027
-        """Ends a row, whose answer has ended, unless all end by a fault."""
+        """Called when a row's answer has ended, except after a fault that ends all."""
 
     def held(self, row: Row) -> int:
-        """Bytes that it holds for a row."""
+        """Bytes held for a row."""
         return 0
 
     def shrink(self, memory: int) -> int:
-        """Gives up prompts that it keeps, to at most so many bytes. Returns: the bytes of the rest."""
+        """Shrinks the drafter's prefix cache to at most `memory` bytes. Returns: its size."""
         return 0
 
 
 class Read(Protocol):
-    """A row, as far as a drafter has read it."""
+    """A drafter's state for one row."""
 
     def memory(self) -> int:
-        """Bytes that it holds."""
+        """Size in bytes."""
 
 
 R = TypeVar("R", bound=Read)
 
 
 class RowDrafter(Drafter, Generic[R]):
-    """A drafter of one row after the other, from a cache of its own for each."""
+    """A drafter that handles rows one after the other, with a separate cache for each."""
 
     def __init__(self, memory: int = 0) -> None:
         self._read: WeakKeyDictionary[Row, R] = WeakKeyDictionary()
@@ -115,11 +119,11 @@ class RowDrafter(Drafter, Generic[R]):
 
     @torch.no_grad()
     def draft(self, rows: Sequence[Row]) -> list[list[int]]:
-        return [self._of(row) if row.most else [] for row in rows]
+        return [self._of(row) if row.max_drafts else [] for row in rows]
 
     @abstractmethod
     def _of(self, row: Row) -> list[int]:
-        """Draft tokens of a row, at most `row.most`."""
+        """Draft tokens of one row, at most `row.max_drafts`."""
 
     def held(self, row: Row) -> int:
         read = self._read.get(row)
@@ -127,4 +131,4 @@ class RowDrafter(Drafter, Generic[R]):
 
     def shrink(self, memory: int) -> int:
         self.prompts.shrink(memory)
-        return self.prompts.octets
+        return self.prompts.nbytes

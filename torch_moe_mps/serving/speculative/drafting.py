@@ -1,4 +1,4 @@
-"""The drafts of a batch: asked of drafters that pay, and none where tokens cannot be taken back."""
+"""Draft tokens of a batch, from the drafters that currently pay."""
 
 import logging
 import time
@@ -20,17 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 class Drafting:
-    """Asks drafters for the drafts of a batch, and counts the accepted ones.
+    """Runs the drafters of a batch, and counts accepted tokens.
 
     Args:
-        model: that verifies the drafts.
-        drafters: each row has the drafts of the first one that has some, and pays.
-        width: chooses how many there are.
+        model: the target model.
+        drafters: in order of priority; each row uses the first that pays and has draft tokens.
+        width: chooses the number of draft tokens.
 
     Attributes:
-        accepted, rejected: draft tokens so far, that were verified; those behind the first wrong one count
-            as rejected.
-        seconds: that the last drafts took.
+        accepted, rejected: verified draft tokens so far; all after the first wrong one count as rejected.
+        seconds: duration of the last drafting.
     """
 
     def __init__(self, model: Any, drafters: Sequence[Drafter], width: Width):
@@ -42,7 +41,7 @@ class Drafting:
 
     @property
     def states(self) -> tuple[int, ...]:
-        """Numbers of the model's states that drafters want, side by side."""
+        """Sorted indices of the hidden states that drafters need."""
         return tuple(sorted({number for each in self._drafters.values() for number in each.states}))
 
     def __str__(self) -> str:
@@ -52,32 +51,32 @@ class Drafting:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Modules that drafters compute with beside the model."""
+        """Modules that drafters run beside the target model."""
         return [module for each in self._drafters.values() for module in each.modules]
 
     @property
     def layers(self) -> int:
-        """How many layers of the model's checkpoint draft."""
+        """Number of MTP layers in use."""
         return sum(each.layers for each in self._drafters.values())
 
     def held(self, row: Row) -> int:
-        """Bytes that drafters hold for a row."""
+        """Bytes held by drafters for a row."""
         return sum(each.held(row) for each in self._drafters.values())
 
     def shrink(self, memory: int) -> int:
-        """Gives up prompts that drafters keep, to at most half of so many bytes. Returns: the rest."""
+        """Shrinks drafters' prefix caches to at most half of `memory`. Returns: the remaining bytes."""
         each = max(0, memory) // (2 * max(1, len(self._drafters)))
         return memory - sum(drafter.shrink(each) for drafter in self._drafters.values())
 
     def give_up(self, reason: object) -> None:
-        """Drafts nothing any more; a line of the log says why."""
+        """Disables all drafters and logs the reason."""
         self._drafters.clear()
         logger.warning("torch_moe_mps: no tokens are drafted any more: %s", reason)
 
     def may_pay(self, rows: Sequence[Row], ahead: Sequence[int], room: Sequence[int]) -> bool:
-        """Whether the next step may have drafts, where the last tokens are not known yet.
+        """True if drafting may pay in the next step, before the last tokens are known.
 
-        Drafters that are cheap are asked; of others, it is enough that they would pay.
+        Cheap drafters are called; for others it is enough that they currently pay.
         """
         cheap = [number for number, each in self._drafters.items() if each.is_cheap]
         others = self._drafters.keys() - {*cheap}
@@ -86,11 +85,11 @@ class Drafting:
         return self._of(rows, ahead, room, cheap) is not None
 
     def draft(self, rows: Sequence[Row], ahead: Sequence[int], room: Sequence[int]) -> list[list[int]] | None:
-        """Drafts for each row, and how many tokens a step has; None where none has any.
+        """Draft tokens of each row, or None if there are none.
 
         Args:
-            ahead: how many tokens of each row are known behind the first of a step.
-            room: how many drafts each row may have.
+            ahead: number of known tokens of each row after the first one of the step.
+            room: maximum number of draft tokens of each row.
         """
         found = self._of(rows, ahead, room, [*self._drafters])
         if found is None:
@@ -101,12 +100,12 @@ class Drafting:
     def _of(
         self, rows: Sequence[Row], ahead: Sequence[int], room: Sequence[int], asked: Sequence[int]
     ) -> list[list[int]] | None:
-        """Drafts of these drafters: each is asked for the rows that have none yet."""
+        """Draft tokens from the given drafters, each called for the rows that have none yet."""
         started, found = time.perf_counter(), {row: list[int]() for row in rows}
-        for row, known, most in zip(rows, ahead, room, strict=True):
-            row.most = max(0, min(most, self.width.tokens - known))
+        for row, known, limit in zip(rows, ahead, room, strict=True):
+            row.max_drafts = max(0, min(limit, self.width.tokens - known))
         for number in asked:
-            left = [row for row in self._asked(number, rows) if not found[row] and row.most]
+            left = [row for row in self._asked(number, rows) if not found[row] and row.max_drafts]
             if left and not self._draft(number, left, found) and len(left) > 1:
                 for row in left:  # one of them fails
                     self._draft(number, [row], found)
@@ -116,11 +115,11 @@ class Drafting:
         return drafts if any(drafts) else None
 
     def _asked(self, number: int, rows: Sequence[Row]) -> list[Row]:
-        """The rows that a drafter is asked for."""
+        """Rows for which a drafter pays and is not disabled."""
         return [row for row in self.width.pays(rows, number) if number not in row.failed]
 
     def _draft(self, number: int, rows: Sequence[Row], found: dict[Row, list[int]]) -> bool:
-        """Whether a drafter drafts for these rows. A row alone that it fails for is not asked for again."""
+        """Calls a drafter. Returns: False if it raised; a single row is then disabled for it."""
         with self._fails(number, rows if len(rows) == 1 else ()):
             for row, own in zip(rows, self._checked(self._drafters[number].draft(rows), rows), strict=True):
                 found[row], row.drafter = own, number
@@ -128,11 +127,12 @@ class Drafting:
         return False
 
     def _checked(self, drafts: Any, rows: Sequence[Row]) -> list[list[int]]:
-        """The drafts of a drafter, at most as many of each row as were asked for, up to one of an image.
+        """A drafter's tokens, limited to each row's maximum and cut before image placeholders.
 
-        Raises: ValueError for what are no tokens of the model.
+        Raises: ValueError for values outside the vocabulary.
         """
-        made = [[int(token) for token in own[: row.most]] for own, row in zip(drafts, rows, strict=True)]
+        asked = zip(drafts, rows, strict=True)
+        made = [[int(token) for token in own[: row.max_drafts]] for own, row in asked]
         wrong = next((token for own in made for token in own if not 0 <= token < self._vocabulary), None)
         if wrong is not None:
             raise ValueError(f"drafts must be tokens below {self._vocabulary}, got {wrong}")
@@ -143,7 +143,7 @@ class Drafting:
             self.width.rested(row, drafter)
 
     def verified(self, rows: Sequence[Row], held: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
-        """Notes how many draft tokens of each row were accepted."""
+        """Records the number of accepted draft tokens of each row, and informs the drafters."""
         for row, count, own in zip(rows, held, drafts, strict=True):
             self.accepted += count
             self.rejected += len(own) - count
@@ -159,7 +159,7 @@ class Drafting:
     def computed(
         self, rows: Sequence[Row], firsts: Sequence[int], states: Tensor, counts: Sequence[int]
     ) -> None:
-        """Hands on the model's states [B, T, H] of `counts` tokens of rows, from their places `firsts` on."""
+        """Passes hidden states [B, T, H] of `counts` tokens per row, from `firsts` on, to the drafters."""
         wanted = self.states
         each = states.chunk(len(wanted), -1)
         for number, drafter in self._drafters.items():
@@ -172,7 +172,7 @@ class Drafting:
                         drafter.computed(row, first, parts[place : place + 1, :count])
 
     def left(self, row: Row) -> None:
-        """Tells the drafters that the answer of a row has ended."""
+        """Releases the drafters' state of a row whose answer has ended."""
         for number, drafter in self._drafters.items():
             if number not in row.failed:
                 with self._fails(number, [row]):
@@ -180,7 +180,7 @@ class Drafting:
 
     @contextmanager
     def _fails(self, number: int, rows: Sequence[Row]) -> Iterator[None]:
-        """Block of a drafter: its exceptions end its drafts for these sequences, and nothing else."""
+        """Context of a drafter call; an exception disables the drafter for these rows only."""
         try:
             with as_errors():
                 yield

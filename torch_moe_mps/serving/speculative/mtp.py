@@ -1,7 +1,7 @@
-"""Drafts of a model's own layers for it (multi-token prediction), from the states of its last layer.
+"""MTP drafter: multi-token prediction layers of the checkpoint draft from the last layer's hidden states.
 
-Layer k reads, at place p, the state at p of the model, or of the layer before, and token p + k + 1; it gives
-the likeliest token behind that one. Behind the last layer's draft, this one goes on from its own states.
+At position p, MTP layer k takes token p + k + 1 and the hidden state at p of the model or of MTP layer k - 1,
+and predicts the next token. Beyond the last MTP layer, it continues from its own hidden states.
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ _SMALL_GAP = 8  # states that are missing between a cached prefix and the first 
 
 @dataclass(eq=False)
 class _Read:
-    """A row, as far as the layers have read it.
+    """State of the MTP layers for one row.
 
     Attributes:
-        cache: of all layers.
-        is_whole: it begins with the row's first token.
-        next: the first place that each layer has not read.
-        states: [1, T, H] that each layer reads from there on, in parts.
-        computed: places of which the model has computed states.
+        cache: of all MTP layers.
+        is_whole: True if it starts at the row's first token.
+        next: first unread position of each layer.
+        states: queued inputs [1, T, H] of each layer from that position on.
+        computed: number of positions with hidden states of the model.
     """
 
     cache: Any
@@ -45,13 +45,13 @@ class _Read:
 
 
 class Mtp(RowDrafter[_Read]):
-    """A drafter of the layers that a model's checkpoint has for drafts.
+    """Drafts with a checkpoint's MTP layers.
 
     Args:
-        model: that verifies the drafts, accelerated.
-        memory: bytes for all prompts that the model keeps.
+        model: the target model, accelerated.
+        memory: bytes of the target model's prefix cache; the MTP layers' cache adds a proportional share.
 
-    Raises: ValueError for a model without such layers.
+    Raises: ValueError for a model without MTP layers.
     """
 
     states = (-1,)
@@ -66,7 +66,7 @@ class Mtp(RowDrafter[_Read]):
 
     @torch.no_grad()
     def computed(self, row: Row, first: int, states: Tensor) -> None:
-        """Takes the model's states [1, T, H] of a row's tokens from place `first` on."""
+        """Queues the target model's hidden states [1, T, H] of a row's tokens from position `first` on."""
         read = self._read.get(row)
         if read is None:
             read = self._read[row] = self._begin(row, first, states)
@@ -77,7 +77,7 @@ class Mtp(RowDrafter[_Read]):
 
     @torch.no_grad()
     def left(self, row: Row) -> None:
-        """Keeps what was read of a row whose answer has ended."""
+        """Caches the prefix of a row whose answer has ended."""
         read = self._read.pop(row, None)
         if read is None or not read.is_whole:
             return
@@ -100,7 +100,7 @@ class Mtp(RowDrafter[_Read]):
         return _Read(kept.cache, is_whole, [start for _ in self._layers], [waiting, *others], first)
 
     def _read_known(self, row: Row, read: _Read, end: int) -> None:
-        """Lets all layers read places in front of `end` whose tokens are known."""
+        """Computes all layers for positions before `end` whose tokens are known."""
         for layer in self._layers:
             first = read.next[layer]
             count = min(end, len(row.tokens) - 1 - layer) - first
@@ -116,14 +116,14 @@ class Mtp(RowDrafter[_Read]):
                 read.states[layer + 1].append(made)
 
     def _of(self, row: Row) -> list[int]:
-        """Reads the rest, and goes on from draft to draft; what rests on these is taken back."""
+        """Draft tokens of one row; computes queued positions first, and drops draft tokens from the cache."""
         read = self._read.get(row)
         if read is None or read.next[0] >= read.computed:
             return []
         known, end, last = len(row.tokens), read.computed, self._layers[-1]
         drafts, rest, right = list[Tensor](), list[Tensor](), end
         reached = [*read.next]
-        for number in range(known - 1 - end + row.most):
+        for number in range(known - 1 - end + row.max_drafts):
             layer = min(number, last)
             first, states = reached[layer], rest
             if number <= last:
@@ -153,7 +153,7 @@ class Mtp(RowDrafter[_Read]):
         return found
 
     def _tokens(self, row: Row, drafts: list[Tensor], first: int, count: int) -> Tensor:
-        """Tokens [1, count] of a row and drafts behind them, on the device."""
+        """Tokens [1, count] from position `first` on, of the row and then of the draft, on the device."""
         known = torch.tensor([row.tokens[first : first + count]], dtype=torch.int64).to(self._model.device)
         begin = max(0, first - len(row.tokens))
         return torch.cat([known, *drafts[begin : begin + count - known.shape[1]]], 1)

@@ -1,6 +1,6 @@
-"""Drafts from repetitions: what followed the last tokens before, in the sequence or in a cached prefix.
+"""Prompt lookup (n-gram) drafter: continuations of earlier occurrences of the last tokens.
 
-Agents repeat files, and answers repeat questions; no model computes these drafts.
+It searches the sequence and cached prefixes, and runs no model.
 """
 
 from array import array
@@ -20,10 +20,10 @@ _KEPT = 4  # cached prefixes that are searched, the last ones
 
 
 class Index:
-    """Places of a text behind each of its grams.
+    """Index of the n-grams of a token sequence.
 
     Attributes:
-        tokens: the text, which its owner extends.
+        tokens: the sequence, which its owner extends.
     """
 
     def __init__(self, tokens: list[int]):
@@ -33,7 +33,7 @@ class Index:
         self._read = 0
 
     def read(self) -> None:
-        """Takes the tokens in that have been added. The last gram has no place: nothing follows it yet."""
+        """Indexes newly added tokens, except the last n-gram, which has no continuation yet."""
         end, tokens, last = len(self.tokens), self.tokens, self._last
         begin = max(self._read, _GRAM)
         self._before.extend([0] * (end - len(self._before)))
@@ -43,9 +43,7 @@ class Index:
         self._read = max(end, self._read)
 
     def follows(self, tokens: list[int]) -> tuple[int, int]:
-        """The place behind the longest repetition of the end of some tokens, and the repetition's length;
-        0 tokens long if there is none.
-        """
+        """(position after the longest earlier match of the last tokens, length of the match or 0)."""
         if len(tokens) < _GRAM:
             return 0, 0
         (gram,) = _grams(tokens[-_GRAM:])
@@ -59,15 +57,15 @@ class Index:
         return best, longest
 
     def _repeats(self, tokens: list[int], place: int) -> int:
-        most = min(_LONGEST, place, len(tokens))
+        limit = min(_LONGEST, place, len(tokens))
         count = _GRAM
-        while count < most and self.tokens[place - count - 1] == tokens[-count - 1]:
+        while count < limit and self.tokens[place - count - 1] == tokens[-count - 1]:
             count += 1
         return count
 
 
 def _grams(tokens: list[int]) -> list[int]:
-    """Numbers that stand for each three tokens that follow each other."""
+    """Integer key of each n-gram of consecutive tokens."""
     if len(tokens) < _GRAM:
         return []
     ids = np.array(tokens, dtype=np.int64)
@@ -76,10 +74,10 @@ def _grams(tokens: list[int]) -> list[int]:
 
 
 class Lookup(Drafter):
-    """A drafter of repetitions.
+    """Drafts by prompt lookup.
 
     Args:
-        prompts: the prefix cache, searched, too; None for the sequence alone.
+        prompts: the prefix cache to search in addition to the sequence; None for none.
     """
 
     is_cheap = True
@@ -96,7 +94,7 @@ class Lookup(Drafter):
     def _of(self, row: Row, kept: list[Index]) -> list[int]:
         done = len(row.tokens) - row.prompt
         if row.likely[:done] == row.tokens[row.prompt :] and done < len(row.likely):
-            return row.likely[done : done + row.most]
+            return row.likely[done : done + row.max_drafts]
         own = self._own.get(row)
         if own is None:
             own = self._own[row] = [Index(row.tokens), *([Index(row.likely)] if row.likely else [])]
@@ -107,7 +105,7 @@ class Lookup(Drafter):
             found, length = index.follows(row.tokens)
             if length > longest:
                 best, place, longest = index, found, length
-        return best.tokens[place : place + row.most] if longest else []
+        return best.tokens[place : place + row.max_drafts] if longest else []
 
     def _of_kept(self) -> list[Index]:
         kept = [] if self._prompts is None else self._prompts.kept[-_KEPT:]

@@ -1,9 +1,8 @@
 """Verification of draft tokens: accepted as long as the target model samples the same tokens.
 
-A draft token is accepted if it is the one that would have been sampled without it. So each token has the
-target model's distribution, whatever was drafted: a draft g is accepted with the probability p(g), and
-otherwise the token is one of the others, as by rejection sampling. The random number of a sample belongs to
-the position of its token: with a seed, an answer is the same with drafts and without.
+A draft token is accepted if sampling from the target model gives the same token. So each token has the target
+model's distribution: a draft token g is accepted with probability p(g), as in rejection sampling. Random
+numbers belong to token positions: with a seed, an answer is the same with and without draft tokens.
 """
 
 from collections.abc import Sequence
@@ -19,14 +18,14 @@ Choice = int | Exception
 def verified(
     samplers: Sequence[Sampler], logits: Tensor, known: Sequence[int], drafts: Sequence[Sequence[int]]
 ) -> list[list[Choice]]:
-    """The accepted draft tokens of each row and the token behind them, or an error at the end.
+    """Accepted draft tokens of each row, followed by the next sampled token or an error.
 
-    Rows without processors of their own are chosen together, in one dispatch where their settings are equal;
-    the tokens of others one by one, as each of their processors reads the token before.
+    Rows without logits processors are sampled together, in one dispatch per setting. Rows with processors are
+    sampled token by token, because processors read the previous token.
 
     Args:
-        logits: [B, T, V], of tokens that are known and drafts behind them.
-        known: how many tokens of each row are not drafts; a row that knows more than T gets no token.
+        logits: [B, T, V] of known tokens followed by draft tokens.
+        known: number of known tokens of each row; a row with more than T gets no token.
     """
     made: list[list[Choice]] = [[] for _ in samplers]
     rows = [row for row, count in enumerate(known) if count <= logits.shape[1]]
@@ -48,7 +47,7 @@ def verified(
 
 
 def _at(logits: Tensor, places: list[tuple[int, int]]) -> Tensor:
-    """Logits [N, V] of these rows and tokens."""
+    """Logits [N, V] at (row, token) pairs."""
     tokens = logits.shape[1]
     numbers = [row * tokens + token for row, token in places]
     flat, first = logits.flatten(0, 1), numbers[0]
@@ -58,13 +57,13 @@ def _at(logits: Tensor, places: list[tuple[int, int]]) -> Tensor:
 
 
 def _accepted(tokens: Sequence[Choice], drafts: Sequence[int]) -> list[Choice]:
-    """Tokens up to the first that is not the draft."""
+    """Sampled tokens up to and including the first that differs from its draft token."""
     count = next((n for n, draft in enumerate(drafts) if tokens[n] != draft), len(drafts))
     return [*tokens[: count + 1]]
 
 
 def _one_by_one(sampler: Sampler, logits: Tensor, drafts: Sequence[int]) -> list[Choice]:
-    """Tokens from logits [T, V], each chosen when the one before it is known."""
+    """Samples tokens from logits [T, V] one at a time, until one differs from its draft token."""
     made: list[Choice] = []
     for n in range(len(drafts) + 1):
         (token,) = sample([sampler], logits[n : n + 1]).read()

@@ -1,4 +1,4 @@
-"""How many tokens are drafted: a set number, as long as enough of them are accepted."""
+"""Number of draft tokens per step, adapted to the acceptance rate."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,18 +15,16 @@ _PAUSES, _FIRST = 64, 16  # steps in front of a try of a drafter that does not p
 
 
 class Width:
-    """Chooses how many tokens are drafted for each row, from 0.
+    """Chooses the number of draft tokens of each row, possibly 0.
 
-    A drafter is asked for a row as long as a step with its drafts is expected to give more tokens a second
-    than one without: the accepted tokens of its last steps, against the times of both. Otherwise it pauses,
-    twice as long each time, and is tried again.
+    A drafter is used for a row while drafted steps are expected to yield more tokens per second than plain
+    ones, from recent acceptance and the measured times of both. Otherwise it pauses with exponential backoff.
 
     Args:
-        fixed: as many always; None is USUAL of drafters that pay.
+        fixed: always this number; None is USUAL, for drafters that pay.
 
     Attributes:
-        is_even: all rows of a step have as many tokens as the one with the fewest; else those that have fewer
-            are filled up.
+        is_even: True if all rows are cut to the fewest tokens of a row; otherwise shorter rows are padded.
     """
 
     def __init__(self, fixed: int | None = None):
@@ -37,15 +35,15 @@ class Width:
         self._all = defaultdict[int, Acceptance](lambda: Acceptance(self.tokens / 2))  # by drafter
 
     def best(self, found: Sequence[int]) -> int:
-        """How many tokens a step has behind the first of each row.
+        """Number of tokens per row after the first one of a step.
 
         Args:
-            found: how many each row has.
+            found: number of known and draft tokens of each row.
         """
         return min(self.tokens, (min if self.is_even else max)(found))
 
     def pays(self, rows: Sequence[Row], drafter: int) -> list[Row]:
-        """The rows for which a drafter is asked now."""
+        """Rows for which a drafter currently pays or is due for a retry."""
         if not self._is_gated:
             return [*rows]
         if self._counts[len(rows), False] <= _SAMPLES:
@@ -62,7 +60,7 @@ class Width:
         return own.waits == 0
 
     def took(self, many: int, tokens: int, seconds: float) -> None:
-        """Notes the time of a step of so many rows, with so many tokens of each."""
+        """Records the duration of a step with `many` rows and `tokens` tokens each."""
         kind = many, tokens > 1
         self._counts[kind] += 1
         before = self._seconds.get(kind, seconds)
@@ -72,7 +70,7 @@ class Width:
             self._seconds[kind] = before + _NEW * (min(seconds, 2 * before) - before)
 
     def verified(self, row: Row, accepted: int, drafted: int) -> None:
-        """Notes how many draft tokens of a row were accepted, up to the first rejected one."""
+        """Updates acceptance statistics after a verification step."""
         wrong = accepted < drafted
         gain = accepted - (wrong and self.is_even)  # tokens beside a rejected draft are computed again
         own = self._of(row, row.drafter)
@@ -82,7 +80,7 @@ class Width:
             each.waits = each.pause = min(_PAUSES, 2 * each.pause)
 
     def rested(self, row: Row, drafter: int) -> None:
-        """Notes a step without drafts of a drafter."""
+        """Counts a step without drafts of a drafter, for one row."""
         own = self._of(row, drafter)
         own.waits = max(0, own.waits - 1)
 

@@ -1,7 +1,6 @@
 """Four functions of PEFT, wrapped where it lacks an interface. docs/upstream.md proposes the interface.
 
-The functions belong to the version in `_versions.PEFT`; any other version of PEFT is not touched, and
-refuses quantised layers itself.
+They are wrapped for the version in `_versions.PEFT` only; other versions of PEFT reject quantised layers.
 """
 
 import functools
@@ -51,9 +50,9 @@ def _creating(plain: Callable) -> Callable:
 
 
 def _naming(plain: Callable) -> Callable:
-    """`target_parameters` are looked for among named parameters: quantised stacks are named meanwhile.
+    """Context in which quantised stacks are named parameters, so that `target_parameters` finds them.
 
-    PEFT takes the device from a `weight`, or from a parameter, which experts of a GGUF file have not.
+    PEFT takes the device from a `weight` or a parameter, which experts of a GGUF file lack.
     """
 
     @functools.wraps(plain)
@@ -86,9 +85,9 @@ def _with_stacks(experts: Any) -> Callable:
 
 
 def _including(plain: Callable) -> Callable:
-    """ "all-linear" names the linear layers by their classes; the quantised ones are added.
+    """Adds quantised linear layers to "all-linear", which selects layers by class.
 
-    PEFT asks for that before it changes a model, of each adapter, so that what is refused is refused here.
+    PEFT calls this for each adapter before it changes a model, so unsupported configs are rejected here.
     """
 
     @functools.wraps(plain)
@@ -104,7 +103,7 @@ def _including(plain: Callable) -> Callable:
 
 
 def _quantized_linears(model: Any) -> Iterator[str]:
-    """The names of quantised linear layers but for the head, and for those that have an adapter."""
+    """Names of quantised linear layers without an adapter, except the head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     adapted = [f"{name}." for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
     for name, module in model.named_modules():

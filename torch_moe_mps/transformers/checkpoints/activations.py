@@ -150,7 +150,7 @@ def largest(model: nn.Module, ids: Tensor) -> Largest:
 
 @contextlib.contextmanager
 def _looked_at(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Block in which the yielded list collects the largest magnitude of each module call but the head's.
+    """Context that yields a list of the largest magnitude of each module call except the head's.
 
     A module with a hook runs eager, so that values inside a fused operator are seen, too.
     """

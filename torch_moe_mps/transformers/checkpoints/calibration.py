@@ -37,14 +37,13 @@ def importance_for(
     load: Callable[[bool], Any],
     drafting: Callable[[Any], Drafting | None] = lambda model: None,
 ) -> Importance:
-    """Importance that an argument asks for: itself, a file of it, a text, or "auto" for the built-in text.
+    """Importance matrix for the `importance` argument: an Importance, a file, a text, or "auto".
 
     Args:
-        function: for errors.
-        source: of the model.
-        load: loads it on the device where it shall run: dense, as the checkpoint has it, for True; quantised,
-            as is asked for, for False.
-        drafting: the layers of a loaded model that draft, which are counted, too.
+        function: name of the caller, for errors.
+        source: folder or name of the model.
+        load: loads the model on its device, dense for True, quantised as requested for False.
+        drafting: returns the MTP layers of a loaded model, which are calibrated, too.
 
     Raises: what `read_importance` and `collect_importance` do, and ValueError for a text that is no UTF-8.
     """

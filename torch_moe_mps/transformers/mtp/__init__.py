@@ -1,1 +1,1 @@
-"""Layers behind a model that draft further tokens (multi-token prediction): read, quantised and run."""
+"""MTP layers (multi-token prediction), which draft tokens: loaded, quantised and run."""

@@ -1,4 +1,4 @@
-"""Candidates of `generate(use_mtp=True)` of an accelerated model, by layers that are read once."""
+"""Candidate generator of `generate(use_mtp=True)` for accelerated models; MTP layers are loaded once."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from .steps import mtp_layers
 
 
 class Candidates(MTPCandidateGenerator):
-    """Candidates of the layers that a model's checkpoint has for drafts.
+    """Candidate generator that drafts with a checkpoint's MTP layers.
 
-    All attributes are those of transformers' class, which would read the layers for each call, dense.
+    It has the attributes of transformers' class, which would load dense layers in each call.
     """
 
     def __init__(self, model: Any, config: Any, processors: Any):

@@ -1,7 +1,7 @@
-"""Layers behind a model that draft further tokens (multi-token prediction), in its checkpoint.
+"""Loading, quantising and converting the MTP layers of a checkpoint.
 
-Each is of the class of the model's layers, and quantised as the last one of these; by names that begin with
-mtp.0 and so on, recipes make exceptions.
+Each is an instance of the model's layer class and quantised like its last layer. Recipes can make exceptions
+for names that begin with mtp.0 and so on.
 """
 
 import copy
@@ -52,17 +52,16 @@ MTP = OF_MTP.rstrip(".")  # the entry of a checkpoint's quantisation with the fo
 
 
 class _Section:
-    """These layers of a checkpoint: a section of its files, which walks the road of all models.
+    """The MTP section of a checkpoint, loaded like any other model.
 
     Args:
-        model: whose layers they are; it may be without weights. Its config says how many there are.
+        model: the main model, possibly without weights; its config has the number of MTP layers.
         source: the checkpoint.
-        recipe: for dense weights, and FP8 weights that get fewer bits; other quantised weights stay so. Its
-            exceptions are the model's.
-        importance: for quantisation.
+        recipe: for dense weights, and FP8 weights that get fewer bits; other quantised weights are unchanged.
+        importance: importance matrix for quantisation.
 
-    Raises: ValueError for a checkpoint whose quantisation is not read here, for tensors that do not fit, and
-        for an exception for these layers alone that fits none of their weights, or none that is dense.
+    Raises: ValueError for an unsupported quantisation, tensors that do not fit, and an exception for MTP
+        layers that matches none of their dense weights.
     """
 
     def __init__(self, model: Any, source: str, recipe: Recipe, importance: Importance | None = None):
@@ -85,7 +84,7 @@ class _Section:
         return self._quantizer is None
 
     def read(self) -> Any:
-        """transformers' module of these layers, with their weights, on the CPU."""
+        """transformers' module of the MTP layers, with weights, on the CPU."""
         with ExitStack() as stack:
             tensors: dict[str, Any] = {}
             for file, names in self._found.files.items():
@@ -103,16 +102,16 @@ class _Section:
         return self._layers
 
     def nbytes(self) -> int:
-        """Bytes of these layers, which need no memory for that."""
+        """Bytes of the MTP layers, computed without loading them."""
         if self._quantizer is not None:
             self._quantizer.place_empty(self._layers, lambda name: True)
         return sum(tensor.nbytes for tensor in self._layers.state_dict().values())
 
 
 def _about(source: str, model: Any) -> Source:
-    """The checkpoint, whose quantisation applies to these layers, too.
+    """The checkpoint's config, whose quantisation applies to the MTP layers, too.
 
-    Raises: ValueError for one that is not read here.
+    Raises: ValueError for an unsupported quantisation.
     """
     stored, config = PreTrainedConfig.get_config_dict(source)[0], PreTrainedConfig()
     config.quantization_config, config.quantization = (
@@ -132,25 +131,25 @@ def _about(source: str, model: Any) -> Source:
 
 
 def note_folder(model: Any, folder: str) -> None:
-    """Lets a model know the folder of its revision: transformers keeps no more than a name on the Hub."""
+    """Stores the folder of a model's revision on it; transformers stores only the Hub name."""
     if folder != model.config.name_or_path and Path(folder).is_dir():
         vars(model)[_FOLDER] = folder
 
 
 def checkpoint_of(model: Any) -> str:
-    """The folder of a model's checkpoint, or its name on the Hub, where only transformers loaded it."""
+    """Folder of a model's checkpoint, or its Hub name if only transformers loaded it."""
     noted: str | None = vars(model).get(_FOLDER)
     name: str = model.config.name_or_path
     return name if noted is None or not Path(noted).is_dir() else noted
 
 
 def named(layers: Any) -> nn.Module:
-    """A module that has these layers under the names of recipes and importance: mtp.0 and so on."""
+    """Module with the MTP layers under their names in recipes and importance: mtp.0 and so on."""
     return nn.ModuleDict({MTP: layers.layers})
 
 
 def _own(importance: Importance) -> Importance | None:
-    """The importance of these layers, by their names in transformers' module; None where it has none."""
+    """Importance of the MTP layers, keyed by names in transformers' module, or None."""
     means = {
         f"layers.{name.removeprefix(OF_MTP)}": mean
         for name, mean in importance.means.items()
@@ -160,9 +159,9 @@ def _own(importance: Importance) -> Importance | None:
 
 
 def _exceptions(layers: Any, recipe: Recipe) -> dict[str, Format | None]:
-    """Exceptions that a model's recipe makes of these layers, by the names in transformers' module.
+    """A recipe's exceptions for MTP layers, keyed by names in transformers' module.
 
-    Raises: ValueError for one for these layers alone that fits none of their weights.
+    Raises: ValueError for an exception that matches none of their weights.
     """
     paths = paths_of(quantizable(named(layers)))
     for pattern in recipe.of_mtp():
@@ -173,7 +172,7 @@ def _exceptions(layers: Any, recipe: Recipe) -> dict[str, Format | None]:
 
 
 def _arguments(recipe: Recipe, stored: Mapping[str, Any], layers: Any) -> dict[str, Any] | None:
-    """A recipe as arguments of `accelerate`; None for none, and where FP8 has as few bits."""
+    """Recipe as arguments of `accelerate`; None without one, or if FP8 already has as few bits."""
     exceptions, method = _exceptions(layers, recipe), stored.get("quant_method")
     if stored and method != _FP8 and (own := recipe.of_mtp()):
         expected, got = "for MTP layers that are dense or in FP8", "quantised ones"
@@ -195,14 +194,14 @@ def recipe_of_last_layer(model: Any) -> Recipe:
 
 
 def _packed_in(source: str) -> dict[str, str]:
-    """{name: format} of what a checkpoint that this package wrote has quantised of these layers."""
+    """{name: format} of quantised MTP weights in a checkpoint of this package."""
     stored = PreTrainedConfig.get_config_dict(source)[0].get("quantization_config")
     found: dict[str, str] = stored.get(MTP, {}) if stored and (is_ours(stored) or is_mlx(stored)) else {}
     return found
 
 
 def _without_memory(model: Any) -> Any:
-    """transformers' module of these layers on the meta device, in the model's dtype, and nothing of it."""
+    """transformers' module of the MTP layers on the meta device, in the model's dtype."""
     from ..upstream import MtpModel
 
     with torch.device("meta"):
@@ -214,10 +213,7 @@ def _without_memory(model: Any) -> Any:
 
 
 def _of_makers(layers: Any, model: Any) -> list[Any]:
-    """transformers' conversions of tensors as the makers of a model name them.
-
-    Without entries in the model's own format: the layers are unchanged.
-    """
+    """transformers' conversions for the original names of MTP tensors."""
     mapping: list[Any] = layers.get_weight_conversions(seen_with(model, _weight_conversions=None))
     return mapping
 

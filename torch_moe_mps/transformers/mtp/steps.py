@@ -1,4 +1,4 @@
-"""MTP layers, as they run: read once for a model, and quantised and accelerated as its own ones."""
+"""MTP layers at run time: loaded once per model, quantised and accelerated like its layers."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from .layers import config_of_mtp, named, read_mtp, require_mtp
 
 
 class MtpStep(PreTrainedModel):
-    """One of these layers, as a model whose calls for a few tokens are captured.
+    """One MTP layer as a model whose calls for a few tokens are captured.
 
     Args:
         layers: as transformers has them, with the model's embedding and head.
@@ -30,11 +30,11 @@ class MtpStep(PreTrainedModel):
     def forward(
         self, input_ids: Tensor, states: Tensor, position_ids: Tensor, cache: Cache
     ) -> tuple[Tensor, Tensor]:
-        """Logits [1, 1, V] of the token behind the last one, and states [1, T, H] for the next layer.
+        """Logits [1, 1, V] of the next token, and hidden states [1, T, H] for the next MTP layer.
 
         Args:
-            input_ids: [1, T], each behind the token of its state.
-            states: [1, T, H], of the model, or of the layer before.
+            input_ids: [1, T], each the successor of its state's token.
+            states: [1, T, H] hidden states of the model or the previous MTP layer.
             position_ids: [1, T], of the tokens.
         """
         result = self.layers.forward_layer(self.number, states, position_ids, cache, input_ids=input_ids)
@@ -42,10 +42,10 @@ class MtpStep(PreTrainedModel):
 
 
 class MtpCounted:
-    """These layers of a loaded model, for importance.
+    """MTP layers of a loaded model, for calibration.
 
     Attributes:
-        named: they, by their names in recipes.
+        named: module with the layers under their names in recipes.
     """
 
     def __init__(self, model: Any):
@@ -53,7 +53,7 @@ class MtpCounted:
         self.named = named(self._layers)
 
     def read(self, ids: Tensor, states: Tensor) -> None:
-        """Runs all of them for tokens [1, T] and the model's states [1, T, H]."""
+        """Runs all MTP layers on tokens [1, T] and the model's hidden states [1, T, H]."""
         cache, places = new_mtp_cache(self._model), torch.arange(ids.shape[1], device=ids.device)[None]
         for layer in range(len(self._layers.layers)):
             tokens, at = ids[:, layer + 1 :], places[:, layer + 1 :]
@@ -62,9 +62,9 @@ class MtpCounted:
 
 
 def mtp_layers(model: Any) -> Any:
-    """transformers' module of the layers of a model that draft, with its embedding and head.
+    """transformers' module of a model's MTP layers, with its embedding and head.
 
-    Raises: ValueError for a model that has none.
+    Raises: ValueError for a model without MTP layers.
     """
     if model not in DRAFTING:
         require_mtp(model)
@@ -79,7 +79,7 @@ def mtp_layers(model: Any) -> Any:
 
 
 def mtp_steps(model: Any) -> list[MtpStep]:
-    """The layers of a model that draft, one by one. Raises: ValueError for a model that has none."""
+    """List of a model's MTP layers. Raises: ValueError for a model without any."""
     layers = mtp_layers(model)
     steps = [MtpStep(layers, number).eval() for number in range(len(layers.layers))]
     for step in steps:
@@ -91,9 +91,9 @@ def mtp_steps(model: Any) -> list[MtpStep]:
 
 
 def new_mtp_cache(model: Any) -> Any:
-    """An empty cache of these layers.
+    """Empty KV cache of the MTP layers.
 
-    A layer reads its tokens in order, from the first one on: the masks are those of any cache, however far
-    its positions are from the model's.
+    A layer reads tokens in order from the first one, so masks work as for any cache; positions may be offset
+    from the model's.
     """
     return DynamicCache(config=config_of_mtp(model))

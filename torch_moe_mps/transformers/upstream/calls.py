@@ -49,7 +49,7 @@ def _cache_name(forward: Callable) -> str | None:
 
 def _is_cache_type(annotation: Any) -> bool:
     if isinstance(annotation, str):
-        return any(word.strip(" \"'").endswith("Cache") for word in annotation.split("|"))
+        return any(part.strip(" \"'").endswith("Cache") for part in annotation.split("|"))
     kinds = get_args(annotation) or (annotation,)
     return any(isinstance(kind, type) and issubclass(kind, Cache) for kind in kinds)
 
@@ -141,10 +141,10 @@ class Binder:
         self.takes_one = len(self._forms.needed) <= 1
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
-        """The arguments of a call; None for one that is not understood.
+        """Arguments of a call mapped to the other forward, or None if that is impossible.
 
-        It is understood where each argument that the other forward has no name for is None, has its default,
-        or is an option in NEUTRAL that the forward does not name.
+        Arguments that the other forward lacks must be None, have their default, or be an option in NEUTRAL
+        that this forward does not name.
         """
         order, known, defaults, needed, is_open, hands_cache_on = self._forms
         given = dict(zip(order, args, strict=False))

@@ -1,1 +1,1 @@
-"""One module a protocol: its request fields, its answers and its events."""
+"""Protocols, one per module: request fields, answers and events."""

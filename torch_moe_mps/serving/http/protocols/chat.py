@@ -1,4 +1,4 @@
-"""OpenAI's chats: `/v1/chat/completions`."""
+"""OpenAI's chat completions: `/v1/chat/completions`."""
 
 import time
 from typing import Any
@@ -30,7 +30,7 @@ MOST_LOGPROBS = 20
 
 
 def _predicted(prediction: Any) -> str | None:
-    """The text of a `prediction`; None where it is none."""
+    """Text of a `prediction`, or None."""
     if not isinstance(prediction, dict) or prediction.get("type") != "content":
         return None
     content = prediction.get("content")
@@ -91,7 +91,7 @@ class ChatCompletions(Protocol):
         return Request(
             prompts=[Chat(messages, tools, variables, goes_on)],
             prompt_field="messages",
-            most=body.get("max_completion_tokens") or body.get("max_tokens"),
+            max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
             form=None if forced else form,  # OpenAI's clients ask for both
             forced=forced,
             form_field="tool_choice" if forced else form_field,
@@ -119,7 +119,7 @@ class ChatCompletions(Protocol):
 
 
 class Chunks(Writer):
-    """Objects of one kind, with the usage in a last one, or in each, if the request wants it."""
+    """Writer of streamed chunks, with usage in the last or every chunk if requested."""
 
     prefix: str
     kind: str
@@ -130,7 +130,7 @@ class Chunks(Writer):
         self._options = self.request.later.get("stream_options") or {}
 
     def choice(self, choice: dict[str, Any]) -> str:
-        """A part of an answer."""
+        """One entry of `choices`."""
         is_counted = self._options.get("include_usage") and self._options.get("continuous_usage_stats")
         counted = {"usage": usage(self.answers)} if is_counted else {}
         return event(self.envelope | {"choices": [choice]} | counted)
@@ -186,9 +186,9 @@ class _Chunks(Chunks):
 
 
 def _form(body: dict[str, Any]) -> tuple[str, dict[str, Any] | str | None]:
-    """The field that says what the answer must be like, and its schema or grammar.
+    """(field that requests structured output, its schema or grammar).
 
-    `json_schema` and `grammar` are llama.cpp's. Raises: Refused for two of them.
+    `json_schema` and `grammar` are llama.cpp's fields. Raises: Refused for more than one.
     """
     asked = {name: body[name] for name in ("json_schema", "grammar") if body.get(name) is not None}
     schema = schema_of(body.get("response_format"), "response_format")
@@ -200,7 +200,7 @@ def _form(body: dict[str, Any]) -> tuple[str, dict[str, Any] | str | None]:
 
 
 def logprobs_of(body: dict[str, Any], asked: bool, needed: str) -> int | None:
-    """How many alternatives each token of an answer shall have. Raises: Refused if nothing asks."""
+    """Number of top log probabilities per token. Raises: Refused for `top_logprobs` without `logprobs`."""
     count = body.get("top_logprobs")
     if count and not asked:
         raise wrong("top_logprobs", f"with {needed}", count)
@@ -227,7 +227,7 @@ def usage(answers: Answers) -> dict[str, Any]:
 
 
 def envelope(prefix: str, kind: str, served: Served) -> dict[str, Any]:
-    """The fields of an answer, or of each chunk of one, that all have."""
+    """Fields common to an answer and its chunks."""
     return {"id": new_id(prefix), "object": kind, "created": int(time.time()), "model": served.name}
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's completions of texts: `/v1/completions`."""
+"""OpenAI's text completions: `/v1/completions`."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ class Completions(Protocol):
         return Request(
             prompts=[*texts_or_tokens(body["prompt"], "prompt", limits.PROMPTS)],
             prompt_field="prompt",
-            most=body.get("max_tokens"),
+            max_tokens=body.get("max_tokens"),
             form=schema_of(body.get("response_format"), "response_format"),
             form_field="response_format",
             logprobs=body.get("logprobs"),

@@ -1,4 +1,4 @@
-"""Messages of OpenAI's protocols as chat templates read them, and tools."""
+"""Conversion of OpenAI messages and tools to the form of chat templates."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def text_part(text: str) -> Part:
 
 
 def content(value: Any, where: str) -> list[Part]:
-    """The parts of a content. Raises: Refused for another value."""
+    """Parts of a message's content. Raises: Refused."""
     if isinstance(value, str):
         return [text_part(value)] if value else []
     if not isinstance(value, list):
@@ -53,7 +53,7 @@ def _part(part: Any, where: str) -> Part:
 
 
 def messages(values: Any, field: str, say: Say) -> list[dict[str, Any]]:
-    """The messages of a chat. Raises: Refused."""
+    """Messages of a chat request. Raises: Refused."""
     if not isinstance(values, list) or not values:
         raise wrong(field, "a list of at least one message", values)
     return joined([message(value, f"{field}[{number}]", say) for number, value in enumerate(values)])
@@ -99,13 +99,13 @@ def _calls(values: Any, where: str, say: Say) -> list[dict[str, Any]]:
 
 
 def call(name: Any, function: str, arguments: Any) -> dict[str, Any]:
-    """A call in the form that chat templates read."""
+    """Tool call in the form of chat templates."""
     made = {"type": "function", "function": {"name": function, "arguments": arguments}}
     return {"id": name, **made} if isinstance(name, str) else made
 
 
 def arguments(value: Any, say: Say) -> Any:
-    """The arguments of a call as an object; any other JSON stays a text."""
+    """Arguments of a tool call as an object; other JSON stays text."""
     if isinstance(value, dict):
         return value
     try:
@@ -119,7 +119,7 @@ def arguments(value: Any, say: Say) -> Any:
 
 
 def joined(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with the system's first ones as one, and calls behind a text of the assistant beside it."""
+    """Messages with leading system messages merged, and tool calls merged into the assistant's text."""
     made: list[dict[str, Any]] = []
     for value in values:
         last = made[-1] if made else None
@@ -135,7 +135,7 @@ def joined(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tool(value: Any, where: str, say: Say) -> list[Tool]:
-    """The functions that a tool is for a model: none for one that a server of OpenAI would run itself."""
+    """Functions of a tool; none for tools hosted by OpenAI."""
     if not isinstance(value, dict):
         raise wrong(where, "an object with a type", value)
     kind = value.get("type", "function")
@@ -159,7 +159,7 @@ def tool(value: Any, where: str, say: Say) -> list[Tool]:
 
 
 def in_namespace(space: str | None, name: str) -> str:
-    """How a model sees a function of a namespace."""
+    """Name of a namespaced function for the model."""
     if space is None:
         return name
     return f"{space}{name}" if space.endswith("__") else f"{space}__{name}"
@@ -203,9 +203,9 @@ def tools(values: Any, field: str, say: Say) -> list[Tool]:
 
 
 def chosen(body: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Forced | None]:
-    """The tools that a model may call, and those that it must.
+    """(tools that the model may call, forced tools) for a `tool_choice`.
 
-    Raises: Refused for a choice that is none.
+    Raises: Refused for an invalid choice.
     """
     choice, parallel = body.get("tool_choice"), body.get("parallel_tool_calls") is not False
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -222,7 +222,7 @@ def chosen(body: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Forced | 
 
 
 def _allowed(choice: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Any]:
-    """The tools that a choice of `allowed_tools` leaves, and the choice among these. Raises: Refused."""
+    """(tools left by `allowed_tools`, its choice among them). Raises: Refused."""
     allowed = choice.get("allowed_tools", choice)
     tools = allowed.get("tools") if isinstance(allowed, dict) else None
     if not isinstance(tools, list):
@@ -232,7 +232,7 @@ def _allowed(choice: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Any]:
 
 
 def _named(choice: Any, own: list[Tool]) -> Tool:
-    """The tool that a choice names. Raises: Refused."""
+    """Tool named by a choice. Raises: Refused."""
     if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom", "tool"):
         raise wrong("tool_choice", "none, auto, required or a function by its name", choice)
     name = _name_of(choice)
@@ -250,7 +250,7 @@ def _name_of(value: dict[str, Any]) -> Any:
 
 
 def effort(value: Any) -> dict[str, Any]:
-    """Variables of chat templates for how much a model shall think."""
+    """Chat template variables for a reasoning effort."""
     if value is None:
         return {}
     if value not in _ORDER:
@@ -262,12 +262,12 @@ def effort(value: Any) -> dict[str, Any]:
 
 
 def goes_on(values: list[dict[str, Any]], field: str, body: dict[str, Any] | None = None) -> bool:
-    """Whether the last message is the beginning of the answer.
+    """True if the last message is the start of the answer (prefill of the assistant).
 
     Args:
-        body: may say so, with vLLM's names `continue_final_message` and `add_generation_prompt`.
+        body: may set vLLM's `continue_final_message` or `add_generation_prompt`.
 
-    Raises: Refused for two of them, and where the body says what cannot be.
+    Raises: Refused for both of them, or if the last message does not allow it.
     """
     *_, before, last = [False, False, *map(_says, values)]
     if before and last:
@@ -288,5 +288,5 @@ def goes_on(values: list[dict[str, Any]], field: str, body: dict[str, Any] | Non
 
 
 def _says(value: dict[str, Any]) -> bool:
-    """Whether a message is the assistant's, and calls no tool."""
+    """True for an assistant message without tool calls."""
     return value["role"] == "assistant" and "tool_calls" not in value

@@ -1,5 +1,6 @@
-"""OpenAI's `/v1/embeddings`, and `/v1/rerank` as the servers of Jina and Cohere have it, or as
-text-embeddings-inference has it: `texts` in place of `documents`, and a bare list as the answer.
+"""OpenAI's `/v1/embeddings`, and `/v1/rerank` as of Jina, Cohere and text-embeddings-inference.
+
+The latter has `texts` in place of `documents`, and a bare list as the response.
 """
 
 import base64
@@ -33,7 +34,7 @@ _FIELDS = {
 
 
 class Texts:
-    """The texts of a request, as tokens, and what its answer is.
+    """An embeddings or rerank request: its tokenized texts and its response.
 
     Args:
         path: EMBEDDINGS or RERANK.
@@ -74,7 +75,7 @@ class Texts:
             return [*self.encoder.tokenizer(value)["input_ids"]]
 
     def compute(self) -> Tensor:
-        """On the thread of the device."""
+        """Computes the response. Call it on the device thread."""
         return self.encoder.scores(self.ids) if self.path == RERANK else self.encoder.vectors(self.ids)
 
     def answer(self, result: Tensor) -> dict[str, Any] | list[dict[str, Any]]:
@@ -139,5 +140,5 @@ def _documents(value: Any, field: str) -> list[str]:
 
 
 def _base64(vector: Tensor) -> str:
-    """The octets of float32, as OpenAI's clients read them."""
+    """Base64 of the float32 values, as OpenAI clients decode it."""
     return base64.b64encode(vector.contiguous().numpy().astype("<f4").tobytes()).decode()

@@ -1,6 +1,6 @@
-"""Forms of answers: how a family of models marks its reasoning and tool calls, a row each.
+"""Table of answer formats: the marks of reasoning and tool calls of each model family.
 
-A model's form is the first one whose marks are all in its chat template.
+A model's format is the first one whose marks are all in its chat template.
 """
 
 import re
@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Tags:
-    """Marks of arguments that have a tag each: `begin` KEY `key_end` attributes `value` VALUE `value_end`.
+    """Marks of tagged arguments: `begin` KEY `key_end` attributes `value` VALUE `value_end`.
 
     Args:
-        name_ends: end the name of the function.
-        value: begins a value, behind attributes; "" where it is at `key_end`.
-        end: of the call.
-        padding: stands in front of a value and behind it, and is not part of it.
+        name_ends: marks after the function's name.
+        value: mark before a value, after attributes; "" if values start at `key_end`.
+        end: mark after the call.
+        padding: surrounds a value without being part of it.
     """
 
     name_ends: tuple[str, ...]
@@ -30,19 +30,19 @@ class Tags:
 
 @dataclass(frozen=True)
 class Form:
-    """A form of answers.
+    """Answer format of a model family.
 
     Args:
-        in_template: marks by which a chat template is recognised.
-        begins: marks of a call.
-        arguments: how they lie. "json": an object with the name in it, a list of these, or an object behind
-            a `header`. "gemma": JSON without quotes around keys, behind a `header`. "python": a list of calls
-            as Python writes them. "harmony": messages of channels.
-        header: matches what stands between a mark of a call and its arguments; its groups are name and id.
-        around: marks that are part of no text and no call: of sections, and of the ends of calls.
+        in_template: marks that identify its chat templates.
+        begins: marks before a tool call.
+        arguments: syntax of calls. "json": an object with the name in it, a list of these, or an object after
+            a `header`. "gemma": JSON without quotes around keys, after a `header`. "python": a list of calls
+            in Python syntax. "harmony": messages in channels.
+        header: pattern between a call's mark and its arguments, with groups for name and id.
+        around: marks that are neither text nor part of a call, such as section marks.
         thought: marks around reasoning.
-        grammar: xgrammar's name of the family; None where it has none.
-        needs_tool: True if only the name of a tool of the request makes a call.
+        grammar: xgrammar's name of the family, or None.
+        needs_tool: True if only names of the request's tools start a call.
     """
 
     in_template: tuple[str, ...]
@@ -56,7 +56,7 @@ class Form:
 
     @property
     def marks(self) -> set[str]:
-        """All marks, some of which are special tokens."""
+        """All marks of the format, special tokens included."""
         tags = self.arguments
         inner = {*vars(tags).values()} - {tags.name_ends} if isinstance(tags, Tags) else _INNER
         return {*self.begins, *self.around, *self.thought, *inner}
@@ -70,7 +70,7 @@ _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜
 
 
 def _dsml(calls: str, grammar: str, space: str = "") -> Form:
-    """DeepSeek's markup from V3.2 on."""
+    """Format of DeepSeek from V3.2 on (DSML)."""
     tag = f"｜DSML｜{space}"
     arguments = Tags(
         name_ends=('">',),
@@ -145,7 +145,7 @@ _ANCHORS = (
 
 
 def form_of(processor: Any) -> Form | None:
-    """The form of a model's answers; None where its chat template has the marks of none."""
+    """Answer format for a chat template, or None."""
     tokenizer = getattr(processor, "tokenizer", processor)
     template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
     templates = [*template.values()] if isinstance(template, dict) else [template]
@@ -154,6 +154,6 @@ def form_of(processor: Any) -> Form | None:
 
 
 def begun_by(prompt: str) -> str:
-    """The beginning of an answer at the end of a prompt."""
+    """Start of the answer at the end of a templated prompt."""
     ends = [at + len(anchor) for anchor in _ANCHORS if (at := prompt.rfind(anchor)) >= 0]
     return prompt[max(ends) :] if ends else ""

@@ -1,4 +1,4 @@
-"""Anthropic's messages: `/v1/messages` and `/v1/messages/count_tokens`, which Claude Code asks."""
+"""Anthropic's messages API, as Claude Code uses it: `/v1/messages` and `/v1/messages/count_tokens`."""
 
 import json
 from typing import Any
@@ -80,7 +80,7 @@ class Messages(Protocol):
         return Request(
             prompts=[Chat(messages, tools, _variables(body), conversation.goes_on(messages, "messages"))],
             prompt_field="messages",
-            most=body.get("max_tokens"),
+            max_tokens=body.get("max_tokens"),
             form=None if forced else schema,
             forced=forced,
             form_field="tool_choice" if forced else "output_config.format",
@@ -156,13 +156,13 @@ class _Events(Writer):
 
 
 class _Content:
-    """Reads blocks of messages."""
+    """Converts content blocks of messages."""
 
     def __init__(self, role: str, served: Served):
         self.role, self.served = role, served
 
     def texts(self, value: Any, where: str) -> list[conversation.Part]:
-        """The parts of a text or of blocks; what only tools of Anthropic's servers write is left out.
+        """Content parts of a text or blocks; blocks of Anthropic's server tools are dropped.
 
         Raises: Refused.
         """
@@ -245,7 +245,7 @@ def _of_assistant(reader: _Content, values: list[Any], where: str) -> list[dict[
 
 
 def _of_user(reader: _Content, values: list[Any], where: str) -> list[dict[str, Any]]:
-    """Results of tools, in front of what the user says."""
+    """Messages of a user turn: tool results first, then the user's content."""
     results, parts = [], []
     for place, block in enumerate(values):
         inside = f"{where}[{place}]"
@@ -343,7 +343,7 @@ def _ending(answers: Answers) -> dict[str, Any]:
 
 
 def _usage(answers: Answers) -> dict[str, Any]:
-    """Cached tokens of the prompt are counted apart. Draft tokens have OpenAI's names."""
+    """`usage` of an answer. Cached prompt tokens are separate; draft tokens use OpenAI's names."""
     return answers.drafts_form | {
         "input_tokens": answers.prompt_tokens - answers.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""Protocols: how requests are read, answers written, and errors told."""
+"""Protocol interface: parsing requests, writing answers and errors."""
 
 import json
 from abc import ABC, abstractmethod
@@ -22,32 +22,32 @@ class Writer(ABC):
 
     @abstractmethod
     def item(self, number: int, item: Item) -> str:
-        """A part of the answer of that number."""
+        """Events for the next item of an answer."""
 
     def ended(self, number: int) -> str:
-        """The events behind the last part of the answer of that number."""
+        """Events at the end of one answer."""
         return ""
 
     @abstractmethod
     def end(self) -> str:
-        """The events behind the last answer."""
+        """Events at the end of the stream."""
 
     @abstractmethod
     def failed(self, refused: Refused) -> str:
-        """An error behind the beginning."""
+        """Event for an error after the stream has started."""
 
     def ping(self) -> str:
-        """Tells the client that its answer is still coming."""
+        """Keep-alive event."""
         answers = self.answers.answers
         read, of = (sum(getattr(a, name) for a in answers) for name in ("read_tokens", "prompt_tokens"))
         return f": {read} of {of} tokens of the prompt are computed\n\n"
 
 
 class Protocol(ABC):
-    """One path of the server that generates.
+    """One generating endpoint.
 
     Attributes:
-        counts: the name below the path that counts a prompt's tokens, where there is one.
+        counts: name of the sub-path that counts prompt tokens, if any.
     """
 
     path: str
@@ -55,48 +55,48 @@ class Protocol(ABC):
 
     @abstractmethod
     def read(self, body: dict[str, Any], served: Served) -> Request:
-        """The request of a body. Raises: Refused."""
+        """Request of a JSON body. Raises: Refused."""
 
     @abstractmethod
     def whole(self, request: Request, answers: Answers, served: Served) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Body of a non-streamed answer."""
 
     @abstractmethod
     def writer(self, request: Request, answers: Answers, served: Served) -> Writer: ...
 
     def read_prompt(self, body: dict[str, Any], served: Served) -> Request:
-        """Reads a request whose prompt is only counted. Raises: Refused."""
+        """Request of a body that only counts prompt tokens. Raises: Refused."""
         return self.read(body, served)
 
 
 @dataclass
 class Text:
-    """Consecutive pieces of one kind."""
+    """Consecutive text deltas of one kind (text or reasoning)."""
 
     kind: str
-    pieces: list[Piece]
+    deltas: list[Piece]
 
     @property
     def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
+        return "".join(delta.text for delta in self.deltas)
 
 
 def blocks(answer: Answer) -> list[Text | Call]:
-    """An answer as texts and calls, in order."""
+    """Answer as a list of texts and tool calls, in order."""
     made: list[Text | Call] = []
     for item in answer.items:
         last = made[-1] if made else None
         if isinstance(item, Call):
             made.append(item)
         elif isinstance(last, Text) and (last.kind == item.kind or not item.text):
-            last.pieces.append(item)
+            last.deltas.append(item)
         else:
             made.append(Text(item.kind, [item]))
     return made
 
 
 def event(data: dict[str, Any], name: str | None = None) -> str:
-    """A server-sent event."""
+    """One server-sent event."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
@@ -108,7 +108,7 @@ def openai_error(refused: Refused) -> dict[str, Any]:
 
 
 def input_of(call: Call) -> str:
-    """The text that a custom tool is called with; all of the arguments where the model wrote others."""
+    """Input text of a custom tool call; the raw arguments if they have another form."""
     try:
         arguments = json.loads(call.arguments)
     except ValueError:

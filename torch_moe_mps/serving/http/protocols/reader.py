@@ -1,8 +1,8 @@
-"""Reads answers: text, reasoning and tool calls, as they grow.
+"""Streaming parser of answers: text, reasoning and tool calls.
 
-A `Reader` is one state machine for all forms. Its states are generators, which wait for more text where they
-yield. Each character is compared with the marks of one state and passed on, so that the time is linear in the
-text; at most the beginning of a mark is held back.
+`Reader` is one state machine for all formats. Its states are generators that yield to wait for more text.
+Each character is compared with the marks of one state, so parsing takes linear time; only a possible start of
+a mark is held back.
 """
 
 import functools
@@ -25,24 +25,24 @@ _INK = re.compile(r"\S")
 
 
 class Sink(Protocol):
-    """Takes the parts of an answer."""
+    """Receiver of the parsed parts of an answer."""
 
     def text(self, text: str) -> object: ...
     def thought(self, text: str) -> object: ...
     def call(self, name: str, own_id: str) -> object:
-        """A call begins."""
+        """Called at the start of a tool call."""
 
     def arguments(self, text: str) -> object:
-        """The next part of the last call's arguments, in JSON."""
+        """Called with the next part of the last call's JSON arguments."""
 
     def end_call(self) -> object: ...
 
 
 class Reader:
-    """Reads one answer.
+    """Parser of one answer.
 
     Args:
-        schemas: {tool: the schema of its arguments}.
+        schemas: {tool: schema of its arguments}.
 
     Attributes:
         is_thinking: True while the text is reasoning.
@@ -61,7 +61,7 @@ class Reader:
         next(self._steps, None)
 
     def end(self) -> None:
-        """Hands out what was held back. A call that is not whole yet stays so."""
+        """Flushes text held back at the end; an incomplete call stays incomplete."""
         self._is_last = True
         self.feed("")
 
@@ -105,7 +105,7 @@ class Reader:
     # Calls
 
     def _calls(self, mark: str) -> Steps[None]:
-        """Reads the calls behind a mark; what is none is text."""
+        """Parses the tool calls after a mark; anything else is text."""
         arguments = self._form.arguments
         if isinstance(arguments, Tags):
             return (yield from self._tagged(arguments))
@@ -120,7 +120,7 @@ class Reader:
         yield from self._headed()
 
     def _list(self) -> Steps[None]:
-        """Calls in brackets: objects, or as Python writes them."""
+        """Parses a bracketed list of calls: JSON objects or Python calls."""
         self._pass(1)
         while (char := (yield from self._ink())) not in ("]", ""):
             if self._raw is None:
@@ -135,7 +135,7 @@ class Reader:
         self._pass(len(char))
 
     def _object(self) -> Steps[None]:
-        """A call that is an object with a name and arguments, behind its first brace."""
+        """Parses a call object with name and arguments, after its first brace."""
         name, early = "", list[str]()  # arguments may stand in front of the name
         while (char := (yield from self._ink())) not in ("}", ""):
             key = (yield from self._string()) if char == '"' else None
@@ -165,7 +165,7 @@ class Reader:
             self._sink.end_call()
 
     def _headed(self) -> Steps[None]:
-        """A call whose arguments are an object behind a header."""
+        """Parses a call whose arguments follow a header."""
         form, header = self._form, list[str]()
         mark = yield from self._until(("{", *form.around, *form.begins), header.append, keeps=True)
         found = form.header and form.header.fullmatch("".join(header).strip())
@@ -178,7 +178,7 @@ class Reader:
             self._sink.end_call()
 
     def _arguments(self) -> Steps[None]:
-        """The arguments of a call, behind which it ends."""
+        """Parses the arguments at the end of a call."""
         if self._form.arguments == "gemma":
             self._pass(1)
             self._sink.arguments("{")
@@ -189,7 +189,7 @@ class Reader:
             self._sink.end_call()
 
     def _tagged(self, tags: Tags) -> Steps[None]:
-        """A call whose arguments have a tag each."""
+        """Parses a call with tagged arguments."""
         name = list[str]()
         yield from self._ink()
         mark = yield from self._until(tags.name_ends, name.append)
@@ -225,7 +225,7 @@ class Reader:
         self._sink.end_call()
 
     def _tag_value(self, tags: Tags, kind: str) -> Steps[str | None]:
-        """A value, which ends by its mark, or by the next one where that is missing. Returns: the mark."""
+        """Parses a tagged value up to its end mark, or the next mark if that is missing. Returns: it."""
         ends = tags.value_end, tags.begin, tags.end
         if kind != "text":
             parts = list[str]()
@@ -249,7 +249,7 @@ class Reader:
         return mark
 
     def _python(self) -> Steps[bool]:
-        """A call as Python writes it. Returns: False for what is none."""
+        """Parses a call in Python syntax. Returns: False if it is not one."""
         name = list[str]()
         mark = yield from self._until(("(", "]", *self._form.around), name.append)
         function = "".join(name).strip()
@@ -266,7 +266,7 @@ class Reader:
         self._sink.call(name, own_id)
 
     def _is_text(self) -> None:
-        """Hands the text since the mark out: it is no call, unless the answer ends within it."""
+        """Emits everything since the mark as text, as it is not a call."""
         raw, self._raw = self._raw or [], []
         if self._form.needs_tool or not self._is_last or self._at < len(self._text):
             self._sink.text("".join(raw))
@@ -274,7 +274,7 @@ class Reader:
     # Values
 
     def _value(self, show: Show) -> Steps[bool]:
-        """Passes a value in JSON on; of a string its content. Returns: whether it is whole."""
+        """Copies a JSON value, of a string its content. Returns: True if it is complete."""
         char = yield from self._ink()
         if char == '"':
             text = yield from self._string()
@@ -294,7 +294,7 @@ class Reader:
         return False
 
     def _string(self) -> Steps[str | None]:
-        """The content of a string in JSON; None for none."""
+        """Content of a JSON string, or None if there is none."""
         parts = ['"']
         self._pass(1)
         yield from self._quoted(parts.append)
@@ -304,7 +304,7 @@ class Reader:
             return None
 
     def _quoted(self, show: Show) -> Steps[None]:
-        """Passes a string in JSON on, behind its first quote."""
+        """Copies a JSON string after its first quote."""
         while (mark := (yield from self._until(('"', "\\"), show))) is not None:
             show(mark)
             if mark == '"':
@@ -312,11 +312,11 @@ class Reader:
             show((yield from self._one()))
 
     def _loose(self, end: str, quotes: tuple[str, ...]) -> Steps[bool]:
-        """Passes an object as Gemma or Python writes it on in JSON, behind its first bracket.
+        """Converts an object in Gemma or Python syntax to JSON, after its first bracket.
 
-        Returns: whether it is whole.
+        Returns: True if it is complete.
         """
-        ends, word, comma = [(end, "}")], list[str](), ""
+        ends, key, comma = [(end, "}")], list[str](), ""
         closing, marks = {"{": "}", "[": "]", "(": ")"}, (*"{}[](),:=", *quotes)
 
         def show(text: str) -> None:
@@ -326,11 +326,11 @@ class Reader:
                 comma = ""
 
         def taken() -> str:
-            text = "".join(word).strip()
-            word.clear()
+            text = "".join(key).strip()
+            key.clear()
             return text
 
-        while (mark := (yield from self._until(marks, word.append))) is not None:
+        while (mark := (yield from self._until(marks, key.append))) is not None:
             text = taken()
             if mark in quotes:
                 show('"')
@@ -354,8 +354,9 @@ class Reader:
         return False
 
     def _loose_string(self, quote: str) -> Steps[None]:
-        """Passes a string on in JSON, behind its first quote. Python's ends by a quote in front of what may
-        follow a string: models forget to escape those inside.
+        """Converts a string to JSON, after its first quote.
+
+        A Python string ends at a quote before a valid successor, as models forget to escape inner quotes.
         """
         is_python = len(quote) == 1
         marks = (quote, "\\") if is_python else (quote,)
@@ -377,10 +378,10 @@ class Reader:
     # Text
 
     def _until(self, marks: tuple[str, ...], show: Show, keeps: bool = False) -> Steps[str | None]:
-        """Passes text on until one of some marks. Returns: the mark; None where the answer ends before.
+        """Copies text up to one of the marks. Returns: the mark, or None at the end of the answer.
 
         Args:
-            keeps: whether the mark is left to be read.
+            keeps: True to leave the mark unread.
         """
         pattern, firsts, longest = _compiled(marks)
         while True:
@@ -404,7 +405,7 @@ class Reader:
             yield
 
     def _ink(self, show: Show = lambda text: None) -> Steps[str]:
-        """The next character that is no blank, which is left to be read; "" at the end."""
+        """Next non-blank character, left unread; "" at the end."""
         while (found := _INK.search(self._text, self._at)) is None:
             show(self._pass(len(self._text) - self._at))
             if self._is_last:
@@ -414,13 +415,13 @@ class Reader:
         return found[0]
 
     def _one(self) -> Steps[str]:
-        """The next character."""
+        """Reads the next character."""
         while self._at == len(self._text) and not self._is_last:
             yield
         return self._pass(1)
 
     def _pass(self, count: int) -> str:
-        """Text that is read."""
+        """Emits text to the current sink."""
         text = self._text[self._at : self._at + count]
         self._at += len(text)
         if self._raw is not None:
@@ -429,12 +430,12 @@ class Reader:
 
 
 def _nobody(text: str) -> None:
-    """Takes what is part of nothing."""
+    """Sink that discards text."""
 
 
 @functools.lru_cache(maxsize=256)
 def _compiled(marks: tuple[str, ...]) -> tuple[re.Pattern[str], set[str], int]:
-    """A pattern of marks, their first characters, and the length of the longest."""
+    """(pattern of marks, their first characters, length of the longest)."""
     pattern = "|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True))
     return re.compile(pattern), {mark[0] for mark in marks}, max(map(len, marks))
 
@@ -444,12 +445,12 @@ def _in_json(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A part of a string in JSON."""
+    """JSON-escaped text without quotes."""
     return _in_json(text)[1:-1]
 
 
 def _literal(text: str) -> str:
-    """The JSON of a value that is JSON, a constant of Python, or a text."""
+    """JSON of a value that is JSON, a Python constant, or text."""
     text = text.strip()
     try:
         json.loads(text, parse_constant=_no_number)
@@ -463,7 +464,7 @@ def _no_number(name: str) -> None:
 
 
 def _kind(schema: Any) -> Literal["text", "choice", "any"]:
-    """Kind of a value: any text, one of some texts, or anything."""
+    """Kind of a schema: any string, an enumeration of strings, or anything."""
     schema = schema if isinstance(schema, dict) else {}
     choices = schema.get("enum")
     if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):

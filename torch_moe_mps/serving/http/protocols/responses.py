@@ -1,4 +1,4 @@
-"""OpenAI's responses: `/v1/responses`, which agents such as Codex ask."""
+"""OpenAI's responses API, as Codex uses it: `/v1/responses`."""
 
 import time
 from typing import Any
@@ -81,7 +81,7 @@ class Responses(Protocol):
         return Request(
             prompts=[Chat(messages, tools, variables, conversation.goes_on(messages, "input"))],
             prompt_field="input",
-            most=body.get("max_output_tokens"),
+            max_tokens=body.get("max_output_tokens"),
             form=None if forced else schema,
             forced=forced,
             form_field="tool_choice" if forced else field,
@@ -115,7 +115,7 @@ class _Events(Writer):
         if not isinstance(item, Piece):
             return self._called(item)
         if self._open is not None and (self._open.kind == item.kind or not item.text):
-            self._open.pieces.append(item)
+            self._open.deltas.append(item)
             return self._delta(item)
         return self._close() + self._opened(item) + self._delta(item)
 
@@ -137,9 +137,9 @@ class _Events(Writer):
     def _where(self) -> dict[str, Any]:
         return {"item_id": self._id, "output_index": len(self._items)}
 
-    def _opened(self, piece: Piece) -> str:
-        self._open = Text(piece.kind, [piece])
-        empty = _item(Text(piece.kind, []), {}, False)
+    def _opened(self, first: Piece) -> str:
+        self._open = Text(first.kind, [first])
+        empty = _item(Text(first.kind, []), {}, False)
         self._id = empty["id"]
         begun = self._event(
             "response.output_item.added",
@@ -148,11 +148,11 @@ class _Events(Writer):
         part = {"content_index": 0, "part": empty["content"][0]}
         return begun + self._event("response.content_part.added", self._where | part)
 
-    def _delta(self, piece: Piece) -> str:
-        data = self._where | {"content_index": 0, "delta": piece.text}
-        if piece.kind == "reasoning":
+    def _delta(self, item: Piece) -> str:
+        data = self._where | {"content_index": 0, "delta": item.text}
+        if item.kind == "reasoning":
             return self._event("response.reasoning_text.delta", data)
-        entries = [entry.response_form() for entry in piece.entries]
+        entries = [entry.response_form() for entry in item.entries]
         return self._event("response.output_text.delta", data | {"logprobs": entries})
 
     def _close(self) -> str:
@@ -200,7 +200,7 @@ class _Events(Writer):
 
 
 def _items(values: Any, served: Served) -> list[dict[str, Any]]:
-    """The messages of an input: a text, parts of a message, or items. Raises: Refused."""
+    """Items of an `input`: a text, message parts, or items. Raises: Refused."""
     is_list = isinstance(values, list) and values and all(isinstance(item, dict) for item in values)
     if not isinstance(values, str) and not is_list:
         raise wrong("input", "a text or a list of at least one item", values)
@@ -214,7 +214,7 @@ def _items(values: Any, served: Served) -> list[dict[str, Any]]:
 
 
 def _messages(items: list[dict[str, Any]], served: Served) -> list[dict[str, Any]]:
-    """The messages of items; reasoning goes into the message of the assistant behind it. Raises: Refused."""
+    """Messages of items; reasoning joins the assistant message after it. Raises: Refused."""
     made: list[dict[str, Any]] = []
     thought: str | None = None
     for number, item in enumerate(items):
@@ -234,7 +234,7 @@ def _messages(items: list[dict[str, Any]], served: Served) -> list[dict[str, Any
 
 
 def _append(made: list[dict[str, Any]], message: dict[str, Any], is_call: bool) -> None:
-    """Adds a message; a call goes into the message of the assistant in front of it."""
+    """Appends a message; a tool call joins the assistant message before it."""
     last = made[-1] if made else None
     if is_call and last is not None and last["role"] == message["role"] == "assistant":
         last.setdefault("tool_calls", []).extend(message["tool_calls"])
@@ -244,7 +244,7 @@ def _append(made: list[dict[str, Any]], message: dict[str, Any], is_call: bool) 
 
 
 def _message(item: dict[str, Any], where: str, served: Served) -> dict[str, Any] | None:
-    """The message of an item; None for one that is left out. Raises: Refused."""
+    """Message of an item; None if it is dropped. Raises: Refused."""
     kind = item.get("type")
     if "role" in item:
         return conversation.message(item, where, served.say_once)
@@ -274,7 +274,7 @@ def _text(item: dict[str, Any], name: str, where: str) -> str:
 
 
 def _in_namespace(item: dict[str, Any], where: str) -> str:
-    """How the model sees the function that an item calls."""
+    """Model-side name of the function that an item calls."""
     space = None if item.get("namespace") is None else _text(item, "namespace", where)
     return conversation.in_namespace(space, _text(item, "name", where))
 
@@ -292,7 +292,7 @@ def _calling(item: dict[str, Any], name: str, arguments: Any, where: str) -> dic
 
 
 def _item(block: Text | Call, tools: dict[str, Tool], has_logprobs: bool) -> dict[str, Any]:
-    """An item of an output."""
+    """One item of `output`."""
     if isinstance(block, Call):
         tool = tools.get(block.name)
         named: dict[str, Any] = {"name": block.name if tool is None else tool.own_name}
@@ -307,7 +307,7 @@ def _item(block: Text | Call, tools: dict[str, Tool], has_logprobs: bool) -> dic
         part: dict[str, Any] = {"type": "reasoning_text", "text": block.text}
         kind = {"type": "reasoning", "id": new_id("rs_"), "summary": []}
         return {**kind, "status": "completed", "content": [part]}
-    entries = [entry.response_form() for piece in block.pieces for entry in piece.entries]
+    entries = [entry.response_form() for delta in block.deltas for entry in delta.entries]
     logprobs = entries if has_logprobs else None
     part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
     message = {"type": "message", "id": new_id("msg_"), "role": "assistant", "status": "completed"}
@@ -315,7 +315,7 @@ def _item(block: Text | Call, tools: dict[str, Tool], has_logprobs: bool) -> dic
 
 
 def _response(name: str, request: Request, served: Served) -> dict[str, Any]:
-    """A response that has begun."""
+    """Response object at the start of an answer."""
     body = request.later
     return served.warning(request) | {
         "id": name,
@@ -345,7 +345,7 @@ def _response(name: str, request: Request, served: Served) -> dict[str, Any]:
 
 
 def _ending(answers: Answers, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields that a response gets at its end."""
+    """Fields added to a response at its end."""
     answer: Answer = answers.answers[0]
     is_cut = answer.reason == "length"
     if is_cut and items and not answer.calls:

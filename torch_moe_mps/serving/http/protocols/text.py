@@ -1,4 +1,4 @@
-"""Texts and tokens, as llama.cpp's server has them: `/tokenize` and `/detokenize`."""
+"""llama.cpp's `/tokenize` and `/detokenize`."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _DETOKENIZE = Fields({"model": TEXT}, "tokens")
 
 
 def tokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
-    """The tokens of `content`, and with `with_pieces` their texts. Raises: Refused."""
+    """Tokens of `content`, and their texts if `with_pieces` is set. Raises: Refused."""
     _TOKENIZE.check(body, "/tokenize", served.say_once)
     check_count("content", len(body["content"]), limits.CHARACTERS, "characters")
     with served.template.tokenizing(splits=body.get("parse_special") is False) as tokenizer:
@@ -23,12 +23,12 @@ def tokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
             return {"tokens": [*ids]}
         if len(ids) > limits.PIECES:
             raise wrong("with_pieces", f"false for more than {limits.PIECES} tokens", True)
-        pieces = {token: _piece(served, token) for token in {*ids}}
-        return {"tokens": [{"id": token, "piece": pieces[token]} for token in ids]}
+        texts = {token: _text_of_token(served, token) for token in {*ids}}
+        return {"tokens": [{"id": token, "piece": texts[token]} for token in ids]}
 
 
 def detokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
-    """The text of `tokens`. Raises: Refused."""
+    """Text of `tokens`. Raises: Refused."""
     _DETOKENIZE.check(body, "/detokenize", served.say_once)
     tokens = body["tokens"]
     if not is_list_of(int, tokens):
@@ -39,10 +39,10 @@ def detokenize(body: dict[str, Any], served: Served) -> dict[str, Any]:
         return {"content": tokenizer.decode(tokens)}
 
 
-def _piece(served: Served, token: int) -> str | list[int] | None:
-    """A token's text, its octets where they are a part of a character."""
-    text, octets = text_of(served.template.tokenizer, token)
-    return octets if "\ufffd" in text else text
+def _text_of_token(served: Served, token: int) -> str | list[int] | None:
+    """Text of a token, or its bytes where they are part of a character."""
+    text, data = text_of(served.template.tokenizer, token)
+    return data if "\ufffd" in text else text
 
 
 PATHS = {"/tokenize": tokenize, "/detokenize": detokenize}

@@ -1,4 +1,4 @@
-"""Grammars of tools that must be called, as the chat template of the model writes calls."""
+"""Grammars of forced tool calls, in the model's format."""
 
 from typing import Any, Literal
 
@@ -7,13 +7,13 @@ from .forms import Form
 
 
 def grammar(forced: Forced, form: Form | None, prompt: str) -> Any:
-    """xgrammar's structural tag of an answer that must call.
+    """xgrammar's structural tag of an answer with a forced tool call.
 
     Args:
-        form: by which the server reads answers.
-        prompt: it may end inside of the model's reasoning, or behind it.
+        form: the model's answer format.
+        prompt: its end decides whether the answer starts inside of reasoning.
 
-    Raises: Refused where xgrammar has no grammar of the model's calls.
+    Raises: Refused if xgrammar has no grammar for the model's calls.
     """
     from xgrammar import get_model_structural_tag
 
@@ -39,7 +39,7 @@ def grammar(forced: Forced, form: Form | None, prompt: str) -> Any:
 
 
 def _reasoning(thought: tuple[str, str], prompt: str) -> Literal["enabled", "disabled", "auto"]:
-    """Whether reasoning goes on at the end of a prompt, may begin, or cannot."""
+    """Reasoning at the end of a prompt: in progress, possible, or impossible."""
     begin, end = (mark.strip() for mark in thought)
     if prompt.endswith(end):
         return "disabled"
@@ -47,7 +47,7 @@ def _reasoning(thought: tuple[str, str], prompt: str) -> Literal["enabled", "dis
 
 
 def _harmony(tools: list[Any], choice: Any, parallel: bool) -> Any:
-    """Optional reasoning, then at least one call; xgrammar's own form asks for none."""
+    """Structural tag of optional reasoning and at least one call; xgrammar's built-in requires none."""
     from xgrammar import get_model_structural_tag
     from xgrammar import structural_tag as forms
 

@@ -1,4 +1,4 @@
-"""Checks that the tensors of a GGUF file are those that its metadata declares, in their shapes and types.
+"""Checks that a GGUF file has the tensors that its metadata declares, with their shapes and types.
 
 transformers leaves missing weights random, drops unknown tensors, and lets halves of joined matrices
 broadcast.
@@ -28,8 +28,8 @@ _OUTSIDE = re.compile(r"output\.|cls\.")  # heads, which a model of another clas
 def check_declared(file: File, model: "PreTrainedModel", path: str) -> None:
     """Checks the tensors of a file against the meta model made of its metadata.
 
-    Raises: ValueError for a tensor that the model has no place for, for one that is missing, and for one in
-        another shape or of integers, before any value is read.
+    Raises: ValueError, before any value is read, for an unknown or missing tensor, a wrong shape, or an
+        integer type.
     """
     _check_surplus(file, model, path)
     state = model.state_dict()

@@ -1,8 +1,8 @@
 """The tensors of a GGUF file, and where transformers puts their rows in a model.
 
-transformers renames a file's tensors, moves their rows and joins them by code for each architecture. To learn
-where it puts blocks, that code runs on row numbers in place of values, two for each row: where every row of
-the result is a row of the file, its blocks are copied unchanged.
+transformers renames, permutes and joins a file's tensors by architecture-specific code. To learn the row
+order, that code runs on row numbers in place of values: if every row of the result is a row of the file, its
+blocks are copied unchanged.
 """
 
 import contextlib
@@ -143,8 +143,8 @@ def check_file(path: str) -> None:
 class _AroundLayers:
     """A model without its layers' modules, for transformers' table of names.
 
-    Names of tensors in layers have a number, which those of a layer's modules lack. transformers makes gguf's
-    table again for each module: that would take most of the time of loading.
+    Tensor names in layers contain the layer's index, so the table of one layer serves all. transformers would
+    rebuild gguf's table for each module, which dominates loading time.
     """
 
     def __init__(self, module: nn.Module):
@@ -265,11 +265,11 @@ class GgufWeight:
     """A parameter that stays packed: its rows are rows of blocks of the file.
 
     Args:
-        order: of the parameter's rows, which numbers those of `tensors` one after the other.
+        order: index of each row of the parameter among all rows of `tensors`.
 
     Attributes:
-        inputs: indices of the input elements that the weight takes; None for all, in order. Where blocks
-            can move, the weight's columns have moved instead.
+        inputs: input permutation of the weight; None for the identity, or where whole blocks were permuted
+            instead.
     """
 
     def __init__(self, target: Target, tensors: list[GgufTensor], order: Tensor, inputs: Tensor | None):

@@ -70,10 +70,10 @@ def read_metadata(gguf_path: str, string_arrays: Container[str] = ()) -> tuple[d
 
 
 def check_sizes(metadata: dict[str, Any], names: Iterable[str]) -> None:
-    """Checks the sizes and counts of the architecture in a file with tensors of these names.
+    """Validates sizes and counts in a file's metadata.
 
-    Raises: ValueError for one that is no number, or is negative, and for attention without a number of heads,
-        which transformers would draft: queries, keys and values in one matrix do not tell it.
+    Raises: ValueError for a value that is not a nonnegative number, and for attention without a head count,
+        which transformers would guess.
     """
     heads = f"{metadata['general.architecture']}.attention.head_count"
     if any(".attn_q" in name for name in names):
@@ -96,7 +96,7 @@ def check_offsets(tensors: list[tuple[str, int, int]], alignment: int, size: int
         alignment: of the first bytes.
         size: of all, in bytes.
 
-    Raises: ValueError for one that lies elsewhere, as where a type or a shape in the header is wrong.
+    Raises: ValueError for a wrong offset, such as after a wrong type or shape in the header.
     """
     last = end = 0
     for name, first, count in tensors:

@@ -86,7 +86,7 @@ class GgufLayout(Layout):
     def _note_dense(self) -> None:
         """Adds quantised tensors that are dense in the model to the report, with reasons.
 
-        Raises: ValueError for one that cannot be read.
+        Raises: ValueError for an unreadable tensor.
         """
         whole = {f"{target.name}.{p}" for target in self.targets.values() for p in target.formats}
         dense = [t for name, parts in self.file.parts.items() if name not in whole for t in parts]
@@ -112,7 +112,7 @@ class GgufLayout(Layout):
         target.formats.clear()
 
     def state(self) -> dict[str, Any]:
-        """{name: what is read for it}: parameters of the model, and those that `conversions` unpack."""
+        """{name: lazy tensor} of the model's parameters, and of the packed ones for `conversions`."""
         state: dict[str, Any] = {name: Dense(self.file, name) for name in self.file.parts} | self._sources
         for name, weight in self._sources.items():
             if weight.inputs is not None:

@@ -39,9 +39,9 @@ def check_tensor(
     shapes: Sequence[tuple[int, ...]],
     place: str = "",
 ) -> None:
-    """Compares the dtype and shape in a file with those that are declared.
+    """Checks a tensor's dtype and shape in a file.
 
-    Raises: ValueError if they are none of these.
+    Raises: ValueError if they are not among the declared ones.
     """
     dtype, shape = stored
     if dtype not in dtypes:
@@ -85,9 +85,9 @@ def check_loaded(model: "PreTrainedModel", loaded: Callable[[str], bool]) -> Non
 def check_scales(model: nn.Module, loaded: Callable[[str], bool]) -> None:
     """Checks the scales and biases of the quantised modules whose names are `loaded`.
 
-    Raises: ValueError for one that is NaN or infinite, as in a damaged file: its group of weights would be.
+    Raises: ValueError for NaN or infinity, as in a damaged file.
 
-    A device is waited for once.
+    Synchronizes once for all tensors.
     """
     result: dict[torch.device, dict[str, Tensor]] = {}
     for path, module in model.named_modules():

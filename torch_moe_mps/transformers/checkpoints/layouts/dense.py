@@ -1,4 +1,4 @@
-"""Layout of dense checkpoints, and of those that are dequantised while they are read."""
+"""Layout of dense checkpoints, and of checkpoints that are dequantised while loading."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any

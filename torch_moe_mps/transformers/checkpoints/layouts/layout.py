@@ -1,8 +1,8 @@
-"""Base class of checkpoint layouts: the steps in which a quantizer of transformers reads one.
+"""Base class of checkpoint layouts, with the steps in which a transformers quantizer reads a checkpoint.
 
-`targets` and `absent` say what the files have, `start` follows once the
-targets have room for it, `conversions` names tensors for transformers' loader, and after each part that was
-read `finish` and `take` give the modules their quantised weights.
+`targets` and `absent` describe the files. `start` is called once the targets have allocated weights,
+`conversions` gives transformers' loader its converters, and `finish` and `install` put quantised weights into
+the modules after each loaded part.
 """
 
 import re

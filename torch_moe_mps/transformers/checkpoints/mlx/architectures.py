@@ -24,8 +24,8 @@ class Architecture(NamedTuple):
             layers, and "" no prefix.
         drops_bias: whether mlx-lm drops the correction of the router's scores.
         part_of: the multimodal type as whose language part mlx-lm loads this text-only type.
-        needed: the keys that tell a config of transformers 5 from an original one.
-        older_keys: makes, of a config with the needed keys, those that mlx-lm reads in their place.
+        needed: keys that identify a config of transformers 5.
+        older_keys: computes the keys that mlx-lm reads from a config with the needed keys.
     """
 
     experts: str | None = "mlp.switch_mlp"

@@ -44,7 +44,7 @@ class TensorsOfFiles:
 
     Attributes:
         tensors, dtypes: on the meta device, and what safetensors calls their dtypes.
-        quantized: the names of those that `format` has read a format of.
+        quantized: names of the tensors for which `format` found a format.
     """
 
     def __init__(self, files: Sequence[str], quantization: Mapping[str, Any]):
@@ -67,9 +67,9 @@ class TensorsOfFiles:
         return None if key is None else self.tensors[key].shape
 
     def format(self, module: str, columns: int) -> Format | None:
-        """The format of a module in the config, where it has scales; None is dense.
+        """Format of a module, or None if it is dense.
 
-        Raises: ValueError for tensors that are not as the format has them.
+        Raises: ValueError for tensors that do not match the format.
         """
         key = self.key(f"{module}.scales")
         weight = self.key(f"{module}.weight")

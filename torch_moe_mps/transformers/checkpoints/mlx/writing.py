@@ -33,7 +33,7 @@ def save_mlx(
         model: quantised by this package, or dense.
         folder: an empty one, or its files.
         config: the original config.json, because mlx-lm reads keys that transformers 5 no longer writes.
-        parts: the tensors of the model, some at a time; by default those that it has.
+        parts: yields the model's tensors in groups; by default the ones in memory.
         ignored: tensors that are written unchanged and that mlx-lm ignores.
 
     Raises: ValueError for an architecture whose layout in MLX is not known, and for a folder with files.

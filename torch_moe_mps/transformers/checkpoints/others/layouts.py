@@ -38,7 +38,7 @@ class Files:
     """Tensors of files, read on demand.
 
     Args:
-        names: of those that count; None is all.
+        names: tensors to include; None is all.
     """
 
     def __init__(self, files: list[str], names: re.Pattern[str] | None = None):
@@ -185,7 +185,7 @@ class Stored:
         return Matrix(tuple(map(self.name, parts)), made, format, order)
 
     def _affine(self) -> Format:
-        """Group-wise affine format whose groups lie within those of the scales."""
+        """Group-wise affine format whose groups divide the blocks of the scales."""
         size = min(self.scheme.block[1] or self.columns, self.columns)
         fits = [group for group in _GROUPS if size % group == 0 and self.columns % group == 0]
         if not fits:

@@ -164,7 +164,7 @@ LAYOUTS: dict[str, Callable[[Scheme, int, int], dict[str, Declared]]] = {
 class Schemes:
     """The schemes in the quantisation of a config.
 
-    Raises: ValueError for one that no layout holds.
+    Raises: ValueError for an unsupported scheme.
     """
 
     def __init__(self, stored: Stored):

@@ -5,9 +5,9 @@
       "modules": {"lm_head": "affine6_64", "model.layers.*.mlp.experts": "affine4_64", ...}
     }
 
-A * is any number: equal layers share a line. There is no "quant_method": with one that it does not
-know, transformers without this package would ignore it and fill quantised weights with random values; with
-none it raises an error.
+A * is any number: equal layers share a line. There is no "quant_method": transformers without this package
+would ignore an unknown method and fill quantised weights with random values; without a method it raises an
+error.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -129,7 +129,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         return result
 
     def _formats(self, model: nn.Module, every: Mapping[str, Target]) -> dict[str, Format]:
-        """{name of a module, or of its parameter: format}, of those that a model has."""
+        """{name of a module or parameter in the model: its format}."""
         if self.modules is None:
             return {name: self.usual for name, target in every.items() if target.kind == "experts"}
         # A class without a head, or with another, has only the modules that it shares with the saved one.

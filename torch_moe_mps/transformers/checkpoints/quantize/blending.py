@@ -1,4 +1,4 @@
-"""Mean squares of experts, of which each token chooses some."""
+"""Mean squares of experts, blended because each token is routed to only some of them."""
 
 from torch import Tensor
 

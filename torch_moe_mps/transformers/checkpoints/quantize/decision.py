@@ -21,9 +21,9 @@ class Weights(NamedTuple):
     """Weights of a model that a recipe quantises, and all other matrices.
 
     Attributes:
-        targets: {name: target} of those that are quantised.
-        dense: {name: reason} of those that stay dense.
-        sizes: {name: bytes} of those.
+        targets: {name: target} of quantised weights.
+        dense: {name: reason} of weights that stay dense.
+        sizes: {name: bytes} of the dense weights.
         notes: of the recipe, see there.
     """
 

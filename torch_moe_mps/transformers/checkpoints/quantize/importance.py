@@ -47,9 +47,9 @@ class Importance:
 
     Attributes:
         means: {path: float32 [C], or of a stack of matrices [E, C]}.
-        tokens: how many were counted; 0 where that is not known.
-        model: the name of the model, without a folder of this machine; "" where it is not known.
-        text: the SHA-256 of the text; "" where it is not known.
+        tokens: number of calibration tokens; 0 if unknown.
+        model: name of the model, without local folders; "" if unknown.
+        text: SHA-256 of the text; "" if unknown.
     """
 
     means: dict[str, Tensor]
@@ -157,7 +157,7 @@ def given_importance(
 
 
 def is_file_of_importance(path: Path) -> bool:
-    """True if a file name is that of an importance file, not of a text."""
+    """True if a file name has the extension of an importance file."""
     return path.suffix in (".safetensors", ".gguf", ".dat", ".imatrix")
 
 

@@ -23,11 +23,11 @@ class Target:
 
     Attributes:
         kind: "experts", "linears" or "embeddings".
-        formats: {parameter: format} of those that are. Where gate and up projections of experts have two,
-            "gate_up_proj" means the gate's, and "up_proj" has its own.
+        formats: {parameter: format} of its quantised parameters. If gate and up projections of experts
+            differ, "gate_up_proj" is the gate's and "up_proj" the up projection's.
         is_transposed: whether the weight of a linear layer is [input, output], as `is_conv1d` has it.
         has_order: whether a linear layer is an OrderedLinear once it is quantised.
-        importance: {parameter: float32 [matrices, C]} where it is known what they multiply.
+        importance: {parameter: float32 [matrices, C]} mean squares of their inputs, if known.
     """
 
     name: str

@@ -63,7 +63,7 @@ class Wanted:
         loaded: Callable[[str], bool],
         report: QuantizationReport | None,
     ) -> None:
-        """Quantises the wanted weights of the `loaded` modules, some of which were `stored`."""
+        """Quantises the wanted weights of the `loaded` modules, `stored` ones included."""
         dense = {name: self.dense.pop(name) for name in filter(loaded, [*self.dense])}
         if report is not None:
             self._quantize_again(stored, report)

@@ -171,7 +171,7 @@ class Parts:
 
     @contextmanager
     def loaded(self, module: str) -> Iterator[nn.Module]:
-        """Block in which a module has its weights.
+        """Context in which a module's weights are loaded.
 
         Raises: ValueError for a parameter that the checkpoint lacks, or that cannot be quantised.
         """
@@ -191,7 +191,7 @@ class Parts:
                         owner._buffers[key] = torch.empty_like(codes, device="meta")
 
     def _tensors(self, part: str) -> dict[str, Tensor]:
-        """The tensors of a loaded part, without those that are tied to others, or that no checkpoint has."""
+        """Tensors of a loaded part, except tied and non-persistent ones."""
         model = self.model
         left_out = {*(model._keys_to_ignore_on_save or ()), *self._tied_biases}
         shared = {
@@ -229,7 +229,7 @@ class Parts:
             self._quantizer.place(self.model, lambda name: self.part_of(f"{name}.weight") == part)
 
     def _tie(self, missing: set[str]) -> set[str]:
-        """Shares tensors between tied layers of which the checkpoint has one. Returns: missing names."""
+        """Shares tensors between tied layers if the checkpoint has only one. Returns: missing names."""
         missing = {*missing}
         for name, other in tied_pairs(self._tied):
             module, source = self.model.get_submodule(name), self.model.get_submodule(other)

@@ -72,10 +72,10 @@ def planned(
     requantize: bool,
     sizes_of: Callable[[PreTrainedModel], Mapping[Tensor, int]] | None = None,
 ) -> LoadPlan:
-    """The plan for a model on the meta device, whose weights are then as planned.
+    """Plan of quantising a model on the meta device, which then has the planned weights.
 
     Args:
-        sizes_of: gives, of that model, {tensor: its bytes where it is written} where these differ.
+        sizes_of: returns {tensor: bytes in the output} for the model, where they differ.
 
     Raises: ValueError for a recipe that does not fit.
     """

@@ -117,7 +117,7 @@ def save_parts(
     beside: Iterable[tuple[str, Tensor]] = (),
     runs_in: torch.dtype | None = None,
 ) -> None:
-    """Writes what `save_pretrained` of transformers would, for a model whose tensors come some at a time.
+    """Equivalent of transformers' `save_pretrained` for a model whose tensors are loaded part by part.
 
     Args:
         beside: tensors that are written unchanged.

@@ -1,0 +1,179 @@
+"""Writes docs/models.md from the rows in tests/pinned/models.txt.
+
+make_models_table.py and make_serving_table.py find the rows out, with tiny models, and call this. The page
+has what differs between architectures: a column or a cell that is "yes" everywhere is a sentence.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ROWS = REPOSITORY / "tests" / "pinned" / "models.txt"
+DOCUMENT = REPOSITORY / "docs" / "models.md"
+EXPERTS, ROUTERS, DENSE = "experts", "routers left unchanged", "dense"
+TOKENS, OTHERS, SERVING = "tokens that are not captured", "others", "serving"
+
+PAGE = """# Models
+
+What this package does with the architectures of transformers {transformers}: {experts} Mixture-of-Experts
+architectures ({classes} classes with transformers' interface of experts), [dense models](#dense-models),
+[other causal models](#other-causal-models), and what [serving](#serving) does with them.
+`scripts/make/make_models_table.py` finds the answers with tiny models with random weights, and tests compare
+them with `tests/pinned/models.txt`. Nothing here was measured on a Mac.
+
+{right}
+From the third token with the same call signature on, a decode step is one call
+([speed.md](speed.md#counts)). {captured}
+
+- **Experts**: the activation of `moe_experts`. "own": `expert_mm`, the model's activation and norm,
+  `expert_mm`, `moe_weighted_reduce`.
+- **Router**: the scoring of `moe_router`; "float32" where `router_logits` computes the logits. "own": the
+  model's router runs unmodified.
+- **Dispatches**: kernels of a layer for one token with a cache, in bfloat16, by the config's types of layers:
+  transformers' own code with eager experts (2 for a token here) / captured, in 4 bits. The first layer
+  counts what all share. "-": the layers could not be found, or the model does not run in bfloat16.
+- **mlx-lm**: whether mlx-lm {mlx_lm} has the architecture. It lacks {missing} of the {experts}.
+
+| Architecture | Experts | Router | Dispatches | mlx-lm |
+|---|---|---|---|---|
+{rows}
+
+{served} of {experts} architectures run their experts on the operators, {routed} their router too.
+Routers left unchanged, as their formulas are not `moe_router`'s: {routers}.
+
+Layers can be spread over several Macs ([distributed.md](distributed.md)), but of {uncut}.
+
+## Dense models
+
+Models without experts are quantised, accelerated, converted and measured in the same way. These were tried,
+and are right as above: {dense}.
+
+4-bit checkpoints of mlx-lm are read, and `convert --to mlx` writes them, with the same logits: {mlx}. Of the
+others mlx-lm lacks the architecture or computes it differently.
+
+Other models work too where the form of their norms, linear layers and rotary embedding is known. Everything
+else runs unmodified.
+
+## Other causal models
+
+The other {others} models of transformers' mapping of causal models, built tiny: {right_others} have the
+logits of their own code within the bound above; the own code of the rest raises an error.
+{captured_others} have captured decode steps (`tests/pinned/models.txt` has each).
+
+Decode steps of these run module by module: {uncaptured_names}. The own code of these raises an error for a
+tiny model: {raising_names}.
+
+## Serving
+
+What `chat`, `serve` and `generate_batch` do: several sequences share a step (continuous batching), a prompt
+that begins like an earlier one computes its new tokens alone (prefix cache), and draft tokens are verified
+together (speculative decoding). All architectures above, with experts and dense, do all three, but:
+
+{exceptions}
+
+Compressed and indexed attention of four architectures counts from a sequence's first token: it runs once for
+each sequence of a step, and everything else once for all. Dispatches of a token, of tiny models of two layers
+(`tests/transformers/models/test_launches.py`):
+
+| Architecture | One sequence | Four in a step | Four steps alone |
+|---|---|---|---|
+| deepseek_v4 | 45 | 117 | 180 |
+| glm5_next | 36 | 78 | 144 |
+| minimax_m3_vl | 21 | 38 | 84 |
+| qwen4_exp | 52 | 101 | 208 |
+"""
+
+
+def sections() -> dict[str, list[str]]:
+    """{section: its lines}, the first one under ""."""
+    names = re.split(r"^## (.*)\n", ROWS.read_text(), flags=re.MULTILINE)
+    return dict(zip(["", *names[1::2]], [part.splitlines() for part in names[::2]], strict=True))
+
+
+def write(found: dict[str, list[str]]) -> None:
+    """Replaces the sections that were found, and writes the page."""
+    every = sections() | found
+    parts = [f"## {name}\n" * bool(name) + "".join(f"{line}\n" for line in every[name]) for name in every]
+    ROWS.write_text("".join(parts))
+    DOCUMENT.write_text(page())
+
+
+def rows(section: str) -> dict[str, list[str]]:
+    """{architecture: cells} of a table."""
+    lines = [line.strip("| ").split(" | ") for line in sections()[section] if line.startswith("| ")]
+    return {name: cells for name, *cells in lines}
+
+
+def page() -> str:
+    found, served = sections(), rows(SERVING)
+    experts, dense, others = rows(EXPERTS), rows(DENSE), rows(OTHERS)
+    version, classes, mlx_lm = re.findall(r"[\d.]+", found[""][0])
+    own = [line.removeprefix("- ").partition(": ")[0] for line in found[ROUTERS]]
+    both = experts | dense
+    ways = {name: cells[-1] for name, cells in others.items()}
+    steps = {
+        way: [name for name in ways if ways[name].startswith(way)] for way in ("one", "module", "its own")
+    }
+    assert sum(map(len, steps.values())) == len(others)
+    return PAGE.format(
+        transformers=version,
+        classes=classes,
+        mlx_lm=mlx_lm,
+        experts=len(experts),
+        missing=sum(served[name][1] == "no" for name in experts),
+        right=right(both),
+        captured=captured(len(both), found[TOKENS]),
+        rows="\n".join(shortened(name, cells, served[name][1]) for name, cells in experts.items()),
+        served=sum(cells[0].startswith(("moe_experts", "expert_mm")) for cells in experts.values()),
+        routed=len(experts) - len(own),
+        routers=", ".join(own),
+        uncut=", ".join(name for name, cells in both.items() if cells[-3] != "yes"),
+        dense=", ".join(dense),
+        mlx=", ".join(name for name, cells in dense.items() if cells[1] == "yes"),
+        others=len(others),
+        right_others=sum(cells[-2] == "yes" for cells in others.values()),
+        captured_others=len(steps["one"]),
+        uncaptured_names=", ".join(steps["module"]),
+        raising_names=", ".join(steps["its own"]),
+        exceptions="\n".join(exceptions(served)),
+    )
+
+
+def right(both: dict[str, list[str]]) -> str:
+    """A sentence about the columns "Quantised" and "Whole model"."""
+    cells_of = {name: cells[-2:] for name, cells in both.items()}
+    wrong = [f"{name} ({', '.join(cells)})" for name, cells in cells_of.items() if {*cells} != {"yes"}]
+    return (
+        "Logits (or hidden states) of each equal its eager code in float32 within 1e-5, and the model in 4\n"
+        "bits gives the logits of a dense model with the same rounded weights"
+        + (f", but of {', '.join(wrong)}." if wrong else ".")
+    )
+
+
+def captured(count: int, reasons: list[str]) -> str:
+    """A sentence about the architectures whose decode steps are captured."""
+    others = f", but {'; '.join(reasons)}" if reasons else ""
+    return f"This holds for {count - len(reasons)} of {count} architectures with experts or dense{others}."
+
+
+def shortened(name: str, cells: list[str], in_mlx_lm: str) -> str:
+    activation, router, _, dispatches, *_ = cells
+    activation = "own" if activation.startswith("expert_mm") else activation[len("moe_experts (") : -1]
+    router = re.sub(r"(moe_\w*)router \((\w+)\)", lambda m: f"{'hash ' * ('hash' in m[1])}{m[2]}", router)
+    router = router.replace("; router_logits", ", float32")
+    return f"| {name} | {activation} | {router} | {dispatches} | {in_mlx_lm} |"
+
+
+def exceptions(served: dict[str, list[str]]) -> Iterable[str]:
+    apart = [name for name, cells in served.items() if cells[2] == "-"]
+    yield f"- {', '.join(apart)} do not generate text from tokens alone."
+    columns = ("continuous batching", "prefix cache", "speculative decoding")
+    for name, (_, _, *cells) in served.items():
+        lacks = [column for column, cell in zip(columns, cells, strict=True) if cell == "no"]
+        if lacks:
+            yield f"- {name} has no {' and no '.join(lacks)}: sequences run one after the other."
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(page())
