@@ -238,7 +238,9 @@ def test_clients_of_ipv6_are_counted_by_their_network_of_64_bits(here, monkeypat
 
     taken = ("2001:db8:1:2::1", "::ffff:192.0.2.1", "fe80::1")
     for address in taken:
-        here.reading.clients[reading.client_of(address)] = client = reading.Client(here.reading.pools)
+        here.reading.clients[reading.client_of(address)] = client = reading.Client(
+            here.reading.pools, here.reading.forget_idle
+        )
         client.requests = 1
     assert [status(f"2001:db8:1:{number}") for number in ("2::1", "2:ffff::2", "3::1")] == [429, 429, 200]
     assert [status(address) for address in ("192.0.2.1", "::ffff:192.0.2.1", "::ffff:192.0.2.2")] == [
@@ -257,42 +259,35 @@ def test_a_client_that_leaves_while_its_request_is_read_gives_its_place_back(her
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_the_work_on_a_request_ends_with_its_client_or_its_time(here, monkeypatch, leaves):
-    """Its thread reads the next request."""
-    begun, ended = threading.Event(), threading.Event()
+def test_a_client_keeps_its_turn_until_its_work_has_ended(here, monkeypatch, leaves):
+    """The client has left, or has been answered: its next request of that kind waits for the thread."""
+    begun, go, own = [], threading.Event(), app.prepare
 
     def prepare(served, request, show):
-        begun.set()
-        try:
-            while True:
-                time.sleep(0.001)
-        finally:
-            ended.set()
+        begun.append(request)
+        assert go.wait(60)
+        return own(served, request, show)
 
     port = int(here.url.rpartition(":")[2])
-    with monkeypatch.context() as patched:
+    monkeypatch.setattr(reading, "_AT_ONCE", 1)
+    with monkeypatch.context() as patched, ThreadPoolExecutor(1) as clients:
         patched.setattr(app, "prepare", prepare)
         if leaves:
             with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
                 client.request("POST", "/v1/completions", json.dumps(LONG))
-                assert begun.wait(60) and not ended.is_set()
+                until(lambda: len(begun) == 1)
         else:
-            patched.setattr(reading, "_SECONDS", 0.5)
+            patched.setattr(reading, "_SECONDS", 0.2)
             status, answer = ask(here, "/v1/completions", LONG)
             assert status == 400 and "got one that takes longer" in answer["error"]["message"]
-        assert ended.wait(60)
-    assert ask(here, "/v1/completions", LONG)[0] == 200 and not here.reading.clients
-
-
-def test_an_interruption_that_comes_too_late_ends_nothing():
-    """Neither the next work of its thread nor the thread."""
-    with ThreadPoolExecutor(1) as pool:
-        for _ in range(2000):
-            work = reading._Work(lambda: 5)
-            future = pool.submit(work)
-            work.interrupt()
-            assert future.exception(60) is None or isinstance(future.exception(), reading._Interrupted)
-        assert pool.submit(sum, [1, 2]).result(60) == 3
+            patched.setattr(reading, "_SECONDS", 30.0)
+        later = clients.submit(ask, here, "/v1/completions", LONG)
+        until(lambda: in_reading(here) > 0)
+        time.sleep(0.2)
+        assert len(begun) == 1 and not later.done()
+        go.set()
+        assert later.result(60)[0] == 200 and len(begun) == 2
+    until(lambda: not here.reading.clients)
 
 
 def test_fetches_that_drip_take_no_thread(here, monkeypatch):

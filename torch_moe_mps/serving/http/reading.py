@@ -7,11 +7,9 @@ requests in parsing; more are rejected with status 429.
 import asyncio
 import contextlib
 import contextvars
-import ctypes
 import ipaddress
-import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -54,7 +52,7 @@ class Reading:
     async def place(self, asked: Asked) -> AsyncIterator["Client"]:
         """Context of parsing a request. Raises: Refused with status 429 for too many from one address."""
         address = client_of(asked.client.host if asked.client is not None else "")
-        client = self.clients.setdefault(address, Client(self.pools))
+        client = self.clients.setdefault(address, Client(self.pools, self.forget_idle))
         if client.requests >= MOST_OF_CLIENT:
             with contextlib.suppress(Refused, TimeoutError):
                 await asyncio.wait_for(body_of(asked, 0), _DRAINS)
@@ -65,8 +63,15 @@ class Reading:
             yield client
         finally:
             client.requests -= 1
-            if not client.requests:
-                del self.clients[address]
+            self.forget_idle()
+
+    def forget_idle(self) -> None:
+        """Drops the addresses for which nothing is parsed and no thread works."""
+        idle = [
+            address for address, client in self.clients.items() if not (client.requests or client.threads)
+        ]
+        for address in idle:
+            del self.clients[address]
 
 
 class Client:
@@ -74,63 +79,43 @@ class Client:
 
     Attributes:
         requests: number of requests in parsing or queued.
+        threads: number of threads that work for it, also for requests that have ended.
     """
 
-    def __init__(self, pools: dict[Kind, ThreadPoolExecutor]):
-        self.requests, self._pools = 0, pools
+    def __init__(self, pools: dict[Kind, ThreadPoolExecutor], forget_idle: Callable[[], None]):
+        self.requests = self.threads = 0
+        self._pools, self._forget_idle = pools, forget_idle
         self._turns = {kind: asyncio.Semaphore(_AT_ONCE) for kind in pools}
 
     async def run(self, kind: Kind, function: Callable[..., T], *arguments: Any) -> T:
-        """Result of a function run on a thread of a kind. It is interrupted if the client disconnects.
+        """Result of a function run on a thread of a kind.
+
+        A client that disconnects, or whose time is over, keeps its turn until the thread has ended: Python
+        cannot interrupt a thread safely.
 
         Raises: Refused if it takes too long.
         """
         context = contextvars.copy_context()  # the log names the request
-        work = _Work(lambda: context.run(function, *arguments))
-        async with self._turns[kind]:
-            future = asyncio.get_running_loop().run_in_executor(self._pools[kind], work)
-            try:
-                return await asyncio.wait_for(future, _SECONDS)
-            except TimeoutError:
-                message = f"A request must be read in {_SECONDS:.0f} s, got one that takes longer."
-                raise Refused(message, None, "invalid_value") from None
-            finally:
-                work.interrupt()
+        loop, turns = asyncio.get_running_loop(), self._turns[kind]
 
+        def end() -> None:
+            self.threads -= 1
+            turns.release()
+            self._forget_idle()
 
-class _Interrupted(BaseException):
-    """Raised in a worker thread to abort abandoned work."""
+        def ended(work: Future[T]) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has stopped
+                loop.call_soon_threadsafe(end)
 
-
-class _Work:
-    """A function call that another thread may interrupt."""
-
-    def __init__(self, function: Callable[[], Any]):
-        self._function, self._lock = function, threading.Lock()
-        self._thread: int | None = None  # the one that calls it
-        self._is_over = False
-
-    def __call__(self) -> Any:
-        with self._lock:
-            if self._is_over:
-                raise _Interrupted
-            self._thread = threading.get_ident()
+        await turns.acquire()
+        self.threads += 1
+        work = self._pools[kind].submit(context.run, function, *arguments)
+        work.add_done_callback(ended)
         try:
-            return self._function()
-        finally:
-            with self._lock:
-                self._raise(None)  # an exception that comes too late
-                self._thread = None
-
-    def interrupt(self) -> None:
-        with self._lock:
-            self._is_over = True
-            self._raise(_Interrupted)
-
-    def _raise(self, kind: type[BaseException] | None) -> None:
-        if self._thread is not None:
-            raised = None if kind is None else ctypes.py_object(kind)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), raised)
+            return await asyncio.wait_for(asyncio.wrap_future(work), _SECONDS)
+        except TimeoutError:
+            message = f"A request must be read in {_SECONDS:.0f} s, got one that takes longer."
+            raise Refused(message, None, "invalid_value") from None
 
 
 def client_of(address: str) -> str:
