@@ -17,8 +17,8 @@ namespace {
 
 using torch::jit::Stack;
 
-// Numbers of a command buffer that has failed may be of no row. torch's kernel raises nothing on a GPU, so the
-// stand-in reads some row.
+// Numbers of a command buffer that has failed may be of no row. torch's kernel raises nothing on a GPU, so
+// the stand-in reads some row.
 void read_any_row(const c10::OperatorHandle& op, Stack* stack) {
   if (op.schema().name() != "aten::index_select" || !simulator_has_failed()) return;
   const auto first = stack->end() - op.schema().arguments().size();
