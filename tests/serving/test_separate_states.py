@@ -6,6 +6,7 @@ from support import tiny_models
 from support.models import eager
 from support.speculative import Answered, Partly, prompts, settings
 from support.sweep import in_sweep, rows_in_sweep
+from transformers import GenerationConfig
 
 import torch_moe_mps
 from torch_moe_mps.transformers.caches.batched import BatchedCache
@@ -36,6 +37,22 @@ def test_sequences_are_batched(architecture):
     assert plain.answers == expected and max(seen) == 3
     drafted = Answered(model, many, [settings(12)] * 3, Partly(many, expected), most=3, width=3)
     assert drafted.answers == expected and drafted.batch.drafts.drafting.accepted > 3
+
+
+@pytest.mark.slow("answers of a model, alone and in a batch")
+@torch.no_grad()
+def test_draws_behind_prompts_of_one_token():
+    """In a batch they are those of transformers' own loop with the same seed, from nine tokens each."""
+    model, many = eager(tiny_models.tiny_model("deepseek_v4")), [torch.tensor([7]), *prompts(2)]
+    given = {"max_new_tokens": 4, "do_sample": True, "top_k": 9, "pad_token_id": 0, "eos_token_id": None}
+    expected = []
+    for ids in many:
+        torch.manual_seed(5)
+        expected.append(model.generate(ids[None], **given)[0].tolist())
+    torch_moe_mps.accelerate(model)
+    configs = [GenerationConfig(**given)] * len(many)
+    drawn = torch_moe_mps.generate_batch(model, many, configs, seed=[5] * len(many), progress=False)
+    assert [[*ids.tolist(), *new.tolist()] for ids, new in zip(many, drawn, strict=True)] == expected
 
 
 @pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ("glm5_next",)))
