@@ -9,6 +9,7 @@ import sys
 import types
 
 import pytest
+import transformers
 from support.processes import environment, python
 
 import torch_moe_mps
@@ -361,3 +362,11 @@ def test_the_import_of_torch_searches_for_no_garbage(monkeypatch, is_enabled):
         (gc.enable if before else gc.disable)()
         if not frozen:
             gc.unfreeze()
+
+
+def test_settings_of_draws_warn_of_nothing(caplog):
+    """transformers warns of a temperature beside no `do_sample`, which the temperature implies."""
+    transformers.utils.logging.warning_once.cache_clear()
+    assert read_settings(["temperature=0.6", "top_k=20"]) == {"temperature": 0.6, "top_k": 20}
+    assert read_settings(["temperature=0"]) == {"temperature": 0}
+    assert not caplog.records

@@ -45,7 +45,7 @@ def read_settings(texts: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"--set {name} must be from 0 to {highest}, got {value}")
     if "max_length" in settings:  # it counts the prompt
         raise ValueError("--set max_length must be left out: --max-tokens says how long an answer may be")
-    unknown = config.update(**settings)
+    unknown = config.update(**{"do_sample": True, **settings})  # temperature implies it
     if unknown:
         raise ValueError(f"--set must name arguments of generate(), got {', '.join(unknown)}")
     return settings
