@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     model = about.skeleton()
     if options.to == "mlx":
         check_architecture(model.config)
-        with_older_keys(_config(source, model))
+        with_older_keys(_config(source, model))  # raises for a config that lacks keys, before the work
     copied = [file for file in small_files(source) if str(file) not in _WRITTEN]
     if not local and (not options.dry_run or "mlx" in about.stored):
         # Gigabytes: after what can be checked without them.

@@ -363,7 +363,7 @@ def after_idle(sizes: Sizes) -> dict[str, float]:
 
 def chunk_of_a_prompt(sizes: Sizes) -> dict[str, Any]:
     """Milliseconds of attention of a prompt's last chunk to all of it, in heads as Qwen3-30B-A3B has, by our
-    kernel and by torch's for tensor units. From then on chunks run the faster one."""
+    kernel and by torch's for tensor units. Chunks of later processes run the faster one."""
     if reason := why_no_sdpa():
         return {"left_out": reason}
     tokens, keys, width = sizes.chunk

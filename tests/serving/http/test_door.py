@@ -238,9 +238,7 @@ def test_clients_of_ipv6_are_counted_by_their_network_of_64_bits(here, monkeypat
 
     taken = ("2001:db8:1:2::1", "::ffff:192.0.2.1", "fe80::1")
     for address in taken:
-        here.reading.clients[reading.client_of(address)] = client = reading.Client(
-            here.reading.pools, here.reading.forget_idle
-        )
+        here.reading.clients[reading.client_of(address)] = client = reading.Client(here.reading.pools, dict)
         client.requests = 1
     assert [status(f"2001:db8:1:{number}") for number in ("2::1", "2:ffff::2", "3::1")] == [429, 429, 200]
     assert [status(address) for address in ("192.0.2.1", "::ffff:192.0.2.1", "::ffff:192.0.2.2")] == [

@@ -183,6 +183,12 @@ void finish(at::mps::MPSStream* stream, int64_t number) {
   hear_up_to(stream, number);  // Metal may tell of a later buffer first
 }
 
+// The same, on the current stream. Raises the buffers' fault.
+void wait_for_buffer(int64_t number) {
+  finish(at::mps::getCurrentMPSStream(), number);
+  raise_fault();
+}
+
 // Waits for all that the current stream has given to the GPU. Raises the buffers' fault.
 void raise_fault_of_committed() {
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
@@ -196,12 +202,6 @@ void raise_fault_of_committed() {
     }
   });
   finish(stream, newest);
-  raise_fault();
-}
-
-// The same, on the current stream. Raises the buffers' fault.
-void wait_for_buffer(int64_t number) {
-  finish(at::mps::getCurrentMPSStream(), number);
   raise_fault();
 }
 

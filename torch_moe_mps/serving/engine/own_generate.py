@@ -70,6 +70,9 @@ def call_generate(model: Any, inputs: Mapping[str, Tensor], config: GenerationCo
         return model.generate(**on_device, generation_config=config, **as_text(model), **more)
 
 
+_PREPARES = "prepare_inputs_for_generation"
+
+
 @contextmanager
 def _before_forwards(model: Any, function: Callable[[], None]) -> Iterator[None]:
     """Context in which `generate` calls a function before each forward of the model.
@@ -84,11 +87,15 @@ def _before_forwards(model: Any, function: Callable[[], None]) -> Iterator[None]
         function()
         return inputs
 
-    vars(model)["prepare_inputs_for_generation"] = prepare
+    attributes = vars(model)
+    before = attributes.get(_PREPARES)  # a user's own, or None
+    attributes[_PREPARES] = prepare
     try:
         yield
     finally:
-        del vars(model)["prepare_inputs_for_generation"]
+        del attributes[_PREPARES]
+        if before is not None:
+            attributes[_PREPARES] = before
 
 
 class Tokens:

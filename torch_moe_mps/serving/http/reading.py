@@ -7,6 +7,7 @@ requests in parsing; more are rejected with status 429.
 import asyncio
 import contextlib
 import contextvars
+import functools
 import ipaddress
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,7 +53,9 @@ class Reading:
     async def place(self, asked: Asked) -> AsyncIterator["Client"]:
         """Context of parsing a request. Raises: Refused with status 429 for too many from one address."""
         address = client_of(asked.client.host if asked.client is not None else "")
-        client = self.clients.setdefault(address, Client(self.pools, self.forget_idle))
+        if (client := self.clients.get(address)) is None:
+            forget = functools.partial(self.clients.pop, address, None)
+            client = self.clients[address] = Client(self.pools, forget)
         if client.requests >= MOST_OF_CLIENT:
             with contextlib.suppress(Refused, TimeoutError):
                 await asyncio.wait_for(body_of(asked, 0), _DRAINS)
@@ -63,15 +66,7 @@ class Reading:
             yield client
         finally:
             client.requests -= 1
-            self.forget_idle()
-
-    def forget_idle(self) -> None:
-        """Drops the addresses for which nothing is parsed and no thread works."""
-        idle = [
-            address for address, client in self.clients.items() if not (client.requests or client.threads)
-        ]
-        for address in idle:
-            del self.clients[address]
+            client.forget_if_idle()
 
 
 class Client:
@@ -82,10 +77,15 @@ class Client:
         threads: number of threads that work for it, also for requests that have ended.
     """
 
-    def __init__(self, pools: dict[Kind, ThreadPoolExecutor], forget_idle: Callable[[], None]):
+    def __init__(self, pools: dict[Kind, ThreadPoolExecutor], forget: Callable[[], object]):
         self.requests = self.threads = 0
-        self._pools, self._forget_idle = pools, forget_idle
+        self._pools, self._forget = pools, forget
         self._turns = {kind: asyncio.Semaphore(_AT_ONCE) for kind in pools}
+
+    def forget_if_idle(self) -> None:
+        """Drops the address if nothing of it is parsed and no thread works for it."""
+        if not (self.requests or self.threads):
+            self._forget()
 
     async def run(self, kind: Kind, function: Callable[..., T], *arguments: Any) -> T:
         """Result of a function run on a thread of a kind.
@@ -101,7 +101,7 @@ class Client:
         def end() -> None:
             self.threads -= 1
             turns.release()
-            self._forget_idle()
+            self.forget_if_idle()
 
         def ended(work: Future[T]) -> None:
             with contextlib.suppress(RuntimeError):  # the server has stopped

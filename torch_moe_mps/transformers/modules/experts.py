@@ -179,9 +179,7 @@ def is_observed(*modules: nn.Module) -> bool:
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
             return True
         made: Made | None = getattr(type(module), MADE, None)
-        if (
-            made is not None and made.original.forward is not made.own
-        ):  # somebody has patched the class beneath
+        if made is not None and made.original.forward is not made.own:  # the class beneath was patched
             return True
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 

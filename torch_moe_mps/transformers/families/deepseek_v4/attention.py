@@ -33,7 +33,6 @@ _CHILDREN = (
     "compressor",
 )
 _TURN: dict[str, Any] = {"pairs": "interleaved", "rotary_last": True}
-# The attribute of a table of sines with which rotations are undone.
 
 
 def compressed_layer(

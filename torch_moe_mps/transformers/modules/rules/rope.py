@@ -27,7 +27,6 @@ from ..functions import InPlace
 _PAIRS = ("half", "interleaved", "interleaved_to_half")
 _HEADS, _TOKENS, _WIDTH = 3, 5, 16
 _TABLES = frozenset(("cos", "freqs_cis", "freqs_ci"))  # parameters that take tables of angles
-# The attribute of a complex table that holds its cosines and sines.
 
 
 class Turn(NamedTuple):
