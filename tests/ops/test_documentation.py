@@ -1,13 +1,16 @@
 """Docstrings, schemas and docs/operators.md say the same."""
 
+import doctest
 import inspect
 import re
 import runpy
 
 import pytest
+import torch
 from support.operators import MODULES
 from support.processes import REPOSITORY
 
+from torch_moe_mps import ops
 from torch_moe_mps.ops import OPERATORS, PUBLIC
 from torch_moe_mps.ops._samples import packet
 
@@ -26,6 +29,17 @@ def test_documentation(name):
     assert set(parameters) <= described
     if packet(name).default._schema.returns:
         assert "Returns" in document
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_example(name, capsys):
+    """The docstring ends with an example that calls the operator; it prints what the docstring says."""
+    document = inspect.getdoc(PUBLIC[name]).partition("\n\nExample:\n")[2]
+    test = doctest.DocTestParser().get_doctest(document, {"torch": torch, "ops": ops}, name, None, 0)
+    assert any(f"ops.{name}(" in example.source for example in test.examples)
+    assert any(example.want for example in test.examples)
+    result = doctest.DocTestRunner().run(test)
+    assert result.failed == 0, capsys.readouterr().out
 
 
 def test_operators_table_is_current():

@@ -69,6 +69,12 @@ def heads_mm(
     Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in the dtype of `weight`; accumulated in float32.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Example:
+        >>> x = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])  # one token, two heads
+        >>> weight = torch.tensor([[[1.0, 0.0]], [[1.0, 1.0]]])  # [Hq, R, C] = [2, 1, 2]
+        >>> ops.heads_mm(x, weight).tolist()
+        [[[[1.0], [7.0]]]]
     """
     return _product(x, weight.float(), transposed, appended, weight.dtype)
 
@@ -116,6 +122,12 @@ def heads_quantized(
     Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in `dtype`; dequantised and accumulated in float32.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
+
+    Example:
+        >>> from torch_moe_mps.quantization import quantize
+        >>> w = quantize(torch.stack([torch.eye(32), 2 * torch.eye(32)]), mode="mxfp4")  # two heads
+        >>> ops.heads_quantized(torch.ones(1, 1, 2, 32), *w, "mxfp4")[..., 0].tolist()
+        [[[1.0, 2.0]]]
     """
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
     wanted = x.dtype if dtype is None else NAMED_DTYPES[dtype]

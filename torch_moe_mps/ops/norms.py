@@ -63,6 +63,10 @@ def layer_norm(
     Returns: [..., H] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
+
+    Example:
+        >>> ops.layer_norm(torch.tensor([[1.0, 3.0]]), None, torch.tensor([0.0, 5.0]), eps=0.0).tolist()
+        [[-1.0, 6.0]]
     """
     return _layer_normed(x, weight, bias, eps, weight_offset).to(x.dtype)
 
@@ -103,6 +107,10 @@ def rms_norm(
     Returns: [..., H] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Example:
+        >>> ops.rms_norm(torch.tensor([[2.0, -2.0]]), torch.tensor([1.0, 3.0]), eps=0.0).tolist()
+        [[1.0, -3.0]]
     """
     out = normed(x, weight, eps, weight_offset)
     return (out if factor == 1.0 else out.mul_(factor)).to(x.dtype)
@@ -145,6 +153,11 @@ def rms_norm_gated(
     Returns: [..., H] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
+
+    Example:
+        >>> x, gate, weight = torch.tensor([[2.0, -2.0]]), torch.zeros(1, 2), torch.tensor([1.0, 3.0])
+        >>> ops.rms_norm_gated(x, gate, weight, eps=0.0, activation="sigmoid").tolist()
+        [[0.5, -1.5]]
     """
     function = torch.sigmoid if activation == "sigmoid" else torch.nn.functional.silu
     factor = function(gate.float())
@@ -175,6 +188,11 @@ def fused_norm_add(
     Raises: ValueError for a dtype, shape or device that does not fit.
 
     Stands for the source kernel fused_norm_add_f32.
+
+    Example:
+        >>> residual, x, weight = torch.ones(1, 2), torch.tensor([[2.0, -2.0]]), torch.tensor([3.0, 4.0])
+        >>> ops.fused_norm_add(residual, x, weight, eps=0.0).tolist()
+        [[4.0, -3.0]]
     """
     return (residual.float() + normed(x, weight, eps, weight_offset)).to(residual.dtype)
 
@@ -194,6 +212,11 @@ def fused_norm_add_scalar(
     Raises: ValueError for a dtype, shape or device that does not fit.
 
     Stands for the source kernel fused_norm_add_scalar_f32.
+
+    Example:
+        >>> residual, x, weight = torch.ones(1, 2), torch.tensor([[2.0, -2.0]]), torch.tensor([3.0, 4.0])
+        >>> ops.fused_norm_add_scalar(residual, x, weight, torch.tensor([10.0]), eps=0.0).tolist()
+        [[40.0, -30.0]]
     """
     total = residual.float() + normed(x, weight, eps, weight_offset)
     return (total * scalar.float()).to(residual.dtype)
@@ -230,6 +253,12 @@ def fused_residual_norm(
     Raises: ValueError for a dtype, shape or device that does not fit.
 
     Stands for the source kernel fused_residual_norm_f32.
+
+    Example:
+        >>> residual, x, weight = torch.ones(1, 2), torch.tensor([[1.0, -3.0]]), torch.tensor([3.0, 4.0])
+        >>> normed, total = ops.fused_residual_norm(residual, x, weight, eps=0.0)
+        >>> normed.tolist(), total.tolist()
+        ([[3.0, -4.0]], [[2.0, -2.0]])
     """
     total = (residual.float() + x.float() * factor).to(residual.dtype)
     result = normed(total, weight, eps, weight_offset).to(residual.dtype)
@@ -261,6 +290,12 @@ def fused_residual_layer_norm(
     Returns: the normed sum and the sum, both like `residual`.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
+
+    Example:
+        >>> residual, x = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 1.0]])
+        >>> normed, total = ops.fused_residual_layer_norm(residual, x, None, None, eps=0.0)
+        >>> normed.tolist(), total.tolist()
+        ([[-1.0, 1.0]], [[1.0, 3.0]])
     """
     total = residual + x
     return _layer_normed(total, weight, bias, eps, weight_offset).to(residual.dtype), total
@@ -285,6 +320,11 @@ def fused_residual_norm_scalar(
     In models `fused_residual_norm` with a factor takes its place.
 
     Stands for the source kernel fused_residual_norm_scalar_f32.
+
+    Example:
+        >>> residual, x, weight = torch.ones(1, 2), torch.tensor([[1.0, -3.0]]), torch.tensor([3.0, 4.0])
+        >>> ops.fused_residual_norm_scalar(residual, x, weight, torch.tensor([10.0]), eps=0.0).tolist()
+        [[30.0, -40.0]]
     """
     result = normed(residual + x, weight, eps, weight_offset)
     return (result * scalar.float()).to(residual.dtype)

@@ -198,6 +198,11 @@ def moe_router(
     Raises: ValueError for a dtype, shape, count, name or device that does not fit.
 
     Stands for the router of the source kernel moe_router_topk_softmax_f32, generalised.
+
+    Example:
+        >>> logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
+        >>> ops.moe_router(logits, 2, scoring="softmax", norm_topk_prob=True, scaling_factor=4.0)
+        (tensor([[2., 2.]]), tensor([[1, 2]], dtype=torch.int32))
     """
     x = _finite(logits)
     scores = SCORINGS[scoring](x)
@@ -248,6 +253,10 @@ def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) ->
     In models `moe_router` chooses, which has every model's options.
 
     Stands for the source kernel moe_router_topk_softmax_f32.
+
+    Example:
+        >>> ops.moe_router_topk_softmax(torch.tensor([[1.0, 3.0, 3.0, 0.0]]), top_k=2, norm_topk_prob=True)
+        (tensor([[0.5000, 0.5000]]), tensor([[1, 2]], dtype=torch.int32))
     """
     return moe_router(logits, top_k, scoring="softmax", norm_topk_prob=norm_topk_prob, sum_eps=0.0)
 
@@ -287,6 +296,11 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
     In models `moe_router` chooses, with scoring="softmax_after_topk".
 
     Stands for the source kernels fused_moe_routing_f32 (one token) and fused_moe_routing_batch_f32.
+
+    Example:
+        >>> logits, scale = torch.tensor([1.0, 3.0, 3.0, 0.0]), torch.tensor([1.0, 2.0, 4.0, 1.0])
+        >>> ops.fused_moe_routing(logits, scale, top_k=2)
+        (tensor([1., 2.]), tensor([1, 2], dtype=torch.int32))
     """
     return _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
 
@@ -325,6 +339,11 @@ def router_logits(
     Returns: [T, E] in `dtype`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Example:
+        >>> weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+        >>> ops.router_logits(torch.tensor([[1.0, 2.0]]), weight, factor=2.0).tolist()
+        [[2.0, 4.0, 6.0]]
     """
     rows = InputNorm(norm_weight, norm_eps, norm_weight_offset).applied_to(x).float()
     shift = None if bias is None else bias.float()
@@ -365,6 +384,12 @@ def moe_gate(
     Raises: ValueError for a dtype, shape, count or device that does not fit.
 
     Stands for the source kernel moe_gate.
+
+    Example:
+        >>> x, weight = torch.tensor([[2.0, 2.0]]), torch.tensor([[1.0, 0.0], [2.0, 2.0], [3.0, 1.0]])
+        >>> weights, ids = ops.moe_gate(x, weight, torch.ones(2), torch.ones(3), top_k=2, norm_eps=0.0)
+        >>> weights.tolist(), ids.tolist()
+        ([[0.5, 0.5]], [[1, 2]])
     """
     logits = normed(x, norm_weight, norm_eps) @ weight.float().T
     weights, ids = _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
@@ -417,6 +442,12 @@ def moe_hash_router(
     Returns: weights [T, K] float32 and ids [T, K] int32.
 
     Raises: ValueError for a dtype, shape, count, choice or device that does not fit.
+
+    Example:
+        >>> x, weight, table = torch.ones(1, 2), torch.zeros(3, 2), torch.tensor([[0, 1], [2, 0]])
+        >>> tokens, options = torch.tensor([1]), {"scoring": "sigmoid", "norm_topk_prob": False}
+        >>> ops.moe_hash_router(x, weight, table, tokens, **options)
+        (tensor([[0.5000, 0.5000]]), tensor([[2, 0]], dtype=torch.int32))
     """
     logits = _finite(
         InputNorm(norm_weight, norm_eps, norm_weight_offset).applied_to(x).float() @ weight.float().T
@@ -464,6 +495,11 @@ def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     In models with adapters on experts, `expert_lora` takes its pairs.
 
     Stands for the source kernel moe_compute_ids_tpe_f32, in compressed form.
+
+    Example:
+        >>> pair_order, offsets = ops.moe_bucket(torch.tensor([[1, 0], [1, 2]]), num_experts=3)
+        >>> pair_order.tolist(), offsets.tolist()
+        ([1, 0, 2, 3], [0, 1, 3, 4])
     """
     order, _, offsets = _sort_pairs(ids, num_experts)
     return order.int(), offsets.int()
@@ -499,6 +535,12 @@ def moe_compute_ids_tpe(
     In models `moe_bucket` sorts the pairs, and prefill kernels take its offsets in place of grids.
 
     Stands for the source kernel moe_compute_ids_tpe_f32, which orders an expert's pairs by atomics.
+
+    Example:
+        >>> ids = torch.tensor([[1, 0], [1, 2]])
+        >>> tpe, ids_by_expert, gate_up_args, _ = ops.moe_compute_ids_tpe(ids, 3, 128, 64)
+        >>> tpe.tolist(), ids_by_expert[1].tolist(), gate_up_args.tolist()
+        ([1, 2, 1], [0, 2, -1, -1], [1, 2, 3])
     """
     order, experts, offsets = _sort_pairs(ids, num_experts)
     tpe = offsets.diff()
