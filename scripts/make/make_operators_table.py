@@ -26,14 +26,12 @@ def row(name: str, users: list[str]) -> str:
     summary = document.splitlines()[0].rstrip(":.").replace("|", "\\|")
     kernels = re.findall(r"Stands for .*source kernel\w* (.*)", document)
     named = ", ".join(f"`{kernel}`" for kernel in re.findall(r"\w+_f32|moe_gate\b", " ".join(kernels)))
-    replaced = re.search(
-        r"^In models (.*?)\.\n|^In models(' .*?)\.\n", document + "\n", re.DOTALL | re.MULTILINE
-    )
+    replaced = re.search(r"^In (models\b.*?)\.\n", document + "\n", re.DOTALL | re.MULTILINE)
     users_text = "-"
     if users:
         users_text = ", ".join(users) if len(users) <= NAMED else f"{len(users)} architectures"
     elif replaced:
-        users_text = " ".join((replaced[1] or f"in models{replaced[2]}").split())
+        users_text = " ".join(f"in {replaced[1]}".split())
     return f"| `{name}` | {summary} | {users_text} | {named or '-'} |\n"
 
 

@@ -265,7 +265,7 @@ def attention(
     relative: Tensor | None = None,
     dtype: str | None = None,
 ) -> Tensor:
-    """Grouped-query attention over a cache, with all that models add to it.
+    """Grouped-query attention over a KV cache, with windows, sinks, soft caps, sparse keys, gates and biases.
 
     score[s] = cap(scale * q . k[s]) + mask[s] + relative[t - s]
     cap(x) = softcap * tanh(x / softcap) where it is given
@@ -446,7 +446,7 @@ def write_cache_quantized_(
     biases_: Tensor,
     start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Writes keys or values of new tokens into a cache in 8 bits, as `attention` reads it.
+    """Quantises keys or values of new tokens to 8 bits, into a cache as `attention` reads it.
 
         bias = the lowest number of a group; scale = (the highest - bias) / 254, rounded to the dtype
         code = min(round((x - bias) / scale), 255), 0 where scale is 0

@@ -28,7 +28,7 @@ def _sum_over_slots(slots: Tensor, weights: Tensor) -> Tensor:
 
 @operator("gate[..., I] up[..., I]:gate -> gate")
 def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
+    """SwiGLU's product silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
 
     Args:
         gate, up: [..., I], float32, float16 or bfloat16, of one dtype and shape.
@@ -118,7 +118,7 @@ SLOTS = "expert_out[..., S>=1, H] weights[..., S]"
 
 @operator(f"{SLOTS} -> [..., H]:expert_out")
 def weighted_sum_stacked(expert_out: Tensor, weights: Tensor) -> Tensor:
-    """sum_s weights[..., s] * expert_out[..., s, :], s ascending.
+    """Weighted sum of expert outputs: sum_s weights[..., s] * expert_out[..., s, :], s ascending.
 
     Args:
         expert_out: [..., S, H], float32, float16 or bfloat16: the outputs of a token's S experts.
@@ -142,7 +142,9 @@ def weighted_sum_stacked(expert_out: Tensor, weights: Tensor) -> Tensor:
 
 @operator(f"{SLOTS} residual_[..., H]:expert_out -> residual_")
 def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, weights: Tensor) -> Tensor:
-    """residual_ += sum_s weights[..., s] * expert_out[..., s, :], s ascending, rounded once.
+    """Residual stream plus the weighted sum of expert outputs, in place.
+
+        residual_ += sum_s weights[..., s] * expert_out[..., s, :]      s ascending, rounded once
 
     Args:
         residual_: [..., H], the dtype of `expert_out`; updated in place, whatever its strides. It must not
@@ -169,7 +171,7 @@ def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, weight
 def weighted_sum_residual_norm_stacked_(
     residual_: Tensor, expert_out: Tensor, weights: Tensor, norm_weight: Tensor, norm_eps: float
 ) -> Tensor:
-    """The end of a layer and the norm of the next.
+    """Residual stream plus the weighted sum of expert outputs, in place, and its RMSNorm.
 
         residual_ += sum_s weights[..., s] * expert_out[..., s, :]      s ascending, rounded once
         result = residual_ * rsqrt(mean(residual_^2) + norm_eps) * norm_weight

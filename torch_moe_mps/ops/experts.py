@@ -303,7 +303,7 @@ def moe_experts(
     around: ExpertSum,
     norm: InputNorm,
 ) -> Tensor:
-    """The experts of one layer, from the hidden states to the combined output:
+    """Combined output of a layer's experts, from the hidden states:
 
         h[t, k] = act(gate_up[e] @ norm(x[t]) + gate_up_bias[e])          with e = ids[t, k]
         y[t, k] = down[e] @ h[t, k] + down_bias[e]

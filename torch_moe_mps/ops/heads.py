@@ -50,7 +50,7 @@ def _meta_heads_mm(check, x, weight, transposed, appended):
 def heads_mm(
     x: Tensor, weight: Tensor, *, transposed: bool = False, appended: Tensor | None = None
 ) -> Tensor:
-    """out[b, t, h] = weight[h] @ x[b, t, h]; with `transposed` weight[h]^T @ x[b, t, h], appended[b, t, h].
+    """Matrix product for each head: weight[h] @ x[b, t, h], or weight[h]^T @ x[b, t, h] and what is appended.
 
     Latent attention asks for both: the two matrices of a head that expand its latents into keys and values
     become factors of its queries and its results.
@@ -106,7 +106,7 @@ def heads_quantized(
     appended: Tensor | None = None,
     dtype: str | None = None,
 ) -> Tensor:
-    """heads_mm with quantised weights, whose rows are quantised along C whichever way they are multiplied.
+    """heads_mm with quantised weights, whose groups lie along C for both directions.
 
     Args:
         x: [B, T, Hq, C], or [B, T, Hq, R] with `transposed`; float32, float16 or bfloat16; any strides. On

@@ -24,7 +24,7 @@ def _check_update(check, streams, **_):
 
 @operator(f"{UPDATE} -> streams", _check_update)
 def hyper_update(streams: Tensor, block_out: Tensor, post: Tensor, comb: Tensor | None = None) -> Tensor:
-    """The streams of a hyper-connection after a block: its result, and a mixture of the streams.
+    """Streams of a hyper-connection after a block: its output plus a mixture of the streams.
 
         result[n] = post[n] * block_out + sum_m comb[m, n] * streams[m]
 
@@ -88,7 +88,7 @@ def hyper_connection(
     post_factor: float = 2.0,
     post_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mix the streams of a hyper-connection into a block's input, and update them (mHC of DeepSeek-V4).
+    """A block's input, mixed from the streams of a hyper-connection, and their update (mHC of DeepSeek-V4).
 
         streams = hyper_update(streams, block_out, post, comb)          where `block_out` is given
         m = fn flat(streams) * rsqrt(mean(flat(streams)^2) + norm_eps)  in parts of N, N and N * N rows

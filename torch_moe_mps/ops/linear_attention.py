@@ -251,7 +251,7 @@ def linear_attention_(
     counts: Tensor | None = None,
     keep: bool = False,
 ) -> Tensor:
-    """Linear attention, token after token: the gated delta rule, Kimi's, Mamba-2, lightning attention.
+    """Linear attention by recurrence: gated delta rule, Kimi Delta Attention, Mamba-2, lightning attention.
 
     For each head of v, with the head of q and k that it shares with its neighbours:
 
@@ -403,7 +403,7 @@ def selective_scan_(
     counts: Tensor | None = None,
     keep: bool = False,
 ) -> Tensor:
-    """Mamba-1's selective scan, token by token. For each channel, which has N states:
+    """Mamba-1's selective scan, token by token. For each channel, with its N states:
 
         s = softplus(step + dt_bias)
         state_ = exp(-exp(A_log) * s) * state_ + s * x * B

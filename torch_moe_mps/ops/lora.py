@@ -117,7 +117,7 @@ def expert_lora(
     offsets: Tensor | None = None,
     scaling: float = 1.0,
 ) -> Tensor:
-    """The output of expert_mm or expert_qmm with an adapter of each expert:
+    """The output of expert_mm or expert_qmm plus a LoRA adapter of each expert:
 
     out[t, k] = added[t, k] + scaling * b_e (a_e x[t]) with e = ids[t, k], or with x[t, k]
 

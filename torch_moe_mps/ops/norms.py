@@ -49,7 +49,7 @@ def _check_offset(check, weight, weight_offset, **_):
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
-    """rms(x - mean(x)) * (weight + weight_offset) + bias.
+    """LayerNorm: rms(x - mean(x)) * (weight + weight_offset) + bias.
 
     The mean is taken away before squares are summed, in float32; the result is rounded once.
 
@@ -90,7 +90,7 @@ def _check_rows(check, x, weight, **others):
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, factor: float = 1.0
 ) -> Tensor:
-    """rms(x) * (weight + weight_offset) * factor, without a weight rms(x) * factor.
+    """RMSNorm: rms(x) * (weight + weight_offset) * factor, without a weight rms(x) * factor.
 
     aten's `_fused_rms_norm` is one dispatch on MPS too, but takes no offset and requires a weight of the
     input's dtype; in all other cases `torch.nn.functional.rms_norm` runs one operation after the other.
@@ -136,7 +136,7 @@ def rms_norm_gated(
     gate_first: bool = False,
     group_size: int | None = None,
 ) -> Tensor:
-    """rms(x) * (weight + weight_offset) * activation(gate), the norm behind linear attention.
+    """Gated RMSNorm: rms(x) * (weight + weight_offset) * activation(gate), the norm behind linear attention.
 
     With `gate_first` it is rms(x * activation(gate)) * (weight + weight_offset), as in Mamba-2. Models
     that round the normed row and its product with the weight differ by at most 3 ulp.
@@ -175,7 +175,7 @@ def rms_norm_gated(
 def fused_norm_add(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
-    """residual + rms(x) * (weight + weight_offset), the order of Gemma's post-norms.
+    """Residual plus RMSNorm: residual + rms(x) * (weight + weight_offset), the order of Gemma's post-norms.
 
     Args:
         residual, x: [..., H], float32, float16 or bfloat16, of one dtype.
@@ -201,7 +201,7 @@ def fused_norm_add(
 def fused_norm_add_scalar(
     residual: Tensor, x: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
-    """(residual + rms(x) * (weight + weight_offset)) * scalar, the end of a Gemma 4 layer.
+    """The same, scaled: (residual + rms(x) * (weight + weight_offset)) * scalar, the end of a Gemma 4 layer.
 
     Args:
         residual, x, weight, eps, weight_offset: as for fused_norm_add.
@@ -239,7 +239,7 @@ def fused_residual_norm(
     weight_offset: float = 0.0,
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """s = residual + x * factor  ->  (rms(s) * (weight + weight_offset), s), as pre-norm models do.
+    """Residual sum s = residual + x * factor, and its RMSNorm: (rms(s) * (weight + weight_offset), s).
 
     In 16 bit s is rounded first, because the residual stream carries the rounded s; the norm is taken of it.
 
@@ -279,7 +279,7 @@ def fused_residual_layer_norm(
     eps: float,
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """s = residual + x  ->  (layer_norm(s, weight, bias, eps, weight_offset), s).
+    """Residual sum s = residual + x, and its LayerNorm: (layer_norm(s, weight, bias, eps, weight_offset), s).
 
     In 16 bit s is rounded first, as in fused_residual_norm.
 
@@ -305,7 +305,7 @@ def fused_residual_layer_norm(
 def fused_residual_norm_scalar(
     residual: Tensor, x: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
-    """rms(residual + x) * (weight + weight_offset) * scalar.
+    """Scaled RMSNorm of a residual sum: rms(residual + x) * (weight + weight_offset) * scalar.
 
     In 16 bit the sum is rounded before the norm, as in fused_residual_norm.
 

@@ -214,7 +214,7 @@ def rope_cache_(
     norm: ValueNorm,
     k_bias: Tensor | None = None,
 ) -> Tensor:
-    """`rope`, writing keys and values into a KV cache.
+    """Rotated queries; writes rotated keys, and values, into a KV cache.
 
     keys_[:, :, S - T:] = k as `rope` returns it
     values_[:, :, S - T:] = v, or rms(v) over a head, * (v_norm_weight + norm_weight_offset) where it is given

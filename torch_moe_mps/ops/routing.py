@@ -162,7 +162,7 @@ def moe_router(
     scaling_factor: float = 1.0,
     per_expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights, for every scoring that the models use.
+    """Top-k experts of each token and their weights, for every scoring that the models use.
 
         scores = scoring(logits)                    softmax | sigmoid | sqrtsoftplus, over all E
         choice = scores + correction_bias           logits + it with bias_on_logits or softmax_after_topk
@@ -232,9 +232,10 @@ def moe_router(
 
 @operator(f"logits[T, E<={MAX_EXPERTS}] -> {SELECTED}", _check_top_k)
 def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts, then the top_k largest; with norm_topk_prob divided by their sum.
+    """Top-k experts and their weights by softmax over all; with norm_topk_prob the weights sum to 1.
 
-    The sum is at least 1 / E, so the floor of 2^-14 under it in the source kernel has no effect.
+    That divides by the sum of the top_k probabilities. It is at least 1 / E, so the floor of 2^-14 under it
+    in the source kernel has no effect.
 
     Logits are compared, not probabilities, which saturate: of eight logits, 0 at id 2, -200 at 6, -250 at 1
     and -300 elsewhere, the best three are [2, 6, 1]. The source kernel compares probabilities, which are 0
@@ -277,10 +278,10 @@ def _meta_fused_routing(check, logits, top_k, **_):
 
 @operator(f"logits[T, E<={MAX_EXPERTS}]|[E<={MAX_EXPERTS}] per_expert_scale[E]", _meta_fused_routing)
 def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts, the top_k largest divided by their sum, then times per_expert_scale[id].
+    """Top-k experts and their softmax weights, which sum to 1, times per_expert_scale[id].
 
-    The largest probability is always selected, so this is the softmax over the selected logits. After the
-    scale there is no second renormalisation.
+    Probabilities over all experts, divided by the sum of the selected, are the softmax over the selected
+    logits. After the scale there is no second renormalisation.
 
     Args:
         logits: [T, E] or [E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as the
@@ -322,7 +323,7 @@ def router_logits(
     dtype: str = "float32",
     factor: float = 1.0,
 ) -> Tensor:
-    """factor * norm(x) @ weight^T + bias, in float32: a router's matmul without float32 copies.
+    """Router logits factor * norm(x) @ weight^T + bias, summed in float32 without float32 copies.
 
     On mps, our kernel runs up to 32 tokens. For more, PyTorch's matmul of float32 copies is faster.
 
@@ -363,7 +364,7 @@ def moe_gate(
     norm_eps: float,
     renormalize_after_scale: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm, router matmul, top-k, softmax over the selected, per-expert scale: a whole gate.
+    """Top-k experts and weights of a whole gate: RMSNorm, router matmul, softmax over them, per-expert scale.
 
         logits = (rms(x) * norm_weight) @ weight^T        rms(x) = x * rsqrt(mean(x^2) + norm_eps)
         ids    = the top_k largest logits, descending, ties to the lower id
@@ -418,7 +419,7 @@ def moe_hash_router(
     norm_eps: float = 1e-6,
     norm_weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The experts that a table has for each token, and their weights (DeepSeek-V4's first layers).
+    """Experts of each token by a table of token ids, and their weights (DeepSeek-V4's first layers).
 
         ids = table[tokens]
         w   = scoring(norm(x) @ weight[ids]^T)
@@ -479,7 +480,7 @@ def _meta_bucket(check, ids, num_experts):
 
 @operator("ids[T, K]:id", _meta_bucket, allowed={"num_experts": range(1, MAX_EXPERTS + 1)})
 def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The pairs p = t * K + k sorted by expert, ascending within an expert: a compressed moe_compute_ids_tpe.
+    """Pairs p = t * K + k sorted by expert, and each expert's offset: a compressed moe_compute_ids_tpe.
 
     Expert e's pairs are pair_order[offsets[e] : offsets[e + 1]]. Pairs whose id lies outside [0, num_experts)
     follow behind offsets[num_experts], ascending.
@@ -515,7 +516,7 @@ def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def moe_compute_ids_tpe(
     ids: Tensor, num_experts: int, gate_up_rows: int, down_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The pairs p = t * K + k of each expert, and the indirect-dispatch grids of the two matmuls over them.
+    """Pairs p = t * K + k of each expert, their counts, and the indirect-dispatch grids of two matmuls.
 
     Args:
         ids: [T, K] int32 or int64; ids outside [0, num_experts) are in no list.
