@@ -21,7 +21,7 @@ def used_by() -> dict[str, list[str]]:
     return {name: [each for each in text.split(", ") if each] for name, text in lines}
 
 
-def row(name: str, users: list[str]) -> str:
+def row(name: str, family: str, users: list[str]) -> str:
     document = inspect.cleandoc(getattr(torch.ops.moe_mps, name).__doc__)
     summary = document.splitlines()[0].rstrip(":.").replace("|", "\\|")
     kernels = re.findall(r"Stands for .*source kernel\w* (.*)", document)
@@ -32,15 +32,15 @@ def row(name: str, users: list[str]) -> str:
         users_text = ", ".join(users) if len(users) <= NAMED else f"{len(users)} architectures"
     elif replaced:
         users_text = " ".join(f"in {replaced[1]}".split())
-    return f"| `{name}` | {summary} | {users_text} | {named or '-'} |\n"
+    return f"| [`{name}`](../torch_moe_mps/ops/{family}.py) | {summary} | {users_text} | {named or '-'} |\n"
 
 
 def document() -> str:
     """The text that docs/operators.md should have: its introduction, then a row for each operator."""
     users = used_by()
     text = DOCUMENT.read_text().partition(MARK)[0] + MARK + HEAD
-    for _, module in sorted(ops.FAMILIES.items()):
-        text += "".join(row(name, users[name]) for name in ops.PUBLIC if name in module.CALLS)
+    for family, module in sorted(ops.FAMILIES.items()):
+        text += "".join(row(name, family, users[name]) for name in ops.PUBLIC if name in module.CALLS)
     return text
 
 

@@ -112,5 +112,10 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    """Replaces links to files beside docs/ by their text."""
+    """Leads links of operators to their reference, and replaces other links to files beside docs/ by text."""
+    markdown = re.sub(
+        r"\[`(\w+)`\]\(\.\./torch_moe_mps/ops/\w+\.py\)",
+        rf"[`\1`](reference.md#{MODULE.stem}.\1)",
+        markdown,
+    )
     return re.sub(r"\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", markdown)

@@ -51,5 +51,8 @@ def test_operators_table_is_current():
 def test_operators_table_has_every_public_operator():
     text = (REPOSITORY / "docs" / "operators.md").read_text()
     lines = text.partition("writes what follows -->")[2].splitlines()
-    rows = [re.split(r" \| ", line.strip("| ")) for line in lines if line.startswith("| `")]
-    assert sorted(row[0].strip("`") for row in rows) == sorted(PUBLIC)
+    rows = [re.split(r" \| ", line.strip("| ")) for line in lines if line.startswith("| [`")]
+    links = dict(re.fullmatch(r"\[`(\w+)`\]\(\.\./(.+)\)", row[0]).groups() for row in rows)
+    assert sorted(links) == sorted(PUBLIC)
+    for name, path in links.items():
+        assert f"\ndef {name}(" in (REPOSITORY / path).read_text()
