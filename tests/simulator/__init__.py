@@ -25,6 +25,7 @@ the next synchronisation (`.cpu()`, `.item()`, an operator that runs on the CPU,
 from .build_device import extension, load
 from .errors import SimulatorError
 from .runtime import (
+    called_aten,
     clocked,
     commit_unseen,
     commits,
@@ -47,13 +48,13 @@ from .runtime import (
     timeline,
     torch_version,
     trace,
-    unknown_aten,
 )
 from .shaderlib import DispatchCounters, shader_library
 
 __all__ = [
     "DispatchCounters",
     "SimulatorError",
+    "called_aten",
     "clocked",
     "commit_unseen",
     "commits",
@@ -79,5 +80,4 @@ __all__ = [
     "timeline",
     "torch_version",
     "trace",
-    "unknown_aten",
 ]
