@@ -142,7 +142,10 @@ def written(path: Path, key: str, layers: Sequence[Layer]) -> Iterator[NewFile]:
     Raises: ValueError without space on the disk, or if another process writes the file; OSError.
     """
     places, unfinished = _Places(key, layers), path.with_name(f".{path.name}.unfinished")
-    file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror}") from None
     complete = False
     try:
         try:

@@ -21,6 +21,7 @@ from ..graphs.fakes import geometry
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
 from ..upstream.models import ALL_EXPERTS_FUNCTIONS, Cache
+from .experts_on_disk import ON_DISK
 from .traced import Input, Sizes, Traced, everywhere, remembered, trace
 
 ops = torch.ops.moe_mps
@@ -270,6 +271,10 @@ def experts_forward(
 ) -> Tensor:
     """The forward that transformers calls for experts_implementation="moe_mps"."""
     inputs = (hidden_states, top_k_weights)
+    if (on_disk := self.__dict__.get(ON_DISK)) is not None:
+        if runs_own_code(self, *inputs) or _activation_is_observed(self):
+            on_disk.refuse("training, gradients, autocast and float64 need all experts in memory")
+        self, top_k_index = on_disk.ready(self, top_k_index)
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         return _quantized_forward(self, hidden_states, top_k_index, top_k_weights)
     first = self.gate_up_proj if self.has_gate else self.up_proj

@@ -1,0 +1,96 @@
+"""Experts whose weights are slots of a pool, which reads them from the disk as tokens need them."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...disk.pool import Pools
+from ..basics.interface import Experts
+
+ops = torch.ops.moe_mps
+
+ON_DISK = "_moe_mps_on_disk"  # the attribute of experts on the disk: their OnDisk
+
+
+class OnDisk:
+    """The pool of an experts module, whose weights are the pool's slots.
+
+    Args:
+        pools, number: of the model, and which one of them is the module's.
+    """
+
+    def __init__(self, module: Experts, pools: Pools, number: int):
+        self.pools, self.number = pools, number
+        self.pool = pools.layers[number]
+        if pools.staging is not None:
+            self._whole = with_weights(module, pools.staging.tensors[number])
+
+    def ready(self, module: Experts, ids: Tensor) -> tuple[Experts, Tensor]:
+        """The module with the weights of some experts in memory, and the rows of those for the ids.
+
+        The slots of few tokens are read while the GPU waits; for many tokens, all experts are read.
+
+        Raises: OSError, ValueError for a disk that cannot be read.
+        """
+        staging = self.pools.staging
+        if staging is None or ids.numel() <= self.pool.size:
+            return module, ops._expert_slots(ids, self.pool.number)
+        needed = None
+        if ids.numel() < self.pool.about.experts:
+            needed = {*ids.flatten().tolist()} & {*range(self.pool.about.experts)}
+            if len(needed) <= self.pool.size:
+                return module, ops._expert_slots(ids, self.pool.number)
+        staging.read(self.number, needed)
+        return self._whole, ids
+
+    def refuse(self, why: str) -> None:
+        """Raises: ValueError that names the module."""
+        raise ValueError(f"moe_mps::experts_memory: {self.pool.about.name} is on the disk: {why}")
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        self.refuse("a copy of the model needs its own from_pretrained")
+
+    __reduce__ = __deepcopy__
+
+
+def put_on_disk(module: Experts, pools: Pools, number: int) -> None:
+    """Makes a module whose weights are those of a pool read them from the disk."""
+    own = OnDisk(module, pools, number)
+
+    def _apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for tensor in own.pool.tensors.values():
+            empty = tensor[:0]
+            if (made := function(empty)).device != empty.device or made.dtype != empty.dtype:
+                own.refuse("its device and dtype are those that from_pretrained was given")
+        return module
+
+    def saved(*args: Any) -> None:
+        own.refuse("it cannot be saved")
+
+    vars(module)[ON_DISK], vars(module)["_apply"] = own, _apply
+    module.register_state_dict_pre_hook(saved)
+
+
+def with_weights(module: Experts, tensors: dict[str, Tensor]) -> Experts:
+    """A module that shares everything with another but for some weights."""
+    other: Any = object.__new__(type(module))
+    other.__dict__ = copy.copy(module.__dict__)
+    give_weights(other, tensors)
+    return other
+
+
+def give_weights(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Gives a module weights in place of those with these names: codes are buffers."""
+    parameters = {n: p for n, p in module._parameters.items() if n not in tensors}
+    buffers = {n: b for n, b in module._buffers.items() if n not in tensors}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            parameter: Any = nn.Parameter(tensor, requires_grad=False)
+            parameter._is_hf_initialized = True
+            parameters[name] = parameter
+        else:
+            buffers[name] = tensor
+    module.__dict__.update(_parameters=parameters, _buffers=buffers)
