@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._faults import Mark
-from ..ops._slot_pools import host_view, register_pool
+from ..ops.slots import host_view, register_pool
 from .file import ALIGNMENT, ExpertsFile, Layer, bytes_of, dtype_of
 
 DEPTH = 16  # reads at once. Untuned: SSDs of Macs are said to want 8 to 32

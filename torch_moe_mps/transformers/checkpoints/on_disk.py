@@ -194,8 +194,13 @@ class OnDiskLoading:
                 put_on_disk(module, pools, number)
                 owner, _, last = layer.name.rpartition(".")
                 setattr(model.get_submodule(owner), last, module)
+            vars(model)["save_pretrained"] = _not_saved
 
         return complete
+
+
+def _not_saved(*args: Any, **kwargs: Any) -> None:
+    raise ValueError("moe_mps::experts_memory: a model whose experts are on the disk cannot be saved")
 
 
 def _install(module: Any, layer: Layer, tensors: dict[str, Tensor]) -> None:

@@ -14,14 +14,13 @@ from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ...ops.experts import moe_experts
 from ...quantization import TENSORS
-from ..basics.interface import Experts, formats_of, is_experts, is_quantized, projections
+from ..basics.interface import ON_DISK, Experts, formats_of, is_experts, is_quantized, projections
 from ..basics.report import Done
 from ..basics.state import MADE, Made, depends_on, holds, kept, recording, state_in, state_of
 from ..graphs.fakes import geometry
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
 from ..upstream.models import ALL_EXPERTS_FUNCTIONS, Cache
-from .experts_on_disk import ON_DISK
 from .traced import Input, Sizes, Traced, everywhere, remembered, trace
 
 ops = torch.ops.moe_mps

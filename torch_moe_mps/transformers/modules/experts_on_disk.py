@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ...disk.pool import Pools
-from ..basics.interface import Experts
+from ..basics.interface import ON_DISK, Experts
 
 ops = torch.ops.moe_mps
-
-ON_DISK = "_moe_mps_on_disk"  # the attribute of experts on the disk: their OnDisk
 
 
 class OnDisk:
@@ -20,13 +18,15 @@ class OnDisk:
 
     Args:
         pools, number: of the model, and which one of them is the module's.
+
+    Attributes:
+        key: of the file, which tells the weights.
     """
 
-    def __init__(self, module: Experts, pools: Pools, number: int):
+    def __init__(self, pools: Pools, number: int):
         self.pools, self.number = pools, number
         self.pool = pools.layers[number]
-        if pools.staging is not None:
-            self._whole = with_weights(module, pools.staging.tensors[number])
+        self.key = self.pool.reader.file.key
 
     def ready(self, module: Experts, ids: Tensor) -> tuple[Experts, Tensor]:
         """The module with the weights of some experts in memory, and the rows of those for the ids.
@@ -37,28 +37,29 @@ class OnDisk:
         """
         staging = self.pools.staging
         if staging is None or ids.numel() <= self.pool.size:
-            return module, ops._expert_slots(ids, self.pool.number)
+            return module, ops._expert_slots(ids.int(), self.pool.number)
         needed = None
         if ids.numel() < self.pool.about.experts:
             needed = {*ids.flatten().tolist()} & {*range(self.pool.about.experts)}
             if len(needed) <= self.pool.size:
-                return module, ops._expert_slots(ids, self.pool.number)
+                return module, ops._expert_slots(ids.int(), self.pool.number)
         staging.read(self.number, needed)
-        return self._whole, ids
+        return _with_weights(module, staging.tensors[self.number]), ids
 
     def refuse(self, why: str) -> None:
         """Raises: ValueError that names the module."""
         raise ValueError(f"moe_mps::experts_memory: {self.pool.about.name} is on the disk: {why}")
 
     def __deepcopy__(self, memo: dict) -> Any:
-        self.refuse("a copy of the model needs its own from_pretrained")
+        self.refuse("load another one for a copy")
 
-    __reduce__ = __deepcopy__
+    def __reduce__(self) -> Any:
+        self.refuse("it cannot be saved")
 
 
 def put_on_disk(module: Experts, pools: Pools, number: int) -> None:
     """Makes a module whose weights are those of a pool read them from the disk."""
-    own = OnDisk(module, pools, number)
+    own = OnDisk(pools, number)
 
     def _apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for tensor in own.pool.tensors.values():
@@ -67,14 +68,10 @@ def put_on_disk(module: Experts, pools: Pools, number: int) -> None:
                 own.refuse("its device and dtype are those that from_pretrained was given")
         return module
 
-    def saved(*args: Any) -> None:
-        own.refuse("it cannot be saved")
-
     vars(module)[ON_DISK], vars(module)["_apply"] = own, _apply
-    module.register_state_dict_pre_hook(saved)
 
 
-def with_weights(module: Experts, tensors: dict[str, Tensor]) -> Experts:
+def _with_weights(module: Experts, tensors: dict[str, Tensor]) -> Experts:
     """A module that shares everything with another but for some weights."""
     other: Any = object.__new__(type(module))
     other.__dict__ = copy.copy(module.__dict__)
@@ -87,10 +84,7 @@ def give_weights(module: nn.Module, tensors: dict[str, Tensor]) -> None:
     parameters = {n: p for n, p in module._parameters.items() if n not in tensors}
     buffers = {n: b for n, b in module._buffers.items() if n not in tensors}
     for name, tensor in tensors.items():
-        if tensor.is_floating_point():
-            parameter: Any = nn.Parameter(tensor, requires_grad=False)
-            parameter._is_hf_initialized = True
-            parameters[name] = parameter
-        else:
-            buffers[name] = tensor
+        given: Any = nn.Parameter(tensor, requires_grad=False) if tensor.is_floating_point() else tensor
+        given._is_hf_initialized = True
+        (parameters if isinstance(given, nn.Parameter) else buffers)[name] = given
     module.__dict__.update(_parameters=parameters, _buffers=buffers)
