@@ -91,6 +91,8 @@ def from_pretrained(
     wanted = None if recipe is None else asked
     require_kv_bits("from_pretrained", kv_bits)
     _require_one_process(kwargs)
+    if experts_memory is not None:
+        _refuse_beside_experts_memory(importance=importance, part=part)
     source = Source(name, kwargs, model_class)
     _check_drafting(recipe, source)
     if source.gguf is not None:
@@ -105,7 +107,6 @@ def from_pretrained(
     alike = asked | {key: value for key, value in source.others.items() if key != "device_map"}
     loading = None if part is None else part(source, alike)
     if experts_memory is not None:
-        _refuse_beside_experts_memory(importance=importance, part=part)
         loading = OnDiskLoading(source, wanted, experts_memory)
     kwargs = _with_quantization(kwargs, source, wanted, importance)
     with_info = kwargs.pop("output_loading_info", False)

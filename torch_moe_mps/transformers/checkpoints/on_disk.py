@@ -18,7 +18,7 @@ from ...disk.pool import Pools, least_memory, slots_in
 from ...quantization import TENSORS, Format
 from ..basics.interface import Experts, experts_of, is_quantized, projections
 from ..modules.experts import pinned_config
-from ..modules.experts_on_disk import give_weights, put_on_disk
+from ..modules.experts_on_disk import give_weights, keep_whole, put_on_disk
 from .cutting import cutting
 from .layouts.files import checkpoint_files, sample_of
 from .quantize.sizes import top_k
@@ -194,13 +194,9 @@ class OnDiskLoading:
                 put_on_disk(module, pools, number)
                 owner, _, last = layer.name.rpartition(".")
                 setattr(model.get_submodule(owner), last, module)
-            vars(model)["save_pretrained"] = _not_saved
+            keep_whole(model, [*experts.values()])
 
         return complete
-
-
-def _not_saved(*args: Any, **kwargs: Any) -> None:
-    raise ValueError("moe_mps::experts_memory: a model whose experts are on the disk cannot be saved")
 
 
 def _install(module: Any, layer: Layer, tensors: dict[str, Tensor]) -> None:

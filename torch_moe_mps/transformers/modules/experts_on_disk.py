@@ -1,7 +1,8 @@
 """Experts whose weights are slots of a pool, which reads them from the disk as tokens need them."""
 
 import copy
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +70,22 @@ def put_on_disk(module: Experts, pools: Pools, number: int) -> None:
         return module
 
     vars(module)[ON_DISK], vars(module)["_apply"] = own, _apply
+
+
+def keep_whole(model: nn.Module, experts: Sequence[nn.Module]) -> None:
+    """Makes a model refuse what its experts on the disk refuse, before anything of it is changed."""
+    own = weakref.ref(model)
+
+    def _apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for each in experts:
+            each._apply(function)
+        model: Any = own()
+        return type(model)._apply(model, function, recurse)
+
+    def save_pretrained(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("moe_mps::experts_memory: a model whose experts are on the disk cannot be saved")
+
+    vars(model).update(_apply=_apply, save_pretrained=save_pretrained)
 
 
 def _with_weights(module: Experts, tensors: dict[str, Tensor]) -> Experts:
