@@ -94,9 +94,9 @@ def resolve(version: str) -> str:
     return max(patches, key=lambda patch: int(patch.rpartition(".")[2]))
 
 
-def unpacked(requirement: str, wanted: str, part: str = "") -> Path:
-    """The files of a package's macOS wheel whose names match, downloaded and unpacked once. `part` names
-    them, where others of the same wheel are wanted elsewhere."""
+def unpacked(requirement: str, wanted: str, part: str = "", macos: tuple[int, int] = NEWEST_NEED) -> Path:
+    """The files of a package's wheel for a macOS whose names match, downloaded and unpacked once. `part`
+    names them, where others of the same package are wanted elsewhere."""
     folder = cache_directory() / (requirement.replace("==", "-") + part)
     if folder.exists():
         return folder
@@ -113,7 +113,7 @@ def unpacked(requirement: str, wanted: str, part: str = "") -> Path:
         command += [
             "--only-binary=:all:",
             "--platform",
-            "macosx_{}_{}_arm64".format(*NEWEST_NEED),
+            "macosx_{}_{}_arm64".format(*macos),
             "--python-version",
             "3.12",
         ]
