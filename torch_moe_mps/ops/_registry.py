@@ -282,7 +282,7 @@ def _check_no_tangents(name: str, tensors: list[Tensor]) -> None:
 
 
 def nothing_between() -> bool:
-    """Whether torch would call a tensor's kernel and nothing else: no mode, transform, gradient or profiler.
+    """True if torch would call a tensor's kernel and nothing else: no mode, transform, gradient or profiler.
 
     Then its dispatcher is left out, which takes longer than many a reference.
     """
