@@ -89,7 +89,9 @@ def _run(options: argparse.Namespace) -> int:
     """Runs a command, or follows the process that does. Returns: the exit code."""
     command = _imported(options.command)
     if follows(options.command):
-        follow(options)
+        from .sources import folder_of, load, usable_device
+
+        follow(load(options, folder_of(options.model, options.revision), usable_device(options.device)))
         return 0
     return command.run(options) or 0
 

@@ -24,12 +24,10 @@ def follows(command: str) -> bool:
     return command in _LED and not is_first_process()
 
 
-def follow(options: argparse.Namespace) -> None:
+def follow(model: Any) -> None:
     """Computes the layers of this process for the engine in the first one, until that ends."""
     from ..pipeline.following import Following
-    from .sources import folder_of, load, usable_device
 
-    model = load(options, folder_of(options.model, options.revision), usable_device(options.device))
     Following(model.pipeline).run()
 
 
