@@ -57,8 +57,8 @@ from .shaderlib import DispatchCounters, shader_library
 
 __all__ = [
     "DispatchCounters",
-    "Ssd",
     "SimulatorError",
+    "Ssd",
     "clocked",
     "commit_unseen",
     "commits",
