@@ -100,10 +100,10 @@ struct State {
 
 State& state = *new State;  // Metal may tell of a signal while the process ends
 
-// Under the mutex. A name and a limit for a pool that was released meanwhile, too.
+// Under the mutex. One without a name stands for a pool that was released meanwhile.
 Pool pool_of(const Request& request) {
   const auto found = state.pools.find(request.pool);
-  return found == state.pools.end() ? Pool{"a model that was freed", kResidentSeconds} : found->second;
+  return found == state.pools.end() ? Pool{"", kResidentSeconds} : found->second;
 }
 
 // Writes the slots of a request, zeros where they are null, and takes it out. Under the mutex.
@@ -135,9 +135,11 @@ void fail(int64_t number, const std::string& why) {
   std::unique_lock<std::mutex> lock(state.mutex);
   const auto found = state.requests.find(number);
   if (found == state.requests.end()) return;  // it was late, and has failed
+  const std::string name = pool_of(found->second).name;
+  const std::string fault = name.empty() ? "a model was freed while the GPU asked for its experts"
+                                         : c10::str("experts of ", name, " cannot be read: ", why);
   report_fault(found->second.stream, found->second.buffer,
-               c10::str("moe_mps: experts of ", pool_of(found->second).name, " cannot be read: ", why,
-                        "; what was computed before this message is lost"));
+               c10::str("moe_mps: ", fault, "; what was computed before this message is lost"));
   const Request request = answered(found, nullptr);
   lock.unlock();
   signal(request);
