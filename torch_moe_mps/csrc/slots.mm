@@ -13,7 +13,7 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <cstring>
+#include <cstdint>
 #include <deque>
 #include <iterator>
 #include <map>
@@ -36,6 +36,8 @@ using Clock = std::chrono::steady_clock;
 // The pool in which every expert lies in the slot of its own number.
 constexpr int64_t kResident = 0;
 constexpr double kResidentSeconds = 30;
+// An id that is no expert, and the largest that a pool gets.
+constexpr int64_t kNone = -1, kMostId = INT32_MAX;
 
 Clock::duration as_duration(double seconds) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
@@ -55,15 +57,21 @@ struct Event {
 // Elements of a tensor in memory that the host reads and writes.
 struct Elements {
   c10::Storage storage;  // kept
-  int32_t* first;
-  size_t count;
+  char* bytes;
+  c10::ScalarType dtype;
+  int64_t count;
 
-  explicit Elements(const Tensor& tensor) : storage(tensor.storage()), count(tensor.numel()) {
-    void* bytes = [__builtin_bit_cast(id<MTLBuffer>, storage.data()) contents];
+  explicit Elements(const Tensor& tensor)
+      : storage(tensor.storage()), dtype(tensor.scalar_type()), count(tensor.numel()) {
+    const id<MTLBuffer> buffer = __builtin_bit_cast(id<MTLBuffer>, storage.data());
+    bytes = static_cast<char*>([buffer contents]);
     TORCH_CHECK(bytes != nullptr, "moe_mps: torch's memory on this GPU is not shared with the host");
-    first = static_cast<int32_t*>(bytes) + tensor.storage_offset();
+    bytes += tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
   }
-  size_t nbytes() const { return count * sizeof(int32_t); }
+  int64_t expert(int64_t place) const {
+    return dtype == at::kInt ? reinterpret_cast<const int32_t*>(bytes)[place]
+                             : reinterpret_cast<const int64_t*>(bytes)[place];
+  }
 };
 
 struct Request {
@@ -92,20 +100,21 @@ struct State {
 
 State& state = *new State;  // Metal may tell of a signal while the process ends
 
-// Under the mutex. A name and a limit for a pool that was released meanwhile, too.
+// Under the mutex. One without a name stands for a pool that was released meanwhile.
 Pool pool_of(const Request& request) {
   const auto found = state.pools.find(request.pool);
-  return found == state.pools.end() ? Pool{"a model that was freed", kResidentSeconds} : found->second;
+  return found == state.pools.end() ? Pool{"", kResidentSeconds} : found->second;
 }
 
 // Writes the slots of a request, zeros where they are null, and takes it out. Under the mutex.
 Request answered(Requests::iterator found, const int32_t* slots) {
   Request request = std::move(found->second);
   state.requests.erase(found);
+  auto* written = reinterpret_cast<int32_t*>(request.slots.bytes);
   if (slots == nullptr) {
-    std::memset(request.slots.first, 0, request.slots.nbytes());
+    std::fill_n(written, request.slots.count, 0);
   } else {
-    std::memcpy(request.slots.first, slots, request.slots.nbytes());
+    std::copy_n(slots, request.slots.count, written);
   }
   return request;
 }
@@ -126,9 +135,11 @@ void fail(int64_t number, const std::string& why) {
   std::unique_lock<std::mutex> lock(state.mutex);
   const auto found = state.requests.find(number);
   if (found == state.requests.end()) return;  // it was late, and has failed
+  const std::string name = pool_of(found->second).name;
+  const std::string fault = name.empty() ? "a model was freed while the GPU asked for its experts"
+                                         : c10::str("experts of ", name, " cannot be read: ", why);
   report_fault(found->second.stream, found->second.buffer,
-               c10::str("moe_mps: experts of ", pool_of(found->second).name, " cannot be read: ", why,
-                        "; what was computed before this message is lost"));
+               c10::str("moe_mps: ", fault, "; what was computed before this message is lost"));
   const Request request = answered(found, nullptr);
   lock.unlock();
   signal(request);
@@ -223,7 +234,7 @@ Tensor _expert_slots(const Tensor& ids_, int64_t pool) {
     TORCH_CHECK_VALUE(state.pools.count(pool) > 0,
                       "moe_mps::_expert_slots: pool must be the number of a pool of slots, got ", pool);
   }
-  const Tensor ids = ids_.contiguous(), slots = at::empty(ids.sizes(), ids.options());
+  const Tensor ids = ids_.contiguous(), slots = at::empty(ids.sizes(), ids.options().dtype(at::kInt));
   if (ids.numel() == 0) return slots;
   raise_fault();
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
@@ -245,8 +256,8 @@ void release_pool(int64_t pool) {
   state.pools.erase(pool);
 }
 
-// Waits for a request whose ids are there. Returns: its number, its pool, and a copy of the ids; number 0 once
-// requests are closed.
+// Waits for a request whose ids are there. Returns: its number, its pool, and a copy of the ids as int32;
+// number 0 once requests are closed.
 std::tuple<int64_t, int64_t, Tensor> next_request() {
   std::unique_lock<std::mutex> lock(state.mutex);
   while (true) {
@@ -257,8 +268,9 @@ std::tuple<int64_t, int64_t, Tensor> next_request() {
     const auto found = state.requests.find(number);
     if (found == state.requests.end()) continue;  // it was late
     const Elements& elements = found->second.ids;
-    Tensor ids = at::empty({static_cast<int64_t>(elements.count)}, at::kInt);
-    std::memcpy(ids.data_ptr(), elements.first, elements.nbytes());
+    Tensor ids = at::empty({elements.count}, at::kInt);
+    auto* copied = ids.mutable_data_ptr<int32_t>();
+    for (int64_t i = 0; i < elements.count; ++i) copied[i] = std::clamp(elements.expert(i), kNone, kMostId);
     return {number, found->second.pool, std::move(ids)};
   }
 }
@@ -269,7 +281,7 @@ void answer_request(int64_t number, const Tensor& slots) {
   const auto found = state.requests.find(number);
   if (found == state.requests.end()) return;
   TORCH_CHECK(slots.scalar_type() == at::kInt && slots.is_contiguous() &&
-              static_cast<size_t>(slots.numel()) == found->second.slots.count);
+              slots.numel() == found->second.slots.count);
   const Request request = answered(found, slots.const_data_ptr<int32_t>());
   lock.unlock();
   signal(request);
@@ -300,11 +312,8 @@ Tensor host_view(const Tensor& tensor) {
                     tensor.device());
   const at::TensorOptions options = tensor.options().device(at::kCPU);
   if (tensor.numel() == 0) return at::empty(tensor.sizes(), options);
-  char* bytes = static_cast<char*>([__builtin_bit_cast(id<MTLBuffer>, tensor.storage().data()) contents]);
-  TORCH_CHECK(bytes != nullptr, "moe_mps: torch's memory on this GPU is not shared with the host");
-  bytes += tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
-  const c10::Storage kept = tensor.storage();
-  return at::from_blob(bytes, tensor.sizes(), tensor.strides(), [kept](void*) {}, options);
+  const Elements kept(tensor);
+  return at::from_blob(kept.bytes, tensor.sizes(), tensor.strides(), [kept](void*) {}, options);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Slots of experts that are not all in memory: a pool tells where the experts of a layer lie, once they do."""
+"""Slots of experts that are not all in memory: where the experts of a layer lie, by the layer's pool."""
 
 import atexit
 import itertools
@@ -17,6 +17,7 @@ from ._sample import Calls, Changes
 
 RESIDENT = 0  # the pool in which every expert lies in the slot of its own number
 LIMIT = 30.0  # seconds
+MOST_ID = 2**31 - 1
 
 
 class SlotPool(Protocol):
@@ -26,7 +27,7 @@ class SlotPool(Protocol):
         """Slots of experts, which lie in them when this returns.
 
         Args:
-            ids: [n], int32 on the CPU, as the router chose them.
+            ids: [n], int32 on the CPU, as the router chose them; -1 for a negative one.
 
         Returns: [n], int32 on the CPU; -1 for an id that is no expert.
         """
@@ -135,24 +136,25 @@ def _meta_expert_slots(check: Check, ids: Tensor, pool: int) -> None:
         _start()
 
 
-@operator("ids[...]:int32 -> ids", _meta_expert_slots)
+@operator("ids[...]:id -> [...]:int32", _meta_expert_slots)
 def _expert_slots(ids: Tensor, pool: int) -> Tensor:
     """Slots of a layer's experts, for operators whose stacks are [slots, ...].
 
-    On Metal the GPU waits for the answer, and the host does not: it goes on encoding. An error of the pool, or
-    an answer that is later than its limit, is raised where the host waits for the GPU, as a fault of the GPU
-    is; all slots are 0 until then.
+    On Metal the GPU waits for the answer, and the host does not: it goes on encoding. An error of the pool,
+    or an answer that is later than its limit, is raised where the host waits for the GPU, as a fault of the
+    GPU is; all slots are 0 until then.
 
     Args:
-        ids: experts, int32.
+        ids: experts, int32 or int64.
         pool: its number, by `register_pool`.
 
     Returns: slots, int32, in the shape of `ids`.
 
     Raises: ValueError for a dtype or a pool that does not exist; on a CPU what the pool raises.
     """
-    return _slots_of(pool, ids.reshape(-1).cpu()).view(ids.shape).to(ids.device)
+    flat = ids.reshape(-1).clamp(-1, MOST_ID).int()
+    return _slots_of(pool, flat.cpu()).view(ids.shape).to(ids.device)
 
 
 CALLS: Calls = {"_expert_slots": lambda s: {"ids": s.ids, "pool": RESIDENT}}
-CHANGES: Changes = {"_expert_slots": lambda s: [{"ids": s.ids.t()}]}
+CHANGES: Changes = {"_expert_slots": lambda s: [{"ids": s.ids.t()}, {"ids": s.ids.long()}]}

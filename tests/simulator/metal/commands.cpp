@@ -381,23 +381,31 @@ void tell_ended(bool all = false) {
   for (const auto& buffer : ended) tell(*buffer);
 }
 
-// Without a finding. The next synchronisation raises one, and no command behind it runs.
-bool run(const std::vector<Command>& commands) {
-  for (const Command& command : commands) {
+enum class Ran { kAll, kUpToFinding, kUpToWait };
+
+// The next synchronisation raises a finding, and no command behind it runs. With `stops`, no command runs
+// behind a wait for an event that nobody has signalled yet: they stay.
+Ran run(std::vector<Command>& commands, bool stops = false) {
+  for (size_t i = 0; i < commands.size(); i++) {
+    const Command& command = commands[i];
     if (command.act) {
       command.act();
       continue;
     }
     if (command.event) {
-      if (!command.event()) return false;
+      if (stops && command.waits && command.waits()) {
+        commands.erase(commands.begin(), commands.begin() + static_cast<long>(i));
+        return Ran::kUpToWait;
+      }
+      if (!command.event()) return Ran::kUpToFinding;
       continue;
     }
     const std::string finding = execute(command);
     if (finding.empty()) continue;
     report(finding);
-    return false;
+    return Ran::kUpToFinding;
   }
-  return true;
+  return Ran::kAll;
 }
 
 // The GPU goes on at this time of its clock, if that is to come.
@@ -450,10 +458,17 @@ void run_open() {
   }
 }
 
+// Buffers from `first` on stay committed.
+void put_back(const Buffers& buffers, Buffers::const_iterator first) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  state().committed.insert(state().committed.begin(), first, buffers.end());
+}
+
 // One thread at a time: what another one runs is complete when this one goes on.
 //
-// `stands_in`: for an operator that the GPU would run; the host is not told what has ended.
-void run(const char* event, bool stands_in = false) {
+// `stands_in`: for an operator that the GPU would run; the host is not told what has ended. `stops`: where
+// the GPU would wait for an event, as the host does not.
+void run(const char* event, bool stands_in = false, bool stops = false) {
   static std::recursive_mutex& gpu = *new std::recursive_mutex;
   std::unique_lock<std::recursive_mutex> running(gpu, std::defer_lock);
   {
@@ -468,20 +483,35 @@ void run(const char* event, bool stands_in = false) {
     }
   } finish;
   bool runs = !state().dropping;
-  for (const auto& buffer : buffers) {
-    const Failure failure = next_failure();
-    begin(*buffer);
-    if (runs && failure == Failure::kNone) runs = run(buffer->commands);
+  for (auto each = buffers.begin(); each != buffers.end(); ++each) {
+    const auto& buffer = *each;
+    if (!std::exchange(buffer->has_begun, true)) {
+      buffer->failure = next_failure();
+      begin(*buffer);
+    }
+    if (runs && buffer->failure == Failure::kNone) {
+      const Ran ran = run(buffer->commands, stops);
+      if (ran == Ran::kUpToWait) {
+        put_back(buffers, each);
+        break;
+      }
+      runs = ran == Ran::kAll;
+    }
     if (state().dropping) run_events(buffer->commands);
     buffer->end = state().clock;
-    end(*buffer, failure);
+    end(*buffer, buffer->failure);
     const std::lock_guard<std::mutex> lock(state().mutex);
     if (!buffer->visible.empty()) state().unseen.push_back(buffer);
-    if (state().timed || state().seed % 4 < 2) state().untold.push_back(buffer);
+    state().untold.push_back(buffer);
   }
   if (stands_in && !state().timed && state().seed % 4 < 2) return;
   if (state().timed || state().seed % 4 < 2) return tell_ended();
-  if (state().seed % 4 >= 2 && !buffers.empty()) tell(buffers);
+  Buffers ended;
+  {
+    const std::lock_guard<std::mutex> lock(state().mutex);
+    ended.swap(state().untold);
+  }
+  if (!ended.empty()) tell(ended);
 }
 
 }  // namespace
@@ -537,12 +567,15 @@ void record_barrier() {
   if (s.tracing) s.trace += "barrier\n";
 }
 
-void record_event(const char* text, std::function<bool()> event, StreamNumber stream) {
+void record_event(const char* text, std::function<bool()> event, std::function<bool()> waits,
+                  StreamNumber stream) {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   if (s.tracing) s.trace += std::string(text) + "\n";
   s.host += s.a_command;
-  open_of(s, stream)->commands.emplace_back().event = std::move(event);
+  Command& command = open_of(s, stream)->commands.emplace_back();
+  command.event = std::move(event);
+  command.waits = std::move(waits);
 }
 
 double gpu_clock() {
@@ -566,6 +599,19 @@ void answer_hears(double signalled) {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   s.answer = std::max(s.answer, signalled + s.an_event);
+}
+
+void tell_failed() {
+  State& s = state();
+  Buffers failed;
+  {
+    const std::lock_guard<std::mutex> lock(s.mutex);
+    const auto is_other = [](const auto& buffer) { return buffer->failure == Failure::kNone; };
+    const auto first = std::stable_partition(s.untold.begin(), s.untold.end(), is_other);
+    failed.assign(first, s.untold.end());
+    s.untold.erase(first, s.untold.end());
+  }
+  if (!failed.empty()) tell(failed);
 }
 
 void tell_listeners(std::vector<std::function<void()>> blocks) {
@@ -608,7 +654,7 @@ void commit(StreamNumber stream) {
     if (s.tracing) s.trace += "commit\n";
     commit_open(s, stream, By::kTorch);
   }
-  if (s.seed % 2 == 1) run("");
+  if (s.seed % 2 == 1) run("", false, true);
 }
 
 void commit_unseen(StreamNumber stream) {

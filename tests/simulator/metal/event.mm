@@ -154,13 +154,14 @@ void simulated_signal(id<MTLEvent> event, uint64_t value, simulator::StreamNumbe
     signalled->set(value, simulator::gpu_clock());
     return true;
   };
-  simulator::record_event("signal event", act, stream);
+  simulator::record_event("signal event", act, nullptr, stream);
 }
 
 void simulated_wait(id<MTLEvent> event, uint64_t value, simulator::StreamNumber stream) {
   const std::shared_ptr<Event> awaited = event_of("encodeWaitForEvent", event, stream);
   const std::string line = simulator::dropping() ? "" : simulator::python_line();
   const auto act = [awaited, value, line] {
+    simulator::tell_failed();
     if (awaited->wait(value, limit)) {
       std::unique_lock<std::mutex> lock(awaited->mutex);
       const double time = awaited->time_of(value);
@@ -173,7 +174,11 @@ void simulated_wait(id<MTLEvent> event, uint64_t value, simulator::StreamNumber 
                       " of an event, and nobody signals it; it has " + std::to_string(awaited->value));
     return false;
   };
-  simulator::record_event("wait for event", act, stream);
+  const auto waits = [awaited, value] {
+    const std::lock_guard<std::mutex> lock(awaited->mutex);
+    return awaited->value < value;
+  };
+  simulator::record_event("wait for event", act, waits, stream);
 }
 
 extern "C" void simulator_limit_waits(double seconds) {

@@ -1,7 +1,5 @@
 """Operators of ops/slots.py: valid arguments, results, and invalid arguments."""
 
-import torch
-
 from support.ops import wrong
 from support.oracles_operators import Expected
 from torch_moe_mps.ops.slots import RESIDENT, register_pool
@@ -19,12 +17,11 @@ NUMBER = register_pool(TURNED, "turned")
 
 
 def draw__expert_slots(d):
-    ids = torch.randint(-1, 9, d.leading(), generator=d.generator, dtype=torch.int32)
-    return {"ids": ids, "pool": d.one(RESIDENT, NUMBER)}
+    return {"ids": d.ids(*d.leading(), experts=8), "pool": d.one(RESIDENT, NUMBER)}
 
 
 def expected__expert_slots(a):
-    ids = a.ids.numpy()
+    ids = a.ids.long().clamp(-1, 2**31 - 1).int().numpy()
     return [Expected(ids if a.pool == RESIDENT else 7 - ids)]
 
 
