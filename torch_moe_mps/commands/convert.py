@@ -176,7 +176,7 @@ def _sizes(plan: LoadPlan) -> str:
 
 
 def _fewest_bits(plan: LoadPlan) -> int | None:
-    """Least bits of the new quantised weights; None unless they are 2 to 4, where an importance matrix helps."""
+    """Least bits of newly quantised weights if 2 to 4, where an importance matrix helps; else None."""
     bits = {ROWS[each.format].bits for each in plan.weights if each.format in ROWS.keys() - {each.stored}}
     return min(bits & {2, 3, 4}, default=None)
 
