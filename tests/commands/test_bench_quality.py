@@ -4,6 +4,7 @@ from argparse import Namespace
 
 import bench_quality
 import pytest
+import torch
 
 
 def rows_of(text: str) -> dict[str, list[float]]:
@@ -13,7 +14,8 @@ def rows_of(text: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.sweep
-def test_table(smollm2):
+def test_table(smollm2, monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)  # another test may have simulated one
     options = Namespace(
         tokens=512, calibration=2048, recipe=["4 bits, embedding 8"], mlx_lm=[], llama_cpp=None, work=None
     )
