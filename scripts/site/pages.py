@@ -3,6 +3,7 @@
 import inspect
 import re
 import runpy
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch_moe_mps.transformers.caches.cache import QuantizedCache
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = ROOT / "build" / "reference" / "moe_mps_operators.py"
+HEAD = "Examples begin with `import torch` and `from torch_moe_mps import ops`."
 FUNCTIONS = MODULE.with_name("moe_mps_functions.py")
 
 
@@ -26,7 +28,7 @@ def first_page() -> str:
 
 def reference() -> str:
     """A heading for each family, and its operators; mkdocstrings reads them from MODULE."""
-    parts = ["# Reference\n"]
+    parts = [f"# Reference\n\n{HEAD}\n"]
     for family, module in sorted(ops.FAMILIES.items()):
         names = [name for name in module.CALLS if name in ops.PUBLIC]
         parts += [f"\n## {family}\n"] if names else []
@@ -78,7 +80,8 @@ def write_module() -> None:
 
 
 def as_markdown(document: str) -> str:
-    """A docstring whose arguments and results are lists."""
+    """A docstring whose arguments and results are lists, and whose example is a block of code."""
+    document, _, example = document.partition("\n\nExample:\n")
     lines, is_list = [], False
     for line in document.splitlines():
         begins = re.match(r"(Args|Attributes|Returns|Raises)\b(.*?):(.*)", line)
@@ -92,6 +95,8 @@ def as_markdown(document: str) -> str:
         else:
             is_list = is_list and not line
             lines.append(line)
+    if example:
+        lines += ["", "**Example:**", "", "```pycon", *textwrap.dedent(example).splitlines(), "```"]
     return "\n".join(lines)
 
 
@@ -107,5 +112,10 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    """Replaces links to files beside docs/ by their text."""
+    """Leads links of operators to their reference, and replaces other links to files beside docs/ by text."""
+    markdown = re.sub(
+        r"\[`(\w+)`\]\(\.\./torch_moe_mps/ops/\w+\.py\)",
+        rf"[`\1`](reference.md#{MODULE.stem}.\1)",
+        markdown,
+    )
     return re.sub(r"\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", markdown)
