@@ -44,8 +44,8 @@ bool has_queued_work(at::mps::MPSStream* stream);
 // Whether the GPU has not finished all that it was given, on any stream. From any thread.
 bool has_incomplete_work();
 
-// Stores a fault of the host's, by which what a buffer of the stream computes is lost: it is raised like one of
-// the GPU. From any thread.
+// Stores a fault of the host's, by which what a buffer of the stream computes is lost: it is raised like one
+// of the GPU. From any thread.
 void report_fault(at::mps::MPSStream* stream, int64_t buffer, const std::string& fault);
 
 // Whether a fault is stored that nobody has raised. From any thread.
