@@ -33,6 +33,7 @@ from ..serving.speculative.drafting import Drafting
 from ..transformers.caches.prompt_cache import new_cache
 from ..transformers.capture.classes import tokens_of
 from ..transformers.checkpoints.source import Source
+from ..transformers.modules.experts_on_disk import pools_of
 from ..transformers.upstream.calls import cache_among, cache_argument
 from .arguments import NO_DRAFTS
 from .caches import KVCache, kv_cache
@@ -146,7 +147,13 @@ def run(options: argparse.Namespace) -> None:
 
 def _print_notes(bench: "Bench", rows: Sequence[Timing]) -> None:
     """Prints how tokens ran, which experts were selected, and what drafts gained."""
-    for note in (bench.captured, bench.experts(), bench.speculative):
+    pools = pools_of(bench.model)
+    for note in (
+        bench.captured,
+        bench.experts(),
+        bench.speculative,
+        None if pools is None else pools.counters,
+    ):
         if note:
             print(f"\n{note}")
     for row in rows:
@@ -182,6 +189,8 @@ def _write(file: str, rows: list[Timing], bench: "Bench", **what: str) -> None:
         "bytes_a_token": bench.weights,
         "bandwidth": bench.bandwidth,
     }
+    if (pools := pools_of(bench.model)) is not None:
+        result["experts_on_disk"] = asdict(pools.counters)
     write_json(file, {**result, "rows": [asdict(row) for row in rows]})
 
 

@@ -258,7 +258,7 @@ class ExpertsFile:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _checksum(views: Sequence[memoryview]) -> int:

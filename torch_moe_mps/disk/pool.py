@@ -24,7 +24,7 @@ Views = Sequence[memoryview]
 
 @dataclass
 class Counters:
-    """What a model has asked of its pools.
+    """Counts of what a model asked of its pools.
 
     Attributes:
         hits, misses: experts that were in their slots, or were read into them.
@@ -38,6 +38,14 @@ class Counters:
     layers: int = 0
     bytes_read: int = 0
     seconds: float = 0.0
+
+    def __str__(self) -> str:
+        requests = self.hits + self.misses
+        return (
+            f"experts on the disk: {self.hits / max(1, requests):.1%} of {requests:,} were in memory, "
+            f"{self.layers:,} layers were streamed, {self.bytes_read / 1e9:.2f} GB were read in "
+            f"{1e3 * self.seconds:,.0f} ms"
+        )
 
 
 class Late(TimeoutError):
@@ -122,9 +130,7 @@ class Pool:
         }
         self._views = views_of(self.tensors.values(), slots)
         self._free = [*range(slots)]
-        self._slots: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # of experts, the one that was needed last at the end
+        self._slots: OrderedDict[int, int] = OrderedDict()  # {expert: slot}, least recently used first
         self.lock = threading.Lock()
         self.number = register_pool(self, self.about.name)
 

@@ -92,7 +92,7 @@ def from_pretrained(
     require_kv_bits("from_pretrained", kv_bits)
     _require_one_process(kwargs)
     if experts_memory is not None:
-        _refuse_beside_experts_memory(importance=importance, part=part)
+        _refuse_beside_experts_memory(importance=importance, distributed_config=part)
     source = Source(name, kwargs, model_class)
     _check_drafting(recipe, source)
     if source.gguf is not None:

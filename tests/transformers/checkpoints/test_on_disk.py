@@ -91,7 +91,7 @@ def same_answers(resident, model, tokens: int = 3) -> None:
 
 
 @pytest.mark.slow("loads two models")
-@pytest.mark.parametrize("name", in_sweep([*CHECKPOINTS], ["requantised", "fp8", "ours", "with biases", "mlx"]))
+@pytest.mark.parametrize("name", in_sweep([*CHECKPOINTS], ["fp8", "ours", "with biases", "mlx"]))
 def test_the_resident_model(name, tmp_path, few_slots):
     write, options = CHECKPOINTS[name]
     if name == "mlx":

@@ -70,7 +70,7 @@ def write_experts(source: Source, recipe: Mapping[str, Any] | None) -> Path:
         ExpertsFile(path, key)
         return path
     print(f"torch_moe_mps: writing {path}, {size_of_file(layers) / 1e9:.2f} GB, once", file=sys.stderr)
-    how = {name: source.others.get(name) or usual for name, usual in _OPTIONS.items()}
+    how: dict[str, Any] = {name: source.others.get(name) or usual for name, usual in _OPTIONS.items()}
     model_class = source.cls if isinstance(source.cls, type) else None
     checkpoint = files[0] if source.gguf is not None else source.folder
     with (

@@ -72,6 +72,11 @@ def put_on_disk(module: Experts, pools: Pools, number: int) -> None:
     vars(module)[ON_DISK], vars(module)["_apply"] = own, _apply
 
 
+def pools_of(model: nn.Module) -> Pools | None:
+    """The pools of a model whose experts are on the disk; None for any other."""
+    return next((vars(part)[ON_DISK].pools for part in model.modules() if ON_DISK in vars(part)), None)
+
+
 def keep_whole(model: nn.Module, experts: Sequence[nn.Module]) -> None:
     """Makes a model refuse what its experts on the disk refuse, before anything of it is changed."""
     own = weakref.ref(model)
