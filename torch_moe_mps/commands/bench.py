@@ -147,13 +147,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _print_notes(bench: "Bench", rows: Sequence[Timing]) -> None:
     """Prints how tokens ran, which experts were selected, and what drafts gained."""
-    pools = pools_of(bench.model)
-    for note in (
-        bench.captured,
-        bench.experts(),
-        bench.speculative,
-        None if pools is None else pools.counters,
-    ):
+    on_disk = None if (pools := pools_of(bench.model)) is None else pools.counters
+    for note in (bench.captured, bench.experts(), bench.speculative, on_disk):
         if note:
             print(f"\n{note}")
     for row in rows:
@@ -182,7 +177,7 @@ def _depths(options: argparse.Namespace, config: Any) -> Sequence[int]:
 
 
 def _write(file: str, rows: list[Timing], bench: "Bench", **what: str) -> None:
-    result = {
+    result: dict[str, Any] = {
         **what,
         "tensor_units": tensor_units.decided(),
         "capture": bench.captured,

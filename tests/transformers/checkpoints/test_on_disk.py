@@ -127,6 +127,7 @@ def memory(folder):
     return least_memory(ExpertsFile(folder / on_disk.NAME).layers, 3)
 
 
+@pytest.mark.slow("loads two models")
 def test_a_memory_that_holds_all_reads_each_expert_once(folder):
     model, resident = load(folder, experts_memory="10MB"), load(folder)
     with torch.no_grad():
@@ -156,6 +157,7 @@ def test_what_is_refused(folder, tmp_path, monkeypatch):
         load(tmp_path / "llama", experts_memory="1GB")
 
 
+@pytest.mark.slow("loads two models")
 def test_what_a_model_refuses(folder, memory):
     """Copies, files and devices of a model, training: each in one line, and the model still answers."""
     model = load(folder, experts_memory=memory)
@@ -195,6 +197,7 @@ def test_a_cached_prefix_is_of_the_file(folder, memory):
     assert fingerprint(model) != before
 
 
+@pytest.mark.slow("loads two models")
 def test_an_error_of_the_disk_ends_one_call(folder, memory, monkeypatch):
     model, resident = load(folder, experts_memory=memory), load(folder)
     preadv = os.preadv
