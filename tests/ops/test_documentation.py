@@ -54,5 +54,6 @@ def test_operators_table_has_every_public_operator():
     rows = [re.split(r" \| ", line.strip("| ")) for line in lines if line.startswith("| [`")]
     links = dict(re.fullmatch(r"\[`(\w+)`\]\(\.\./(.+)\)", row[0]).groups() for row in rows)
     assert sorted(links) == sorted(PUBLIC)
+    assert all(row[2].strip("- ") for row in rows), "an operator without a caller says what replaces it"
     for name, path in links.items():
         assert f"\ndef {name}(" in (REPOSITORY / path).read_text()

@@ -33,6 +33,7 @@ from ..serving.speculative.drafting import Drafting
 from ..transformers.caches.prompt_cache import new_cache
 from ..transformers.capture.classes import tokens_of
 from ..transformers.checkpoints.source import Source
+from ..transformers.modules.experts_on_disk import pools_of
 from ..transformers.upstream.calls import cache_among, cache_argument
 from .arguments import NO_DRAFTS
 from .caches import KVCache, kv_cache
@@ -138,19 +139,22 @@ def run(options: argparse.Namespace) -> None:
             rows.append(row)
             print(row.line(options.model, size, chip), flush=True)
         bench.captured = tokens_of(model)()
-        if bench.captured:
-            print(f"\n{bench.captured}")
-        if experts := bench.experts():
-            print(f"\n{experts}")
-        if bench.speculative is not None:
-            print(f"\n{bench.speculative}")
-        for row in rows:
-            if row.by_none is not None:
-                of_step = f"{row.a_step:.2f} tokens and {row.width:.2f} drafts a step"
-                print(f"{row.test}: {row.by_none:.2f} of the speed without drafts, {of_step}")
+        _print_notes(bench, rows)
     finally:  # an interruption keeps what was measured
         if options.json:
             _write(options.json, rows, bench, model=options.model, size=size, device=chip)
+
+
+def _print_notes(bench: "Bench", rows: Sequence[Timing]) -> None:
+    """Prints how tokens ran, which experts were selected, and what drafts gained."""
+    on_disk = None if (pools := pools_of(bench.model)) is None else pools.counters
+    for note in (bench.captured, bench.experts(), bench.speculative, on_disk):
+        if note:
+            print(f"\n{note}")
+    for row in rows:
+        if row.by_none is not None:
+            of_step = f"{row.a_step:.2f} tokens and {row.width:.2f} drafts a step"
+            print(f"{row.test}: {row.by_none:.2f} of the speed without drafts, {of_step}")
 
 
 def _depths(options: argparse.Namespace, config: Any) -> Sequence[int]:
@@ -173,13 +177,15 @@ def _depths(options: argparse.Namespace, config: Any) -> Sequence[int]:
 
 
 def _write(file: str, rows: list[Timing], bench: "Bench", **what: str) -> None:
-    result = {
+    result: dict[str, Any] = {
         **what,
         "tensor_units": tensor_units.decided(),
         "capture": bench.captured,
         "bytes_a_token": bench.weights,
         "bandwidth": bench.bandwidth,
     }
+    if (pools := pools_of(bench.model)) is not None:
+        result["experts_on_disk"] = asdict(pools.counters)
     write_json(file, {**result, "rows": [asdict(row) for row in rows]})
 
 

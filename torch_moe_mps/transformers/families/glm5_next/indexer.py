@@ -1,4 +1,4 @@
-"""An indexer that chooses pools of keys, which it weighs by gates. Padded rows run the model's own code."""
+"""An indexer that chooses pools of keys, which it weighs by gates. Padded rows run the model's eager code."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -84,7 +84,7 @@ def _is_padded(mask: Tensor, layer: HeldPools | None) -> bool:
     """Whether any row of a batch has or had padding. A single token is none."""
     noted = None if layer is None else layer.is_padded
     held = None if layer is None else layer.indexer_keys
-    if noted is None and held is not None and held.shape[1] > 0:  # the model's own code has written it
+    if noted is None and held is not None and held.shape[1] > 0:  # the model's eager code has written it
         noted = not bool(held[..., -1].all())  # the column that says which keys are shown
     if not noted and mask.shape[1] > 1:
         noted = derived(mask, _hides_any)
@@ -119,11 +119,11 @@ def rewrite_kpool_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
 
 def _trial(module: Any) -> IndexerTrial:
     """A trial of the one form that there is."""
-    twin, width = twin_of(module, index_topk=RATE * POOLS, index_kpool=RATE), module.head_dim
-    twin.index_kpool_compress_ape = nn.Parameter(numbers(RATE, width), requires_grad=False)
+    replica, width = twin_of(module, index_topk=RATE * POOLS, index_kpool=RATE), module.head_dim
+    replica.index_kpool_compress_ape = nn.Parameter(numbers(RATE, width), requires_grad=False)
     held = BEFORE if is_first_kind() else 0  # else a prompt: its first tokens see no pool
     tokens = BEFORE + TOKENS - held
-    hidden, q_resid = (numbers(BATCH, tokens, layer.in_features) for layer in (twin.wk, twin.wq_b))
+    hidden, q_resid = (numbers(BATCH, tokens, layer.in_features) for layer in (replica.wk, replica.wq_b))
     before = torch.cat((numbers(BATCH, held, 2 * width), torch.ones(BATCH, held, 1)), -1)
     shown = torch.ones(BATCH, tokens, dtype=torch.bool)
     forward = eager(original_class(module).forward)
@@ -136,13 +136,13 @@ def _trial(module: Any) -> IndexerTrial:
 
     def own(cache: HeldKeys) -> Any:
         hidden_keys = torch.cat((before[..., :-1], padded[:, :1].expand(-1, held)[..., None]), -1)
-        forward(twin, hidden, q_resid, padded, HeldKeys(hidden_keys, twin.layer_idx))
-        return forward(twin, hidden, q_resid, shown, cache)
+        forward(replica, hidden, q_resid, padded, HeldKeys(hidden_keys, replica.layer_idx))
+        return forward(replica, hidden, q_resid, shown, cache)
 
     return IndexerTrial(
-        held=lambda: HeldKeys(before, twin.layer_idx),
+        held=lambda: HeldKeys(before, replica.layer_idx),
         own=own,
-        ours=lambda _, layer: _choice(twin, hidden, q_resid, layer),
+        ours=lambda _, layer: _choice(replica, hidden, q_resid, layer),
         is_same=_is_same,
     )
 

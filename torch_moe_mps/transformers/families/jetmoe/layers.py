@@ -59,7 +59,7 @@ def gating(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def own_experts(experts: Any, inputs: Tensor, expert_size: Any) -> Any:
-    """The experts' own code, also for pairs in order."""
+    """The experts' eager code, also for pairs in order."""
     own = original_class(experts).forward
     if not isinstance(expert_size, Tensor):
         return own(experts, inputs, expert_size)
@@ -82,7 +82,7 @@ def block_of_experts(block: Any, layer_input: Tensor) -> Tensor:
     if is_observed(block.input_linear, block.output_linear):
         return NotImplemented
     _, _, weights, ids, _ = block.router(x)
-    if not isinstance(ids, Tensor):  # the router runs its own code
+    if not isinstance(ids, Tensor):  # the router runs its eager code
         return NotImplemented
     stacks = block.input_linear.weight, block.output_linear.weight
     out = ops.moe_experts(x, *stacks, ids, weights.view_as(ids))
@@ -103,35 +103,37 @@ def _has_marked_parts(module: nn.Module) -> bool:
 
 def _matches_router(module: Any, forward: Callable) -> bool:
     """Whether a router chooses and weighs as a forward does, and sorts pairs by expert."""
-    twin = twin_of(module)
-    x = normal(9, twin.layer.in_features)
-    pairs, tokens, weights, counts, logits = eager(original_class(module).forward)(twin, x)
+    replica = twin_of(module)
+    x = normal(9, replica.layer.in_features)
+    pairs, tokens, weights, counts, logits = eager(original_class(module).forward)(replica, x)
     experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    _, own_tokens, own_weights, ids, own_logits = forward(twin, x)
+    _, own_tokens, own_weights, ids, own_logits = forward(replica, x)
     dense = torch.zeros_like(logits)
     theirs = dense.index_put((tokens, experts), weights)
     ours = dense.index_put((own_tokens, ids.flatten().long()), own_weights)
     in_order = torch.equal(pairs.sort()[0], torch.arange(len(pairs)))
     return (
-        in_order and torch.equal(tokens, pairs // twin.top_k) and agrees([ours, own_logits], [theirs, logits])
+        in_order
+        and torch.equal(tokens, pairs // replica.top_k)
+        and agrees([ours, own_logits], [theirs, logits])
     )
 
 
 def _matches_experts(module: Any, forward: Callable) -> bool:
     """Whether experts multiply the inputs of each expert with its matrix."""
-    twin = twin_of(module)
-    ids = torch.arange(7).remainder(len(twin.weight)).view(-1, 1)
-    x = normal(7, twin.weight.shape[2])
-    return agrees(forward(twin, x, ids), eager(own_experts)(twin, x, ids))
+    replica = twin_of(module)
+    ids = torch.arange(7).remainder(len(replica.weight)).view(-1, 1)
+    x = normal(7, replica.weight.shape[2])
+    return agrees(forward(replica, x, ids), eager(own_experts)(replica, x, ids))
 
 
 def _matches_block(module: Any, forward: Callable) -> bool:
     """Whether a block of MLPs is a forward behind a rewritten router."""
-    twin = twin_of(module)
-    x = normal(2, 5, twin.router.layer.in_features)
-    expected = eager(original_class(module).forward)(twin, x)
-    twin.router.forward = lambda hidden: gating(twin.router, hidden)
-    return agrees(forward(twin, x), expected, 1e-4)
+    replica = twin_of(module)
+    x = normal(2, 5, replica.router.layer.in_features)
+    expected = eager(original_class(module).forward)(replica, x)
+    replica.router.forward = lambda hidden: gating(replica.router, hidden)
+    return agrees(forward(replica, x), expected, 1e-4)
 
 
 _ROUTES, _MULTIPLIES = Done("moe_router", f"moe_router ({_SCORING})"), Done("expert_mm")

@@ -1,6 +1,6 @@
 """LongCat-Flash's experts: those behind the routed ones have no weights, and give back their input.
 
-The model's own code asks the GPU which experts any token has.
+The model's eager code asks the GPU which experts any token has.
 """
 
 from collections.abc import Callable
@@ -40,13 +40,14 @@ def _may_be(module: nn.Module) -> bool:
 
 
 def _is_same(module: Any, forward: Callable) -> bool:
-    twin = twin_of(module)
-    tokens, slots = 7 if is_first_kind() else 1, min(3, twin.total_experts)  # one leaves experts without any
-    x = normal(tokens, twin.hidden_size)
-    ids = torch.arange(tokens * slots).remainder(twin.total_experts).view(tokens, slots)
+    replica = twin_of(module)
+    tokens = 7 if is_first_kind() else 1  # one leaves experts without any
+    slots = min(3, replica.total_experts)
+    x = normal(tokens, replica.hidden_size)
+    ids = torch.arange(tokens * slots).remainder(replica.total_experts).view(tokens, slots)
     weights = normal(tokens, slots)
-    expected = eager(original_class(module).forward)(twin, x, ids, weights)
-    return agrees(forward(twin, x, ids, weights), expected, 1e-4)
+    expected = eager(original_class(module).forward)(replica, x, ids, weights)
+    return agrees(forward(replica, x, ids, weights), expected, 1e-4)
 
 
 experts = Tried(_may_be, experts_forward, _is_same, (Done("moe_experts", "moe_experts (silu)"),))

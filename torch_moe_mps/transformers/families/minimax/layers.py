@@ -46,9 +46,9 @@ def has_usual_decays(layer: Any) -> bool:
 
 
 def lightning_twin(layer: Any) -> Any:
-    """A twin with decays of random rates."""
-    twin = twin_of(layer)
-    twin.slope_rate = twin.slope_rate.abs()
-    for name, decay in zip(_DECAYS, twin.decay_factors(twin.slope_rate), strict=True):
-        setattr(twin, name, decay)
-    return twin
+    """A replica with decays of random rates."""
+    replica = twin_of(layer)
+    replica.slope_rate = replica.slope_rate.abs()
+    for name, decay in zip(_DECAYS, replica.decay_factors(replica.slope_rate), strict=True):
+        setattr(replica, name, decay)
+    return replica

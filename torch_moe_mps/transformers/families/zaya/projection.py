@@ -65,12 +65,12 @@ def _may_be(module: nn.Module) -> bool:
 
 def _is_same(module: nn.Module, forward: Callable) -> bool:
     """Whether a forward gives the results and the states of a module's own."""
-    twin, own = twin_of(module), original_class(module).forward
-    x, mask = normal(2, 9, twin.q_proj.in_features), torch.ones(2, 5)
+    replica, own = twin_of(module), original_class(module).forward
+    x, mask = normal(2, 9, replica.q_proj.in_features), torch.ones(2, 5)
     mask[0, :2] = 0
     found = []
     for run in (eager(own), in_place(own, forward)):
-        copied, cache = copy.deepcopy(twin), LinearCache(layer_idx=twin.layer_idx)
+        copied, cache = copy.deepcopy(replica), LinearCache(layer_idx=replica.layer_idx)
         chunks = (
             (x[:, :5], mask, None),
             (x[:, :5], mask, cache),
