@@ -19,6 +19,7 @@ import simulator
 import torch
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 from kernels.layer.layer import _create_func_module, _validate_layer
+from support.ops import family
 from support.processes import REPOSITORY, environment
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
@@ -29,6 +30,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import torch_moe_mps
 from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._samples import packet, sample_arguments
 
 UNIQUE = "_moe_mps_metal_1a2b3c4"  # as the builder names a build
 REGISTRATION = """
@@ -172,6 +174,47 @@ def test_operators_have_a_namespace_of_their_own(kernel, simulated):
     gate = (x, random(8, 64).to("mps"), random(64).to("mps"), scale, 2, 1e-6)
     for found, expected in zip(kernel.moe_gate(*gate), torch_moe_mps.ops.moe_gate(*gate), strict=True):
         assert torch.equal(found.cpu(), expected.cpu())
+
+
+@pytest.mark.sweep
+def test_functions_refuse_what_the_packages_operators_refuse(kernel, simulated):
+    """In the same words; and they return what they write."""
+
+    def zeros(*shape, dtype=torch.float32):
+        return torch.zeros(shape, dtype=dtype, device="mps")
+
+    for name in sorted({*kernel.__all__} - {"layers"}):
+        good = sample_arguments(name, "mps", torch.float32)
+        wrong = [changes for _, changes in getattr(family(name), f"invalid_{name}", lambda _: [])(zeros)]
+        for argument in packet(name).default._schema.arguments:
+            value = good.get(argument.name)
+            if str(argument.type) == "float":
+                wrong.append({argument.name: 1e39})
+            if argument.name.endswith("_"):
+                wrong += [
+                    {argument.name: value[:1].expand_as(value)},
+                    {argument.name: good["expert_out"].flatten(0, -2)[: len(value)]},
+                ]
+            elif isinstance(value, torch.Tensor):
+                wrong += [
+                    {argument.name: value.to(torch.complex64)},
+                    {argument.name: value[None, None, None]},
+                ]
+        for changes in wrong:
+            found, expected = (
+                refusal(getattr(of, name), good | changes) for of in (kernel, torch_moe_mps.ops)
+            )
+            assert found == expected and expected is not None, (name, changes)
+    residual, slots, weights = zeros(2, 64), random(2, 3, 64).to("mps"), random(2, 3).to("mps")
+    assert kernel.weighted_sum_residual_stacked_(residual, slots, weights) is residual
+
+
+def refusal(function, arguments: dict) -> str | None:
+    try:
+        function(**arguments)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ._checks import Check
+from ._checks import MAX_TOP_K, Check
 from ._declared import Declared
 from ._ops import ops
+from ._summands import ExpertSum
 from ._tables import DECLARED
 
 
@@ -15,24 +16,30 @@ def operator(name: str) -> Callable[..., Any]:
     """The function of an operator. It raises a one-line ValueError for an argument that does not fit."""
     line, allowed, dependences = DECLARED[name]
     declared, overload = Declared(line, allowed, dependences), getattr(ops, name).default
-    arguments = overload._schema.arguments
-    names = [argument.name for argument in arguments]
-    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    types = {each.name: str(each.type) for each in overload._schema.arguments}
+    defaults = {
+        each.name: each.default_value for each in overload._schema.arguments if each.has_default_value()
+    }
+    written = [argument for argument in types if argument.endswith("_")]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = {**defaults, **dict(zip(names, args)), **kwargs}
-        if given.keys() != set(names) or len(args) > len(names):
-            raise TypeError(f"moe_mps::{name}: arguments must be {', '.join(names)}")
+        given = {**defaults, **dict(zip(types, args)), **kwargs}
+        if given.keys() != types.keys() or len(args) > len(types):
+            raise TypeError(f"moe_mps::{name}: arguments must be {', '.join(types)}")
         check = Check(name)
-        for argument in arguments:
-            if given[argument.name] is None and str(argument.type) == "Tensor":
-                check.fail(argument.name, "a tensor", None)
+        check.values(types, given)
         declared.check(check, given)
         if "top_k" in given:
-            check.between("top_k", given["top_k"], 1, min(check.sizes["E"], 64), ", the smaller of E and 64")
-        tensors = {each.name: given[each.name] for each in arguments if "Tensor" in str(each.type)}
-        check.same_device(**tensors)
-        return overload(**given)
+            most = min(check.sizes["E"], MAX_TOP_K)
+            check.between("top_k", given["top_k"], 1, most, f", the smaller of E and {MAX_TOP_K}")
+        if "shared_out" in given:
+            ExpertSum(**{field: given[field] for field in ExpertSum._fields}).check(check)
+        for argument in written:
+            check.written(argument, given[argument])
+        check.same_device(**{each: given[each] for each, kind in types.items() if "Tensor" in kind})
+        check.all_apart(written, given)
+        out = overload(**given)
+        return given[written[0]] if out is None else out
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"{overload._schema}".partition("::")[2]
