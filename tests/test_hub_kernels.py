@@ -429,6 +429,53 @@ def test_whole_model(folder, architecture):
     assert difference < 1e-5 and same and {*called} == operators
 
 
+def gpt_oss_with(width: int) -> tuple:
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2}
+    module = moved(filled(gpt_oss.GptOssMLP(gpt_oss.GptOssConfig(**sizes))))
+    module.router.weight.data = random(8, width).to("mps")
+    return module, random(1, 3, width).to("mps")
+
+
+HEADS = [(1, 3, 2, 8), (1, 3, 2, 8), (1, 3, 3, 4), (1, 3, 3), (1, 3, 3)]
+BAD = {
+    "RMSNorm": (
+        lambda: (moved(filled(qwen3.Qwen3RMSNorm(40))), random(2, 39).to("mps")),
+        "weight must be of shape",
+    ),
+    "RMSNormGated": (
+        lambda: (moved(filled(kimi.KimiLinearRMSNormGated(40))), *on_mps(random(2, 40), random(3, 40))),
+        "gate must be of shape",
+    ),
+    "MegaBlocksMoeMLP": (lambda: gpt_oss_with(48), "hidden_states must be of width 64, got 48"),
+    "apply_rotary_transformers": (
+        lambda: (None, *on_mps(random(2, 4, 5, 16), random(2, 2, 5, 16), random(1, 5, 12), random(1, 5, 12))),
+        r"cos must be of shape \[B or 1, T, D or D / 2\], with B, D = \(2, 16\), got \(1, 5, 12\)",
+    ),
+    "causal_conv1d_update": (
+        lambda: (None, *on_mps(random(2, 70, 3), random(2, 70, 2), random(70, 4))),
+        "conv_state must be of 3 positions or more, got 2",
+    ),
+    "chunk_gated_delta_rule": (
+        lambda: (None, *on_mps(*(random(*shape) for shape in HEADS))),
+        "value must be of a multiple of the key's 2 heads, got 3",
+    ),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_a_layer_is_one_line(layers, name):
+    make, message = BAD[name]
+    module, *given = make()
+    layer = getattr(layers, name)
+    with pytest.raises(ValueError, match=message) as error:
+        layer.forward(layer() if module is None else module, *given)
+    assert len(str(error.value).splitlines()) == 1
+    if name.startswith("RMSNorm"):
+        with pytest.raises(ValueError, match="must be float32 or float16 or bfloat16"):
+            layer.forward(module, *(x.to(torch.complex64) for x in given))
+
+
 @pytest.mark.sweep
 def test_signatures_are_those_that_kernels_asks_for(layers):
     replaced = {
