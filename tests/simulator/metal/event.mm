@@ -43,10 +43,12 @@ struct Event {
   std::vector<Signal> signals;  // ascending
   std::vector<Listener> listeners;
 
-  void set(uint64_t to, double time) {
+  // A signal of the GPU's raises the value, if it is larger; the host sets it.
+  void set(uint64_t to, double time, bool raises) {
     std::vector<std::function<void()>> blocks;
     {
       const std::lock_guard<std::mutex> lock(mutex);
+      if (raises && to <= value) return;
       value = to;
       if (signals.size() == kRemembered) signals.erase(signals.begin(), signals.begin() + kRemembered / 2);
       signals.push_back({to, time});
@@ -95,7 +97,7 @@ struct Event {
   return (*event)->value;
 }
 - (void)setSignaledValue:(uint64_t)value {
-  (*event)->set(value, simulator::answer_clock());
+  (*event)->set(value, simulator::answer_clock(), false);
 }
 - (void)notifyListener:(MTLSharedEventListener*)listener
                atValue:(uint64_t)value
@@ -151,7 +153,7 @@ std::shared_ptr<Event> event_of(const char* method, id<MTLEvent> event, simulato
 void simulated_signal(id<MTLEvent> event, uint64_t value, simulator::StreamNumber stream) {
   const std::shared_ptr<Event> signalled = event_of("encodeSignalEvent", event, stream);
   const auto act = [signalled, value] {
-    signalled->set(value, simulator::gpu_clock());
+    signalled->set(value, simulator::gpu_clock(), true);
     return true;
   };
   simulator::record_event("signal event", act, nullptr, stream);
