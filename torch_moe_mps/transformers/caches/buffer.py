@@ -112,6 +112,12 @@ def start_of(view: Any) -> Any:
     return stored.storage_offset() // stored.stride(-2)
 
 
+def column_of(view: Tensor) -> Any:
+    """The column of its buffer that a view begins with."""
+    offset = view.storage_offset()
+    return offset % view.stride(-2) if offset else 0
+
+
 def columns_of(states: Any, widths: Sequence[int]) -> Sequence[Any]:
     """Neighbouring columns of these widths, which know the buffer of all."""
     if len(widths) == 1:
