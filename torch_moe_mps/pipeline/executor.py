@@ -118,7 +118,7 @@ class LeadingRows(BatchedCache):
 
     @property
     def are_states(self) -> bool:
-        """Whether layers of any process have such states."""
+        """True if layers of any process have such states."""
         return self._has_states or self._others_have
 
     @are_states.setter

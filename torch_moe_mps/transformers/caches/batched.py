@@ -115,7 +115,7 @@ class BatchedCache:
         return max(self.lengths, default=0)
 
     def is_full(self, tokens: int = 1) -> bool:
-        """Whether so many tokens of each sequence move all to larger memory."""
+        """True if so many tokens of each sequence move all to larger memory."""
         return self._left < tokens
 
     def memory(self) -> int:

@@ -138,13 +138,13 @@ def changed(states: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _lies_alone(stored: Tensor, holders: Sequence[Any]) -> bool:
-    """Whether nothing but these holds the storage of a tensor, which is one of theirs."""
+    """True if nothing but these holds the storage of a tensor, which is one of theirs."""
     storage = stored.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) == len((*holders, storage))
 
 
 def counts_holders() -> bool:
-    """Whether torch counts the holders of a storage as `_lies_alone` needs it; if not, all is copied."""
+    """True if torch counts the holders of a storage as `_lies_alone` needs it; if not, all is copied."""
     try:
         memory = torch.empty(2, 4, device="cpu")
         held, others = memory.narrow(0, 0, 1), [memory.narrow(0, 1, 1), memory.detach()]

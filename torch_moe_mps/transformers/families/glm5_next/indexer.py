@@ -81,7 +81,7 @@ def _hides_any(mask: Tensor) -> bool:
 
 
 def _is_padded(mask: Tensor, layer: HeldPools | None) -> bool:
-    """Whether any row of a batch has or had padding. A single token is none."""
+    """True if any row of a batch has or had padding. A single token is none."""
     noted = None if layer is None else layer.is_padded
     held = None if layer is None else layer.indexer_keys
     if noted is None and held is not None and held.shape[1] > 0:  # the model's eager code has written it
