@@ -23,6 +23,7 @@ may defer. `committed` gives a sequence's states for a cache of its own, as pref
 """
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -217,16 +218,20 @@ def _uncommitted_shape(name: tuple[str, int], state: Tensor, kind: AnyKind) -> t
     return (*state.shape[:2], MAX_PENDING) if is_of_positions else kind.uncommitted_shape(state)
 
 
-def bytes_beside(layer: Any) -> int:
-    """The most bytes that drafts take beside the states of a layer: for uncommitted tokens, or for a copy."""
+def bytes_beside(layer: Any, kinds: Iterable[AnyKind] = KINDS) -> int:
+    """The most bytes that drafts take beside the states of a layer: for uncommitted tokens, or for a copy.
+
+    Args:
+        kinds: that the layer may be of, where they are deferred.
+    """
     if not _defers(layer):
         return 0
-    states = states_of(layer)
-    if not can_defer(layer):
+    states, kinds = states_of(layer), [*kinds]
+    if not kinds or not can_defer(layer):
         return sum(state.nbytes for state in states.values())
     beside = 0
     for name, state in states.items():
-        fitting = [kind for kind in KINDS if name[0] == _POSITIONS or kind.fits(state)]
+        fitting = [kind for kind in kinds if name[0] == _POSITIONS or kind.fits(state)] or kinds
         beside += max(prod(_uncommitted_shape(name, state, kind)) for kind in fitting) * state.element_size()
     return beside
 
