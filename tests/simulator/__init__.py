@@ -7,6 +7,8 @@
     with intercepted(run): ...      run(dispatch) replaces the executor
     with clocked(run): ...          the GPU's clock: run(dispatch) returns the seconds of a dispatch
     with timeline(run) as times:    the host's clock beside it: times.busy and times.idle of the GPU
+    Ssd(latency, rate, depth)       how long reads of a disk take
+    with event_limit(seconds):      a wait for an event that takes longer is a finding
     with dropped(): ...             nothing is computed: only the host's time is left
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
     with torch_version(version):    torch's copies and errors are those of another version
@@ -25,11 +27,14 @@ the next synchronisation (`.cpu()`, `.item()`, an operator that runs on the CPU,
 from .build_device import extension, load
 from .errors import SimulatorError
 from .runtime import (
+    Ssd,
+    called_aten,
     clocked,
     commit_unseen,
     commits,
     counters,
     dropped,
+    event_limit,
     failing,
     heaps,
     install,
@@ -47,18 +52,20 @@ from .runtime import (
     timeline,
     torch_version,
     trace,
-    unknown_aten,
 )
 from .shaderlib import DispatchCounters, shader_library
 
 __all__ = [
     "DispatchCounters",
     "SimulatorError",
+    "Ssd",
+    "called_aten",
     "clocked",
     "commit_unseen",
     "commits",
     "counters",
     "dropped",
+    "event_limit",
     "extension",
     "failing",
     "heaps",
@@ -79,5 +86,4 @@ __all__ = [
     "timeline",
     "torch_version",
     "trace",
-    "unknown_aten",
 ]
