@@ -514,6 +514,20 @@ def test_a_wait_that_nobody_ends_is_found(calls, simulated, x):
     assert usable(calls)
 
 
+def test_a_wait_with_pythons_lock_is_found(calls, simulated, x):
+    """Another thread of Python's would have to signal the event."""
+    first = calls.signalled() + 1
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(answering(calls, first, lambda: time.sleep(0.02)))
+        ask(calls, first)
+        with pytest.raises(
+            SimulatorError, match=r"test_host.py:\d+: the GPU waits for an event, and for the GPU"
+        ):
+            x.untyped_storage().cpu()  # in which torch keeps the lock
+        assert answered.result()
+    assert usable(calls)
+
+
 @pytest.mark.parametrize("schedule", range(4))
 def test_listeners_are_told_once(calls, simulated, schedule):
     simulated.set_schedule(schedule)
