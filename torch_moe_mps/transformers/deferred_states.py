@@ -20,7 +20,7 @@ from .install import is_rewritten, run_as, runs_with_cache
 from .trials.comparing import agrees, on_the_cpu, tried
 from .trials.draws import normal
 from .trials.forms import first_form
-from .trials.twins import LinearCache, twin_of, width_of
+from .trials.replicas import LinearCache, replica_of, width_of
 from .upstream.calls import cache_argument, needed_arguments
 from .upstream.models import CacheLayerMixin, LinearAttentionLayer
 
@@ -104,56 +104,56 @@ def _readers(model: nn.Module, layers: dict[int, Any]) -> Iterator[tuple[nn.Modu
 
 def _kinds(module: nn.Module, cls: type[nn.Module], states: int) -> Callable[[AnyKind], bool]:
     """{kind of states: True if a copy of the module can restore them}."""
-    return functools.partial(_takes_back, _twin_that_runs(module), states)
+    return functools.partial(_takes_back, _replica_that_runs(module), states)
 
 
-def _twin_that_runs(module: nn.Module) -> Any:
+def _replica_that_runs(module: nn.Module) -> Any:
     """Copy of a module with the same replaced forward."""
-    twin = twin_of(module)
+    replica = replica_of(module)
     if is_rewritten(module):
-        run_as(twin, module)
-    return twin
+        run_as(replica, module)
+    return replica
 
 
 def _chunks(module: nn.Module, cls: type[nn.Module], states: int) -> Callable[[int], bool]:
     """True if a copy of the module continues from the first of two chunks of a prompt."""
-    return lambda _: _goes_on(_twin_that_runs(module), states)
+    return lambda _: _goes_on(_replica_that_runs(module), states)
 
 
-def _goes_on(twin: Any, states: int) -> bool:
+def _goes_on(replica: Any, states: int) -> bool:
     """True if a prompt in two chunks gives the same result as in one."""
     found = []
-    x = normal(1, _PROMPT + _DRAFTS, _width_of(twin, states))
+    x = normal(1, _PROMPT + _DRAFTS, _width_of(replica, states))
     for chunks in ((_PROMPT + _DRAFTS,), (_PROMPT, _DRAFTS)):
-        cache = LinearCache(states, twin.layer_idx)
-        results = [_result(twin, chunk, cache) for chunk in x.split(chunks, 1)]
+        cache = LinearCache(states, replica.layer_idx)
+        results = [_result(replica, chunk, cache) for chunk in x.split(chunks, 1)]
         found.append([torch.cat(results, 1), *(state.clone() for state in cache.states())])
     whole, in_pieces = found
     return agrees(in_pieces, whole, 1e-3)
 
 
-def _takes_back(twin: Any, states: int, kind: AnyKind) -> bool:
+def _takes_back(replica: Any, states: int, kind: AnyKind) -> bool:
     """Whether rows that have lost different numbers of tokens go on as if these had never been."""
-    x = normal(len(_RIGHT), _PROMPT + _DRAFTS + 1, _width_of(twin, states))
+    x = normal(len(_RIGHT), _PROMPT + _DRAFTS + 1, _width_of(replica, states))
     prompt, drafts, token = x.split((_PROMPT, _DRAFTS, 1), 1)
-    cache = LinearCache(states, twin.layer_idx)
-    _result(twin, prompt, cache)
+    cache = LinearCache(states, replica.layer_idx)
+    _result(replica, prompt, cache)
     if not can_defer(cache.layer):
         return False
-    kind = kind.of(twin)
+    kind = kind.of(replica)
     layer = deferred(cache.layer, kind)
     cache.layer = layer
-    of_drafts = _result(twin, drafts, cache)
+    of_drafts = _result(replica, drafts, cache)
     layer.set_counts(torch.tensor(_RIGHT, dtype=torch.int32)[:, None])
     behind = [_copies(committed(_row_of(layer, row), right, kind)) for row, right in enumerate(_RIGHT)]
-    found = _result(twin, token, cache)
+    found = _result(replica, token, cache)
     for row, right in enumerate(_RIGHT):
         one = slice(row, row + 1)
-        alone = LinearCache(states, twin.layer_idx)
-        _result(twin, prompt[one], alone)
-        expected = [_result(twin, drafts[one, n : n + 1], alone) for n in range(right)]
+        alone = LinearCache(states, replica.layer_idx)
+        _result(replica, prompt[one], alone)
+        expected = [_result(replica, drafts[one, n : n + 1], alone) for n in range(right)]
         before = _copies(alone.layer)
-        expected.append(_result(twin, token[one], alone))
+        expected.append(_result(replica, token[one], alone))
         own = torch.cat((of_drafts[one, :right], found[one]), 1)
         theirs = [torch.cat(expected, 1), *before, *_copies(alone.layer)]
         if not agrees([own, *behind[row], *_copies(_row_of(layer, row))], theirs, 1e-4):
@@ -161,8 +161,8 @@ def _takes_back(twin: Any, states: int, kind: AnyKind) -> bool:
     return True
 
 
-def _width_of(twin: Any, states: int) -> int:
-    return width_of(twin, lambda x: _result(twin, x, LinearCache(states, twin.layer_idx)))
+def _width_of(replica: Any, states: int) -> int:
+    return width_of(replica, lambda x: _result(replica, x, LinearCache(states, replica.layer_idx)))
 
 
 def _row_of(layer: Any, row: int) -> Any:
@@ -177,12 +177,12 @@ def _copies(layer: Any) -> list[Tensor]:
     return [state.clone() for state in states_of(layer).values()]
 
 
-def _result(twin: nn.Module, x: Tensor, cache: Any) -> Tensor:
+def _result(replica: nn.Module, x: Tensor, cache: Any) -> Tensor:
     """All that a module returns for each token."""
-    own = original_class(twin).forward
+    own = original_class(replica).forward
     arguments = needed_arguments(own, cache) | cache_argument(own, cache)
-    grow_cache(twin, (), arguments)
-    result: Any = twin(x, **arguments)
+    grow_cache(replica, (), arguments)
+    result: Any = replica(x, **arguments)
     parts = result if isinstance(result, tuple) else (result,)
     held = cache.states()  # returned by some, too
     of_tokens = [part for part in parts if part is not None and not any(part.equal(s) for s in held)]

@@ -181,7 +181,7 @@ def _heads(model: nn.Module) -> dict[str, set[tuple[int, int]]]:
     return {operator: linear if operator == "linear_attention_" else softmax for operator in OF_HEADS}
 
 
-def _warning(finding: Finding, instead: str = "what it replaces keeps the model's own code") -> str:
+def _warning(finding: Finding, instead: str = "what it replaces runs unmodified") -> str:
     """Line that tells a user why an operator is not used."""
     return (
         f"torch_moe_mps: on this machine ({where()}) {finding}; {instead}. "

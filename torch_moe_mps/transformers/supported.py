@@ -18,7 +18,7 @@ def require_version() -> None:
     if (fault := _versions.too_old(version)) is not None:
         raise ImportError(f"torch_moe_mps: {fault}")
     if (fault := _versions.untested(version)) is not None:
-        compared = "accelerate() compares a small model of each architecture with its own code"
+        compared = "accelerate() compares a small model of each architecture with its eager code"
         warnings.warn(f"torch_moe_mps {fault}: {compared}", stacklevel=2)
 
 

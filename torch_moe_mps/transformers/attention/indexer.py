@@ -22,7 +22,7 @@ from ..modules.rules.rope import TURNS, Turn, tables_and_options
 from ..trials.draws import eager
 from ..trials.forms import has_parts
 from ..trials.indexers import IndexerTrial, form_by_trial
-from ..trials.twins import LEAST_HEADS, HeldKeys, numbers, twin_of, untied
+from ..trials.replicas import LEAST_HEADS, HeldKeys, numbers, replica_of, untied
 from ..upstream.calls import CACHE, cache_name
 from .causal_mask import CausalMask
 from .chosen_keys import Choice
@@ -171,21 +171,21 @@ def _fits(turn: Turn | None, rotary: int, width: int) -> bool:
 
 def _trial(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -> IndexerTrial:
     """A trial of an indexer whose layers have few inputs."""
-    twin, forward = twin_of(module, index_topk=3), original_class(module).forward
+    replica, forward = replica_of(module, index_topk=3), original_class(module).forward
     own = eager(forward)
     keys = _BEFORE + _TOKENS
-    hidden, before = numbers(_BATCH, _TOKENS, twin.wk.in_features), numbers(_BATCH, _BEFORE, width)
+    hidden, before = numbers(_BATCH, _TOKENS, replica.wk.in_features), numbers(_BATCH, _BEFORE, width)
     every = {
-        "q_resid": numbers(_BATCH, _TOKENS, twin.wq_b.in_features + 1)[..., 1:],
+        "q_resid": numbers(_BATCH, _TOKENS, replica.wq_b.in_features + 1)[..., 1:],
         "position_embeddings": numbers(2, _BATCH, _TOKENS, rotary).unbind(),
         "attention_mask": torch.full((_BATCH, _TOKENS, keys), -torch.inf).triu(_BEFORE + 1),
         "position_ids": torch.arange(_BEFORE, keys).expand(_BATCH, -1) * 1000,
     }
     arguments = {name: value for name, value in every.items() if name in names}
     return IndexerTrial(
-        held=lambda: HeldKeys(before, twin.layer_idx),
-        own=lambda cache: own(twin, hidden, **arguments, **{str(cache_name(forward)): cache}),
-        ours=lambda form, cache: _choice(twin, form, hidden, arguments | {CACHE: cache}, keys),
+        held=lambda: HeldKeys(before, replica.layer_idx),
+        own=lambda cache: own(replica, hidden, **arguments, **{str(cache_name(forward)): cache}),
+        ours=lambda form, cache: _choice(replica, form, hidden, arguments | {CACHE: cache}, keys),
         is_same=_is_same,
     )
 

@@ -62,7 +62,8 @@ class Fusion:
         results: dict[Any, Any] = {}  # by call: the layers of a model have many equal ones
         for node in [*graph.nodes]:
             packet = getattr(node.target, "overloadpacket", None)
-            if node.users and packet is not None and packet.__name__ in self._roots:
+            name = "item" if node.target is ITEM else getattr(packet, "__name__", None)
+            if node.users and name in self._roots:
                 self._run(node, results)
 
     def _run(self, node: fx.Node, results: dict[Any, Any]) -> None:

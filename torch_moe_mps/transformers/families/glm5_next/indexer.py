@@ -18,7 +18,7 @@ from ...modules.experts import is_observed
 from ...trials.draws import eager, is_first_kind
 from ...trials.forms import has_parts
 from ...trials.indexers import IndexerTrial, form_by_trial
-from ...trials.twins import HeldKeys, numbers, twin_of
+from ...trials.replicas import HeldKeys, numbers, replica_of
 from .mask import EVERYTHING
 
 _PARTS = ("wq_b", "wk", "k_norm", "weights_proj")
@@ -119,11 +119,11 @@ def rewrite_kpool_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
 
 def _trial(module: Any) -> IndexerTrial:
     """A trial of the one form that there is."""
-    twin, width = twin_of(module, index_topk=RATE * POOLS, index_kpool=RATE), module.head_dim
-    twin.index_kpool_compress_ape = nn.Parameter(numbers(RATE, width), requires_grad=False)
+    replica, width = replica_of(module, index_topk=RATE * POOLS, index_kpool=RATE), module.head_dim
+    replica.index_kpool_compress_ape = nn.Parameter(numbers(RATE, width), requires_grad=False)
     held = BEFORE if is_first_kind() else 0  # else a prompt: its first tokens see no pool
     tokens = BEFORE + TOKENS - held
-    hidden, q_resid = (numbers(BATCH, tokens, layer.in_features) for layer in (twin.wk, twin.wq_b))
+    hidden, q_resid = (numbers(BATCH, tokens, layer.in_features) for layer in (replica.wk, replica.wq_b))
     before = torch.cat((numbers(BATCH, held, 2 * width), torch.ones(BATCH, held, 1)), -1)
     shown = torch.ones(BATCH, tokens, dtype=torch.bool)
     forward = eager(original_class(module).forward)
@@ -136,13 +136,13 @@ def _trial(module: Any) -> IndexerTrial:
 
     def own(cache: HeldKeys) -> Any:
         hidden_keys = torch.cat((before[..., :-1], padded[:, :1].expand(-1, held)[..., None]), -1)
-        forward(twin, hidden, q_resid, padded, HeldKeys(hidden_keys, twin.layer_idx))
-        return forward(twin, hidden, q_resid, shown, cache)
+        forward(replica, hidden, q_resid, padded, HeldKeys(hidden_keys, replica.layer_idx))
+        return forward(replica, hidden, q_resid, shown, cache)
 
     return IndexerTrial(
-        held=lambda: HeldKeys(before, twin.layer_idx),
+        held=lambda: HeldKeys(before, replica.layer_idx),
         own=own,
-        ours=lambda _, layer: _choice(twin, hidden, q_resid, layer),
+        ours=lambda _, layer: _choice(replica, hidden, q_resid, layer),
         is_same=_is_same,
     )
 

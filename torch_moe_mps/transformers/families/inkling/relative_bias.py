@@ -19,7 +19,7 @@ from ...basics.state import depends_on, original_class
 from ...basics.tensors import Deferred
 from ...trials.comparing import agrees, on_the_cpu, tried
 from ...trials.draws import eager, normal, shows
-from ...trials.twins import bare_twin
+from ...trials.replicas import bare_replica
 
 _ATEN = torch.ops.aten
 # Operators that a model applies to its bias: they give an element for each element.
@@ -235,11 +235,11 @@ def makes_relative_bias(module: nn.Module) -> bool:
 
 def _gives_bias(module: nn.Module, bank: Tensor, parts: Any) -> bool:
     """True if a module gives this bias for a draw's numbers."""
-    twin, extent = bare_twin(module), 4
+    replica, extent = bare_replica(module), 4
     heads = 2 if parts is None else parts[0].out_features // bank.shape[0]
     proj, states = normal(3, extent), normal(2, 5, heads, 3)
-    twin.register_parameter("proj", nn.Parameter(proj, requires_grad=False))
-    twin.rel_extent = extent
+    replica.register_parameter("proj", nn.Parameter(proj, requires_grad=False))
+    replica.rel_extent = extent
     queries, keys = torch.arange(6, 11), torch.arange(2, 13)
     distance = queries[:, None] - keys
     place = torch.where((distance >= 0) & (distance < extent), distance, extent)
@@ -247,12 +247,12 @@ def _gives_bias(module: nn.Module, bank: Tensor, parts: Any) -> bool:
     expected = padded.gather(3, place.expand(2, heads, -1, -1))
     forward = eager(original_class(module).forward)
     if parts is None:
-        return agrees(expected, tried(forward, twin, states, queries, keys))
+        return agrees(expected, tried(forward, replica, states, queries, keys))
     hidden, projected = normal(2, 5, 6), states.flatten(2) + 1
     linear, norm = _Gives(projected), _Gives(states)
     for name, part in module._modules.items():
-        twin.add_module(name, linear if part is parts[0] else norm)
-    if not agrees(expected, tried(forward, twin, hidden, distance, queries[None])):
+        replica.add_module(name, linear if part is parts[0] else norm)
+    if not agrees(expected, tried(forward, replica, hidden, distance, queries[None])):
         return False
     of_norm = projected.view(states.shape), queries[None]
     return _are_equal(linear.given, (hidden,)) and _are_equal(norm.given, of_norm)
@@ -266,7 +266,7 @@ def _linear_and_norm(module: nn.Module) -> Any:
 
 
 class _Gives(nn.Module):
-    """Child of a twin that notes its arguments, and returns its own result."""
+    """Child of a replica that notes its arguments, and returns its own result."""
 
     def __init__(self, result: Tensor):
         super().__init__()

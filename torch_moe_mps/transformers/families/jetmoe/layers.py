@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ...basics.report import Done
-from ...basics.state import original_class, with_own
+from ...basics.state import original_class, with_eager
 from ...modules.experts import is_observed
 from ...trials.comparing import agrees
 from ...trials.draws import eager, normal
 from ...trials.forms import Tried
-from ...trials.twins import twin_of
+from ...trials.replicas import replica_of
 
 ops = torch.ops.moe_mps
 _PARTS = "router", "input_linear", "output_linear"
@@ -68,7 +68,7 @@ def own_experts(experts: Any, inputs: Tensor, expert_size: Any) -> Any:
     return own(experts, inputs[order], counts.tolist())[order.argsort()]
 
 
-@with_own(own_experts)
+@with_eager(own_experts)
 def parallel_experts(experts: Any, inputs: Tensor, expert_size: Any) -> Tensor:
     """The forward of rewritten experts [E, N, H]: of inputs [P, H] with an expert each."""
     if not isinstance(expert_size, Tensor):
@@ -103,35 +103,37 @@ def _has_marked_parts(module: nn.Module) -> bool:
 
 def _matches_router(module: Any, forward: Callable) -> bool:
     """Whether a router chooses and weighs as a forward does, and sorts pairs by expert."""
-    twin = twin_of(module)
-    x = normal(9, twin.layer.in_features)
-    pairs, tokens, weights, counts, logits = eager(original_class(module).forward)(twin, x)
+    replica = replica_of(module)
+    x = normal(9, replica.layer.in_features)
+    pairs, tokens, weights, counts, logits = eager(original_class(module).forward)(replica, x)
     experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    _, own_tokens, own_weights, ids, own_logits = forward(twin, x)
+    _, own_tokens, own_weights, ids, own_logits = forward(replica, x)
     dense = torch.zeros_like(logits)
     theirs = dense.index_put((tokens, experts), weights)
     ours = dense.index_put((own_tokens, ids.flatten().long()), own_weights)
     in_order = torch.equal(pairs.sort()[0], torch.arange(len(pairs)))
     return (
-        in_order and torch.equal(tokens, pairs // twin.top_k) and agrees([ours, own_logits], [theirs, logits])
+        in_order
+        and torch.equal(tokens, pairs // replica.top_k)
+        and agrees([ours, own_logits], [theirs, logits])
     )
 
 
 def _matches_experts(module: Any, forward: Callable) -> bool:
     """Whether experts multiply the inputs of each expert with its matrix."""
-    twin = twin_of(module)
-    ids = torch.arange(7).remainder(len(twin.weight)).view(-1, 1)
-    x = normal(7, twin.weight.shape[2])
-    return agrees(forward(twin, x, ids), eager(own_experts)(twin, x, ids))
+    replica = replica_of(module)
+    ids = torch.arange(7).remainder(len(replica.weight)).view(-1, 1)
+    x = normal(7, replica.weight.shape[2])
+    return agrees(forward(replica, x, ids), eager(own_experts)(replica, x, ids))
 
 
 def _matches_block(module: Any, forward: Callable) -> bool:
     """Whether a block of MLPs is a forward behind a rewritten router."""
-    twin = twin_of(module)
-    x = normal(2, 5, twin.router.layer.in_features)
-    expected = eager(original_class(module).forward)(twin, x)
-    twin.router.forward = lambda hidden: gating(twin.router, hidden)
-    return agrees(forward(twin, x), expected, 1e-4)
+    replica = replica_of(module)
+    x = normal(2, 5, replica.router.layer.in_features)
+    expected = eager(original_class(module).forward)(replica, x)
+    replica.router.forward = lambda hidden: gating(replica.router, hidden)
+    return agrees(forward(replica, x), expected, 1e-4)
 
 
 _ROUTES, _MULTIPLIES = Done("moe_router", f"moe_router ({_SCORING})"), Done("expert_mm")

@@ -15,7 +15,7 @@ from ...modules.experts import is_observed
 from ...trials.comparing import agrees
 from ...trials.draws import eager, is_first_kind, normal
 from ...trials.forms import Tried
-from ...trials.twins import twin_of
+from ...trials.replicas import replica_of
 
 ops = torch.ops.moe_mps
 
@@ -40,13 +40,16 @@ def _may_be(module: nn.Module) -> bool:
 
 
 def _is_same(module: Any, forward: Callable) -> bool:
-    twin = twin_of(module)
-    tokens, slots = 7 if is_first_kind() else 1, min(3, twin.total_experts)  # one leaves experts without any
-    x = normal(tokens, twin.hidden_size)
-    ids = torch.arange(tokens * slots).remainder(twin.total_experts).view(tokens, slots)
+    replica = replica_of(module)
+    tokens, slots = (
+        7 if is_first_kind() else 1,
+        min(3, replica.total_experts),
+    )  # one leaves experts out
+    x = normal(tokens, replica.hidden_size)
+    ids = torch.arange(tokens * slots).remainder(replica.total_experts).view(tokens, slots)
     weights = normal(tokens, slots)
-    expected = eager(original_class(module).forward)(twin, x, ids, weights)
-    return agrees(forward(twin, x, ids, weights), expected, 1e-4)
+    expected = eager(original_class(module).forward)(replica, x, ids, weights)
+    return agrees(forward(replica, x, ids, weights), expected, 1e-4)
 
 
 experts = Tried(_may_be, experts_forward, _is_same, (Done("moe_experts", "moe_experts (silu)"),))

@@ -19,7 +19,7 @@ from ...modules.rules.rope import WHOLE_TURNS, Turn, tables_and_options
 from ...trials.draws import eager
 from ...trials.forms import has_parts
 from ...trials.indexers import IndexerTrial, form_by_trial
-from ...trials.twins import HeldKeys, numbers, twin_of
+from ...trials.replicas import HeldKeys, numbers, replica_of
 
 ops = torch.ops.moe_mps
 
@@ -134,15 +134,15 @@ def rewrite_qsa_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
 def _trial(module: Any) -> IndexerTrial:
     """A trial of how queries and keys turn."""
     sizes = {"compress_ratio": RATE, "block_topk": POOLS, "token_budget": RATE * POOLS}
-    twin, width, keys = twin_of(module, **sizes), module.index_head_dim, BEFORE + TOKENS
-    hidden = numbers(BATCH, TOKENS, twin.index_qk_proj.in_features)
+    replica, width, keys = replica_of(module, **sizes), module.index_head_dim, BEFORE + TOKENS
+    hidden = numbers(BATCH, TOKENS, replica.index_qk_proj.in_features)
     before = numbers(BATCH, BEFORE, width)
     both = numbers(BATCH, keys, width // 2 + 1) + 1.0
     tables = [both[..., :-1], both[..., 1:]]
     shown = torch.ones(keys, keys, dtype=torch.bool).tril()[-TOKENS:].expand(BATCH, 1, -1, -1)
     return IndexerTrial(
-        held=lambda: HeldKeys(before, twin.layer_idx),
-        own=lambda cache: eager(original_class(module).forward)(twin, hidden, tables, shown, cache),
-        ours=lambda turn, layer: _choice(twin, turn, hidden, tables, layer),
+        held=lambda: HeldKeys(before, replica.layer_idx),
+        own=lambda cache: eager(original_class(module).forward)(replica, hidden, tables, shown, cache),
+        ours=lambda turn, layer: _choice(replica, turn, hidden, tables, layer),
         is_same=is_same,
     )

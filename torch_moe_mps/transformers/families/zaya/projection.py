@@ -19,7 +19,7 @@ from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, masked
 from ...trials.comparing import agrees
 from ...trials.draws import eager, normal
 from ...trials.forms import Tried
-from ...trials.twins import LinearCache, twin_of
+from ...trials.replicas import LinearCache, replica_of
 from ...upstream.calls import cache_argument, in_place
 
 ops = torch.ops.moe_mps
@@ -65,12 +65,12 @@ def _may_be(module: nn.Module) -> bool:
 
 def _is_same(module: nn.Module, forward: Callable) -> bool:
     """Whether a forward gives the results and the states of a module's own."""
-    twin, own = twin_of(module), original_class(module).forward
-    x, mask = normal(2, 9, twin.q_proj.in_features), torch.ones(2, 5)
+    replica, own = replica_of(module), original_class(module).forward
+    x, mask = normal(2, 9, replica.q_proj.in_features), torch.ones(2, 5)
     mask[0, :2] = 0
     found = []
     for run in (eager(own), in_place(own, forward)):
-        copied, cache = copy.deepcopy(twin), LinearCache(layer_idx=twin.layer_idx)
+        copied, cache = copy.deepcopy(replica), LinearCache(layer_idx=replica.layer_idx)
         chunks = (
             (x[:, :5], mask, None),
             (x[:, :5], mask, cache),

@@ -45,7 +45,7 @@ def causal_conv(function: Callable, *args: Any, **named: Any) -> Tensor:
 def _refuse_pending(state: Tensor | None) -> None:
     """Raises: RuntimeError for a state that other code would take for one that is not behind."""
     if state is not None and uncommitted_of(state, 1):
-        raise RuntimeError("torch_moe_mps: the model's own code cannot read a state with uncommitted tokens")
+        raise RuntimeError("torch_moe_mps: eager code cannot read a state with uncommitted tokens")
 
 
 def _convolved(
