@@ -75,16 +75,22 @@ def lazy(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
+def _name(functions: Any, module: str, name: str) -> None:
+    """Registers a function of the package, unless the package has done so while this module waited."""
+    if NAME not in functions:
+        functions.register(NAME, lazy(module, name))
+
+
 def _name_experts(module: Any) -> None:
-    module.ALL_EXPERTS_FUNCTIONS.register(NAME, lazy("transformers.modules.experts", "experts_forward"))
+    _name(module.ALL_EXPERTS_FUNCTIONS, "transformers.modules.experts", "experts_forward")
 
 
 def _name_mask(module: Any) -> None:
-    module.AttentionMaskInterface.register(NAME, lazy("transformers.attention.attention", "attention_mask"))
+    _name(module.AttentionMaskInterface(), "transformers.attention.attention", "attention_mask")
 
 
 def _name_attention(module: Any) -> None:
-    module.AttentionInterface.register(NAME, lazy("transformers.attention.attention", "attention"))
+    _name(module.AttentionInterface(), "transformers.attention.attention", "attention")
     _ask_before_loading(module)
 
 

@@ -7,6 +7,9 @@ import json
 import re
 import runpy
 import shutil
+import subprocess
+import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -16,7 +19,7 @@ import simulator
 import torch
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 from kernels.layer.layer import _create_func_module, _validate_layer
-from support.processes import REPOSITORY
+from support.processes import REPOSITORY, environment
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.laguna import modeling_laguna as laguna
@@ -27,7 +30,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 import torch_moe_mps
 from torch_moe_mps.ops import OPERATORS
 
-UNIQUE = "_moe_mps_cpu_1a2b3c4"  # as the builder names a build
+UNIQUE = "_moe_mps_metal_1a2b3c4"  # as the builder names a build
 REGISTRATION = """
     #pragma once
     #define TORCH_LIBRARY_EXPAND(NAME, MODULE) TORCH_LIBRARY(NAME, MODULE)
@@ -67,33 +70,52 @@ def test_the_settings_name_every_source(project):
 
 
 def test_python_is_of_3_9(project):
-    """No syntax of later versions, and no annotation that is evaluated."""
+    """No syntax of later versions, no `strict`, and no union of types that is evaluated."""
     files = [*(project / "torch-ext").rglob("*.py"), *(project / "tests").glob("*.py")]
     assert len(files) > 6
     for file in files:
         text = file.read_text()
-        tree = ast.parse(text, feature_version=(3, 9))
-        assert "strict=" not in text and not any(isinstance(node, ast.Match) for node in ast.walk(tree))
-        annotated = any(
-            isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr) for node in ast.walk(tree)
-        )
-        assert not annotated or "from __future__ import annotations" in text or "DECLARED" in text, file
+        nodes = [*ast.walk(ast.parse(text, feature_version=(3, 9)))]
+        later = "from __future__ import annotations" in text  # then no annotation is evaluated
+        for node in nodes:
+            types = (
+                node.args[1:] if isinstance(node, ast.Call) and "isinstance" in ast.dump(node.func) else []
+            )
+            types += [] if later else [getattr(node, name, None) for name in ("annotation", "returns")]
+            parts = [part for each in types if each is not None for part in ast.walk(each)]
+            assert not any(isinstance(part, ast.BinOp) for part in parts), (file, node.lineno)
+            assert not isinstance(node, ast.Match | ast.TryStar), (file, node.lineno)
+        assert "strict=" not in text, file
 
 
 @pytest.fixture(scope="module")
-def folder(project, tmp_path_factory):
-    """A build variant, compiled for the simulated device in place of Metal: the backend alone differs."""
-    destination, headers = tmp_path_factory.mktemp("built"), tmp_path_factory.mktemp("headers")
+def sources(project, tmp_path_factory):
+    """What the builder compiles, and the folders of its headers, with the builder's own."""
+    headers = tmp_path_factory.mktemp("headers")
     (headers / "registration.h").write_text(REGISTRATION)
-    sources = [*sorted((project / "moe_mps_metal").rglob("*.mm")), project / "torch-ext/torch_binding.cpp"]
-    library = simulator.extension(
-        UNIQUE,
-        sources,
-        include=[project / "moe_mps_metal", headers],
-        flags=[f"-DTORCH_EXTENSION_NAME={UNIQUE}"],
-        units=3,
-    )
-    variant = destination / "build" / "torch-cpu"
+    files = [*sorted((project / "moe_mps_metal").rglob("*.mm")), project / "torch-ext/torch_binding.cpp"]
+    return files, [project / "moe_mps_metal", headers]
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(sys.platform == "darwin", reason="a Mac compiles with its own tools")
+def test_the_host_code_compiles_for_macos(sources):
+    """As `scripts/macos/check_macos` compiles the package's, against torch's headers and libraries."""
+    import macos
+
+    files, include = sources
+    flags = [f"-DTORCH_EXTENSION_NAME={UNIQUE}", *(f"-I{folder}" for folder in include)]
+    result = macos.check(macos.DEFAULT, files, flags, units=2)
+    assert result.faults == [] and result.files == len(files) and result.bound > 40, result
+
+
+@pytest.fixture(scope="module")
+def folder(project, sources, tmp_path_factory):
+    """A build variant, compiled for the simulated device."""
+    destination, (files, include) = tmp_path_factory.mktemp("built"), sources
+    flags = [f"-DTORCH_EXTENSION_NAME={UNIQUE}"]
+    library = simulator.extension(UNIQUE, files, include=include, flags=flags, units=3)
+    variant = destination / "build" / "torch-metal"
     shutil.copytree(project / "torch-ext" / "moe_mps", variant)
     shutil.copyfile(library, variant / f"{UNIQUE}.so")
     (variant / "_ops.py").write_text(OPS)
@@ -104,7 +126,7 @@ def folder(project, tmp_path_factory):
     }
     metadata = {
         **{"id": UNIQUE, "name": "moe-mps", "version": 1, "license": "BSD-3-Clause", "python-depends": []},
-        **{"backend": {"type": "cpu"}, "digest": {"algorithm": "sha256", "files": hashes}},
+        **{"backend": {"type": "metal"}, "digest": {"algorithm": "sha256", "files": hashes}},
     }
     (variant / "metadata.json").write_text(json.dumps(metadata))
     return destination
@@ -112,7 +134,7 @@ def folder(project, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def kernel(folder):
-    return kernels.get_local_kernel(folder, backend="cpu")
+    return kernels.get_local_kernel(folder, backend="metal")
 
 
 @pytest.fixture
@@ -285,17 +307,83 @@ def test_gated_norm(layers, own, width):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("turning", [16, 8])
-def test_rotary_embedding(layers, turning):
-    """All of a head, or its first elements; heads in front of tokens, and behind."""
+@pytest.mark.parametrize("own", [qwen3, gpt_oss], ids=["whole head", "pairs"])
+def test_rotary_embedding(layers, own):
+    """With tables of all elements of a head, or of its pairs; heads in front of tokens, and behind."""
     q, k = random(2, 5, 4, 16).transpose(1, 2), random(2, 2, 5, 16)
-    cos, sin = random(1, 5, turning), random(1, 5, turning) / 2
+    width = 16 if own is qwen3 else 8
+    cos, sin = random(1, 5, width), random(1, 5, width) / 2
     for dim in (1, 2):
         given = [x if dim == 1 else x.transpose(1, 2) for x in (q, k)]
         found = layers.apply_rotary_transformers()(*on_mps(*given, cos, sin), unsqueeze_dim=dim)
-        turned = qwen3.apply_rotary_pos_emb(*(x[..., :turning] for x in given), cos, sin, unsqueeze_dim=dim)
-        for result, part, x in zip(found, turned, given, strict=True):
-            close(result, torch.cat([part, x[..., turning:]], -1))
+        for result, expected in zip(found, own.apply_rotary_pos_emb(*given, cos, sin, dim), strict=True):
+            close(result, expected)
+
+
+# By transformers' own `set_use_kernels`, which asks for a version of `kernels` that PyPI does not have.
+WHOLE = """
+    import json, sys
+    import transformers.utils
+    for module in (transformers.utils, transformers.utils.import_utils):
+        module.is_kernels_available = lambda *args, **kwargs: True
+    import simulator
+    simulator.install(strict=True)
+    import torch
+    from support import tiny_models
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers import KernelConfig
+
+    class Called(TorchDispatchMode):
+        names = set()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace == sys.argv[2]:
+                self.names.add(function._schema.name.partition("::")[2])
+            return function(*args, **(kwargs or {}))
+
+    folder, _, architecture, *layers = sys.argv[1:]
+    model = tiny_models.tiny_model(architecture).eval()
+    ids = torch.randint(1, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 6, "do_sample": False}
+    with torch.no_grad():
+        expected, tokens = model(ids).logits, model.generate(ids, **options)
+        model, ids = model.to("mps"), ids.to("mps")
+        mapping = {own: {"mps": f"{folder}:{ours}"} for own, ours in (pair.split("=") for pair in layers)}
+        model.set_use_kernels(True, KernelConfig(mapping, use_local_kernel=True))
+        with Called() as called:
+            difference = (model(ids).logits.cpu() - expected).abs().max().item()
+        same = torch.equal(model.generate(ids, **options).cpu(), tokens)
+    print(json.dumps([difference / expected.abs().max().item(), same, sorted(called.names)]))
+"""
+BY_THEIR_NAMES = (
+    *("RMSNormZeroCentered", "RMSNormGated", "SoftmaxTopKRouter", "chunk_gated_delta_rule"),
+    *("fused_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update"),
+)
+COMMON = ("RMSNorm=RMSNorm", "rotary_pos_emb=apply_rotary_transformers")
+OF_MODELS = {
+    "qwen3_moe": (COMMON, {"rms_norm", "rope"}),
+    "gpt_oss": (
+        (*COMMON, "MegaBlocksMoeMLP=MegaBlocksMoeMLP"),
+        {"rms_norm", "rope", "moe_router", "expert_mm", "expert_activation", "moe_weighted_reduce"},
+    ),
+    "qwen3_5_moe": (
+        [f"{name}={name}" for name in BY_THEIR_NAMES],
+        {"rms_norm", "rms_norm_gated", "moe_router", "linear_attention_", "causal_conv1d_update_"},
+    ),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("architecture", sorted(OF_MODELS))
+def test_whole_model(folder, architecture):
+    """Logits and tokens are those of transformers' own layers on the CPU; no stack is copied in a call."""
+    layers, operators = OF_MODELS[architecture]
+    command = [sys.executable, "-c", textwrap.dedent(WHOLE), folder, UNIQUE, architecture, *layers]
+    own = environment() | {"MOE_MPS_AUTOLOAD": "0"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=own)
+    assert result.returncode == 0 and "copied in every call" not in result.stderr, result.stderr
+    difference, same, called = json.loads(result.stdout.splitlines()[-1])
+    assert difference < 1e-5 and same and {*called} == operators
 
 
 @pytest.mark.sweep

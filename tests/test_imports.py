@@ -57,12 +57,13 @@ PROGRAM = """
     filled = {name: [*map(str, getattr(module, name))] for name in sys.argv[1:]}
     print(json.dumps([len(seen), changed, filled]))
 """
-# Operators register themselves.
+# Operators register themselves, and so do forwards that know what runs unmodified in their place.
 OWN = [
     "torch_moe_mps.ops._groups._PREFIXED",
     "torch_moe_mps.ops._registry.DECLARED",
     "torch_moe_mps.ops._registry.OPERATORS",
     "torch_moe_mps.ops._registry.WITH_BACKWARD",
+    "torch_moe_mps.transformers.basics.state._EAGER",
 ]
 
 

@@ -15,6 +15,8 @@ from support import installed
 from support.processes import REPOSITORY, python
 from support.sweep import in_sweep
 
+from torch_moe_mps.ops import OPERATORS
+
 HINT = "from torch_moe_mps._install import install_command, is_from_index as known; "
 SHOW = "print(install_command('serve'), known(), sep='\\n')"
 
@@ -122,6 +124,17 @@ OPERATOR = """
     checks = torch.library.opcheck(torch.ops.moe_mps.rms_norm.default, (x, weight, 1e-6))
     print(json.dumps([torch_moe_mps.__file__, {*checks.values()} == {"SUCCESS"}]))
 """
+EVERY_OPERATOR = """
+    import importlib.util, json, torch
+    from torch_moe_mps import ops
+    from torch_moe_mps.ops._samples import packet, sample_arguments
+    found = {}
+    for name in ops.OPERATORS:
+        given = sample_arguments(name, "cpu", torch.float32)
+        found[name] = {*torch.library.opcheck(packet(name).default, (), given).values()} == {"SUCCESS"}
+    others = [name for name in ("numpy", "transformers", "starlette") if importlib.util.find_spec(name)]
+    print(json.dumps([found, others]))
+"""
 MODEL = """
     import torch, torch_moe_mps
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -146,6 +159,13 @@ def test_environment_of_the_declared_requirements(tmp_path_factory, extra):
         assert run_in(home, MODEL) == "True True"
     if extra == "serve":
         assert run_in(home, SERVE) == "True"
+
+
+@pytest.mark.sweep
+def test_every_operator_with_torch_and_numpy_alone(tmp_path_factory):
+    found, others = json.loads(run_in(installed.declared_environment(tmp_path_factory), EVERY_OPERATOR))
+    assert sorted(found) == sorted(OPERATORS) and all(found.values()), found
+    assert others == ["numpy"]
 
 
 def run_in(home: Path, source: str) -> str:

@@ -18,6 +18,7 @@ import openai
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from support import gguf_files, installed, tiny_models
 from support.checkpoints import fp8_blocks, mxfp4_blocks
 from support.installed import python
@@ -217,9 +218,10 @@ BY_NAME = """
     import torch_moe_mps_autoload
     torch_moe_mps_autoload._has_apple_gpu = lambda: True
     packed = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32)
-    dtypes = sorted({str(t.dtype) for n, t in packed.state_dict().items() if n.endswith("packed")})
+    codes = [t for name, t in packed.state_dict().items() if name.endswith("packed")]
+    kept = [sorted({str(t.dtype) for t in codes}), sum(t.nbytes for t in codes)]
     logits = packed(ids).logits.flatten().tolist()
-    print(json.dumps([eager, imported, ours, sorted(called.names), dtypes, logits]))
+    print(json.dumps([eager, imported, ours, sorted(called.names), kept, logits]))
 """
 
 
@@ -232,12 +234,14 @@ def test_program_that_names_the_package_and_never_imports_it(package, tmp_path, 
         model = tiny_models.tiny_model("gpt_oss" if method == "mxfp4" else "qwen3_moe")
     (mxfp4_blocks if method == "mxfp4" else fp8_blocks)(model, tmp_path / "packed")
     folders = (tmp_path / "dense", tmp_path / "packed")
-    eager, imported, ours, called, dtypes, logits = json.loads(python(package, BY_NAME, *folders))
+    eager, imported, ours, called, kept, logits = json.loads(python(package, BY_NAME, *folders))
     assert ours == eager and len(eager[0]) == 16 and not imported
     assert {"moe_experts", "attention"} <= {*called}
     monkeypatch.setattr(torch_moe_mps_autoload, "_has_apple_gpu", lambda: False)
     dense = transformers.AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
-    assert dtypes == ["torch.int32"]  # of codes; transformers alone makes dense weights of them
+    stored = load_file(folders[1] / "model.safetensors")
+    codes = [t for n, t in stored.items() if n.endswith("_blocks") or t.dtype == torch.float8_e4m3fn]
+    assert kept == [["torch.int32"], sum(t.nbytes for t in codes)]  # transformers alone makes dense weights
     with torch.no_grad():
         expected = dense(torch.tensor([[5, 9, 3, 7]])).logits
     assert_close(torch.tensor(logits).view_as(expected), expected, 1e-5 if method == "mxfp4" else 0.05)

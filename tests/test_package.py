@@ -40,14 +40,20 @@ def test_import_waits_for_torch_and_transformers():
         print("transformers.quantizers.auto" in sys.modules)
         import torch_moe_mps.transformers.checkpoints.gguf.quantizer
         from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-        print("moe_mps" in ALL_EXPERTS_FUNCTIONS, AUTO_QUANTIZER_MAPPING["moe_mps"].__module__)
+        print(AUTO_QUANTIZER_MAPPING["moe_mps"].__module__)
+        from transformers import AttentionInterface, AttentionMaskInterface
+        for names in (ALL_EXPERTS_FUNCTIONS, AttentionInterface(), AttentionMaskInterface()):
+            print(names["moe_mps"].__module__)  # the function itself, not the one that imports it
     """
     assert python(code).split("\n") == [
         "False torch_moe_mps_autoload torch_moe_mps",
         "moe_mps.rms_norm True",
         "False",
         "False",
-        "True torch_moe_mps.transformers.checkpoints.quantizer",
+        "torch_moe_mps.transformers.checkpoints.quantizer",
+        "torch_moe_mps.transformers.modules.experts",
+        "torch_moe_mps.transformers.attention.attention",
+        "torch_moe_mps.transformers.attention.attention",
     ]
 
 

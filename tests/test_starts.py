@@ -20,7 +20,7 @@ import pytest
 import transformers
 from support import installed, tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
-from support.sweep import rows_in_sweep
+from support.sweep import in_sweep, rows_in_sweep
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 ON_MAC = sys.platform == "darwin"
@@ -147,7 +147,13 @@ def test_command_as_a_user_starts_it(home, checkpoint, tmp_path, command):
     check_run(command, tmp_path, *ends)
 
 
-def test_serve_answers_a_client(home, checkpoint, tmp_path):
+@pytest.mark.parametrize("packages", in_sweep(("all", "declared"), ("all",)))
+def test_serve_answers_a_client(tmp_path_factory, packages, checkpoint, tmp_path):
+    """In an environment with all packages of the tests, or with what the extra `serve` requires."""
+    if packages == "all":
+        home = installed.new_environment(tmp_path_factory)
+    else:
+        home = installed.declared_environment(tmp_path_factory, "serve")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

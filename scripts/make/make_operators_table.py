@@ -21,28 +21,26 @@ def used_by() -> dict[str, list[str]]:
     return {name: [each for each in text.split(", ") if each] for name, text in lines}
 
 
-def row(name: str, users: list[str]) -> str:
+def row(name: str, family: str, users: list[str]) -> str:
     document = inspect.cleandoc(getattr(torch.ops.moe_mps, name).__doc__)
     summary = document.splitlines()[0].rstrip(":.").replace("|", "\\|")
     kernels = re.findall(r"Stands for .*source kernel\w* (.*)", document)
     named = ", ".join(f"`{kernel}`" for kernel in re.findall(r"\w+_f32|moe_gate\b", " ".join(kernels)))
-    replaced = re.search(
-        r"^In models (.*?)\.\n|^In models(' .*?)\.\n", document + "\n", re.DOTALL | re.MULTILINE
-    )
+    replaced = re.search(r"^In (models\b.*?)\.\n", document + "\n", re.DOTALL | re.MULTILINE)
     users_text = "-"
     if users:
         users_text = ", ".join(users) if len(users) <= NAMED else f"{len(users)} architectures"
     elif replaced:
-        users_text = " ".join((replaced[1] or f"in models{replaced[2]}").split())
-    return f"| `{name}` | {summary} | {users_text} | {named or '-'} |\n"
+        users_text = " ".join(f"in {replaced[1]}".split())
+    return f"| [`{name}`](../torch_moe_mps/ops/{family}.py) | {summary} | {users_text} | {named or '-'} |\n"
 
 
 def document() -> str:
     """The text that docs/operators.md should have: its introduction, then a row for each operator."""
     users = used_by()
     text = DOCUMENT.read_text().partition(MARK)[0] + MARK + HEAD
-    for _, module in sorted(ops.FAMILIES.items()):
-        text += "".join(row(name, users[name]) for name in ops.PUBLIC if name in module.CALLS)
+    for family, module in sorted(ops.FAMILIES.items()):
+        text += "".join(row(name, family, users[name]) for name in ops.PUBLIC if name in module.CALLS)
     return text
 
 

@@ -1,8 +1,9 @@
-"""Pages of the site that are made from other files: README as the first page, the reference of operators."""
+"""Pages of the site that are made from other files: README, CONTRIBUTING, and a reference for each family."""
 
 import inspect
 import re
 import runpy
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,30 @@ from torch_moe_mps.transformers.caches.cache import QuantizedCache
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = ROOT / "build" / "reference" / "moe_mps_operators.py"
+HEAD = "Examples begin with `import torch` and `from torch_moe_mps import ops`."
 FUNCTIONS = MODULE.with_name("moe_mps_functions.py")
 
 
-def first_page() -> str:
-    """README, whose links lead to pages. Links to other files become their text."""
-    text = (ROOT / "README.md").read_text().replace("](docs/", "](page:")
-    text = re.sub(r"\[([^\]]*)\]\((?!page:|https?://|#)[^)]*\)", r"\1", text)
+def beside_docs(name: str) -> str:
+    """A document of the root, whose links lead to pages. Links to other files become their text."""
+    text = (ROOT / name).read_text().replace("](docs/", "](page:")
+    text = re.sub(r"(?<!!)\[([^\]]*)\]\((?!page:|https?://|#)[^)]*\)", r"\1", text)
     return text.replace("](page:", "](")
 
 
-def reference() -> str:
-    """A heading for each family, and its operators; mkdocstrings reads them from MODULE."""
-    parts = ["# Reference\n"]
-    for family, module in sorted(ops.FAMILIES.items()):
-        names = [name for name in module.CALLS if name in ops.PUBLIC]
-        parts += [f"\n## {family}\n"] if names else []
-        parts += [f"\n::: {MODULE.stem}.{name}\n" for name in names]
-    return "".join(parts)
+def families() -> dict[str, list[str]]:
+    """{page of a family: its public operators}"""
+    found = {
+        f"reference/{family}.md": [name for name in module.CALLS if name in ops.PUBLIC]
+        for family, module in sorted(ops.FAMILIES.items())
+    }
+    return {page: names for page, names in found.items() if names}
+
+
+def reference(page: str) -> str:
+    """The operators of a family; mkdocstrings reads them from MODULE."""
+    parts = [f"# {Path(page).stem.replace('_', ' ').capitalize()}\n\n{HEAD}\n"]
+    return "".join([*parts, *(f"\n::: {MODULE.stem}.{name}\n" for name in families()[page])])
 
 
 def public() -> dict[str, Any]:
@@ -69,16 +76,20 @@ def write_functions() -> None:
 def write_module() -> None:
     """The stubs of the operators, with their docstrings as Markdown."""
     stub = runpy.run_path(str(ROOT / "scripts" / "make" / "make_operator_stubs.py"))["stub"]
+    table = runpy.run_path(str(ROOT / "scripts" / "make" / "make_operators_table.py"))["used_by"]()
     parts = ["from torch import Tensor\n\n"]
     for name in ops.PUBLIC:
         document = as_markdown(inspect.cleandoc(ops.PUBLIC[name].__doc__))
+        if table[name]:
+            document += f"\n\n**Used by:** {', '.join(table[name])}"
         parts.append(stub(name).removesuffix(" ...\n") + f"\n    {document!r}\n\n")
     MODULE.parent.mkdir(parents=True, exist_ok=True)
     MODULE.write_text("".join(parts))
 
 
 def as_markdown(document: str) -> str:
-    """A docstring whose arguments and results are lists."""
+    """A docstring whose arguments and results are lists, and whose example is a block of code."""
+    document, _, example = document.partition("\n\nExample:\n")
     lines, is_list = [], False
     for line in document.splitlines():
         begins = re.match(r"(Args|Attributes|Returns|Raises)\b(.*?):(.*)", line)
@@ -92,6 +103,8 @@ def as_markdown(document: str) -> str:
         else:
             is_list = is_list and not line
             lines.append(line)
+    if example:
+        lines += ["", "**Example:**", "", "```pycon", *textwrap.dedent(example).splitlines(), "```"]
     return "\n".join(lines)
 
 
@@ -100,12 +113,24 @@ def on_startup(**_) -> None:
     write_functions()  # in front of mkdocstrings, which looks for its folder once
 
 
+def on_config(config) -> None:
+    (own,) = (part["Operators"] for part in config.nav if "Operators" in part)
+    own.append({"Reference": [*families()]})
+
+
 def on_files(files: Files, config) -> Files:
-    for name, text in (("index.md", first_page()), ("reference.md", reference()), ("api.md", api())):
+    made = {"index.md": beside_docs("README.md"), "contributing.md": beside_docs("CONTRIBUTING.md")}
+    made |= {"api.md": api()} | {page: reference(page) for page in families()}
+    for name, text in made.items():
         files.append(File.generated(config, name, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    """Replaces links to files beside docs/ by their text."""
+    """Leads links of operators to their reference, and replaces other links to files beside docs/ by text."""
+    markdown = re.sub(
+        r"\[`(\w+)`\]\(\.\./torch_moe_mps/ops/(\w+)\.py\)",
+        rf"[`\1`](reference/\2.md#{MODULE.stem}.\1)",
+        markdown,
+    )
     return re.sub(r"\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", markdown)

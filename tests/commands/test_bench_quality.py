@@ -4,6 +4,7 @@ from argparse import Namespace
 
 import bench_quality
 import pytest
+import torch
 
 
 def rows_of(text: str) -> dict[str, list[float]]:
@@ -13,7 +14,9 @@ def rows_of(text: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.sweep
-def test_table(smollm2):
+def test_table(smollm2, monkeypatch):
+    # Another test of this process may have simulated a GPU.
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     options = Namespace(
         tokens=512, calibration=2048, recipe=["4 bits, embedding 8"], mlx_lm=[], llama_cpp=None, work=None
     )

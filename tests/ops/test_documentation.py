@@ -1,13 +1,16 @@
 """Docstrings, schemas and docs/operators.md say the same."""
 
+import doctest
 import inspect
 import re
 import runpy
 
 import pytest
+import torch
 from support.operators import MODULES
 from support.processes import REPOSITORY
 
+from torch_moe_mps import ops
 from torch_moe_mps.ops import OPERATORS, PUBLIC
 from torch_moe_mps.ops._samples import packet
 
@@ -28,6 +31,17 @@ def test_documentation(name):
         assert "Returns" in document
 
 
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_example(name, capsys):
+    """The docstring ends with an example that calls the operator; it prints what the docstring says."""
+    document = inspect.getdoc(PUBLIC[name]).partition("\n\nExample:\n")[2]
+    test = doctest.DocTestParser().get_doctest(document, {"torch": torch, "ops": ops}, name, None, 0)
+    assert any(f"ops.{name}(" in example.source for example in test.examples)
+    assert any(example.want for example in test.examples)
+    result = doctest.DocTestRunner().run(test)
+    assert result.failed == 0, capsys.readouterr().out
+
+
 def test_operators_table_is_current():
     generator = runpy.run_path(str(REPOSITORY / "scripts" / "make" / "make_operators_table.py"))
     written = (REPOSITORY / "docs" / "operators.md").read_text()
@@ -37,5 +51,9 @@ def test_operators_table_is_current():
 def test_operators_table_has_every_public_operator():
     text = (REPOSITORY / "docs" / "operators.md").read_text()
     lines = text.partition("writes what follows -->")[2].splitlines()
-    rows = [re.split(r" \| ", line.strip("| ")) for line in lines if line.startswith("| `")]
-    assert sorted(row[0].strip("`") for row in rows) == sorted(PUBLIC)
+    rows = [re.split(r" \| ", line.strip("| ")) for line in lines if line.startswith("| [`")]
+    links = dict(re.fullmatch(r"\[`(\w+)`\]\(\.\./(.+)\)", row[0]).groups() for row in rows)
+    assert sorted(links) == sorted(PUBLIC)
+    assert all(row[2].strip("- ") for row in rows), "an operator without a caller says what replaces it"
+    for name, path in links.items():
+        assert f"\ndef {name}(" in (REPOSITORY / path).read_text()

@@ -156,3 +156,14 @@ def test_one_bit_has_no_importance():
 def test_bad_importance(importance, message):
     with pytest.raises(ValueError, match=f"^moe_mps::quantize: {message}"):
         quantize(torch.randn(4, 64), 4, importance=importance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_weight_on_the_cpu_is_searched_on_mps(dtype, simulated, monkeypatch):
+    """Three rows of three groups at a time: their scales are no multiple of 4 bytes, which torch asks for."""
+    monkeypatch.setattr("torch_moe_mps.quantization.formats.SEARCHED", 3 * 192)
+    weight, importance = torch.randn(8, 192).to(dtype), importance_of(192)
+    found = quantize(weight, 4, importance=importance)
+    expected = quantize(weight.to("mps"), 4, importance=importance.to("mps")).map(torch.Tensor.cpu)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))

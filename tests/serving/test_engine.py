@@ -40,6 +40,25 @@ def test_own_generate_has_no_logits_before_its_processors():
     assert str(error).endswith("logprobs must be left out for Qwen3MoeForCausalLM, which generates by itself")
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_own_generate_leaves_how_a_model_prepares_inputs(is_replaced):
+    """A function that the user has put on the model is called for each token of beams, and stays on it."""
+    model, called, name = model_of(), [], "prepare_inputs_for_generation"
+    before = model.prepare_inputs_for_generation
+
+    def own(*args, **kwargs):
+        called.append(1)
+        return before(*args, **kwargs)
+
+    if is_replaced:
+        model.prepare_inputs_for_generation = own
+    beams, other = Asked(ids_of(1, 5), 4), Asked(ids_of(2, 5), 6)
+    beams.config.num_beams = 2
+    run(Engine(model, None, 4), other, beams)
+    assert vars(model).get(name) is (own if is_replaced else None)
+    assert len(called) == 4 * is_replaced and beams.reasons == other.reasons == ["length"]
+
+
 def test_an_error_of_the_model_ends_all_and_the_next_jobs_run(monkeypatch):
     model = model_of()
     jobs, batch = [Asked(ids_of(n, 5), 6) for n in range(3)], Engine(model, None, 2)

@@ -7,6 +7,8 @@
     with intercepted(run): ...      run(dispatch) replaces the executor
     with clocked(run): ...          the GPU's clock: run(dispatch) returns the seconds of a dispatch
     with timeline(run) as times:    the host's clock beside it: times.busy and times.idle of the GPU
+    Ssd(latency, rate, depth)       how long reads of a disk take
+    with event_limit(seconds):      a wait for an event that takes longer is a finding
     with dropped(): ...             nothing is computed: only the host's time is left
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
     with torch_version(version):    torch's copies and errors are those of another version
@@ -25,11 +27,13 @@ the next synchronisation (`.cpu()`, `.item()`, an operator that runs on the CPU,
 from .build_device import extension, load
 from .errors import SimulatorError
 from .runtime import (
+    Ssd,
     clocked,
     commit_unseen,
     commits,
     counters,
     dropped,
+    event_limit,
     failing,
     heaps,
     install,
@@ -54,11 +58,13 @@ from .shaderlib import DispatchCounters, shader_library
 __all__ = [
     "DispatchCounters",
     "SimulatorError",
+    "Ssd",
     "clocked",
     "commit_unseen",
     "commits",
     "counters",
     "dropped",
+    "event_limit",
     "extension",
     "failing",
     "heaps",

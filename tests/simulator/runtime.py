@@ -3,7 +3,8 @@
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+import heapq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,11 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_host_clock.restype = ctypes.c_double
     library.simulator_clock.restype = ctypes.c_double
     library.simulator_idle.restype = ctypes.c_double
+    library.simulator_time_events.argtypes = [ctypes.c_double]
+    library.simulator_waited.restype = ctypes.c_double
+    library.simulator_advance_answer.argtypes = [ctypes.c_double]
+    library.simulator_answer_clock.restype = ctypes.c_double
+    library.simulator_limit_waits.argtypes = [ctypes.c_double]
     library.simulator_use_stream.argtypes = [ctypes.c_int64]
     library.simulator_live_buffers.restype = ctypes.c_size_t
     library.simulator_live_objects.restype = ctypes.c_long
@@ -254,7 +260,7 @@ def trace() -> Iterator[Commands]:
     the buffer of an indirect dispatch), threads per threadgroup, bindings. A buffer is a letter in the
     order of appearance, with the bytes from the binding's offset to the buffer's end; setBytes is a length.
     A line `synchronize` stands where the CPU waited for commands before it, `commit` where the GPU was given
-    them without a wait, `barrier` where one was encoded.
+    them without a wait, `barrier` where one was encoded, `signal event` and `wait for event` likewise.
 
         fused_norm_add_float grid 4x1x1 of 128x1x1: 0=A[0:4096] 1=B[128:4224] 2=C[0:4096] 3=24 bytes
     """
@@ -329,12 +335,17 @@ class Timeline:
     @property
     def busy(self) -> float:
         """Seconds that the GPU has worked, of the buffers that have run."""
-        return _runtime().simulator_clock() - self._began - self.idle
+        return _runtime().simulator_clock() - self._began - self.idle - self.waited
 
     @property
     def idle(self) -> float:
         """Seconds that the GPU has waited for the host, of the buffers that have run."""
         return _runtime().simulator_idle()
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the GPU has waited for signals of events, of the buffers that have run."""
+        return _runtime().simulator_waited()
 
     @property
     def now(self) -> float:
@@ -345,10 +356,57 @@ class Timeline:
         """The host works for so long."""
         _runtime().simulator_advance_host(seconds)
 
+    def answer(self, seconds: float) -> float:
+        """The thread that answers the GPU's signals works for so long. Its time afterwards.
+
+        Its clock is at the last signal that it has heard of, or at the end of its own work.
+        """
+        _runtime().simulator_advance_answer(seconds)
+        return _runtime().simulator_answer_clock() - self._began
+
+
+@dataclass(frozen=True)
+class Ssd:
+    """A disk: how long reads take.
+
+    Attributes:
+        latency: seconds until a read has its first byte.
+        rate: bytes a second of all reads together.
+        depth: reads at once.
+    """
+
+    latency: float
+    rate: float
+    depth: int = 1
+
+    def seconds(self, reads: Sequence[int]) -> float:
+        """Seconds until the last of these reads has ended, in bytes, which begin together."""
+        ends = [0.0] * self.depth  # of each place in the queue
+        transferred = 0.0
+        for size in reads:
+            begun = heapq.heappop(ends)
+            transferred = max(transferred, begun + self.latency) + size / self.rate
+            heapq.heappush(ends, transferred)
+        return max(ends)
+
+
+@contextlib.contextmanager
+def event_limit(seconds: float) -> Iterator[None]:
+    """A wait of the GPU for an event is a finding after so many seconds of the real clock, not 20."""
+    torch.mps.synchronize()
+    _runtime().simulator_limit_waits(seconds)
+    try:
+        yield
+    finally:
+        _runtime().simulator_limit_waits(0.0)
+
 
 @contextlib.contextmanager
 def timeline(
-    run: Callable[[shaderlib.Dispatch], float], a_command: float = 0.0, an_operator: float = 0.0
+    run: Callable[[shaderlib.Dispatch], float],
+    a_command: float = 0.0,
+    an_operator: float = 0.0,
+    an_event: float = 0.0,
 ) -> Iterator[Timeline]:
     """Clocks of the host and of the GPU, which run beside each other.
 
@@ -360,14 +418,19 @@ def timeline(
     Each operator of aten takes the GPU `an_operator`, in the buffer that is open, although the CPU computes
     it at once. Completion handlers are called when the host's clock has passed a buffer's end and the host
     waits or works: whoever waits for a handler alone waits for ever.
+
+    A signal of an event is heard of `an_event` later, by the GPU and by the host's thread that answers it,
+    which has a clock of its own: see `Timeline.answer`.
     """
     torch.mps.synchronize()
     _runtime().simulator_time_host(True, a_command, an_operator)
+    _runtime().simulator_time_events(an_event)
     try:
         with clocked(run):
             yield Timeline()
     finally:
         _runtime().simulator_time_host(False, 0.0, 0.0)
+        _runtime().simulator_time_events(0.0)
 
 
 @contextlib.contextmanager

@@ -21,16 +21,16 @@ RATIOS = {
 }
 
 
-def wheel_of(module):
+def compiled(module, wheel):
     try:
-        return module.wheel()
+        return module.compiled(wheel())
     except BuildError as error:
         pytest.skip(f"no wheel to read: {error}")
 
 
 @pytest.fixture(scope="module")
 def mlx():
-    return front_end.compiled(wheel_of(front_end))
+    return compiled(front_end, front_end.wheel)
 
 
 @pytest.mark.parametrize("kernel", front_end.KERNELS, ids=lambda kernel: kernel.name)
@@ -42,23 +42,18 @@ def test_front_end(simulated, mlx, kernel):
 
 @pytest.fixture(scope="module")
 def torchs():
-    return tensor_units.compiled(wheel_of(tensor_units))
+    return compiled(tensor_units, tensor_units.torchs)
 
 
-@pytest.mark.parametrize(
-    ("library", "others"),
-    [
-        ("affine4_64_f16", {"run_cooperative_dv_f16_tg_f16_f32"}),
-        ("affine4_64_bf16", {"run_cooperative_tg_b16_tg_b16_f32", "run_cooperative_dv_b16_tg_b16_f32"}),
-        ("dense_f16", set()),
-        ("dense_bf16", {"run_cooperative_tg_b16_tg_b16_f32"}),
-    ],
-)
-def test_operands_that_no_kernel_of_torch_has(torchs, library, others):
-    """Products of threadgroup memory are known in float16 alone, and stores in device memory."""
-    own, known = tensor_units.ours(library).functions(), tensor_units.functions(torchs)
-    assert own - known.keys() == {"cooperative_tensor_store_tg_f32"} | others
-    assert known["run_cooperative_tg_f16_tg_f16_f32"] and known["run_cooperative_dv_b16_dv_b16_f32"]
+def test_precedents_of_operands(torchs):
+    """AIR has those of float16, and the store; those of bfloat16 are in llama.cpp's source alone."""
+    known = {"torch": torchs, "MLX": compiled(tensor_units, tensor_units.mlxs)}
+    known = {whose: tensor_units.functions(air) for whose, air in known.items()}
+    for function, (whose, kernel) in tensor_units.PRECEDENTS.items():
+        if whose == "llama.cpp":
+            assert not any(function in functions for functions in known.values())
+        else:
+            assert known[whose][function][0] == kernel
 
 
 DESCRIPTOR = re.compile(
@@ -133,8 +128,6 @@ def test_sizes_begin_with_the_innermost(torchs):
 
 
 def test_slices_hold_their_extents(torchs):
-    """A slice of a tensor_inline is one, too."""
+    """A slice of a tensor_inline is one, too, in the simulator as in AIR."""
     names = re.findall(r"_ZN5metal6tensorI\w+?extents\w+?NS_\d+(tensor_[a-z]+)", torchs["int_mm_mpp_64_64_4"])
     assert "air.slice_private_tensor" in torchs["int_mm_mpp_64_64_4"] and set(names) == {"tensor_inline"}
-    own = tensor_units.ours("affine4_64_f16").products
-    assert {left.kind for left, _ in own if left.space == "dv"} == {"tensor_inline"}

@@ -1,15 +1,11 @@
 """The kernels for tensor units by the cost model: what threads do around the products, and a bound."""
 
-import functools
 import math
 
 import pytest
-import torch
 from measured.apple import cases
-from simulator import apple
 from simulator.apple import GPUS
 from simulator.testing import linux_only
-from support.quantized_layers import place, random_quantized
 
 pytestmark = linux_only
 SHAPE = cases.Shape(1, 1, 512, 64)  # one expert, so that tiles are full
@@ -46,30 +42,3 @@ def test_the_units_are_a_bound_beside_the_rest(simulated):
     assert bounds.issue < bounds.tensor
     assert measured.bounds(GPUS["M4 Max"]).tensor == math.inf
     assert first("int4", 64, False).bounds(gpu).tensor == 0.0
-
-
-@pytest.mark.sweep
-def test_inputs_in_place_cost_less(simulated):
-    """Without copies of the inputs, and with weights that are decoded for 128 tokens: 512 inputs are whole
-    steps, 544 are not."""
-    measured = {}
-    torch.ops.moe_mps._set_tensor_units("1")
-    torch.ops.moe_mps._plan_for(1)
-    try:
-        for inputs in (512, 544):
-            packed = place(random_quantized(1, 256, inputs, "affine4_32", torch.float16, 0), "mps")
-            weights, scales, biases = (part[0] for part in packed)
-            x = torch.randn(128, inputs).half().to("mps")
-            call = functools.partial(
-                torch.ops.moe_mps.linear_quantized, x, weights, scales, biases, "affine4_32"
-            )
-            (measured[inputs],) = apple.measure(call, {weights: apple.Work("all", 128 * 256 * inputs)})
-    finally:
-        torch.ops.moe_mps._plan_for(0)
-        torch.ops.moe_mps._set_tensor_units("auto")
-    in_place, copied = measured[512], measured[544]
-    assert in_place.kernel == "linear128_tensor_affine4_32_f16"
-    assert copied.kernel == "gemm64_tensor_affine4_32_f16"
-    gpu = GPUS["M5 Max"]
-    assert in_place.slots_per_mac(gpu) < 0.75 * copied.slots_per_mac(gpu)
-    assert in_place.bounds(gpu).threadgroup < 0.5 * copied.bounds(gpu).threadgroup

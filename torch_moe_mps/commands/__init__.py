@@ -20,7 +20,7 @@ from .._install import install_command
 from .._text import first_line
 from .arguments import parse, parser
 from .early import check_options, importing_torch
-from .processes import first_process_talks, follows, send_to_other_processes
+from .processes import first_process_talks, follow, follows, send_to_other_processes
 
 WITHOUT_TORCH = ("launch",)
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
@@ -89,18 +89,11 @@ def _run(options: argparse.Namespace) -> int:
     """Runs a command, or follows the process that does. Returns: the exit code."""
     command = _imported(options.command)
     if follows(options.command):
-        _follow(options)
+        from .sources import folder_of, load, usable_device
+
+        follow(load(options, folder_of(options.model, options.revision), usable_device(options.device)))
         return 0
     return command.run(options) or 0
-
-
-def _follow(options: argparse.Namespace) -> None:
-    """Computes the layers of this process for the engine in the first one, until that ends."""
-    from ..pipeline.following import Following
-    from .sources import folder_of, load, usable_device
-
-    model = load(options, folder_of(options.model, options.revision), usable_device(options.device))
-    Following(model.pipeline).run()
 
 
 def _imported(command: str) -> Any:

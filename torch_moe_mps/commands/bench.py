@@ -138,19 +138,21 @@ def run(options: argparse.Namespace) -> None:
             rows.append(row)
             print(row.line(options.model, size, chip), flush=True)
         bench.captured = tokens_of(model)()
-        if bench.captured:
-            print(f"\n{bench.captured}")
-        if experts := bench.experts():
-            print(f"\n{experts}")
-        if bench.speculative is not None:
-            print(f"\n{bench.speculative}")
-        for row in rows:
-            if row.by_none is not None:
-                of_step = f"{row.a_step:.2f} tokens and {row.width:.2f} drafts a step"
-                print(f"{row.test}: {row.by_none:.2f} of the speed without drafts, {of_step}")
+        _print_notes(bench, rows)
     finally:  # an interruption keeps what was measured
         if options.json:
             _write(options.json, rows, bench, model=options.model, size=size, device=chip)
+
+
+def _print_notes(bench: "Bench", rows: Sequence[Timing]) -> None:
+    """Prints how tokens ran, which experts were selected, and what drafts gained."""
+    for note in (bench.captured, bench.experts(), bench.speculative):
+        if note:
+            print(f"\n{note}")
+    for row in rows:
+        if row.by_none is not None:
+            of_step = f"{row.a_step:.2f} tokens and {row.width:.2f} drafts a step"
+            print(f"{row.test}: {row.by_none:.2f} of the speed without drafts, {of_step}")
 
 
 def _depths(options: argparse.Namespace, config: Any) -> Sequence[int]:

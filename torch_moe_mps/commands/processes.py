@@ -24,6 +24,13 @@ def follows(command: str) -> bool:
     return command in _LED and not is_first_process()
 
 
+def follow(model: Any) -> None:
+    """Computes the layers of this process for the engine in the first one, until that ends."""
+    from ..pipeline.following import Following
+
+    Following(model.pipeline).run()
+
+
 def check_processes(options: argparse.Namespace) -> None:
     """Checks and adapts a command's options for several processes.
 

@@ -191,18 +191,11 @@ MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores) {
 }
 
 MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t inputs, int64_t outputs, int64_t cores,
-                       int64_t registers, TensorUnits units, InputNorms norms) {
+                       int64_t registers, bool tensor_units, InputNorms norms) {
   MatmulShape shape{tokens, 1, 1, rows, outputs};
   shape.norms = norms;
-  if (units != TensorUnits::kNone && pays_on_tensor_units(tokens, 1)) {
+  if (tensor_units && pays_on_tensor_units(tokens, 1)) {
     const int64_t across = ceil_div(outputs, outputs_of_rows(shape, kTensorRows));
-    for (const int64_t pairs : {kLinearTilePairs, kLargeTilePairs}) {
-      const Size grid{across, ceil_div(tokens, pairs)};
-      if (units != TensorUnits::kInPlace || tokens < pairs || !fills(grid.x * grid.y, cores)) continue;
-      MatmulStep step{MatmulWork::kFirst, c10::str("linear", pairs, "_tensor"), grid, kTensorThreads};
-      step.kernels = KernelsOf::kTensorUnits;
-      return step;
-    }
     const bool large =
         tokens >= kLargeTensorPairs && fills(across * ceil_div(tokens, kLargeTilePairs), cores);
     const int64_t tile_pairs = large ? kLargeTilePairs : kTilePairs;
@@ -248,9 +241,9 @@ std::string line_of(const MatmulStep& step) {
 
 std::string linear_line(int64_t tokens, int64_t rows, bool gated, int64_t cores, bool tensor_units,
                         int64_t registers, int64_t inputs, bool normed) {
-  const TensorUnits units = tensor_units ? TensorUnits::kInPlace : TensorUnits::kNone;
   const InputNorms norms = normed ? InputNorms::kNarrow : InputNorms::kNone;
-  return line_of(plan_linear(tokens, rows, inputs, gated ? rows / 2 : rows, cores, registers, units, norms));
+  return line_of(
+      plan_linear(tokens, rows, inputs, gated ? rows / 2 : rows, cores, registers, tensor_units, norms));
 }
 
 // A line a dispatch.

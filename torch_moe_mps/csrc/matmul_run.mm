@@ -43,12 +43,6 @@ bool on_tensor_units(const MatrixStack& matrix, int64_t pairs) {
          uses_tensor_units(tensor_units_library(matrix.library));
 }
 
-TensorUnits tensor_units_for(const Tensor& x, const MatrixStack& matrix, int64_t tokens) {
-  if (!on_tensor_units(matrix, tokens)) return TensorUnits::kNone;
-  const bool whole_steps = matrix.inputs % kTensorDepth == 0 && is_aligned(x);
-  return whole_steps ? TensorUnits::kInPlace : TensorUnits::kOfCopies;
-}
-
 // Norms that a kernel of a matmul can apply to its inputs.
 InputNorms norms_for(const std::optional<InputNorm>& norm, const Tensor& x, const MatrixStack& matrix) {
   if (!norm || !matrix.norms_inputs || !is_aligned(norm->weight)) return InputNorms::kNone;
@@ -252,7 +246,7 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
   }
   const MatmulStep step =
       tuned(plan_linear(tokens, matrix.rows, matrix.inputs, outputs_of(matrix.rows, activation), gpu_cores(),
-                        gpu_registers(), tensor_units_for(x_, matrix, tokens), norms_for(norm, x_, matrix)),
+                        gpu_registers(), on_tensor_units(matrix, tokens), norms_for(norm, x_, matrix)),
             matrix, tokens);
   check_inputs(step, x_);
   const Tensor& x = norm && !step.norms_inputs ? add_norm(commands, x_, *norm) : x_;

@@ -202,7 +202,7 @@ class Format:
         check.tensor(f"{prefix}biases", biases, (*rows, counts[1]), names[1], dtypes)
 
     def all_finite(self, scales: Tensor) -> Tensor | None:
-        """Whether no scale, or bias, is NaN or inf, a bool of no dimension; None where no code says that.
+        """True if all scales and biases are finite, a bool of no dimension; None if no code is NaN or inf.
 
         It sums them, which no range of scales exceeds.
         """

@@ -142,8 +142,7 @@ class Operator:
         self.returned = results if results and {*results} <= {*self.written} else []
         schema = _schema_of(self.grouped.signature, self.written, symbols, bool(self.returned))
         LIBRARY.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        self.packet = getattr(torch.ops.moe_mps, self.name)
-        self.overload = self.packet.default
+        self.overload = getattr(torch.ops.moe_mps, self.name).default
         arguments = self.overload._schema.arguments
         self.types = {argument.name: str(argument.type) for argument in arguments}
         self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
@@ -161,8 +160,9 @@ class Operator:
         LIBRARY.impl(self.name, self.checked_reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self.meta, lib=LIBRARY)
         LIBRARY.impl(self.name, self.autograd, "Autograd", with_keyset=True)
-        self.packet.__doc__ = self.reference.__doc__
-        packet, reference, checked, may_change = self.packet, self.function, self.checked, bool(self.written)
+        packet = self.overload.overloadpacket
+        packet.__doc__ = self.reference.__doc__
+        reference, checked, may_change = self.function, self.checked, bool(self.written)
 
         @functools.wraps(self.reference)
         def call(*args, **kwargs):
@@ -282,7 +282,7 @@ def _check_no_tangents(name: str, tensors: list[Tensor]) -> None:
 
 
 def nothing_between() -> bool:
-    """Whether torch would call a tensor's kernel and nothing else: no mode, transform, gradient or profiler.
+    """True if torch would call a tensor's kernel and nothing else: no mode, transform, gradient or profiler.
 
     Then its dispatcher is left out, which takes longer than many a reference.
     """

@@ -265,7 +265,7 @@ def attention(
     relative: Tensor | None = None,
     dtype: str | None = None,
 ) -> Tensor:
-    """Grouped-query attention over a cache, with all that models add to it.
+    """Grouped-query attention over a KV cache, with windows, sinks, soft caps, sparse keys, gates and biases.
 
     score[s] = cap(scale * q . k[s]) + mask[s] + relative[t - s]
     cap(x) = softcap * tanh(x / softcap) where it is given
@@ -324,6 +324,12 @@ def attention(
     Returns: [B, T, Hq, Dv] in `dtype`. A token that sees no key gets zeros.
 
     Raises: ValueError for a dtype, shape, window, lookahead, softcap, activation or device that does not fit.
+
+    Example:
+        >>> q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 3, 4)  # two new tokens, three keys
+        >>> v = torch.tensor([0.0, 2.0, 4.0]).view(1, 1, 3, 1)
+        >>> ops.attention(q, k, v, scale=0.5).flatten().tolist()
+        [1.0, 2.0]
     """
     batch, heads, tokens, width = q.shape
     key_heads, keys = k.shape[1:3]
@@ -440,7 +446,7 @@ def write_cache_quantized_(
     biases_: Tensor,
     start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Writes keys or values of new tokens into a cache in 8 bits, as `attention` reads it.
+    """Quantises keys or values of new tokens to 8 bits, into a cache as `attention` reads it.
 
         bias = the lowest number of a group; scale = (the highest - bias) / 254, rounded to the dtype
         code = min(round((x - bias) / scale), 255), 0 where scale is 0
@@ -460,6 +466,13 @@ def write_cache_quantized_(
     Raises: ValueError for a dtype, shape, number or device that does not fit.
 
     In models whose cache holds 8 bits.
+
+    Example:
+        >>> states = torch.tensor([0.0, 254.0]).repeat(1, 1, 1, 16)  # one token, a group of 32
+        >>> packed, scales, biases = torch.zeros(1, 1, 2, 8, dtype=torch.int32), *torch.zeros(2, 1, 1, 2, 1)
+        >>> packed, scales, biases = ops.write_cache_quantized_(states, packed, scales, biases, start=1)
+        >>> packed.view(torch.uint8)[0, 0, :, :2].tolist(), scales.flatten().tolist()
+        ([[0, 0], [0, 254]], [0.0, 1.0])
     """
     if states.numel() == 0:
         return packed_, scales_, biases_

@@ -28,7 +28,7 @@ def _sum_over_slots(slots: Tensor, weights: Tensor) -> Tensor:
 
 @operator("gate[..., I] up[..., I]:gate -> gate")
 def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
+    """SwiGLU's product silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
 
     Args:
         gate, up: [..., I], float32, float16 or bfloat16, of one dtype and shape.
@@ -40,6 +40,10 @@ def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
     In models the experts' first product applies the activation: `moe_experts`, `moe_experts_quantized`.
 
     Stands for the source kernel silu_mul_stacked_f32.
+
+    Example:
+        >>> ops.silu_mul_stacked(torch.tensor([[0.0, 100.0]]), torch.tensor([[5.0, 2.0]])).tolist()
+        [[0.0, 200.0]]
     """
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
 
@@ -97,6 +101,11 @@ def expert_activation(x: Tensor, activation: Activation) -> Tensor:
     Raises: ValueError for a dtype, shape, device or option that does not fit.
 
     In models that train, or have adapters on experts, it stands between two products.
+
+    Example:
+        >>> x = torch.tensor([[2.0, -1.0, 3.0, 4.0]])  # gates 2 and -1, ups 3 and 4
+        >>> ops.expert_activation(x, "relu").tolist()
+        [[6.0, 0.0]]
     """
     return activation.apply(x).to(x.dtype)
 
@@ -109,7 +118,7 @@ SLOTS = "expert_out[..., S>=1, H] weights[..., S]"
 
 @operator(f"{SLOTS} -> [..., H]:expert_out")
 def weighted_sum_stacked(expert_out: Tensor, weights: Tensor) -> Tensor:
-    """sum_s weights[..., s] * expert_out[..., s, :], s ascending.
+    """Weighted sum of expert outputs: sum_s weights[..., s] * expert_out[..., s, :], s ascending.
 
     Args:
         expert_out: [..., S, H], float32, float16 or bfloat16: the outputs of a token's S experts.
@@ -122,13 +131,20 @@ def weighted_sum_stacked(expert_out: Tensor, weights: Tensor) -> Tensor:
     In models `moe_experts` and `moe_weighted_reduce` sum.
 
     Stands for the source kernel weighted_sum_stacked_f32.
+
+    Example:
+        >>> expert_out = torch.tensor([[[2.0, -2.0], [4.0, -8.0]]])
+        >>> ops.weighted_sum_stacked(expert_out, torch.tensor([[0.5, 0.25]])).tolist()
+        [[2.0, -3.0]]
     """
     return _sum_over_slots(expert_out, weights).to(expert_out.dtype)
 
 
 @operator(f"{SLOTS} residual_[..., H]:expert_out -> residual_")
 def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, weights: Tensor) -> Tensor:
-    """residual_ += sum_s weights[..., s] * expert_out[..., s, :], s ascending, rounded once.
+    """Residual stream plus the weighted sum of expert outputs, in place.
+
+        residual_ += sum_s weights[..., s] * expert_out[..., s, :]      s ascending, rounded once
 
     Args:
         residual_: [..., H], the dtype of `expert_out`; updated in place, whatever its strides. It must not
@@ -142,6 +158,11 @@ def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, weight
     In models `moe_experts` adds the residual itself.
 
     Stands for the source kernel weighted_sum_residual_stacked_f32.
+
+    Example:
+        >>> residual, expert_out = torch.tensor([[1.0, 1.0]]), torch.tensor([[[2.0, -2.0], [4.0, -8.0]]])
+        >>> ops.weighted_sum_residual_stacked_(residual, expert_out, torch.tensor([[0.5, 0.25]])).tolist()
+        [[3.0, -2.0]]
     """
     return residual_.copy_(residual_.float() + _sum_over_slots(expert_out, weights))
 
@@ -150,7 +171,7 @@ def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, weight
 def weighted_sum_residual_norm_stacked_(
     residual_: Tensor, expert_out: Tensor, weights: Tensor, norm_weight: Tensor, norm_eps: float
 ) -> Tensor:
-    """The end of a layer and the norm of the next.
+    """Residual stream plus the weighted sum of expert outputs, in place, and its RMSNorm.
 
         residual_ += sum_s weights[..., s] * expert_out[..., s, :]      s ascending, rounded once
         result = residual_ * rsqrt(mean(residual_^2) + norm_eps) * norm_weight
@@ -169,6 +190,14 @@ def weighted_sum_residual_norm_stacked_(
     In models `moe_experts` sums, and the operator behind it norms its input.
 
     Stands for the source kernel weighted_sum_residual_norm_stacked_f32.
+
+    Example:
+        >>> residual, expert_out = torch.tensor([[0.0, 1.0]]), torch.tensor([[[2.0, -2.0], [4.0, -8.0]]])
+        >>> weights, norm_weight = torch.tensor([[0.5, 0.25]]), torch.tensor([1.0, 10.0])
+        >>> ops.weighted_sum_residual_norm_stacked_(residual, expert_out, weights, norm_weight, 0.0).tolist()
+        [[1.0, -10.0]]
+        >>> residual.tolist()
+        [[2.0, -2.0]]
     """
     residual_.copy_(residual_.float() + _sum_over_slots(expert_out, weights))
     return normed(residual_, norm_weight, norm_eps).to(residual_.dtype)
@@ -272,6 +301,11 @@ def moe_weighted_reduce(expert_out: Tensor, weights: Tensor, around: ExpertSum) 
     Raises: ValueError for a dtype, shape or device that does not fit, or a shared_gate without shared_out.
 
     Stands for the source kernel moe_weighted_reduce_f32.
+
+    Example:
+        >>> expert_out, weights = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[0.5, 0.25]])
+        >>> ops.moe_weighted_reduce(expert_out, weights, residual=torch.tensor([[10.0]])).tolist()
+        [[11.0]]
     """
     total = _sum_over_slots(expert_out.reshape(*weights.shape, expert_out.shape[-1]), weights)
     return around.added_to(total).to(expert_out.dtype)

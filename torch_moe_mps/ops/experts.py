@@ -223,6 +223,11 @@ def expert_mm(
     Returns: [T, K, N] in the dtype of `x`; accumulated in float32. Gradients reach `x` and `weight`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Example:
+        >>> weight = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # two experts, [E, N, H] = [2, 1, 2]
+        >>> ops.expert_mm(torch.tensor([[5.0, 7.0]]), weight, torch.tensor([[1, 0]])).tolist()
+        [[[7.0], [5.0]]]
     """
     shape = weight.mT.shape if transposed else weight.shape
     return project_slots(x, ids, shape, _dense_product(weight, transposed), bias)
@@ -298,7 +303,7 @@ def moe_experts(
     around: ExpertSum,
     norm: InputNorm,
 ) -> Tensor:
-    """The experts of one layer, from the hidden states to the combined output:
+    """Combined output of a layer's experts, from the hidden states:
 
         h[t, k] = act(gate_up[e] @ norm(x[t]) + gate_up_bias[e])          with e = ids[t, k]
         y[t, k] = down[e] @ h[t, k] + down_bias[e]
@@ -335,6 +340,12 @@ def moe_experts(
     Returns: [T, H] in the dtype of `x`; sums in float32.
 
     Raises: ValueError for a dtype, shape, device or option that does not fit.
+
+    Example:
+        >>> gate_up, down = torch.ones(2, 2, 4), torch.ones(2, 4, 1)  # two experts, H = 4, I = 1
+        >>> ids, weights = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.25]])
+        >>> ops.moe_experts(torch.ones(1, 4), gate_up, down, ids, weights, activation="relu").tolist()
+        [[12.0, 12.0, 12.0, 12.0]]
     """
     products = _dense_product(gate_up, transposed), _dense_product(down, transposed)
     mlp = Mlp(*products, gate_up_bias, down_bias, activation)

@@ -50,7 +50,7 @@ def _meta_heads_mm(check, x, weight, transposed, appended):
 def heads_mm(
     x: Tensor, weight: Tensor, *, transposed: bool = False, appended: Tensor | None = None
 ) -> Tensor:
-    """out[b, t, h] = weight[h] @ x[b, t, h]; with `transposed` weight[h]^T @ x[b, t, h], appended[b, t, h].
+    """Matrix product for each head: weight[h] @ x[b, t, h], or weight[h]^T @ x[b, t, h] and what is appended.
 
     Latent attention asks for both: the two matrices of a head that expand its latents into keys and values
     become factors of its queries and its results.
@@ -69,6 +69,12 @@ def heads_mm(
     Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in the dtype of `weight`; accumulated in float32.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Example:
+        >>> x = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])  # one token, two heads
+        >>> weight = torch.tensor([[[1.0, 0.0]], [[1.0, 1.0]]])  # [Hq, R, C] = [2, 1, 2]
+        >>> ops.heads_mm(x, weight).tolist()
+        [[[[1.0], [7.0]]]]
     """
     return _product(x, weight.float(), transposed, appended, weight.dtype)
 
@@ -100,7 +106,7 @@ def heads_quantized(
     appended: Tensor | None = None,
     dtype: str | None = None,
 ) -> Tensor:
-    """heads_mm with quantised weights, whose rows are quantised along C whichever way they are multiplied.
+    """heads_mm with quantised weights, whose groups lie along C for both directions.
 
     Args:
         x: [B, T, Hq, C], or [B, T, Hq, R] with `transposed`; float32, float16 or bfloat16; any strides. On
@@ -116,6 +122,12 @@ def heads_quantized(
     Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in `dtype`; dequantised and accumulated in float32.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
+
+    Example:
+        >>> from torch_moe_mps.quantization import quantize
+        >>> w = quantize(torch.stack([torch.eye(32), 2 * torch.eye(32)]), mode="mxfp4")  # two heads
+        >>> ops.heads_quantized(torch.ones(1, 1, 2, 32), *w, "mxfp4")[..., 0].tolist()
+        [[[1.0, 2.0]]]
     """
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
     wanted = x.dtype if dtype is None else NAMED_DTYPES[dtype]

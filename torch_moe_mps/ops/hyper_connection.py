@@ -24,7 +24,7 @@ def _check_update(check, streams, **_):
 
 @operator(f"{UPDATE} -> streams", _check_update)
 def hyper_update(streams: Tensor, block_out: Tensor, post: Tensor, comb: Tensor | None = None) -> Tensor:
-    """The streams of a hyper-connection after a block: its result, and a mixture of the streams.
+    """Streams of a hyper-connection after a block: its output plus a mixture of the streams.
 
         result[n] = post[n] * block_out + sum_m comb[m, n] * streams[m]
 
@@ -39,6 +39,11 @@ def hyper_update(streams: Tensor, block_out: Tensor, post: Tensor, comb: Tensor 
     Returns: [..., N, H] in the dtype of `streams`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Example:
+        >>> streams, block_out = torch.tensor([[1.0], [3.0]]).expand(1, 2, 4), torch.ones(1, 4)
+        >>> ops.hyper_update(streams, block_out, post=torch.tensor([[10.0, 20.0]]))[..., 0].tolist()
+        [[11.0, 23.0]]
     """
     rows = streams.float()
     if comb is not None:
@@ -83,7 +88,7 @@ def hyper_connection(
     post_factor: float = 2.0,
     post_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mix the streams of a hyper-connection into a block's input, and update them (mHC of DeepSeek-V4).
+    """A block's input, mixed from the streams of a hyper-connection, and their update (mHC of DeepSeek-V4).
 
         streams = hyper_update(streams, block_out, post, comb)          where `block_out` is given
         m = fn flat(streams) * rsqrt(mean(flat(streams)^2) + norm_eps)  in parts of N, N and N * N rows
@@ -116,6 +121,12 @@ def hyper_connection(
         streams: [..., N, H] in the dtype of `streams`, empty without `block_out`.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
+
+    Example:
+        >>> streams = torch.tensor([[1.0], [3.0]]).expand(1, 2, 4)  # N = 2, H = 4
+        >>> fn, base, fn_scale = torch.zeros(2, 8), torch.zeros(2), torch.ones(1)  # pre = sigmoid(0)
+        >>> ops.hyper_connection(streams, fn, base, fn_scale, mix_eps=0.0)[0].tolist()
+        [[2.0, 2.0, 2.0, 2.0]]
     """
     updated = streams.new_empty(0)
     if block_out is not None and post is not None:

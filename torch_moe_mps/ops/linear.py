@@ -160,6 +160,12 @@ def linear_quantized(
         reach `x`, `bias` and `residual` where there is no order, norm_weight, activation and dtype.
 
     Raises: ValueError for a dtype, shape, option, device or format that does not fit.
+
+    Example:
+        >>> from torch_moe_mps.quantization import quantize
+        >>> w = quantize(torch.eye(32), mode="mxfp4")
+        >>> ops.linear_quantized(torch.arange(32.0), *w, "mxfp4", bias=torch.full((32,), 10.0))[:3].tolist()
+        [10.0, 11.0, 12.0]
     """
     normed = InputNorm(norm_weight, norm_eps, norm_weight_offset).applied_to(x)
     out = _product(normed, QuantizedWeight(packed, scales, biases, Format.named(format)), bias)
@@ -254,6 +260,13 @@ def mlp_quantized(
     Returns: [..., H] in the dtype of `x`; sums in float32.
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
+
+    Example:
+        >>> from torch_moe_mps.quantization import quantize
+        >>> gate_up, down = (quantize(torch.eye(32).repeat(n, 1), mode="mxfp4") for n in (2, 1))
+        >>> out = ops.mlp_quantized(torch.full((1, 32), 3.0), *gate_up, *down, "mxfp4", activation="relu")
+        >>> out[0, :2].tolist()  # relu(3) * 3
+        [9.0, 9.0]
     """
     matrices = gate_up.of(Format.named(format)), down.of(Format.named(down_format or format))
     out = mlp_outputs(x, norm, *matrices, activation, gate_up_bias, down_bias)
@@ -288,6 +301,12 @@ def embedding_quantized(
     Returns: [..., C] in `dtype`; dequantised in float32, rounded once.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
+
+    Example:
+        >>> from torch_moe_mps.quantization import quantize
+        >>> table = quantize(torch.eye(32), mode="mxfp4")  # 32 is no token
+        >>> ops.embedding_quantized(torch.tensor([1, 0, 32]), *table, "mxfp4", "float32")[:, :2].tolist()
+        [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
     """
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
     rows, columns = packed.shape[0], weight.format.columns(packed.shape[1])

@@ -97,6 +97,13 @@ def causal_conv1d_update_(
     Returns: [B, before + T, C] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
+
+    Example:
+        >>> x, state = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1), torch.zeros(1, 1, 2)
+        >>> ops.causal_conv1d_update_(x, state, torch.ones(1, 3), activation="none").flatten().tolist()
+        [1.0, 3.0, 6.0]
+        >>> state.tolist()
+        [[[2.0, 3.0]]]
     """
     weight = x.new_ones(x.shape[2], 1) if weight is None else weight
     length, width, tokens = conv_state_.shape[2], weight.shape[1], x.shape[1]
@@ -244,7 +251,7 @@ def linear_attention_(
     counts: Tensor | None = None,
     keep: bool = False,
 ) -> Tensor:
-    """Linear attention, token after token: the gated delta rule, Kimi's, Mamba-2, lightning attention.
+    """Linear attention by recurrence: gated delta rule, Kimi Delta Attention, Mamba-2, lightning attention.
 
     For each head of v, with the head of q and k that it shares with its neighbours:
 
@@ -299,6 +306,15 @@ def linear_attention_(
     Returns: [B, T, Hv, Dv] in the dtype of `v`.
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
+
+    Example:
+        >>> q = k = torch.ones(1, 3, 1, 1)  # the sum of all values: no decay, no delta rule
+        >>> v, g = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1), torch.zeros(1)
+        >>> state = torch.zeros(1, 1, 1, 1)
+        >>> ops.linear_attention_(q, k, v, g, state, scale=1.0, delta=False).flatten().tolist()
+        [1.0, 3.0, 6.0]
+        >>> state.item()
+        6.0
     """
     heads = v.shape[2]
     (q, q_scale), (k, k_scale) = (_key_rows(x, heads, l2norm_eps) for x in (q, k))
@@ -387,7 +403,7 @@ def selective_scan_(
     counts: Tensor | None = None,
     keep: bool = False,
 ) -> Tensor:
-    """Mamba-1's selective scan, token by token. For each channel, which has N states:
+    """Mamba-1's selective scan, token by token. For each channel, with its N states:
 
         s = softplus(step + dt_bias)
         state_ = exp(-exp(A_log) * s) * state_ + s * x * B
@@ -417,6 +433,14 @@ def selective_scan_(
     Returns: [B, T, I] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Example:
+        >>> x, ones = torch.tensor([1.0, 2.0]).view(1, 2, 1), torch.ones(1, 2, 1)
+        >>> step, A_log, state = 32 * ones, torch.full((1, 1), -100.0), torch.zeros(1, 1, 1)  # no decay
+        >>> ops.selective_scan_(x, step, ones, ones, state, A_log).flatten().tolist()
+        [32.0, 96.0]
+        >>> state.item()
+        96.0
     """
     rate = -A_log.float().exp()
 

@@ -51,6 +51,11 @@ def linear_lora(added: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float =
     Raises: ValueError for a dtype, shape, number or device that does not fit.
 
     In models with adapters.
+
+    Example:
+        >>> x, a, b = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0], [2.0]])
+        >>> ops.linear_lora(torch.tensor([[100.0, 200.0]]), x, a, b, scaling=2.0).tolist()
+        [[122.0, 244.0]]
     """
     return (added.float() + (x.float() @ a.float().T) @ b.float().T * scaling).to(added.dtype)
 
@@ -112,7 +117,7 @@ def expert_lora(
     offsets: Tensor | None = None,
     scaling: float = 1.0,
 ) -> Tensor:
-    """The output of expert_mm or expert_qmm with an adapter of each expert:
+    """The output of expert_mm or expert_qmm plus a LoRA adapter of each expert:
 
     out[t, k] = added[t, k] + scaling * b_e (a_e x[t]) with e = ids[t, k], or with x[t, k]
 
@@ -134,6 +139,12 @@ def expert_lora(
     Raises: ValueError for a dtype, shape, number or device that does not fit.
 
     In models with adapters on experts.
+
+    Example:
+        >>> x, ids = torch.tensor([[1.0, 2.0]]), torch.tensor([[1, 0]])
+        >>> a, b = torch.tensor([[1.0, 1.0], [0.0, 1.0]]), torch.tensor([[2.0, 5.0]])  # rank 1, two experts
+        >>> ops.expert_lora(torch.zeros(1, 2, 1), x, a, b, ids, num_experts=2).tolist()
+        [[[10.0], [6.0]]]
     """
     outer = project_slots(
         _inner(x, a, ids, num_experts), ids, (num_experts, len(b)), _of_expert(b, num_experts, True), None

@@ -49,7 +49,7 @@ def _check_offset(check, weight, weight_offset, **_):
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
-    """rms(x - mean(x)) * (weight + weight_offset) + bias.
+    """LayerNorm: rms(x - mean(x)) * (weight + weight_offset) + bias.
 
     The mean is taken away before squares are summed, in float32; the result is rounded once.
 
@@ -63,6 +63,10 @@ def layer_norm(
     Returns: [..., H] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
+
+    Example:
+        >>> ops.layer_norm(torch.tensor([[1.0, 3.0]]), None, torch.tensor([0.0, 5.0]), eps=0.0).tolist()
+        [[-1.0, 6.0]]
     """
     return _layer_normed(x, weight, bias, eps, weight_offset).to(x.dtype)
 
@@ -86,7 +90,7 @@ def _check_rows(check, x, weight, **others):
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, factor: float = 1.0
 ) -> Tensor:
-    """rms(x) * (weight + weight_offset) * factor, without a weight rms(x) * factor.
+    """RMSNorm: rms(x) * (weight + weight_offset) * factor, without a weight rms(x) * factor.
 
     aten's `_fused_rms_norm` is one dispatch on MPS too, but takes no offset and requires a weight of the
     input's dtype; in all other cases `torch.nn.functional.rms_norm` runs one operation after the other.
@@ -103,6 +107,10 @@ def rms_norm(
     Returns: [..., H] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Example:
+        >>> ops.rms_norm(torch.tensor([[2.0, -2.0]]), torch.tensor([1.0, 3.0]), eps=0.0).tolist()
+        [[1.0, -3.0]]
     """
     out = normed(x, weight, eps, weight_offset)
     return (out if factor == 1.0 else out.mul_(factor)).to(x.dtype)
@@ -128,7 +136,7 @@ def rms_norm_gated(
     gate_first: bool = False,
     group_size: int | None = None,
 ) -> Tensor:
-    """rms(x) * (weight + weight_offset) * activation(gate), the norm behind linear attention.
+    """Gated RMSNorm: rms(x) * (weight + weight_offset) * activation(gate), the norm behind linear attention.
 
     With `gate_first` it is rms(x * activation(gate)) * (weight + weight_offset), as in Mamba-2. Models
     that round the normed row and its product with the weight differ by at most 3 ulp.
@@ -145,6 +153,11 @@ def rms_norm_gated(
     Returns: [..., H] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
+
+    Example:
+        >>> x, gate, weight = torch.tensor([[2.0, -2.0]]), torch.zeros(1, 2), torch.tensor([1.0, 3.0])
+        >>> ops.rms_norm_gated(x, gate, weight, eps=0.0, activation="sigmoid").tolist()
+        [[0.5, -1.5]]
     """
     function = torch.sigmoid if activation == "sigmoid" else torch.nn.functional.silu
     factor = function(gate.float())
@@ -162,7 +175,7 @@ def rms_norm_gated(
 def fused_norm_add(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
-    """residual + rms(x) * (weight + weight_offset), the order of Gemma's post-norms.
+    """Residual plus RMSNorm: residual + rms(x) * (weight + weight_offset), the order of Gemma's post-norms.
 
     Args:
         residual, x: [..., H], float32, float16 or bfloat16, of one dtype.
@@ -175,6 +188,11 @@ def fused_norm_add(
     Raises: ValueError for a dtype, shape or device that does not fit.
 
     Stands for the source kernel fused_norm_add_f32.
+
+    Example:
+        >>> residual, x, weight = torch.ones(1, 2), torch.tensor([[2.0, -2.0]]), torch.tensor([3.0, 4.0])
+        >>> ops.fused_norm_add(residual, x, weight, eps=0.0).tolist()
+        [[4.0, -3.0]]
     """
     return (residual.float() + normed(x, weight, eps, weight_offset)).to(residual.dtype)
 
@@ -183,7 +201,7 @@ def fused_norm_add(
 def fused_norm_add_scalar(
     residual: Tensor, x: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
-    """(residual + rms(x) * (weight + weight_offset)) * scalar, the end of a Gemma 4 layer.
+    """The same, scaled: (residual + rms(x) * (weight + weight_offset)) * scalar, the end of a Gemma 4 layer.
 
     Args:
         residual, x, weight, eps, weight_offset: as for fused_norm_add.
@@ -194,6 +212,11 @@ def fused_norm_add_scalar(
     Raises: ValueError for a dtype, shape or device that does not fit.
 
     Stands for the source kernel fused_norm_add_scalar_f32.
+
+    Example:
+        >>> residual, x, weight = torch.ones(1, 2), torch.tensor([[2.0, -2.0]]), torch.tensor([3.0, 4.0])
+        >>> ops.fused_norm_add_scalar(residual, x, weight, torch.tensor([10.0]), eps=0.0).tolist()
+        [[40.0, -30.0]]
     """
     total = residual.float() + normed(x, weight, eps, weight_offset)
     return (total * scalar.float()).to(residual.dtype)
@@ -216,7 +239,7 @@ def fused_residual_norm(
     weight_offset: float = 0.0,
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """s = residual + x * factor  ->  (rms(s) * (weight + weight_offset), s), as pre-norm models do.
+    """Residual sum s = residual + x * factor, and its RMSNorm: (rms(s) * (weight + weight_offset), s).
 
     In 16 bit s is rounded first, because the residual stream carries the rounded s; the norm is taken of it.
 
@@ -230,6 +253,12 @@ def fused_residual_norm(
     Raises: ValueError for a dtype, shape or device that does not fit.
 
     Stands for the source kernel fused_residual_norm_f32.
+
+    Example:
+        >>> residual, x, weight = torch.ones(1, 2), torch.tensor([[1.0, -3.0]]), torch.tensor([3.0, 4.0])
+        >>> normed, total = ops.fused_residual_norm(residual, x, weight, eps=0.0)
+        >>> normed.tolist(), total.tolist()
+        ([[3.0, -4.0]], [[2.0, -2.0]])
     """
     total = (residual.float() + x.float() * factor).to(residual.dtype)
     result = normed(total, weight, eps, weight_offset).to(residual.dtype)
@@ -250,7 +279,7 @@ def fused_residual_layer_norm(
     eps: float,
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """s = residual + x  ->  (layer_norm(s, weight, bias, eps, weight_offset), s).
+    """Residual sum s = residual + x, and its LayerNorm: (layer_norm(s, weight, bias, eps, weight_offset), s).
 
     In 16 bit s is rounded first, as in fused_residual_norm.
 
@@ -261,6 +290,12 @@ def fused_residual_layer_norm(
     Returns: the normed sum and the sum, both like `residual`.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
+
+    Example:
+        >>> residual, x = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 1.0]])
+        >>> normed, total = ops.fused_residual_layer_norm(residual, x, None, None, eps=0.0)
+        >>> normed.tolist(), total.tolist()
+        ([[-1.0, 1.0]], [[1.0, 3.0]])
     """
     total = residual + x
     return _layer_normed(total, weight, bias, eps, weight_offset).to(residual.dtype), total
@@ -270,7 +305,7 @@ def fused_residual_layer_norm(
 def fused_residual_norm_scalar(
     residual: Tensor, x: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
-    """rms(residual + x) * (weight + weight_offset) * scalar.
+    """Scaled RMSNorm of a residual sum: rms(residual + x) * (weight + weight_offset) * scalar.
 
     In 16 bit the sum is rounded before the norm, as in fused_residual_norm.
 
@@ -285,6 +320,11 @@ def fused_residual_norm_scalar(
     In models `fused_residual_norm` with a factor takes its place.
 
     Stands for the source kernel fused_residual_norm_scalar_f32.
+
+    Example:
+        >>> residual, x, weight = torch.ones(1, 2), torch.tensor([[1.0, -3.0]]), torch.tensor([3.0, 4.0])
+        >>> ops.fused_residual_norm_scalar(residual, x, weight, torch.tensor([10.0]), eps=0.0).tolist()
+        [[30.0, -40.0]]
     """
     result = normed(residual + x, weight, eps, weight_offset)
     return (result * scalar.float()).to(residual.dtype)

@@ -66,6 +66,12 @@ def quantize_by_importance(
     Raises: ValueError for a dtype, shape, format or device that does not fit.
 
     In models while they are quantised with an importance matrix.
+
+    Example:
+        >>> weight, importance = torch.ones(1, 1, 32), torch.ones(1, 32)
+        >>> packed, scales, biases, error = ops.quantize_by_importance(weight, importance, "affine4_32")
+        >>> packed.shape, scales.shape, error.tolist()  # an error of 0, a sum of 32
+        (torch.Size([1, 1, 4]), torch.Size([1, 1, 1]), [[[[0.0, 32.0]]]])
     """
     stored = FORMATS[format]
     if weight.numel() == 0:

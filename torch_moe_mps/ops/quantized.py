@@ -113,6 +113,12 @@ def expert_qmm(
         the Metal kernels round what they dequantise to the dtype of `x`. Gradients reach `x`.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
+
+    Example:
+        >>> from torch_moe_mps.quantization import quantize
+        >>> w = quantize(torch.stack([torch.eye(32), 2 * torch.eye(32)]), mode="mxfp4")
+        >>> ops.expert_qmm(torch.ones(1, 32), *w, torch.tensor([[1, 0]]), "mxfp4")[..., 0].tolist()
+        [[2.0, 1.0]]
     """
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
     return project_slots(x, ids, packed.shape, _quantized_product(weight), bias)
@@ -209,6 +215,14 @@ def moe_experts_quantized(
     Returns: [T, H] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
+
+    Example:
+        >>> from torch_moe_mps.quantization import quantize
+        >>> gate_up, down = (quantize(torch.eye(32).repeat(2, n, 1), mode="mxfp4") for n in (2, 1))
+        >>> x, ids, weights = torch.full((1, 32), 3.0), torch.tensor([[0, 1]]), torch.tensor([[0.5, 1.0]])
+        >>> out = ops.moe_experts_quantized(x, *gate_up, *down, ids, weights, "mxfp4", activation="relu")
+        >>> out[0, :2].tolist()  # 1.5 * relu(3) * 3
+        [13.5, 13.5]
     """
     first, second = Format.named(format), Format.named(down_format or format)
     products = _quantized_product(gate_up.of(first)), _quantized_product(down.of(second))

@@ -163,6 +163,12 @@ def rope(
         second is empty, of shape [0].
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
+
+    Example:
+        >>> q, cos, sin = torch.tensor([[[[3.0, 4.0]]]]), torch.zeros(1, 1, 2), torch.ones(1, 1, 2)
+        >>> turned, _ = ops.rope(q, None, cos, sin)
+        >>> turned.tolist()
+        [[[[-4.0, 3.0]]]]
     """
     rest = (cos, sin), norms, turn
     q_out = _rotated(q, norms.q_norm_weight, *rest)
@@ -208,7 +214,7 @@ def rope_cache_(
     norm: ValueNorm,
     k_bias: Tensor | None = None,
 ) -> Tensor:
-    """`rope`, writing keys and values into a KV cache.
+    """Rotated queries; writes rotated keys, and values, into a KV cache.
 
     keys_[:, :, S - T:] = k as `rope` returns it
     values_[:, :, S - T:] = v, or rms(v) over a head, * (v_norm_weight + norm_weight_offset) where it is given
@@ -233,6 +239,13 @@ def rope_cache_(
     Returns: q as [B, Hq, T, Dq], contiguous; without q an empty tensor, of shape [0].
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
+
+    Example:
+        >>> k, cos, sin = torch.tensor([[[[3.0, 4.0]]]]), torch.zeros(1, 1, 2), torch.ones(1, 1, 2)
+        >>> keys, values = torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2)
+        >>> turned = ops.rope_cache_(k, k, k, keys, values, cos, sin)
+        >>> keys.tolist(), values.tolist()
+        ([[[[0.0, 0.0], [-4.0, 3.0]]]], [[[[0.0, 0.0], [3.0, 4.0]]]])
     """
     rest = (cos, sin), norms, turn
     if k_bias is not None and norms.k_norm_weight is not None:

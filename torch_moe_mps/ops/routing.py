@@ -162,7 +162,7 @@ def moe_router(
     scaling_factor: float = 1.0,
     per_expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights, for every scoring that the models use.
+    """Top-k experts of each token and their weights, for every scoring that the models use.
 
         scores = scoring(logits)                    softmax | sigmoid | sqrtsoftplus, over all E
         choice = scores + correction_bias           logits + it with bias_on_logits or softmax_after_topk
@@ -198,6 +198,11 @@ def moe_router(
     Raises: ValueError for a dtype, shape, count, name or device that does not fit.
 
     Stands for the router of the source kernel moe_router_topk_softmax_f32, generalised.
+
+    Example:
+        >>> logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
+        >>> ops.moe_router(logits, 2, scoring="softmax", norm_topk_prob=True, scaling_factor=4.0)
+        (tensor([[2., 2.]]), tensor([[1, 2]], dtype=torch.int32))
     """
     x = _finite(logits)
     scores = SCORINGS[scoring](x)
@@ -227,9 +232,10 @@ def moe_router(
 
 @operator(f"logits[T, E<={MAX_EXPERTS}] -> {SELECTED}", _check_top_k)
 def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts, then the top_k largest; with norm_topk_prob divided by their sum.
+    """Top-k experts and their weights by softmax over all; with norm_topk_prob the weights sum to 1.
 
-    The sum is at least 1 / E, so the floor of 2^-14 under it in the source kernel has no effect.
+    That divides by the sum of the top_k probabilities. It is at least 1 / E, so the floor of 2^-14 under it
+    in the source kernel has no effect.
 
     Logits are compared, not probabilities, which saturate: of eight logits, 0 at id 2, -200 at 6, -250 at 1
     and -300 elsewhere, the best three are [2, 6, 1]. The source kernel compares probabilities, which are 0
@@ -248,6 +254,10 @@ def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) ->
     In models `moe_router` chooses, which has every model's options.
 
     Stands for the source kernel moe_router_topk_softmax_f32.
+
+    Example:
+        >>> ops.moe_router_topk_softmax(torch.tensor([[1.0, 3.0, 3.0, 0.0]]), top_k=2, norm_topk_prob=True)
+        (tensor([[0.5000, 0.5000]]), tensor([[1, 2]], dtype=torch.int32))
     """
     return moe_router(logits, top_k, scoring="softmax", norm_topk_prob=norm_topk_prob, sum_eps=0.0)
 
@@ -268,10 +278,10 @@ def _meta_fused_routing(check, logits, top_k, **_):
 
 @operator(f"logits[T, E<={MAX_EXPERTS}]|[E<={MAX_EXPERTS}] per_expert_scale[E]", _meta_fused_routing)
 def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts, the top_k largest divided by their sum, then times per_expert_scale[id].
+    """Top-k experts and their softmax weights, which sum to 1, times per_expert_scale[id].
 
-    The largest probability is always selected, so this is the softmax over the selected logits. After the
-    scale there is no second renormalisation.
+    Probabilities over all experts, divided by the sum of the selected, are the softmax over the selected
+    logits. After the scale there is no second renormalisation.
 
     Args:
         logits: [T, E] or [E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as the
@@ -287,6 +297,11 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
     In models `moe_router` chooses, with scoring="softmax_after_topk".
 
     Stands for the source kernels fused_moe_routing_f32 (one token) and fused_moe_routing_batch_f32.
+
+    Example:
+        >>> logits, scale = torch.tensor([1.0, 3.0, 3.0, 0.0]), torch.tensor([1.0, 2.0, 4.0, 1.0])
+        >>> ops.fused_moe_routing(logits, scale, top_k=2)
+        (tensor([1., 2.]), tensor([1, 2], dtype=torch.int32))
     """
     return _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
 
@@ -308,7 +323,7 @@ def router_logits(
     dtype: str = "float32",
     factor: float = 1.0,
 ) -> Tensor:
-    """factor * norm(x) @ weight^T + bias, in float32: a router's matmul without float32 copies.
+    """Router logits factor * norm(x) @ weight^T + bias, summed in float32 without float32 copies.
 
     On mps, our kernel runs up to 32 tokens. For more, PyTorch's matmul of float32 copies is faster.
 
@@ -325,6 +340,11 @@ def router_logits(
     Returns: [T, E] in `dtype`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Example:
+        >>> weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+        >>> ops.router_logits(torch.tensor([[1.0, 2.0]]), weight, factor=2.0).tolist()
+        [[2.0, 4.0, 6.0]]
     """
     rows = InputNorm(norm_weight, norm_eps, norm_weight_offset).applied_to(x).float()
     shift = None if bias is None else bias.float()
@@ -344,7 +364,7 @@ def moe_gate(
     norm_eps: float,
     renormalize_after_scale: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm, router matmul, top-k, softmax over the selected, per-expert scale: a whole gate.
+    """Top-k experts and weights of a whole gate: RMSNorm, router matmul, softmax over them, per-expert scale.
 
         logits = (rms(x) * norm_weight) @ weight^T        rms(x) = x * rsqrt(mean(x^2) + norm_eps)
         ids    = the top_k largest logits, descending, ties to the lower id
@@ -365,6 +385,12 @@ def moe_gate(
     Raises: ValueError for a dtype, shape, count or device that does not fit.
 
     Stands for the source kernel moe_gate.
+
+    Example:
+        >>> x, weight = torch.tensor([[2.0, 2.0]]), torch.tensor([[1.0, 0.0], [2.0, 2.0], [3.0, 1.0]])
+        >>> weights, ids = ops.moe_gate(x, weight, torch.ones(2), torch.ones(3), top_k=2, norm_eps=0.0)
+        >>> weights.tolist(), ids.tolist()
+        ([[0.5, 0.5]], [[1, 2]])
     """
     logits = normed(x, norm_weight, norm_eps) @ weight.float().T
     weights, ids = _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
@@ -393,7 +419,7 @@ def moe_hash_router(
     norm_eps: float = 1e-6,
     norm_weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The experts that a table has for each token, and their weights (DeepSeek-V4's first layers).
+    """Experts of each token by a table of token ids, and their weights (DeepSeek-V4's first layers).
 
         ids = table[tokens]
         w   = scoring(norm(x) @ weight[ids]^T)
@@ -417,6 +443,12 @@ def moe_hash_router(
     Returns: weights [T, K] float32 and ids [T, K] int32.
 
     Raises: ValueError for a dtype, shape, count, choice or device that does not fit.
+
+    Example:
+        >>> x, weight, table = torch.ones(1, 2), torch.zeros(3, 2), torch.tensor([[0, 1], [2, 0]])
+        >>> tokens, options = torch.tensor([1]), {"scoring": "sigmoid", "norm_topk_prob": False}
+        >>> ops.moe_hash_router(x, weight, table, tokens, **options)
+        (tensor([[0.5000, 0.5000]]), tensor([[2, 0]], dtype=torch.int32))
     """
     logits = _finite(
         InputNorm(norm_weight, norm_eps, norm_weight_offset).applied_to(x).float() @ weight.float().T
@@ -448,7 +480,7 @@ def _meta_bucket(check, ids, num_experts):
 
 @operator("ids[T, K]:id", _meta_bucket, allowed={"num_experts": range(1, MAX_EXPERTS + 1)})
 def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The pairs p = t * K + k sorted by expert, ascending within an expert: a compressed moe_compute_ids_tpe.
+    """Pairs p = t * K + k sorted by expert, and each expert's offset: a compressed moe_compute_ids_tpe.
 
     Expert e's pairs are pair_order[offsets[e] : offsets[e + 1]]. Pairs whose id lies outside [0, num_experts)
     follow behind offsets[num_experts], ascending.
@@ -464,6 +496,11 @@ def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     In models with adapters on experts, `expert_lora` takes its pairs.
 
     Stands for the source kernel moe_compute_ids_tpe_f32, in compressed form.
+
+    Example:
+        >>> pair_order, offsets = ops.moe_bucket(torch.tensor([[1, 0], [1, 2]]), num_experts=3)
+        >>> pair_order.tolist(), offsets.tolist()
+        ([1, 0, 2, 3], [0, 1, 3, 4])
     """
     order, _, offsets = _sort_pairs(ids, num_experts)
     return order.int(), offsets.int()
@@ -479,7 +516,7 @@ def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def moe_compute_ids_tpe(
     ids: Tensor, num_experts: int, gate_up_rows: int, down_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The pairs p = t * K + k of each expert, and the indirect-dispatch grids of the two matmuls over them.
+    """Pairs p = t * K + k of each expert, their counts, and the indirect-dispatch grids of two matmuls.
 
     Args:
         ids: [T, K] int32 or int64; ids outside [0, num_experts) are in no list.
@@ -499,6 +536,12 @@ def moe_compute_ids_tpe(
     In models `moe_bucket` sorts the pairs, and prefill kernels take its offsets in place of grids.
 
     Stands for the source kernel moe_compute_ids_tpe_f32, which orders an expert's pairs by atomics.
+
+    Example:
+        >>> ids = torch.tensor([[1, 0], [1, 2]])
+        >>> tpe, ids_by_expert, gate_up_args, _ = ops.moe_compute_ids_tpe(ids, 3, 128, 64)
+        >>> tpe.tolist(), ids_by_expert[1].tolist(), gate_up_args.tolist()
+        ([1, 2, 1], [0, 2, -1, -1], [1, 2, 3])
     """
     order, experts, offsets = _sort_pairs(ids, num_experts)
     tpe = offsets.diff()

@@ -75,6 +75,11 @@ def sample(
     Raises: ValueError for a dtype, shape, number or device that does not fit.
 
     In models' `generate` it chooses the token.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 5.0, 1.0], [0.0, float("nan"), 1.0]])
+        >>> ops.sample(logits, None, otherwise=2).tolist()  # the largest logits; the second row is invalid
+        [[1, 2], [0, 1]]
     """
     if draws is None:
         best, tokens = logits.float().max(-1)

@@ -209,9 +209,10 @@ def quantize_stack(
         else:
             own = None if importance is None else importance[index[0]]
             packed, scales, biases = _by_search(chunk, own, format, errors)
-        codes[index], out.scales[index] = packed, scales
+        # Tensors of their own: torch copies from mps to no address on the CPU that is no multiple of 4.
+        codes[index], out.scales[index] = packed.to(stack.device), scales.to(stack.device)
         if out.biases is not None and biases is not None:
-            out.biases[index] = biases
+            out.biases[index] = biases.to(stack.device)
     synchronize(device)  # before wrong numbers are taken for those of the weight
     return out
 

@@ -31,7 +31,7 @@ CACHE = "write_cache_quantized_"
 WITH = {"attention": ("k_scales", "indices", "relative", "k_tail")}
 # Refused beside each other.
 _APART = {"indices", "relative"}, {"k_scales", "k_tail"}, {"relative", "k_tail"}
-ON_IDS = ("moe_bucket", "moe_compute_ids_tpe")  # without activations, so without their dtype
+ON_IDS = ("moe_bucket", "moe_compute_ids_tpe", "_expert_slots")  # without activations, so without their dtype
 # The argument whose dtype the kernels have, if it is not the first one.
 TYPED_BY = {
     "rope_cache_": "k",
@@ -60,7 +60,7 @@ _COMMON_HEADS = {
     for name, heads in HEADS.items()
 }
 # Operators of training, of dense experts, and of few models: families, and names of other families.
-_UNCOMMON = {"experts", "index", "pooling", "hyper_connection", "lora", "quantize", "heads"}
+_UNCOMMON = {"experts", "index", "pooling", "hyper_connection", "lora", "quantize", "heads", "slots"}
 _UNCOMMON |= {"moe_hash_router", CACHE}
 
 

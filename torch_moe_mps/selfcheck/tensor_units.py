@@ -23,9 +23,7 @@ from .once import CallsToCheck, first_failures
 from .units import why_no_units
 
 # Tokens, and steps of inputs as groups: tiles of 32 pairs, and of 64, with a last step that is not full.
-EXPERTS = (64, 3), (256, 3)
-# And whole steps, in tiles of 64 tokens and of 128.
-LINEAR = *EXPERTS, (100, 4), (300, 4)
+SIZES = (64, 3), (256, 3)
 
 
 @dataclass
@@ -148,7 +146,7 @@ def calls(library: str) -> Iterator[Call]:
     try:
         with planned_for(1):
             for operator in operators:
-                for tokens, wider in LINEAR if operator == "linear_quantized" else EXPERTS:
+                for tokens, wider in SIZES:
                     sizes = {"format": format or FORMAT, "tokens": tokens, "wider": wider}
                     arguments = sample_arguments(operator, "cpu", dtype, **sizes)
                     if "ids" in arguments:

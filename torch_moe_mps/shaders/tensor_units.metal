@@ -5,7 +5,3 @@
 typedef MOE_WEIGHTS Weights;
 INSTANTIATE("gemm32_tensor", tensor_gemm<Weights, kTilePairs>)
 INSTANTIATE("gemm64_tensor", tensor_gemm<Weights, kLargeTilePairs>)
-#ifndef MOE_DENSE
-INSTANTIATE("linear64_tensor", tensor_linear<Weights, kLargeTilePairs>)
-INSTANTIATE("linear128_tensor", tensor_linear<Weights, kLinearTilePairs>)
-#endif

@@ -97,21 +97,17 @@ class MegaBlocksMoeMLP(nn.Module):
         logits = nn.functional.linear(x, router.weight, router.bias)
         options = {"scoring": "softmax_after_topk", "norm_topk_prob": False}
         weights, ids = ops.moe_router(logits, router.top_k, **options)
-        out = ops.moe_experts(
-            *(x, experts.gate_up_proj, experts.down_proj, ids, weights),
-            gate_up_bias=experts.gate_up_proj_bias,
-            down_bias=experts.down_proj_bias,
-            activation="swiglu_oai",
-            alpha=float(experts.alpha),
-            limit=float(experts.limit),
-            interleaved=True,
-            transposed=True,
-        )
+        # Two products, which read [E, H, N] where it lies: moe_experts would copy both stacks in each call.
+        rows = ops.expert_mm(x, experts.gate_up_proj, ids, None, True) + experts.gate_up_proj_bias[ids.long()]
+        options = {"alpha": float(experts.alpha), "limit": float(experts.limit), "interleaved": True}
+        rows = ops.expert_activation(rows, "swiglu_oai", **options)
+        rows = ops.expert_mm(rows, experts.down_proj, ids, None, True) + experts.down_proj_bias[ids.long()]
+        out = ops.moe_weighted_reduce(rows, weights)
         return out.view(hidden_states.shape), weights.to(x.dtype)
 
 
 class apply_rotary_transformers(nn.Module):
-    """q and k [B, H, T, D] turned by cos and sin [B or 1, T, R], of which R <= D elements turn, in halves."""
+    """q and k [B, H, T, D], turned in halves by cos and sin [B or 1, T, D], or [B or 1, T, D / 2]."""
 
     has_backward = False
 
@@ -120,7 +116,7 @@ class apply_rotary_transformers(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         if unsqueeze_dim == 1:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        turned = ops.rope(q, k, cos, sin)
+        turned = ops.rope(q, k, cos, sin, rotary_dim=q.shape[-1])
         return turned if unsqueeze_dim == 1 else tuple(x.transpose(1, 2) for x in turned)
 
 

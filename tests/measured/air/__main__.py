@@ -12,8 +12,8 @@ Reads Apple's compilation (AIR) of public kernels in macOS wheels, which pip dow
 
 --front-end     MLX's kernels: instructions of the main loop by AIR and by our IR of the same source, at the
                 cost model's costs for an M1. Their ratio is the front end's share of the model's error.
---tensor-units  torch's kernels: which of the functions that our kernels for tensor units call are called
-                there, too. "none": nothing shows that Apple's compiler takes those operands.
+--tensor-units  torch's and MLX's kernels: how many call the functions that our kernels for tensor units call.
+                "none": nothing shows that Apple's compiler takes those operands.
 """
 
 

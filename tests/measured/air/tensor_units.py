@@ -1,11 +1,11 @@
-"""Which of Metal 4's tensor operations torch's own kernels show, and which of ours are others.
+"""Precedents of Metal 4's tensor operations, with the spaces and types of operands that ours have.
 
 Apple's header can be compiled on a Mac alone. In AIR its templates are functions that are named by the spaces
-and types of their operands, and the macOS wheel of torch has the AIR of kernels that call them.
+and types of their operands. The macOS wheels of torch and of MLX have the AIR of kernels that call them;
+llama.cpp's source is compiled where it starts.
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,12 +16,19 @@ from simulator import build, metallib
 from simulator.language import strict
 
 LIBRARIES = ("affine4_64_f16", "affine4_64_bf16", "dense_f16", "dense_bf16")  # of tensor_units_*
+# {function that our kernels call: where it is called, and the first kernel of that name}
+PRECEDENTS = {
+    "run_cooperative_tg_f16_tg_f16_f32": ("torch", "scaled_mm_mpp_bfloat"),
+    "run_cooperative_tg_b16_tg_b16_f32": ("llama.cpp", "kernel_mul_mm_id_bf16_f32"),
+    "cooperative_tensor_store_tg_f32": ("MLX", "steel_gemm_thin_nax_nn_bfloat16_um2_un2_sm1_sn1_ks4"),
+}
+LLAMA_CPP = "llama.cpp at 000cfab8, ggml/src/ggml-metal/kernels/mul_mm.metal"  # same scope and descriptor
 # Kernels of each way of giving operands: in registers, in device memory, in threadgroup memory.
-_KERNELS = r"^(scaled_mm|int_mm|grouped_mm|prefill_attention)_.*mpp"
+_KERNELS = r"^(scaled_mm|int_mm|grouped_mm|prefill_attention)_.*mpp|^steel_gemm_thin_nax_n"
 _FUNCTION = re.compile(r"@__tensorops_impl_matmul2d_op_(\w+)\(")
 _SPACES = {"__local": "tg", "__global_device": "dv"}
 _ELEMENTS = {"half": "f16", "__bf16": "b16", "float": "f32"}
-_TENSOR = re.compile(r"metal::tensor<(\w+) (\w+), metal::extents<int, (\d+), (\d+)>, metal::(\w+)>")
+_TENSOR = re.compile(r"metal::tensor<(\w+) (\w+), metal::extents<int, (\d+), (\d+)>, metal::tensor_inline>")
 _RUN = re.compile(
     r"\bused run 'void \(__private (metal::tensor<.*), __private (metal::tensor<.*), __private "
 )
@@ -35,7 +42,6 @@ class Tensor(NamedTuple):
     element: str
     columns: int
     rows: int
-    kind: str
 
     def __str__(self) -> str:
         return f"{self.space}_{self.element}"
@@ -56,8 +62,8 @@ class Calls(NamedTuple):
 def _tensor(text: str) -> Tensor:
     found = _TENSOR.match(text)
     assert found, text
-    space, element, columns, rows, kind = found.groups()
-    return Tensor(_SPACES[space], _ELEMENTS[element], int(columns), int(rows), kind)
+    space, element, columns, rows = found.groups()
+    return Tensor(_SPACES[space], _ELEMENTS[element], int(columns), int(rows))
 
 
 def ours(library: str) -> Calls:
@@ -68,26 +74,39 @@ def ours(library: str) -> Calls:
     return Calls(products, {_tensor(to) for to in _STORE.findall(tree)})
 
 
-def wheel() -> Path:
+def torchs() -> Path:
     """The library with the kernels of the newest torch for macOS, downloaded once."""
     return macos.torch_wheel(macos.resolve(macos.SUPPORTED[-1])) / "lib/libtorch_cpu.dylib"
 
 
+def mlxs() -> Path:
+    """MLX's kernels for the macOS that has tensor units, downloaded once."""
+    folder = macos.unpacked(macos.METAL_CPP, r"mlx/lib/mlx\.metallib$", "-macos26", macos=(26, 0))
+    return folder / "mlx/lib/mlx.metallib"
+
+
 def compiled(library: Path) -> dict[str, str]:
-    """{name: AIR} of torch's kernels that multiply on tensor units."""
+    """{name: AIR} of the kernels that show how operands are given."""
     return metallib.assembly(metallib.kernels(library, _KERNELS))
 
 
-def functions(air: dict[str, str]) -> Counter:
+def functions(air: dict[str, str]) -> dict[str, list[str]]:
     """{function of the tensor operations: kernels that call it}"""
-    return Counter(name for text in air.values() for name in set(_FUNCTION.findall(text)))
+    found: dict[str, list[str]] = {}
+    for kernel, text in sorted(air.items()):
+        for name in set(_FUNCTION.findall(text)):
+            found.setdefault(name, []).append(kernel)
+    return found
 
 
 def table() -> Iterator[str]:
     """The lines of a table in Markdown."""
-    yield "| our library | function of AIR | kernels of torch that call it |"
-    yield "| --- | --- | ---: |"
-    known = functions(compiled(wheel()))
+    yield "| our library | function of AIR | kernels of torch, of MLX | else |"
+    yield "| --- | --- | ---: | --- |"
+    known = [functions(compiled(library)) for library in (torchs(), mlxs())]
     for library in LIBRARIES:
         for name in sorted(ours(library).functions()):
-            yield f"| tensor_units_{library} | {name} | {known[name] or 'none'} |"
+            numbers = [len(of.get(name, ())) for of in known]
+            where, kernel = PRECEDENTS.get(name, ("none", ""))
+            otherwise = "" if any(numbers) else f"{LLAMA_CPP}: {kernel}" if kernel else where
+            yield f"| tensor_units_{library} | {name} | {numbers[0]}, {numbers[1]} | {otherwise} |"

@@ -207,8 +207,8 @@ def expert_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     return cases + [Experts("prefill", *f, tokens, *shape) for f in formats for tokens in (64, 512, 2048)]
 
 
-class LinearInPlace(Linear):
-    """The same on tensor units that read its inputs where they are, as on a GPU that it fills."""
+class LinearOnUnits(Linear):
+    """The same on tensor units, in the tiles of a GPU that it fills."""
 
     @property
     def name(self) -> str:
@@ -257,5 +257,5 @@ def sanitizer_cases() -> list[Case]:
             for tokens in (70, 290)
         ]
     quantised = [format_ for format_ in SANITIZED if format_ != "dense"]
-    shapes = ((100, 256, 130), (257, 128, 70))  # tiles of 64 tokens, and of 128
-    return cases + [LinearInPlace("sanitize", f, next(small), *shape) for f in quantised for shape in shapes]
+    shapes = ((40, 256, 130), (100, 128, 70))  # tiles of 32 tokens, and of 64
+    return cases + [LinearOnUnits("sanitize", f, next(small), *shape) for f in quantised for shape in shapes]

@@ -19,11 +19,16 @@ void fail(const std::string& message) {
 
 std::string python_line() {
   py::gil_scoped_acquire gil;
-  PyFrameObject* frame = PyEval_GetFrame();  // borrowed
-  if (frame == nullptr) return "";
-  const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-  return py::str(code.attr("co_filename")).cast<std::string>() + ":" +
-         std::to_string(PyFrame_GetLineNumber(frame));
+  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame) {
+    auto* const raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
+    const auto file = py::str(code.attr("co_filename")).cast<std::string>();
+    // That of the caller, where Python calls an operator by torch.ops.
+    if (!file.ends_with("/torch/_ops.py")) return file + ":" + std::to_string(PyFrame_GetLineNumber(raw));
+    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(raw)));
+  }
+  return "";
 }
 
 namespace {

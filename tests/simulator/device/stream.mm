@@ -35,7 +35,9 @@ id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
   }
   return simulated_encoder(_stream.id());
 }
-void MPSStream::endKernelCoalescing() {}
+void MPSStream::endKernelCoalescing() {
+  simulated_end_encoder();
+}
 void MPSStream::checkLastError() {
   simulator::raise_stored_error(_stream.id());
 }

@@ -48,6 +48,10 @@ struct State {
   double a_command = 0;                                // seconds of the host to encode one
   double an_operator = 0;                              // seconds of the GPU for one of aten
   double idle = 0;                                     // seconds that the GPU has waited for the host
+  double an_event = 0;                                 // seconds until a signal is heard of
+  double waited = 0;                                   // seconds that the GPU has waited for signals
+  double answer = 0;                                   // the time of the host's thread that answers them
+  CommandBuffer* opened = nullptr;                     // runs before it is committed
   std::vector<std::shared_ptr<CommandBuffer>> untold;  // have run, and the host does not know it yet
   std::vector<std::shared_ptr<CommandBuffer>> unseen;  // have run, with copies that it does not see yet
 
@@ -335,6 +339,22 @@ void tell(CommandBuffer& buffer) {
 // How long after a buffer's end its handlers are called where they are late.
 constexpr std::chrono::microseconds kLate(200);
 
+// Calls a function late, on a thread of its own.
+void later(std::function<void()> call) {
+  {
+    static const int forked = pthread_atfork(wait_for_handlers, nullptr, nullptr);
+    std::lock_guard<std::mutex> lock(state().mutex);
+    state().telling += forked + 1;
+  }
+  std::thread([call = std::move(call)] {
+    std::this_thread::sleep_for(kLate);
+    call();
+    std::lock_guard<std::mutex> lock(state().mutex);
+    --state().telling;
+    state().told.notify_all();
+  }).detach();
+}
+
 // Calls the handlers of buffers that have ended, where the schedule says so late and in another order.
 void tell(const Buffers& buffers) {
   State& s = state();
@@ -342,18 +362,9 @@ void tell(const Buffers& buffers) {
     for (const auto& buffer : buffers) tell(*buffer);
     return;
   }
-  {
-    static const int forked = pthread_atfork(wait_for_handlers, nullptr, nullptr);
-    std::lock_guard<std::mutex> lock(s.mutex);
-    s.telling += forked + 1;
-  }
-  std::thread([buffers] {
-    std::this_thread::sleep_for(kLate);
+  later([buffers] {
     for (auto buffer = buffers.rbegin(); buffer != buffers.rend(); ++buffer) tell(**buffer);
-    std::lock_guard<std::mutex> lock(state().mutex);
-    --state().telling;
-    state().told.notify_all();
-  }).detach();
+  });
 }
 
 // Calls the handlers of buffers that have ended by the host's clock, or of all.
@@ -370,19 +381,46 @@ void tell_ended(bool all = false) {
   for (const auto& buffer : ended) tell(*buffer);
 }
 
-// Without a finding. The next synchronisation raises one, and no command behind it runs.
-bool run(const std::vector<Command>& commands) {
-  for (const Command& command : commands) {
+enum class Ran { kAll, kUpToFinding, kUpToWait };
+
+// The next synchronisation raises a finding, and no command behind it runs. With `stops`, no command runs
+// behind a wait for an event that nobody has signalled yet: they stay.
+Ran run(std::vector<Command>& commands, bool stops = false) {
+  for (size_t i = 0; i < commands.size(); i++) {
+    const Command& command = commands[i];
     if (command.act) {
       command.act();
+      continue;
+    }
+    if (command.event) {
+      if (stops && command.waits && command.waits()) {
+        commands.erase(commands.begin(), commands.begin() + static_cast<long>(i));
+        return Ran::kUpToWait;
+      }
+      if (!command.event()) return Ran::kUpToFinding;
       continue;
     }
     const std::string finding = execute(command);
     if (finding.empty()) continue;
     report(finding);
-    return false;
+    return Ran::kUpToFinding;
   }
-  return true;
+  return Ran::kAll;
+}
+
+// The GPU goes on at this time of its clock, if that is to come.
+void gpu_hears_at(double time) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.waited += std::max(0.0, time - s.clock);
+  s.clock = std::max(s.clock.load(), time);
+}
+
+// The signals and waits alone.
+void run_events(const std::vector<Command>& commands) {
+  for (const Command& command : commands) {
+    if (command.event && !command.event()) return;
+  }
 }
 
 // The GPU begins a buffer once it has been given it and has ended those before it. Some of it may have run.
@@ -394,6 +432,7 @@ void begin(CommandBuffer& buffer) {
     s.clock = std::max(s.clock.load(), buffer.committed);
   }
   buffer.start = s.clock;
+  gpu_hears_at(buffer.signalled);
   s.clock = s.clock + buffer.seconds;
 }
 
@@ -409,7 +448,9 @@ void run_open() {
   }
   for (const auto& buffer : open) {
     const double before = s.clock;
+    s.opened = buffer.get();
     run(buffer->commands);
+    s.opened = nullptr;
     buffer->commands.clear();
     buffer->has_run = true;
     buffer->seconds += s.clock - before;
@@ -417,10 +458,17 @@ void run_open() {
   }
 }
 
+// Buffers from `first` on stay committed.
+void put_back(const Buffers& buffers, Buffers::const_iterator first) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  state().committed.insert(state().committed.begin(), first, buffers.end());
+}
+
 // One thread at a time: what another one runs is complete when this one goes on.
 //
-// `stands_in`: for an operator that the GPU would run; the host is not told what has ended.
-void run(const char* event, bool stands_in = false) {
+// `stands_in`: for an operator that the GPU would run; the host is not told what has ended. `stops`: where
+// the GPU would wait for an event, as the host does not.
+void run(const char* event, bool stands_in = false, bool stops = false) {
   static std::recursive_mutex& gpu = *new std::recursive_mutex;
   std::unique_lock<std::recursive_mutex> running(gpu, std::defer_lock);
   {
@@ -435,19 +483,35 @@ void run(const char* event, bool stands_in = false) {
     }
   } finish;
   bool runs = !state().dropping;
-  for (const auto& buffer : buffers) {
-    const Failure failure = next_failure();
-    begin(*buffer);
-    if (runs && failure == Failure::kNone) runs = run(buffer->commands);
+  for (auto each = buffers.begin(); each != buffers.end(); ++each) {
+    const auto& buffer = *each;
+    if (!std::exchange(buffer->has_begun, true)) {
+      buffer->failure = next_failure();
+      begin(*buffer);
+    }
+    if (runs && buffer->failure == Failure::kNone) {
+      const Ran ran = run(buffer->commands, stops);
+      if (ran == Ran::kUpToWait) {
+        put_back(buffers, each);
+        break;
+      }
+      runs = ran == Ran::kAll;
+    }
+    if (state().dropping) run_events(buffer->commands);
     buffer->end = state().clock;
-    end(*buffer, failure);
+    end(*buffer, buffer->failure);
     const std::lock_guard<std::mutex> lock(state().mutex);
     if (!buffer->visible.empty()) state().unseen.push_back(buffer);
-    if (state().timed || state().seed % 4 < 2) state().untold.push_back(buffer);
+    state().untold.push_back(buffer);
   }
   if (stands_in && !state().timed && state().seed % 4 < 2) return;
   if (state().timed || state().seed % 4 < 2) return tell_ended();
-  if (state().seed % 4 >= 2 && !buffers.empty()) tell(buffers);
+  Buffers ended;
+  {
+    const std::lock_guard<std::mutex> lock(state().mutex);
+    ended.swap(state().untold);
+  }
+  if (!ended.empty()) tell(ended);
 }
 
 }  // namespace
@@ -503,6 +567,63 @@ void record_barrier() {
   if (s.tracing) s.trace += "barrier\n";
 }
 
+void record_event(const char* text, std::function<bool()> event, std::function<bool()> waits,
+                  StreamNumber stream) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  if (s.tracing) s.trace += std::string(text) + "\n";
+  s.host += s.a_command;
+  Command& command = open_of(s, stream)->commands.emplace_back();
+  command.event = std::move(event);
+  command.waits = std::move(waits);
+}
+
+double gpu_clock() {
+  return state().clock;
+}
+
+double answer_clock() {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return state().answer;
+}
+
+void gpu_hears(double signalled) {
+  State& s = state();
+  if (!s.timed) return;
+  const double heard = signalled + s.an_event;
+  if (s.opened == nullptr) return gpu_hears_at(heard);
+  s.opened->signalled = std::max(s.opened->signalled, heard);
+}
+
+void answer_hears(double signalled) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.answer = std::max(s.answer, signalled + s.an_event);
+}
+
+void tell_failed() {
+  State& s = state();
+  Buffers failed;
+  {
+    const std::lock_guard<std::mutex> lock(s.mutex);
+    const auto is_other = [](const auto& buffer) { return buffer->failure == Failure::kNone; };
+    const auto first = std::stable_partition(s.untold.begin(), s.untold.end(), is_other);
+    failed.assign(first, s.untold.end());
+    s.untold.erase(first, s.untold.end());
+  }
+  if (!failed.empty()) tell(failed);
+}
+
+void tell_listeners(std::vector<std::function<void()>> blocks) {
+  if (state().seed % 4 < 2) {
+    for (const auto& block : blocks) block();
+    return;
+  }
+  later([blocks = std::move(blocks)] {
+    for (auto block = blocks.rbegin(); block != blocks.rend(); ++block) (*block)();
+  });
+}
+
 size_t thread_limit(const msl_kernel& kernel) {
   return std::min(kernel.max_threads ? kernel.max_threads : kUndeclaredThreads, state().most_threads);
 }
@@ -533,7 +654,7 @@ void commit(StreamNumber stream) {
     if (s.tracing) s.trace += "commit\n";
     commit_open(s, stream, By::kTorch);
   }
-  if (s.seed % 2 == 1) run("");
+  if (s.seed % 2 == 1) run("", false, true);
 }
 
 void commit_unseen(StreamNumber stream) {
@@ -641,8 +762,8 @@ void simulator_time_host(int timed, double a_command, double an_operator) {
   s.timed = timed;
   s.a_command = a_command;
   s.an_operator = an_operator;
-  s.host = s.clock;
-  s.idle = 0;
+  s.host = s.answer = s.clock;
+  s.idle = s.waited = 0;
 }
 
 void simulator_advance_host(double seconds) {
@@ -666,6 +787,25 @@ double simulator_clock(void) {
 double simulator_idle(void) {
   std::lock_guard<std::mutex> lock(state().mutex);
   return state().idle;
+}
+
+void simulator_time_events(double an_event) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().an_event = an_event;
+}
+
+double simulator_waited(void) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return state().waited;
+}
+
+void simulator_advance_answer(double seconds) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().answer += seconds;
+}
+
+double simulator_answer_clock(void) {
+  return simulator::answer_clock();
 }
 
 int simulator_has_failed(void) {

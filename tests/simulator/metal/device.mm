@@ -77,6 +77,9 @@ int simulator::macos() {
                                                error:(NSError**)error {
   return simulated_residency_set(descriptor);
 }
+- (id<MTLSharedEvent>)newSharedEvent {
+  return simulated_shared_event();
+}
 - (id<MTLCommandQueue>)newCommandQueue {
   not_ours("newCommandQueue");
 }
@@ -105,6 +108,7 @@ int simulator::macos() {
 // One that the stream has encoded into: the host may ask how it ended, and no more.
 @interface SimulatorCommandBuffer : NSObject <MTLCommandBuffer> {
  @public
+  simulator::StreamNumber stream;
   std::shared_ptr<simulator::CommandBuffer>* buffer;
 }
 @end
@@ -137,6 +141,18 @@ int simulator::macos() {
     }
     Block_release(kept);
   });
+}
+- (void)check:(const char*)method {
+  if ((*buffer)->status != simulator::Status::kNotEnqueued)
+    fail(std::string(method) + ": the command buffer is committed, and takes no command any more");
+}
+- (void)encodeSignalEvent:(id<MTLEvent>)event value:(uint64_t)value {
+  [self check:"encodeSignalEvent"];
+  simulated_signal(event, value, stream);
+}
+- (void)encodeWaitForEvent:(id<MTLEvent>)event value:(uint64_t)value {
+  [self check:"encodeWaitForEvent"];
+  simulated_wait(event, value, stream);
 }
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder {
   not_ours("computeCommandEncoder");
@@ -171,6 +187,12 @@ int simulator::macos() {
 - (void)addCompletedHandler:(MTLCommandBufferHandler)block {
   [[self rootCommandBuffer] addCompletedHandler:block];
 }
+- (void)encodeSignalEvent:(id<MTLEvent>)event value:(uint64_t)value {
+  [[self rootCommandBuffer] encodeSignalEvent:event value:value];
+}
+- (void)encodeWaitForEvent:(id<MTLEvent>)event value:(uint64_t)value {
+  [[self rootCommandBuffer] encodeWaitForEvent:event value:value];
+}
 // Nothing runs before it is waited for: a commit changes nothing that could be seen.
 - (void)commit {
   if (simulator::is_strict()) not_ours("commit");
@@ -194,6 +216,7 @@ int simulator::macos() {
   const std::shared_ptr<simulator::CommandBuffer> open = simulator::open_buffer(stream);
   if (!open->object) {
     SimulatorCommandBuffer* object = [SimulatorCommandBuffer new];
+    object->stream = stream;
     object->buffer = new std::shared_ptr<simulator::CommandBuffer>(open);
     open->object = std::shared_ptr<void>((void*)object, [](void* kept) { [(id)kept release]; });
   }

@@ -164,6 +164,9 @@ namespace simulator {
 void end_encoder() {
   simulated_end_encoder();
 }
+bool has_encoder(StreamNumber stream) {
+  return current && current->command && current->stream == stream;
+}
 size_t threadgroup_bytes_set() {
   size_t set = 0;
   if (current && current->command && current->stream == current_stream()) {

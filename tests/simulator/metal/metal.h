@@ -18,6 +18,10 @@ MPSCommandBuffer* simulated_command_buffer(simulator::StreamNumber stream);
 id<MTLLibrary> simulated_library(NSString* source, MTLCompileOptions* options, NSError** error);
 // Of a file that stands for a .metallib: the line "simulated metallib", and the source.
 id<MTLLibrary> simulated_compiled_library(NSURL* url, NSError** error);
+id<MTLSharedEvent> simulated_shared_event();
+// A command of the stream: the GPU signals an event, or waits for one.
+void simulated_signal(id<MTLEvent> event, uint64_t value, simulator::StreamNumber stream);
+void simulated_wait(id<MTLEvent> event, uint64_t value, simulator::StreamNumber stream);
 id<MTLResidencySet> simulated_residency_set(MTLResidencySetDescriptor* descriptor);
 // The heap that a new buffer of so many bytes lies in; nil where it stands alone.
 id<MTLHeap> simulated_heap(size_t bytes);

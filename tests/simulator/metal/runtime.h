@@ -84,7 +84,9 @@ struct Command {
   const msl_kernel* kernel = nullptr;
   std::array<Binding, kMaxBindings> buffers;
   std::array<size_t, kMaxBindings> threadgroup_bytes{};
-  std::function<void()> act;  // of a copy, which has no kernel
+  std::function<void()> act;    // of a copy, which has no kernel
+  std::function<bool()> event;  // of a signal, or a wait for one: whether the GPU goes on
+  std::function<bool()> waits;  // whether the GPU would wait now
   GridKind kind = GridKind::kThreadgroups;
   std::array<size_t, 3> grid{};     // threads or threadgroups
   std::array<size_t, 3> threads{};  // per threadgroup
@@ -107,7 +109,9 @@ struct CommandBuffer {
   double start = 0, end = 0;     // by the clock that a test moves on
   double seconds = 0;            // of what has run before it is committed
   bool has_run = false;          // there is some
+  bool has_begun = false;        // and may wait for an event
   double committed = 0;          // by the host's clock
+  double signalled = 0;          // when what it waited for was, if it has run before it is committed
   std::shared_ptr<void> object;  // what host code knows it by, until it is complete
 };
 
@@ -119,6 +123,9 @@ void record_operator(StreamNumber stream);                 // of aten, which the
 // A copy of the GPU's to the host, which `appears` there once the host knows that its buffer is complete.
 void record_copy(std::function<void()> act, std::function<void()> appears, StreamNumber stream);
 void record_barrier();
+// A signal of an event or a wait for one, as `text` in a trace. They run on the null device, too.
+void record_event(const char* text, std::function<bool()> event, std::function<bool()> waits,
+                  StreamNumber stream);
 std::shared_ptr<CommandBuffer> open_buffer(StreamNumber stream);  // that commands are recorded into
 // A GPU may finish committed work before the host's next line, or as late as the next wait. Here the schedule
 // decides: with an odd one, the work runs at once. In schedules 2 and 3 of four, handlers are called later,
@@ -138,6 +145,17 @@ void wait_for_handlers();
 // kernel of torch's has on top of its own.
 size_t threadgroup_bytes_set();
 void end_encoder();
+bool has_encoder(StreamNumber stream);  // of the calling thread, which nobody has ended
+// The clocks of those who signal: of the GPU while a command runs, and of the host's thread that answers.
+double gpu_clock();
+double answer_clock();
+// Somebody hears of a signal later than it was given: the GPU, which waits, or the thread that answers.
+void gpu_hears(double signalled);
+void answer_hears(double signalled);
+// Calls the handlers of buffers that have failed: while the GPU waits for a signal, only they may give it.
+void tell_failed();
+// Calls the blocks of listeners, where the schedule says so late and on another thread.
+void tell_listeners(std::vector<std::function<void()>> blocks);
 bool has_pending();  // something is recorded or waited for, or runs in another thread
 bool dropping();     // commands are forgotten where they would run: the null device
 bool forgetting();   // they are forgotten, unseen, where they are encoded: it costs the host next to nothing

@@ -100,6 +100,21 @@ void in_block(Encode encode) {
   }
 }
 
+// The same without an encoder.
+void in_plain_block(void (^encode)()) {
+  at::mps::dispatch_sync_with_rethrow(stream()->queue(), ^{
+    @autoreleasepool {
+      stream()->endKernelCoalescing();
+      encode();
+    }
+  });
+}
+
+id<MTLSharedEvent> event() {
+  static const id<MTLSharedEvent> made = [device() newSharedEvent];
+  return made;
+}
+
 void bind_axpy(Encoder encoder, const Tensor& x, const Tensor& y, const Tensor& out, float alpha) {
   [encoder setComputePipelineState:kernel("axpy")];
   set(encoder, x, 0);
@@ -349,6 +364,38 @@ const std::map<std::string, void (*)(const Tensor& x)> other_faults = {
          }];
        });
      }},
+    {"signal beside an encoder",
+     [](const Tensor& x) {
+       in_block(^(Encoder) {
+         [[stream()->commandBuffer() rootCommandBuffer] encodeSignalEvent:event() value:1];
+       });
+     }},
+    {"wait outside of a block",
+     [](const Tensor& x) {
+       [[stream()->commandBuffer() rootCommandBuffer] encodeWaitForEvent:event() value:1];
+     }},
+    {"wait for no event",
+     [](const Tensor& x) {
+       in_plain_block(^{
+         [stream()->commandBuffer() encodeWaitForEvent:nil value:1];
+       });
+     }},
+    {"signal after the commit",
+     [](const Tensor& x) {
+       axpy(x, x, 1);
+       in_plain_block(^{
+         id<MTLCommandBuffer> buffer = [stream()->commandBuffer() rootCommandBuffer];
+         stream()->synchronize(at::mps::SyncType::COMMIT);
+         [buffer encodeSignalEvent:event() value:1];
+       });
+     }},
+    {"listener of no one",
+     [](const Tensor& x) {
+       [event() notifyListener:nil
+                       atValue:1
+                         block:^(id<MTLSharedEvent>, uint64_t){
+                         }];
+     }},
     {"stream synchronize",
      [](const Tensor& x) { stream()->synchronize(at::mps::SyncType::COMMIT_AND_WAIT); }},
     {"commit outside of a block", [](const Tensor& x) { stream()->synchronize(at::mps::SyncType::COMMIT); }},
@@ -413,6 +460,44 @@ void commit() {
   });
 }
 
+void signal_by_gpu(int64_t value) {
+  in_plain_block(^{
+    [stream()->commandBuffer() encodeSignalEvent:event() value:value];
+  });
+}
+
+void wait_by_gpu(int64_t value) {
+  in_plain_block(^{
+    [stream()->commandBuffer() encodeWaitForEvent:event() value:value];
+  });
+}
+
+void signal_by_host(int64_t value) {
+  [event() setSignaledValue:value];
+}
+
+int64_t signalled() {
+  return static_cast<int64_t>([event() signaledValue]);
+}
+
+// Whether the value comes within that time.
+bool wait_by_host(int64_t value, int64_t milliseconds) {
+  return [event() waitUntilSignaledValue:value timeoutMS:milliseconds];
+}
+
+// Adds "NAME" to what `seen` gives once the value is reached.
+void listen(int64_t value, const std::string& name) {
+  static MTLSharedEventListener* const listener = [MTLSharedEventListener new];
+  const std::string* kept = new std::string(name);
+  [event() notifyListener:listener
+                  atValue:value
+                    block:^(id<MTLSharedEvent>, uint64_t) {
+                      const std::lock_guard<std::mutex> lock(completed_mutex);
+                      completed.push_back(*kept);
+                      delete kept;
+                    }];
+}
+
 TORCH_LIBRARY(simulator_test, m) {
   m.def("set_shader(str source) -> ()", set_shader);
   m.def("axpy(Tensor x, Tensor y, float alpha) -> Tensor", axpy);
@@ -421,6 +506,12 @@ TORCH_LIBRARY(simulator_test, m) {
   m.def("watch(str name) -> ()", watch);
   m.def("seen() -> str[]", seen);
   m.def("fault(str name, Tensor x) -> ()", commit_fault);
+  m.def("signal_by_gpu(int value) -> ()", signal_by_gpu);
+  m.def("wait_by_gpu(int value) -> ()", wait_by_gpu);
+  m.def("signal_by_host(int value) -> ()", signal_by_host);
+  m.def("signalled() -> int", signalled);
+  m.def("wait_by_host(int value, int milliseconds) -> bool", wait_by_host);
+  m.def("listen(int value, str name) -> ()", listen);
   m.def("no_kernel(Tensor x) -> Tensor");
 }
 

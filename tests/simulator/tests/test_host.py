@@ -1,6 +1,7 @@
 """Host code in the simulated Metal runtime: faults that must be found, with their message, and code that must
 pass."""
 
+import ctypes
 import gc
 import re
 import time
@@ -98,6 +99,11 @@ FAULTS = {
     "commit outside of a block": "stream->synchronize: a commit is called outside of a block",
     "encoder after a commit": OUTSIDE,
     "handler after the commit": "addCompletedHandler: the command buffer is committed",
+    "signal beside an encoder": "encodeSignalEvent: the stream has an encoder, which has to end before",
+    "wait outside of a block": "encodeWaitForEvent: is called outside of a block of the stream's queue",
+    "wait for no event": "encodeWaitForEvent: the event is nil",
+    "signal after the commit": "encodeSignalEvent: the command buffer is committed",
+    "listener of no one": "notifyListener: the listener is nil",
 }
 
 
@@ -453,6 +459,109 @@ def test_the_hosts_clock(calls, simulated, x):
         times.work(5.0)
         assert torch.equal(y.cpu(), expected)
         assert (times.busy, times.idle) == (12.0, 0.75 + 5.25)
+
+
+def answering(calls, first: int, work=lambda: None):
+    """A host's thread: it waits for a value of the event, works, and signals the next."""
+
+    def answer() -> bool:
+        heard = calls.wait_by_host(first, 60_000)
+        work()
+        calls.signal_by_host(first + 1)
+        return heard
+
+    return answer
+
+
+def ask(calls, first: int) -> None:
+    calls.signal_by_gpu(first), calls.commit(), calls.wait_by_gpu(first + 1)
+
+
+@pytest.mark.parametrize("schedule", range(4))
+def test_the_gpu_waits_for_the_host(calls, simulated, x, schedule):
+    """Each sees what the other wrote before its signal."""
+    simulated.set_schedule(schedule)
+    before, memory = calls.axpy(x, x, 1.0), torch.zeros_like(x)
+    read, written = (
+        (ctypes.c_float * 100).from_address(simulator.runtime.address(each)) for each in (before, memory)
+    )
+    first = calls.signalled() + 1
+
+    def work():
+        assert [*read] == (2 * torch.arange(100.0)).tolist()
+        written[:] = [5.0] * 100
+
+    with ThreadPoolExecutor(1) as pool, simulated.trace() as commands:
+        answered = pool.submit(answering(calls, first, work))
+        ask(calls, first)
+        after = calls.axpy(x, memory, 0.0)
+        assert after.tolist() == [5.0] * 100 and answered.result()
+    kinds = [line.split(" grid")[0] for line in commands]
+    assert kinds == ["signal event", "commit", "wait for event", "axpy", "synchronize"]
+    assert calls.signalled() == first + 1
+
+
+def test_a_wait_that_nobody_ends_is_found(calls, simulated, x):
+    value = calls.signalled() + 7
+    with simulated.event_limit(0.05):
+        calls.wait_by_gpu(value)
+        calls.axpy(x, x, 1.0)
+        with pytest.raises(SimulatorError) as raised:
+            torch.mps.synchronize()
+    says = f": the GPU waits for the value {value} of an event, and nobody signals it; it has {value - 7}"
+    assert re.match(rf"{re.escape(__file__)}:\d+{says}$", str(raised.value))
+    assert not calls.wait_by_host(value, 10)
+    assert usable(calls)
+
+
+@pytest.mark.parametrize("schedule", range(4))
+def test_listeners_are_told_once(calls, simulated, schedule):
+    simulated.set_schedule(schedule)
+    first = calls.signalled() + 1
+    calls.listen(first, "a"), calls.listen(first + 2, "b"), calls.listen(first + 1, "c")
+    calls.signal_by_gpu(first)
+    torch.mps.synchronize()
+    assert told(calls, 1) == ["a"]
+    calls.signal_by_host(first + 2)
+    assert sorted(told(calls, 2)) == ["b", "c"]
+    calls.listen(first, "d")  # it was there before
+    assert told(calls, 1) == ["d"]
+
+
+def test_events_run_on_the_null_device(calls, simulated):
+    first = calls.signalled() + 1
+    with ThreadPoolExecutor(1) as pool, simulated.dropped(validate=False):
+        answered = pool.submit(answering(calls, first))
+        ask(calls, first)
+        torch.mps.synchronize()
+        assert answered.result()
+
+
+def test_the_clock_of_who_answers(calls, simulated, x):
+    """The GPU waits for the answer, and for each signal to be heard of."""
+
+    def run(dispatch) -> float:
+        shaderlib.execute(dispatch)
+        return 4.0
+
+    first = calls.signalled() + 1
+    with ThreadPoolExecutor(1) as pool, simulated.timeline(run, 0.25, 0.0, an_event=0.5) as times:
+        ends = []
+        answered = pool.submit(answering(calls, first, lambda: ends.append(times.answer(3.0))))
+        y = calls.axpy(x, x, 1.0)
+        ask(calls, first)
+        calls.axpy(y, y, 1.0).cpu()
+        assert answered.result() and ends == [0.5 + 4.0 + 0.5 + 3.0]
+        assert (times.idle, times.waited, times.busy) == (0.5, 4.0, 8.0)
+        assert times.now == 0.5 + 4.0 + 4.0 + 4.0
+
+
+def test_reads_of_a_disk():
+    """Each begins once there is place in the queue; they share the rate."""
+    assert simulator.Ssd(1.0, 4.0).seconds([4, 4, 4]) == 6.0
+    assert simulator.Ssd(1.0, 4.0, depth=2).seconds([4, 4, 4]) == 4.0
+    assert simulator.Ssd(1.0, 4.0, depth=8).seconds([4, 4, 4]) == 4.0
+    assert simulator.Ssd(1.0, 4.0, depth=8).seconds([]) == 0.0
 
 
 def test_counters(calls, simulated):

@@ -71,6 +71,8 @@ def test_a_destination_between_words(x):
     for non_blocking in (False, True):
         with pytest.raises(RuntimeError, match="Unaligned blit request"):
             torch.zeros(8, dtype=torch.bfloat16)[1:7].copy_(x[0].bfloat16(), non_blocking=non_blocking)
+    column = torch.zeros(6, 3, dtype=torch.bfloat16)[:, 1]  # by a temporary
+    assert torch.equal(column.copy_(x[0]), x[0].bfloat16().cpu())
 
 
 def test_operators_that_wait_and_those_of_mpsgraph(x, simulated):

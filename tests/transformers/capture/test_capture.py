@@ -824,30 +824,36 @@ class Looks(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def hooks_of_all_modules(register):
-    handle = register(double)
+def hooks_of_all_modules(kind, **options):
+    handle = getattr(nn.modules.module, f"register_module_{kind}_hook")(double, **options)
     try:
         yield
     finally:
         handle.remove()
 
 
-AROUND = {
-    "gradients": torch.enable_grad,
-    "mode": Looks,
-    "mode of torch": torch.autograd.forward_ad.dual_level,
-    "hooks look": lambda: hooks_of_all_modules(nn.modules.module.register_module_forward_hook),
-    "hooks look at": lambda: hooks_of_all_modules(nn.modules.module.register_module_forward_pre_hook),
-}
+AROUND = [
+    ("gradients", torch.enable_grad),
+    ("mode", Looks),
+    ("mode", torch.autograd.forward_ad.dual_level),
+    ("hooks", lambda: hooks_of_all_modules("forward")),
+    ("hooks", lambda: hooks_of_all_modules("forward", with_kwargs=True, always_call=True)),
+    ("hooks", lambda: hooks_of_all_modules("forward_pre")),
+    ("hooks", lambda: hooks_of_all_modules("module_registration")),
+    ("hooks", lambda: hooks_of_all_modules("buffer_registration")),
+    ("hooks", lambda: hooks_of_all_modules("parameter_registration")),
+]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace`")
 @torch.no_grad()
 def test_what_must_not_be_around_a_token():
     assert surroundings.forbidden() is None
-    for reason, around in AROUND.items():
+    for reason, around in AROUND:
         with around():
             assert reason in surroundings.forbidden()
+        assert surroundings.forbidden() is None
+    with hooks_of_all_modules("full_backward"), hooks_of_all_modules("full_backward_pre"):
         assert surroundings.forbidden() is None
     found = []
     torch.vmap(lambda x: found.append(surroundings.forbidden()) or x)(torch.ones(2))

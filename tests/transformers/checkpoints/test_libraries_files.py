@@ -1,13 +1,11 @@
-"""Files that AutoAWQ, GPTQModel, ModelOpt and llm-compressor write themselves.
+"""Files that AutoAWQ, GPTQModel, ModelOpt, AutoRound and llm-compressor write themselves.
 
-None of them is among the requirements: they bring many others, and ask for another torch and transformers.
-For these tests `pip install --no-deps autoawq==0.2.9 gptqmodel==7.7.0 nvidia-modelopt==0.47.0
-llmcompressor==0.14.0.1`
-is enough, and what their imports miss.
+tests/sweep.txt names them, and what their imports miss: they ask for another torch and transformers.
 """
 
 import copy
 import importlib
+import json
 import types
 
 import pytest
@@ -99,6 +97,36 @@ def test_checkpoints_of_modelopt(architecture, scheme, format, bound, tmp_path):
     assert len(pairs) > 8
     for ours, theirs in pairs:
         assert_close(ours, theirs, bound)
+
+
+def test_a_checkpoint_of_auto_round(tmp_path, monkeypatch):
+    """Its weights are those that it rounded, to the bit; the router, which it leaves, is dense."""
+    auto_round = library("auto_round")
+    monkeypatch.chdir(tmp_path)  # where it makes folders of its own
+    with tiny_models.groups_of_32():
+        tiny("qwen3_moe").to(torch.bfloat16).save_pretrained("dense")
+    model = transformers.AutoModelForCausalLM.from_pretrained("dense")
+    how = {"iters": 0, "disable_opt_rtn": True, "group_size": 32, "device_map": "cpu"}
+    rounding = auto_round.AutoRound(model, tokenizer=object(), scheme="W4A16", **how)
+    values = {name: m.weight for name, m in rounding.quantize()[0].named_modules() if hasattr(m, "weight")}
+    values = {name: weight.detach().clone() for name, weight in values.items()}
+    rounding.save_quantized("written", format="auto_round")
+    config = json.loads((tmp_path / "written/config.json").read_text())
+    assert config["quantization_config"]["packing_format"] == "auto_round:auto_gptq"
+    read = torch_moe_mps.from_pretrained("written", dtype=torch.float32)
+
+    class Expected:
+        def get_submodule(self, name):
+            if name in values:
+                return types.SimpleNamespace(weight=values[name])
+            each = [[values[f"{name}.{e}.{p}_proj"] for p in ("gate", "up", "down")] for e in range(8)]
+            gate_up = torch.stack([torch.cat(own[:2]) for own in each])
+            return types.SimpleNamespace(
+                gate_up_proj=gate_up, down_proj=torch.stack([own[2] for own in each])
+            )
+
+    found = [torch.equal(ours.bfloat16(), theirs) for ours, theirs in weights(read, Expected())]
+    assert len(found) == 12 and all(found), found
 
 
 def test_gpt_oss_of_llm_compressor(tmp_path):

@@ -27,8 +27,7 @@ def m5(simulated, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(once, "SECONDS", 600.0)
     monkeypatch.setattr(once, "checks_of", lambda subjects: [])
-    monkeypatch.setattr(tensor_units, "EXPERTS", tensor_units.EXPERTS[:1])
-    monkeypatch.setattr(tensor_units, "LINEAR", tensor_units.LINEAR[:1])
+    monkeypatch.setattr(tensor_units, "SIZES", tensor_units.SIZES[:1])
     yield simulated
     self_check.reset()
     for name in torch.ops.moe_mps._libraries(tensor_units=True):

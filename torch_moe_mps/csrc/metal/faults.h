@@ -10,6 +10,7 @@
 #pragma once
 #include <chrono>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace at::mps {
@@ -23,6 +24,7 @@ constexpr std::chrono::seconds kToldWithin(30);
 
 // Contents of a command buffer, as the host has encoded it.
 struct Work {
+  int64_t number = 0;                  // counts the stream's buffers
   std::vector<const char*> operators;  // in the order of their calls
   int64_t dispatches = 0;
   double seconds = 0;  // by estimate
@@ -41,6 +43,13 @@ bool has_queued_work(at::mps::MPSStream* stream);
 
 // Whether the GPU has not finished all that it was given, on any stream. From any thread.
 bool has_incomplete_work();
+
+// Stores a fault of the host's, by which what a buffer of the stream computes is lost: it is raised like one
+// of the GPU. From any thread.
+void report_fault(at::mps::MPSStream* stream, int64_t buffer, const std::string& fault);
+
+// Whether a fault is stored that nobody has raised. From any thread.
+bool has_fault();
 
 // Raises torch.AcceleratorError if a command buffer has failed, as far as Metal has told. Each stream's users
 // are told once: what one computes, another may read.

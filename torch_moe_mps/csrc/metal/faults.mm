@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "function.h"
@@ -21,14 +22,10 @@ namespace {
 constexpr size_t kMostNamed = 4;   // operators of a message
 constexpr int32_t kFaultCode = 5;  // MTLCommandBufferStatusError
 
-struct CommandBuffer : Work {
-  int64_t number = 0;  // counts the stream's buffers
-};
-
 // Buffers of a stream.
 struct Stream {
   void* buffer = nullptr;                              // encoded into, until it is complete
-  CommandBuffer* watched = nullptr;                    // its; the buffer's handler frees it
+  Work* watched = nullptr;                             // its; the buffer's handler frees it
   int64_t last = 0;                                    // number of a buffer
   std::map<int64_t, id<MTLCommandBuffer>> incomplete;  // retained, also the open one
   int64_t raised = 0;                                  // failures of buffers up to this one have been raised
@@ -81,8 +78,20 @@ Stream& stream_of(at::mps::MPSStream* stream) {
   return entry->second;
 }
 
+// Under the mutex. The first fault since one was raised is kept, and of a stream's that of the first buffer.
+void store_fault(const Stream& stream, int64_t number, std::string fault) {
+  if (number <= stream.raised) return;
+  const bool is_earlier = state.stream == &stream && number < state.number;
+  if (!state.is_raised && !is_earlier) return;
+  if (state.is_raised) ++state.faults;
+  state.is_raised = false;
+  state.stream = &stream;
+  state.number = number;
+  state.fault = std::move(fault);
+}
+
 // Called by Metal, on a thread of its own.
-void complete(Stream& stream, id<MTLCommandBuffer> buffer, const CommandBuffer& watched) {
+void complete(Stream& stream, id<MTLCommandBuffer> buffer, const Work& watched) {
   const bool failed = [buffer status] == MTLCommandBufferStatusError;
   const std::lock_guard<std::mutex> lock(state.mutex);
   if (stream.buffer == (__bridge void*)buffer) stream.buffer = nullptr;  // another one may get its address
@@ -94,31 +103,26 @@ void complete(Stream& stream, id<MTLCommandBuffer> buffer, const CommandBuffer& 
   const double start = [buffer GPUStartTime], end = [buffer GPUEndTime];
   state.busy += end - (start < state.until && state.until < end ? state.until : start);
   state.until = end;
-  if (!failed || watched.number <= stream.raised) return;
-  const bool is_earlier = state.stream == &stream && watched.number < state.number;
-  if (!state.is_raised && !is_earlier) return;
-  if (state.is_raised) ++state.faults;
-  state.is_raised = false;
-  state.stream = &stream;
-  state.number = watched.number;
+  if (!failed) return;
   NSError* error = [buffer error];
-  state.fault = c10::str("moe_mps: the GPU has not finished a command buffer", listed(watched.operators),
-                         ": ", error == nil ? "unknown error" : [[error localizedDescription] UTF8String],
-                         "; what was computed before this message is lost: ", advice(error));
+  store_fault(stream, watched.number,
+              c10::str("moe_mps: the GPU has not finished a command buffer", listed(watched.operators), ": ",
+                       error == nil ? "unknown error" : [[error localizedDescription] UTF8String],
+                       "; what was computed before this message is lost: ", advice(error)));
 }
 
 // In a block of the stream's queue. Returns: what is known of the stream's buffer.
-CommandBuffer& watched(at::mps::MPSStream* on) {
+Work& watched(at::mps::MPSStream* on) {
   id<MTLCommandBuffer> buffer = [on->commandBuffer() rootCommandBuffer];
   std::unique_lock<std::mutex> lock(state.mutex);
   Stream* stream = &stream_of(on);
   if (stream->buffer == (__bridge void*)buffer) return *stream->watched;
-  CommandBuffer* made = new CommandBuffer;
+  Work* made = new Work;
   made->number = stream->last + 1;
   lock.unlock();
   [buffer addCompletedHandler:^(id<MTLCommandBuffer> completed) {
     @autoreleasepool {
-      complete(*stream, completed, *std::unique_ptr<CommandBuffer>(made));
+      complete(*stream, completed, *std::unique_ptr<Work>(made));
     }
   }];
   lock.lock();
@@ -226,6 +230,16 @@ bool has_incomplete_work() {
   const std::lock_guard<std::mutex> lock(state.mutex);
   return std::any_of(state.streams.begin(), state.streams.end(),
                      [](const auto& stream) { return !stream.second.incomplete.empty(); });
+}
+
+void report_fault(at::mps::MPSStream* stream, int64_t buffer, const std::string& fault) {
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  store_fault(stream_of(stream), buffer, fault);
+}
+
+bool has_fault() {
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  return !state.is_raised;
 }
 
 void raise_fault() {

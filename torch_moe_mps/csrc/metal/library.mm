@@ -344,6 +344,9 @@ std::string gpu_name() {
 }  // namespace
 }  // namespace moe_mps
 
+// 128 hold what two or more models run: in 4 bits, the tests' architectures compile 12 to 23 libraries,
+// Hunyuan V4 with its vision tower 51, and each further format of weights adds 4 or 5. A whole `check`
+// compiles over 800.
 MOE_FUNCTION("_set_shader_directory(str directory, int most_libraries=128) -> ()", set_shaders)
 MOE_FUNCTION("_libraries(bool tensor_units=False) -> str[]", library_names)
 MOE_FUNCTION("_library_source(str library) -> str", library_source)

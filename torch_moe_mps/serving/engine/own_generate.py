@@ -31,7 +31,7 @@ def generate_alone(
     if any(getattr(each, "is_first", False) for each in job.processors):
         kind = type(model).__name__
         raise ValueError(f"torch_moe_mps: logprobs must be left out for {kind}, which generates by itself")
-    length, tokens = prompt_length(job.inputs), Tokens(job)
+    length, tokens, is_ended = prompt_length(job.inputs), Tokens(job), ends or (lambda: False)
     job.report_progress(0, length)
     with Seeded(model.device, job.own_seed) as numbers:
 
@@ -40,7 +40,7 @@ def generate_alone(
                 with numbers.outside():  # others may sample tokens meanwhile
                     step()
 
-        steps = Steps(ends or (lambda: False), others_step, tokens, model.device)
+        steps = Steps(is_ended, others_step, tokens, model.device)
         has_beams = (job.config.num_beams or 1) > 1
         more: dict[str, Any] = {} if ends is None else {"stopping_criteria": [steps]}
         more |= _arguments(job) | ({} if has_beams else {"streamer": steps})
@@ -54,7 +54,7 @@ def generate_alone(
             raise steps.error
     if tokens.is_complete:
         return "stop"
-    return "cancelled" if job.is_cancelled or (ends is not None and ends()) else "length"
+    return "cancelled" if job.is_cancelled or is_ended() else "length"
 
 
 def _arguments(job: Job) -> dict[str, Any]:

@@ -39,8 +39,7 @@ GEOMETRY kOuterSide = 32;           // rows and columns of a simdgroup's outer p
 
 // The same on tensor units: four simdgroups share each product of kTensorDepth inputs
 GEOMETRY kLargeTilePairs = 64;
-GEOMETRY kLinearTilePairs = 128;  // of a linear layer, in two products
-GEOMETRY kTensorRows = 64;        // rows of a threadgroup
-GEOMETRY kTensorDepth = 64;       // inputs of a step
+GEOMETRY kTensorRows = 64;   // rows of a threadgroup
+GEOMETRY kTensorDepth = 64;  // inputs of a step
 GEOMETRY kTensorSimdgroups = 4;
 GEOMETRY kTensorThreads = kTensorSimdgroups * kSimdWidth;

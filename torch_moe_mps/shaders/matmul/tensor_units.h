@@ -2,10 +2,10 @@
 // of one expert times kTensorRows rows of its matrix.
 //
 // The threads of a threadgroup decode the weights of a step together into threadgroup memory; matmul2d
-// multiplies them there. The inputs of experts are copied beside them. Those of a linear layer lie side by
-// side, and the units read them where they are: then there is room for the weights of two steps, and one
-// barrier a step is enough. Rows in threadgroup memory are 16 bytes apart, so that they start in other banks.
-// Nothing depends on which thread has which element of a cooperative tensor: Metal leaves that to each GPU.
+// multiplies them there with the inputs, which are copied beside them: no kernel of torch, MLX or llama.cpp
+// multiplies bfloat16 in device memory with bfloat16 in threadgroup memory. Rows in threadgroup memory are 16
+// bytes apart, so that they start in other banks. Nothing depends on which thread has which element of a
+// cooperative tensor: Metal leaves that to each GPU.
 #pragma once
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 
@@ -21,9 +21,6 @@ template <int kColumns, int kRows>
 using TileSize = extents<int32_t, kColumns, kRows>;
 template <typename T, int kColumns, int kRows>
 using ThreadgroupTensor = tensor<threadgroup T, TileSize<kColumns, kRows>, tensor_inline>;
-typedef dextents<int32_t, 2> TensorSize;
-template <typename T>
-using DeviceTensor = tensor<device T, TensorSize, tensor_inline>;
 
 constant constexpr int kTensorStride = kTensorDepth + 8;  // elements from row to row, in threadgroup memory
 constant constexpr int kStrideOctets = kTensorStride / 8;
@@ -100,11 +97,10 @@ inline void clear_sums(thread Sums& sums) {
   UNROLL for (ushort i = 0; i < sums.get_capacity(); ++i) sums[i] = 0.0f;
 }
 
-// Stores the outputs of kPairs pairs from their sums, by way of [kPairs][kTensorRows] in threadgroup memory:
-// those of pairs before `begin` are another threadgroup's, and from `end` on there are none.
+// Stores the outputs of a tile from their sums, by way of [kPairs][kTensorRows] in threadgroup memory.
 template <int kPairs, typename W, typename Sums>
-inline void store_product(thread Sums& sums, GemmWork<W> work, uint begin, uint end,
-                          threadgroup float* memory, uint thread_index, constant MatmulParams& params) {
+inline void store_product(thread Sums& sums, GemmWork<W> work, threadgroup float* memory, uint thread_index,
+                          constant MatmulParams& params) {
   threadgroup_barrier(mem_flags::mem_threadgroup);  // what was there has been read
   ThreadgroupTensor<float, kTensorRows, kPairs> to(memory, TileSize<kTensorRows, kPairs>());
   sums.store(to);
@@ -112,7 +108,7 @@ inline void store_product(thread Sums& sums, GemmWork<W> work, uint begin, uint 
   const uint outputs = outputs_of_rows(kTensorRows, params);
   const uint local = thread_index % outputs, output = work.first + local;
   if (output >= params.outputs) return;
-  for (uint pair = begin + thread_index / outputs; pair < end; pair += kTensorThreads / outputs) {
+  for (uint pair = thread_index / outputs; pair < work.pairs.count; pair += kTensorThreads / outputs) {
     threadgroup const float* sum = memory + pair * kTensorRows + local;
     const float up = params.row_layout == ROWS_PLAIN ? 0.0f : sum[outputs];
     work.out.store(sum[0], up, work.pairs.at(pair), work.expert, output, params);
@@ -189,60 +185,7 @@ struct TensorGemm {
       multiply.run(left, right, sums);
     }
     threadgroup float* results = reinterpret_cast<threadgroup float*>(memory);
-    store_product<kPairs>(sums, work, 0, work.pairs.count, results, thread_index, params);
-  }
-};
-
-// The work of a threadgroup on kPairs tokens of a linear layer that lie side by side, in one product or two;
-// only the outputs of those from `begin` on are stored. Rows of inputs are whole steps.
-template <typename W, int kPairs>
-struct TensorLinear {
-  typedef typename W::Element T;
-  static constant constexpr int kOfProduct = kPairs < kLargeTilePairs ? kPairs : kLargeTilePairs;
-  static constant constexpr bool kTwo = kPairs > kOfProduct;
-  static constant constexpr int kWeightOctets = kTensorRows * kStrideOctets;  // of a step
-  static constant constexpr int kTileBytes = 2 * kWeightOctets * sizeof(uint4);
-  static constant constexpr int kSumBytes = kTensorRows * kOfProduct * sizeof(float);
-  static constant constexpr int kBytes = kTileBytes > kSumBytes ? kTileBytes : kSumBytes;
-
-  static void run(GemmWork<W> work, uint begin, threadgroup uint4* memory, uint thread_index,
-                  constant MatmulParams& params) {
-    const RowRun<W> rows(work.weights, work.first, thread_index, params);
-    constexpr auto product =
-        mpp::tensor_ops::matmul2d_descriptor(kOfProduct, kTensorRows, kTensorDepth, false, true, false,
-                                             mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
-    mpp::tensor_ops::matmul2d<product, execution_simdgroups<kTensorSimdgroups>> multiply;
-    device T* x = const_cast<device T*>(work.x) + ulong(work.pairs.first) * params.inputs;
-    DeviceTensor<T> tokens(x, TensorSize(int(params.inputs), kPairs));
-    typedef decltype(tokens.template slice<kTensorDepth, kOfProduct>(0, 0)) Left;
-    typedef StagedTensor<T, kTensorRows> Right;
-    auto sums = multiply.template get_destination_cooperative_tensor<Left, Right, float>();
-    auto other = multiply.template get_destination_cooperative_tensor<Left, Right, float>();
-    clear_sums(sums);
-    if constexpr (kTwo) clear_sums(other);
-
-    rows.decode(memory, rows.load(work.weights, 0, params));
-    uint turn = 0;
-    for (uint depth = 0; depth < params.inputs; depth += kTensorDepth, turn ^= 1) {
-      const auto next = rows.load(work.weights, depth + kTensorDepth, params);
-      // The weights of this step are there, and those of the step before have been read.
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      Right right = staged<T, kTensorRows>(memory + turn * kWeightOctets);
-      Left left = tokens.template slice<kTensorDepth, kOfProduct>(int(depth), 0);
-      multiply.run(left, right, sums);
-      if constexpr (kTwo) {
-        Left below = tokens.template slice<kTensorDepth, kOfProduct>(int(depth), kOfProduct);
-        multiply.run(below, right, other);
-      }
-      rows.decode(memory + (turn ^ 1) * kWeightOctets, next);
-    }
-    threadgroup float* results = reinterpret_cast<threadgroup float*>(memory);
-    store_product<kOfProduct>(sums, work, begin, uint(kOfProduct), results, thread_index, params);
-    if constexpr (kTwo) {
-      work.pairs.first += kOfProduct;
-      const uint rest = begin > uint(kOfProduct) ? begin - kOfProduct : 0;
-      store_product<kOfProduct>(other, work, rest, uint(kOfProduct), results, thread_index, params);
-    }
+    store_product<kPairs>(sums, work, results, thread_index, params);
   }
 };
 
@@ -278,31 +221,4 @@ template <typename W, int kPairs>
   const GemmWork<W> work = {
       W(packed, scales, biases, expert, params), x, tile.pairs, {bias, residual, out, ids}, expert, first};
   run_tensor_gemm<W, 16, kPairs>(work, memory, thread_index, params);
-}
-
-// The last tile begins so early that it is whole, too.
-template <typename W, int kPairs>
-inline void run_tensor_linear(GemmWork<W> work, threadgroup uint4* memory, uint thread_index,
-                              constant MatmulParams& params) {
-  const uint own = work.pairs.first;
-  work.pairs.first = min(own, params.tokens - kPairs);
-  TensorLinear<W, kPairs>::run(work, own - work.pairs.first, memory, thread_index, params);
-}
-
-// For kPairs tokens at least, whose inputs are whole steps. Grid: (blocks of rows, tiles of kPairs tokens).
-template <typename W, int kPairs>
-[[kernel, max_total_threads_per_threadgroup(kTensorThreads)]] void tensor_linear(
-    MATMUL_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup uint4 memory[TensorLinear<W, kPairs>::kBytes / sizeof(uint4)];
-  const uint first = group.y * kPairs, outputs = outputs_of_rows(kTensorRows, params);
-  const GemmWork<W> work = {W(packed, scales, biases, 0, params), x, {ids, first, kPairs, false},
-                            {bias, residual, out, ids},           0, group.x * outputs};
-  if constexpr (kPairs > kLargeTilePairs) {
-    if (params.tokens - first <= kLargeTilePairs) {
-      run_tensor_linear<W, kLargeTilePairs>(work, memory, thread_index, params);
-      return;
-    }
-  }
-  run_tensor_linear<W, kPairs>(work, memory, thread_index, params);
 }

@@ -162,8 +162,8 @@ def attention(
     scores = Scores(scaling, options.get("softcap"), options.get("s_aux"))
     _, before = getattr(module, STATE, NOTHING).previous.get(IMPLEMENTATION, (None, None))
     has_weights = before != "sdpa"
-    plain = dropout == 0.0 and not (has_weights and options.get("output_attentions"))
-    plain = plain and _are_none(_not_taken(module.__class__, _ADDED), options)
+    is_asked = has_weights and options.get("output_attentions")
+    plain = not is_asked and _is_understood(module, dropout, options)
 
     mask, indices = attention_mask, None
     if not CHOICES.isdisjoint(options):
@@ -188,6 +188,11 @@ def attention(
     options |= {"scaling": scaling, "dropout": dropout}
     out, weights = _eager_function(module)(module, query, key, value, shown, **options)
     return out, weights if has_weights else None
+
+
+def _is_understood(module: nn.Module, dropout: float, options: dict[str, Any]) -> bool:
+    """True if the operator takes all that a layer hands on to its attention."""
+    return dropout == 0.0 and _are_none(_not_taken(module.__class__, _ADDED), options)
 
 
 def _shown(mask: Any, query: Tensor, key: Tensor, visible: Visible | None) -> Tensor | None:

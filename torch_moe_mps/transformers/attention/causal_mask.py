@@ -16,7 +16,6 @@ _OF_EVERYTHING = (_ATEN.detach.default, _ATEN.alias.default)
 AND = (_ATEN.bitwise_and.Tensor, _ATEN.__and__.Tensor)
 _TOKENS = -2  # the dimension
 _INTEGERS = (int, torch.SymInt)  # a symbol while a token is captured
-ELEMENTS = "_elements"  # the attribute of what the others tell
 
 
 class CausalMask(Deferred):
@@ -30,7 +29,7 @@ class CausalMask(Deferred):
 
     Attributes:
         seen: the number of keys up to the last token's own; T to S.
-        window: how many keys a token sees at most, itself included, or None.
+        window: the largest number of keys that a token sees, itself included, or None.
         key_range: what the operator `attention` takes, int32 [B, 2]; None where no key is padding.
         lookahead: how many keys after its own a token sees, too, as encoders' do, whose tokens are all keys.
     """
@@ -74,10 +73,10 @@ class CausalMask(Deferred):
         """
         if torch.compiler.is_compiling() or torch._C._is_tracing():
             return None
-        known = notes_in(attention_mask).key_range
         if any(type(size) not in _INTEGERS for size in (batch_size, q_length, kv_length, kv_offset)):
             return None
-        if not _has_numbers(q_offset) or not (known or _has_numbers(attention_mask)):
+        is_known = notes_in(attention_mask).key_range is not None
+        if not (_has_numbers(q_offset) and (is_known or _has_numbers(attention_mask))):
             return None
         before: Any = int(q_offset) if isinstance(q_offset, Tensor) else q_offset
         seen = before - kv_offset + q_length
@@ -87,16 +86,16 @@ class CausalMask(Deferred):
         if order is None or (order[1] > 0 and seen != kv_length):
             return None
         device = asked.get("device", "cpu")
-        key_range = None
-        if attention_mask is not None:
-            if attention_mask.shape[0] != batch_size:
-                return None
-            shown = _range_of(attention_mask, kv_offset, seen, device, asked.get("config"))
-            if shown is None:
-                return None
-            (key_range,) = shown
+        shown = _range_of(attention_mask, batch_size, kv_offset, seen, device, asked.get("config"))
+        if shown is None:
+            return None
         shape, (window, lookahead) = (batch_size, 1, q_length, kv_length), order
-        return cls(shape, seen, window, asked["dtype"], device, key_range, lookahead)
+        return cls(shape, seen, window, asked["dtype"], device, *shown, lookahead)
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """The arguments, beside shape, dtype, device and look-ahead, that masks of calls alike differ in."""
+        return {"seen": self.seen, "window": self.window, "key_range": self.key_range}
 
     @property
     def hides_nothing(self) -> bool:
@@ -190,8 +189,14 @@ def _has_window(config: Any, size: int) -> bool:
     return not chunked and size == getattr(config, "sliding_window", None)
 
 
-def _range_of(mask: Tensor, first: int, keys: int, device: Any, config: Any) -> tuple[Tensor | None] | None:
-    """Result of `range_of_padding` for some keys of a mask, from the first one on."""
+def _range_of(
+    mask: Tensor | None, rows: int, first: int, keys: int, device: Any, config: Any
+) -> tuple[Tensor | None] | None:
+    """Result of `range_of_padding` for some keys of a mask, from the first one on, and of so many rows."""
+    if mask is None:
+        return (None,)
+    if mask.shape[0] != rows:
+        return None
     known = notes_in(mask).key_range
     if known is None:
         return range_of_padding(mask[:, first : first + keys], keys, device, config)

@@ -14,14 +14,14 @@ from ..graphs.constants import numbers_of
 class Box(NamedTuple):
     """Pairs of a token and a key: the token's position less the key's, and the key's, both inclusive."""
 
-    least: float = -math.inf
-    most: float = math.inf
+    lowest: float = -math.inf
+    highest: float = math.inf
     first: float = -math.inf
     last: float = math.inf
 
     def within(self, other: "Box") -> bool:
         return (
-            other.least <= self.least <= self.most <= other.most
+            other.lowest <= self.lowest <= self.highest <= other.highest
             and other.first <= self.first <= self.last <= other.last
         )
 
@@ -37,9 +37,9 @@ def order_of(function: Callable, tokens: range, keys: range) -> tuple[int | None
     if seen is None or seen.maybe or len(seen.boxes) != 1:
         return None
     (box,) = seen.boxes
-    if box.first > keys[0] or box.last < keys[-1] or not -math.inf < box.least <= 0 <= box.most:
+    if box.first > keys[0] or box.last < keys[-1] or not -math.inf < box.lowest <= 0 <= box.highest:
         return None
-    return None if box.most == math.inf else int(box.most) + 1, int(-box.least)
+    return None if box.highest == math.inf else int(box.highest) + 1, int(-box.lowest)
 
 
 def window_of_last(function: Callable) -> tuple[int | None] | None:
@@ -47,7 +47,7 @@ def window_of_last(function: Callable) -> tuple[int | None] | None:
 
     None for a mask by more than positions. What is joined to the order by "or" shows such a token no more.
     """
-    seen, behind = _seen_by(function, (0, math.inf)), Box(least=0)
+    seen, behind = _seen_by(function, (0, math.inf)), Box(lowest=0)
     if seen is None:
         return None
     seen &= _Seen(behind)
@@ -56,7 +56,7 @@ def window_of_last(function: Callable) -> tuple[int | None] | None:
     if seen.maybe or len(seen.boxes) != 1:
         return None
     (box,) = seen.boxes
-    return (int(box.most) + 1,) if box == behind._replace(most=box.most) else None
+    return (int(box.highest) + 1,) if box == behind._replace(highest=box.highest) else None
 
 
 def _seen_by(function: Callable, tokens: tuple[float, float]) -> "_Seen | None":
@@ -117,7 +117,7 @@ def _largest(boxes: Iterable[Box]) -> list[Box]:
     """The boxes that are not empty, without those within others."""
     found: list[Box] = []
     for box in boxes:
-        if box.least <= box.most and box.first <= box.last and not any(map(box.within, found)):
+        if box.lowest <= box.highest and box.first <= box.last and not any(map(box.within, found)):
             found = [*(other for other in found if not other.within(box)), box]
     return found
 
@@ -129,8 +129,8 @@ def _common(some: Iterable[Box], others: Iterable[Box]) -> list[Box]:
     ]
 
 
-# {multiples of a token's and a key's position in a sum that is 0 at most: the bound of a box, and its sign}
-_BOUNDS = {(1, -1): ("most", -1), (-1, 1): ("least", 1), (0, 1): ("last", -1), (0, -1): ("first", 1)}
+# {multiples of a token's and a key's position in a sum of 0 or less: the bound of a box, and its sign}
+_BOUNDS = {(1, -1): ("highest", -1), (-1, 1): ("lowest", 1), (0, 1): ("last", -1), (0, -1): ("first", 1)}
 
 
 class _Element(_Unreadable):

@@ -129,6 +129,8 @@ class State:
         previous: {attribute of a config: the config, and its value before `accelerate`}.
         joined: the matrix of several linear layers, this one the first.
         captures: of a model's decode steps, None where they are not captured.
+        folder: of the revision of a model, whose config has its name on the Hub alone; None without one.
+        overrides: of the recipe by which a model was quantised, for MTP layers that are read later.
     """
 
     def __init__(self) -> None:
@@ -141,6 +143,8 @@ class State:
         self.previous: dict[str, tuple[Any, str | None]] = {}
         self.joined: Any = None
         self.captures: Any = None
+        self.folder: str | None = None
+        self.overrides: dict[str, Any] = {}
 
 
 NOTHING = State()  # for modules that have none

@@ -139,14 +139,17 @@ class BatchedCache:
         separate = [number for number, layer in enumerate(cache.layers) if self._is_separate(layer)]
         _check(cache, tokens, separate)
         held = [] if self.cache is None else [LayerState(layer) for layer in self.cache.layers]
-        before, values = {**vars(self)}, [state.values() for state in held]
+        before, values = copy.copy(self), [state.values() for state in held]
         self.lengths, self._moved, self._order = [*self.lengths], [*self._moved], [*self._order]
         self._places, self._uncommitted = copy.copy(self._places), copy.copy(self._uncommitted)
         self._separate = {number: [*layers] for number, layers in self._separate.items()}
         try:
             self._admit(cache, tokens, moved, separate)
         except BaseException:
-            vars(self).update(before)
+            self.cache, self.lengths, self._moved = before.cache, before.lengths, before._moved
+            self._order, self._separate, self._places = before._order, before._separate, before._places
+            self._uncommitted, self._left = before._uncommitted, before._left
+            self._has_keys, self.are_states = before._has_keys, before.are_states
             for state, value in zip(held, values, strict=True):
                 state.replace(value)
             raise
@@ -432,8 +435,8 @@ def _check_layer(layer: Any, kind: str, tokens: int) -> None:
             raise NotBatchable(f"{name.key} of a {kind} is of {tensor.shape[batch]} sequences")
         if time is not None:
             raise NotBatchable(f"{name.key} of a {kind} does not grow in place")
-    if (most := max((held.tokens for held in _shown(layer)), default=0)) > tokens:
-        raise NotBatchable(f"a {kind} holds {most} tokens of a sequence of {tokens}")
+    if (longest := max((held.tokens for held in _shown(layer)), default=0)) > tokens:
+        raise NotBatchable(f"a {kind} holds {longest} tokens of a sequence of {tokens}")
 
 
 def _check_alike(layer: Any, one: Any) -> None:

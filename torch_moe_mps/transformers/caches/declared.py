@@ -145,6 +145,15 @@ _OF_TRANSFORMERS = {
 }
 
 
+# {name of a class of caches of transformers: lists of states that it has beside its layers}
+_LISTS = {"MiniMaxCache": ("linear_cache",)}
+
+
+def lists_of(cache: Any) -> dict[str, list[Any]]:
+    """The lists of states that a cache has beside its layers, by attribute."""
+    return {name: getattr(cache, name) for name in _LISTS.get(type(cache).__name__, ())}
+
+
 def declaration_of(cls: Any) -> Declared | None:
     """The declaration of a class of layers; None for an unknown one."""
     found: Declared | None = _declaration_of(cls)

@@ -68,8 +68,8 @@ def extended(
     """
     if len(held) == 1 and not quantized and (longer := _written_behind(held[0], new[0])) is not None:
         return (longer,)
-    is_first = held[0].dim() == 1  # transformers starts with such a tensor
-    if not all(type(part) in PLAIN for part in new) or not (is_first or all(map(_alike, held, new))):
+    is_first = _is_empty(held[0])
+    if not _may_lie_behind(held, new):
         return [torch.cat(parts, dim=-2) for parts in zip(held, new, strict=True)]
     tokens, before = new[0].shape[-2], 0 if is_first else held[0].shape[-2]
     widths = [part.shape[-1] for part in new]
@@ -86,6 +86,17 @@ def extended(
     else:
         start = start_of(held[0])
     return columns_of(buffer.append(start, before, new), widths)
+
+
+def _is_empty(held: Tensor) -> bool:
+    """True for the tensor that transformers starts with."""
+    return held.dim() == 1
+
+
+def _may_lie_behind(held: Sequence[Tensor], new: Sequence[Tensor]) -> bool:
+    """True if new tokens may be written into the buffer of those that are held."""
+    are_plain = all(type(part) in PLAIN for part in new)
+    return are_plain and (_is_empty(held[0]) or all(map(_alike, held, new)))
 
 
 def _written_behind(held: Tensor, new: Tensor) -> Tensor | None:

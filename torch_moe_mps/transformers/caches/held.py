@@ -1,6 +1,6 @@
 """Questions that a rule may ask of a layer of a cache that grows in place.
 
-`cache` has such layers; of any other a rule asks what transformers' own code does. Shapes: B sequences, S
+`cache` has such layers; of any other a rule asks what transformers' code does. Shapes: B sequences, S
 tokens that are held, T new ones. A method that writes nothing itself gives slots: what is held with room for
 the new ones behind it, into which an operator writes. The layer has them once it takes the slots.
 """
@@ -55,7 +55,7 @@ class HeldEntries:
     Attributes:
         cumulative_length: all tokens so far.
         is_in_order: all calls had the positions that follow from the order of tokens. With others, which
-            tokens see an entry is for the model's own code to say.
+            tokens see an entry is for the model's eager code to say.
     """
 
     cumulative_length: int

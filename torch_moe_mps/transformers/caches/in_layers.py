@@ -15,7 +15,7 @@ OWN_CACHES: list[Callable[[Any], Any]] = []
 class InLayers(DynamicCache):
     """A cache that has the states of lightning attention in its layers of linear attention.
 
-    transformers' own code has them in a list beside the layers, which it reaches by these methods alone.
+    transformers' code has them in a list beside the layers, which it reaches by these methods alone.
     """
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:

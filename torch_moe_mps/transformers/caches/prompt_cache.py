@@ -38,7 +38,7 @@ _PACKAGE = __package__.partition(".")[0]
 _FORM = "torch_moe_mps prompt cache"
 _OF_THE_FILE = ("_name_or_path", "transformers_version", "quantization_config", "architectures")
 _counted, _numbers = itertools.count(), WeakIdKeyDictionary()  # {tensor of an adapter: its number}
-_SAMPLES = 64  # octets of each tensor that tell models apart
+_SAMPLES = 64  # bytes of each tensor that tell models apart
 # {position: {index of a layer: its attributes}}: states that only fit a prefix of this length.
 States = Mapping[int, dict[int, dict[str, Any]]]
 

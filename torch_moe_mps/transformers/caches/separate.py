@@ -69,8 +69,8 @@ class Separate(CacheLayerMixin):
         held = [layer.indexer_position_ids for layer in self.layers]
         if any(positions is None for positions in held):
             return None
-        most = max(positions.shape[-1] for positions in held)
-        return torch.cat([F.pad(positions, (most - positions.shape[-1], 0)) for positions in held], 1)
+        longest = max(positions.shape[-1] for positions in held)
+        return torch.cat([F.pad(positions, (longest - positions.shape[-1], 0)) for positions in held], 1)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .declared import SHARED, Axes, declared
+from .declared import SHARED, Axes, declared, lists_of
 from .quantized_states import QuantizedStates
 
 OWN = ""  # the dictionary of a layer's own attributes
@@ -32,7 +32,7 @@ class LayerState:
     """
 
     def __init__(self, layer: Any):
-        self._held, self._declared = vars(layer), declared(layer)
+        (self._held,), self._declared = dictionaries_of(layer), declared(layer)
 
     @property
     def dictionaries(self) -> list[str]:
@@ -87,7 +87,7 @@ def parts(states: Tensor) -> tuple[Tensor, ...]:
     return states.parts() if isinstance(states, QuantizedStates) else (states,)
 
 
-def dictionaries_of(layer: Any, names: Iterable[str]) -> list[dict[Any, Any]]:
+def dictionaries_of(layer: Any, names: Iterable[str] = ()) -> list[dict[Any, Any]]:
     """The dictionaries that hold the state of a layer: its attributes, and its attributes of these names.
 
     A captured step reads and writes them in place.
@@ -106,9 +106,8 @@ def copy_of_layer(layer: Any, **changed: Any) -> Any:
 def copy_of_cache(cache: Any, layers: list[Any]) -> Any:
     """A cache like another one, with layers and lists of its own."""
     copied = copy.copy(cache)
-    for name, value in vars(cache).items():
-        if type(value) is list:
-            setattr(copied, name, [*value])
+    for name, states in lists_of(cache).items():
+        setattr(copied, name, [*states])
     copied.layers = layers
     return copied
 

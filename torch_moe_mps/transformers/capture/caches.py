@@ -9,11 +9,11 @@ from operator import is_
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache, DynamicCache, StaticCache
+from transformers import Cache, StaticCache
 
 from ..attention.causal_mask import CausalMask
 from ..caches.cache import STATES, QuantizedCache
-from ..caches.declared import declaration_of
+from ..caches.declared import declaration_of, lists_of
 from ..caches.in_layers import is_in_layers
 from ..caches.separate import Separate
 from ..caches.state import copy_of_cache, copy_of_layer, dictionaries_of, parts
@@ -40,11 +40,11 @@ def column_of(view: Tensor, memory: Tensor) -> int:
 
 
 def static_of(cache: Any) -> dict[str, Any]:
-    """The class and the attributes of a cache; of its layers and of lists how many there are."""
+    """The class and the attributes of a cache; of its layers and of states in lists how many there are."""
     if type(cache) is list:
         return {"__class__": list}
-    own = {name: len(value) if type(value) is list else value for name, value in vars(cache).items()}
-    return own | {"__class__": type(cache)}
+    sizes = {name: len(states) for name, states in lists_of(cache).items()}
+    return {**vars(cache), **sizes, "layers": len(cache.layers), "__class__": type(cache)}
 
 
 def is_cache(name: Any, value: Any) -> bool:
@@ -66,21 +66,7 @@ def is_known(cache: Any) -> bool:
         return False
     if type(cache) is list:
         return all(type(states) is Tensor for states in cache)
-    is_of_a_model = isinstance(cache, DynamicCache) and type(cache).__module__.startswith(
-        "transformers.models."
-    )
-    return type(cache) in _CACHES or is_in_layers(cache) or is_of_a_model
-
-
-def lists_of(cache: Any) -> list[list[Any]]:
-    """States that a model's own cache holds beside its layers."""
-    if type(cache) is list:
-        return [cache]
-    return (
-        []
-        if cache is None
-        else [value for value in vars(cache).values() if type(value) is list and value is not cache.layers]
-    )
+    return type(cache) in _CACHES or is_in_layers(cache) or bool(lists_of(cache))
 
 
 def items_of(held: Any) -> Iterable[tuple[Any, Any]]:
@@ -98,12 +84,13 @@ def slots_of(cache: Any, layers: list[tuple[type, list[str]]], masks: list[Causa
         cache: None for a call without one.
         layers: (class, names of the attributes that are dictionaries) of each layer.
 
-    Returns: for each layer its attributes and its dictionaries; the cache's own lists; the masks' attributes.
+    Returns: for each layer its attributes and its dictionaries; the cache's own lists; the masks' orders.
     """
     slots: list[Any] = []
     for layer, (_, names) in zip(layers_of(cache), layers, strict=True):
         slots += dictionaries_of(layer, names)
-    return slots + lists_of(cache) + list(map(vars, masks))
+    slots += [cache] if type(cache) is list else lists_of(cache).values()
+    return slots + [mask.order for mask in masks]
 
 
 def empty_copy(cache: Any) -> Any:

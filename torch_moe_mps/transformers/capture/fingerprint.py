@@ -6,7 +6,6 @@ csrc/fingerprint.mm compares what those hold; gc.get_referents lists what others
 asked for a dictionary's: from Python 3.13 on it leaves out those of one with the attributes of an object.
 """
 
-import builtins
 import copyreg
 import ctypes
 import functools
@@ -261,7 +260,7 @@ class _Reached:
         self.modules = list(model.modules())
         self.watched: list[Watched] = []
         self.classes: dict[type, None] = dict.fromkeys(_with_subclasses(Cache, CacheLayerMixin))
-        self._seen = {id(vars(builtins)), id(own)}
+        self._seen = {id(own)}
         self._waiting: list[Watched] = []
         for name, module in model.named_modules():
             self._add_module(name, module)
@@ -285,11 +284,10 @@ class _Reached:
             return
         self._seen.add(id(value))
         if isinstance(value, types.FunctionType):
-            self._seen.add(id(value.__globals__))
+            self._seen.update((id(value.__globals__), id(value.__builtins__)))
         elif not isinstance(value, _CONTAINERS):
             self.classes[type(value)] = None
-            if hasattr(value, "__dict__"):
-                self._add(path, vars(value))
+            self._add(path, getattr(value, "__dict__", None))
         self._watch(path, value)
 
     def _watch(self, path: str, container: Any) -> None:

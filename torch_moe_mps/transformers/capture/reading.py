@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from ..attention.causal_mask import ELEMENTS, CausalMask
+from ..attention.causal_mask import CausalMask
 from ..basics.logits import are_wide
 from ..caches.buffer import buffer_of
 from ..caches.quantized_states import QuantizedStates
-from ..caches.state import LayerState, parts
+from ..caches.state import LayerState, dictionaries_of, parts
 from ..graphs.tracing import NotCapturable
 from .arguments import flat, rows_of
 from .caches import column_of, is_cache, is_known, items_of, kind_of, layers_of, slots_of, start_of, static_of
@@ -89,7 +89,7 @@ class Reading:
         for layer in layers_of(cache):
             yield type(layer)
         layers = [(type(layer), LayerState(layer).dictionaries) for layer in layers_of(cache)]
-        own = set(map(id, map(vars, layers_of(cache))))
+        own = {id(held) for layer in layers_of(cache) for held in dictionaries_of(layer)}
         for held in slots_of(cache, layers, []):
             yield len(held)
             for name, value in items_of(held):
@@ -101,9 +101,8 @@ class Reading:
     def _mask(self, name: Any, mask: CausalMask) -> Iterator[Any]:
         self.entries.append(Entry(ARGUMENTS, name, STATIC, mask, 0))
         yield from (name, *kind_of(mask))
-        for attribute, value in vars(mask).items():
-            if attribute != ELEMENTS:  # elements are made anew from the others
-                yield from self._value(self._place, attribute, value)
+        for attribute, value in mask.order.items():
+            yield from self._value(self._place, attribute, value)
         self._place += 1
 
     def _value(self, place: int, name: Any, value: Any) -> Iterator[Any]:

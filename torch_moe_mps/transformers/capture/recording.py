@@ -171,7 +171,7 @@ class Recording:
             return
         if isinstance(value, CausalMask):
             self._masks.append((name, kind_of(value)))
-            self.stand_ins[name] = CausalMask(value.shape, 0, None, value.dtype, value.device)
+            self.stand_ins[name] = value  # until its numbers are known
             return
         self._arguments.append((name, kind, value))
         if kind == NUMBER:
@@ -198,6 +198,9 @@ class Recording:
         self._slots = Slots(own, list(map(len, slots)), self._numbers.symbol)
         for entry in sorted(chain(*own), key=lambda entry: entry.kind):  # tensors, then views, as `take` does
             slots[entry.place][entry.name] = self._stand_in(entry)
+        for mask, (name, _), order in zip(masks, self._masks, slots[len(slots) - len(masks) :], strict=True):
+            how = {"dtype": mask.dtype, "device": mask.device, "lookahead": mask.lookahead}
+            self.stand_ins[name] = CausalMask(mask.shape, **order, **how)
         self._cache.before = [dict(items_of(held)) for held in slots]
 
     def _stand_in(self, entry: Entry) -> Any:

@@ -21,8 +21,15 @@ def forbidden() -> str | None:
         or torch._C._is_tracing()
     ):
         return "a mode of torch looks at each operator"
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return "hooks look at the calls of all modules"
+    if (
+        torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        # A forward may assign to a module, or make one. Hooks of gradients do not run without gradients.
+        or torch_module._global_module_registration_hooks
+        or torch_module._global_buffer_registration_hooks
+        or torch_module._global_parameter_registration_hooks
+    ):
+        return "hooks look at all modules"
     return None
 
 

@@ -113,26 +113,29 @@ class Source:
         if isinstance(config, PreTrainedConfig):
             self.config = config
         else:
-            passed = {key: value for key, value in self.others.items() if key not in _FOR_THE_MODEL}
-            path = config or self.path
-            if self.gguf is not None:
-                passed |= {"gguf_file": self.gguf}
-                config_class: Any = AutoConfig
-            else:
-                config_class = getattr(model_class, "config_class", None) or _config_class(str(path), passed)
-            try:
-                with contextlib.nullcontext() if self.gguf is None else checked_headers():
-                    read = config_class.from_pretrained(path, return_unused_kwargs=True, **passed)
-                self.config, unused = read
-            except (*NO_MODEL, StrictDataclassError) as error:  # a field is missing, or wrong
-                raise _wrong_config("one that transformers reads", error) from error
-            kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
-            self.others = {key: value for key, value in self.others.items() if key in kept}
+            self._read_config(config or self.path, model_class)
         _check_routing(self.config.get_text_config())
         if self.gguf is None:
             check_index(Path(self.folder) / (self.others.get("subfolder") or ""))
         self.cls = model_class or class_for(self.config)
         self.stored = {} if self.gguf is not None else _stored(name, self.config, arguments)
+
+    def _read_config(self, path: Any, model_class: Any) -> None:
+        """Reads the config, and keeps of the arguments those that are for the model."""
+        passed = {key: value for key, value in self.others.items() if key not in _FOR_THE_MODEL}
+        if self.gguf is not None:
+            passed |= {"gguf_file": self.gguf}
+            config_class: Any = AutoConfig
+        else:
+            config_class = getattr(model_class, "config_class", None) or _config_class(str(path), passed)
+        try:
+            with contextlib.nullcontext() if self.gguf is None else checked_headers():
+                read = config_class.from_pretrained(path, return_unused_kwargs=True, **passed)
+            self.config, unused = read
+        except (*NO_MODEL, StrictDataclassError) as error:  # a field is missing, or wrong
+            raise _wrong_config("one that transformers reads", error) from error
+        kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
+        self.others = {key: value for key, value in self.others.items() if key in kept}
 
     def quantization(
         self, asked: Mapping[str, Any] | None, requantize: bool = True, importance: Any = None

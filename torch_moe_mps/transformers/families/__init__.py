@@ -1,7 +1,7 @@
 """Families: a folder for each architecture that needs what no other does, and that nothing else knows.
 
 A folder declares its parts in a FAMILY, and `wiring.py` at the door puts them in. Without the folder, models
-of its architecture run their own code, and the operators that others have, too.
+of its architecture run unmodified, and the operators that others have, too.
 """
 
 from collections.abc import Callable, Mapping

@@ -23,13 +23,14 @@ from transformers import PreTrainedConfig
 from ...ops._checks import Check
 from ...quantization import Format
 from ..basics.interface import experts_of
+from ..basics.state import state_in, state_of
 from ..checkpoints.layouts.files import checkpoint_files, tensors_in
 from ..checkpoints.layouts.layout import Section
 from ..checkpoints.mlx.architectures import ARCHITECTURES, Architecture
 from ..checkpoints.mlx.names import type_of
 from ..checkpoints.others.schemes import METHODS
 from ..checkpoints.own.config import QuantizationConfig, is_mlx, is_ours
-from ..checkpoints.quantize.decision import exceptions_of, weights_of
+from ..checkpoints.quantize.decision import weights_of
 from ..checkpoints.quantize.importance import Importance
 from ..checkpoints.quantize.recipe import OF_MTP, Recipe, fits, no_such_weight, requested_recipe
 from ..checkpoints.quantize.sizes import quantized_sizes, total_bytes
@@ -47,7 +48,6 @@ _UNCOUNTED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _OF_QWEN, _NUMBERED = re.compile(r"^mtp\."), re.compile(r"^mtp\.layers\.(\d+)\.")
 _CHECK = Check("load")
 _FP8, _BITS_OF_FP8 = "fp8", 8
-_FOLDER = "_moe_mps_folder"  # where a model's __dict__ has that of a name on the Hub
 MTP = OF_MTP.rstrip(".")  # the entry of a checkpoint's quantisation with the formats of these layers
 
 
@@ -133,12 +133,12 @@ def _about(source: str, model: Any) -> Source:
 def note_folder(model: Any, folder: str) -> None:
     """Stores the folder of a model's revision on it; transformers stores only the Hub name."""
     if folder != model.config.name_or_path and Path(folder).is_dir():
-        vars(model)[_FOLDER] = folder
+        state_of(model).folder = folder
 
 
 def checkpoint_of(model: Any) -> str:
     """Folder of a model's checkpoint, or its Hub name if only transformers loaded it."""
-    noted: str | None = vars(model).get(_FOLDER)
+    noted = state_in(model).folder
     name: str = model.config.name_or_path
     return name if noted is None or not Path(noted).is_dir() else noted
 
@@ -190,7 +190,7 @@ def _arguments(recipe: Recipe, stored: Mapping[str, Any], layers: Any) -> dict[s
 def recipe_of_last_layer(model: Any) -> Recipe:
     """The formats of a model's last layer, with the exceptions of the recipe by which it was quantised."""
     formats = _formats(model.get_decoder().layers[-1])
-    return Recipe(formats.get("experts"), formats.get("linears"), overrides=exceptions_of(model))
+    return Recipe(formats.get("experts"), formats.get("linears"), overrides=state_in(model).overrides)
 
 
 def _packed_in(source: str) -> dict[str, str]:

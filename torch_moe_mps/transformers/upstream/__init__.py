@@ -28,9 +28,12 @@ _ON_USE = {
     "TrainerState": "trainer_callback",
     "bytes_to_unicode": "convert_slow_tokenizer",
 }
+_MODULES = ("modeling_gguf_pytorch_utils",)  # imports tokenizers
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"transformers.{name}")
     if name not in _ON_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"transformers.{_ON_USE[name]}"), name)

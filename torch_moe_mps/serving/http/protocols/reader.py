@@ -38,7 +38,122 @@ class Sink(Protocol):
     def end_call(self) -> object: ...
 
 
-class Reader:
+class _Scanner:
+    """A text that arrives in parts. `_steps` reads it, and waits at its end for more."""
+
+    _steps: Steps[None]
+
+    def __init__(self) -> None:
+        self._text, self._at, self._is_last = "", 0, False
+        self._raw: list[str] | None = None  # the text of a call that has no name yet
+
+    def feed(self, text: str) -> None:
+        self._text, self._at = self._text[self._at :] + text, 0
+        next(self._steps, None)
+
+    def end(self) -> None:
+        """Flushes text held back at the end; an incomplete call stays incomplete."""
+        self._is_last = True
+        self.feed("")
+
+    def _value(self, show: Show) -> Steps[bool]:
+        """Copies a JSON value, of a string its content. Returns: True if it is complete."""
+        char = yield from self._ink()
+        if char == '"':
+            text = yield from self._string()
+            show(text or "")
+            return text is not None
+        if char not in ("{", "["):
+            return (yield from self._until((",", "}", "]"), show, keeps=True)) is not None
+        depth = 0
+        while (mark := (yield from self._until(('"', "{", "}", "[", "]"), show))) is not None:
+            show(mark)
+            if mark == '"':
+                yield from self._quoted(show)
+            else:
+                depth += 1 if mark in "{[" else -1
+                if not depth:
+                    return True
+        return False
+
+    def _string(self) -> Steps[str | None]:
+        """Content of a JSON string, or None if there is none."""
+        parts = ['"']
+        self._pass(1)
+        yield from self._quoted(parts.append)
+        try:
+            return str(json.loads("".join(parts), strict=False))
+        except ValueError:
+            return None
+
+    def _quoted(self, show: Show) -> Steps[None]:
+        """Copies a JSON string after its first quote."""
+        while (mark := (yield from self._until(('"', "\\"), show))) is not None:
+            show(mark)
+            if mark == '"':
+                return
+            show((yield from self._one()))
+
+    def _until(self, marks: tuple[str, ...], show: Show, keeps: bool = False) -> Steps[str | None]:
+        """Copies text up to one of the marks. Returns: the mark, or None at the end of the answer.
+
+        Args:
+            keeps: True to leave the mark unread.
+        """
+        pattern, firsts, longest = _compiled(marks)
+        while True:
+            text = self._text
+            if found := pattern.search(text, self._at):
+                if before := self._pass(found.start() - self._at):
+                    show(before)
+                if not keeps:
+                    self._pass(len(found[0]))
+                return found[0]
+            end = len(text)
+            if not self._is_last:
+                for at in range(max(self._at, end - longest + 1), end):
+                    if text[at] in firsts and any(mark.startswith(text[at:]) for mark in marks):
+                        end = at
+                        break
+            if before := self._pass(end - self._at):
+                show(before)
+            if self._is_last:
+                return None
+            yield
+
+    def _skip(self, char: str) -> Steps[bool]:
+        """Reads the next non-blank character if it is this one. Returns: whether it is."""
+        if (yield from self._ink()) != char:
+            return False
+        self._pass(1)
+        return True
+
+    def _ink(self, show: Show = lambda text: None) -> Steps[str]:
+        """Next non-blank character, left unread; "" at the end."""
+        while (found := _INK.search(self._text, self._at)) is None:
+            show(self._pass(len(self._text) - self._at))
+            if self._is_last:
+                return ""
+            yield
+        show(self._pass(found.start() - self._at))
+        return found[0]
+
+    def _one(self) -> Steps[str]:
+        """Reads the next character."""
+        while self._at == len(self._text) and not self._is_last:
+            yield
+        return self._pass(1)
+
+    def _pass(self, count: int) -> str:
+        """Emits text to the current sink."""
+        text = self._text[self._at : self._at + count]
+        self._at += len(text)
+        if self._raw is not None:
+            self._raw.append(text)
+        return text
+
+
+class Reader(_Scanner):
     """Parser of one answer.
 
     Args:
@@ -50,20 +165,10 @@ class Reader:
 
     def __init__(self, form: Form, sink: Sink, schemas: Mapping[str, Any]):
         self._form, self._sink, self._schemas = form, sink, schemas
-        self._text, self._at, self._is_last = "", 0, False
-        self._raw: list[str] | None = None  # the text of a call that has no name yet
+        super().__init__()
         self.is_thinking = False
         self._steps = self._harmony() if form.arguments == "harmony" else self._answer()
         next(self._steps)
-
-    def feed(self, text: str) -> None:
-        self._text, self._at = self._text[self._at :] + text, 0
-        next(self._steps, None)
-
-    def end(self) -> None:
-        """Flushes text held back at the end; an incomplete call stays incomplete."""
-        self._is_last = True
-        self.feed("")
 
     # Answers
 
@@ -76,8 +181,8 @@ class Reader:
             elif mark in form.begins:
                 self._raw = [mark]
                 yield from self._calls(mark)
-                if self._raw is None and form.needs_tool and (yield from self._ink()) == ";":
-                    self._pass(1)
+                if self._raw is None and form.needs_tool:
+                    yield from self._skip(";")
                 self._raw = None
 
     def _thought(self, ends: tuple[str, ...]) -> Steps[str | None]:
@@ -114,8 +219,7 @@ class Reader:
         char = yield from self._ink()
         if char == "[":
             return (yield from self._list())
-        if char == "{":
-            self._pass(1)
+        if (yield from self._skip("{")):
             return (yield from self._object())
         yield from self._headed()
 
@@ -139,30 +243,30 @@ class Reader:
         name, early = "", list[str]()  # arguments may stand in front of the name
         while (char := (yield from self._ink())) not in ("}", ""):
             key = (yield from self._string()) if char == '"' else None
-            if key not in _KEYS or (yield from self._ink()) != ":":
+            if key not in _KEYS or not (yield from self._skip(":")):
                 return self._is_text()
-            self._pass(1)
-            char = yield from self._ink()
-            if key == "name" and char == '"' and not name:
+            if key == "function" and (yield from self._skip("{")):
+                return (yield from self._object())
+            if key == "name" and not name and (yield from self._ink()) == '"':
                 name = (yield from self._string()) or ""
-                if not name or (self._form.needs_tool and name not in self._schemas):
+                if not self._may_be(name):
                     return self._is_text()
                 self._begin(name)
                 self._sink.arguments("".join(early))
-            elif key == "function" and char == "{":
-                self._pass(1)
-                return (yield from self._object())
-            elif key in ("arguments", "parameters"):
-                yield from self._value(self._sink.arguments if name else early.append)
             else:
-                yield from self._value(_nobody)
-            if (yield from self._ink()) == ",":
-                self._pass(1)
-        if char and not name:
+                show = self._sink.arguments if name else early.append
+                yield from self._value(show if key in ("arguments", "parameters") else _nobody)
+            yield from self._skip(",")
+        if not char:
+            return
+        if not name:
             return self._is_text()
-        self._pass(len(char))
-        if char:
-            self._sink.end_call()
+        self._pass(1)
+        self._sink.end_call()
+
+    def _may_be(self, name: str) -> bool:
+        """True if a call of this name is one of a tool."""
+        return bool(name) and (not self._form.needs_tool or name in self._schemas)
 
     def _headed(self) -> Steps[None]:
         """Parses a call whose arguments follow a header."""
@@ -273,44 +377,6 @@ class Reader:
 
     # Values
 
-    def _value(self, show: Show) -> Steps[bool]:
-        """Copies a JSON value, of a string its content. Returns: True if it is complete."""
-        char = yield from self._ink()
-        if char == '"':
-            text = yield from self._string()
-            show(text or "")
-            return text is not None
-        if char not in ("{", "["):
-            return (yield from self._until((",", "}", "]"), show, keeps=True)) is not None
-        depth = 0
-        while (mark := (yield from self._until(('"', "{", "}", "[", "]"), show))) is not None:
-            show(mark)
-            if mark == '"':
-                yield from self._quoted(show)
-            else:
-                depth += 1 if mark in "{[" else -1
-                if not depth:
-                    return True
-        return False
-
-    def _string(self) -> Steps[str | None]:
-        """Content of a JSON string, or None if there is none."""
-        parts = ['"']
-        self._pass(1)
-        yield from self._quoted(parts.append)
-        try:
-            return str(json.loads("".join(parts), strict=False))
-        except ValueError:
-            return None
-
-    def _quoted(self, show: Show) -> Steps[None]:
-        """Copies a JSON string after its first quote."""
-        while (mark := (yield from self._until(('"', "\\"), show))) is not None:
-            show(mark)
-            if mark == '"':
-                return
-            show((yield from self._one()))
-
     def _loose(self, end: str, quotes: tuple[str, ...]) -> Steps[bool]:
         """Converts an object in Gemma or Python syntax to JSON, after its first bracket.
 
@@ -374,59 +440,6 @@ class Reader:
             if not is_python or (yield from self._ink(blanks.append)) in (",", ")", "]", "}", ":", ""):
                 return
             show(quote + "".join(blanks))
-
-    # Text
-
-    def _until(self, marks: tuple[str, ...], show: Show, keeps: bool = False) -> Steps[str | None]:
-        """Copies text up to one of the marks. Returns: the mark, or None at the end of the answer.
-
-        Args:
-            keeps: True to leave the mark unread.
-        """
-        pattern, firsts, longest = _compiled(marks)
-        while True:
-            text = self._text
-            if found := pattern.search(text, self._at):
-                if before := self._pass(found.start() - self._at):
-                    show(before)
-                if not keeps:
-                    self._pass(len(found[0]))
-                return found[0]
-            end = len(text)
-            if not self._is_last:
-                for at in range(max(self._at, end - longest + 1), end):
-                    if text[at] in firsts and any(mark.startswith(text[at:]) for mark in marks):
-                        end = at
-                        break
-            if before := self._pass(end - self._at):
-                show(before)
-            if self._is_last:
-                return None
-            yield
-
-    def _ink(self, show: Show = lambda text: None) -> Steps[str]:
-        """Next non-blank character, left unread; "" at the end."""
-        while (found := _INK.search(self._text, self._at)) is None:
-            show(self._pass(len(self._text) - self._at))
-            if self._is_last:
-                return ""
-            yield
-        show(self._pass(found.start() - self._at))
-        return found[0]
-
-    def _one(self) -> Steps[str]:
-        """Reads the next character."""
-        while self._at == len(self._text) and not self._is_last:
-            yield
-        return self._pass(1)
-
-    def _pass(self, count: int) -> str:
-        """Emits text to the current sink."""
-        text = self._text[self._at : self._at + count]
-        self._at += len(text)
-        if self._raw is not None:
-            self._raw.append(text)
-        return text
 
 
 def _nobody(text: str) -> None:

@@ -2,8 +2,6 @@
 #pragma once
 #include "matmul/formats.h"
 
-#define MOE_DENSE  // of experts alone: torch has dense linear layers
-
 // [E, rows, inputs] in T; rows of any length.
 template <typename T>
 struct Dense {

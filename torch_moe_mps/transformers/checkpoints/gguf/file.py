@@ -160,7 +160,7 @@ class _Processed:
     """Names and values by transformers' first GGUF loader, which processes numpy arrays."""
 
     def __init__(self, architecture: str, model: "PreTrainedModel"):
-        from transformers import modeling_gguf_pytorch_utils as first
+        from ...upstream import modeling_gguf_pytorch_utils as first
 
         processor = first.TENSOR_PROCESSORS.get(architecture, first.TensorProcessor)
         self._processor = processor(config=model.config.to_dict())
@@ -473,7 +473,7 @@ class _CheckedHeaders:
                         setattr(owner, name, before)
 
     def _replace(self) -> None:
-        from transformers import modeling_gguf_pytorch_utils  # imports tokenizers
+        from ...upstream import modeling_gguf_pytorch_utils
 
         load = reading_once(modeling_gguf_pytorch_utils.load_gguf_checkpoint)
         readers = [

@@ -8,13 +8,11 @@ from torch import Tensor, nn
 
 from ....quantization import Format
 from ...basics.interface import is_quantized
-from ...basics.state import original_class
+from ...basics.state import original_class, state_of
 from .reasons import Reasons
 from .recipe import Recipe
 from .target import Target, other_matrices, paths_of, quantizable, size_of
 from .tied import sharing, tied_layers
-
-_EXCEPTIONS = "_moe_mps_exceptions"  # where a model's __dict__ has them
 
 
 class Weights(NamedTuple):
@@ -85,15 +83,8 @@ def _reason(target: Target, reasons: Reasons) -> str | None:
 def note_exceptions(model: nn.Module, recipe: Recipe) -> None:
     """Stores a recipe's exceptions on the model, for MTP layers that are read later."""
     for module in model.modules():
-        vars(module).pop(_EXCEPTIONS, None)
-        if recipe.overrides and hasattr(module, "base_model_prefix"):  # a model of transformers
-            vars(module)[_EXCEPTIONS] = dict(recipe.overrides)
-
-
-def exceptions_of(model: nn.Module) -> Mapping[str, Format | None]:
-    """The exceptions of the recipe by which a model was quantised."""
-    noted: Mapping[str, Format | None] = vars(model).get(_EXCEPTIONS, {})
-    return noted
+        if hasattr(module, "base_model_prefix"):  # a model of transformers
+            state_of(module).overrides = dict(recipe.overrides)
 
 
 def _sizes(every: Mapping[str, Target], together: Mapping[str, list[str]]) -> Counter[str]:

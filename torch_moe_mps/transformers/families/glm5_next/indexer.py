@@ -1,4 +1,4 @@
-"""An indexer that chooses pools of keys, which it weighs by gates. Padded rows run the model's own code."""
+"""An indexer that chooses pools of keys, which it weighs by gates. Padded rows run the model's eager code."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -84,7 +84,7 @@ def _is_padded(mask: Tensor, layer: HeldPools | None) -> bool:
     """Whether any row of a batch has or had padding. A single token is none."""
     noted = None if layer is None else layer.is_padded
     held = None if layer is None else layer.indexer_keys
-    if noted is None and held is not None and held.shape[1] > 0:  # the model's own code has written it
+    if noted is None and held is not None and held.shape[1] > 0:  # the model's eager code has written it
         noted = not bool(held[..., -1].all())  # the column that says which keys are shown
     if not noted and mask.shape[1] > 1:
         noted = derived(mask, _hides_any)

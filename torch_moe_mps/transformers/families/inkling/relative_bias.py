@@ -33,7 +33,7 @@ class BiasOfStates(Deferred):
     Attributes:
         states: [B, T, Hq, R].
         bank: [R, E], the biases at each distance.
-        make: gives the elements by the model's own code.
+        make: gives the elements by the model's eager code.
         steps: applied to them since, each (function, arguments, options) behind the bias.
     """
 

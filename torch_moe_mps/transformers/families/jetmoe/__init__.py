@@ -1,4 +1,4 @@
-"""JetMoe: experts of MLPs and of attention, whose own code asks the GPU how many tokens each has."""
+"""JetMoe: experts of MLPs and of attention, whose eager code asks the GPU how many tokens each has."""
 
 from .. import Family
 from .layers import block, mark_blocks, rewrite_part

@@ -59,7 +59,7 @@ def gating(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def own_experts(experts: Any, inputs: Tensor, expert_size: Any) -> Any:
-    """The experts' own code, also for pairs in order."""
+    """The experts' eager code, also for pairs in order."""
     own = original_class(experts).forward
     if not isinstance(expert_size, Tensor):
         return own(experts, inputs, expert_size)
@@ -82,7 +82,7 @@ def block_of_experts(block: Any, layer_input: Tensor) -> Tensor:
     if is_observed(block.input_linear, block.output_linear):
         return NotImplemented
     _, _, weights, ids, _ = block.router(x)
-    if not isinstance(ids, Tensor):  # the router runs its own code
+    if not isinstance(ids, Tensor):  # the router runs its eager code
         return NotImplemented
     stacks = block.input_linear.weight, block.output_linear.weight
     out = ops.moe_experts(x, *stacks, ids, weights.view_as(ids))

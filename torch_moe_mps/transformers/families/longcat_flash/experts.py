@@ -1,6 +1,6 @@
 """LongCat-Flash's experts: those behind the routed ones have no weights, and give back their input.
 
-The model's own code asks the GPU which experts any token has.
+The model's eager code asks the GPU which experts any token has.
 """
 
 from collections.abc import Callable
@@ -41,10 +41,8 @@ def _may_be(module: nn.Module) -> bool:
 
 def _is_same(module: Any, forward: Callable) -> bool:
     replica = replica_of(module)
-    tokens, slots = (
-        7 if is_first_kind() else 1,
-        min(3, replica.total_experts),
-    )  # one leaves experts out
+    tokens = 7 if is_first_kind() else 1  # one leaves experts without any
+    slots = min(3, replica.total_experts)
     x = normal(tokens, replica.hidden_size)
     ids = torch.arange(tokens * slots).remainder(replica.total_experts).view(tokens, slots)
     weights = normal(tokens, slots)

@@ -36,7 +36,7 @@ typedef enum MTLMathFloatingPointFunctions : NSInteger {
 
 @protocol MTLDevice
 , MTLBuffer, MTLLibrary, MTLFunction, MTLComputePipelineState, MTLCommandQueue, MTLCommandBuffer,
-    MTLComputeCommandEncoder, MTLSharedEvent, MTLHeap, MTLResidencySet;
+    MTLComputeCommandEncoder, MTLEvent, MTLSharedEvent, MTLHeap, MTLResidencySet;
 typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 
 @interface MTLCompileOptions : NSObject {
@@ -112,9 +112,26 @@ typedef enum MTLCommandBufferError : NSUInteger {
 @property(readonly) double GPUStartTime;  // seconds, once it is complete
 @property(readonly) double GPUEndTime;
 - (void)addCompletedHandler:(MTLCommandBufferHandler)block;
+- (void)encodeSignalEvent:(id<MTLEvent>)event value:(uint64_t)value;
+- (void)encodeWaitForEvent:(id<MTLEvent>)event value:(uint64_t)value;
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder;
 - (void)commit;
 - (void)waitUntilCompleted;
+@end
+
+@protocol MTLEvent <NSObject>
+@end
+
+@interface MTLSharedEventListener : NSObject  // whose blocks run on a queue of its own
+@end
+typedef void (^MTLSharedEventNotificationBlock)(id<MTLSharedEvent>, uint64_t value);
+
+@protocol MTLSharedEvent <MTLEvent>
+@property uint64_t signaledValue;
+- (void)notifyListener:(MTLSharedEventListener*)listener
+               atValue:(uint64_t)value
+                 block:(MTLSharedEventNotificationBlock)block;
+- (BOOL)waitUntilSignaledValue:(uint64_t)value timeoutMS:(uint64_t)milliseconds;  // macOS 12
 @end
 
 @protocol MTLCommandQueue <NSObject>
@@ -145,6 +162,7 @@ typedef enum MTLCommandBufferError : NSUInteger {
 - (id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor*)descriptor
                                                error:(NSError**)error;  // macOS 15
 - (id<MTLCommandQueue>)newCommandQueue;
+- (id<MTLSharedEvent>)newSharedEvent;
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source
                                options:(MTLCompileOptions*)options
                                  error:(NSError**)error;

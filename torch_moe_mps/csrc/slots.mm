@@ -1,0 +1,331 @@
+// Slots of experts whose weights are read from a disk: the GPU asks a pool of the host's where the experts of
+// a layer lie, and goes on once it has been told.
+//
+// The queue is not drained: the GPU signals an event behind the ids, and waits for the next value of it. In
+// between a thread of Python's calls the pool. All tensors of torch's on Apple silicon lie in memory that the
+// host reads and writes.
+#include <ATen/core/Tensor.h>
+#include <ATen/mps/MPSStream.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#import <Metal/Metal.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+
+#include "metal/faults.h"
+#include "metal/function.h"
+#include "register.h"
+
+namespace moe_mps {
+namespace {
+
+using at::Tensor;
+using Clock = std::chrono::steady_clock;
+
+// The pool in which every expert lies in the slot of its own number.
+constexpr int64_t kResident = 0;
+constexpr double kResidentSeconds = 30;
+// An id that is no expert, and the largest that a pool gets.
+constexpr int64_t kNone = -1, kMostId = INT32_MAX;
+
+Clock::duration as_duration(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+struct Pool {
+  std::string name;
+  double limit;  // seconds
+};
+
+// An event of a stream, whose values only rise.
+struct Event {
+  id<MTLSharedEvent> shared = nil;
+  uint64_t value = 0;  // the last that the GPU waits for
+};
+
+// Elements of a tensor in memory that the host reads and writes.
+struct Elements {
+  c10::Storage storage;  // kept
+  char* bytes;
+  c10::ScalarType dtype;
+  int64_t count;
+
+  explicit Elements(const Tensor& tensor)
+      : storage(tensor.storage()), dtype(tensor.scalar_type()), count(tensor.numel()) {
+    const id<MTLBuffer> buffer = __builtin_bit_cast(id<MTLBuffer>, storage.data());
+    bytes = static_cast<char*>([buffer contents]);
+    TORCH_CHECK(bytes != nullptr, "moe_mps: torch's memory on this GPU is not shared with the host");
+    bytes += tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
+  }
+  int64_t expert(int64_t place) const {
+    return dtype == at::kInt ? reinterpret_cast<const int32_t*>(bytes)[place]
+                             : reinterpret_cast<const int64_t*>(bytes)[place];
+  }
+};
+
+struct Request {
+  int64_t pool;
+  Elements ids, slots;
+  Event event;  // the GPU waits for its value
+  at::mps::MPSStream* stream;
+  int64_t buffer;  // number of the command buffer
+  bool is_ready = false;
+  Clock::time_point due = Clock::time_point::max();
+};
+
+using Requests = std::map<int64_t, Request>;
+
+struct State {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<int64_t, Pool> pools = {{kResident, {"resident experts", kResidentSeconds}}};
+  std::map<at::mps::MPSStream*, Event> events;  // torch frees no stream
+  Requests requests;                            // that the GPU waits for, or will wait for
+  std::deque<int64_t> ready;                    // whose ids are there, for the thread that answers
+  int64_t last = 0;
+  MTLSharedEventListener* listener = nil;
+  bool is_watched = false, is_closed = false;
+};
+
+State& state = *new State;  // Metal may tell of a signal while the process ends
+
+// Under the mutex. One without a name stands for a pool that was released meanwhile.
+Pool pool_of(const Request& request) {
+  const auto found = state.pools.find(request.pool);
+  return found == state.pools.end() ? Pool{"", kResidentSeconds} : found->second;
+}
+
+// Writes the slots of a request, zeros where they are null, and takes it out. Under the mutex.
+Request answered(Requests::iterator found, const int32_t* slots) {
+  Request request = std::move(found->second);
+  state.requests.erase(found);
+  auto* written = reinterpret_cast<int32_t*>(request.slots.bytes);
+  if (slots == nullptr) {
+    std::fill_n(written, request.slots.count, 0);
+  } else {
+    std::copy_n(slots, request.slots.count, written);
+  }
+  return request;
+}
+
+// Lets the GPU go on. Without the mutex, as Metal may tell of the signal at once.
+void signal(const Request& request) {
+  static std::recursive_mutex& one_at_a_time = *new std::recursive_mutex;
+  const std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
+  @autoreleasepool {
+    // Metal may tell of a later buffer that has failed first, and a value must not fall.
+    const id<MTLSharedEvent> event = request.event.shared;
+    if ([event signaledValue] < request.event.value) [event setSignaledValue:request.event.value];
+  }
+}
+
+// The step that asked has failed: it ends where its tokens are read.
+void fail(int64_t number, const std::string& why) {
+  std::unique_lock<std::mutex> lock(state.mutex);
+  const auto found = state.requests.find(number);
+  if (found == state.requests.end()) return;  // it was late, and has failed
+  const std::string name = pool_of(found->second).name;
+  const std::string fault = name.empty() ? "a model was freed while the GPU asked for its experts"
+                                         : c10::str("experts of ", name, " cannot be read: ", why);
+  report_fault(found->second.stream, found->second.buffer,
+               c10::str("moe_mps: ", fault, "; what was computed before this message is lost"));
+  const Request request = answered(found, nullptr);
+  lock.unlock();
+  signal(request);
+}
+
+// Ends requests whose pool is late. It sleeps until one is due.
+void watch_requests() {
+  std::unique_lock<std::mutex> lock(state.mutex);
+  while (true) {
+    const auto earlier = [](const auto& a, const auto& b) { return a.second.due < b.second.due; };
+    const auto first = std::min_element(state.requests.begin(), state.requests.end(), earlier);
+    if (first == state.requests.end() || !first->second.is_ready) {
+      state.changed.wait(lock);
+      continue;
+    }
+    const int64_t number = first->first;
+    const Clock::time_point due = first->second.due;
+    if (Clock::now() < due) {
+      state.changed.wait_until(lock, due);
+      continue;
+    }
+    const double limit = pool_of(first->second).limit;
+    lock.unlock();
+    fail(number, c10::str("it takes longer than ", limit, " s"));
+    lock.lock();
+  }
+}
+
+// Requests of the same event up to a value, answered with zeros. Under the mutex.
+std::deque<Request> given_up(const Event& event) {
+  std::deque<Request> requests;
+  for (auto each = state.requests.begin(); each != state.requests.end();) {
+    const auto next = std::next(each);
+    const Event& of = each->second.event;
+    if (of.shared == event.shared && of.value <= event.value) requests.push_back(answered(each, nullptr));
+    each = next;
+  }
+  return requests;
+}
+
+// The ids of a request are there; or they never will be, because its buffer has failed, or one before it.
+void hear(int64_t number, bool has_failed) {
+  const bool is_lost = has_failed || has_fault();  // ids of a step that has failed may be anything
+  std::unique_lock<std::mutex> lock(state.mutex);
+  const auto found = state.requests.find(number);
+  if (found == state.requests.end() || found->second.is_ready) return;
+  if (is_lost || state.is_closed) {
+    const std::deque<Request> requests = given_up(found->second.event);
+    lock.unlock();
+    for (const Request& request : requests) signal(request);
+    return;
+  }
+  found->second.is_ready = true;
+  found->second.due = Clock::now() + as_duration(pool_of(found->second).limit);
+  state.ready.push_back(number);
+  state.changed.notify_all();
+}
+
+// In a block of the stream's queue: signals behind what is encoded, and waits in front of what comes.
+void ask(at::mps::MPSStream* stream, int64_t pool, const Tensor& ids, const Tensor& slots) {
+  const int64_t buffer = watch_work(stream).number;
+  std::unique_lock<std::mutex> lock(state.mutex);
+  if (state.listener == nil) state.listener = [MTLSharedEventListener new];
+  if (!std::exchange(state.is_watched, true)) std::thread(watch_requests).detach();
+  Event& event = state.events[stream];
+  if (event.shared == nil) event.shared = [stream->device() newSharedEvent];
+  const uint64_t asked = event.value + 1;
+  event.value += 2;
+  const int64_t number = ++state.last;
+  state.requests.emplace(number, Request{pool, Elements(ids), Elements(slots), event, stream, buffer});
+  const id<MTLSharedEvent> shared = event.shared;
+  lock.unlock();
+
+  stream->endKernelCoalescing();
+  id<MTLCommandBuffer> encoded = [stream->commandBuffer() rootCommandBuffer];
+  [encoded encodeSignalEvent:shared value:asked];
+  [encoded addCompletedHandler:^(id<MTLCommandBuffer> done) {
+    hear(number, [done status] == MTLCommandBufferStatusError);
+  }];
+  [shared notifyListener:state.listener
+                 atValue:asked
+                   block:^(id<MTLSharedEvent>, uint64_t) {
+                     hear(number, false);
+                   }];
+  stream->synchronize(at::mps::SyncType::COMMIT);
+  [[stream->commandBuffer() rootCommandBuffer] encodeWaitForEvent:shared value:asked + 1];
+}
+
+Tensor _expert_slots(const Tensor& ids_, int64_t pool) {
+  {
+    const std::lock_guard<std::mutex> lock(state.mutex);
+    TORCH_CHECK_VALUE(state.pools.count(pool) > 0,
+                      "moe_mps::_expert_slots: pool must be the number of a pool of slots, got ", pool);
+  }
+  const Tensor ids = ids_.contiguous(), slots = at::empty(ids.sizes(), ids.options().dtype(at::kInt));
+  if (ids.numel() == 0) return slots;
+  raise_fault();
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
+    @autoreleasepool {
+      ask(stream, pool, ids, slots);
+    }
+  });
+  return slots;
+}
+
+void add_pool(int64_t pool, std::string name, double limit) {
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  state.pools[pool] = {std::move(name), limit};
+}
+
+void release_pool(int64_t pool) {
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  state.pools.erase(pool);
+}
+
+// Waits for a request whose ids are there. Returns: its number, its pool, and a copy of the ids as int32;
+// number 0 once requests are closed.
+std::tuple<int64_t, int64_t, Tensor> next_request() {
+  std::unique_lock<std::mutex> lock(state.mutex);
+  while (true) {
+    state.changed.wait(lock, [] { return state.is_closed || !state.ready.empty(); });
+    if (state.is_closed) return {0, 0, at::empty({0}, at::kInt)};
+    const int64_t number = state.ready.front();
+    state.ready.pop_front();
+    const auto found = state.requests.find(number);
+    if (found == state.requests.end()) continue;  // it was late
+    const Elements& elements = found->second.ids;
+    Tensor ids = at::empty({elements.count}, at::kInt);
+    auto* copied = ids.mutable_data_ptr<int32_t>();
+    for (int64_t i = 0; i < elements.count; ++i) copied[i] = std::clamp(elements.expert(i), kNone, kMostId);
+    return {number, found->second.pool, std::move(ids)};
+  }
+}
+
+// Slots of a request, one for each id, int32 on the CPU. Nothing happens if it was late.
+void answer_request(int64_t number, const Tensor& slots) {
+  std::unique_lock<std::mutex> lock(state.mutex);
+  const auto found = state.requests.find(number);
+  if (found == state.requests.end()) return;
+  TORCH_CHECK(slots.scalar_type() == at::kInt && slots.is_contiguous() &&
+              slots.numel() == found->second.slots.count);
+  const Request request = answered(found, slots.const_data_ptr<int32_t>());
+  lock.unlock();
+  signal(request);
+}
+
+void fail_request(int64_t number, const std::string& why) {
+  fail(number, why);
+}
+
+// From here on no pool is asked: the GPU goes on at once, whatever it computes.
+void close_requests() {
+  std::unique_lock<std::mutex> lock(state.mutex);
+  state.is_closed = true;
+  state.changed.notify_all();
+  std::deque<Request> requests;
+  for (auto each = state.requests.begin(); each != state.requests.end();) {
+    const auto next = std::next(each);
+    if (each->second.is_ready) requests.push_back(answered(each, nullptr));
+    each = next;
+  }
+  lock.unlock();
+  for (const Request& request : requests) signal(request);
+}
+
+// A tensor on the CPU with the same elements in the same memory, which it keeps.
+Tensor host_view(const Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.is_mps(), "moe_mps: only a tensor on mps has a view on the host, got ",
+                    tensor.device());
+  const at::TensorOptions options = tensor.options().device(at::kCPU);
+  if (tensor.numel() == 0) return at::empty(tensor.sizes(), options);
+  const Elements kept(tensor);
+  return at::from_blob(kept.bytes, tensor.sizes(), tensor.strides(), [kept](void*) {}, options);
+}
+
+}  // namespace
+
+MOE_OPERATOR(_expert_slots)
+
+}  // namespace moe_mps
+
+MOE_FUNCTION("_add_slot_pool(int pool, str name, float limit) -> ()", add_pool)
+MOE_FUNCTION("_release_slot_pool(int pool) -> ()", release_pool)
+MOE_FUNCTION("_next_slot_request() -> (int, int, Tensor)", next_request)
+MOE_FUNCTION("_answer_slot_request(int request, Tensor slots) -> ()", answer_request)
+MOE_FUNCTION("_fail_slot_request(int request, str why) -> ()", fail_request)
+MOE_FUNCTION("_close_slot_requests() -> ()", close_requests)
+MOE_FUNCTION("_host_view(Tensor tensor) -> Tensor", host_view)
