@@ -47,9 +47,9 @@ def _read(subject: Any) -> Iterator[Hashable]:
     yield subject
     classes = [cls for cls in getattr(subject, "__mro__", ()) if _is_followed(cls.__module__)]
     waiting = [getattr(subject, "forward", None) if isinstance(subject, type) else subject]
-    for names in map(vars, classes):
-        yield from map(_item, names.items())
-        waiting += names.values()
+    for members in map(vars, classes):
+        yield from map(_item, members.items())
+        waiting += members.values()
     seen: set[Any] = set()
     while waiting:
         value = _function(waiting.pop())

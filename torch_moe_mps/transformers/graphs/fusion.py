@@ -17,6 +17,7 @@ from .nodes import (
     is_same,
     is_unchanged,
     memory_of,
+    name_of,
     ours,
     put,
     tensor_of,
@@ -61,9 +62,7 @@ class Fusion:
     def __call__(self, graph: fx.Graph) -> None:
         results: dict[Any, Any] = {}  # by call: the layers of a model have many equal ones
         for node in [*graph.nodes]:
-            packet = getattr(node.target, "overloadpacket", None)
-            name = "item" if node.target is ITEM else getattr(packet, "__name__", None)
-            if node.users and name in self._roots:
+            if node.users and name_of(node) in self._roots:
                 self._run(node, results)
 
     def _run(self, node: fx.Node, results: dict[Any, Any]) -> None:

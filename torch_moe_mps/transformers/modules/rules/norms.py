@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ...._text import first_line
-from ....ops import FAMILIES
+from ....ops.norms import layer_norm, rms_norm, rms_norm_gated
 from ...basics.report import Done
 from ...basics.state import NOTHING, STATE, state_of
 from ...graphs.fusion import Fusion
-from ...graphs.nodes import beneath, is_call, is_node, ours, tensor_of
+from ...graphs.nodes import beneath, is_node, name_of, tensor_of
 from ...graphs.passes.simplify import drop_unused
 from ...graphs.patterns import uncast
 from ..traced import SIZES, Input, Sizes, Traced, everywhere, names_of_inputs, path_of, remembered, trace
@@ -27,7 +27,7 @@ NormArguments: TypeAlias = tuple[Any, float, float]  # weight, eps and offset of
 _MIXED = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))  # the input's and the weights'
 _WITHOUT_WEIGHT = 24  # the width that such a module is traced with
 _MOST_INPUTS = 2
-_OPERATORS = ours.rms_norm, ours.layer_norm, ours.rms_norm_gated
+_OPERATORS = {each.__name__: each for each in (rms_norm, layer_norm, rms_norm_gated)}
 _WIDEST_OF_HEADS = 1024
 _ROOTS = ("Y * rsqrt({} + EPS)", "Y * pow({} + EPS, -0.5)", "Y / sqrt({} + EPS)")
 _MEANS = ("mean(pow(X, 2), [-1], True)", "mean(X * X, [-1], True)")
@@ -130,8 +130,11 @@ def read(traced: Traced, names: tuple[str, ...]) -> Call | None:
     _NORMS(traced.graph)
     drop_unused(traced.graph)
     result: Any = traced.graph.output_node().args[0]
-    node = beneath(result[0]) if len(result) == 1 else None
-    if node is None or not is_call(node, *_OPERATORS):
+    if len(result) != 1:
+        return None
+    node = beneath(result[0])
+    name = name_of(node)
+    if name not in _OPERATORS or node.args:  # not one that rows have made
         return None
     like, inputs = tensor_of(traced.inputs[0]), traced.inputs
     values: list[Any] = [*node.kwargs.values()]
@@ -142,29 +145,17 @@ def read(traced: Traced, names: tuple[str, ...]) -> Call | None:
     is_own = rows[: like.dim() - 1] == like.shape[:-1] and tensor_of(result[0]).shape == like.shape
     if [beneath(item) for item in x] != [*inputs] or not is_own or any(map(is_node, constants)):
         return None
-    target: Any = node.target
-    return Call(
-        target.overloadpacket.__name__,
-        names,
-        tuple(weights),
-        tuple(constants),
-        True,
-        groups=rows[-2] if groups else 1,
-    )
+    groups = rows[-2] if groups else 1
+    return Call(name, names, tuple(weights), tuple(constants), True, groups=groups)
 
 
 # Forwards that run
 
 
 @functools.cache
-def operator_of(name: str) -> Callable:
-    return next(vars(family)[name] for family in FAMILIES.values() if name in vars(family))
-
-
-@functools.cache
 def forward_of(name: str) -> Callable:
     """The forward of modules that are this operator."""
-    operator = operator_of(name)
+    operator = _OPERATORS[name]
 
     def forward(module: nn.Module, *args: Any, **named: Any) -> Tensor:
         call: Call = module.__dict__[STATE].formula
