@@ -272,7 +272,7 @@ def _implementation(config: object) -> str | None:
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
-    """Whether code for it may import transformers, which is not complete when this module is imported."""
+    """True if code for it may import transformers, which is not complete when this module is imported."""
     return any(hasattr(module, "save_pretrained") for module in model.modules())
 
 
@@ -326,7 +326,7 @@ def _routers(model: nn.Module, found: Collection[str]) -> Iterator[str]:
 
 
 def _is_left_out(name: str, module: nn.Module) -> bool:
-    """Whether a module is a model, or a layer of torch or of ours that no rule replaces."""
+    """True if a module is a model, or a layer of torch or of ours that no rule replaces."""
     is_torchs = type(module).__module__.startswith("torch.") and not isinstance(module, nn.LayerNorm)
     is_layer = is_torchs or isinstance(module, QuantizedLayer)
     return is_layer or hasattr(module, "base_model_prefix") or not name

@@ -122,7 +122,7 @@ def _in_place(function: types.FunctionType) -> InPlace | None:
 
 
 def _is_on_top(module: nn.Module) -> bool:
-    """Whether the rewritten class is the module's: a parametrisation, FSDP2 or a user may subclass it."""
+    """True if the rewritten class is the module's: a parametrisation, FSDP2 or a user may subclass it."""
     return original_class(module) is not type(module)
 
 

@@ -254,7 +254,7 @@ def kept(reads: dict[tuple[int, str], Read]) -> tuple[tuple, ...]:
 # torch.compile asks for an argument that it knows, so this takes the module.
 @torch.compiler.assume_constant_result
 def holds(module: nn.Module) -> bool:
-    """Whether a module, and others in it, still have the attributes that its rewritten forward rests on."""
+    """True if every attribute that the replaced forward depends on is unchanged."""
     for owner, path, value, kept_in in module.__dict__[STATE].reads:
         own = owner.__dict__  # getattr on a module is slow
         if kept_in and path not in own:

@@ -26,12 +26,12 @@ _all_run = is_asked(CPU_OPERATORS)
 
 
 def are_slower(done: Iterable[Done]) -> bool:
-    """Whether the model's eager code is faster on a CPU than all of these."""
+    """True if eager code is faster on a CPU than all of these."""
     return SLOWER.issuperset(one.operator for one in done)
 
 
 def eager_is_faster(values: Iterable[Any]) -> bool:
-    """Whether a call with these arguments is on a CPU: the first tensor decides."""
+    """True if a call with these arguments is on a CPU: the first tensor decides."""
     for value in values:
         if isinstance(value, Tensor):
             return value.is_cpu and not _all_run

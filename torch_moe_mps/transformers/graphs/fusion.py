@@ -45,7 +45,7 @@ class Fusion:
 
     Args:
         rows: (formula, operator), tried in this order.
-        where: whether a row applies, from what its names stand for.
+        where: True if a row applies, from what its names stand for.
     """
 
     def __init__(self, name: str, *rows: tuple[str, str], where: Callable[..., bool] = lambda **_: True):

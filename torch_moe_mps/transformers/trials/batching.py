@@ -61,7 +61,7 @@ def _tried_rows(model: PreTrainedModel) -> str | None:
 
 
 def _is_alike(model: PreTrainedModel, drafts: int) -> bool:
-    """Whether rows of different lengths go on as they do alone, on a small model.
+    """True if rows of different lengths go on as they do alone, on a small model.
 
     Args:
         drafts: tokens of each before, by which the rows move on, each by its own number.

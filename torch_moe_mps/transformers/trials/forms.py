@@ -110,7 +110,7 @@ def _same_as(module: nn.Module, trial: Callable, forward: Callable) -> Callable[
 
 
 def made_alike(module: nn.Module, usual: nn.Module) -> bool:
-    """Whether a module has the classes and attributes of another one; its linear layers may be any."""
+    """True if a module has the classes and attributes of another one; its linear layers may be any."""
     own, others = (dict(item.named_modules()) for item in (module, usual))
     if own.keys() != others.keys():
         return False
@@ -164,6 +164,6 @@ def _described(value: Any, is_inside: bool = False) -> Any:
 
 
 def has_parts(module: nn.Module, layers: Iterable[str], numbers: Iterable[str]) -> bool:
-    """Whether a module has layers and numbers of these names."""
+    """True if a module has layers and numbers of these names."""
     own = all(isinstance(module._modules.get(name), nn.Module) for name in layers)
     return own and all(isinstance(getattr(module, name, None), int | float) for name in numbers)

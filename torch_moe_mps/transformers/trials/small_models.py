@@ -192,7 +192,7 @@ class _Shrink(NamedTuple):
         divisor: of its widths and heads.
         layers: how many it has.
         kept: the ones that a small model has.
-        narrow: whether other parts get smaller widths, too.
+        narrow: True if other parts get smaller widths, too.
     """
 
     text: PreTrainedConfig

@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         own: names of classes whose modules run unmodified.
-        captures: whether tokens may be captured.
+        captures: True if tokens may be captured.
         reason: why everything runs unmodified, if it does.
         fault: the difference that was found, if there was one.
         said: the report's line.
@@ -55,7 +55,7 @@ class Verdict(NamedTuple):
 
 
 def is_tested() -> bool:
-    """Whether this release was tested with the transformers that is there."""
+    """True if this release was tested with the transformers that is there."""
     return untested(transformers.__version__) is None
 
 
@@ -66,7 +66,7 @@ def settle(
 
     Args:
         check: False lets all run our code.
-        quantizes: whether experts are to be quantised.
+        quantizes: True if experts are to be quantised.
         replace: puts our code into a model, and captures its tokens if its last argument is True.
         restore: undoes it.
 

@@ -100,13 +100,13 @@ def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
 
 
 def _known(options: dict) -> bool:
-    """Whether no option is used that the operator does not know."""
+    """True if the operator knows all options."""
     own = ("g", "beta", "initial_state")
     return all(name in own or _is_flag(name, value) for name, value in options.items())
 
 
 def _is_flag(name: str, value: Any) -> bool:
-    """Whether an option is a flag of the model, as use_cache: forwards pass them on to every function."""
+    """True if an option is a flag of the model, as use_cache: forwards pass them on to every function."""
     return name == _RECORDED or isinstance(value, (bool, type(None)))
 
 

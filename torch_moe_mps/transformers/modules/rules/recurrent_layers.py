@@ -44,7 +44,7 @@ def masked(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def is_seen(layer: nn.Module) -> bool:
-    """Whether hooks see the modules in a layer, which the operators do not call."""
+    """True if hooks see the modules in a layer, which the operators do not call."""
     gate = layer._modules.get("forget_gate")
     within: Any = () if gate is None else gate._modules.values()
     return is_observed(*layer._modules.values(), *within)  # type: ignore[arg-type]  # none of them is None
