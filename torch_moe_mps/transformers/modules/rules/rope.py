@@ -110,7 +110,7 @@ def _columns(turn: Turn, table_width: int) -> int:
 def _trial(
     function: Callable, call: RopeCall, heads_dim: int, table_width: int
 ) -> Callable[[Turn], bool] | None:
-    """Predicate: True if a turn agrees with a function on a draw's numbers. None if it cannot be called so."""
+    """Predicate: True if a turn agrees with a function on a draw. None if it cannot be called so."""
     batch = 2 if call.dims == 4 else 1
     inputs = [normal(batch, _TOKENS, _HEADS + i, _WIDTH) for i in range(call.tensors)]
     cos, sin = (normal(batch, _TOKENS, table_width) for _ in range(2))
