@@ -148,11 +148,13 @@ class Binder:
 
     def __init__(self, own: Callable, ours: Callable) -> None:
         self._forms = _forms(own, ours)
-        self._takes_one = len(self._forms.needed) <= 1
+        order, known, _, needed, *_ = self._forms
+        first = known.get(order[0]) if order else None
+        self._first = first if {*needed} <= {first} else None  # the only argument that the other one needs
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
-        if self._takes_one and len(args) == 1 and not kwargs:
-            return args, kwargs
+        if self._first is not None and len(args) == 1 and not kwargs:
+            return (args, kwargs) if self._forms.is_open else ((), {self._first: args[0]})
         return self._mapped(args, kwargs)
 
     def _mapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
