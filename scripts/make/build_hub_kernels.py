@@ -8,6 +8,7 @@ is built and used.
 """
 
 import argparse
+import inspect
 import pprint
 import re
 import shutil
@@ -19,6 +20,7 @@ import torch
 from torch_moe_mps._extension import format_arguments
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._registry import DECLARED
+from torch_moe_mps.ops.combine import ExpertSum
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "torch_moe_mps"
@@ -49,6 +51,21 @@ def in_python_39(text: str) -> str:
     """A module of ops/ for the oldest Python that kernels must run in."""
     text = re.sub(r'\A(""".*?"""\n)', r"\1\nfrom __future__ import annotations\n", text, flags=re.DOTALL)
     return text.replace(", strict=True)", ")")
+
+
+SUMMANDS = """# What a layer adds to its experts' sum: of torch_moe_mps, by a script.
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._checks import Check
+
+
+"""
 
 
 def tables(names: list[str]) -> str:
@@ -103,6 +120,7 @@ def build(destination: Path) -> Path:
     package = destination / PYTHON
     for name in ("_checks", "_declared"):
         (package / f"{name}.py").write_text(in_python_39((PACKAGE / "ops" / f"{name}.py").read_text()))
+    (package / "_summands.py").write_text(SUMMANDS + inspect.getsource(ExpertSum))
     names = re.findall(r'^(\w+) = operator\("\w+"\)$', (package / "operators.py").read_text(), re.MULTILINE)
     (package / "_tables.py").write_text(tables(names))
     shutil.copytree(
