@@ -278,7 +278,7 @@ def experts_forward(
     """The forward that transformers calls for experts_implementation="moe_mps"."""
     inputs = (hidden_states, top_k_weights)
     if (on_disk := self.__dict__.get(ON_DISK)) is not None:
-        if runs_own_code(self, *inputs) or _activation_is_observed(self):
+        if runs_eager(self, *inputs) or _activation_is_observed(self):
             on_disk.refuse("training, gradients, autocast and float64 need all experts in memory")
         self, top_k_index = on_disk.ready(self, top_k_index)
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
