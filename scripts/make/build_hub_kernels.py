@@ -106,6 +106,11 @@ def renamed(file: Path, text: str) -> str:
     return f"#ifndef moe_mps\n{UNIQUE}#endif\n{text}"
 
 
+def listed(*paths: str) -> str:
+    """A list of TOML."""
+    return "[\n" + "".join(f'  "{path}",\n' for path in paths) + "]"
+
+
 def build(destination: Path) -> Path:
     """Writes the project. Returns: its folder.
 
@@ -113,9 +118,12 @@ def build(destination: Path) -> Path:
     """
     shutil.copytree(REPOSITORY / "hub", destination, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copyfile(REPOSITORY / "LICENSE", destination / "LICENSE")
-    sources = "".join(f'  "{path}",\n' for path in copied(destination))
-    settings = destination / "build.toml"
-    settings.write_text(settings.read_text().replace("src = []\n", f"src = [\n{sources}]\n"))
+    settings, paths = destination / "build.toml", [*copied(destination)]
+    text, binding = settings.read_text(), "torch-ext/torch_binding.cpp"
+    headers = (path for path in paths if path.endswith(".h"))
+    text = text.replace(f'src = ["{binding}"]\n', f"src = {listed(binding, *headers)}\n")
+    host = (path for path in paths if path.endswith(".mm"))
+    settings.write_text(text.replace("src = []\n", f"src = {listed(*host)}\n"))
     (destination / "torch-ext" / "torch_binding.cpp").write_text(BINDING.format(schemas=schemas()))
     package = destination / PYTHON
     for name in ("_checks", "_declared"):
