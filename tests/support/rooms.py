@@ -30,6 +30,7 @@ FLOORS = (
     "ops",
     "selfcheck",
     "quantization",
+    "disk",
     "transformers.upstream",
     "transformers.basics",
     "transformers.graphs",

@@ -208,6 +208,10 @@ _SHARED: dict[str, dict[str, Any]] = {
         "default": 16,
         "help": "of the keys and values in the cache; 16 leaves them as the model makes them (16)",
     },
+    "--experts-memory": {
+        "metavar": "SIZE",
+        "help": "memory for experts, such as 20GB; others are read from the disk (all are in memory)",
+    },
     "--adapter": {"metavar": "DIR", "help": "a LoRA adapter of PEFT for {}: a folder, or a name on the Hub"},
     "--device": {"help": "mps where there is one, else cpu"},
     "--dtype": {
@@ -261,7 +265,9 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
 }
 _FROM_THE_HUB = ("--revision", "--trust-remote-code")
-_HOW_TO_RUN = ("--bits", "--group-size", "--kv-bits", "--device", "--dtype", *_FROM_THE_HUB)
+_HOW_TO_RUN = (
+    "--bits", "--group-size", "--kv-bits", "--experts-memory", "--device", "--dtype", *_FROM_THE_HUB
+)  # fmt: skip
 _MODEL_TO_RUN = ("model", *_HOW_TO_RUN, "--shares")
 _KEPT = ("--prompt-memory", "--prompt-folder", "--prompt-disk")
 
@@ -684,4 +690,4 @@ def _finetune(command: argparse.ArgumentParser) -> None:
         help="of the order of lines and the initial weights (0)",
     )
     _add(command, "--bits", "--group-size", "--device", "--dtype", *_FROM_THE_HUB)
-    command.set_defaults(shares=None, kv_bits=16)  # it is for one process, without a cache
+    command.set_defaults(shares=None, kv_bits=16, experts_memory=None)  # one process, without a cache

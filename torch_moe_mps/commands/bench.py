@@ -33,6 +33,7 @@ from ..serving.speculative.drafting import Drafting
 from ..transformers.caches.prompt_cache import new_cache
 from ..transformers.capture.classes import tokens_of
 from ..transformers.checkpoints.source import Source
+from ..transformers.modules.experts_on_disk import pools_of
 from ..transformers.upstream.calls import cache_among, cache_argument
 from .arguments import NO_DRAFTS
 from .caches import KVCache, kv_cache
@@ -146,7 +147,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _print_notes(bench: "Bench", rows: Sequence[Timing]) -> None:
     """Prints how tokens ran, which experts were selected, and what drafts gained."""
-    for note in (bench.captured, bench.experts(), bench.speculative):
+    on_disk = None if (pools := pools_of(bench.model)) is None else pools.counters
+    for note in (bench.captured, bench.experts(), bench.speculative, on_disk):
         if note:
             print(f"\n{note}")
     for row in rows:
@@ -175,13 +177,15 @@ def _depths(options: argparse.Namespace, config: Any) -> Sequence[int]:
 
 
 def _write(file: str, rows: list[Timing], bench: "Bench", **what: str) -> None:
-    result = {
+    result: dict[str, Any] = {
         **what,
         "tensor_units": tensor_units.decided(),
         "capture": bench.captured,
         "bytes_a_token": bench.weights,
         "bandwidth": bench.bandwidth,
     }
+    if (pools := pools_of(bench.model)) is not None:
+        result["experts_on_disk"] = asdict(pools.counters)
     write_json(file, {**result, "rows": [asdict(row) for row in rows]})
 
 

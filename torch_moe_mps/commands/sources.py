@@ -138,7 +138,8 @@ def load(options: argparse.Namespace, folder: str, device: str, trains: bool = F
     if not (quiet := _is_quiet(options)):
         print(f"{doing}: {options.model}, for {device}", file=sys.stderr, flush=True)
     started = time.perf_counter()
-    model = load_stored(options, folder, device, trains, kv_bits=options.kv_bits, **bits)
+    asked = {"kv_bits": options.kv_bits, "experts_memory": options.experts_memory, **bits}
+    model = load_stored(options, folder, device, trains, **asked)
     if not quiet:
         print(f"The model is ready after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
     return model
@@ -194,7 +195,8 @@ def load_stored(
         own = {} if dtype is None else {"dtype": dtype}
         return load_spread(options, folder, **asked | own)
 
-    if options.dtype != "auto" or trains or processes() > 1:
+    on_disk = asked.get("experts_memory") is not None  # it would be written for each dtype that is tried
+    if options.dtype != "auto" or trains or processes() > 1 or on_disk:
         return loaded(None)
     quantises = asked.get("bits") is not None
     source = Source(folder, loading_options(options))

@@ -6,17 +6,16 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 from ..serving.engine.memory import Memory
 from ..transformers import loading
-from ..transformers.basics.scoped import having
+from ..transformers.checkpoints.cutting import cutting
+from ..transformers.checkpoints.layouts.files import sample_of
 from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
 from ..transformers.upstream.models import cached_file
@@ -27,11 +26,9 @@ from .shares import Machine, given_shares, shares_of, this_machine
 from .stages import Stage
 
 _PACKAGE = __package__.partition(".")[0]
-_STAGE: ContextVar[Stage | None] = ContextVar("stage", default=None)
 _OTHERS = ("tp_size", "fsdp_size", "dp_replicate_size", "ep_size")
 _PATH = "name_or_path"  # may differ
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-_SAMPLE = 64  # bytes
 
 
 def from_pretrained(
@@ -133,8 +130,7 @@ class PipelineLoading:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Inside the block, a model that is loaded keeps only the layers of this process."""
-        _cut_before_reading()
-        with having(_STAGE, self.stage), self._telling():
+        with cutting(lambda model, device: self.stage.cut(model)), self._telling():
             yield
 
     def finish(self, model: Any) -> None:
@@ -186,21 +182,8 @@ def _checkpoint(name: str, asked: Mapping[str, Any]) -> str:
             files = sorted({*json.loads(Path(index).read_text())["weight_map"].values()})
         paths = [cached_file(name, file, **where) for file in files]
         if None not in paths:
-            return _digest(b"".join(map(_sample, paths)))
+            return _digest(b"".join(map(sample_of, paths)))
     return "unknown"
-
-
-def _sample(path: str) -> bytes:
-    """Header of a safetensors file, and samples from the start, middle and end of each tensor."""
-    with open(path, "rb", buffering=0) as file:
-        size = int.from_bytes(file.read(8), "little")
-        parts = [file.read(size)]
-        for name, tensor in json.loads(parts[0]).items():
-            begin, end = (0, 0) if name == "__metadata__" else tensor["data_offsets"]
-            for place in (begin, (begin + end - _SAMPLE) // 2, end - _SAMPLE):
-                file.seek(8 + size + max(begin, place))
-                parts.append(file.read(min(_SAMPLE, end - begin)))
-    return b"".join(parts)
 
 
 def _check_alike(peers: Peers, facts: list[dict[str, Any]]) -> None:
@@ -220,22 +203,3 @@ def _apart(machines: list[Machine], hosts: list[str]) -> list[Machine]:
         m._replace(memory=None if m.memory is None else m.memory // hosts.count(host))
         for m, host in zip(machines, hosts, strict=True)
     ]
-
-
-@functools.cache
-def _cut_before_reading() -> None:
-    """Patches transformers to cut a model after it is built and before its weights are loaded."""
-    load: Any = PreTrainedModel._load_pretrained_model
-
-    @functools.wraps(load)
-    def _load_pretrained_model(
-        model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any, **named: Any
-    ) -> Any:
-        stage = _STAGE.get()
-        if stage is not None:
-            stage.cut(model)
-            if hasattr(load_config.hf_quantizer, "forget_absent"):
-                load_config.hf_quantizer.forget_absent(model)
-        return load(model, state_dict, files, load_config, *rest, **named)
-
-    PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)

@@ -18,6 +18,7 @@ from .basics.unmodified import own_code
 from .caches.cache import grow_caches_in_place
 from .checkpoints.calibration import importance_for
 from .checkpoints.gguf.quantizer import packing
+from .checkpoints.on_disk import OnDiskLoading
 from .checkpoints.own.config import QuantizationConfig
 from .checkpoints.quantize.importance import Importance, is_file_of_importance
 from .checkpoints.quantize.recipe import ARGUMENTS, Recipe, requested_recipe
@@ -47,6 +48,7 @@ def from_pretrained(
     importance: Importance | str | os.PathLike | None = None,
     kv_bits: int | None = None,
     check: bool = True,
+    experts_memory: int | str | None = None,
     part: Callable[[Source, dict[str, Any]], Part] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -68,6 +70,8 @@ def from_pretrained(
             model that would fill 0.4 of the memory runs quantised for that, and is quantised again.
         kv_bits: 8 for keys and values of the cache in 8 bits, as in `accelerate`.
         check: False leaves out the comparison with the CPU, as in `accelerate`.
+        experts_memory: bytes, or a text such as "20GB": so much memory holds the experts that were needed
+            last; the others are read from a file of them, which is written beside the checkpoint first.
         part: makes what loads a part of the model in this process, of the checkpoint and the arguments that
             all processes must have alike; `torch_moe_mps.pipeline.from_pretrained` gives it.
         kwargs: bits, group_size, mode, linear_bits, embedding_bits, keep and overrides, as in `accelerate`;
@@ -87,6 +91,8 @@ def from_pretrained(
     wanted = None if recipe is None else asked
     require_kv_bits("from_pretrained", kv_bits)
     _require_one_process(kwargs)
+    if experts_memory is not None:
+        _refuse_beside_experts_memory(importance=importance, distributed_config=part)
     source = Source(name, kwargs, model_class)
     _check_drafting(recipe, source)
     if source.gguf is not None:
@@ -100,6 +106,8 @@ def from_pretrained(
         )
     alike = asked | {key: value for key, value in source.others.items() if key != "device_map"}
     loading = None if part is None else part(source, alike)
+    if experts_memory is not None:
+        loading = OnDiskLoading(source, wanted, experts_memory)
     kwargs = _with_quantization(kwargs, source, wanted, importance)
     with_info = kwargs.pop("output_loading_info", False)
     reading = contextlib.nullcontext() if loading is None else loading.reading()
@@ -125,6 +133,13 @@ def _accelerate(model: Any, importance: Any, asked: dict[str, Any] | None, kv_bi
     if kv_bits is not None and own_code(model) is None:
         grow_caches_in_place(model, working_kv_bits(model, kv_bits))
         compile_kernels(model)
+
+
+def _refuse_beside_experts_memory(**others: Any) -> None:
+    for name, value in others.items():
+        if value is not None:
+            expected = "None where experts are on the disk (experts_memory)"
+            raise ValueError(f"moe_mps::from_pretrained: {name} must be {expected}")
 
 
 def _check_drafting(recipe: Recipe | None, source: Source) -> None:

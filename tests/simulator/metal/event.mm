@@ -43,10 +43,12 @@ struct Event {
   std::vector<Signal> signals;  // ascending
   std::vector<Listener> listeners;
 
-  void set(uint64_t to, double time) {
+  // A signal of the GPU's raises the value, if it is larger; the host sets it.
+  void set(uint64_t to, double time, bool raises) {
     std::vector<std::function<void()>> blocks;
     {
       const std::lock_guard<std::mutex> lock(mutex);
+      if (raises && to <= value) return;
       value = to;
       if (signals.size() == kRemembered) signals.erase(signals.begin(), signals.begin() + kRemembered / 2);
       signals.push_back({to, time});
@@ -67,9 +69,13 @@ struct Event {
     return first == signals.end() ? 0 : first->time;
   }
 
-  // Whether the value is reached in time. Python's lock is released meanwhile: on a Mac this is the GPU.
+  bool has_reached(uint64_t wanted) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return value >= wanted;
+  }
+
+  // Whether the value is reached in time.
   bool wait(uint64_t wanted, double seconds) {
-    const simulator::WaitForQueue waiting;
     std::unique_lock<std::mutex> lock(mutex);
     return changed.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return value >= wanted; });
   }
@@ -95,7 +101,7 @@ struct Event {
   return (*event)->value;
 }
 - (void)setSignaledValue:(uint64_t)value {
-  (*event)->set(value, simulator::answer_clock());
+  (*event)->set(value, simulator::answer_clock(), false);
 }
 - (void)notifyListener:(MTLSharedEventListener*)listener
                atValue:(uint64_t)value
@@ -151,7 +157,7 @@ std::shared_ptr<Event> event_of(const char* method, id<MTLEvent> event, simulato
 void simulated_signal(id<MTLEvent> event, uint64_t value, simulator::StreamNumber stream) {
   const std::shared_ptr<Event> signalled = event_of("encodeSignalEvent", event, stream);
   const auto act = [signalled, value] {
-    signalled->set(value, simulator::gpu_clock());
+    signalled->set(value, simulator::gpu_clock(), true);
     return true;
   };
   simulator::record_event("signal event", act, nullptr, stream);
@@ -161,23 +167,27 @@ void simulated_wait(id<MTLEvent> event, uint64_t value, simulator::StreamNumber 
   const std::shared_ptr<Event> awaited = event_of("encodeWaitForEvent", event, stream);
   const std::string line = simulator::dropping() ? "" : simulator::python_line();
   const auto act = [awaited, value, line] {
-    simulator::tell_failed();
-    if (awaited->wait(value, limit)) {
-      std::unique_lock<std::mutex> lock(awaited->mutex);
-      const double time = awaited->time_of(value);
-      lock.unlock();
-      simulator::gpu_hears(time);
-      return true;
+    if (!awaited->has_reached(value)) simulator::tell_failed();
+    if (!awaited->has_reached(value)) {
+      const simulator::WaitForQueue waiting;
+      if (waiting.has_released()) {
+        simulator::report(line +
+                          ": the GPU waits for an event, and for the GPU a thread that holds Python's lock: "
+                          "another one of Python's cannot signal the event");
+      }
+      if (!awaited->wait(value, limit)) {
+        simulator::report(line + ": the GPU waits for the value " + std::to_string(value) +
+                          " of an event, and nobody signals it; it has " + std::to_string(awaited->value));
+        return false;
+      }
     }
-    const std::lock_guard<std::mutex> lock(awaited->mutex);
-    simulator::report(line + ": the GPU waits for the value " + std::to_string(value) +
-                      " of an event, and nobody signals it; it has " + std::to_string(awaited->value));
-    return false;
+    std::unique_lock<std::mutex> lock(awaited->mutex);
+    const double time = awaited->time_of(value);
+    lock.unlock();
+    simulator::gpu_hears(time);
+    return true;
   };
-  const auto waits = [awaited, value] {
-    const std::lock_guard<std::mutex> lock(awaited->mutex);
-    return awaited->value < value;
-  };
+  const auto waits = [awaited, value] { return !awaited->has_reached(value); };
   simulator::record_event("wait for event", act, waits, stream);
 }
 

@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
 from ..._versions import PEFT
-from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
+from ..basics.interface import ON_DISK, codes_of, formats_of, is_experts, is_quantized, projections
 from ..checkpoints.quantize.counting import counting_packed
 from ..modules.linears import QuantizedLinear
 from .lora import ParamWrapper, check_trained_whole, wrapped_linear
@@ -93,6 +93,7 @@ def _including(plain: Callable) -> Callable:
     @functools.wraps(plain)
     def include(peft_config: Any, model: nn.Module) -> Any:
         check_trained_whole(peft_config, model)
+        _check_on_disk(peft_config, model)
         before = getattr(peft_config, "target_modules", None)
         peft_config = plain(peft_config, model)
         if isinstance(before, str) and before.lower() == _ALL_LINEAR:
@@ -100,6 +101,15 @@ def _including(plain: Callable) -> Callable:
         return peft_config
 
     return include
+
+
+def _check_on_disk(peft_config: Any, model: nn.Module) -> None:
+    """Raises: ValueError for LoRA on experts that are read from the disk."""
+    asked = tuple(getattr(peft_config, "target_parameters", None) or ())
+    for name, module in model.named_modules():
+        own = vars(module).get(ON_DISK)
+        if own is not None and any(f"{name}.{each}".endswith(asked) for each in projections(module)):
+            own.refuse("LoRA needs all experts in memory")
 
 
 def _quantized_linears(model: Any) -> Iterator[str]:

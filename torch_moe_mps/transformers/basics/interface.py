@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from ...quantization import TENSORS, Format
 
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # in transformers' experts
+# The attribute of experts on the disk: their `OnDisk`. Their weights are slots, whose content changes.
+ON_DISK = "_moe_mps_on_disk"
 _CODES = (*TENSORS, "order")
 
 

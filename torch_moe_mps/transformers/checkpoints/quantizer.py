@@ -184,9 +184,8 @@ class Quantizer(Lifecycle, HfQuantizer):
             self.report.bytes_before = bytes_a_token(model)
 
     def forget_absent(self, model: nn.Module) -> None:
-        """Drops weights that the model no longer has."""
         self.wanted.dense = present(model, self.wanted.dense)
-        self.layout.forget_absent(model)
+        super().forget_absent(model)
         if self.streams:
             self._start(model)
 
@@ -289,15 +288,18 @@ def quantizer_for(
     recipe: Mapping[str, Any] | None,
     requantize: bool,
     importance: Importance | None = None,
+    packs: bool = False,
 ) -> Lifecycle | None:
-    """Quantizer that a checkpoint, dense or quantised, needs; None for none: FP8 without a recipe is dense.
+    """Quantizer that a checkpoint, dense or quantised, needs; None for none.
 
-    `model` is on the meta device.
+    Args:
+        model: on the meta device.
+        packs: False makes FP8 without a recipe dense, True keeps it packed, as `from_pretrained` does.
 
     Raises: ValueError for a checkpoint with a quantisation that holds no other.
     """
     quantization = source.quantization(recipe, requantize, importance)
-    if recipe is None and source.stored.get("quant_method") == "fp8":
+    if recipe is None and not packs and source.stored.get("quant_method") == "fp8":
         return None
     if source.gguf is not None and quantization is None:
         reader = GgufQuantizer(GgufConfig())

@@ -14,7 +14,7 @@ from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ...ops.experts import moe_experts
 from ...quantization import TENSORS
-from ..basics.interface import Experts, formats_of, is_experts, is_quantized, projections
+from ..basics.interface import ON_DISK, Experts, formats_of, is_experts, is_quantized, projections
 from ..basics.report import Done
 from ..basics.state import MADE, Made, depends_on, holds, kept, recording, state_in, state_of
 from ..graphs.fakes import geometry
@@ -270,6 +270,10 @@ def experts_forward(
 ) -> Tensor:
     """The forward that transformers calls for experts_implementation="moe_mps"."""
     inputs = (hidden_states, top_k_weights)
+    if (on_disk := self.__dict__.get(ON_DISK)) is not None:
+        if runs_own_code(self, *inputs) or _activation_is_observed(self):
+            on_disk.refuse("training, gradients, autocast and float64 need all experts in memory")
+        self, top_k_index = on_disk.ready(self, top_k_index)
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         return _quantized_forward(self, hidden_states, top_k_index, top_k_weights)
     first = self.gate_up_proj if self.has_gate else self.up_proj

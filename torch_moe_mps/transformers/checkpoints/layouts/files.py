@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 INDEX = "model.safetensors.index.json"
 LARGEST = 2_000_000_000  # bytes of a new file
 _COPIED = 1 << 20  # bytes that are made contiguous at a time
+_SAMPLE = 64  # bytes
 
 
 def check_files(folder: str) -> None:
@@ -84,6 +85,19 @@ def check_whole(file: Path) -> None:
             pass
     except SafetensorError as error:
         raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from None
+
+
+def sample_of(path: str) -> bytes:
+    """Header of a safetensors file, and samples from the start, middle and end of each tensor."""
+    with open(path, "rb", buffering=0) as file:
+        size = int.from_bytes(file.read(8), "little")
+        parts = [file.read(size)]
+        for name, tensor in json.loads(parts[0]).items():
+            begin, end = (0, 0) if name == "__metadata__" else tensor["data_offsets"]
+            for place in (begin, (begin + end - _SAMPLE) // 2, end - _SAMPLE):
+                file.seek(8 + size + max(begin, place))
+                parts.append(file.read(min(_SAMPLE, end - begin)))
+    return b"".join(parts)
 
 
 def tensors_in(files: Iterable[str]) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:

@@ -27,6 +27,10 @@ class Lifecycle:
     report: QuantizationReport | None = None
     get_state_dict: Callable[[str, Any], Any]  # HfQuantizer has it
 
+    def forget_absent(self, model: nn.Module) -> None:
+        """Drops weights that the model no longer has."""
+        self.layout.forget_absent(model)
+
     def make_room(self, model: nn.Module) -> None:
         """Allocates uninitialised quantised weights for the layout's targets, tied as the dense ones."""
         for target in self.layout.targets.values():

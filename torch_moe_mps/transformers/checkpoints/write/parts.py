@@ -54,6 +54,7 @@ class Parts:
         model_class: of transformers; the default is the class that `from_pretrained` uses.
         recipe: arguments of `accelerate`, by which the weights of the checkpoint are quantised. Without a
             recipe the checkpoint must be dense, or in FP8, which is dequantised.
+        packs: True keeps what is quantised as `from_pretrained` does, without a recipe, too.
         requantize: False leaves quantised weights unchanged.
         importance: for quantisation, as in `accelerate`.
         dtype, trust_remote_code: as for `from_pretrained`.
@@ -75,12 +76,13 @@ class Parts:
         *,
         recipe: Mapping[str, Any] | None = None,
         requantize: bool = True,
+        packs: bool = False,
         importance: Importance | None = None,
         dtype: Any = "auto",
         trust_remote_code: bool = False,
     ):
         checkpoint = Source(source, {"dtype": dtype, "trust_remote_code": trust_remote_code}, model_class)
-        if recipe is None and checkpoint.stored.get("quant_method", "fp8") != "fp8":
+        if recipe is None and not packs and checkpoint.stored.get("quant_method", "fp8") != "fp8":
             _CHECK.fail(str(source), "a dense checkpoint, or one in FP8", "one that is quantised already")
         if checkpoint.gguf is None:
             files = [str(file) for file in checkpoint_files(source)]
@@ -96,7 +98,7 @@ class Parts:
             if name.endswith(".bias")
         }
         self._prepare(
-            checkpoint, quantizer_for(checkpoint, self.model, files, recipe, requantize, importance)
+            checkpoint, quantizer_for(checkpoint, self.model, files, recipe, requantize, importance, packs)
         )
         embeddings = {n for n, target in quantizable(self.model).items() if target.kind == "embeddings"}
         owners = (name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False))

@@ -1,0 +1,141 @@
+"""The file of experts: what it holds, what a kill or a full disk leaves, and which files are refused."""
+
+import os
+from itertools import count
+
+import pytest
+import torch
+from support.disk import files_of
+from support.experts_on_disk import EXPERTS, LAYERS, draw, layers, write
+
+from torch_moe_mps.disk import file as module
+from torch_moe_mps.disk.file import ALIGNMENT, ExpertsFile, written
+
+
+def read(file: ExpertsFile, layer: int, expert: int) -> list[bytes]:
+    views = [memoryview(bytearray(size)) for size in file.layers[layer].sizes]
+    file.read(layer, expert, views)
+    file.check(layer, expert, views)
+    return [bytes(view) for view in views]
+
+
+def test_a_block_is_the_tensors_of_one_expert(tmp_path):
+    tensors = write(tmp_path / "experts")
+    file = ExpertsFile(tmp_path / "experts", "key")
+    assert file.layers == layers()
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            expected = [
+                bytes(t[expert].reshape(-1).view(torch.uint8).numpy()) for t in tensors[layer].values()
+            ]
+            assert read(file, layer, expert) == expected
+    data = (tmp_path / "experts").read_bytes()
+    for blocks in tensors[1].values():
+        first = bytes(blocks[3].reshape(-1).view(torch.uint8).numpy())
+        assert data.count(first) == 1
+    codes = bytes(tensors[1]["codes"][3].view(-1).view(torch.uint8).numpy())
+    assert data.index(codes) % ALIGNMENT == 0
+
+
+class Killed(BaseException):
+    """Ends the process: from here on no file is changed."""
+
+
+def test_a_writer_that_is_killed_at_any_change_is_resumed(tmp_path, monkeypatch):
+    """With no complete layer written twice; until then there is no file of that name."""
+    write(tmp_path / "whole")
+    expected, added = (tmp_path / "whole").read_bytes(), []
+    add = module.NewFile.add
+    monkeypatch.setattr(
+        module.NewFile, "add", lambda self, n, tensors: (add(self, n, tensors), added.append(n))
+    )
+    for last in count(1, 7):
+        path, changes = tmp_path / str(last), count(1)
+
+        def killed(function, changes=changes, last=last):
+            def changed(*args, **kwargs):
+                if next(changes) >= last:
+                    raise Killed
+                return function(*args, **kwargs)
+
+            return changed
+
+        added.clear()
+        with monkeypatch.context() as patch:
+            for name in ("pwrite", "ftruncate", "unlink", "rename"):
+                patch.setattr(os, name, killed(getattr(os, name)))
+            try:
+                write(path)
+                break
+            except Killed:
+                pass
+        if not path.exists():
+            write(path)
+        assert added == [*range(LAYERS)]
+        assert path.read_bytes() == expected
+        assert {each.name for each in tmp_path.iterdir()} == {"whole", path.name}
+        path.unlink()
+    assert last > 60
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    with files_of(200_000), pytest.raises(OSError, match="experts cannot be written: File too large"):
+        write(tmp_path / "experts")
+    assert not [*tmp_path.iterdir()]
+    usage = lambda path: os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))  # noqa: E731
+    monkeypatch.setattr(os, "statvfs", usage)
+    with pytest.raises(ValueError, match=r"must have 0.00 GB of free space, got 0.00 GB"):
+        write(tmp_path / "experts")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_two_processes_do_not_write_one_file(tmp_path):
+    """The second says so, and the first one's file is untouched."""
+    with written(tmp_path / "experts", "key", layers()) as new:
+        new.add(0, draw()[0])
+        with pytest.raises(ValueError, match="experts is being written by another process"):
+            write(tmp_path / "experts")
+        for number in [*new.left]:
+            new.add(number, draw()[number])
+    ExpertsFile(tmp_path / "experts")
+
+
+def test_what_was_begun_for_another_checkpoint_is_begun_anew(tmp_path):
+    with pytest.raises(Killed), written(tmp_path / "experts", "other", layers()) as new:
+        new.add(0, draw(1)[0])
+        raise Killed
+    assert len([*tmp_path.iterdir()]) == 1  # resumed by the same command
+    write(tmp_path / "whole")
+    write(tmp_path / "experts")
+    assert (tmp_path / "experts").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_files_that_are_refused(tmp_path):
+    path = tmp_path / "experts"
+    write(path)
+    data = path.read_bytes()
+    with pytest.raises(ValueError, match="experts has the experts of another checkpoint or format"):
+        ExpertsFile(path, "other")
+    for length in (0, 10, 30, 300):
+        path.write_bytes(data[:length])
+        with pytest.raises(ValueError, match="experts is truncated or not a file of experts"):
+            ExpertsFile(path)
+    for length in (len(data) - 1, len(data) // 2):
+        path.write_bytes(data[:length])
+        with pytest.raises(ValueError, match=f"experts must have {len(data):,} bytes, got {length:,}"):
+            ExpertsFile(path)
+    path.write_bytes(b"x" * len(data))
+    with pytest.raises(ValueError, match="not a file of experts"):
+        ExpertsFile(path)
+
+
+def test_tensors_of_another_layout_are_refused(tmp_path):
+    tensors = draw()[0]
+    with written(tmp_path / "experts", "key", layers()) as new:
+        with pytest.raises(
+            ValueError, match=r"layers.0.experts.codes must be \(torch.int32, \(8, 12, 40\)\)"
+        ):
+            new.add(0, tensors | {"codes": tensors["codes"][1:]})
+        for number in [*new.left]:
+            new.add(number, draw()[number])
+    assert ExpertsFile(tmp_path / "experts").key == "key"

@@ -1,0 +1,241 @@
+"""Pools: the slots have the bytes of the experts that were asked for, whatever the disk does."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+from support.experts_on_disk import EXPERTS, LAYERS, same, write
+
+from torch_moe_mps.disk import pool as module
+from torch_moe_mps.disk.file import ExpertsFile, Layer
+from torch_moe_mps.disk.pool import Pools, least_memory, slots_in
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """A file whose blocks are three reads, and its tensors."""
+    monkeypatch.setattr(module, "PIECE", 1000)
+    tensors = write(tmp_path / "experts")
+    return ExpertsFile(tmp_path / "experts", "key"), tensors
+
+
+def check(pools: Pools, tensors, layer: int, ids: list[int]) -> None:
+    slots = pools.layers[layer].slots(torch.tensor(ids, dtype=torch.int32))
+    assert slots.dtype == torch.int32 and len(slots) == len(ids)
+    for expert, slot in zip(ids, slots.tolist(), strict=True):
+        for name, tensor in pools.layers[layer].tensors.items():
+            assert same(tensor[slot], tensors[layer][name][expert])
+
+
+def lru(slots: int, steps: list[tuple[int, list[int]]]) -> int:
+    """How many experts a least recently used cache of each layer reads, by its definition."""
+    held: dict[int, list[int]] = {}
+    misses = 0
+    for layer, ids in steps:
+        own = held.setdefault(layer, [])
+        misses += len({*ids} - {*own})
+        held[layer] = ([each for each in own if each not in ids] + [*{*ids}])[-slots:]
+    return misses
+
+
+def steps(count: int, top_k: int, seed: int = 0) -> list[tuple[int, list[int]]]:
+    """(layer, distinct experts of a token), with a liking for some experts as routers have it."""
+    generator = torch.Generator().manual_seed(seed)
+    likings = torch.tensor([1 / (1 + expert) for expert in range(EXPERTS)])
+    return [
+        (step % LAYERS, torch.multinomial(likings, top_k, generator=generator).tolist())
+        for step in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("slots", "count"), [(2, 300), (5, 100), pytest.param(2, 10_000, marks=pytest.mark.sweep)]
+)
+def test_random_steps(file, slots, count):
+    """At the smallest pool, the experts of one token, and with others between: every byte is right."""
+    pools, tensors = Pools(file[0], slots, CPU), file[1]
+    taken = steps(count, 2)
+    for layer, ids in taken:
+        check(pools, tensors, layer, ids)
+    counters = pools.counters
+    assert counters.hits + counters.misses == 2 * count
+    if slots == 2:  # which of the oldest two goes is not said
+        assert counters.misses == lru(2, taken)
+    assert counters.bytes_read == counters.misses * sum(file[0].layers[0].sizes)
+    assert counters.seconds > 0
+
+
+def test_the_least_recently_used_expert_goes(file):
+    pools = Pools(file[0], 3, CPU)
+    pool = pools.layers[0]
+    for expert in (0, 1, 2, 0, 3):
+        pool.slots(torch.tensor([expert]))
+    before = pool.reader.counters.misses
+    pool.slots(torch.tensor([0, 2, 3]))
+    assert pool.reader.counters.misses == before
+    pool.slots(torch.tensor([1]))
+    assert pool.reader.counters.misses == before + 1
+
+
+def test_ids_of_no_expert_have_no_slot(file):
+    pools = Pools(file[0], 2, CPU)
+    pool = pools.layers[0]
+    assert pool.slots(torch.tensor([-1, 4, EXPERTS, 2**31 - 1, 4])).tolist() == [-1, 1, -1, -1, 1]
+    assert pool.slots(torch.empty(0, dtype=torch.int32)).shape == (0,)
+    with pytest.raises(
+        ValueError, match=r"ids must name at most 2 experts, the slots of layers.0.experts, got 3"
+    ):
+        pool.slots(torch.tensor([1, 2, 3]))
+
+
+def damaged(file: ExpertsFile, layer: int, expert: int) -> None:
+    with open(file.path, "r+b") as opened:
+        opened.seek(file._places.starts[layer] + expert * file.layers[layer].block + 1500)
+        opened.write(b"\xff\x00\xff\x00")
+
+
+def test_an_expert_with_another_checksum_ends_its_step_alone(file):
+    pools, tensors = Pools(file[0], 2, CPU), file[1]
+    check(pools, tensors, 1, [3, 4])
+    damaged(file[0], 1, 5)
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"expert 5 of layers.1.experts has another checksum than"):
+            pools.layers[1].slots(torch.tensor([4, 5]))
+        check(pools, tensors, 1, [4, 6])
+        check(pools, tensors, 1, [0, 1])
+
+
+def test_a_file_that_becomes_short_ends_its_step_alone(file):
+    pools, tensors = Pools(file[0], 2, CPU), file[1]
+    check(pools, tensors, 0, [0, 1])
+    os.truncate(file[0].path, file[0]._places.starts[1] + 1500)
+    with pytest.raises(ValueError, match=r"expert 0 of layers.1.experts is truncated"):
+        pools.layers[1].slots(torch.tensor([0, 1]))
+    check(pools, tensors, 0, [2, 7])
+
+
+def test_errors_of_the_disk(file, monkeypatch):
+    """At any of the reads of a step; later steps work, in all slots."""
+    preadv = os.preadv
+    for failing in range(6):
+        pools, tensors = Pools(file[0], 3, CPU), file[1]
+        calls = iter(range(1 << 30))
+
+        def read(*args, calls=calls, failing=failing):
+            if next(calls) == failing:
+                raise OSError(5, "Input/output error")
+            return preadv(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", read)
+            with pytest.raises(OSError, match="Input/output error"):
+                pools.layers[0].slots(torch.tensor([failing, 7]))
+        check(pools, tensors, 0, [failing, 7, (failing + 1) % 7])
+
+
+def test_reads_that_give_less_than_was_asked(file, monkeypatch):
+    preadv = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, views, at: preadv(fd, [views[0][: 1 + len(views[0]) // 2]], at)
+    )
+    check(Pools(file[0], 4, CPU), file[1], 2, [1, 5, 6])
+
+
+def test_a_late_disk(file, monkeypatch):
+    """A step ends in time with one error; its slots are used again only once its reads have ended."""
+    monkeypatch.setattr(module, "LIMIT", 0.05)
+    pools, tensors = Pools(file[0], 3, CPU), file[1]
+    check(pools, tensors, 0, [0, 1, 2])
+    answers, preadv = threading.Event(), os.preadv
+
+    def late(*args):
+        answers.wait()
+        return preadv(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", late)
+        for expert in (3, 4):
+            begun = time.monotonic()
+            with pytest.raises(TimeoutError, match="experts was not read within 0 s"):
+                pools.layers[0].slots(torch.tensor([expert]))
+            assert time.monotonic() - begun < 1
+        check(pools, tensors, 0, [2])  # the one that is left
+        with pytest.raises(TimeoutError):
+            pools.layers[0].slots(torch.tensor([2, 5]))
+        answers.set()
+        monkeypatch.setattr(module, "LIMIT", 20)
+        deadline = time.monotonic() + 5
+        while len(pools.layers[0]._free) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    for ids in ([0, 1, 2], [5, 6, 7], [3, 4, 5]):
+        check(pools, tensors, 0, ids)
+
+
+def test_an_interrupt_loses_no_slot(file, monkeypatch):
+    pools, tensors = Pools(file[0], 2, CPU), file[1]
+    monkeypatch.setattr(
+        module.Reading, "finish", lambda self, until: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            pools.layers[0].slots(torch.tensor([1, 2]))
+        deadline = time.monotonic() + 5
+        while len(pools.layers[0]._free) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    monkeypatch.undo()
+    check(pools, tensors, 0, [1, 2])
+
+
+def test_whole_layers(file):
+    """All experts of each layer, ahead of the layer that is computed, or the needed ones; pools survive."""
+    pools, tensors = Pools(file[0], 3, CPU), file[1]
+    check(pools, tensors, 1, [0, 6, 7])
+    for _ in range(2):
+        for layer in range(LAYERS):
+            pools.staging.read(layer)
+            assert all(same(own, tensors[layer][name]) for name, own in pools.staging.tensors[layer].items())
+    size = sum(file[0].layers[0].sizes)
+    assert pools.counters.bytes_read == size * (3 + 2 * (LAYERS * EXPERTS - 3))
+    pools.staging.read(0)  # and 1 behind it, which nobody asks for
+    pools.staging.read(2, {1, 5})
+    assert all(same(own[[1, 5]], tensors[2][name][[1, 5]]) for name, own in pools.staging.tensors[2].items())
+    misses = pools.counters.misses
+    check(pools, tensors, 1, [0, 6, 7])
+    assert pools.counters.misses == misses and pools.counters.layers == 2 * LAYERS + 2
+
+
+def test_an_error_ahead_ends_the_step_that_needs_it(file):
+    pools, tensors = Pools(file[0], 3, CPU), file[1]
+    damaged(file[0], 1, 5)
+    pools.staging.read(0)
+    with pytest.raises(ValueError, match=r"expert 5 of layers.1.experts has another checksum"):
+        pools.staging.read(1)
+    pools.staging.read(2)
+    assert all(same(own, tensors[2][name]) for name, own in pools.staging.tensors[2].items())
+
+
+def test_two_processes_read_one_file(file):
+    """Each has its own slots; another file of that name is not read."""
+    a, b = Pools(file[0], 2, CPU), Pools(ExpertsFile(file[0].path), 4, CPU)
+    write(file[0].path, seed=1)
+    for layer, ids in steps(60, 2):
+        check(a, file[1], layer, ids)
+        check(b, file[1], layer, ids)
+
+
+def test_slots_of_a_memory():
+    """All experts, without staging; or as many as fit beside two whole layers, the same in each."""
+    layers = [
+        Layer(str(number), 16, {"codes": ("int32", (4096 * (1 + number % 2),))}) for number in range(20)
+    ]
+    blocks, whole = 10 * (1 << 14) + 10 * (1 << 15), 16 << 15
+    assert least_memory(layers, 16) == 16 * blocks
+    assert slots_in(layers, 16 * blocks) == 16
+    for slots in (0, 2, 13):
+        assert least_memory(layers, slots) == 2 * whole + slots * blocks
+        assert slots_in(layers, 2 * whole + slots * blocks) == slots
+    assert slots_in(layers, 16 * blocks - 1) == 12 + 1 and slots_in(layers, 10) == 0

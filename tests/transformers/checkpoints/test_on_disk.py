@@ -1,0 +1,242 @@
+"""Models whose experts are read from the disk: they are the resident models, bit for bit."""
+
+import copy
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from support import gguf_files, mlx_models
+from support.checkpoints import fp8_blocks, mxfp4_blocks
+from support.experts_on_disk import same
+from support.models import Conversation, prompt, tiny
+from support.sweep import in_sweep
+
+from torch_moe_mps import from_pretrained
+from torch_moe_mps.disk.file import ExpertsFile
+from torch_moe_mps.disk.pool import least_memory
+from torch_moe_mps.transformers.basics.interface import ON_DISK, experts_of
+from torch_moe_mps.transformers.caches.prompt_cache import fingerprint
+from torch_moe_mps.transformers.checkpoints import on_disk
+
+BITS = {"bits": 4, "group_size": 32}
+
+
+def in_safetensors(architecture: str, **overrides):
+    def write(folder: Path) -> str:
+        tiny(architecture, dtype=torch.bfloat16, **overrides).save_pretrained(folder)
+        return str(folder)
+
+    return write
+
+
+def of_gguf(folder: Path) -> str:
+    folder.mkdir()
+    return str(gguf_files.write_file(folder / "model.gguf", "qwen3moe", ("q4_k", "q6_k", "q5_k"), up="q5_k"))
+
+
+def of_mlx(folder: Path) -> str:
+    folder.mkdir()
+    mlx_models.write(mlx_models.tiny("qwen3_moe"), folder, 4)
+    return str(folder / "mlx")
+
+
+def of_mxfp4(folder: Path) -> str:
+    mxfp4_blocks(tiny("gpt_oss", dtype=torch.bfloat16), folder)
+    return str(folder)
+
+
+def of_fp8(folder: Path) -> str:
+    fp8_blocks(tiny("qwen3_moe", dtype=torch.bfloat16, hidden_size=64, moe_intermediate_size=64), folder)
+    return str(folder)
+
+
+def of_ours(folder: Path) -> str:
+    model = from_pretrained(in_safetensors("qwen3_moe")(folder / "dense"), **BITS)
+    model.save_pretrained(folder / "ours")
+    return str(folder / "ours")
+
+
+CHECKPOINTS = {
+    "dense": (in_safetensors("qwen3_moe"), {}),
+    "while read": (in_safetensors("deepseek_v3", num_hidden_layers=3), BITS),
+    "with biases": (in_safetensors("gpt_oss"), {"bits": 8, "group_size": 32}),
+    "ours": (of_ours, {}),
+    "requantised": (of_ours, {"bits": 2, "group_size": 32}),
+    "mlx": (of_mlx, {}),
+    "gguf": (of_gguf, {"device_map": "cpu"}),
+    "mxfp4": (of_mxfp4, {}),
+    "fp8": (of_fp8, {}),
+}
+
+
+@pytest.fixture
+def few_slots(monkeypatch):
+    """The slots of a token's experts and one more, in memory that would hold the small model as a whole."""
+    monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: 3)
+
+
+def pools(model):
+    return next(vars(experts)[ON_DISK].pools for experts in experts_of(model).values())
+
+
+def same_answers(resident, model, tokens: int = 3) -> None:
+    """The logits of a prompt and of tokens one by one."""
+    a, b = Conversation(resident), Conversation(model)
+    assert torch.equal(a.token, b.token)
+    for mine, other in zip(a.tokens(tokens), b.tokens(tokens), strict=True):
+        assert same(mine, other)
+    assert same(resident(prompt()).logits, model(prompt()).logits)
+
+
+@pytest.mark.slow("loads two models")
+@pytest.mark.parametrize("name", in_sweep([*CHECKPOINTS], ["fp8", "ours", "with biases", "mlx"]))
+def test_the_resident_model(name, tmp_path, few_slots):
+    write, options = CHECKPOINTS[name]
+    if name == "mlx":
+        pytest.importorskip("mlx_lm")
+    path = write(tmp_path / "model")
+    model = from_pretrained(path, experts_memory="1GB", **options)
+    with torch.no_grad():
+        same_answers(from_pretrained(path, **options), model)
+    counters, layers = pools(model).counters, len(experts_of(model))
+    assert all(
+        len(experts.down_proj) == 3 for experts in experts_of(model).values() if hasattr(experts, "down_proj")
+    )
+    assert counters.layers == 2 * layers and counters.hits + counters.misses >= 3 * 2 * layers
+    assert counters.misses > 0 and counters.bytes_read > 0
+
+
+def load(folder: Path, **options):
+    return from_pretrained(str(folder), **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint of 6 layers, whose experts are written."""
+    folder = tmp_path_factory.mktemp("six") / "model"
+    in_safetensors("qwen3_moe", num_hidden_layers=6)(folder)
+    load(folder, experts_memory="10MB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def memory(folder):
+    """Bytes of three slots a layer."""
+    return least_memory(ExpertsFile(folder / on_disk.NAME).layers, 3)
+
+
+@pytest.mark.slow("loads two models")
+def test_a_memory_that_holds_all_reads_each_expert_once(folder):
+    model, resident = load(folder, experts_memory="10MB"), load(folder)
+    with torch.no_grad():
+        same_answers(resident, model, 4)
+    assert pools(model).staging is None
+    assert pools(model).counters.misses <= 6 * 8
+
+
+def test_what_is_refused(folder, tmp_path, monkeypatch):
+    for memory in ("20 geese", "", 0, -1, True, "0GB"):
+        with pytest.raises(ValueError, match='experts_memory must be bytes, or a text such as "20GB", got'):
+            load(folder, experts_memory=memory)
+    with pytest.raises(
+        ValueError, match=r"experts_memory must be at least .* GB, for a token's 2 experts, got 1e-05 GB"
+    ):
+        load(folder, experts_memory=10_000)
+    with pytest.raises(ValueError, match=r"importance must be None where experts are on the disk"):
+        load(folder, experts_memory="1GB", importance="auto", **BITS)
+    with pytest.raises(
+        ValueError, match=r"experts\.moe_mps has the experts of another checkpoint or format: remove it"
+    ):
+        load(folder, experts_memory="1GB", **BITS)
+    in_safetensors("llama")(tmp_path / "llama")
+    with pytest.raises(
+        ValueError, match="experts_memory is for a model whose experts have transformers' interface"
+    ):
+        load(tmp_path / "llama", experts_memory="1GB")
+
+
+@pytest.mark.slow("loads two models")
+def test_what_a_model_refuses(folder, memory):
+    """Copies, files and devices of a model, training: each in one line, and the model still answers."""
+    model = load(folder, experts_memory=memory)
+    with pytest.raises(ValueError, match="experts is on the disk: load another one for a copy"):
+        copy.deepcopy(model)
+    with pytest.raises(ValueError, match="experts is on the disk: it cannot be saved"):
+        pickle.dumps(model)
+    with pytest.raises(ValueError, match="a model whose experts are on the disk cannot be saved"):
+        model.save_pretrained(folder / "saved")
+    assert not (folder / "saved").exists()
+    with pytest.raises(
+        ValueError, match="experts is on the disk: its device and dtype are those that from_pretr"
+    ):
+        model.half()
+    assert model.to("cpu") is model
+    with pytest.raises(
+        ValueError, match="experts is on the disk: training, gradients, autocast and float64 need"
+    ):
+        model(prompt(), labels=prompt())
+    model.train()
+    with torch.no_grad(), pytest.raises(ValueError, match="is on the disk: training"):
+        model(prompt())
+    model.eval()
+    with torch.no_grad():
+        same_answers(load(folder), model, 1)
+
+
+def test_a_cached_prefix_is_of_the_file(folder, memory):
+    """Whatever is in the slots, and however many there are; of another file it is another one."""
+    model = load(folder, experts_memory=memory)
+    before = fingerprint(model)
+    with torch.no_grad():
+        model(prompt())
+    assert fingerprint(model) == before == fingerprint(load(folder, experts_memory="10MB"))
+    for experts in experts_of(model).values():
+        vars(experts)[ON_DISK].key = "other"
+    assert fingerprint(model) != before
+
+
+@pytest.mark.slow("loads two models")
+def test_an_error_of_the_disk_ends_one_call(folder, memory, monkeypatch):
+    model, resident = load(folder, experts_memory=memory), load(folder)
+    preadv = os.preadv
+
+    def fails(*args):
+        raise OSError(5, "Input/output error")
+
+    with torch.no_grad():
+        for ids in (prompt(), prompt(1, 1)):
+            monkeypatch.setattr(os, "preadv", fails)
+            with pytest.raises(OSError, match="Input/output error"):
+                model(ids)
+            monkeypatch.setattr(os, "preadv", preadv)
+            same_answers(resident, model, 1)
+
+
+def test_a_batch_whose_tokens_need_more_than_the_slots(folder, memory):
+    """The experts that its tokens need are read beside the pools, and no others."""
+    model, resident = load(folder, experts_memory=memory), load(folder)
+    assert pools(model).layers[0].size == 3
+    ids = prompt(3, 1)
+    with torch.no_grad():
+        assert same(resident(ids).logits, model(ids).logits)
+    counters = pools(model).counters
+    assert counters.bytes_read < 6 * 6 * sum(pools(model).layers[0].about.sizes) + 1
+
+
+def test_the_file_is_written_once(folder, memory, monkeypatch):
+    """And has each format of a model's experts."""
+    monkeypatch.setattr(on_disk, "written", None)
+    load(folder, experts_memory=memory)
+    file = pools(load(folder, experts_memory=memory)).layers[0].reader.file
+    assert [layer.name for layer in file.layers] == [f"model.layers.{n}.mlp.experts" for n in range(6)]
+    assert file.path == folder / on_disk.NAME and file.layers[0].about == {"formats": []}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("20GB", 20 * 10**9), ("1.5 gib", 3 << 29), (7, 7), ("7", 7), ("64K", 64000), ("2T", 2 * 10**12)],
+)
+def test_sizes(text, size):
+    assert on_disk.bytes_in(text) == size

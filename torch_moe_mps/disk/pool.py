@@ -1,0 +1,335 @@
+"""Slots in memory for some of a layer's experts, which are read from their file as they are needed."""
+
+import itertools
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._faults import Mark
+from ..ops.slots import host_view, register_pool
+from .file import ALIGNMENT, ExpertsFile, Layer, bytes_of, dtype_of
+
+DEPTH = 16  # reads at once. Untuned: SSDs of Macs are said to want 8 to 32
+PIECE = 2 << 20  # bytes of a read: a block is several reads at once. Untuned
+LIMIT = 20.0  # seconds, after which a disk is late
+Views = Sequence[memoryview]
+
+
+@dataclass
+class Counters:
+    """Counts of what a model asked of its pools.
+
+    Attributes:
+        hits, misses: experts that were in their slots, or were read into them.
+        layers: layers that were streamed for a call with many tokens.
+        bytes_read: for both.
+        seconds: that calls waited for the disk.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    layers: int = 0
+    bytes_read: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        requests = self.hits + self.misses
+        return (
+            f"experts on the disk: {self.hits / max(1, requests):.1%} of {requests:,} were in memory, "
+            f"{self.layers:,} layers were streamed, {self.bytes_read / 1e9:.2f} GB were read in "
+            f"{1e3 * self.seconds:,.0f} ms"
+        )
+
+
+class Late(TimeoutError):
+    """A disk that answers late: reads go on."""
+
+
+class Reading:
+    """Reads of one expert that have begun.
+
+    Attributes:
+        reads: a block is several of them.
+    """
+
+    def __init__(self, reader: "Reader", layer: int, expert: int, views: Views):
+        self._reader, self._layer, self._expert, self._views = reader, layer, expert, views
+        self.reads: list[Future] = []
+        self._size = 0
+        for piece in _pieces(views):
+            read = reader.threads.submit(reader.file.read, layer, expert, piece, self._size)
+            self.reads.append(read)
+            self._size += sum(map(len, piece))
+
+    def finish(self, until: float) -> None:
+        """Waits for the expert, until a time by the clock.
+
+        Raises: OSError, ValueError for an expert that cannot be read, Late.
+        """
+        done, late = wait(self.reads, max(0.0, until - time.monotonic()))
+        if late:
+            raise Late(f"{self._reader.file.path} was not read within {LIMIT:.0f} s")
+        for read in done:
+            read.result()
+        self._reader.file.check(self._layer, self._expert, self._views)
+        self._reader.counters.bytes_read += self._size
+
+
+class Reader:
+    """A file of experts, the threads that read it, and what they have read."""
+
+    def __init__(self, file: ExpertsFile):
+        self.file, self.counters = file, Counters()
+        self.threads = ThreadPoolExecutor(DEPTH, "experts")
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _pieces(views: Views) -> Iterable[list[memoryview]]:
+    """Views of at most PIECE bytes together, in order."""
+    piece: list[memoryview] = []
+    room = PIECE
+    for view in views:
+        while len(view):
+            piece.append(view[:room])
+            view, room = view[room:], room - len(piece[-1])
+            if not room:
+                yield piece
+                piece, room = [], PIECE
+    if piece:
+        yield piece
+
+
+class Pool:
+    """The slots of one layer: the experts that were needed last, of all sequences together.
+
+    Args:
+        reader, layer: the file, and the number of the layer in it.
+        slots: how many experts are in memory.
+        device: where the tensors are.
+
+    Attributes:
+        tensors: {name: [slots, ...]}, the weights that operators read.
+        number: what the operator `_expert_slots` calls this pool.
+    """
+
+    def __init__(self, reader: Reader, layer: int, slots: int, device: torch.device):
+        self.reader, self.layer, self.size = reader, layer, slots
+        self.about = reader.file.layers[layer]
+        self.tensors = {
+            name: torch.empty(slots, *shape, dtype=dtype_of(dtype), device=device)
+            for name, (dtype, shape) in self.about.tensors.items()
+        }
+        self._views = views_of(self.tensors.values(), slots)
+        self._free = [*range(slots)]
+        self._slots: OrderedDict[int, int] = OrderedDict()  # {expert: slot}, least recently used first
+        self.lock = threading.Lock()
+        self.number = register_pool(self, self.about.name)
+
+    def slots(self, ids: Tensor) -> Tensor:
+        """The slots of some experts [N], which are there when this returns; -1 for ids of no expert.
+
+        Raises: ValueError for more experts than slots, and for a file that has changed; OSError for a disk
+        that fails or is late. The next call may succeed.
+        """
+        asked = ids.tolist()
+        needed = {expert for expert in asked if 0 <= expert < self.about.experts}
+        with self.lock:
+            if len(needed) > self.size:
+                expected = f"at most {self.size} experts, the slots of {self.about.name}"
+                raise ValueError(f"moe_mps::_expert_slots: ids must name {expected}, got {len(needed)}")
+            missing = [expert for expert in needed if expert not in self._slots]
+            for expert in needed.difference(missing):
+                self._slots.move_to_end(expert)
+            counters = self.reader.counters
+            counters.hits += len(needed) - len(missing)
+            counters.misses += len(missing)
+            if missing:
+                begun = time.perf_counter()
+                try:
+                    self._read(missing, len(needed) - len(missing))
+                finally:
+                    counters.seconds += time.perf_counter() - begun
+            return torch.tensor([self._slots.get(expert, -1) for expert in asked], dtype=torch.int32)
+
+    def _read(self, missing: Sequence[int], hits: int) -> None:
+        if len(self._free) + len(self._slots) - hits < len(missing):  # reads before are late still
+            raise Late(f"{self.reader.file.path} was not read within {LIMIT:.0f} s")
+        while len(self._free) < len(missing):
+            self._free.append(self._slots.popitem(last=False)[1])
+        into = {expert: self._free.pop() for expert in missing}
+        readings = {
+            expert: Reading(self.reader, self.layer, expert, self._views[slot])
+            for expert, slot in into.items()
+        }
+        until, errors = time.monotonic() + LIMIT, []
+        for expert, slot in into.items():
+            try:
+                readings[expert].finish(until)
+            except BaseException as error:  # an interrupt, too: reads go on behind it
+                errors.append(error)
+                self._free_behind(readings[expert].reads, slot)
+            else:
+                self._slots[expert] = slot
+        if errors:
+            raise errors[0]
+
+    def _free_behind(self, reads: Sequence[Future], slot: int) -> None:
+        """Frees a slot once no read writes into it any more."""
+        ended = itertools.count(1)  # counts for several threads
+
+        def free(read: Future) -> None:
+            if next(ended) == len(reads):
+                self._free.append(slot)
+
+        for read in reads:
+            read.add_done_callback(free)
+
+    def copy(self, expert: int, views: Views) -> bool:
+        """Copies an expert that is in a slot; its lock is held. Returns: False for any other expert."""
+        slot = self._slots.get(expert)
+        if slot is not None:
+            for to, own in zip(views, self._views[slot], strict=True):
+                to[:] = own
+        return slot is not None
+
+
+def views_of(tensors: Iterable[Tensor], count: int) -> list[list[memoryview]]:
+    """The memory of each row of some tensors [count, ...]."""
+    whole = [bytes_of(host_view(tensor)) for tensor in tensors]
+    sizes = [len(view) // count for view in whole]
+    return [
+        [view[row * size : (row + 1) * size] for view, size in zip(whole, sizes, strict=True)]
+        for row in range(count)
+    ]
+
+
+class Staging:
+    """Memory for all experts of a layer, twice: one layer is read while the one before is computed.
+
+    Args:
+        pools: of all layers, in the model's order.
+    """
+
+    def __init__(self, pools: Sequence[Pool], device: torch.device):
+        self._pools, self._device = pools, device
+        size = max(bytes_of_layer(pool.about) for pool in pools)
+        memories = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.tensors = [_laid_out(pool.about, memories[n % 2]) for n, pool in enumerate(pools)]
+        self._thread = ThreadPoolExecutor(1, "layers of experts")
+        self._ahead: tuple[int, Future] | None = None
+        self._late: list[Future] = []  # the last reads, which an error leaves behind
+
+    def read(self, layer: int, needed: set[int] | None = None) -> None:
+        """Reads the experts of a layer into its tensors: all and then those of the next, or the needed ones.
+
+        What was encoded with the memory of the layer before the last is awaited on mps.
+
+        Raises: as `Pool.slots`.
+        """
+        begun = time.perf_counter()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            wait([ahead[1]])
+        if ahead is not None and ahead[0] == layer:
+            ahead[1].result()
+        else:
+            self._fill(layer, needed, Mark(self._device))
+        counters = self._pools[layer].reader.counters
+        counters.seconds += time.perf_counter() - begun
+        counters.layers += 1
+        if needed is None and layer + 1 < len(self._pools):
+            mark = Mark(self._device, commits=True)
+            self._ahead = layer + 1, self._thread.submit(self._fill, layer + 1, None, mark)
+
+    def _fill(self, layer: int, needed: set[int] | None, mark: Mark) -> None:
+        mark.wait()
+        pool, until = self._pools[layer], time.monotonic() + LIMIT
+        if wait(self._late, LIMIT).not_done:  # they write into this memory
+            raise Late(f"{pool.reader.file.path} was not read within {LIMIT:.0f} s")
+        views = views_of(self.tensors[layer].values(), pool.about.experts)
+        with pool.lock:
+            readings = [
+                Reading(pool.reader, layer, expert, views[expert])
+                for expert in sorted(needed or range(pool.about.experts))
+                if not pool.copy(expert, views[expert])
+            ]
+        self._late = [read for reading in readings for read in reading.reads]
+        for reading in readings:
+            reading.finish(until)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def bytes_of_layer(layer: Layer) -> int:
+    """Bytes of all experts of a layer in the memory of `Staging`."""
+    return sum(-(-size * layer.experts // ALIGNMENT) * ALIGNMENT for size in layer.sizes)
+
+
+def _laid_out(layer: Layer, memory: Tensor) -> dict[str, Tensor]:
+    """{name: [experts, ...]} views of a memory of bytes."""
+    tensors, offset = {}, 0
+    for (name, (dtype, shape)), size in zip(layer.tensors.items(), layer.sizes, strict=True):
+        whole = memory[offset : offset + size * layer.experts]
+        tensors[name] = whole.view(dtype_of(dtype)).view(layer.experts, *shape)
+        offset += -(-size * layer.experts // ALIGNMENT) * ALIGNMENT
+    return tensors
+
+
+def least_memory(layers: Sequence[Layer], slots: int) -> int:
+    """Bytes of so many slots in each layer, and of the staging that they need."""
+    staging = 2 * max(map(bytes_of_layer, layers)) if slots < most_experts(layers) else 0
+    return staging + slots * sum(sum(layer.sizes) for layer in layers)
+
+
+def most_experts(layers: Sequence[Layer]) -> int:
+    return max(layer.experts for layer in layers)
+
+
+def slots_in(layers: Sequence[Layer], memory: int) -> int:
+    """How many slots each layer has in some bytes of memory; all layers have as many."""
+    every = most_experts(layers)
+    if memory >= least_memory(layers, every):
+        return every
+    return max(
+        0, min(every - 1, (memory - least_memory(layers, 0)) // sum(sum(layer.sizes) for layer in layers))
+    )
+
+
+class Pools:
+    """The pools of a model.
+
+    Args:
+        file: of its experts.
+        slots: of each layer.
+
+    Attributes:
+        counters: of all pools together.
+        layers: the pools, in the order of the file.
+        staging: None where all experts have slots.
+    """
+
+    def __init__(self, file: ExpertsFile, slots: int, device: torch.device):
+        reader = Reader(file)
+        self.counters = reader.counters
+        self.layers = [
+            Pool(reader, number, min(slots, layer.experts), device)
+            for number, layer in enumerate(file.layers)
+        ]
+        self.staging = None if slots >= most_experts(file.layers) else Staging(self.layers, device)
+        weakref.finalize(self, _close, reader, self.staging)
+
+
+def _close(reader: Reader, staging: Staging | None) -> None:
+    if staging is not None:
+        staging.close()
+    reader.close()

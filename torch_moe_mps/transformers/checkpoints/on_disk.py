@@ -1,0 +1,214 @@
+"""Models whose experts stay on the disk: the file of their experts, and loading beside it."""
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._progress import with_progress
+from ...disk.file import ExpertsFile, Layer, size_of_file, written
+from ...disk.pool import Pools, least_memory, slots_in
+from ...quantization import TENSORS, Format
+from ..basics.interface import Experts, experts_of, is_quantized, projections
+from ..modules.experts import pinned_config
+from ..modules.experts_on_disk import give_weights, keep_whole, put_on_disk
+from .cutting import cutting
+from .layouts.files import checkpoint_files, sample_of
+from .quantize.sizes import top_k
+from .quantizer import quantizer_for
+from .source import Source
+from .write.parts import Parts
+
+NAME = "experts.moe_mps"  # the file beside a checkpoint's
+_FORMATS = ("quantization", "down_quantization", "up_quantization")
+
+
+def bytes_in(memory: int | str) -> int:
+    """Bytes of a number, or of a text such as "20GB".
+
+    Raises: ValueError for any other.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(memory), re.IGNORECASE)
+    size = 0
+    if match is not None and not isinstance(memory, bool):
+        base = 1024 if match[3] else 1000
+        size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    if size < 1:
+        expected = 'bytes, or a text such as "20GB"'
+        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {memory!r}")
+    return size
+
+
+def path_of(source: Source) -> Path:
+    """The file of the experts of a checkpoint, beside its files."""
+    if source.gguf is not None:
+        return Path(source.path) / f"{source.gguf}.{NAME}"
+    return Path(source.folder) / (source.others.get("subfolder") or "") / NAME
+
+
+def write_experts(source: Source, recipe: Mapping[str, Any] | None) -> Path:
+    """Writes the file of a checkpoint's experts, unless it is there. Returns: its path.
+
+    The experts are as `from_pretrained` would load them: one layer at a time is in memory.
+
+    Args:
+        recipe: arguments of `accelerate`, by which weights are quantised.
+
+    Raises: ValueError for a model without experts of a known interface, a file of another checkpoint or
+        recipe, or without space on the disk; OSError.
+    """
+    path, files = path_of(source), _files(source)
+    layers, key = layers_of(source, recipe), _key(source, files, recipe)
+    if path.exists():
+        ExpertsFile(path, key)
+        return path
+    print(f"torch_moe_mps: writing {path}, {size_of_file(layers) / 1e9:.2f} GB, once", file=sys.stderr)
+    how: dict[str, Any] = {name: source.others.get(name) or usual for name, usual in _OPTIONS.items()}
+    model_class = source.cls if isinstance(source.cls, type) else None
+    checkpoint = files[0] if source.gguf is not None else source.folder
+    with (
+        written(path, key, layers) as new,
+        Parts(checkpoint, model_class=model_class, recipe=recipe, packs=True, **how) as parts,
+    ):
+        for number in with_progress(new.left.copy(), "Writing experts", "layer", len(layers) - len(new.left)):
+            name = layers[number].name
+            with parts.loaded(name):
+                new.add(number, tensors_of(parts.model.get_submodule(name)))
+    return path
+
+
+_OPTIONS = {"dtype": "auto", "trust_remote_code": False}
+
+
+def layers_of(source: Source, recipe: Mapping[str, Any] | None) -> list[Layer]:
+    """The layers of a checkpoint's experts, from shapes alone. Raises: ValueError if there are none."""
+    model = source.skeleton()
+    quantizer = quantizer_for(source, model, _files(source), recipe, True, packs=True)
+    if quantizer is not None:
+        quantizer.place_empty(model, lambda name: True)
+    result = [_layer(name, module) for name, module in experts_of(model).items()]
+    if not result:
+        expected = "for a model whose experts have transformers' interface"
+        got = type(model).__name__
+        raise ValueError(f"moe_mps::from_pretrained: experts_memory is {expected}, got {got}")
+    return result
+
+
+def _files(source: Source) -> list[str]:
+    """The files of weights; they are downloaded if they are not here."""
+    if source.gguf is not None:
+        return [str(Path(source.path) / source.gguf)]
+    source.check_files()
+    return [str(file) for file in checkpoint_files(source.folder)]
+
+
+def _key(source: Source, files: list[str], recipe: Mapping[str, Any] | None) -> str:
+    """Digest of what a file of experts depends on: a sample of each tensor, the recipe, and the dtype."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        digest.update(_sample_of_gguf(file) if source.gguf is not None else sample_of(file))
+    digest.update(json.dumps([recipe, str(source.skeleton().dtype)], sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _sample_of_gguf(path: str) -> bytes:
+    """Samples at even distances: its header is among the first."""
+    size = Path(path).stat().st_size
+    with open(path, "rb", buffering=0) as file:
+        parts = [size.to_bytes(8, "little"), file.read(1 << 20)]
+        for place in range(0, size, max(1, size >> 12)):
+            file.seek(place)
+            parts.append(file.read(64))
+    return b"".join(parts)
+
+
+def _layer(name: str, module: Experts) -> Layer:
+    tensors = tensors_of(module)
+    shapes = {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) for n, t in tensors.items()}
+    formats = [vars(module).get(attribute) for attribute in _FORMATS] if is_quantized(module) else []
+    about = {"formats": [None if format is None else str(format) for format in formats]}
+    return Layer(name, len(next(iter(tensors.values()))), shapes, about)
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors [experts, ...] of an experts module."""
+    own = {**module._parameters, **module._buffers}
+    tensors = {name: tensor for name, tensor in own.items() if tensor is not None}
+    count = next(len(tensor) for tensor in tensors.values() if tensor.dim() == 3)
+    return {name: tensor for name, tensor in tensors.items() if tensor.dim() and len(tensor) == count}
+
+
+class OnDiskLoading:
+    """Loading of a model whose experts stay on the disk.
+
+    Args:
+        source: the checkpoint.
+        recipe: arguments of `accelerate`, or None.
+        memory: bytes of the experts that are in memory.
+
+    Raises: ValueError for a memory that is too small, and as `write_experts`.
+    """
+
+    def __init__(self, source: Source, recipe: Mapping[str, Any] | None, memory: int | str):
+        size = bytes_in(memory)
+        layers = layers_of(source, recipe)
+        model = source.skeleton()
+        least = top_k(next(iter(experts_of(model).values())))
+        self.slots = slots_in(layers, size)
+        if self.slots < least:
+            expected = f"at least {least_memory(layers, least) / 1e9:.3g} GB, for a token's {least} experts"
+            got = f"{size / 1e9:.3g} GB"
+            raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {got}")
+        self.file = ExpertsFile(write_experts(source, recipe))
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with cutting(self._cut):
+            yield
+
+    def finish(self, model: Any) -> None:
+        pass
+
+    def _cut(self, model: Any, device: torch.device) -> Callable[[], None]:
+        """Takes the experts out of a model; what is returned puts them back, on the disk."""
+        experts = experts_of(model)
+        for name in experts:
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, nn.Module())
+        ignored = {rf"^{re.escape(name)}\." for name in experts}
+        ignored |= {*(model._keys_to_ignore_on_load_unexpected or ())}
+        model._keys_to_ignore_on_load_unexpected = ignored
+
+        def complete() -> None:
+            pools = Pools(self.file, self.slots, device)
+            for number, layer in enumerate(self.file.layers):
+                module = experts[layer.name]
+                _install(module, layer, pools.layers[number].tensors)
+                put_on_disk(module, pools, number)
+                owner, _, last = layer.name.rpartition(".")
+                setattr(model.get_submodule(owner), last, module)
+            keep_whole(model, [*experts.values()])
+
+        return complete
+
+
+def _install(module: Any, layer: Layer, tensors: dict[str, Tensor]) -> None:
+    """Makes an experts module without weights one with those of a pool."""
+    dense = {*projections(module)}
+    for name in [*module._parameters]:
+        owner = name.removesuffix("_bias")
+        if name in tensors or owner in dense or name.rpartition("_")[2] in TENSORS:
+            del module._parameters[name]
+    for name in dense:
+        vars(module).pop(name, None)
+    give_weights(module, tensors)
+    formats = [None if name is None else Format.named(name) for name in layer.about["formats"]]
+    module.__dict__.update(zip(_FORMATS, formats, strict=False), config=pinned_config(module))
+    module._is_hf_initialized = True

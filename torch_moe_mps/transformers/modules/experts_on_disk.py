@@ -1,0 +1,112 @@
+"""Experts whose weights are slots of a pool, which reads them from the disk as tokens need them."""
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...disk.pool import Pools
+from ..basics.interface import ON_DISK, Experts
+
+ops = torch.ops.moe_mps
+
+
+class OnDisk:
+    """The pool of an experts module, whose weights are the pool's slots.
+
+    Args:
+        pools, number: of the model, and which one of them is the module's.
+
+    Attributes:
+        key: of the file, which tells the weights.
+    """
+
+    def __init__(self, pools: Pools, number: int):
+        self.pools, self.number = pools, number
+        self.pool = pools.layers[number]
+        self.key = self.pool.reader.file.key
+
+    def ready(self, module: Experts, ids: Tensor) -> tuple[Experts, Tensor]:
+        """The module with the weights of some experts in memory, and the rows of those for the ids.
+
+        The slots of few tokens are read while the GPU waits; for many tokens, all experts are read.
+
+        Raises: OSError, ValueError for a disk that cannot be read.
+        """
+        staging = self.pools.staging
+        if staging is None or ids.numel() <= self.pool.size:
+            return module, ops._expert_slots(ids.int(), self.pool.number)
+        needed = None
+        if ids.numel() < self.pool.about.experts:
+            needed = {*ids.flatten().tolist()} & {*range(self.pool.about.experts)}
+            if len(needed) <= self.pool.size:
+                return module, ops._expert_slots(ids.int(), self.pool.number)
+        staging.read(self.number, needed)
+        return _with_weights(module, staging.tensors[self.number]), ids
+
+    def refuse(self, why: str) -> None:
+        """Raises: ValueError that names the module."""
+        raise ValueError(f"moe_mps::experts_memory: {self.pool.about.name} is on the disk: {why}")
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        self.refuse("load another one for a copy")
+
+    def __reduce__(self) -> Any:
+        self.refuse("it cannot be saved")
+
+
+def put_on_disk(module: Experts, pools: Pools, number: int) -> None:
+    """Makes a module whose weights are those of a pool read them from the disk."""
+    own = OnDisk(pools, number)
+
+    def _apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for tensor in own.pool.tensors.values():
+            empty = tensor[:0]
+            if (made := function(empty)).device != empty.device or made.dtype != empty.dtype:
+                own.refuse("its device and dtype are those that from_pretrained was given")
+        return module
+
+    vars(module)[ON_DISK], vars(module)["_apply"] = own, _apply
+
+
+def pools_of(model: nn.Module) -> Pools | None:
+    """The pools of a model whose experts are on the disk; None for any other."""
+    return next((vars(part)[ON_DISK].pools for part in model.modules() if ON_DISK in vars(part)), None)
+
+
+def keep_whole(model: nn.Module, experts: Sequence[nn.Module]) -> None:
+    """Makes a model refuse what its experts on the disk refuse, before anything of it is changed."""
+    own = weakref.ref(model)
+
+    def _apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for each in experts:
+            each._apply(function)
+        model: Any = own()
+        return type(model)._apply(model, function, recurse)
+
+    def save_pretrained(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("moe_mps::experts_memory: a model whose experts are on the disk cannot be saved")
+
+    vars(model).update(_apply=_apply, save_pretrained=save_pretrained)
+
+
+def _with_weights(module: Experts, tensors: dict[str, Tensor]) -> Experts:
+    """A module that shares everything with another but for some weights."""
+    other: Any = object.__new__(type(module))
+    other.__dict__ = copy.copy(module.__dict__)
+    give_weights(other, tensors)
+    return other
+
+
+def give_weights(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Gives a module weights in place of those with these names: codes are buffers."""
+    parameters = {n: p for n, p in module._parameters.items() if n not in tensors}
+    buffers = {n: b for n, b in module._buffers.items() if n not in tensors}
+    for name, tensor in tensors.items():
+        given: Any = nn.Parameter(tensor, requires_grad=False) if tensor.is_floating_point() else tensor
+        given._is_hf_initialized = True
+        (parameters if isinstance(given, nn.Parameter) else buffers)[name] = given
+    module.__dict__.update(_parameters=parameters, _buffers=buffers)
