@@ -18,7 +18,6 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRMSNorm
 
 import torch_moe_mps
-from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules.linears import QuantizedLinear
@@ -44,11 +43,6 @@ def projections(model) -> list[QuantizedLinear]:
 def one_by_one(model, ids: torch.Tensor) -> torch.Tensor:
     """The logits of the model's own code, with the weights that the quantised layers hold."""
     return output(torch_moe_mps.restore(copy.deepcopy(model)), ids)
-
-
-@pytest.fixture
-def captured(monkeypatch):
-    monkeypatch.setenv(CAPTURE, "1")
 
 
 def tokens(model, count: int = 5) -> torch.Tensor:
