@@ -114,13 +114,15 @@ def _forms(own: Callable, ours: Callable) -> _Forms:
         return _Forms(order, {name: name for name in names}, defaults, (), is_open=True)
     wanted = [parameter.name for parameter in taken]
     known = {name: name for name in names if name in wanted}
-    of_cache = cache_name(own) if CACHE in wanted else None
-    if of_cache is not None:
-        known[of_cache] = CACHE
+    hands_cache_on = False
+    if CACHE in wanted:
+        of_cache = cache_name(own)
+        hands_cache_on = of_cache is None
+        if of_cache is not None:
+            known[of_cache] = CACHE
     if wanted and order and wanted[0] not in known.values():
         known[order[0]] = wanted[0]  # the input, whatever it is called
     needed = tuple(parameter.name for parameter in taken if parameter.default is parameter.empty)
-    hands_cache_on = CACHE in wanted and of_cache is None
     return _Forms(order, known, defaults, needed, hands_cache_on=hands_cache_on)
 
 
