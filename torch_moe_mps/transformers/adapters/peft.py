@@ -50,7 +50,7 @@ def _creating(plain: Callable) -> Callable:
 
 
 def _naming(plain: Callable) -> Callable:
-    """Context in which quantised stacks are named parameters, so that `target_parameters` finds them.
+    """Context where quantised stacks are named parameters, so that `target_parameters` finds them.
 
     PEFT takes the device from a `weight` or a parameter, which experts of a GGUF file lack.
     """

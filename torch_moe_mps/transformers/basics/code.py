@@ -20,7 +20,7 @@ _known: ContextVar[dict[Any, Hashable] | None] = ContextVar("moe_mps_code", defa
 
 
 def unchanged() -> AbstractContextManager[dict[Any, Hashable]]:
-    """Context in which code does not change: it is read once."""
+    """Context where code does not change: it is read once."""
     return having(_known, {})
 
 

@@ -170,7 +170,7 @@ class Parts:
 
     @contextmanager
     def loaded(self, module: str) -> Iterator[nn.Module]:
-        """Context in which a module's weights are loaded.
+        """Context where a module's weights are loaded.
 
         Raises: ValueError for a parameter that the checkpoint lacks, or that cannot be quantised.
         """
