@@ -23,7 +23,6 @@ from support.sweep import in_sweep, rows_in_sweep
 from transformers import GenerationConfig
 
 import torch_moe_mps
-from torch_moe_mps import _environment
 from torch_moe_mps._faults import Mark
 from torch_moe_mps.serving.engine import engine as engines
 from torch_moe_mps.serving.engine.engine import Engine
@@ -39,9 +38,7 @@ _COMMAND = 10e-6  # seconds of the host to encode a launch
 _NEW, _STEADY = 20, slice(4, 12)
 
 
-@pytest.fixture(autouse=True)
-def captured(monkeypatch):
-    monkeypatch.setenv(_environment.CAPTURE, "1")
+pytestmark = pytest.mark.usefixtures("captured")
 
 
 @functools.cache
