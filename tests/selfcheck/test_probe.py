@@ -86,12 +86,12 @@ def test_what_is_launched(simulated):
 
 
 def test_reads_of_experts(simulated):
-    """Each layer's eight once: at random places, and side by side."""
-    size, of_expert = 1 << 20, probe.THREADS * 64
+    """Each layer's eight once: at random places, in one block and in two, and side by side."""
+    size, of_expert = 1 << 20, 2 * probe.THREADS * 64
     with simulated.counters() as counters:
-        probe.expert_reads(SMALL._replace(reads=(size,)))
+        probe.expert_reads(SMALL._replace(reads=(size,), expert_groups=2))
     layers = size // of_expert // probe.EXPERTS
-    assert [counted.kernel for counted in counters] == 2 * 2 * layers * ["probe_read_pieces_f32"]
+    assert [counted.kernel for counted in counters] == 3 * 2 * layers * ["probe_read_pieces_f32"]
     read = {counted.buffers[0].distinct_bytes_read for counted in counters}
     assert read == {probe.EXPERTS * of_expert}
     data, out = torch.arange(4096.0).to("mps"), torch.empty(2 * 32, device="mps")
@@ -248,7 +248,7 @@ def test_threads_that_a_pipeline_does_not_allow_are_not_asked_for(simulated, mon
 # Of an imagined M1 Max: 32 cores at 1.2 GHz, 320 GB/s, 16 cycles a product of halves.
 PAGE = AS_ASSUMED | {
     "machine": {"gpu": "Apple M1 Max", "macos": "15.1 (24B83)", "cores": 32, "cores_planned_for": 32},
-    "expert_reads_gbs": {"experts": 210.0, "stream": 300.0},
+    "expert_reads_gbs": {"experts": 250.0, "ranges": 210.0, "stream": 300.0},
     "read_gbs": {"16": 900.0, "200": 330.0, "2048": 320.0},
     "fma_tmacs": 32 * 128 * 1.2e9 / 1e12,
     "matrix_tmacs": {"half": 32 * 4 * 1.2e9 * 512 / 16 / 1e12, "float": 32 * 4 * 1.2e9 * 512 / 20 / 1e12},

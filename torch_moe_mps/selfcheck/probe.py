@@ -30,6 +30,7 @@ from .units import why_no_sdpa
 THREADS = 256  # in a threadgroup
 SIMDGROUPS = THREADS // 32
 EXPERTS = 8  # read by a token
+RANGES = 8  # of memory in which an expert lies: codes, scales and biases of its matrices
 CHAINS = 8  # kProbeChains of probe.metal
 FMAS = 8 * CHAINS  # in a step
 MATRIX = 8 * 8 * 8  # multiply-adds of two matrices
@@ -281,8 +282,8 @@ def reads(sizes: Sizes) -> dict[str, float]:
 
 
 def expert_reads(sizes: Sizes) -> dict[str, float]:
-    """GB/s of the pieces that tokens read of their experts, eight at random places for each layer, and of as
-    many pieces one behind the other."""
+    """GB/s of the pieces that tokens read of their experts, eight at random places for each layer: with each
+    in one block, and in as many ranges as its matrices have; and of as many pieces one behind the other."""
     of_group = THREADS * 4 * 16 * sizes.expert_steps
     size = max(filter(_is_held, sizes.reads), default=sizes.reads[0])
     experts = size // (of_group * sizes.expert_groups)
@@ -291,8 +292,14 @@ def expert_reads(sizes: Sizes) -> dict[str, float]:
     out = torch.empty(EXPERTS * sizes.expert_groups * THREADS, device="mps")
     chosen = torch.randperm(experts, generator=torch.Generator().manual_seed(0))[: layers * EXPERTS]
     result = {}
-    for name, of in (("experts", chosen), ("stream", torch.arange(len(chosen)))):
-        blocks = of[:, None] * sizes.expert_groups + torch.arange(sizes.expert_groups)
+    for name, of, ranges in (
+        ("experts", chosen, 1),
+        ("ranges", chosen, min(RANGES, sizes.expert_groups)),
+        ("stream", torch.arange(len(chosen)), 1),
+    ):
+        of_range = sizes.expert_groups // ranges
+        places = torch.arange(ranges)[:, None] * experts * of_range + torch.arange(of_range)
+        blocks = (of[:, None, None] * of_range + places).flatten(1)
         starts = (blocks * (of_group // 16)).int().view(layers, -1).to("mps")
 
         def token(starts: Tensor = starts) -> None:

@@ -90,7 +90,7 @@ def _fitted(page: dict[str, Any]) -> Fitted:
         f"  {what}: {value:.4g} ({was if was is None else f'{was:.4g}'})" for what, value, was in compared
     ]
     reads, (slowest, fastest) = page["expert_reads_gbs"], EXPERT_READS
-    reach = float(reads["experts"]) / float(reads["stream"])
+    reach = float(reads["ranges"]) / float(reads["stream"])
     lines.append(f"  reads of experts, times those of a stream: {reach:.3g} ({slowest:g} to {fastest:g})")
     least, most = START_US
     lines.append(f"  us of a dependent dispatch: {start:.4g} ({least:.4g} to {most:.4g})")
