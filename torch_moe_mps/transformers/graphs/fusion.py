@@ -143,9 +143,9 @@ class _New:
         named = dict(zip(known, positional, strict=False)) | {
             keyword.arg: keyword.value for keyword in form.keywords
         }
+        if passed.keys() & named.keys():
+            raise _Unfit
         for name, item in named.items():
-            if name in passed and passed[name] != known[name].default_value:
-                raise _Unfit
             value = self._value(item)
             passed[name] = float(value) if str(known[name].type) == "float" else value
         fakes = {n: tensor_of(v) if is_node(v) else as_given(v) for n, v in passed.items()}
