@@ -31,7 +31,7 @@ _REQUIRED = object()  # in place of the default of an argument that has none
 
 
 class Rest(NamedTuple):
-    """The arguments of a call that a formula does not name, but for those that have their defaults."""
+    """The arguments of a call that a formula does not name, without defaults."""
 
     call: fx.Node
     arguments: dict[str, Any]
