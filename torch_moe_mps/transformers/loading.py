@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from ..macs import machine_memory
 from .accelerate import accelerate
 from .attention.implementations import require_kv_bits
-from .basics.unmodified import own_code
+from .basics.unmodified import why_unmodified
 from .caches.cache import grow_caches_in_place
 from .checkpoints.calibration import importance_for
 from .checkpoints.gguf.quantizer import packing
@@ -95,9 +95,7 @@ def from_pretrained(
         _refuse_beside_experts_memory(importance=importance, distributed_config=part)
     source = Source(name, kwargs, model_class)
     _check_drafting(recipe, source)
-    if source.gguf is not None:
-        dtype = {"dtype": torch.bfloat16} if kwargs.get("dtype") == "auto" else {}
-        kwargs |= {"gguf_file": source.gguf, **dtype}
+    kwargs |= _of_gguf(source, kwargs.get("dtype"))
     if part is not None:
         _require_no_text(importance)
     if importance is not None:
@@ -124,13 +122,20 @@ def from_pretrained(
     return (model, info) if with_info else model
 
 
+def _of_gguf(source: Source, dtype: Any) -> dict[str, Any]:
+    """Arguments of the class's from_pretrained for a GGUF file; none for another checkpoint."""
+    if source.gguf is None:
+        return {}
+    return {"gguf_file": source.gguf, **({"dtype": torch.bfloat16} if dtype == "auto" else {})}
+
+
 def _accelerate(model: Any, importance: Any, asked: dict[str, Any] | None, kv_bits: int | None) -> None:
     """Accelerates a model that was read, unless its quantizer has, and sets the bits of its caches."""
     if not isinstance(getattr(model, "hf_quantizer", None), Quantizer):
         done = accelerate(model.eval(), importance=importance, **(asked or {}))
         if asked is not None:
             model.hf_quantizer.report = done.quantization
-    if kv_bits is not None and own_code(model) is None:
+    if kv_bits is not None and why_unmodified(model) is None:
         grow_caches_in_place(model, working_kv_bits(model, kv_bits))
         compile_kernels(model)
 

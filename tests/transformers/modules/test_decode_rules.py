@@ -21,7 +21,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules.linears import QuantizedLinear
-from torch_moe_mps.transformers.modules.rules.formulas import is_norm, rms_norm
+from torch_moe_mps.transformers.modules.rules.norms import call_of, is_norm
 from torch_moe_mps.transformers.modules.rules.rope import RopeCall, rope_form, rotated, rotation_in_place
 
 
@@ -235,9 +235,9 @@ class Doubled(WithoutWeight):
 
 
 def test_a_norm_without_weight():
-    call = rms_norm.call_of(WithoutWeight())
+    call = call_of(WithoutWeight())
     assert call is not None and call.weights == () and call.constants == (None, 1e-3, 0.0)
-    assert rms_norm.call_of(Doubled()) is None
+    assert call_of(Doubled()) is None
 
 
 class OfEveryFourth(Qwen4ExpTextRMSNorm):

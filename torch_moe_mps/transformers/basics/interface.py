@@ -13,6 +13,12 @@ ON_DISK = "_moe_mps_on_disk"
 _CODES = (*TENSORS, "order")
 
 
+def experts_on_disk(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, its `OnDisk`) of each module of a model whose experts are on the disk."""
+    named = ((name, vars(module).get(ON_DISK)) for name, module in model.named_modules())
+    return ((name, own) for name, own in named if own is not None)
+
+
 class Experts(nn.Module):
     """The attributes of a module with the experts interface, for type checkers; it has no instances.
 
@@ -41,7 +47,7 @@ class Experts(nn.Module):
 
 
 def is_experts(module: nn.Module) -> TypeGuard[Experts]:
-    """Whether a module has the experts interface of transformers' `use_experts_implementation`."""
+    """True if a module has the experts interface of transformers' `use_experts_implementation`."""
     if not all(isinstance(getattr(module, flag, None), bool) for flag in INTERFACE):
         return False
     tensors = [getattr(module, projection, None) for projection in projections(module)]
@@ -50,7 +56,7 @@ def is_experts(module: nn.Module) -> TypeGuard[Experts]:
 
 
 def is_quantized(experts: nn.Module) -> bool:
-    """Whether quantising, or the loading of a checkpoint, gave the module a format."""
+    """True if quantising, or the loading of a checkpoint, gave the module a format."""
     return getattr(experts, "quantization", None) is not None
 
 
