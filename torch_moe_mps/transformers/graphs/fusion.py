@@ -40,8 +40,8 @@ class Fusion:
     reads and writes when it does, its own checks take the arguments, and its result has the dtype and as many
     elements as the formula's: before a cast, if that is all that reads it. In the text of the operator, X[S]
     is X in this shape, before copies that only keep its values; an argument in a dtype that keeps all digits
-    of the result's is taken before its cast; `*A` are the other arguments that are
-    not defaults, which the operator may not name again. Further results are the values that the formula names with `:=`.
+    of the result's is taken before its cast; `*A` are the other arguments that are not defaults, which the
+    operator may not name again. Further results are the values that the formula names with `:=`.
 
     Args:
         rows: (formula, operator), tried in this order.
