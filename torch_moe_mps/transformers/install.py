@@ -15,6 +15,7 @@ from torch import nn
 from .._text import first_line
 from .basics.code import code_of
 from .basics.report import Done
+from .basics.scoped import Bounded
 from .basics.state import (
     NOTHING,
     REWRITTEN,
@@ -35,8 +36,9 @@ from .modules.experts import runs_eager
 from .modules.functions import InPlace, with_operators
 from .modules.rules import FUNCTION_RULES, MODULE_RULES
 from .trials.comparing import on_the_cpu
-from .trials.memory import recall
 from .upstream.calls import Binder, as_given, cache_name, in_place
+
+_replacements = Bounded(4096)  # {code of a function that forwards call: what runs in its place}
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -107,14 +109,13 @@ def _with_functions(module: nn.Module) -> tuple[Callable, list[Done], list[str]]
 
 def _in_place(function: types.FunctionType) -> InPlace | None:
     """Replacement of a function. Raises: Unsupported if no trial reached a branch of it."""
-
-    def find() -> InPlace | Unsupported | None:
+    key = code_of(function)
+    if key not in _replacements:
         try:
-            return next(filter(None, (rule(function) for rule in FUNCTION_RULES)), None)
+            _replacements[key] = next(filter(None, (rule(function) for rule in FUNCTION_RULES)), None)
         except Unsupported as error:
-            return error
-
-    found = recall((_in_place, code_of(function)), find)
+            _replacements[key] = error
+    found = _replacements[key]
     if isinstance(found, Unsupported):
         raise Unsupported(*found.args)
     return found

@@ -14,7 +14,6 @@ from torch import nn
 
 import torch_moe_mps
 from torch_moe_mps.transformers import install
-from torch_moe_mps.transformers.trials import memory
 
 RAN = {"causal_conv1d_update_": 1}
 
@@ -213,7 +212,7 @@ def test_a_function_whose_trial_fails_is_left_alone(monkeypatch):
     def fails(function):
         raise RuntimeError("moe_mps::rope: no such kernel")
 
-    memory.forget()
+    install._replacements.clear()
     monkeypatch.setattr(install, "FUNCTION_RULES", (fails,))
     layer = Returns().eval()
     assert install.rewrite(layer) == ([], "moe_mps::rope: no such kernel")
