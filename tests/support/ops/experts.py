@@ -152,3 +152,7 @@ def invalid_moe_experts(zeros):
         wrong("False when gated is False", interleaved=True, gated=False),
         *invalid_tail(zeros),
     ]
+
+
+def invalid__expert_outer(zeros):
+    return [wrong("between 1 and 1024", num_experts=number) for number in (0, 1025)]

@@ -129,6 +129,7 @@ def invalid_expert_lora(zeros):
             a=zeros(25, H),
             b=zeros(I, 25),
         ),
+        wrong("between 1 and 1024", num_experts=0),
     ]
 
 
