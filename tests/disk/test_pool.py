@@ -190,6 +190,18 @@ def test_an_interrupt_loses_no_slot(file, monkeypatch):
     check(pools, tensors, 0, [1, 2])
 
 
+def test_torch_knows_what_was_written(file):
+    """Decoded weights are kept for tensors of one version: those of the expert before are not used again."""
+    pools = Pools(file[0], 2, CPU)
+    staged = pools.staging.tensors[2]["codes"]
+    for expert in range(4):
+        pool = pools.layers[0]
+        before = pool.tensors["codes"]._version, staged._version
+        pool.slots(torch.tensor([expert]))
+        pools.staging.read(2)
+        assert pool.tensors["codes"]._version > before[0] and staged._version > before[1]
+
+
 def test_whole_layers(file):
     """All experts of each layer, ahead of the layer that is computed, or the needed ones; pools survive."""
     pools, tensors = Pools(file[0], 3, CPU), file[1]
