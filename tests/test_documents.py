@@ -154,8 +154,9 @@ def test_operators_with_a_backward():
     assert re.findall(r"`(\w+)`", sentence) == sorted(WITH_BACKWARD)
 
 
-def test_the_faq_is_short():
-    assert len((REPOSITORY / "docs" / "faq.md").read_text().split()) <= 2500
+def test_the_pages_are_short():
+    words = {page.name: len(page.read_text().split()) for page in (REPOSITORY / "docs").glob("*.md")}
+    assert words["faq.md"] <= 2500 and sum(words.values()) <= 25_000, words
 
 
 def test_the_variables_of_the_environment():

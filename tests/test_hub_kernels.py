@@ -19,6 +19,7 @@ import simulator
 import torch
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 from kernels.layer.layer import _create_func_module, _validate_layer
+from support.ops import family
 from support.processes import REPOSITORY, environment
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
@@ -29,6 +30,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import torch_moe_mps
 from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._samples import packet, sample_arguments
 
 UNIQUE = "_moe_mps_metal_1a2b3c4"  # as the builder names a build
 REGISTRATION = """
@@ -59,7 +61,9 @@ def test_the_settings_name_every_source(project):
     (kernel,) = settings["kernel"].values()
     assert kernel["backend"] == "metal" and kernel["depends"] == ["torch"]
     files = {str(f.relative_to(project)) for f in (project / "moe_mps_metal").rglob("*") if f.is_file()}
-    assert {*kernel["src"]} == files
+    # Of a kernel's list the builder gives headers and Metal files to its Metal compiler.
+    assert all(name.endswith(".mm") for name in kernel["src"])
+    assert {*kernel["src"], *settings["torch"]["src"]} == files | {"torch-ext/torch_binding.cpp"}
     host = {f.name for f in (REPOSITORY / "torch_moe_mps" / "csrc").rglob("*.mm")}
     assert {Path(name).name for name in files if name.endswith(".mm")} == host
     binding = (project / "torch-ext" / "torch_binding.cpp").read_text()
@@ -172,6 +176,47 @@ def test_operators_have_a_namespace_of_their_own(kernel, simulated):
     gate = (x, random(8, 64).to("mps"), random(64).to("mps"), scale, 2, 1e-6)
     for found, expected in zip(kernel.moe_gate(*gate), torch_moe_mps.ops.moe_gate(*gate), strict=True):
         assert torch.equal(found.cpu(), expected.cpu())
+
+
+@pytest.mark.sweep
+def test_functions_refuse_what_the_packages_operators_refuse(kernel, simulated):
+    """In the same words; and they return what they write."""
+
+    def zeros(*shape, dtype=torch.float32):
+        return torch.zeros(shape, dtype=dtype, device="mps")
+
+    for name in sorted({*kernel.__all__} - {"layers"}):
+        good = sample_arguments(name, "mps", torch.float32)
+        wrong = [changes for _, changes in getattr(family(name), f"invalid_{name}", lambda _: [])(zeros)]
+        for argument in packet(name).default._schema.arguments:
+            value = good.get(argument.name)
+            if str(argument.type) == "float":
+                wrong.append({argument.name: 1e39})
+            if argument.name.endswith("_"):
+                wrong += [
+                    {argument.name: value[:1].expand_as(value)},
+                    {argument.name: good["expert_out"].flatten(0, -2)[: len(value)]},
+                ]
+            elif isinstance(value, torch.Tensor):
+                wrong += [
+                    {argument.name: value.to(torch.complex64)},
+                    {argument.name: value[None, None, None]},
+                ]
+        for changes in wrong:
+            found, expected = (
+                refusal(getattr(of, name), good | changes) for of in (kernel, torch_moe_mps.ops)
+            )
+            assert found == expected and expected is not None, (name, changes)
+    residual, slots, weights = zeros(2, 64), random(2, 3, 64).to("mps"), random(2, 3).to("mps")
+    assert kernel.weighted_sum_residual_stacked_(residual, slots, weights) is residual
+
+
+def refusal(function, arguments: dict) -> str | None:
+    try:
+        function(**arguments)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -384,6 +429,53 @@ def test_whole_model(folder, architecture):
     assert result.returncode == 0 and "copied in every call" not in result.stderr, result.stderr
     difference, same, called = json.loads(result.stdout.splitlines()[-1])
     assert difference < 1e-5 and same and {*called} == operators
+
+
+def gpt_oss_with(width: int) -> tuple:
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2}
+    module = moved(filled(gpt_oss.GptOssMLP(gpt_oss.GptOssConfig(**sizes))))
+    module.router.weight.data = random(8, width).to("mps")
+    return module, random(1, 3, width).to("mps")
+
+
+HEADS = [(1, 3, 2, 8), (1, 3, 2, 8), (1, 3, 3, 4), (1, 3, 3), (1, 3, 3)]
+BAD = {
+    "RMSNorm": (
+        lambda: (moved(filled(qwen3.Qwen3RMSNorm(40))), random(2, 39).to("mps")),
+        "weight must be of shape",
+    ),
+    "RMSNormGated": (
+        lambda: (moved(filled(kimi.KimiLinearRMSNormGated(40))), *on_mps(random(2, 40), random(3, 40))),
+        "gate must be of shape",
+    ),
+    "MegaBlocksMoeMLP": (lambda: gpt_oss_with(48), "hidden_states must be of width 64, got 48"),
+    "apply_rotary_transformers": (
+        lambda: (None, *on_mps(random(2, 4, 5, 16), random(2, 2, 5, 16), random(1, 5, 12), random(1, 5, 12))),
+        r"cos must be of shape \[B or 1, T, D or D / 2\], with B, D = \(2, 16\), got \(1, 5, 12\)",
+    ),
+    "causal_conv1d_update": (
+        lambda: (None, *on_mps(random(2, 70, 3), random(2, 70, 2), random(70, 4))),
+        "conv_state must be of 3 positions or more, got 2",
+    ),
+    "chunk_gated_delta_rule": (
+        lambda: (None, *on_mps(*(random(*shape) for shape in HEADS))),
+        "value must be of a multiple of the key's 2 heads, got 3",
+    ),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_a_layer_is_one_line(layers, name):
+    make, message = BAD[name]
+    module, *given = make()
+    layer = getattr(layers, name)
+    with pytest.raises(ValueError, match=message) as error:
+        layer.forward(layer() if module is None else module, *given)
+    assert len(str(error.value).splitlines()) == 1
+    if name.startswith("RMSNorm"):
+        with pytest.raises(ValueError, match="must be float32 or float16 or bfloat16"):
+            layer.forward(module, *(x.to(torch.complex64) for x in given))
 
 
 @pytest.mark.sweep

@@ -266,16 +266,20 @@ def by_operators(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return dict(sorted(made.items()))
 
 
+def rows_of(version: str) -> dict[str, dict[str, Any]]:
+    """{operator: its row} of a version of torch."""
+    library = Library(version)
+    memory = memory_of_kernels(library)
+    _matched.clear()
+    return by_operators({name: row(library, name, memory) for name in library.wrappers})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="aten_table", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("versions", nargs="*", metavar="VERSION", default=VERSIONS)
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     for version in parser.parse_args().versions:
-        library = Library(version)
-        memory = memory_of_kernels(library)
-        _matched.clear()
-        rows = {name: row(library, name, memory) for name in library.wrappers}
-        table[version] = by_operators(rows)
+        table[version] = rows_of(version)
         print(f"torch {version}: {len(table[version])} operators", flush=True)
     TABLE.write_text(as_text(table))
     return 0

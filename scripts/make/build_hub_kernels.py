@@ -8,6 +8,7 @@ is built and used.
 """
 
 import argparse
+import inspect
 import pprint
 import re
 import shutil
@@ -19,6 +20,7 @@ import torch
 from torch_moe_mps._extension import format_arguments
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._registry import DECLARED
+from torch_moe_mps.ops.combine import ExpertSum
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "torch_moe_mps"
@@ -49,6 +51,21 @@ def in_python_39(text: str) -> str:
     """A module of ops/ for the oldest Python that kernels must run in."""
     text = re.sub(r'\A(""".*?"""\n)', r"\1\nfrom __future__ import annotations\n", text, flags=re.DOTALL)
     return text.replace(", strict=True)", ")")
+
+
+SUMMANDS = """# What a layer adds to its experts' sum: of torch_moe_mps, by a script.
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._checks import Check
+
+
+"""
 
 
 def tables(names: list[str]) -> str:
@@ -89,6 +106,11 @@ def renamed(file: Path, text: str) -> str:
     return f"#ifndef moe_mps\n{UNIQUE}#endif\n{text}"
 
 
+def listed(*paths: str) -> str:
+    """A list of TOML."""
+    return "[\n" + "".join(f'  "{path}",\n' for path in paths) + "]"
+
+
 def build(destination: Path) -> Path:
     """Writes the project. Returns: its folder.
 
@@ -96,13 +118,17 @@ def build(destination: Path) -> Path:
     """
     shutil.copytree(REPOSITORY / "hub", destination, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copyfile(REPOSITORY / "LICENSE", destination / "LICENSE")
-    sources = "".join(f'  "{path}",\n' for path in copied(destination))
-    settings = destination / "build.toml"
-    settings.write_text(settings.read_text().replace("src = []\n", f"src = [\n{sources}]\n"))
+    settings, paths = destination / "build.toml", [*copied(destination)]
+    text, binding = settings.read_text(), "torch-ext/torch_binding.cpp"
+    headers = (path for path in paths if path.endswith(".h"))
+    text = text.replace(f'src = ["{binding}"]\n', f"src = {listed(binding, *headers)}\n")
+    host = (path for path in paths if path.endswith(".mm"))
+    settings.write_text(text.replace("src = []\n", f"src = {listed(*host)}\n"))
     (destination / "torch-ext" / "torch_binding.cpp").write_text(BINDING.format(schemas=schemas()))
     package = destination / PYTHON
     for name in ("_checks", "_declared"):
         (package / f"{name}.py").write_text(in_python_39((PACKAGE / "ops" / f"{name}.py").read_text()))
+    (package / "_summands.py").write_text(SUMMANDS + inspect.getsource(ExpertSum))
     names = re.findall(r'^(\w+) = operator\("\w+"\)$', (package / "operators.py").read_text(), re.MULTILINE)
     (package / "_tables.py").write_text(tables(names))
     shutil.copytree(

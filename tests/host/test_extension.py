@@ -22,9 +22,9 @@ def test_buffers_beside_each_other_do_not_overlap(device):
     long."""
     tensors = [torch.zeros(2**20, device=device) for _ in range(8)]
     for written, read in itertools.permutations(tensors, 2):
-        Check("an_operator").apart("residual_", written, slots=read)
+        Check("an_operator").all_apart(["residual_"], {"residual_": written, "slots": read})
     with pytest.raises(ValueError, match="free of overlap with slots"):
-        Check("an_operator").apart("residual_", tensors[0][1:], slots=tensors[0][:-1])
+        Check("an_operator").all_apart(["residual_"], {"residual_": tensors[0][1:], "slots": tensors[0][:-1]})
 
 
 WITHOUT_EXTENSION = """

@@ -79,18 +79,18 @@ def test_the_bits_are_those_of_decoding_in_every_call(format, decodings, monkeyp
 
 
 def test_what_is_kept_goes_with_the_weight(decodings):
-    before = _decoded.kept_bytes()
+    before = _decoded._bytes
     weight = matrix()
     product(weight)
-    assert _decoded.kept_bytes() == before + 24 * 256 * 4
+    assert _decoded._bytes == before + 24 * 256 * 4
     view = weight.map(lambda tensor: tensor[3:])
     product(view)
-    assert _decoded.kept_bytes() == before + (24 + 21) * 256 * 4
+    assert _decoded._bytes == before + (24 + 21) * 256 * 4
     del weight
-    assert _decoded.kept_bytes() > before  # by the view
+    assert _decoded._bytes > before  # by the view
     codes = view.packed
     del view
-    assert _decoded.kept_bytes() == before and len(codes) == 21  # without scales nothing reads them
+    assert _decoded._bytes == before and len(codes) == 21  # without scales nothing reads them
 
 
 @pytest.mark.parametrize("part", ["packed", "scales", "biases"])
@@ -162,11 +162,11 @@ def test_weights_of_a_call_are_checked_in_front_of_it_and_once(decodings, monkey
     assert call()[4].shape == (1, 3)
     with torch.enable_grad(), _decoded.checked_at_once(model):
         assert _decoded._here.read is None
-    kept = _decoded.kept_bytes()
+    kept = _decoded._bytes
     layers.clear()
     model = None
     gc.collect()
-    assert _decoded.kept_bytes() <= kept - 4 * 256 * (24 + 24 + 3)
+    assert _decoded._bytes <= kept - 4 * 256 * (24 + 24 + 3)
 
 
 def test_a_loaded_state_dict_is_noticed_by_layers_that_are_joined(decodings):
@@ -216,7 +216,7 @@ def test_the_report_says_what_is_kept(monkeypatch):
 
 
 def test_no_more_than_allowed_is_kept(decodings, monkeypatch):
-    allowed = _decoded.kept_bytes() + 1.5 * 24 * 256 * 4
+    allowed = _decoded._bytes + 1.5 * 24 * 256 * 4
     monkeypatch.setenv(_environment.CPU_MEMORY, str(allowed / 1e9))
     one, other = matrix(), matrix()
     for _ in range(3):

@@ -1,8 +1,11 @@
 """Slots of experts by a pool, for which the GPU waits and the host does not; errors of the pool."""
 
+import contextlib
 import gc
 import itertools
 import threading
+import time
+from random import Random
 
 import pytest
 import torch
@@ -230,6 +233,48 @@ def test_a_pool_that_is_freed_while_the_gpu_asks(simulated, schedule):
         del pool
         gc.collect()
         before.may_answer.set()
+        torch_moe_mps.synchronize()
+
+
+class Unreliable:
+    """A pool that fails and is late at random."""
+
+    def __init__(self, random: Random, fails: float, is_late: float):
+        self.random, self.fails, self.is_late = Random(random.random()), fails, is_late
+        self.number = register_pool(self, "a layer", 0.003 if is_late else 60.0)
+
+    def slots(self, ids):
+        if self.random.random() < self.fails:
+            raise OSError("no disk")
+        if self.random.random() < self.is_late:
+            time.sleep(0.005)
+        return 3 * ids + 1
+
+
+@SCHEDULES
+def test_random_steps(simulated, schedule):
+    """Each step is right or raises one error, whatever steps before it did."""
+    simulated.set_schedule(schedule)
+    random, ids = Random(schedule), ids_on("mps", 1, 2)
+    pools = [Unreliable(random, *chances) for chances in ((0, 0), (0, 0), (0.15, 0), (0, 0.1))]
+    norm, right, wrong = sample_arguments("rms_norm", "mps", torch.float32), 0, 0
+    for _ in range(60):
+        try:
+            slots, expected = ids, [[1, 2]]
+            for _ in range(random.randrange(1, 7)):
+                if random.random() < 0.5:
+                    packet("rms_norm")(**norm)
+                slots = expert_slots(slots, random.choice(pools).number)
+                expected = [[3 * slot + 1 for slot in expected[0]]]
+            mark = Mark(torch.device("mps"), commits=random.random() < 0.5)
+            expert_slots(ids, random.choice(pools).number)  # of a step ahead
+            mark.wait()
+            assert host_view(slots).tolist() == expected
+            right += 1
+        except torch.AcceleratorError:
+            wrong += 1
+    assert right > 10 and wrong > 2
+    with contextlib.suppress(torch.AcceleratorError):
         torch_moe_mps.synchronize()
 
 

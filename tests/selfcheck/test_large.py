@@ -108,9 +108,9 @@ def test_the_real_sizes_fit(simulated):
 
 def test_a_comparison_keeps_no_decoded_weight(simulated):
     call = next(call for _, call in large.calls(torch.float32, AFFINE, smaller=512))
-    before = _decoded.kept_bytes()
+    before = _decoded._bytes
     kept = torch.ops.moe_mps.linear_quantized(**call.arguments)
-    assert _decoded.kept_bytes() > before
-    during = _decoded.kept_bytes()
+    assert _decoded._bytes > before
+    during = _decoded._bytes
     assert check.compare(call) is None and kept.numel()
-    assert _decoded.kept_bytes() == during
+    assert _decoded._bytes == during

@@ -18,7 +18,7 @@ SMALL = probe.Sizes(
     **{"dispatches": 20, "buffers": (1, 5), "reads": (1 << 16, 1 << 18), "idle": (0.0, 0.01)},
     **{"groups": 2, "fma_steps": 2, "matrix_steps": 2, "repeats": 1, "live_steps": 2, "bank_steps": 4},
     **{"fragment_steps": 2, "queued": 3, "sustained": 0.01, "expert_groups": 1, "expert_steps": 1},
-    chunk=(24, 72, 16),
+    **{"chunk": (24, 72, 16), "asked": 3, "late": (0.001, 0.01)},
 )
 RATES = (
     *(
@@ -63,6 +63,8 @@ def test_a_page(simulated, monkeypatch, capsys):
     assert page["machine"]["gpu"] == "Simulated Apple GPU" and page.keys() >= {*probe.PARTS, "compiling_s"}
     assert {name: page[name] for name in AS_ASSUMED} == AS_ASSUMED
     assert all(number >= 0 for name in RATES for number in numbers(page[name]))
+    asked = page["slots_of_experts"]
+    assert asked["us"] > 0 and asked["goes_on_after_s"] == {"0.001": True, "0.01": True}
     assert page["compiling_s"].keys() == {"probe_f32", "norms_f32"}
     assert [*page["read_gbs"]] == ["0.0625", "0.25"] and [*page["dispatch_us"]["run"]] == ["1", "5"]
 
@@ -97,6 +99,14 @@ def test_reads_of_experts(simulated):
     probe._run("probe_read_pieces", [data, starts, out], 2, 32, 2)
     pieces = torch.arange(4096.0).view(1024, 4)[[*range(512, 768), *range(256)]]
     assert torch.equal(out.cpu(), pieces.view(2, 8, 32, 4).sum((1, 3)).flatten())
+
+
+def test_slots_that_stop_the_gpu(simulated):
+    """As macOS may stop a GPU that waits too long."""
+    with simulated.failing("timeout"):
+        found = probe.slots_of_experts(SMALL)
+    assert "Caused GPU Timeout Error" in found["goes_on_after_s"]["0.001"]
+    assert found["goes_on_after_s"]["0.01"] is True and found["us"] > 0
 
 
 @pytest.mark.parametrize(("own", "sdpa"), [(0.003, 0.002), (0.002, 0.003)])

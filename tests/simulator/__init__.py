@@ -28,6 +28,7 @@ from .build_device import extension, load
 from .errors import SimulatorError
 from .runtime import (
     Ssd,
+    called_aten,
     clocked,
     commit_unseen,
     commits,
@@ -51,7 +52,6 @@ from .runtime import (
     timeline,
     torch_version,
     trace,
-    unknown_aten,
 )
 from .shaderlib import DispatchCounters, shader_library
 
@@ -59,6 +59,7 @@ __all__ = [
     "DispatchCounters",
     "SimulatorError",
     "Ssd",
+    "called_aten",
     "clocked",
     "commit_unseen",
     "commits",
@@ -85,5 +86,4 @@ __all__ = [
     "timeline",
     "torch_version",
     "trace",
-    "unknown_aten",
 ]

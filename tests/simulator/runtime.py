@@ -38,7 +38,7 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_contents.restype = ctypes.c_void_p
     library.simulator_set_heap_limit.argtypes = [ctypes.c_size_t]
     library.simulator_is_resident.argtypes = [ctypes.c_void_p]
-    library.simulator_unknown_aten.restype = ctypes.c_char_p
+    library.simulator_called_aten.restype = ctypes.c_char_p
     library.simulator_add_aten.argtypes = [
         ctypes.c_int,
         ctypes.c_char_p,
@@ -167,9 +167,9 @@ def torch_version(version: str) -> Iterator[None]:
         _runtime().simulator_use_torch(before)
 
 
-def unknown_aten() -> list[str]:
-    """The operators of aten that have run so far and that aten.json does not have; forgets them."""
-    return _runtime().simulator_unknown_aten().decode().split()
+def called_aten() -> list[str]:
+    """The operators of aten that have run on the device so far; forgets them."""
+    return _runtime().simulator_called_aten().decode().split()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@
 #include "register.h"
 #include "rope.h"
 #include "tensors.h"
-#include "warm.h"
 
 namespace moe_mps {
 namespace {
@@ -22,7 +21,6 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kMostKeyStride = kMostElements / 256;  // kernels count bytes within a tile of 64 keys
-constexpr size_t kMostWarm = 16 << 20;                   // bytes of a weight that the last cache can hold
 constexpr int64_t kRun = 8;  // elements of a dense head that a kernel loads at once, the most
 constexpr int64_t kWordsOfRun = 2;
 
@@ -324,8 +322,8 @@ AttentionShape shape_of(const Sizes& sizes, const Readable& readable, const Atte
 
 // Binds the tensors of a launch; with `turning`, of attention_turned.
 void bind_operands(Command& command, const Sizes& sizes, const Readable& readable,
-                   const AttentionParams& params, const Turning* turning, const Tensor* weight,
-                   const Tensor& output, const OptionalTensor& partials) {
+                   const AttentionParams& params, const Turning* turning, const Tensor& output,
+                   const OptionalTensor& partials) {
   const Cache &k = readable.k, &v = readable.v;
   if (turning) {
     command.stand_in(k.values)
@@ -335,9 +333,7 @@ void bind_operands(Command& command, const Sizes& sizes, const Readable& readabl
         .stand_in(output)
         .bind(readable.sinks, output, partials)
         .bind_strided(readable.key_range, readable.gate)
-        .bind(weight ? *weight : output)
-        .params(TurnedParams{params, turning->params,
-                             static_cast<uint32_t>(weight ? weight->nbytes() / kWarmLine : 0)});
+        .params(TurnedParams{params, turning->params});
     return;
   }
   const bool has_keys = sizes.stored > 0, selects = sizes.selected > 0 && readable.indices;
@@ -365,19 +361,14 @@ void encode(const Sizes& sizes, const Readable& readable, AttentionParams params
   const double bytes_of_keys = static_cast<double>(sizes.batch * sizes.key_heads) *
                                static_cast<double>(sizes.keys) *
                                static_cast<double>(q.element_size() * (params.k.width + sizes.value_width));
-  const Tensor* weight = turning ? next_matrix : nullptr;
-  if (weight && !(weight->is_mps() && weight->is_contiguous() && weight->nbytes() <= kMostWarm))
-    weight = nullptr;
-  Size grid = plan.grid;
-  if (weight) grid.x += ceil_div(gpu_cores(), grid.z);  // about one on each core
   Commands commands;
   const bool is_quantized = readable.k.scales.has_value();
   Command& command = commands.add(attention_library(shape.file, plan.width, q.scalar_type(), is_quantized),
                                   plan.kernel, output);
-  bind_operands(command, sizes, readable, params, turning, weight, output, partials);
+  bind_operands(command, sizes, readable, params, turning, output, partials);
   command.work(slots, static_cast<double>(q.nbytes() + output.nbytes()) + bytes_of_keys)
       .threadgroup_memory(plan.memory)
-      .threadgroups(grid, {plan.threads});
+      .threadgroups(plan.grid, {plan.threads});
   if (partials) {
     const char* const merge = readable.gate ? "attention_merge_gated" : "attention_merge";
     commands.add({"attention_merge", q.scalar_type()}, merge, output)

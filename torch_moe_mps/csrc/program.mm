@@ -18,7 +18,6 @@
 
 #include "metal/function.h"
 #include "signature.h"
-#include "warm.h"
 
 namespace moe_mps {
 namespace {
@@ -112,18 +111,9 @@ struct Argument {
 struct Call {
   c10::OperatorHandle op;
   Range arguments;
-  Range results;        // -1: nobody reads it
-  Range last;           // read by this call for the last time
-  bool is_list;         // the results are those of one list
-  int64_t matrix;       // the place of its weight; 0: it has none
-  int64_t next_matrix;  // that of the next call that has one
-};
-
-bool warms = false;
-
-struct WithNextMatrix {
-  explicit WithNextMatrix(const at::Tensor* matrix) { next_matrix = matrix; }
-  ~WithNextMatrix() { next_matrix = nullptr; }
+  Range results;  // -1: nobody reads it
+  Range last;     // read by this call for the last time
+  bool is_list;   // the results are those of one list
 };
 
 List list_of(const c10::Type& element) {
@@ -180,17 +170,12 @@ class Program : public torch::CustomClassHolder {
     const auto& returns = schema.returns();
     const bool is_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
     calls_.push_back({op, add_items<Argument>(arguments_, given), add_items<int64_t>(listed_, results),
-                      add_items<int64_t>(listed_, last), is_list, matrix_among(arguments), 0});
+                      add_items<int64_t>(listed_, last), is_list});
   }
 
   void finish(int64_t places, const Places& results) {
     places_ = places;
     results_ = results;
-    int64_t next = 0;
-    for (auto call = calls_.rbegin(); call != calls_.rend(); ++call) {
-      call->next_matrix = next;
-      if (call->matrix < 0) next = call->matrix;
-    }
   }
 
   // Returns: the results, or nothing where the tensors are not like those that the calls are for.
@@ -206,8 +191,6 @@ class Program : public torch::CustomClassHolder {
     std::copy(integers.begin(), integers.end(), next);
     torch::jit::Stack stack;
     for (const Call& call : calls_) {
-      const bool warmed = call.next_matrix < 0 && warms;
-      const WithNextMatrix next_call(warmed ? &constants_[~call.next_matrix].toTensor() : nullptr);
       for (const Argument& argument : items_of(arguments_, call.arguments)) push(argument, values, stack);
       forget(call.last, values);
       run_call(call, stack);
@@ -267,20 +250,6 @@ class Program : public torch::CustomClassHolder {
     return place < 0 ? constants_[~place] : values[place];
   }
 
-  // The largest constant that is a matrix: weights of norms lie among the arguments, too.
-  int64_t matrix_among(const std::vector<Places>& arguments) const {
-    int64_t matrix = 0;
-    size_t most = 0;
-    for (const Places& places : arguments) {
-      if (places.size() != 1 || places[0] >= 0 || !constants_[~places[0]].isTensor()) continue;
-      const at::Tensor& tensor = constants_[~places[0]].toTensor();
-      if (tensor.dim() < 2 || tensor.nbytes() <= most) continue;
-      most = tensor.nbytes();
-      matrix = places[0];
-    }
-    return matrix;
-  }
-
   void forget(Range last, std::vector<c10::IValue>& values) const {
     for (const int64_t place : items_of(listed_, last)) values[place] = c10::IValue();
   }
@@ -337,14 +306,7 @@ class Program : public torch::CustomClassHolder {
   mutable std::atomic<int64_t> checked_ = 0;  // checks_begun() when a run last checked all calls
 };
 
-void warm_next_matrix(bool wanted) {
-  warms = wanted;
-}
-
 }  // namespace
-
-// Attention of a captured token reads the matrix of the next operator into the last cache: an experiment.
-MOE_FUNCTION("_warm_next_matrix(bool wanted) -> ()", warm_next_matrix)
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.class_<Program>("Program")

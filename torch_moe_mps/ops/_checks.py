@@ -109,6 +109,15 @@ class Check:
         if value < low:
             self.fail(argument, f"at least {low}", value)
 
+    def values(self, types: dict[str, str], given: dict[str, Any]) -> None:
+        """Checks what every schema lets through: None for a tensor, and numbers that no float32 is near."""
+        for argument, kind in types.items():
+            value = given[argument]
+            if value is None and kind == "Tensor":
+                self.fail(argument, "a tensor", None)
+            if value is not None and kind in ("float", "Optional[float]"):
+                self.number(argument, value)
+
     def choice(self, argument: str, value: str, choices: Sequence[str]) -> None:
         if value not in choices:
             self.fail(argument, "one of " + ", ".join(choices), repr(value))
@@ -131,11 +140,15 @@ class Check:
         if expanded and tensor.numel() > 0:
             self.fail(argument, "free of expanded (stride-0) dimensions", f"strides {tensor.stride()}")
 
-    def apart(self, argument: str, written: Tensor, **read: Tensor) -> None:
-        """Checks that outputs written in place share no memory with inputs. Real tensors only."""
-        for other, tensor in read.items():
-            if tensor is written or (_is_dense(tensor) and _is_dense(written) and _overlap(written, tensor)):
-                self.fail(argument, f"free of overlap with {other}", "a view of the same memory")
+    def all_apart(self, written: Sequence[str], given: dict[str, Any]) -> None:
+        """Checks that outputs written in place share no memory with other arguments. Real tensors only."""
+        others = {argument: value for argument, value in given.items() if isinstance(value, Tensor)}
+        for argument in written:
+            if (own := others.pop(argument, None)) is None:
+                continue
+            for other, tensor in others.items():
+                if tensor is own or (_is_dense(tensor) and _is_dense(own) and _overlap(own, tensor)):
+                    self.fail(argument, f"free of overlap with {other}", "a view of the same memory")
 
     def same_device(self, **tensors: Tensor | None) -> None:
         """Checks that all given tensors are on the device of the first."""

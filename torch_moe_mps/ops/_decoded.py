@@ -227,10 +227,6 @@ def _sums(tensor: Tensor) -> bytes:
     return tensor.view(_BITS[tensor.itemsize]).sum(-1, dtype=torch.int32).numpy().tobytes()
 
 
-def kept_bytes() -> int:
-    return _bytes
-
-
 @contextlib.contextmanager
 def nothing_kept() -> Iterator[None]:
     """Context in which this thread caches nothing, for weights used only once."""

@@ -189,7 +189,7 @@ class Operator:
     def meta(self, *args: Any, **kwargs: Any) -> Outputs:
         """Outputs without elements. Raises the one-line errors for arguments."""
         check, passed = Check(self.name), self.named(args, kwargs)
-        _check_values(check, self.types, passed)
+        check.values(self.types, passed)
         self.declared.check(check, passed)
         outputs = None if self.own_meta is None else self.own_meta(check, **self.grouped.gathered(passed))
         if self.declared.results is not None and not self.returned:
@@ -214,7 +214,7 @@ class Operator:
     def checked_reference(self, *args: Any, **kwargs: Any) -> Outputs:
         self.meta(*args, **kwargs)
         if self.written:
-            _check_apart(Check(self.name), self.written, self.named(args, kwargs))
+            Check(self.name).all_apart(self.written, self.named(args, kwargs))
         if _device_of(args) == "mps":
             _warn_mps_reference()
         outputs = self.run(*args, **kwargs)
@@ -326,23 +326,6 @@ def _schema_of(
     for name in symbols:
         schema = schema.replace(f"int {name}", f"SymInt {name}")
     return schema
-
-
-def _check_values(check: Check, types: dict[str, str], given: dict[str, Any]) -> None:
-    """Every schema lets through None for a tensor, and numbers that no float32 is near."""
-    for argument, kind in types.items():
-        value = given[argument]
-        if value is None and kind == "Tensor":
-            check.fail(argument, "a tensor", None)
-        if value is not None and kind in ("float", "Optional[float]"):
-            check.number(argument, value)
-
-
-def _check_apart(check: Check, written: list[str], given: dict[str, Any]) -> None:
-    others = {argument: value for argument, value in given.items() if isinstance(value, Tensor)}
-    for argument in written:
-        if argument in others:
-            check.apart(argument, others.pop(argument), **others)
 
 
 def _device_of(arguments: tuple[Any, ...]) -> str:

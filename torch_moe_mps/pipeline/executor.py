@@ -118,7 +118,7 @@ class LeadingRows(BatchedCache):
 
     @property
     def are_states(self) -> bool:
-        """Whether layers of any process have such states."""
+        """True if layers of any process have such states."""
         return self._has_states or self._others_have
 
     @are_states.setter
@@ -181,7 +181,7 @@ class PipelineExecutor(Executor):
         with self._leader.calling():
             return prefill.compute(self._call, chunk)
 
-    def verify(self, group: Group, ids: Tensor) -> Any:
+    def step(self, group: Group, ids: Tensor) -> Any:
         tensors = {"ids": ids.cpu().reshape(-1)}
         if isinstance(group, Single):
             number, start = self._leader.number(group.prefill), group.lengths[0]
@@ -189,7 +189,7 @@ class PipelineExecutor(Executor):
         else:
             self._leader.note("step", tensors)
         with self._leader.calling():
-            return super().verify(group, ids)
+            return super().step(group, ids)
 
     def keep(self, prefill: Prefill, prefix: CachedPrefix) -> None:
         super().keep(prefill, prefix)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..serving.engine.executor import call_model, prefill_of
-from ..serving.engine.groups import Batched
+from ..serving.engine.executor import call_model, prefill_of, step_of
 from ..serving.engine.inputs import images_of
 from ..serving.engine.own_generate import call_generate
 from ..serving.engine.prefill import Prefill, turning
@@ -89,7 +88,7 @@ class Following:
     def _step(self, tensors: dict[str, Tensor]) -> None:
         ids = tensors["ids"].reshape(len(self._rows), -1).to(self._model.device)
         with self._running.without_logits():
-            Batched(self._rows).compute(self._call, ids)
+            step_of(self._rows, self._call, ids)
 
     def _new_rows(self, tensors: dict[str, Tensor], defers: bool) -> None:
         self._rows = BatchedCache(self._model, deferrable_layers(self._model) if defers else {})

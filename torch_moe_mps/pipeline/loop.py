@@ -202,6 +202,6 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _reads_shapes_only(func: Any) -> bool:
-    """Whether an operator makes a tensor like another one."""
+    """True if an operator makes a tensor like another one."""
     name: str = func._schema.name.removeprefix("aten::")
     return name.startswith("new_") or name.endswith("_like")

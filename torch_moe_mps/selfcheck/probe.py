@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._extension import commit_setting, setting
-from .._faults import fault_of, raise_fault
+from .._faults import Mark, fault_of, raise_fault
 from .._text import first_line
 from ..ops.attention import seen_in_order
+from ..ops.slots import RESIDENT, register_pool
 from .facts import facts
 from .journal import noted
 from .machine import remember_sdpa
@@ -59,6 +60,8 @@ class Sizes(NamedTuple):
     sustained: float = 5.0  # seconds
     chunk: tuple[int, int, int] = (2048, 8192, 128)  # tokens, keys, and elements of a head
     repeats: int = 5
+    asked: int = 100  # requests for slots
+    late: tuple[float, ...] = (0.5, 4.0)  # seconds
 
 
 def probe(
@@ -232,6 +235,38 @@ def wake(sizes: Sizes) -> float:
     """From a commit of one empty dispatch until the host goes on."""
     counter = torch.zeros(1, dtype=torch.int32, device="mps")
     return _digits(_best(lambda: _run("probe_empty", [counter], 1, 32), 4 * sizes.repeats) * 1e6)
+
+
+class _Late:
+    """A pool of slots that answers after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def slots(self, ids: Tensor) -> Tensor:
+        time.sleep(self._seconds)
+        return ids
+
+
+def slots_of_experts(sizes: Sizes) -> dict[str, Any]:
+    """Microseconds that the GPU waits for slots of experts which are in memory; and by seconds that a pool
+    takes to answer whether the GPU goes on, or why not: macOS may stop it before."""
+    ids = torch.arange(EXPERTS, dtype=torch.int32, device="mps")
+
+    def asked() -> None:
+        for _ in range(sizes.asked):
+            torch.ops.moe_mps._expert_slots(ids, RESIDENT)
+
+    goes_on: dict[str, Any] = {}
+    for seconds in sizes.late:
+        pool = _Late(seconds)
+        try:
+            torch.ops.moe_mps._expert_slots(ids, register_pool(pool, "a probe", 10 * seconds + 1))
+            Mark(ids.device).wait()
+            goes_on[f"{seconds:g}"] = True
+        except torch.AcceleratorError as error:
+            goes_on[f"{seconds:g}"] = first_line(error)
+    return {"us": _digits(_best(asked, sizes.repeats) / sizes.asked * 1e6), "goes_on_after_s": goes_on}
 
 
 def reads(sizes: Sizes) -> dict[str, float]:
@@ -439,6 +474,7 @@ PARTS: dict[str, Callable[[Sizes], Any]] = {
     "dispatch_us": dispatches,
     "wake_us": wake,
     "told_us": told,
+    "slots_of_experts": slots_of_experts,
     "read_gbs": reads,
     "expert_reads_gbs": expert_reads,
     "fma_tmacs": fma_rate,

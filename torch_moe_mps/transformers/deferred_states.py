@@ -67,7 +67,7 @@ def _layers_with_states(model: PreTrainedModel) -> dict[int, Any]:
 
 
 def _reads_keys_alone(module: nn.Module, layer: Any) -> bool:
-    """Whether a module is the attention beside linear attention, in a layer of the cache for both."""
+    """True if a module is the attention beside linear attention, in a layer of the cache for both."""
     return isinstance(layer, CacheLayerMixin) and isinstance(getattr(module, "is_causal", None), bool)
 
 
@@ -133,7 +133,7 @@ def _goes_on(replica: Any, states: int) -> bool:
 
 
 def _takes_back(replica: Any, states: int, kind: AnyKind) -> bool:
-    """Whether rows that have lost different numbers of tokens go on as if these had never been."""
+    """True if rows that have lost different numbers of tokens go on as if these had never been."""
     x = normal(len(_RIGHT), _PROMPT + _DRAFTS + 1, _width_of(replica, states))
     prompt, drafts, token = x.split((_PROMPT, _DRAFTS, 1), 1)
     cache = LinearCache(states, replica.layer_idx)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._ops import ops
+from . import operators as ops
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _check(name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in _DTYPES:
-        raise TypeError(f"moe_mps: {name} must be float32, float16 or bfloat16, got {tensor.dtype}")
+def _check(is_right: bool, name: str, expected: str, got: object) -> None:
+    if not is_right:
+        raise ValueError(f"moe_mps: {name} must be {expected}, got {got}")
 
 
 class RMSNorm(nn.Module):
@@ -26,7 +26,6 @@ class RMSNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        _check("hidden_states", hidden_states)
         return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
@@ -38,7 +37,6 @@ class RMSNormZeroCentered(nn.Module):
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        _check("x", x)
         return ops.rms_norm(x, self.weight, self.eps, 1.0)
 
 
@@ -51,7 +49,6 @@ class RMSNormGated(nn.Module):
     activation: str
 
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        _check("hidden_states", hidden_states)
         activation = "sigmoid" if getattr(self, "activation", "silu") == "sigmoid" else "silu"
         x, gate = hidden_states, gate.to(hidden_states.dtype)
         return ops.rms_norm_gated(x, gate, self.weight, self.variance_epsilon, 0.0, activation)
@@ -66,7 +63,6 @@ class SoftmaxTopKRouter(nn.Module):
     hidden_dim: int
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        _check("hidden_states", hidden_states)
         x = hidden_states.reshape(-1, self.hidden_dim)
         bias = getattr(self, "e_score_correction_bias", None)
         logits = nn.functional.linear(x, self.weight)
@@ -90,18 +86,23 @@ class MegaBlocksMoeMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         router, experts = self.router, self.experts
-        if getattr(experts, "gate_up_proj", None) is None or experts.gate_up_proj.dtype not in _DTYPES:
-            raise TypeError("moe_mps: MegaBlocksMoeMLP must have experts with dense weights")
+        gate_up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+        is_dense = gate_up is not None and down is not None and gate_up.dtype in _DTYPES
+        _check(is_dense, "experts", "dense", type(experts).__name__)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _check("hidden_states", x)
+        _check(gate_up.shape[1] == x.shape[-1], "hidden_states", f"of width {gate_up.shape[1]}", x.shape[-1])
+        width = gate_up.shape[2] // 2
+        _check(
+            tuple(down.shape[1:]) == (width, x.shape[-1]), "down_proj", f"of {width} rows", tuple(down.shape)
+        )
         logits = nn.functional.linear(x, router.weight, router.bias)
         options = {"scoring": "softmax_after_topk", "norm_topk_prob": False}
         weights, ids = ops.moe_router(logits, router.top_k, **options)
         # Two products, which read [E, H, N] where it lies: moe_experts would copy both stacks in each call.
-        rows = ops.expert_mm(x, experts.gate_up_proj, ids, None, True) + experts.gate_up_proj_bias[ids.long()]
+        rows = ops.expert_mm(x, gate_up, ids, None, True) + experts.gate_up_proj_bias[ids.long()]
         options = {"alpha": float(experts.alpha), "limit": float(experts.limit), "interleaved": True}
         rows = ops.expert_activation(rows, "swiglu_oai", **options)
-        rows = ops.expert_mm(rows, experts.down_proj, ids, None, True) + experts.down_proj_bias[ids.long()]
+        rows = ops.expert_mm(rows, down, ids, None, True) + experts.down_proj_bias[ids.long()]
         out = ops.moe_weighted_reduce(rows, weights)
         return out.view(hidden_states.shape), weights.to(x.dtype)
 
@@ -116,7 +117,11 @@ class apply_rotary_transformers(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         if unsqueeze_dim == 1:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        turned = ops.rope(q, k, cos, sin, rotary_dim=q.shape[-1])
+        batch, width = q.shape[0], q.shape[-1]
+        is_right = cos.dim() == 3 and cos.shape[0] in (1, batch) and cos.shape[-1] in (width, width // 2)
+        expected = f"of shape [B or 1, T, D or D / 2], with B, D = {(batch, width)}"
+        _check(is_right, "cos", expected, tuple(cos.shape))
+        turned = ops.rope(q, k, cos, sin, rotary_dim=width)
         return turned if unsqueeze_dim == 1 else tuple(x.transpose(1, 2) for x in turned)
 
 
@@ -124,8 +129,9 @@ def _convolved(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
     """Causal convolution of x [B, C, T] behind `state` [B, C, L], which is moved on in place."""
-    if activation not in (None, "silu", "swish"):
-        raise ValueError(f"moe_mps: activation must be silu, swish or None, got {activation}")
+    _check(activation in (None, "silu", "swish"), "activation", "silu, swish or None", activation)
+    least = weight.shape[-1] - 1
+    _check(state.shape[-1] >= least, "conv_state", f"of {least} positions or more", state.shape[-1])
     name = "none" if activation is None else "silu"
     out = ops.causal_conv1d_update_(x.transpose(1, 2), state, weight, bias, name)
     return out.transpose(1, 2)
@@ -173,10 +179,8 @@ def _delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """q, k [B, T, Hk, Dk], v [B, T, H, Dv], beta [B, T, H], g [B, T, H] or of channels [B, T, H, Dk]."""
     dtype, (batch, _, _, width) = query.dtype, key.shape
-    _check("query", query)
-    if width > 256:
-        raise ValueError(f"moe_mps: key must be of at most 256 a head, got {width}")
     heads, value_width = value.shape[2:]
+    _check(heads % key.shape[2] == 0, "value", f"of a multiple of the key's {key.shape[2]} heads", heads)
     state = query.new_zeros(batch, heads, width, value_width, dtype=torch.float32)
     if initial_state is not None:
         state.copy_(initial_state)

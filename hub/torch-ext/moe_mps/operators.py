@@ -5,34 +5,60 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ._checks import Check
+from torch import Tensor
+
+from ._checks import MAX_TOP_K, Check
 from ._declared import Declared
 from ._ops import ops
+from ._summands import ExpertSum
 from ._tables import DECLARED
+
+MOST = 4096  # signatures of an operator that are remembered
 
 
 def operator(name: str) -> Callable[..., Any]:
     """The function of an operator. It raises a one-line ValueError for an argument that does not fit."""
     line, allowed, dependences = DECLARED[name]
     declared, overload = Declared(line, allowed, dependences), getattr(ops, name).default
-    arguments = overload._schema.arguments
-    names = [argument.name for argument in arguments]
-    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    types = {each.name: str(each.type) for each in overload._schema.arguments}
+    defaults = {
+        each.name: each.default_value for each in overload._schema.arguments if each.has_default_value()
+    }
+    written = [argument for argument in types if argument.endswith("_")]
+    good: set[tuple[Any, ...]] = set()  # dtypes and shapes that fit
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = {**defaults, **dict(zip(names, args)), **kwargs}
-        if given.keys() != set(names) or len(args) > len(names):
-            raise TypeError(f"moe_mps::{name}: arguments must be {', '.join(names)}")
+    def checked(given: dict[str, Any]) -> None:
         check = Check(name)
-        for argument in arguments:
-            if given[argument.name] is None and str(argument.type) == "Tensor":
-                check.fail(argument.name, "a tensor", None)
+        check.values(types, given)
         declared.check(check, given)
         if "top_k" in given:
-            check.between("top_k", given["top_k"], 1, min(check.sizes["E"], 64), ", the smaller of E and 64")
-        tensors = {each.name: given[each.name] for each in arguments if "Tensor" in str(each.type)}
-        check.same_device(**tensors)
-        return overload(**given)
+            most = min(check.sizes["E"], MAX_TOP_K)
+            check.between("top_k", given["top_k"], 1, most, f", the smaller of E and {MAX_TOP_K}")
+        if "shared_out" in given:
+            ExpertSum(**{field: given[field] for field in ExpertSum._fields}).check(check)
+        check.same_device(**{each: given[each] for each, kind in types.items() if "Tensor" in kind})
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {**defaults, **dict(zip(types, args)), **kwargs}
+        if given.keys() != types.keys() or len(args) > len(types):
+            raise TypeError(f"moe_mps::{name}: arguments must be {', '.join(types)}")
+        signature = tuple(
+            (each.dtype, each.shape, each.device) if isinstance(each, Tensor) else each
+            for each in given.values()
+        )
+        if signature not in good:
+            checked(given)
+            if len(good) >= MOST:
+                good.clear()
+            good.add(signature)
+        if written:
+            check = Check(name)
+            for argument in written:
+                if given[argument] is not None:
+                    check.written(argument, given[argument])
+            check.all_apart(written, given)
+        out = overload(**given)
+        return given[written[0]] if out is None else out
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"{overload._schema}".partition("::")[2]
@@ -52,3 +78,12 @@ fused_moe_routing = operator("fused_moe_routing")
 moe_router_topk_softmax = operator("moe_router_topk_softmax")
 moe_gate = operator("moe_gate")
 moe_compute_ids_tpe = operator("moe_compute_ids_tpe")
+# What the layers call beside these.
+rms_norm = operator("rms_norm")
+rms_norm_gated = operator("rms_norm_gated")
+moe_router = operator("moe_router")
+expert_mm = operator("expert_mm")
+expert_activation = operator("expert_activation")
+rope = operator("rope")
+causal_conv1d_update_ = operator("causal_conv1d_update_")
+linear_attention_ = operator("linear_attention_")

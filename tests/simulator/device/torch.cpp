@@ -192,24 +192,25 @@ std::map<std::pair<int, std::string>, Aten>& table() {
   return rows;
 }
 
-struct Unknown {
+struct Called {
   std::mutex mutex;
   std::set<std::string> names;
   std::string text;
 };
-Unknown& unknown() {
-  static Unknown& instance = *new Unknown;
+Called& called() {
+  static Called& instance = *new Called;
   return instance;
 }
 }  // namespace
 
 Aten aten(const std::string& name, const std::string& overload) {
   const std::string full_name = overload.empty() ? name : name + "." + overload;
+  {
+    const std::lock_guard<std::mutex> lock(called().mutex);
+    called().names.insert(full_name);
+  }
   const auto found = table().find({torch_minor(), full_name});
-  if (found != table().end()) return found->second;
-  const std::lock_guard<std::mutex> lock(unknown().mutex);
-  unknown().names.insert(full_name);
-  return {};
+  return found == table().end() ? Aten() : found->second;
 }
 
 void check_alignment(const Tensor& destination) {
@@ -277,12 +278,12 @@ extern "C" __attribute__((visibility("default"))) void simulator_add_aten(int mi
                                                                           size_t threadgroup_bytes) {
   simulator::table()[{minor, name}] = {is_graph != 0, waits != 0, threadgroup_bytes};
 }
-// The operators so far that the table does not have, a line each; forgets them. Valid until the next call.
-extern "C" __attribute__((visibility("default"))) const char* simulator_unknown_aten(void) {
-  auto& unknown = simulator::unknown();
-  const std::lock_guard<std::mutex> lock(unknown.mutex);
-  unknown.text.clear();
-  for (const std::string& name : unknown.names) unknown.text += name + "\n";
-  unknown.names.clear();
-  return unknown.text.c_str();
+// The operators of aten that were called so far, a line each; forgets them. Valid until the next call.
+extern "C" __attribute__((visibility("default"))) const char* simulator_called_aten(void) {
+  auto& called = simulator::called();
+  const std::lock_guard<std::mutex> lock(called.mutex);
+  called.text.clear();
+  for (const std::string& name : called.names) called.text += name + "\n";
+  called.names.clear();
+  return called.text.c_str();
 }

@@ -18,7 +18,7 @@ struct Aten {
   bool waits = false;            // the host waits for the GPU
   size_t threadgroup_bytes = 0;  // the most that one of its kernels declares
 };
-// An operator that is not in the table is noted: `simulator_unknown_aten`.
+// It is noted: `simulator_called_aten`.
 Aten aten(const std::string& name, const std::string& overload);
 
 // A copy from mps to the CPU that does not block. Until its command buffer is complete the destination is

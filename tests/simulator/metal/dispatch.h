@@ -16,6 +16,7 @@ class WaitForQueue {
  public:
   WaitForQueue();
   ~WaitForQueue();
+  bool has_released() const { return state_ != nullptr; }
 
  private:
   void* state_;

@@ -69,9 +69,13 @@ struct Event {
     return first == signals.end() ? 0 : first->time;
   }
 
-  // Whether the value is reached in time. Python's lock is released meanwhile: on a Mac this is the GPU.
+  bool has_reached(uint64_t wanted) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return value >= wanted;
+  }
+
+  // Whether the value is reached in time.
   bool wait(uint64_t wanted, double seconds) {
-    const simulator::WaitForQueue waiting;
     std::unique_lock<std::mutex> lock(mutex);
     return changed.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return value >= wanted; });
   }
@@ -163,23 +167,27 @@ void simulated_wait(id<MTLEvent> event, uint64_t value, simulator::StreamNumber 
   const std::shared_ptr<Event> awaited = event_of("encodeWaitForEvent", event, stream);
   const std::string line = simulator::dropping() ? "" : simulator::python_line();
   const auto act = [awaited, value, line] {
-    simulator::tell_failed();
-    if (awaited->wait(value, limit)) {
-      std::unique_lock<std::mutex> lock(awaited->mutex);
-      const double time = awaited->time_of(value);
-      lock.unlock();
-      simulator::gpu_hears(time);
-      return true;
+    if (!awaited->has_reached(value)) simulator::tell_failed();
+    if (!awaited->has_reached(value)) {
+      const simulator::WaitForQueue waiting;
+      if (waiting.has_released()) {
+        simulator::report(line +
+                          ": the GPU waits for an event, and for the GPU a thread that holds Python's lock: "
+                          "another one of Python's cannot signal the event");
+      }
+      if (!awaited->wait(value, limit)) {
+        simulator::report(line + ": the GPU waits for the value " + std::to_string(value) +
+                          " of an event, and nobody signals it; it has " + std::to_string(awaited->value));
+        return false;
+      }
     }
-    const std::lock_guard<std::mutex> lock(awaited->mutex);
-    simulator::report(line + ": the GPU waits for the value " + std::to_string(value) +
-                      " of an event, and nobody signals it; it has " + std::to_string(awaited->value));
-    return false;
+    std::unique_lock<std::mutex> lock(awaited->mutex);
+    const double time = awaited->time_of(value);
+    lock.unlock();
+    simulator::gpu_hears(time);
+    return true;
   };
-  const auto waits = [awaited, value] {
-    const std::lock_guard<std::mutex> lock(awaited->mutex);
-    return awaited->value < value;
-  };
+  const auto waits = [awaited, value] { return !awaited->has_reached(value); };
   simulator::record_event("wait for event", act, waits, stream);
 }
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import Conversation, assert_close, eager, generate, output, prompt, tiny
-from support.processes import forked
 from support.sweep import in_sweep, rows_in_sweep
 from support.threads import in_threads
 from torch import nn
@@ -1107,32 +1106,6 @@ def test_an_error_names_the_operator(device):
     assert program.run([x], [], [3], []) == [] == program.run([x.half()], [], [2], [])
     with pytest.raises(RuntimeError, match="aten::mm, an operator of a captured token"):
         program.run([x], [], [2], [])
-
-
-WARMED = """
-import torch
-import simulator
-from support import tiny_models
-import torch_moe_mps
-torch.ops.moe_mps._warm_next_matrix(True)
-with tiny_models.groups_of_32():
-    model = tiny_models.tiny_model("qwen3_moe", torch.bfloat16).to("mps")
-ids = torch.arange(1, 6, device="mps")[None]
-torch_moe_mps.accelerate(model, bits=4, group_size=32, capture=True)
-with simulator.counters() as counters:
-    tokens = model.generate(ids, max_new_tokens=6, do_sample=False)
-torch_moe_mps.accelerate(model, capture=False)
-assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), tokens)
-turned = [counted.buffers for counted in counters if counted.kernel.startswith("attention_turned")]
-assert model.model.layers[0].self_attn.o_proj.packed.nbytes == 16 * 128
-print(*(buffers[15].distinct_bytes_read for buffers in turned if 15 in buffers), "of", len(turned))
-"""
-
-
-def test_attention_touches_the_matrix_behind_it(simulated):
-    """A byte of each line, where the process asks for it."""
-    read, _, launches = forked(WARMED).splitlines()[-1].partition(" of ")
-    assert launches == "6" and read.split() == 6 * ["16"]
 
 
 GENERATIONS = {

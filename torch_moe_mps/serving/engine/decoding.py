@@ -75,7 +75,7 @@ class Decoding:
         if isinstance(group, Batched):
             self._make_room(group, 1)
         firsts = group.lengths
-        out = self._executor.decode(group)
+        out = self._executor.step(group, group.next_tokens(self._executor.device))
         if group.is_batched:
             self._drafts.computed(sequences, firsts, out, [1] * len(sequences))
         group.sampled = sample([each.sampler for each in sequences if each.sampler], out.logits[:, -1])
@@ -101,7 +101,7 @@ class Decoding:
         self._make_room(group, tokens)
         self._drafts.hold(group, tokens, known)
         firsts = group.lengths
-        out = self._executor.verify(group, torch.tensor(inputs).to(self._executor.device))
+        out = self._executor.step(group, torch.tensor(inputs).to(self._executor.device))
         made = self._drafts.accepted(group, out.logits, known, drafts)
         before = [len(each.tokens) for each in sequences]
         reasons = [self._pool.append_all(each, own) for each, own in zip(sequences, made, strict=True)]

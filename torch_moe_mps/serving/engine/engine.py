@@ -128,10 +128,10 @@ class Engine:
             self._prefill()
             self.decoding.step()
 
-    def end_all(self, reason: Reason | Exception = "cancelled") -> None:
-        """Ends all sequences and caches their computed prefixes."""
+    def end_all(self) -> None:
+        """Cancels all sequences and caches their computed prefixes."""
         for sequence in [*self.pool.sequences]:
-            self.pool.end(sequence, reason)
+            self.pool.end(sequence, "cancelled")
 
     # Prefill
 

@@ -16,7 +16,7 @@ from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
 from .abilities import Abilities
 from .between import Between
 from .drafts import Drafts
-from .groups import Group
+from .groups import Batched, Group, Single
 from .inputs import images_of, is_one_prompt
 from .job import Job, Reason
 from .own_generate import generate_alone
@@ -85,13 +85,14 @@ class Executor:
         with between:
             return prefill.compute(self._call, chunk)
 
-    def decode(self, group: Group) -> Any:
-        """Computes the next token of each sequence. Returns: the model output."""
-        return self.verify(group, group.next_tokens(self.device))
-
-    def verify(self, group: Group, ids: Tensor) -> Any:
+    def step(self, group: Group, ids: Tensor) -> Any:
         """Computes tokens [B, T] of the sequences, including draft tokens. Returns: the model output."""
-        return group.compute(self._call, ids)
+        if isinstance(group, Batched):
+            return step_of(group.rows, self._call, ids)
+        assert isinstance(group, Single)
+        out = group.prefill.decode(self._call, ids, group.length)
+        group.length += ids.shape[1]
+        return out
 
     @functools.cached_property
     def _between(self) -> Between:
@@ -129,6 +130,14 @@ def prefill_of(
         modules=modules,
         reads_whole=reads_whole,
     )
+
+
+def step_of(rows: BatchedCache, call: Callable[..., Any], ids: Tensor) -> Any:
+    """Result of `call` for the next tokens [B, T] of the sequences of a cache."""
+    others = rows.arguments(ids.shape[1])  # may move the cache
+    out = call(rows.cache, input_ids=ids, **others)
+    rows.advance(ids.shape[1])
+    return out
 
 
 def call_model(model: Any, cache: Any, **inputs: Any) -> Any:

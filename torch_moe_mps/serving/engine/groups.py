@@ -1,7 +1,6 @@
 """Groups: decoding sequences that share a cache. A sequence that is not batchable is a group of one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor
 from ...transformers.caches.batched import BatchedCache
 from .sampling import Sampled
 from .sequence import Sequence
-
-Call = Callable[..., Any]  # calls the model: (cache, **inputs)
 
 
 class Group(ABC):
@@ -32,10 +29,6 @@ class Group(ABC):
     @abstractmethod
     def lengths(self) -> list[int]:
         """Number of cached tokens of each sequence."""
-
-    @abstractmethod
-    def compute(self, call: Call, ids: Tensor) -> Any:
-        """Computes the next tokens [B, T] through `call`. Returns: its result."""
 
     @abstractmethod
     def copy_of(self, sequence: Sequence) -> Any:
@@ -83,12 +76,6 @@ class Batched(Group):
         self.sequences.append(sequence)
         sequence.is_batched = True
 
-    def compute(self, call: Call, ids: Tensor) -> Any:
-        others = self.rows.arguments(ids.shape[1])  # may move the cache
-        out = call(self.rows.cache, input_ids=ids, **others)
-        self.rows.advance(ids.shape[1])
-        return out
-
     def copy_of(self, sequence: Sequence) -> Any:
         return self.rows.alone(self.sequences.index(sequence))
 
@@ -102,22 +89,18 @@ class Single(Group):
 
     Attributes:
         prefill: owns the cache.
+        length: number of cached tokens.
     """
 
     def __init__(self, sequence: Sequence):
         super().__init__()
         assert sequence.prefill is not None
         self.sequences, self.prefill = [sequence], sequence.prefill
-        self._length = len(self.prefill.cached.ids)
+        self.length = len(self.prefill.cached.ids)
 
     @property
     def lengths(self) -> list[int]:
-        return [self._length]
-
-    def compute(self, call: Call, ids: Tensor) -> Any:
-        out = self.prefill.decode(call, ids, self._length)
-        self._length += ids.shape[1]
-        return out
+        return [self.length]
 
     def copy_of(self, sequence: Sequence) -> Any:
         return self.prefill.cached.cache  # nobody else's

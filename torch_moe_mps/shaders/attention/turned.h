@@ -23,13 +23,6 @@ struct StagedQuery {
   }
 };
 
-// Reads a byte of every line of a weight, so that it is in the last cache.
-inline uint touched(device const uchar* weight, uint lines, uint thread_index, uint threads) {
-  uint read = 0;
-  for (uint line = thread_index; line < lines; line += threads) read |= weight[line * kWarmLine];
-  return read;
-}
-
 template <typename T, int kTeams, int kMembers, int kValueTiles, int kQueryTiles>
 [[kernel, max_total_threads_per_threadgroup(kTeams* kMembers* kSimdWidth)]] void attention_turned(
     device const T* q [[buffer(0)]], device uchar* keys [[buffer(1)]], device uchar* values [[buffer(2)]],
@@ -38,22 +31,14 @@ template <typename T, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
     device const uchar* k_weight [[buffer(8)]], device const uchar* v_weight [[buffer(9)]],
     device const uchar* sinks [[buffer(10)]], device T* output [[buffer(11)]],
     device float* partials [[buffer(12)]], device const int* key_range [[buffer(13)]],
-    device const T* gate [[buffer(14)]], device const uchar* weight [[buffer(15)]],
-    constant TurnedParams& all [[buffer(16)]], threadgroup uchar* memory [[threadgroup(0)]],
-    uint3 group [[threadgroup_position_in_grid]], uint3 grid [[threadgroups_per_grid]], LANES) {
+    device const T* gate [[buffer(14)]], constant TurnedParams& all [[buffer(15)]],
+    threadgroup uchar* memory [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]], LANES) {
   typedef DenseCache<T> Cache;
   typedef Block<Cache, kTeams, kMembers, kValueTiles, kQueryTiles> B;
   threadgroup typename B::Shared shared;
   constant AttentionParams& params = all.attention;
   constant RopeParams& rope = all.rope;
   threadgroup typename B::Staged* staged = reinterpret_cast<threadgroup typename B::Staged*>(memory);
-  if (group.x >= params.chunks) {
-    const uint part = (group.x - params.chunks) * grid.z + group.z, parts = (grid.x - params.chunks) * grid.z;
-    const uint read = touched(weight, all.warm_lines, part * B::kThreads + simdgroup * kSimdWidth + lane,
-                              parts * B::kThreads);
-    if (params.keys == 0) output[0] = T(float(read));  // never; without it nothing would be read
-    return;
-  }
   const Queries queries = queries_of_block<false>(group, B::kQueries, params);
   const uint batch = queries.batch, key_head = queries.key_head;
   const ulong table_row = batch * rope.table_batch_stride;

@@ -3,7 +3,6 @@
 
 // The sum over chunks, and writing caches. attention/block.h has the sizes of the other kernels.
 GEOMETRY kQueryColumns = 64;  // queries in threadgroup memory are a multiple of this wide
-GEOMETRY kWarmLine = 128;     // bytes of the caches' lines
 GEOMETRY kMergeSimdgroups = 8;
 GEOMETRY kMergeColumns = 4;  // columns of a thread
 GEOMETRY kMergeChunks = 4;   // of a thread, that are loaded before any is used

@@ -4,5 +4,4 @@
 struct TurnedParams {
   AttentionParams attention;
   RopeParams rope;
-  uint32_t warm_lines;  // of the weight that threadgroups behind the chunks touch
 };

@@ -99,7 +99,7 @@ class QuantizedLoraLinear(layer.Linear):
         return out
 
     def _is_inference(self, x: Tensor, active: list[str], kwargs: dict[str, Any]) -> bool:
-        """Whether nothing but the sums of the active adapters is asked for, without gradients."""
+        """True if nothing but the sums of the active adapters is asked for, without gradients."""
         if self.training or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
             return False
         if kwargs or self.merged or x.dtype not in ACTIVATION_DTYPES:

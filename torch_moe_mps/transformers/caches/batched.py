@@ -29,7 +29,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..upstream.models import chosen_together
 from . import growing
-from .buffer import Buffer, buffer_of, changed, columns_of, start_of
+from .buffer import Buffer, buffer_of, changed, column_of, columns_of, start_of
 from .declared import Batched, declared
 from .deferred_states import AnyKind, DeferredLayer, can_defer, committed, deferred
 from .in_layers import is_in_layers
@@ -115,7 +115,7 @@ class BatchedCache:
         return max(self.lengths, default=0)
 
     def is_full(self, tokens: int = 1) -> bool:
-        """Whether so many tokens of each sequence move all to larger memory."""
+        """True if so many tokens of each sequence move all to larger memory."""
         return self._left < tokens
 
     def memory(self) -> int:
@@ -461,10 +461,7 @@ def _shown(layer: Any) -> list[_Shown]:
         if buffer is None or name.key in layer.declared.derived:
             continue
         view = tensor.packed if isinstance(tensor, QuantizedStates) else tensor
-        within = view.storage_offset() - buffer.storage.storage_offset()
-        column = 0
-        if within and view.shape[-1]:
-            column = within % buffer.storage.stride(-2) * tensor.shape[-1] // view.shape[-1]
+        column = column_of(view) * tensor.shape[-1] // max(1, view.shape[-1])
         held = by_id.setdefault(id(buffer), _Shown(buffer, start_of(tensor), tensor.shape[-2], []))
         held.columns.append((name, column, tensor.shape[-1]))
     return [*by_id.values()]

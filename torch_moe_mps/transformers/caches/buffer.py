@@ -112,6 +112,12 @@ def start_of(view: Any) -> Any:
     return stored.storage_offset() // stored.stride(-2)
 
 
+def column_of(view: Tensor) -> Any:
+    """The column of its buffer that a view begins with."""
+    offset = view.storage_offset()
+    return offset % view.stride(-2) if offset else 0
+
+
 def columns_of(states: Any, widths: Sequence[int]) -> Sequence[Any]:
     """Neighbouring columns of these widths, which know the buffer of all."""
     if len(widths) == 1:
@@ -132,13 +138,13 @@ def changed(states: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _lies_alone(stored: Tensor, holders: Sequence[Any]) -> bool:
-    """Whether nothing but these holds the storage of a tensor, which is one of theirs."""
+    """True if nothing but these holds the storage of a tensor, which is one of theirs."""
     storage = stored.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) == len((*holders, storage))
 
 
 def counts_holders() -> bool:
-    """Whether torch counts the holders of a storage as `_lies_alone` needs it; if not, all is copied."""
+    """True if torch counts the holders of a storage as `_lies_alone` needs it; if not, all is copied."""
     try:
         memory = torch.empty(2, 4, device="cpu")
         held, others = memory.narrow(0, 0, 1), [memory.narrow(0, 1, 1), memory.detach()]

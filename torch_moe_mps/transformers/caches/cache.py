@@ -187,17 +187,17 @@ def _decoders(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def takes_cache(model: nn.Module) -> bool:
-    """Whether a model's forward has an argument for its cache."""
+    """True if a model's forward has an argument for its cache."""
     return cache_name(model.forward) is not None
 
 
 def takes_states(model: nn.Module) -> bool:
-    """Whether a model's forward has an argument for its cache, or for states in a list."""
+    """True if a model's forward has an argument for its cache, or for states in a list."""
     return takes_cache(model) or STATES in inspect.signature(model.forward).parameters
 
 
 def hands_cache_on(model: PreTrainedModel) -> bool:
-    """Whether the states of a conversation are all in the cache of a call.
+    """True if the states of a conversation are all in the cache of a call.
 
     RWKV has a list of states; RecurrentGemma's modules have them.
     """

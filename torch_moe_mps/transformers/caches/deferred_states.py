@@ -185,7 +185,7 @@ def _defers(layer: Any) -> bool:
 
 
 def can_defer(layer: Any) -> bool:
-    """Whether a layer has states of the kind whose update may be deferred."""
+    """True if a layer has states of the kind whose update may be deferred."""
     if not _defers(layer) or isinstance(layer, DeferredLayer):
         return False
     states = states_of(layer)

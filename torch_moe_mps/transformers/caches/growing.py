@@ -31,7 +31,7 @@ def window_slots(window: int) -> int:
 
 
 def may_grow() -> bool:
-    """Whether a cache may write into a buffer that earlier results lie in.
+    """True if a cache may write into a buffer that earlier results lie in.
 
     With gradients on, a backward may still need these results; compilers have static caches instead.
     """
@@ -45,7 +45,7 @@ def latents_together(keys: Any, values: Any) -> Tensor | None:
 
 
 def are_latents(keys: Tensor, values: Tensor) -> bool:
-    """Whether keys and values are one head each, of widths that lie side by side without loss of speed."""
+    """True if keys and values are one head each, of widths that lie side by side without loss of speed."""
     widths = keys.shape[-1], values.shape[-1]
     return (
         keys.dim() == 4

@@ -35,6 +35,6 @@ def cache_for(config: Any) -> DynamicCache:
 
 
 def is_in_layers(cache: Any) -> bool:
-    """Whether all states of a cache lie in layers whose classes are declared."""
+    """True if all states of a cache lie in layers whose classes are declared."""
     is_known = type(cache) is DynamicCache or isinstance(cache, InLayers)
     return is_known and all(declaration_of(type(layer)) is not None for layer in cache.layers)

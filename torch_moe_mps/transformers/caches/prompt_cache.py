@@ -54,17 +54,17 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def takes_layers(model: PreTrainedModel) -> bool:
-    """Whether a model takes a cache whose states all lie in its layers."""
+    """True if a model takes a cache whose states all lie in its layers."""
     return model._supports_default_dynamic_cache() or isinstance(new_cache(model), InLayers)
 
 
 def reads_whole(model: PreTrainedModel) -> bool:
-    """Whether a model must read a prompt in one call: chunks would give it another cache."""
+    """True if a model must read a prompt in one call: chunks would give it another cache."""
     return keeps_states(model) or any(forgets(model) for forgets in FORGETS)
 
 
 def can_be_cut(layer: Any) -> bool:
-    """Whether a layer of a cache still has what any prefix of its tokens needs."""
+    """True if a layer of a cache still has what any prefix of its tokens needs."""
     trim = declared(layer).trim
     return trim is Trim.TOKENS or (
         trim is Trim.WINDOW and bool(layer.cumulative_length < layer.sliding_window)
@@ -72,12 +72,12 @@ def can_be_cut(layer: Any) -> bool:
 
 
 def gives_back(layer: Any) -> bool:
-    """Whether tokens can be taken back from a layer: not from states, nor from keys of several tokens."""
+    """True if tokens can be taken back from a layer: not from states, nor from keys of several tokens."""
     return declared(layer).trim is not Trim.COPY
 
 
 def fits_one_prefix(layer: Any) -> bool:
-    """Whether the state of a layer may fit no other number of tokens: a recurrent one, a window."""
+    """True if the state of a layer may fit no other number of tokens: a recurrent one, a window."""
     return declared(layer).trim is not Trim.TOKENS
 
 

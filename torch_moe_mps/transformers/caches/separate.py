@@ -82,7 +82,7 @@ class Separate(CacheLayerMixin):
 
 
 def is_separate(layer: Any, pools: bool) -> bool:
-    """Whether each sequence of a batch has this layer for itself.
+    """True if each sequence of a batch has this layer for itself.
 
     Args:
         pools: whether indexers of the model choose several keys together.

@@ -28,17 +28,6 @@ def all_parts(states: tuple[Tensor, ...]) -> list[Tensor]:
     return [*chain.from_iterable(map(parts, states))]
 
 
-def start_of(view: Tensor, memory: Tensor) -> int:
-    """The token of a memory that a view begins with."""
-    return (view.storage_offset() - memory.storage_offset()) // memory.stride(-2)
-
-
-def column_of(view: Tensor, memory: Tensor) -> int:
-    """The column of a memory that a view begins with."""
-    within = view.storage_offset() - memory.storage_offset()
-    return int(within % memory.stride(-2)) if within else 0
-
-
 def static_of(cache: Any) -> dict[str, Any]:
     """The class and the attributes of a cache; of its layers and of states in lists how many there are."""
     if type(cache) is list:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..attention.causal_mask import CausalMask
 from ..basics.logits import are_wide
-from ..caches.buffer import Buffer, buffer_of
+from ..caches.buffer import Buffer, buffer_of, start_of
 from .arguments import MASK, flat
-from .caches import all_parts, is_cache, kind_of, layers_of, slots_of, start_of, static_of
+from .caches import all_parts, is_cache, kind_of, layers_of, slots_of, static_of
 from .reading import HELD, NUMBER, STATIC, TENSOR, Entry
 from .surroundings import default_device
 
@@ -107,7 +107,6 @@ class Match(NamedTuple):
         layers: (class, names of dictionaries) of each layer of the cache.
         slots: what the cache and the masks hold.
         readers: for each symbol the kind, the number and the place of its source.
-        sources: for each view the input that it is a view of.
         buffers: that the slots show.
         writes: for each slot what a call writes there.
     """
@@ -122,7 +121,6 @@ class Match(NamedTuple):
     layers: list[tuple[type, list[str]]]
     slots: Slots
     readers: list[tuple[int, int, Any]]
-    sources: list[int]
     buffers: Buffers
     writes: list[list[Write]]
 
@@ -204,7 +202,7 @@ class Match(NamedTuple):
             elif kind == TOKENS:
                 symbols.append(views[number].shape[-2])
             elif kind == START:
-                symbols.append(start_of(views[number], inputs[self.sources[number]]))
+                symbols.append(start_of(views[number]))
             else:
                 symbols.append(slots[number][where])
         return symbols

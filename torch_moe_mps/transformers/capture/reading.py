@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..attention.causal_mask import CausalMask
 from ..basics.logits import are_wide
-from ..caches.buffer import buffer_of
+from ..caches.buffer import buffer_of, column_of, start_of
 from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, dictionaries_of, parts
 from ..graphs.tracing import NotCapturable
 from .arguments import flat, rows_of
-from .caches import column_of, is_cache, is_known, items_of, kind_of, layers_of, slots_of, start_of, static_of
+from .caches import is_cache, is_known, items_of, kind_of, layers_of, slots_of, static_of
 from .surroundings import default_device
 
 STATIC_TYPES = (bool, float, str, type(None), torch.dtype, torch.device)
@@ -140,13 +140,13 @@ class Reading:
             yield None if tensor.is_contiguous() else tensor.stride()
             yield self._sizes_of(tensor)
             if buffer is not None:
-                yield from (column_of(view, tensor), view.shape[-1], _up_to_two(view.shape[-2:-1]))
+                yield from (column_of(view), view.shape[-1], _up_to_two(view.shape[-2:-1]))
                 self.growing.add(len(self.numbers) - 2)
                 if name not in _OF_WINDOWS:
                     self.growing.add(len(self.numbers))
                 self.sizes.add(len(self.numbers))
                 self.starts.add(len(self.numbers) + 1)
-                self.numbers += view.shape[-2], start_of(view, tensor)
+                self.numbers += view.shape[-2], start_of(view)
 
     def _sizes_of(self, tensor: Tensor) -> tuple[int, ...]:
         self.sizes.update(range(len(self.numbers), len(self.numbers) + tensor.dim()))

@@ -10,20 +10,18 @@ from torch import Tensor
 from ..attention.causal_mask import CausalMask
 from ..basics.logits import are_wide
 from ..basics.tensors import notes_on
-from ..caches.buffer import Buffer, buffer_of
+from ..caches.buffer import Buffer, buffer_of, column_of, start_of
 from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, parts
 from ..graphs.tracing import NotCapturable, Recorder
 from .arguments import MASK
 from .caches import (
-    column_of,
     empty_copy,
     is_cache,
     items_of,
     kind_of,
     layers_of,
     slots_of,
-    start_of,
     static_of,
 )
 from .match import SIZE, START, TOKENS, Buffers, Match, Slots, Write, getter
@@ -217,7 +215,7 @@ class Recording:
         views = []
         for view, tensor, fake in zip(parts(value), parts(real.tensor), parts(stand_in.tensor), strict=True):
             first += tensor.dim() + 2
-            number, begins, column = len(self.views), start_of(view, tensor), column_of(view, tensor)
+            number, begins, column = len(self.views), start_of(view), column_of(view)
             tokens = number_of.of(first - 2, (TOKENS, number, None), view.shape[-2])
             start = number_of.of(first - 1, (START, number, None), begins)
             symbols = [number_of.symbol.get(position, -1) for position in (first - 1, first - 2)]
@@ -283,7 +281,6 @@ class Recording:
             layers=self._cache.layers,
             slots=self._slots,
             readers=self._numbers.readers,
-            sources=[view[0] for view in self.views],
             buffers=self._buffers.match(),
             writes=writes,
         )

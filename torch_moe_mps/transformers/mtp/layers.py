@@ -375,7 +375,7 @@ def bytes_of_mtp(layers: Any, model: Any, targets: Iterable[Target], recipe: Rec
 
 
 def has_mtp(model: Any, source: str | None = None) -> bool:
-    """Whether a checkpoint has such layers, by default the model's, and transformers knows their names."""
+    """True if a checkpoint has such layers, by default the model's, and transformers knows their names."""
     return bool(_found(checkpoint_of(model) if source is None else source, model).sizes)
 
 

@@ -195,7 +195,7 @@ def _small(module: Any) -> Any:
 
 
 def _is_same(module: Any, forward: Callable) -> bool:
-    """Whether a forward gives what the layer's own gives: results, keys and entries."""
+    """True if a forward gives what the layer's own gives: results, keys and entries."""
     with torch.device("meta"):  # a small one says nothing of a layer that was changed after it was made
         usual = original_class(module)(module.config, module.layer_idx)
     if not made_alike(module, usual):

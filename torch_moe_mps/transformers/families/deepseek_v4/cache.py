@@ -181,6 +181,6 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
 
 
 def _may_write(held: Tensor, new: Tensor) -> bool:
-    """Whether something of new tokens may be written there. torch refuses some tensors of inference mode."""
+    """True if something of new tokens may be written there. torch refuses some tensors of inference mode."""
     same = held.shape[0] == new.shape[0] and held.dtype is new.dtype and held.device == new.device
     return same and (torch.is_inference_mode_enabled() or not held.is_inference())

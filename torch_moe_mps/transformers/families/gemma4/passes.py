@@ -58,7 +58,7 @@ def options_of_gate(router: fx.Node) -> dict[str, Any] | None:
 
 
 def _fits(found: dict[str, Any]) -> bool:
-    """Whether moe_gate takes what the names of the formulas stand for."""
+    """True if moe_gate takes what the names of the formulas stand for."""
     x, linear, vectors = found["X"], found["LINEAR"], [found["SCALE"], found["PER_EXPERT"]]
     return (
         tensor_of(x).dim() == 2

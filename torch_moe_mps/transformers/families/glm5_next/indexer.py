@@ -81,7 +81,7 @@ def _hides_any(mask: Tensor) -> bool:
 
 
 def _is_padded(mask: Tensor, layer: HeldPools | None) -> bool:
-    """Whether any row of a batch has or had padding. A single token is none."""
+    """True if any row of a batch has or had padding. A single token is none."""
     noted = None if layer is None else layer.is_padded
     held = None if layer is None else layer.indexer_keys
     if noted is None and held is not None and held.shape[1] > 0:  # the model's eager code has written it
@@ -128,11 +128,9 @@ def _trial(module: Any) -> IndexerTrial:
     shown = torch.ones(BATCH, tokens, dtype=torch.bool)
     forward = eager(original_class(module).forward)
 
-    padded = shown.clone()
+    padded = shown.clone()  # `kpool_forward` leaves such rows to eager code, whose branches they take
     padded[0], padded[1, 0] = False, False
-    assert _is_padded(
-        padded, None
-    )  # `kpool_forward` leaves such rows to eager code, whose branches they take
+    assert _is_padded(padded, None)
 
     def own(cache: HeldKeys) -> Any:
         hidden_keys = torch.cat((before[..., :-1], padded[:, :1].expand(-1, held)[..., None]), -1)

@@ -115,7 +115,7 @@ class BiasOfStates(Deferred):
 
 
 def _is_of_rows(argument: object) -> bool:
-    """Whether it is the same for all keys, so that it can be applied to biases of distances, too."""
+    """True if it is the same for all keys, so that it can be applied to biases of distances, too."""
     if type(argument) is Tensor or isinstance(argument, torch._subclasses.FakeTensor):
         return argument.dim() <= 4 and argument.shape[-1:] in ((), (1,))
     return not isinstance(argument, Tensor)
@@ -128,7 +128,7 @@ def _of_tokens(argument: Any, start: int, stop: int) -> Any:
 
 
 def needs_ours(layer: nn.Module) -> bool:
-    """Whether an attention layer has a module that makes such a bias."""
+    """True if an attention layer has a module that makes such a bias."""
     return any(map(makes_relative_bias, layer.children()))
 
 
@@ -217,7 +217,7 @@ def rewrite_relative_bias(module: nn.Module) -> tuple[Callable, list[Done]] | No
 
 @on_the_cpu()
 def makes_relative_bias(module: nn.Module) -> bool:
-    """Whether its forward gives (states @ proj)[t, h, distance], 0 from `rel_extent` on and below 0.
+    """True if its forward gives (states @ proj)[t, h, distance], 0 from `rel_extent` on and below 0.
 
     Without children it is given the states and positions of tokens and keys. With two it is given hidden
     states, distances and positions of tokens, and the states are norm(heads of linear(hidden), positions).

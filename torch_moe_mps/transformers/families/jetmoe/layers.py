@@ -102,7 +102,7 @@ def _has_marked_parts(module: nn.Module) -> bool:
 
 
 def _matches_router(module: Any, forward: Callable) -> bool:
-    """Whether a router chooses and weighs as a forward does, and sorts pairs by expert."""
+    """True if a router chooses and weighs as a forward does, and sorts pairs by expert."""
     replica = twin_of(module)
     x = normal(9, replica.layer.in_features)
     pairs, tokens, weights, counts, logits = eager(original_class(module).forward)(replica, x)
@@ -120,7 +120,7 @@ def _matches_router(module: Any, forward: Callable) -> bool:
 
 
 def _matches_experts(module: Any, forward: Callable) -> bool:
-    """Whether experts multiply the inputs of each expert with its matrix."""
+    """True if experts multiply the inputs of each expert with its matrix."""
     replica = twin_of(module)
     ids = torch.arange(7).remainder(len(replica.weight)).view(-1, 1)
     x = normal(7, replica.weight.shape[2])
@@ -128,7 +128,7 @@ def _matches_experts(module: Any, forward: Callable) -> bool:
 
 
 def _matches_block(module: Any, forward: Callable) -> bool:
-    """Whether a block of MLPs is a forward behind a rewritten router."""
+    """True if a block of MLPs is a forward behind a rewritten router."""
     replica = twin_of(module)
     x = normal(2, 5, replica.router.layer.in_features)
     expected = eager(original_class(module).forward)(replica, x)

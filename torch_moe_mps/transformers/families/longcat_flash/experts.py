@@ -34,7 +34,7 @@ def experts_forward(
 
 
 def _may_be(module: nn.Module) -> bool:
-    """Whether some of a module's experts have no weights."""
+    """True if some of a module's experts have no weights."""
     has_parts = "identity_expert" in module._modules and hasattr(module, "num_routed_experts")
     return has_parts and module._parameters.get("gate_up_proj") is not None
 

@@ -127,7 +127,7 @@ def _trial(module: Any) -> IndexerTrial:
 
 
 def _is_same(own: Tensor, choice: Choice) -> bool:
-    """Whether both choose the same blocks. The model's own are by score, and -1 is last in both."""
+    """True if both choose the same blocks. The model's own are by score, and -1 is last in both."""
     chosen = choice.chosen(0, own.shape[2], _BEFORE + _TOKENS)
     theirs = torch.where(own < 0, _BEFORE, own).sort(-1).values
     return torch.equal(theirs, torch.where(chosen < 0, _BEFORE, chosen).long())

@@ -36,7 +36,7 @@ def _shows_tokens(reader: fx.Node) -> bool:
 
 
 def _has_tokens(value: object) -> bool:
-    """Whether an input of a table has its positions, and not its frequencies."""
+    """True if an input of a table has its positions, and not its frequencies."""
     return isinstance(value, fx.Node) and tensor_of(value).dim() == 4
 
 

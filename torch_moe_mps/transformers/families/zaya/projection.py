@@ -64,7 +64,7 @@ def _may_be(module: nn.Module) -> bool:
 
 
 def _is_same(module: nn.Module, forward: Callable) -> bool:
-    """Whether a forward gives the results and the states of a module's own."""
+    """True if a forward gives the results and the states of a module's own."""
     replica, own = twin_of(module), original_class(module).forward
     x, mask = normal(2, 9, replica.q_proj.in_features), torch.ones(2, 5)
     mask[0, :2] = 0
