@@ -108,6 +108,23 @@ def test_the_queue_is_not_drained(simulated, schedule):
     assert slots.tolist() == [[1, 2]]
 
 
+@SCHEDULES
+def test_no_more_buffers_than_a_queue_holds(simulated, schedule):
+    """Of Metal's 64; requests that the GPU has not come to lie in one buffer."""
+    simulated.set_schedule(schedule)
+    pool, ids = Pool(), ids_on("mps", 1)
+    pool.may_answer.clear()
+    torch_moe_mps.synchronize()
+    commits = simulated.commits()
+    for _ in range(100):
+        slots = expert_slots(ids, pool.number)
+    assert (
+        simulated.commits() <= commits + 32
+    )  # one more where Metal tells at once that the first is complete
+    pool.may_answer.set()
+    assert slots.tolist() == [[0]] and pool.asked == [[1]] * 100
+
+
 def program_of(*pools: Pool):
     """A captured token of layers that each choose the experts behind those of the layer before."""
     program = torch.classes.moe_mps.Program()

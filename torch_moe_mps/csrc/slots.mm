@@ -36,6 +36,8 @@ using Clock = std::chrono::steady_clock;
 // The pool in which every expert lies in the slot of its own number.
 constexpr int64_t kResident = 0;
 constexpr double kResidentSeconds = 30;
+// A queue of Metal's holds 64 command buffers, by default as in torch; the host would wait for one more.
+constexpr size_t kMostBuffers = 32;
 // An id that is no expert, and the largest that a pool gets.
 constexpr int64_t kNone = -1, kMostId = INT32_MAX;
 
@@ -198,7 +200,8 @@ void hear(int64_t number, bool has_failed) {
   state.changed.notify_all();
 }
 
-// In a block of the stream's queue: signals behind what is encoded, and waits in front of what comes.
+// In a block of the stream's queue: signals behind what is encoded, and waits in front of what comes. The GPU
+// gets what is encoded, unless it has much to do.
 void ask(at::mps::MPSStream* stream, int64_t pool, const Tensor& ids, const Tensor& slots) {
   const int64_t buffer = watch_work(stream).number;
   std::unique_lock<std::mutex> lock(state.mutex);
@@ -224,7 +227,7 @@ void ask(at::mps::MPSStream* stream, int64_t pool, const Tensor& ids, const Tens
                    block:^(id<MTLSharedEvent>, uint64_t) {
                      hear(number, false);
                    }];
-  stream->synchronize(at::mps::SyncType::COMMIT);
+  if (incomplete_buffers(stream) < kMostBuffers) stream->synchronize(at::mps::SyncType::COMMIT);
   [[stream->commandBuffer() rootCommandBuffer] encodeWaitForEvent:shared value:asked + 1];
 }
 

@@ -32,6 +32,7 @@ MTLSize metal_size(const Size& size) {
 // At least so many make a buffer for a GPU that has none waiting behind the one it runs: with one buffer
 // queued it goes on at once, where the host hears of a completed one 50 to 150 us later.
 constexpr int64_t kFirstDispatches = 8;
+constexpr size_t kBuffers = 3;  // the running one, the queued one, and the one that is encoded into
 
 // Counted over the process: all streams and threads.
 std::atomic<int64_t> encoded = 0;    // dispatches since it began
@@ -56,7 +57,8 @@ bool commit_is_due(at::mps::MPSStream* stream, Work& work, double seconds) {
   }
   const int64_t every = interval;
   if (every >= 0) return every > 0 && work.dispatches >= every;
-  return work.seconds >= kBufferSeconds || (work.dispatches >= kFirstDispatches && !has_queued_work(stream));
+  if (work.seconds >= kBufferSeconds) return true;
+  return work.dispatches >= kFirstDispatches && incomplete_buffers(stream) < kBuffers;
 }
 
 void limit_dispatches(double seconds) {

@@ -9,6 +9,7 @@
 // alone, and only MPSGraph sees it.
 #pragma once
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -37,9 +38,9 @@ void name_work(const char* operator_name);
 // a block of the stream's queue; the reference is good up to the next commit.
 Work& watch_work(at::mps::MPSStream* stream);
 
-// Whether a command buffer of the stream waits behind the one that the GPU runs. In a block of the stream's
-// queue, behind watch_work.
-bool has_queued_work(at::mps::MPSStream* stream);
+// Command buffers of the stream that are not complete, with the one that is encoded into. In a block of the
+// stream's queue, behind watch_work.
+size_t incomplete_buffers(at::mps::MPSStream* stream);
 
 // Whether the GPU has not finished all that it was given, on any stream. From any thread.
 bool has_incomplete_work();

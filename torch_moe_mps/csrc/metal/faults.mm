@@ -221,9 +221,9 @@ Work& watch_work(at::mps::MPSStream* stream) {
   return work;
 }
 
-bool has_queued_work(at::mps::MPSStream* stream) {
+size_t incomplete_buffers(at::mps::MPSStream* stream) {
   const std::lock_guard<std::mutex> lock(state.mutex);
-  return stream_of(stream).incomplete.size() > 2;  // the third is encoded into
+  return stream_of(stream).incomplete.size();
 }
 
 bool has_incomplete_work() {
