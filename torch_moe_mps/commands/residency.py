@@ -1,4 +1,4 @@
-"""What `fit` says of models that are larger than memory: experts that stay on the disk."""
+"""Models larger than memory, as `fit` shows them: experts that stay on the disk."""
 
 from collections.abc import Sequence
 from itertools import pairwise

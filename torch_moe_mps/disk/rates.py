@@ -29,7 +29,7 @@ def rates(read: int = 512 << 20) -> dict[str, Any]:
     count = read // PIECE * len(DEPTHS) * len(ways)
     if count * PIECE > shutil.disk_usage(tempfile.gettempdir()).free // 2:
         return {"error": "the disk has no room"}
-    places, result = random.Random(0).sample(range(count), count), {}
+    places, result = random.Random(0).sample(range(count), count), dict[str, Any]()
     with tempfile.NamedTemporaryFile(buffering=0) as file:
         _open_as(file.fileno(), without_cache=True)
         for _ in range(count):
