@@ -149,6 +149,12 @@ def simulated(request):
 
 
 @pytest.fixture
+def captured(monkeypatch) -> None:
+    """Decode steps are captured, on any device."""
+    monkeypatch.setenv("MOE_MPS_CAPTURE", "1")
+
+
+@pytest.fixture
 def few_formats(monkeypatch) -> None:
     """Random calls have two formats and two dtypes, as each further one is compiled for them alone."""
     from support import any_arguments, quantized_layers

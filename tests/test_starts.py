@@ -1,7 +1,7 @@
 """It starts: the wheel in an environment of its own, in fresh processes, from another folder.
 
-Importing transformers takes most of the seconds of a command. For every change each command runs in a fork of
-a process that has imported it, and `serve` and `check` as users start them; the sweep starts all as users do.
+Importing transformers takes most of the seconds of a command. For every change some commands run in a fork of
+a process that has imported it, in the sweep all, and `serve` and `check` as users start them.
 """
 
 import json
@@ -42,7 +42,7 @@ RUNS = {
     ),
 }
 
-
+OFTEN = ("chat", "convert", "finetune")
 COMMANDS = ("convert", "perplexity", "fit", "bench", "chat", "generate", "serve", "finetune")
 
 
@@ -128,23 +128,16 @@ def arguments_of(command: str, checkpoint: Path) -> list[str]:
 
 
 @pytest.mark.skipif(ON_MAC, reason="Metal does not survive a fork")
-def test_commands_run(home, checkpoint, tmp_path):
-    for command in RUNS:
+@pytest.mark.parametrize("commands", in_sweep((tuple(RUNS), OFTEN), (OFTEN,)), ids=len)
+def test_commands_run(home, checkpoint, commands, tmp_path):
+    for command in commands:
         (tmp_path / f"{command}.said").write_text("abc\n" if command == "chat" else "")
-    asked = json.dumps([arguments_of(command, checkpoint) for command in RUNS])
+    asked = json.dumps([arguments_of(command, checkpoint) for command in commands])
     code, output, errors = ended([home / "bin/python", "-c", FORKS, asked], tmp_path)
     assert code == 0, errors
-    for command, own in zip(RUNS, json.loads(output), strict=True):
+    for command, own in zip(commands, json.loads(output), strict=True):
         texts = ((tmp_path / f"{command}.{name}").read_text() for name in ("output", "errors"))
         check_run(command, tmp_path, own, *texts)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("command", RUNS)
-def test_command_as_a_user_starts_it(home, checkpoint, tmp_path, command):
-    line = [home / "bin/torch-moe-mps", *arguments_of(command, checkpoint)]
-    ends = ended(line, tmp_path, "abc\n" if command == "chat" else "")
-    check_run(command, tmp_path, *ends)
 
 
 @pytest.mark.parametrize("packages", in_sweep(("all", "declared"), ("all",)))
@@ -330,49 +323,21 @@ def test_commands_import_little_beside_the_code_of_a_model(tmp_path):
     assert len(output.splitlines()) == len(COMMANDS)
 
 
-# Imports each module, up to torch, in a fork of an interpreter that has imported nothing. Prints the modules
-# of the package that are in the middle of their import then.
-BEFORE_TORCH = """
-import importlib, json, os, sys
-
-class Torch(BaseException):
-    pass
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name in ("torch", "transformers"):
-            own = [each for each in sys.modules if each.startswith("torch_moe_mps.")]
-            raise Torch([each for each in own if sys.modules[each].__spec__._initializing])
-
-sys.meta_path.insert(0, Finder())
-for name in json.loads(sys.argv[1]):
-    if os.fork() == 0:
-        half = []
-        try:
-            importlib.import_module(name)
-        except Torch as asked:
-            half = asked.args[0]
-        print(json.dumps([name, sorted(half)]), flush=True)
-        os._exit(0)
-    os.wait()
-"""
-REGISTERED = """
-import json, sys, torch, torch_moe_mps
-print(json.dumps([name for name in sys.modules if name.startswith("torch_moe_mps.")]))
-"""
-ALONE = """
-import importlib, sys
-importlib.import_module(sys.argv[1])
-import torch
-print(torch.ops.moe_mps.rms_norm.default)
-"""
 # Imports each module as a fresh interpreter does: those of a package in forks of what has imported that.
+# Each starts the import of torch, or it follows: operators are registered behind it.
 ALL_ALONE = """
 import importlib, os, pkgutil, sys, traceback
 
 def alone(name):
     importlib.import_module(name)
-    print(name, flush=True)
+    if "torch" in sys.modules or os.fork() == 0:
+        starts = "torch" not in sys.modules
+        import torch
+        print(name, torch.ops.moe_mps.rms_norm.default, flush=True)
+        if starts:
+            os._exit(0)
+    else:
+        os.wait()
     for child in pkgutil.iter_modules(getattr(sys.modules[name], "__path__", ())):
         if child.name != "__main__" and os.fork() == 0:
             try:
@@ -403,21 +368,7 @@ def printed(home: Path, source: str, *arguments: str, **own: str) -> list[str]:
 
 
 @pytest.mark.sweep
-def test_modules_that_start_the_import_of_torch(home):
-    """Operators are registered behind it: what that imports can be half made where one of these begins."""
-    (registered,) = printed(home, REGISTERED)
-    lines = map(json.loads, printed(home, BEFORE_TORCH, json.dumps(modules())))
-    half = {name: {*names} & {*json.loads(registered)} for name, names in lines}
-    assert half["torch_moe_mps.commands.arguments"] == set() and len(half) > 150
-    assert half["torch_moe_mps.macs"] == {"torch_moe_mps.macs"}
-    firsts = {frozenset(names): name for name, names in reversed(half.items()) if names}
-    for names, name in firsts.items():
-        if name in names:
-            for own in ({}, {"MOE_MPS_AUTOLOAD": "0"}):
-                assert printed(home, ALONE, name, **own) == ["moe_mps.rms_norm.default"], name
-
-
-@pytest.mark.sweep
 @pytest.mark.parametrize("own", [{}, {"MOE_MPS_AUTOLOAD": "0"}], ids=["autoload", "no-autoload"])
 def test_each_module_alone(home, own):
-    assert sorted(printed(home, ALL_ALONE, **own)) == modules()
+    lines = [f"{name} moe_mps.rms_norm.default" for name in modules()]
+    assert sorted(printed(home, ALL_ALONE, **own)) == sorted(lines)

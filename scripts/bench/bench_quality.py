@@ -99,9 +99,8 @@ importance matrix has {calibration} other tokens of the Proposals.
 - llama.cpp's files come from the same file, by its `llama-quantize` and its `llama-imatrix` on the same
   tokens. 576 columns are no multiple of 256, so its K types fall back to Q5_0 and the like.
 - mlx-lm's quantisers run on a CPU, with fewer tokens and steps than usual: on a Mac dwq can come out better.
-- Rejected: error feedback (GPTQ with scales by importance) loses 9 to 37 % on a text of another kind
-  (`scripts/bench/bench_feedback.py --tokens 512`); bits chosen for each matrix by measured errors lost to
-  these recipes at 82 MB.
+- Rejected: error feedback (GPTQ with scales by importance) loses 9 to 37 % on a text of another kind; bits
+  chosen for each matrix by measured errors lost to these recipes at 82 MB.
 
 ## Figures
 

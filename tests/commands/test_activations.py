@@ -241,7 +241,7 @@ def test_8_bits_lose_what_they_lose(smollm2):
     assert (expected.exp() * (expected - found)).sum(-1).mean().item() <= 0.0019
 
 
-@pytest.mark.slow("30 layers of trained weights")
+@pytest.mark.sweep
 def test_a_file_of_trained_weights_says_paris(smollm2, capsys):
     options = ["-p", trained_models.QUESTION, "--max-tokens", "8", "--device", "cpu"]
     assert main(["generate", str(smollm2), *options]) == 0

@@ -29,9 +29,7 @@ PROMPTS = {"qwen3_moe": 9, "gpt_oss": 3, "deepseek_v3": 3, "qwen3_next": 3}
 OF_OTHER_STATES = ("kimi_linear", "granitemoehybrid", "lfm2_moe", "minimax", "mamba")
 
 
-@pytest.fixture(autouse=True)
-def captured(monkeypatch):
-    monkeypatch.setenv(_environment.CAPTURE, "1")
+pytestmark = pytest.mark.usefixtures("captured")
 
 
 class Asked(Job):

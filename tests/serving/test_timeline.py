@@ -23,8 +23,8 @@ from support.sweep import in_sweep, rows_in_sweep
 from transformers import GenerationConfig
 
 import torch_moe_mps
-from torch_moe_mps import _environment
 from torch_moe_mps._faults import Mark
+from torch_moe_mps.disk.pool import Pool
 from torch_moe_mps.serving.engine import engine as engines
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
@@ -32,6 +32,7 @@ from torch_moe_mps.serving.engine.sampling import Sampled
 from torch_moe_mps.serving.http.logprobs import Logprobs
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.attention.attention import NAME
+from torch_moe_mps.transformers.checkpoints import on_disk
 
 _TOKEN, _GPU = TOKENS[0], GPUS["M4 Max"]  # of Qwen3-30B-A3B
 _COMMAND = 10e-6  # seconds of the host to encode a launch
@@ -39,9 +40,7 @@ _COMMAND = 10e-6  # seconds of the host to encode a launch
 _NEW, _STEADY = 20, slice(4, 12)
 
 
-@pytest.fixture(autouse=True)
-def captured(monkeypatch):
-    monkeypatch.setenv(_environment.CAPTURE, "1")
+pytestmark = pytest.mark.usefixtures("captured")
 
 
 @functools.cache
@@ -72,8 +71,8 @@ class Costs:
         return self.a_launch + self.a_byte * moved
 
     @contextlib.contextmanager
-    def timeline(self, simulated):
-        with simulated.timeline(self, _COMMAND, self.a_launch) as times:
+    def timeline(self, simulated, an_event: float = 0.0):
+        with simulated.timeline(self, _COMMAND, self.a_launch, an_event) as times:
             yield times
 
 
@@ -133,8 +132,8 @@ class Answer(Job):
         return round(idle), round(busy)
 
 
-def generate(*answers: Answer, drafting=None) -> None:
-    engine = Engine(model_on_mps(), None, len(answers), drafting=drafting)
+def generate(*answers: Answer, drafting=None, model=None) -> None:
+    engine = Engine(model or model_on_mps(), None, len(answers), drafting=drafting)
     engine.submit(*answers)
     while engine.has_work:
         engine.step()
@@ -294,6 +293,33 @@ def test_a_step_that_verifies_drafts_is_read_before_the_next(simulated):
     with costs_on(simulated).timeline(simulated) as times:
         seen = drafted(times).seen
     assert waits_of(seen) == about(500, 590, 590, 690, 690, 590, 690, 590)
+
+
+@pytest.mark.slow("loads a model, and captures programs in the simulator")
+def test_the_gpu_waits_for_a_disk_alone(simulated, tmp_path, monkeypatch):
+    """Experts are read while the host works on the token before, and encodes the next one."""
+    eager(tiny_models.tiny_model("qwen3_moe")).save_pretrained(tmp_path)
+    monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: 3)
+    model = torch_moe_mps.from_pretrained(str(tmp_path), device_map="mps", experts_memory="1GB")
+    ssd, an_event, slots, taken = simulated.Ssd(1e-3, 1e9, depth=8), 5e-5, Pool.slots, []
+
+    def timed_slots(self, ids):
+        counters = self.reader.counters
+        before = counters.bytes_read
+        result = slots(self, ids)
+        taken.append(3e-5 + ssd.seconds([counters.bytes_read - before] * (counters.bytes_read > before)))
+        times.answer(taken[-1])
+        return result
+
+    generate(Answer(0), model=model)  # captures
+    monkeypatch.setattr(Pool, "slots", timed_slots)
+    with costs_on(simulated).timeline(simulated, an_event) as times:
+        answer = Answer(0, 1e-3, times)
+        generate(answer, model=model)
+        torch.mps.synchronize()
+        assert times.waited == pytest.approx(sum(taken) + 2 * an_event * len(taken))
+    idle, _ = answer.steady()
+    assert idle == 0 and len(taken) > 2 * _STEADY.stop and max(taken) > 1e-3
 
 
 @pytest.mark.slow("captures programs in the simulator")

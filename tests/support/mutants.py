@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import torch_moe_mps
-from torch_moe_mps.transformers.basics.code import names_in
 from torch_moe_mps.transformers.basics.state import original_class
 from torch_moe_mps.transformers.install import is_rewritten
 
@@ -93,7 +92,7 @@ def _targets(architecture: str) -> dict[tuple[Any, str], types.FunctionType]:
             if not function.__module__.startswith("transformers.models."):
                 continue
             found[owner, name] = function
-            for each in names_in(function):
+            for each in function.__code__.co_names:
                 if isinstance(function.__globals__.get(each), types.FunctionType):
                     waiting.append((inspect.getmodule(function), each))
                 elif isinstance(vars(cls).get(each), types.FunctionType):

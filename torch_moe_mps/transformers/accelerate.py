@@ -23,7 +23,7 @@ from .basics.logits import mark_head
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
 from .basics.state import kv_bits_of, state_in, state_of
-from .basics.unmodified import own_code, refusal, said_of
+from .basics.unmodified import refusal, said_of, why_unmodified
 from .checkpoints.quantize.importance import Importance, given_importance
 from .checkpoints.quantize.in_place import keep_when_saving, quantize_model
 from .checkpoints.quantize.recipe import ARGUMENTS, Recipe, no_such_weight, requested_recipe
@@ -31,7 +31,7 @@ from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
 from .modules.experts import IMPLEMENTATION, NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
-from .modules.rules.formulas import check_traces
+from .modules.rules.norms import check_traces
 from .self_check import begin, check_replacements, is_wanted, use_tensor_units
 from .trials.comparing import on_the_cpu
 from .trials.memory import summary_since, trials_run
@@ -85,7 +85,7 @@ def accelerate(
     MOE_MPS_RESIDENCY=0 in the environment.
     The first time on a machine, each operator that the model uses is compared with the CPU. Where one fails,
     the modules that it would replace run unmodified, and a warning names it. Behind a transformers that this
-    release was not tested with, a small model of the same class is compared with its own code likewise.
+    release was not tested with, a small model of the same class is compared with its eager code likewise.
 
     Returns: a report that prints as a table: what replaced each module, or why it was left alone.
 
@@ -104,17 +104,17 @@ def accelerate(
     _require_layers_of(model, wanted)
     weighed = given_importance("accelerate", importance, model, wanted is not None)
     require_kv_bits("accelerate", kv_bits)
-    keeps_own = False
+    is_unmodified = False
     if _is_of_transformers(model):
         from .capture.policy import wanted_capture
         from .trials.untested import settle
 
         capture = wanted_capture(capture)
         formats = wanted is not None and wanted.experts is not None
-        verdict = settle("accelerate", model, check and is_wanted(), formats, _replace_in_twin, restore)
-        keeps_own = verdict.reason is not None
+        verdict = settle("accelerate", model, check and is_wanted(), formats, _replace_in_small, restore)
+        is_unmodified = verdict.reason is not None
         capture = capture if verdict.captures else False
-        report.twin = verdict.said
+        report.small_model = verdict.said
     seconds, kv_bits = begin("accelerate", model, wanted, kv_bits, check)
     check = seconds is not None
     for module in model.modules():
@@ -123,7 +123,7 @@ def accelerate(
         report.quantization = quantize_model(model, wanted, weighed)
     else:
         keep_when_saving(model)
-    if keeps_own:
+    if is_unmodified:
         restore(model)
     else:
         _replace(model, report, kv_bits, capture)
@@ -148,8 +148,8 @@ def accelerate(
     return report
 
 
-def _replace_in_twin(twin: nn.Module, report: Report, captures: bool) -> None:
-    _replace(twin, report, None, captures)
+def _replace_in_small(small: nn.Module, report: Report, captures: bool) -> None:
+    _replace(small, report, None, captures)
 
 
 def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
@@ -175,7 +175,7 @@ def _replace_experts(model: nn.Module, report: Report) -> Collection[str]:
     result = experts_of(model)
     for name, experts in result.items():
         done = described(experts)
-        reason = unsupported(experts) or own_code(experts) or refusal(experts, done)
+        reason = unsupported(experts) or why_unmodified(experts) or refusal(experts, done)
         if reason is None and not is_quantized(experts):
             before = experts.config, _implementation(experts.config)
             state_of(experts).previous.setdefault(IMPLEMENTATION, before)
@@ -188,7 +188,7 @@ def _replace_others(model: nn.Module, report: Report, experts: Collection[str]) 
     """Replaces routers, attention and all modules that a rule knows."""
     routers = set(_routers(model, experts))
     attentions = {} if refusal(model, [ATTENTION]) else attention_layers(model)
-    attentions = {name: layer for name, layer in attentions.items() if own_code(layer) is None}
+    attentions = {name: layer for name, layer in attentions.items() if why_unmodified(layer) is None}
     choose_implementations(attentions.values())
     # Children first; the model, whose name is empty, is the last.
     for name, module in sorted(model.named_modules(), key=lambda item: (not item[0], -item[0].count("."))):
@@ -272,7 +272,7 @@ def _implementation(config: object) -> str | None:
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
-    """Whether code for it may import transformers, which is not complete when this module is imported."""
+    """True if code for it may import transformers, which is not complete when this module is imported."""
     return any(hasattr(module, "save_pretrained") for module in model.modules())
 
 
@@ -326,7 +326,7 @@ def _routers(model: nn.Module, found: Collection[str]) -> Iterator[str]:
 
 
 def _is_left_out(name: str, module: nn.Module) -> bool:
-    """Whether a module is a model, or a layer of torch or of ours that no rule replaces."""
+    """True if a module is a model, or a layer of torch or of ours that no rule replaces."""
     is_torchs = type(module).__module__.startswith("torch.") and not isinstance(module, nn.LayerNorm)
     is_layer = is_torchs or isinstance(module, QuantizedLayer)
     return is_layer or hasattr(module, "base_model_prefix") or not name

@@ -125,21 +125,27 @@ def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> dict[str,
     Returns: {name: True if a first token may dispatch its kernels}, in the package's order. The others are
         for prompts, captured steps, and 256 keys or more.
     """
-    files = {LIBRARY_OF.get(name, FAMILY_OF[name]) for name in operators}
+    files, further = _files_of(model, operators)
     first, later = _libraries_of_weights(model, "heads" in files)
     dtypes = {name.rpartition("_")[2] for name in first}
-    widths = attention_widths(model) if "attention" in files else []
-    routing = routing_libraries(_numbers_of_experts(model)) if "routing" in files else []
-    further = {FURTHER[file] for file in files & FURTHER.keys()}
-    further |= {f"attention_turned_{width}" for width in widths if "rope" in files}
-    files |= {*routing, *(f"attention_{width}" for width in widths)}
     first.update(f"{file}_{dtype}" for file in files for dtype in dtypes)
     later.update(f"{file}_{dtype}" for file in further for dtype in dtypes)
-    if dtypes and "router_logits" in operators:  # in float32
-        first.update(f"{file}_f32" for file in routing)
-    if kv_bits_of(model) == CACHE_BITS:
-        first.update(name for dtype in dtypes if widths for name in cache_libraries(model, dtype))
+    if dtypes and "router_logits" in operators:
+        first.update(f"{file}_f32" for file in files if file.removeprefix("routing_").isdigit())
+    if kv_bits_of(model) == CACHE_BITS and any(file.startswith("attention_") for file in files):
+        first.update(name for dtype in dtypes for name in cache_libraries(model, dtype))
     return {name: name in first for name in torch.ops.moe_mps._libraries() if name in first | later}
+
+
+def _files_of(model: nn.Module, operators: Collection[str]) -> tuple[set[str], set[str]]:
+    """Libraries of operators, without dtypes: (for a first token, for captured steps and many keys)."""
+    files = {LIBRARY_OF.get(name, FAMILY_OF[name]) for name in operators}
+    further = {FURTHER[file] for file in files & FURTHER.keys()}
+    widths = attention_widths(model) if "attention" in files else []
+    if "rope" in files:
+        further |= {f"attention_turned_{width}" for width in widths}
+    routing = routing_libraries(_numbers_of_experts(model)) if "routing" in files else []
+    return files | {*routing, *(f"attention_{width}" for width in widths)}, further
 
 
 def _libraries_of_weights(model: nn.Module, in_heads: bool) -> tuple[set[str], set[str]]:

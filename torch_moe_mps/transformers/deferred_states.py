@@ -20,7 +20,7 @@ from .install import is_rewritten, run_as, runs_with_cache
 from .trials.comparing import agrees, on_the_cpu, tried
 from .trials.draws import normal
 from .trials.forms import first_form
-from .trials.twins import LinearCache, twin_of, width_of
+from .trials.replicas import LinearCache, replica_of, width_of
 from .upstream.calls import cache_argument, needed_arguments
 from .upstream.models import CacheLayerMixin, LinearAttentionLayer
 
@@ -104,12 +104,12 @@ def _readers(model: nn.Module, layers: dict[int, Any]) -> Iterator[tuple[nn.Modu
 
 def _kinds(module: nn.Module, cls: type[nn.Module], states: int) -> Callable[[AnyKind], bool]:
     """{kind of states: True if a copy of the module can restore them}."""
-    return functools.partial(_takes_back, _twin_that_runs(module), states)
+    return functools.partial(_takes_back, _replica_that_runs(module), states)
 
 
-def _twin_that_runs(module: nn.Module) -> Any:
+def _replica_that_runs(module: nn.Module) -> Any:
     """Copy of a module with the same replaced forward."""
-    replica = twin_of(module)
+    replica = replica_of(module)
     if is_rewritten(module):
         run_as(replica, module)
     return replica
@@ -117,7 +117,7 @@ def _twin_that_runs(module: nn.Module) -> Any:
 
 def _chunks(module: nn.Module, cls: type[nn.Module], states: int) -> Callable[[int], bool]:
     """True if a copy of the module continues from the first of two chunks of a prompt."""
-    return lambda _: _goes_on(_twin_that_runs(module), states)
+    return lambda _: _goes_on(_replica_that_runs(module), states)
 
 
 def _goes_on(replica: Any, states: int) -> bool:

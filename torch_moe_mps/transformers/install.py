@@ -21,22 +21,22 @@ from .basics.state import (
     REWRITTEN,
     STATE,
     Unsupported,
+    eager_of,
     holds,
     kept,
     made_as,
     original_class,
-    own_of,
     recording,
     state_of,
     subclass,
 )
-from .basics.unmodified import are_slower, own_code, own_is_faster, refusal
+from .basics.unmodified import are_slower, eager_is_faster, refusal, why_unmodified
 from .caches.separate import by_sequence, reads_a_layer
-from .modules.experts import runs_own_code
+from .modules.experts import runs_eager
 from .modules.functions import InPlace, with_operators
 from .modules.rules import FUNCTION_RULES, MODULE_RULES
 from .trials.comparing import on_the_cpu
-from .upstream.calls import Binder, cache_name, in_place
+from .upstream.calls import Binder, as_given, cache_name, in_place
 
 _replacements = Bounded(4096)  # {code of a function that forwards call: what runs in its place}
 
@@ -61,7 +61,7 @@ def _rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
         restore_module(module)
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
         return [], "its forward was replaced on the instance"
-    if (reason := own_code(module)) is not None:
+    if (reason := why_unmodified(module)) is not None:
         return [], reason
     for recognise in MODULE_RULES:
         try:
@@ -122,7 +122,7 @@ def _in_place(function: types.FunctionType) -> InPlace | None:
 
 
 def _is_on_top(module: nn.Module) -> bool:
-    """Whether the rewritten class is the module's: a parametrisation, FSDP2 or a user may subclass it."""
+    """True if the rewritten class is the module's: a parametrisation, FSDP2 or a user may subclass it."""
     return original_class(module) is not type(module)
 
 
@@ -164,10 +164,10 @@ def runs_with_cache(module: nn.Module) -> bool:
     return any(map(cache_name, forwards))
 
 
-def run_as(twin: nn.Module, module: nn.Module) -> None:
+def run_as(copied: nn.Module, module: nn.Module) -> None:
     """Makes a copy of a rewritten module run the same replaced forward."""
-    state_of(twin).reads = ()
-    _set_class(twin, type(module))
+    state_of(copied).reads = ()
+    _set_class(copied, type(module))
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -182,35 +182,39 @@ def _rewritten_class(
 ) -> type[nn.Module]:
     """The subclass of `original` that runs `rewritten` in inference and the original forward otherwise."""
     own = original.forward
-    replaced = own_of(rewritten)
-    runs_own = own if replaced is None else in_place(own, replaced)
-    bound = None if is_own else Binder(own, rewritten)
-    takes_one = bound is not None and bound.takes_one
+    replaced = eager_of(rewritten)
+    eager = own if replaced is None else in_place(own, replaced)
+    bound = as_given if is_own else Binder(own, rewritten)
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if original.forward is not own:  # somebody has patched the class
             return original.forward(self, *args, **kwargs)
-        if yields and own_is_faster(args or kwargs.values()):
+        if (yields and eager_is_faster(args or kwargs.values())) or not _has_rewritten(self, cls):
             return own(self, *args, **kwargs)
-        # A module without a state was restored, and a wrapper that a user put on before still calls this.
-        # FSDP2, a parametrisation or a user may have put a class on top, which knows the original forward.
-        state = self.__dict__.get(STATE, NOTHING)
-        if type(self) is not cls or state.reads is None:
-            return own(self, *args, **kwargs)
-        changed = state.reads and not holds(self)
-        if changed or runs_own_code(self, *args, *kwargs.values()):
-            return runs_own(self, *args, **kwargs)
-        if bound is None or (takes_one and args and not args[1:] and not kwargs):
-            result = rewritten(self, *args, **kwargs)
-        else:
-            given = bound(args, kwargs)
-            result = NotImplemented if given is None else rewritten(self, *given[0], **given[1])
-        return runs_own(self, *args, **kwargs) if result is NotImplemented else result
+        if not _is_current(self) or runs_eager(self, *args, *kwargs.values()):
+            return eager(self, *args, **kwargs)
+        given = bound(args, kwargs)
+        result = NotImplemented if given is None else rewritten(self, *given[0], **given[1])
+        return eager(self, *args, **kwargs) if result is NotImplemented else result
 
     batched = forward if cache_name(own) is None else by_sequence(forward)
     cls = subclass(original, REWRITTEN, _copy_class, rewritten, forward=batched)
     return cls
+
+
+def _has_rewritten(module: nn.Module, cls: type) -> bool:
+    """True if the class is a module's own, and its state says what the rewritten forward rests on.
+
+    A module without a state was restored, and a wrapper that a user put on before still calls the forward.
+    FSDP2, a parametrisation or a user may have put a class on top, which knows the original forward.
+    """
+    return type(module) is cls and module.__dict__.get(STATE, NOTHING).reads is not None
+
+
+def _is_current(module: nn.Module) -> bool:
+    """True if a rewritten module still has what its forward rests on."""
+    return not module.__dict__[STATE].reads or holds(module)
 
 
 @functools.cache

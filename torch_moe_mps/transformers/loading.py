@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from ..macs import machine_memory
 from .accelerate import accelerate
 from .attention.implementations import require_kv_bits
-from .basics.unmodified import own_code
+from .basics.unmodified import why_unmodified
 from .caches.cache import grow_caches_in_place
 from .checkpoints.calibration import importance_for
 from .checkpoints.gguf.quantizer import packing
@@ -130,7 +130,7 @@ def _accelerate(model: Any, importance: Any, asked: dict[str, Any] | None, kv_bi
         done = accelerate(model.eval(), importance=importance, **(asked or {}))
         if asked is not None:
             model.hf_quantizer.report = done.quantization
-    if kv_bits is not None and own_code(model) is None:
+    if kv_bits is not None and why_unmodified(model) is None:
         grow_caches_in_place(model, working_kv_bits(model, kv_bits))
         compile_kernels(model)
 

@@ -41,7 +41,7 @@ _OF_KIND = {
 
 
 def allowed(check: bool) -> AbstractContextManager[bool]:
-    """Whether models that are accelerated inside the block may be checked."""
+    """Context in which models that are accelerated may be checked, or not."""
     return having(_ALLOWED, check and _ALLOWED.get())
 
 
@@ -67,12 +67,12 @@ def begin(
 
 
 def is_wanted() -> bool:
-    """Whether the user wants that anything is checked."""
+    """True if the self-check is enabled."""
     return _ALLOWED.get() and is_on(CHECK)
 
 
 def _is_wanted(model: nn.Module) -> bool:
-    """Whether the model's operators can be checked on a GPU, and the user wants it."""
+    """True if the self-check is enabled, and the model's operators can run on a GPU."""
     return is_wanted() and is_available() and is_on_mps(model)
 
 
@@ -181,7 +181,7 @@ def _heads(model: nn.Module) -> dict[str, set[tuple[int, int]]]:
     return {operator: linear if operator == "linear_attention_" else softmax for operator in OF_HEADS}
 
 
-def _warning(finding: Finding, instead: str = "what it replaces keeps the model's own code") -> str:
+def _warning(finding: Finding, instead: str = "what it replaces runs unmodified") -> str:
     """Line that tells a user why an operator is not used."""
     return (
         f"torch_moe_mps: on this machine ({where()}) {finding}; {instead}. "

@@ -49,9 +49,7 @@ from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argumen
 PROMPT = 9
 
 
-@pytest.fixture(autouse=True)
-def captured_anywhere(monkeypatch):
-    monkeypatch.setenv(_environment.CAPTURE, "1")
+pytestmark = pytest.mark.usefixtures("captured")
 
 
 @pytest.fixture

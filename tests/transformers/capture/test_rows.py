@@ -10,7 +10,6 @@ from support.sweep import in_sweep
 from transformers import DynamicCache
 
 import torch_moe_mps
-from torch_moe_mps import _environment
 from torch_moe_mps.transformers.attention import causal_mask
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.basics.state import state_in
@@ -18,10 +17,7 @@ from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
-
-@pytest.fixture(autouse=True)
-def captured_anywhere(monkeypatch):
-    monkeypatch.setenv(_environment.CAPTURE, "1")
+pytestmark = pytest.mark.usefixtures("captured")
 
 
 @pytest.fixture

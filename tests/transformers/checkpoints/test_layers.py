@@ -374,9 +374,7 @@ def test_code_without_source_keeps_what_it_may_read():
     exec(
         "class Remote(nn.Module):\n"
         "    def forward(self, x):\n"
-        "        return sum(x @ layer.weight.T for layer in (self.read,)) + self.more(x)\n"
-        "    def more(self, x):\n"
-        "        return self.called(x)\n",
+        "        return sum(x @ layer.weight.T for layer in (self.read,)) + self.called(x)\n",
         scope,
     )
     module, x = scope["Remote"]().eval(), torch.randn(3, 32)
@@ -384,8 +382,8 @@ def test_code_without_source_keeps_what_it_may_read():
     model = nn.ModuleDict({"remote": module})
     dense = copy.deepcopy(model)
     report = torch_moe_mps.accelerate(model, 4, 32).quantization
-    why = "the code around it, which has no source, reads a weight"
-    assert report.skipped == {"remote.read": why} and [*report.modules] == ["remote.called"]
+    why = "the code around it, which has no source, may read its weight"
+    assert report.skipped == dict.fromkeys(("remote.read", "remote.called"), why) and not report.modules
     with torch.no_grad():
         assert_close(module(x), tiny_models.dense_twin(dense, model).remote(x), 1e-5)
 

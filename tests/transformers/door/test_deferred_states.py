@@ -70,8 +70,8 @@ def test_layers_whose_states_take_tokens_in_may(architecture):
     assert all(kind in (None, found[number], type(found[number])) for number, kind in expected.items())
 
 
-@pytest.mark.slow("a model of published sizes")
-@pytest.mark.parametrize("architecture", in_sweep(PUBLISHED, ("qwen3_5_moe_text",)))
+@pytest.mark.sweep
+@pytest.mark.parametrize("architecture", PUBLISHED)
 def test_so_may_those_of_published_sizes(architecture):
     """The widths of their layers differ; weights are not needed."""
     with init_empty_weights(include_buffers=False):

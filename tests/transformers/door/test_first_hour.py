@@ -210,6 +210,6 @@ def test_the_report_sums_up():
     report = torch_moe_mps.accelerate(model, 4, 32)
     text = str(report)
     assert text.splitlines()[-1] == (
-        f"{len(report.replaced)} modules run on torch_moe_mps, {len(report.left_alone)} keep their own code."
+        f"{len(report.replaced)} modules run on torch_moe_mps, {len(report.left_alone)} run unmodified."
     )
     assert "MiB" not in text and "GB" not in text

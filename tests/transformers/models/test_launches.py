@@ -21,7 +21,6 @@ from support.speculative import Answered, prompts, settings
 from support.sweep import in_sweep, rows_in_sweep
 
 import torch_moe_mps
-from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.serving.speculative.mtp import Mtp
 from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.capture.classes import captures_of
@@ -79,9 +78,7 @@ OWN_CODE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def captured(monkeypatch):
-    monkeypatch.setenv(CAPTURE, "1")
+pytestmark = pytest.mark.usefixtures("captured")
 
 
 def accelerated(architecture: str, **overrides: object):

@@ -18,11 +18,10 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRMSNorm
 
 import torch_moe_mps
-from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules.linears import QuantizedLinear
-from torch_moe_mps.transformers.modules.rules.formulas import is_norm, rms_norm
+from torch_moe_mps.transformers.modules.rules.norms import call_of, is_norm
 from torch_moe_mps.transformers.modules.rules.rope import RopeCall, rope_form, rotated, rotation_in_place
 
 
@@ -44,11 +43,6 @@ def projections(model) -> list[QuantizedLinear]:
 def one_by_one(model, ids: torch.Tensor) -> torch.Tensor:
     """The logits of the model's own code, with the weights that the quantised layers hold."""
     return output(torch_moe_mps.restore(copy.deepcopy(model)), ids)
-
-
-@pytest.fixture
-def captured(monkeypatch):
-    monkeypatch.setenv(CAPTURE, "1")
 
 
 def tokens(model, count: int = 5) -> torch.Tensor:
@@ -241,9 +235,9 @@ class Doubled(WithoutWeight):
 
 
 def test_a_norm_without_weight():
-    call = rms_norm.call_of(WithoutWeight())
+    call = call_of(WithoutWeight())
     assert call is not None and call.weights == () and call.constants == (None, 1e-3, 0.0)
-    assert rms_norm.call_of(Doubled()) is None
+    assert call_of(Doubled()) is None
 
 
 class OfEveryFourth(Qwen4ExpTextRMSNorm):

@@ -17,9 +17,8 @@ from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.transformers.basics.state import NOTHING, STATE
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.install import rewrite
-from torch_moe_mps.transformers.modules.recognise import Call
 from torch_moe_mps.transformers.modules.rules import linear_attention as rules
-from torch_moe_mps.transformers.modules.rules.formulas import gated_norm
+from torch_moe_mps.transformers.modules.rules.norms import Call, rewrite_norm
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 ARCHITECTURES = ("qwen3_next", "qwen3_5_moe")
@@ -279,7 +278,7 @@ class SigmoidGate(qwen3_next.Qwen3NextRMSNormGated):
 )
 def test_norms_are_told_apart_by_what_they_compute(norm, offset):
     module = norm(16)
-    found = gated_norm(module)
+    found = rewrite_norm(module)
     assert (found is None) == (offset is None)
     names = ("hidden_states", "gate") if norm is qwen3_next.Qwen3NextRMSNormGated else ("x", "gate")
     expected = None if offset is None else Call("rms_norm_gated", names, ("weight",), (1e-6, offset), True)

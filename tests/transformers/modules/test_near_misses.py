@@ -36,7 +36,6 @@ import torch_moe_mps
 from torch_moe_mps.transformers.accelerate import PREPARED_BY
 from torch_moe_mps.transformers.install import is_rewritten, rewrite
 from torch_moe_mps.transformers.modules import rules
-from torch_moe_mps.transformers.modules.recognise import Rows
 from torch_moe_mps.transformers.modules.rules import MODULE_RULES
 from torch_moe_mps.transformers.trials import memory
 
@@ -151,8 +150,8 @@ def forget() -> None:
     """Forgets the results of trials and of traces."""
     memory.forget()
     for name, file in [*sys.modules.items()]:
-        own = [*vars(file).values()] if name.startswith(rules.__package__) else []
-        for function in (each.call_of if isinstance(each, Rows) else each for each in own):
+        own = vars(file).values() if name.startswith(rules.__package__) else []
+        for function in own:
             if inspect.isfunction(function) and "known" in function.__code__.co_freevars:
                 inspect.getclosurevars(function).nonlocals["known"].clear()
 

@@ -90,7 +90,7 @@ def test_operators_run_on_mps(as_shipped, simulated):
 def test_report_says_what_keeps_its_own_code_on_a_cpu(as_shipped):
     _, report, _ = pair("mixtral")
     names = "rope, moe_router (softmax), rms_norm, rotary tables"
-    assert report.own_on_cpu == f"on the CPU the model's own code is faster, and runs, in place of {names}"
+    assert report.own_on_cpu == f"on the CPU the model's eager code is faster, and runs, in place of {names}"
     assert report.own_on_cpu in str(report)
     with unmodified.all_operators():
         assert pair("mixtral")[1].own_on_cpu is None

@@ -18,7 +18,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.basics.scoped import Bounded
 from torch_moe_mps.transformers.graphs.tracing import Recorder
 from torch_moe_mps.transformers.install import is_rewritten, restore_module, rewrite
-from torch_moe_mps.transformers.modules.rules.formulas import check_traces
+from torch_moe_mps.transformers.modules.rules.norms import check_traces
 from torch_moe_mps.transformers.modules.traced import Input, remembered, trace
 
 WIDTH = 16

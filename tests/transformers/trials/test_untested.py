@@ -19,7 +19,7 @@ from torch_moe_mps import _environment, _versions
 from torch_moe_mps.transformers import restore, supported
 from torch_moe_mps.transformers.basics.report import Done
 from torch_moe_mps.transformers.basics.state import REWRITTEN, class_before, made_as
-from torch_moe_mps.transformers.basics.unmodified import OWN_CODE
+from torch_moe_mps.transformers.basics.unmodified import UNMODIFIED
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.graphs.passes import PASSES
 from torch_moe_mps.transformers.modules.rules import MODULE_RULES
@@ -46,7 +46,7 @@ def untested(simulated, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     memory.forget()
     yield tmp_path
-    OWN_CODE.clear()
+    UNMODIFIED.clear()
     memory.forget()
 
 
@@ -110,7 +110,7 @@ def test_a_forward_that_swallows_its_cache_is_left_out(untested, put_rule, archi
     expected = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
     report, said = accelerated(model)
     (line,) = said
-    assert f"{cls} differs from its own code (token 1 differs by" in line
+    assert f"{cls} differs from its eager code (token 1 differs by" in line
     assert all(runs_own(model, cls)) and report.replaced
     assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0), expected)
 
@@ -128,7 +128,7 @@ def test_a_forward_that_swallows_its_mask_is_left_out(untested, put_rule):
     mask[0, :3] = 0
     expected = output(model, ids, attention_mask=mask)
     _, (line,) = accelerated(model)
-    assert "Qwen3MoeDecoderLayer differs from its own code (a padded prompt differs by" in line
+    assert "Qwen3MoeDecoderLayer differs from its eager code (a padded prompt differs by" in line
     assert torch.allclose(output(model, ids, attention_mask=mask), expected, atol=1e-5)
 
 
@@ -137,7 +137,7 @@ def test_a_tested_version_compares_nothing(simulated, monkeypatch, put_rule):
     monkeypatch.setenv(_environment.CHECK, "1")
     put_rule("Qwen3MoeRMSNorm", lambda own: lambda self, x: own(self, x) * 1.01)
     report, said = accelerated(tiny("qwen3_moe"))
-    assert not said and report.twin is None
+    assert not said and report.small_model is None
 
 
 @pytest.mark.slow("leaves out one class of a small model after the other")
@@ -149,11 +149,11 @@ def test_a_wrong_formula_is_left_out_and_the_verdict_is_kept(untested, put_rule,
     torch.random.set_rng_state(state)
     report, said = accelerated(model)
     assert torch.equal(torch.random.get_rng_state(), state) and "Qwen3MoeRMSNorm differs" in said[0]
-    assert "differs from its own code, and keeps it" in str(report)
+    assert "differs from its eager code, and runs unmodified" in str(report)
     assert torch.allclose(output(model, prompt()), expected, atol=1e-5)
     monkeypatch.setattr(trial, "small_model", None)  # nothing is compared again
     again, said_again = accelerated(tiny("qwen3_moe"))
-    assert said_again == said and str(again.twin) == str(report.twin)
+    assert said_again == said and str(again.small_model) == str(report.small_model)
     assert "1 run" in str(report) and again.trials is None
 
 
@@ -165,7 +165,7 @@ def test_a_quantised_model_agrees(untested, again):
     if again:
         memory.forget()
         report, said = accelerated(model)
-    assert not said and "a small Qwen3MoeForCausalLM agrees with its own code" in str(report)
+    assert not said and "a small Qwen3MoeForCausalLM agrees with its eager code" in str(report)
 
 
 def test_a_part_of_a_model_agrees(untested):
@@ -173,7 +173,7 @@ def test_a_part_of_a_model_agrees(untested):
     model = tiny("qwen3_moe")
     model.model.layers[0] = torch.nn.Identity()
     report, said = accelerated(model)
-    assert not said and "a small Qwen3MoeForCausalLM agrees with its own code" in str(report)
+    assert not said and "a small Qwen3MoeForCausalLM agrees with its eager code" in str(report)
     restore(model)
     assert all(type(module) is class_before(module) for module in model.modules())
 
@@ -206,7 +206,7 @@ def test_nothing_is_compared_where_nobody_wants_it(untested, put_rule, monkeypat
         monkeypatch.setenv(_environment.CHECK, "0")
     model = tiny("qwen3_moe")
     report, said = accelerated(model, check=how != "argument")
-    assert not said and report.twin is None and not any(runs_own(model, "Qwen3MoeRMSNorm"))
+    assert not said and report.small_model is None and not any(runs_own(model, "Qwen3MoeRMSNorm"))
 
 
 class TestOfNoKnownSizes:
@@ -220,7 +220,7 @@ class TestOfNoKnownSizes:
     def test_keeps_its_own_code(self, untested, model):
         classes = [type(module) for module in model.modules()]
         report, (line,) = accelerated(model)
-        assert "Qwen3MoeForCausalLM keeps its own code: a small model cannot be compared" in line
+        assert "Qwen3MoeForCausalLM runs unmodified: a small model cannot be compared" in line
         assert [type(module) for module in model.modules()] == classes
         assert "it has no list of layers whose length is in its config" in str(report)
 

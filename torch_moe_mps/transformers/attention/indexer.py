@@ -22,7 +22,7 @@ from ..modules.rules.rope import TURNS, Turn, tables_and_options
 from ..trials.draws import eager
 from ..trials.forms import has_parts
 from ..trials.indexers import IndexerTrial, form_by_trial
-from ..trials.twins import LEAST_HEADS, HeldKeys, numbers, twin_of, untied
+from ..trials.replicas import LEAST_HEADS, HeldKeys, numbers, replica_of, untied
 from ..upstream.calls import CACHE, cache_name
 from .causal_mask import CausalMask
 from .chosen_keys import Choice
@@ -171,7 +171,7 @@ def _fits(turn: Turn | None, rotary: int, width: int) -> bool:
 
 def _trial(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -> IndexerTrial:
     """A trial of an indexer whose layers have few inputs."""
-    replica, forward = twin_of(module, index_topk=3), original_class(module).forward
+    replica, forward = replica_of(module, index_topk=3), original_class(module).forward
     own = eager(forward)
     keys = _BEFORE + _TOKENS
     hidden, before = numbers(_BATCH, _TOKENS, replica.wk.in_features), numbers(_BATCH, _BEFORE, width)

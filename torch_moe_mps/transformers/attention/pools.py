@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...ops.attention import MAX_INDEX_BLOCK
 from ...ops.index import MAX_INDEX_WIDTH
-from ..trials.twins import LEAST_HEADS, untied
+from ..trials.replicas import LEAST_HEADS, untied
 from .chosen_keys import Choice
 
 BATCH, TOKENS, BEFORE, RATE, POOLS = 8, 3, 8, 2, 2  # sizes of a trial

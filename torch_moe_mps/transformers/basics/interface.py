@@ -41,7 +41,7 @@ class Experts(nn.Module):
 
 
 def is_experts(module: nn.Module) -> TypeGuard[Experts]:
-    """Whether a module has the experts interface of transformers' `use_experts_implementation`."""
+    """True if a module has the experts interface of transformers' `use_experts_implementation`."""
     if not all(isinstance(getattr(module, flag, None), bool) for flag in INTERFACE):
         return False
     tensors = [getattr(module, projection, None) for projection in projections(module)]
@@ -50,7 +50,7 @@ def is_experts(module: nn.Module) -> TypeGuard[Experts]:
 
 
 def is_quantized(experts: nn.Module) -> bool:
-    """Whether quantising, or the loading of a checkpoint, gave the module a format."""
+    """True if quantising, or the loading of a checkpoint, gave the module a format."""
     return getattr(experts, "quantization", None) is not None
 
 

@@ -54,5 +54,5 @@ def no_distribution(model: nn.Module) -> RuntimeError:
 
 
 def is_missing(largest: Tensor) -> Tensor:
-    """Whether the largest logit of a row is no token's: NaN, or -inf, which no token has then."""
+    """True for rows whose maximum logit is NaN or -inf, where no token can be sampled."""
     return largest != largest.clamp_min(torch.finfo(largest.dtype).min)

@@ -187,7 +187,7 @@ class Report:
     compiled: str | None = None
     checked: str | None = None
     trials: str | None = None  # how many there were
-    twin: str | None = None  # the result for a small model, behind a transformers that is not known
+    small_model: str | None = None  # the result for a small model, behind a transformers that is not known
     tensor_units: str | None = None
     tuned: Callable[[], str | None] | None = None  # asked when it is printed
     kept_on_cpu: str | None = None
@@ -224,19 +224,19 @@ class Report:
         return [f"{cls} is left alone: {reason}" for cls, reason in sorted(experts)]
 
     def __str__(self) -> str:
-        if not self.rows and self.quantization is None and self.twin is None:
+        if not self.rows and self.quantization is None and self.small_model is None:
             return "Nothing in this model is replaced; it is left as it is."
         table = [*aligned(self._table(), 4), ""] if self.rows else []
         if self.quantization is not None:
             table += [str(self.quantization), ""]
-        lines_about = [self.twin, self.trials, self.compiled, self.checked, self.tensor_units]
+        lines_about = [self.small_model, self.trials, self.compiled, self.checked, self.tensor_units]
         lines_about += [self.kept_on_cpu, self.own_on_cpu]
         lines_about += [asked() for asked in (self.tuned, self.capture, self.growth) if asked is not None]
         about = [line for line in lines_about if line is not None]
         table += [*about, ""] if about else []
         replaced, alone = len(self.replaced), len(self.left_alone)
         if self.rows:
-            table += [f"{replaced} modules run on torch_moe_mps, {alone} keep their own code."]
+            table += [f"{replaced} modules run on torch_moe_mps, {alone} run unmodified."]
         return "\n".join(table).rstrip()
 
     def _table(self) -> list[tuple[str, ...]]:

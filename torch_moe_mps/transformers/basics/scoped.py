@@ -68,13 +68,13 @@ class Seeded:
 
 
 class Bounded(dict[Any, Any]):
-    """A dictionary that forgets all it has before it has more than `most` entries."""
+    """A dictionary that forgets all it has before it has more than `max_entries`."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_entries: int) -> None:
         super().__init__()
-        self.most = most
+        self.max_entries = max_entries
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if len(self) >= self.most and key not in self:
+        if len(self) >= self.max_entries and key not in self:
             self.clear()
         super().__setitem__(key, value)

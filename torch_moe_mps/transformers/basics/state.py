@@ -104,7 +104,7 @@ def _copy_of(class_of_copies: Callable[[type], type], recipe: Any) -> nn.Module:
 STATE = "_moe_mps"  # where a module's __dict__ has it
 PIPELINE = "pipeline"  # where a model's __dict__ has its Running if its layers are spread over processes
 REWRITTEN = "rewritten"  # the kind of the classes of rewritten modules
-_EAGER: dict[Callable[..., Any], Callable[..., Any]] = {}  # {forward of `with_own`: what runs unmodified}
+_EAGER: dict[Callable[..., Any], Callable[..., Any]] = {}  # {forward of `with_eager`: what runs unmodified}
 
 
 class Unsupported(Exception):
@@ -183,7 +183,7 @@ def state_of(module: nn.Module) -> State:
     return own[STATE]
 
 
-def with_own(own: Callable) -> Callable[[Callable], Callable]:
+def with_eager(own: Callable) -> Callable[[Callable], Callable]:
     """Decorator of a forward that takes a module's place: `own` runs the module's own code where it has to,
     as that would go wrong alone."""
 
@@ -194,8 +194,8 @@ def with_own(own: Callable) -> Callable[[Callable], Callable]:
     return mark
 
 
-def own_of(forward: Callable) -> Callable | None:
-    """The function that `with_own` gave a forward; None for any other forward."""
+def eager_of(forward: Callable) -> Callable | None:
+    """The function that `with_eager` gave a forward; None for any other forward."""
     return _EAGER.get(forward)
 
 
@@ -254,7 +254,7 @@ def kept(reads: dict[tuple[int, str], Read]) -> tuple[tuple, ...]:
 # torch.compile asks for an argument that it knows, so this takes the module.
 @torch.compiler.assume_constant_result
 def holds(module: nn.Module) -> bool:
-    """Whether a module, and others in it, still have the attributes that its rewritten forward rests on."""
+    """True if every attribute that the replaced forward depends on is unchanged."""
     for owner, path, value, kept_in in module.__dict__[STATE].reads:
         own = owner.__dict__  # getattr on a module is slow
         if kept_in and path not in own:

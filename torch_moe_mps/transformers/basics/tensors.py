@@ -121,7 +121,7 @@ WEIGHTS = ("packed", "scales", "biases", "bias")  # tensors of a quantised linea
 
 
 def may_join(parts: list[Tensor | None]) -> bool:
-    """Whether weights may lie in one memory: those that already share one with others stay in it."""
+    """True if weights may lie in one memory: those that already share one with others stay in it."""
     present = [part for part in parts if part is not None]
     own = [part.untyped_storage().nbytes() == part.nbytes for part in present]
     alike = len({part.dtype for part in present}) < 2 and len({*map(id, present)}) == len(present)

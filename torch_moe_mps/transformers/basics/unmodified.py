@@ -14,7 +14,7 @@ from .interface import weights_in
 from .report import Done
 from .state import class_before
 
-# Operators that took longer than the model's own code in each case of `scripts/bench/bench_cpu.py --modules`:
+# Operators that took longer than eager code in each case of `scripts/bench/bench_cpu.py --modules`:
 # 1.1 to 8 times as long, for a token and for a prompt of 64. Experts, attention, hyper-connections and linear
 # attention did not.
 SLOWER = {
@@ -26,12 +26,12 @@ _all_run = is_asked(CPU_OPERATORS)
 
 
 def are_slower(done: Iterable[Done]) -> bool:
-    """Whether the model's own code is faster on a CPU than all of these."""
+    """True if eager code is faster on a CPU than all of these."""
     return SLOWER.issuperset(one.operator for one in done)
 
 
-def own_is_faster(values: Iterable[Any]) -> bool:
-    """Whether a call with these arguments is on a CPU: the first tensor decides."""
+def eager_is_faster(values: Iterable[Any]) -> bool:
+    """True if a call with these arguments is on a CPU: the first tensor decides."""
     for value in values:
         if isinstance(value, Tensor):
             return value.is_cpu and not _all_run
@@ -50,17 +50,17 @@ def all_operators() -> Iterator[None]:
 
 
 def said_of(model: nn.Module, done: Iterable[Done]) -> str | None:
-    """Line of the report about a model on a CPU that keeps its own code for some of this; else None."""
+    """Line of the report about a model on a CPU that runs unmodified for some of this; else None."""
     found = dict.fromkeys(str(one) for one in done if one.operator in SLOWER)
     if _all_run or not found or not any(weight.is_cpu for weight in weights_in(model)):
         return None
-    return f"on the CPU the model's own code is faster, and runs, in place of {', '.join(found)}"
+    return f"on the CPU the model's eager code is faster, and runs, in place of {', '.join(found)}"
 
 
 # {operator: what is wrong with it on this machine's GPU}, as the last check of this process found
 REFUSED: dict[str, Finding] = {}
-# {class: why its modules keep their own code}, as `twin` found behind a transformers that is not known
-OWN_CODE: dict[type, str] = {}
+# {class: why its modules run unmodified}, as `trials.untested` found behind a transformers that is not known
+UNMODIFIED: dict[type, str] = {}
 
 
 def refused() -> frozenset[str]:
@@ -69,14 +69,14 @@ def refused() -> frozenset[str]:
 
 
 def refusal(module: nn.Module, done: Iterable[Done]) -> str | None:
-    """Why a module keeps its own code: an operator that would run in its place has failed."""
+    """Why a module runs unmodified: an operator that would run in its place has failed."""
     failed = [item.operator for item in done if item.operator in REFUSED]
     return f"{failed[0]} fails the self-check on this GPU" if failed and is_on_mps(module) else None
 
 
-def own_code(module: nn.Module) -> str | None:
-    """Why a module keeps its own code, whatever would run in its place."""
-    return OWN_CODE.get(class_before(module))
+def why_unmodified(module: nn.Module) -> str | None:
+    """Why a module runs unmodified, whatever would run in its place."""
+    return UNMODIFIED.get(class_before(module))
 
 
 def is_on_mps(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from .nodes import (
     is_same,
     is_unchanged,
     memory_of,
+    name_of,
     ours,
     put,
     tensor_of,
@@ -44,7 +45,7 @@ class Fusion:
 
     Args:
         rows: (formula, operator), tried in this order.
-        where: whether a row applies, from what its names stand for.
+        where: True if a row applies, from what its names stand for.
     """
 
     def __init__(self, name: str, *rows: tuple[str, str], where: Callable[..., bool] = lambda **_: True):
@@ -61,8 +62,7 @@ class Fusion:
     def __call__(self, graph: fx.Graph) -> None:
         results: dict[Any, Any] = {}  # by call: the layers of a model have many equal ones
         for node in [*graph.nodes]:
-            packet = getattr(node.target, "overloadpacket", None)
-            if node.users and packet is not None and packet.__name__ in self._roots:
+            if node.users and name_of(node) in self._roots:
                 self._run(node, results)
 
     def _run(self, node: fx.Node, results: dict[Any, Any]) -> None:

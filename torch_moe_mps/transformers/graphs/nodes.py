@@ -30,6 +30,12 @@ def is_call(value: Any, *operators: Any) -> bool:
     return isinstance(value, fx.Node) and getattr(value.target, "overloadpacket", None) in operators
 
 
+def name_of(node: fx.Node) -> str | None:
+    """Name of the operator that a node calls; "item" for one of several results."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return "item" if node.target is ITEM else getattr(packet, "__name__", None)
+
+
 def calls(graph: fx.Graph, *operators: Any) -> list[fx.Node]:
     return [node for node in graph.nodes if is_call(node, *operators)]
 

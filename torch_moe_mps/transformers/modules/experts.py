@@ -141,7 +141,7 @@ def numbers_of(bound: dict[str, Any]) -> tuple[float | None, float | None] | Non
     return None if alpha is None else float(alpha), None if limit is None else float(limit)
 
 
-def runs_own_code(module: nn.Module, *inputs: object) -> bool:
+def runs_eager(module: nn.Module, *inputs: object) -> bool:
     """True for calls that run the eager forward: training, needed gradients, autocast and float64.
 
     So does a call without a tensor among its inputs. Gradients are needed where an input, a parameter or what
@@ -150,21 +150,28 @@ def runs_own_code(module: nn.Module, *inputs: object) -> bool:
     """
     if module.training or forward_ad._current_level >= 0:
         return True
-    autocast, grad = torch._C._is_any_autocast_enabled(), torch.is_grad_enabled()
-    result = False
-    for x in inputs:
-        if x is not None and isinstance(x, Tensor):
-            result = True
-            if x.dtype is torch.float64 or (grad and x.requires_grad):
-                return True
-            if autocast and not x.is_meta and torch.is_autocast_enabled(x.device.type):
-                return True
-        elif grad and isinstance(x, Cache) and _needs_gradients(x, getattr(module, "layer_idx", None)):
-            return True
-    return not result or (grad and any(p.requires_grad for p in module.parameters()))
+    tensors = [x for x in inputs if x is not None and isinstance(x, Tensor)]
+    if not tensors or torch.float64 in [x.dtype for x in tensors]:
+        return True
+    if torch._C._is_any_autocast_enabled() and any(map(_is_cast, tensors)):
+        return True
+    return torch.is_grad_enabled() and _needs_gradients(module, inputs)
 
 
-def _needs_gradients(cache: Cache, number: int | None) -> bool:
+def _is_cast(x: Tensor) -> bool:
+    """True if operators of torch would cast a tensor."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def _needs_gradients(module: nn.Module, inputs: tuple[object, ...]) -> bool:
+    """True if a backward may go through an input, a parameter or what a cache holds for a module."""
+    if any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, *module.parameters())):
+        return True
+    number = getattr(module, "layer_idx", None)
+    return any(isinstance(x, Cache) and _holds_gradients(x, number) for x in inputs)
+
+
+def _holds_gradients(cache: Cache, number: int | None) -> bool:
     """True if a layer of a cache holds a tensor that a backward goes through."""
     layers = getattr(cache, "layers", ())
     held = vars(layers[number]).values() if number is not None and number < len(layers) else ()
@@ -271,13 +278,13 @@ def experts_forward(
     """The forward that transformers calls for experts_implementation="moe_mps"."""
     inputs = (hidden_states, top_k_weights)
     if (on_disk := self.__dict__.get(ON_DISK)) is not None:
-        if runs_own_code(self, *inputs) or _activation_is_observed(self):
+        if runs_eager(self, *inputs) or _activation_is_observed(self):
             on_disk.refuse("training, gradients, autocast and float64 need all experts in memory")
         self, top_k_index = on_disk.ready(self, top_k_index)
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         return _quantized_forward(self, hidden_states, top_k_index, top_k_weights)
     first = self.gate_up_proj if self.has_gate else self.up_proj
-    own = runs_own_code(self, *inputs) or _activation_is_observed(self)
+    own = runs_eager(self, *inputs) or _activation_is_observed(self)
     if own or not _fits(hidden_states, first, top_k_index):
         return _own_forward(self, hidden_states.dtype)(self, hidden_states, top_k_index.long(), top_k_weights)
     activation = _activation(self)

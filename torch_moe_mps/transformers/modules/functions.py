@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..basics.code import names_in
+from ..basics.code import STANDS_FOR
 from ..basics.report import Done
 
 
@@ -33,7 +33,6 @@ class _Running(threading.local):
 
 
 _running = _Running()
-_switches: dict[Callable, types.FunctionType] = {}  # {switch: its function}
 
 
 def with_operators(forward: Callable, rule: Rule) -> tuple[Callable, list[Done]]:
@@ -41,16 +40,15 @@ def with_operators(forward: Callable, rule: Rule) -> tuple[Callable, list[Done]]
     inner: Any = inspect.unwrap(forward)
     if not isinstance(inner, types.FunctionType):
         return forward, []
-    file, found = inner.__globals__, dict[types.FunctionType, InPlace]()
-    for name in sorted(names_in(inner)):
-        function = file.get(name)
+    found: dict[types.FunctionType, InPlace] = {}
+    for name, function in sorted(inspect.getclosurevars(inner).globals.items()):
         if not isinstance(function, types.FunctionType):
             continue
-        function = _switches.get(function, function)
+        function = STANDS_FOR.get(function, function)
         in_place = rule(function)
         if in_place is not None:
             found[function] = in_place
-            file[name] = _switch(function)
+            inner.__globals__[name] = _switch(function)
     if not found:
         return forward, []
     runs = _run_with(forward, tuple((function, in_place.run) for function, in_place in found.items()))
@@ -66,7 +64,7 @@ def _switch(function: types.FunctionType) -> types.FunctionType:
         return _running.replacements.get(function, function)(*args, **kwargs)
 
     switch: Any = chosen
-    _switches[switch] = function
+    STANDS_FOR[switch] = function
     return switch
 
 

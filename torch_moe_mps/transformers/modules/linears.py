@@ -181,7 +181,7 @@ class QuantizedLinear(QuantizedLayer):
 
     Attributes: as of QuantizedLayer with out_features rows and in_features columns, and `bias`
         [out_features] or None.
-        is_head: whether it gives a model's logits, which `wide_logits` asks for in float32.
+        is_head: True if it gives a model's logits, which `wide_logits` asks for in float32.
     """
 
     bias: Tensor | None

@@ -46,7 +46,7 @@ class Sampling:
     Attributes:
         others: the processors that `sample` does not know, which come first.
         known: processors that the operator applies.
-        draws: whether tokens are drawn; otherwise each is the likeliest.
+        draws: True if tokens are drawn; otherwise each is the likeliest.
         end: a token, for logits without a distribution.
     """
 

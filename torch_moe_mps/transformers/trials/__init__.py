@@ -1,1 +1,1 @@
-"""Trials: modules and small models run on random numbers, ours compared with their own code."""
+"""Trials: modules and small models run on random numbers, ours compared with their eager code."""

@@ -1,7 +1,7 @@
 """Trials of a small model as rows of a batch: whether it takes their positions, and any order of their keys.
 
 Keys that hold their positions may lie in any order, but for layers with a window. Biases by distance, and
-windows that the model's own code cuts out of all keys, go by the places where the keys lie.
+windows that the model's eager code cuts out of all keys, go by the places where the keys lie.
 """
 
 import types
@@ -61,7 +61,7 @@ def _tried_rows(model: PreTrainedModel) -> str | None:
 
 
 def _is_alike(model: PreTrainedModel, drafts: int) -> bool:
-    """Whether rows of different lengths go on as they do alone, on a small model.
+    """True if rows of different lengths go on as they do alone, on a small model.
 
     Args:
         drafts: tokens of each before, by which the rows move on, each by its own number.
@@ -89,7 +89,7 @@ def _goes_on(model: PreTrainedModel, drafts: int) -> bool:
             rows.hold()
         rows.reserve(drafts)
         tokens = torch.cat([ids[:, n : n + drafts] for ids, n in zip(talks, _LENGTHS, strict=True)])
-        for token in tokens.split(1, 1):  # own code may forget its states in front of several
+        for token in tokens.split(1, 1):  # eager code may forget its states in front of several
             _called(model, rows.cache, input_ids=token, **rows.arguments())
             rows.advance()
         rows.take_back([drafts - count for count in kept])

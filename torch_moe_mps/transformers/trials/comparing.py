@@ -1,4 +1,4 @@
-"""Whether two ways of computing something agree on random numbers."""
+"""Comparison of two computations on random numbers."""
 
 import contextlib
 import warnings

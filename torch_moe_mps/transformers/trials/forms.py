@@ -14,7 +14,7 @@ from ..basics.state import Unsupported, depends_on, original_class
 from .comparing import tried
 from .draws import Draw, Draws
 from .memory import recall
-from .twins import ATTRIBUTES_OF_MODULES
+from .replicas import ATTRIBUTES_OF_MODULES
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _OF_NO_FORWARD = {"layer_idx", "_is_hf_initialized"}  # modules that compute the same may differ in these
@@ -31,7 +31,7 @@ def first_form(module: nn.Module, forms: Sequence[Any], begin: Begin, *arguments
     Args:
         forms: tried in this order; modules that are alike have the same.
         begin: (module, *arguments) -> (form -> whether the module computes so). It makes what all forms are
-            compared with, as a twin and its own results.
+            compared with, as a replica and its own results.
     """
 
     key, index = (begin, original_class(module), arguments, _common(module)), vars(module).get("layer_idx")
@@ -110,7 +110,7 @@ def _same_as(module: nn.Module, trial: Callable, forward: Callable) -> Callable[
 
 
 def made_alike(module: nn.Module, usual: nn.Module) -> bool:
-    """Whether a module has the classes and attributes of another one; its linear layers may be any."""
+    """True if a module has the classes and attributes of another one; its linear layers may be any."""
     own, others = (dict(item.named_modules()) for item in (module, usual))
     if own.keys() != others.keys():
         return False
@@ -164,6 +164,6 @@ def _described(value: Any, is_inside: bool = False) -> Any:
 
 
 def has_parts(module: nn.Module, layers: Iterable[str], numbers: Iterable[str]) -> bool:
-    """Whether a module has layers and numbers of these names."""
+    """True if a module has layers and numbers of these names."""
     own = all(isinstance(module._modules.get(name), nn.Module) for name in layers)
     return own and all(isinstance(getattr(module, name, None), int | float) for name in numbers)

@@ -1,4 +1,4 @@
-"""The form in which an indexer chooses as the model's own code does, on few random numbers."""
+"""The form in which an indexer chooses as the model's eager code does, on few random numbers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .comparing import agrees, tried
 from .forms import first_form
-from .twins import HeldKeys
+from .replicas import HeldKeys
 
 
 class IndexerTrial(NamedTuple):

@@ -43,7 +43,7 @@ _LISTS_OF_LAYERS = re.compile(r"layers|indices|indexes")
 _VOCABULARIES = re.compile(r"vocab_size")
 _IDS = re.compile(r"(token_id|token_ids|token_index|_id)$")
 _WINDOWS = re.compile(r"(sliding_window|window_size|sliding_window_size|attention_chunk_size)$")
-_NOT_OF_A_TWIN = ("quantization_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_LEFT_OUT = ("quantization_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 class CannotBeShrunk(Exception):
@@ -70,9 +70,9 @@ def small_model(model: PreTrainedModel, run: Callable[[PreTrainedModel], object]
             with torch.device("meta"):  # first without weights, which take time
                 bare = cls(config)
             if {_kind(layer) for layer in _layers(bare, bare.config.get_text_config(decoder=True))} >= wanted:
-                twin = _built(cls, config)
-                run(twin)
-                return twin
+                small = _built(cls, config)
+                run(small)
+                return small
             failures.append("its small models lack a kind of its layers")
         except Exception as error:  # the config or the model raises it, for sizes that do not fit
             note_error(error)
@@ -83,9 +83,9 @@ def small_model(model: PreTrainedModel, run: Callable[[PreTrainedModel], object]
 
 
 def _built(cls: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    twin: PreTrainedModel = cls(config).float().eval()
-    fill(twin)
-    return twin
+    small: PreTrainedModel = cls(config).float().eval()
+    fill(small)
+    return small
 
 
 @torch.no_grad()
@@ -192,7 +192,7 @@ class _Shrink(NamedTuple):
         divisor: of its widths and heads.
         layers: how many it has.
         kept: the ones that a small model has.
-        narrow: whether other parts get smaller widths, too.
+        narrow: True if other parts get smaller widths, too.
     """
 
     text: PreTrainedConfig
@@ -203,7 +203,7 @@ class _Shrink(NamedTuple):
 
     def __call__(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """A config with its parts."""
-        values = {k: v for k, v in copy.deepcopy(config.to_dict()).items() if k not in _NOT_OF_A_TWIN}
+        values = {k: v for k, v in copy.deepcopy(config.to_dict()).items() if k not in _LEFT_OUT}
         own = divisors(config) if self.narrow and config is not self.text else []
         for name, value in values.items():
             part = vars(config).get(name)

@@ -1,8 +1,8 @@
-"""Compares an architecture with its own code, once, behind a transformers that this release does not know.
+"""Compares an architecture with its eager code, once, behind a transformers that this release does not know.
 
 A release is tested with some versions of transformers (`_versions.TRANSFORMERS`). Behind another one, a small
-model of the same class (`small_models`) says a few tokens by its own code and by ours, on the CPU. Classes
-that differ keep their own code: such a model is slower, and not wrong.
+model of the same class (`small_models`) says a few tokens by its eager code and by ours, on the CPU. Classes
+that differ run unmodified: such a model is slower, and not wrong.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from ...selfcheck.journal import noted
 from ..basics.interface import experts_of, is_quantized
 from ..basics.report import Report
 from ..basics.state import class_before
-from ..basics.unmodified import OWN_CODE, all_operators
+from ..basics.unmodified import UNMODIFIED, all_operators
 from .comparing import TOLERANCE, apart
 from .memory import note_error, recall_of_model
 from .small_models import VOCABULARY, CannotBeShrunk, fill, small_model
@@ -40,9 +40,9 @@ class Verdict(NamedTuple):
     """How models run behind an untested transformers.
 
     Attributes:
-        own: names of classes whose modules keep their own code.
-        captures: whether tokens may be captured.
-        reason: why everything keeps its own code, if it does.
+        own: names of classes whose modules run unmodified.
+        captures: True if tokens may be captured.
+        reason: why everything runs unmodified, if it does.
         fault: the difference that was found, if there was one.
         said: the report's line.
     """
@@ -55,7 +55,7 @@ class Verdict(NamedTuple):
 
 
 def is_tested() -> bool:
-    """Whether this release was tested with the transformers that is there."""
+    """True if this release was tested with the transformers that is there."""
     return untested(transformers.__version__) is None
 
 
@@ -66,15 +66,15 @@ def settle(
 
     Args:
         check: False lets all run our code.
-        quantizes: whether experts are to be quantised.
+        quantizes: True if experts are to be quantised.
         replace: puts our code into a model, and captures its tokens if its last argument is True.
         restore: undoes it.
 
-    Raises: RuntimeError for quantised experts that would have to keep their own code, which there is none of.
+    Raises: RuntimeError for quantised experts that would have to run unmodified, which there is none of.
     """
     found = [*_outermost(model)]
     for module in model.modules():
-        OWN_CODE.pop(class_before(module), None)
+        UNMODIFIED.pop(class_before(module), None)
     if is_tested() or not check or not found:
         return Verdict()
     version, results = transformers.__version__, [(one, _judged(one, replace, restore)) for one in found]
@@ -85,7 +85,7 @@ def settle(
         own = {_name(one)} if verdict.reason is not None else {*verdict.own}
         for cls in {*map(class_before, one.modules())}:
             if cls.__name__ in own:
-                OWN_CODE[cls] = f"it differs from its own code with transformers {version}"
+                UNMODIFIED[cls] = f"it differs from its eager code with transformers {version}"
     names = ", ".join(dict.fromkeys(map(_name, found)))
     return _of_all([verdict for _, verdict in results], names, f"transformers {version} is not tested: ")
 
@@ -93,11 +93,11 @@ def settle(
 def _of_all(verdicts: list[Verdict], names: str, begins: str) -> Verdict:
     """The verdict on a model of several that were tried; what it says begins so."""
     reason = next((verdict.reason for verdict in verdicts if verdict.reason is not None), None)
-    said = f"a small {names} agrees with its own code"
+    said = f"a small {names} agrees with its eager code"
     if reason is not None:
-        said = f"{names} keeps its own code, {reason}"
+        said = f"{names} runs unmodified, {reason}"
     elif any(verdict.fault is not None for verdict in verdicts):
-        said = f"a part of {names} differs from its own code, and keeps it"
+        said = f"a part of {names} differs from its eager code, and runs unmodified"
     return Verdict((), all(verdict.captures for verdict in verdicts), reason, said=begins + said)
 
 
@@ -116,7 +116,7 @@ def _require_experts(function: str, model: PreTrainedModel, verdict: Verdict, qu
 
 def _judged(model: PreTrainedModel, replace: Replace, restore: Restore) -> Verdict:
     def compare() -> list[Any]:
-        with noted(f"comparing a small {_name(model)} with its own code"):
+        with noted(f"comparing a small {_name(model)} with its eager code"):
             return [*_compared(model, replace, restore)]
 
     own, *rest = recall_of_model(model, compare, _compared)
@@ -143,10 +143,10 @@ def _compared(model: PreTrainedModel, replace: Replace, restore: Restore) -> Ver
     with apart(), all_operators():
         try:
             torch.default_generator.manual_seed(0)
-            twin = small_model(model, said)
+            small = small_model(model, said)
         except CannotBeShrunk as error:
             return Verdict(reason=f"a small model cannot be compared ({error})")
-        compare = functools.partial(_difference, twin, replace, restore)
+        compare = functools.partial(_difference, small, replace, restore)
         fault, _ = compare(captures=True)
         if fault is None:
             return Verdict()
@@ -155,12 +155,12 @@ def _compared(model: PreTrainedModel, replace: Replace, restore: Restore) -> Ver
             return Verdict(captures=False, fault=fault)
         cls = _at_fault(classes, lambda left_out: compare(False, left_out, seeds=_SEEDS[:1])[0] is None)
         if cls is None:
-            return Verdict(reason="a small model gives other results than its own code", fault=of_modules)
+            return Verdict(reason="a small model gives other results than its eager code", fault=of_modules)
         return Verdict((cls.__name__,), compare(True, [cls])[0] is None, fault=of_modules)
 
 
 def _at_fault(classes: Sequence[type], agrees: Callable[[Sequence[type]], bool]) -> type | None:
-    """The class without which a model agrees with its own code, found by halves; None for no single one."""
+    """The class without which a model agrees with its eager code, found by halves; None for no single one."""
     rest = classes
     while len(rest) > 1:
         first, second = rest[: len(rest) // 2], rest[len(rest) // 2 :]
@@ -169,17 +169,17 @@ def _at_fault(classes: Sequence[type], agrees: Callable[[Sequence[type]], bool])
 
 
 @contextlib.contextmanager
-def _kept_own(classes: Sequence[type]) -> Iterator[None]:
-    OWN_CODE.update(dict.fromkeys(classes, "it is left out to see whether it is at fault"))
+def _unmodified(classes: Sequence[type]) -> Iterator[None]:
+    UNMODIFIED.update(dict.fromkeys(classes, "it is left out to see whether it is at fault"))
     try:
         yield
     finally:
         for cls in classes:
-            del OWN_CODE[cls]
+            del UNMODIFIED[cls]
 
 
 def _difference(
-    twin: PreTrainedModel,
+    small: PreTrainedModel,
     replace: Replace,
     restore: Restore,
     captures: bool,
@@ -190,19 +190,19 @@ def _difference(
     fault, classes = None, list[type]()
     for seed in seeds:
         torch.default_generator.manual_seed(seed)
-        fill(twin)
-        expected = said(twin)
+        fill(small)
+        expected = said(small)
         report = Report()
         try:
-            with _kept_own(left_out):
-                replace(twin, report, captures)
-                classes = _classes(twin, report)
-                fault = _differs(said(twin), expected)
+            with _unmodified(left_out):
+                replace(small, report, captures)
+                classes = _classes(small, report)
+                fault = _differs(said(small), expected)
         except Exception as error:
             note_error(error)
             fault = f"it raises {type(error).__name__}: {first_line(error)}"
         finally:
-            restore(twin)
+            restore(small)
         if fault is None:
             break
     return fault, classes
@@ -248,14 +248,15 @@ def _differs(result: dict[str, Tensor], expected: dict[str, Tensor]) -> str | No
 
 
 def _warning(model: PreTrainedModel, verdict: Verdict) -> str | None:
-    """Line that tells a user what keeps its own code, and why."""
+    """Line that tells a user what runs unmodified, and why."""
     where = f"torch_moe_mps: with transformers {transformers.__version__}, which it was not tested with,"
     leave_out = f"{CHECK}=0 compares nothing, and uses it all the same"
     fault = "" if verdict.fault is None else f" ({verdict.fault})"
     if verdict.reason is not None:
-        return f"{where} {_name(model)} keeps its own code: {verdict.reason}{fault}. {leave_out}"
+        return f"{where} {_name(model)} runs unmodified: {verdict.reason}{fault}. {leave_out}"
     if verdict.own:
-        return f"{where} {', '.join(verdict.own)} differs from its own code{fault}, and keeps it. {leave_out}"
+        names = ", ".join(verdict.own)
+        return f"{where} {names} differs from its eager code{fault}, and runs unmodified. {leave_out}"
     if not verdict.captures:
         return f"{where} captured tokens differ{fault}: they run module by module. {leave_out}"
     return None

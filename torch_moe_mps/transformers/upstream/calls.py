@@ -113,34 +113,51 @@ def _forms(own: Callable, ours: Callable) -> _Forms:
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in taken):
         return _Forms(order, {name: name for name in names}, defaults, (), is_open=True)
     wanted = [parameter.name for parameter in taken]
-    known = {name: name for name in names if name in wanted}
-    of_cache = cache_name(own) if CACHE in wanted else None
-    if of_cache is not None:
-        known[of_cache] = CACHE
-    if wanted and order and wanted[0] not in known.values():
-        known[order[0]] = wanted[0]  # the input, whatever it is called
     needed = tuple(parameter.name for parameter in taken if parameter.default is parameter.empty)
+    of_cache = cache_name(own) if CACHE in wanted else None
+    known = _named_in_ours(names, wanted, order, of_cache)
     hands_cache_on = CACHE in wanted and of_cache is None
     return _Forms(order, known, defaults, needed, hands_cache_on=hands_cache_on)
 
 
+def _named_in_ours(
+    names: list[str], wanted: list[str], order: tuple[str, ...], of_cache: str | None
+) -> dict[str, str]:
+    """{name of an argument of the code: its name in ours}: equal but for the cache's and the input's."""
+    known = {name: name for name in names if name in wanted}
+    if of_cache is not None:
+        known[of_cache] = CACHE
+    if wanted and order and wanted[0] not in known.values():
+        known[order[0]] = wanted[0]
+    return known
+
+
 Given = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def as_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+    """Arguments of a call as another forward takes them that has the same parameters."""
+    return args, kwargs
 
 
 class Binder:
     """Arguments of calls of a forward, as another one takes them that is in its place.
 
     That one names arguments as the forward does, but for the first one, and for the cache, which is `cache`.
-
-    Attributes:
-        takes_one: the other forward needs no argument but the first.
     """
 
     def __init__(self, own: Callable, ours: Callable) -> None:
         self._forms = _forms(own, ours)
-        self.takes_one = len(self._forms.needed) <= 1
+        order, known, _, needed, *_ = self._forms
+        first = known.get(order[0]) if order else None
+        self._first = first if {*needed} <= {first} else None  # the only argument that the other one needs
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+        if self._first is not None and len(args) == 1 and not kwargs:
+            return (args, kwargs) if self._forms.is_open else ((), {self._first: args[0]})
+        return self._mapped(args, kwargs)
+
+    def _mapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         """Arguments of a call mapped to the other forward, or None if that is impossible.
 
         Arguments that the other forward lacks must be None, have their default, or be an option in NEUTRAL

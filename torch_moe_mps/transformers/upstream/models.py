@@ -28,32 +28,6 @@ GROWING = (DynamicCache, *(cls for cls in [getattr(cache_utils, "DFlashCache", N
 # Names of configs for the tokens that an indexer selects together: it counts them from the first of all rows.
 _TOGETHER = ("index_kpool", "indexer_compress_ratio", "index_block_size")
 
-__all__ = [
-    "ALL_EXPERTS_FUNCTIONS",
-    "GENERATION_CONFIG_NAME",
-    "GROWING",
-    "HF_MODULES_CACHE",
-    "Cache",
-    "CacheLayerMixin",
-    "DummyLayer",
-    "DynamicCache",
-    "DynamicIndexedLayer",
-    "DynamicLayer",
-    "DynamicSlidingWindowLayer",
-    "GeneralInterface",
-    "LinearAttentionCacheLayerMixin",
-    "LinearAttentionLayer",
-    "ModelOutput",
-    "as_text",
-    "block_embedding",
-    "cached_file",
-    "causal_mask_function",
-    "chosen_together",
-    "eager_mask",
-    "logging",
-    "variables_of",
-]
-
 
 def chosen_together(config: Any) -> dict[str, int]:
     """{name in a config: tokens that an indexer selects together, counted from the first of all rows}"""

@@ -36,43 +36,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from transformers.utils.quantization_config import GgufConfig, QuantizationConfigMixin
 
-__all__ = [
-    "AUTO_QUANTIZATION_CONFIG_MAPPING",
-    "AUTO_QUANTIZER_MAPPING",
-    "CONFIG_MAPPING",
-    "DENSE_DECODER_RENAMINGS",
-    "GGUF_CONFIG_MAPPING",
-    "AutoHfQuantizer",
-    "Concatenate",
-    "ConversionOps",
-    "GgufConfig",
-    "GgufHfQuantizer",
-    "HfQuantizer",
-    "Interleave",
-    "LoadStateDictConfig",
-    "MergeModulelist",
-    "PrefixChange",
-    "QuantizationConfigMixin",
-    "Transpose",
-    "WeightConverter",
-    "WeightRenaming",
-    "WeightTransform",
-    "_get_resolved_checkpoint_files",
-    "apply_renamings",
-    "build_glob_alternation",
-    "convert_and_load_state_dict_in_model",
-    "dot_natural_key",
-    "get_gguf_conversion_mapping",
-    "get_gguf_kernel",
-    "get_model_conversion_mapping",
-    "gguf",
-    "is_gguf_arch_supported",
-    "reader",
-    "rename_source_key",
-    "revert_weight_conversion",
-    "seen_with",
-]
-
 
 def seen_with(model: Any, **attributes: Any) -> Any:
     """The model for a call of transformers, with other attributes: an object with the same modules."""

@@ -15,10 +15,10 @@ from ...graphs.nodes import tensor_of
 from ...graphs.patterns import match, uncast
 from ...modules.traced import Input, Sizes, everywhere, path_of, remembered, trace
 from ...trials.comparing import agrees, on_the_cpu, tried
-from ...trials.twins import bare_twin
+from ...trials.replicas import bare_replica
 from ..absent import around_text
 from .target import is_conv1d
-from .weight_uses import weights_read_by, weights_written_by
+from .weight_uses import use_of_weight, weights_written_by
 
 # Layers with fewer outputs than this save no bytes: the gate of a shared expert has one.
 SMALLEST = 16
@@ -71,7 +71,7 @@ class Reasons:
             return "the code around it writes to its weight"
         parent, _, child = name.rpartition(".")
         around: type = type(self.model.get_submodule(parent))
-        if (reason := weights_read_by(around).get(child)) is not None:
+        if (reason := use_of_weight(around, child)) is not None:
             return reason
         if child in (getattr(self.model, "_keep_in_fp32_modules", None) or ()):
             return "it stays in float32" if self.model.dtype == torch.float16 else None
@@ -87,7 +87,7 @@ def groups_of(module: nn.Module) -> int | None:
     is_own = isinstance(module, nn.Linear) and type(module) is not nn.Linear and module.bias is None
     if not is_own or not isinstance(groups, int) or groups < 1:
         return None
-    probe = bare_twin(module)
+    probe = bare_replica(module)
     with on_the_cpu():
         weight, x = torch.rand(groups, 3, 5) - 0.5, torch.rand(2, 4, groups, 5) - 0.5
         vars(probe).pop("weight", None)  # stands for one that is read from a checkpoint

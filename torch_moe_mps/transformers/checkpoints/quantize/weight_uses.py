@@ -3,42 +3,50 @@
 import ast
 import functools
 import inspect
+import re
 import types
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import Any
 
-from ...basics.code import names_in
-
 _READS = "the code around it reads its weight"
-_READS_WITHOUT_SOURCE = "the code around it, which has no source, reads a weight"
+_READS_WITHOUT_SOURCE = "the code around it, which has no source, may read its weight"
 _ALLOWED = {"dtype", "device", "shape"}  # attributes of a weight that LazyWeight has
+_WEIGHT, _CALL = re.compile(r"\.weight\b"), re.compile(r"\b(\w+)\(")
 
 
-@functools.cache
-def weights_read_by(cls: type) -> dict[str, str]:
-    """{child: the reason to leave it dense}: methods of a class read its weight as LazyWeight does not allow.
+def use_of_weight(cls: type, child: str) -> str | None:
+    """The reason to leave a child dense: methods of a class read its weight as LazyWeight does not allow.
 
     Functions with "cuda" in their names and branches for training never run on quantised layers.
     """
-    reasons: dict[str, str] = {}
-    own = [base for base in cls.__mro__ if base is not object and not base.__module__.startswith("torch.")]
-    for name, function in chain.from_iterable(vars(base).items() for base in own):
-        method = inspect.unwrap(function) if inspect.isfunction(function) and "cuda" not in name else None
-        if not isinstance(method, types.FunctionType):
-            continue
-        names = names_in(method)
-        called = {name: method.__globals__.get(name) for name in names}
+    read, has_source = _weights_read_by(cls)
+    return _READS if child in read else None if has_source else _READS_WITHOUT_SOURCE
+
+
+@functools.cache
+def _weights_read_by(cls: type) -> tuple[set[str], bool]:
+    """(children whose weights methods read, True if all methods have their source)."""
+    read, has_source = set[str](), True
+    for name, method in _methods_of(cls):
+        source = _source_of(method)
+        has_source &= source is not None or name.startswith("__")
+        called = {name: method.__globals__.get(name) for name in _CALL.findall(source or "")}
         readers = {name: value for name, value in called.items() if _reads_weight(value)}
-        if "weight" not in names and not readers:  # most are such, and to parse the source takes long
+        if readers or _WEIGHT.search(source or ""):  # most have none, and to parse them takes long
+            nodes = _nodes_of(method)
+            read.update(child for child, owner in _children_read(nodes) if owner == "self")
+            read.update(_read_by_functions(nodes, readers))
+    return read, has_source
+
+
+def _methods_of(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
+    for base in cls.__mro__:
+        if base is object or base.__module__.startswith("torch."):
             continue
-        nodes = _nodes_of(method)
-        if nodes is None:
-            reasons |= dict.fromkeys(names if "weight" in names else (), _READS_WITHOUT_SOURCE)
-        else:
-            read = [child for child, owner in _children_read(nodes) if owner == "self"]
-            reasons |= dict.fromkeys((*read, *_read_by_functions(nodes, readers)), _READS)
-    return reasons
+        for name, function in vars(base).items():
+            method = inspect.unwrap(function) if inspect.isfunction(function) and "cuda" not in name else None
+            if isinstance(method, types.FunctionType):
+                yield name, method
 
 
 @functools.cache
@@ -47,25 +55,33 @@ def weights_written_by(cls: type) -> frozenset[str]:
     written: set[str] = set()
     for name, function in vars(cls).items():
         method = inspect.unwrap(function) if inspect.isfunction(function) else None
-        if name != "_init_weights" and method is not None and "weight" in names_in(method):
-            written.update(filter(None, map(_written, (node for node, _ in _nodes_of(method) or ()))))
+        if name != "_init_weights" and _reads_weight(method):
+            written.update(filter(None, map(_written, (node for node, _ in _nodes_of(method)))))
     return frozenset(written)
 
 
 def _reads_weight(value: Any) -> bool:
-    return isinstance(value, types.FunctionType) and "weight" in names_in(inspect.unwrap(value))
+    return isinstance(value, types.FunctionType) and bool(_WEIGHT.search(_source_of(value) or ""))
+
+
+@functools.cache
+def _source_of(function: types.FunctionType) -> str | None:
+    try:
+        return inspect.getsource(function)
+    except OSError:
+        return None
 
 
 Nodes = list[tuple[ast.AST, ast.AST]]  # pairs: a node of a syntax tree, and the one that it stands in
 
 
-def _nodes_of(function: types.FunctionType) -> Nodes | None:
-    """The nodes of a function outside of branches for training; None without source."""
+def _nodes_of(function: Any) -> Nodes:
+    """The nodes of a function outside of branches for training; none without source."""
+    source = _source_of(function) or "pass"
     try:
-        source = inspect.getsource(function)
         return [*_nodes(ast.parse(f"if True:\n{source}" if source[0].isspace() else source))]
-    except (OSError, SyntaxError):  # a lambda in the middle of a line has none
-        return None
+    except SyntaxError:  # a lambda in the middle of a line
+        return []
 
 
 def _nodes(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
@@ -124,7 +140,7 @@ def _read_by_functions(nodes: Nodes, readers: Mapping[str, Any]) -> Iterator[str
             if isinstance(value, ast.Attribute) and ast.unparse(value.value) == "self":
                 yield value.attr
             elif ast.unparse(value) == "self":
-                yield from (child for child, _ in _children_read(_nodes_of(readers[name]) or []))
+                yield from (child for child, _ in _children_read(_nodes_of(readers[name])))
 
 
 def _written(node: ast.AST) -> str:

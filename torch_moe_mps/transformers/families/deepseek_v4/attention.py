@@ -18,7 +18,7 @@ from ...basics.tensors import constant, derived
 from ...caches.layers import growing_class
 from ...modules.experts import is_observed
 from ...modules.linears import GroupedLinear
-from ...modules.rules.formulas import is_norm
+from ...modules.rules.norms import is_norm
 from ...modules.rules.rotary import is_fixed
 from ...trials.comparing import agrees
 from ...trials.draws import eager, normal

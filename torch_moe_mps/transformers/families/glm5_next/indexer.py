@@ -18,7 +18,7 @@ from ...modules.experts import is_observed
 from ...trials.draws import eager, is_first_kind
 from ...trials.forms import has_parts
 from ...trials.indexers import IndexerTrial, form_by_trial
-from ...trials.twins import HeldKeys, numbers, twin_of
+from ...trials.replicas import HeldKeys, numbers, replica_of
 from .mask import EVERYTHING
 
 _PARTS = ("wq_b", "wk", "k_norm", "weights_proj")
@@ -119,7 +119,7 @@ def rewrite_kpool_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
 
 def _trial(module: Any) -> IndexerTrial:
     """A trial of the one form that there is."""
-    replica, width = twin_of(module, index_topk=RATE * POOLS, index_kpool=RATE), module.head_dim
+    replica, width = replica_of(module, index_topk=RATE * POOLS, index_kpool=RATE), module.head_dim
     replica.index_kpool_compress_ape = nn.Parameter(numbers(RATE, width), requires_grad=False)
     held = BEFORE if is_first_kind() else 0  # else a prompt: its first tokens see no pool
     tokens = BEFORE + TOKENS - held

@@ -19,7 +19,7 @@ from ...basics.state import depends_on, original_class
 from ...basics.tensors import Deferred
 from ...trials.comparing import agrees, on_the_cpu, tried
 from ...trials.draws import eager, normal, shows
-from ...trials.twins import bare_twin
+from ...trials.replicas import bare_replica
 
 _ATEN = torch.ops.aten
 # Operators that a model applies to its bias: they give an element for each element.
@@ -235,7 +235,7 @@ def makes_relative_bias(module: nn.Module) -> bool:
 
 def _gives_bias(module: nn.Module, bank: Tensor, parts: Any) -> bool:
     """True if a module gives this bias for a draw's numbers."""
-    replica, extent = bare_twin(module), 4
+    replica, extent = bare_replica(module), 4
     heads = 2 if parts is None else parts[0].out_features // bank.shape[0]
     proj, states = normal(3, extent), normal(2, 5, heads, 3)
     replica.register_parameter("proj", nn.Parameter(proj, requires_grad=False))

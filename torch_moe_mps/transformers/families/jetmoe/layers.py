@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ...basics.report import Done
-from ...basics.state import original_class, with_own
+from ...basics.state import original_class, with_eager
 from ...modules.experts import is_observed
 from ...trials.comparing import agrees
 from ...trials.draws import eager, normal
 from ...trials.forms import Tried
-from ...trials.twins import twin_of
+from ...trials.replicas import replica_of
 
 ops = torch.ops.moe_mps
 _PARTS = "router", "input_linear", "output_linear"
@@ -68,7 +68,7 @@ def own_experts(experts: Any, inputs: Tensor, expert_size: Any) -> Any:
     return own(experts, inputs[order], counts.tolist())[order.argsort()]
 
 
-@with_own(own_experts)
+@with_eager(own_experts)
 def parallel_experts(experts: Any, inputs: Tensor, expert_size: Any) -> Tensor:
     """The forward of rewritten experts [E, N, H]: of inputs [P, H] with an expert each."""
     if not isinstance(expert_size, Tensor):
@@ -103,7 +103,7 @@ def _has_marked_parts(module: nn.Module) -> bool:
 
 def _matches_router(module: Any, forward: Callable) -> bool:
     """True if a router chooses and weighs as a forward does, and sorts pairs by expert."""
-    replica = twin_of(module)
+    replica = replica_of(module)
     x = normal(9, replica.layer.in_features)
     pairs, tokens, weights, counts, logits = eager(original_class(module).forward)(replica, x)
     experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
@@ -121,7 +121,7 @@ def _matches_router(module: Any, forward: Callable) -> bool:
 
 def _matches_experts(module: Any, forward: Callable) -> bool:
     """True if experts multiply the inputs of each expert with its matrix."""
-    replica = twin_of(module)
+    replica = replica_of(module)
     ids = torch.arange(7).remainder(len(replica.weight)).view(-1, 1)
     x = normal(7, replica.weight.shape[2])
     return agrees(forward(replica, x, ids), eager(own_experts)(replica, x, ids))
@@ -129,7 +129,7 @@ def _matches_experts(module: Any, forward: Callable) -> bool:
 
 def _matches_block(module: Any, forward: Callable) -> bool:
     """True if a block of MLPs is a forward behind a rewritten router."""
-    replica = twin_of(module)
+    replica = replica_of(module)
     x = normal(2, 5, replica.router.layer.in_features)
     expected = eager(original_class(module).forward)(replica, x)
     replica.router.forward = lambda hidden: gating(replica.router, hidden)

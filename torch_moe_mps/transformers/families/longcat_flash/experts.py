@@ -15,7 +15,7 @@ from ...modules.experts import is_observed
 from ...trials.comparing import agrees
 from ...trials.draws import eager, is_first_kind, normal
 from ...trials.forms import Tried
-from ...trials.twins import twin_of
+from ...trials.replicas import replica_of
 
 ops = torch.ops.moe_mps
 
@@ -40,7 +40,7 @@ def _may_be(module: nn.Module) -> bool:
 
 
 def _is_same(module: Any, forward: Callable) -> bool:
-    replica = twin_of(module)
+    replica = replica_of(module)
     tokens = 7 if is_first_kind() else 1  # one leaves experts without any
     slots = min(3, replica.total_experts)
     x = normal(tokens, replica.hidden_size)

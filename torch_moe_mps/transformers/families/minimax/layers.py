@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...basics.tensors import uncommitted_of
 from ...modules.rules.recurrent_layers import is_seen, masked
-from ...trials.twins import twin_of
+from ...trials.replicas import replica_of
 
 ops = torch.ops.moe_mps
 _DECAYS = "query_decay", "key_decay", "diagonal_decay"
@@ -45,9 +45,9 @@ def has_usual_decays(layer: Any) -> bool:
     return all(torch.allclose(a, b, 0.0, atol) for a, b in zip(found, decays, strict=True))
 
 
-def lightning_twin(layer: Any) -> Any:
+def lightning_replica(layer: Any) -> Any:
     """A replica with decays of random rates."""
-    replica = twin_of(layer)
+    replica = replica_of(layer)
     replica.slope_rate = replica.slope_rate.abs()
     for name, decay in zip(_DECAYS, replica.decay_factors(replica.slope_rate), strict=True):
         setattr(replica, name, decay)

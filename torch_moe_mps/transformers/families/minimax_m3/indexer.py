@@ -17,12 +17,12 @@ from ...basics.report import Done
 from ...basics.state import original_class, state_of
 from ...caches.held import HeldIndex
 from ...modules.experts import NAME, is_observed
-from ...modules.rules.formulas import is_norm, norm_arguments
+from ...modules.rules.norms import is_norm, norm_arguments
 from ...modules.rules.rope import WHOLE_TURNS, Turn, tables_and_options
 from ...trials.draws import eager, is_first_kind
 from ...trials.forms import has_parts
 from ...trials.indexers import IndexerTrial, form_by_trial
-from ...trials.twins import HeldKeys, numbers, twin_of
+from ...trials.replicas import HeldKeys, numbers, replica_of
 
 ops = torch.ops.moe_mps
 
@@ -109,7 +109,7 @@ def rewrite_block_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | No
 
 def _trial(module: Any) -> IndexerTrial:
     """A trial of how queries and keys turn."""
-    replica, width = twin_of(module, block_size=2, topk_blocks=2), module.head_dim
+    replica, width = replica_of(module, block_size=2, topk_blocks=2), module.head_dim
     for norm, own_norm in zip(_norms(replica), _norms(module), strict=True):
         state_of(norm).formula = state_of(own_norm).formula
     held = _BEFORE if is_first_kind() else 0  # a prompt of all tokens, too, whose first blocks are at an end

@@ -19,7 +19,7 @@ from ...modules.rules.rope import WHOLE_TURNS, Turn, tables_and_options
 from ...trials.draws import eager
 from ...trials.forms import has_parts
 from ...trials.indexers import IndexerTrial, form_by_trial
-from ...trials.twins import HeldKeys, numbers, twin_of
+from ...trials.replicas import HeldKeys, numbers, replica_of
 
 ops = torch.ops.moe_mps
 
@@ -134,7 +134,7 @@ def rewrite_qsa_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
 def _trial(module: Any) -> IndexerTrial:
     """A trial of how queries and keys turn."""
     sizes = {"compress_ratio": RATE, "block_topk": POOLS, "token_budget": RATE * POOLS}
-    replica, width, keys = twin_of(module, **sizes), module.index_head_dim, BEFORE + TOKENS
+    replica, width, keys = replica_of(module, **sizes), module.index_head_dim, BEFORE + TOKENS
     hidden = numbers(BATCH, TOKENS, replica.index_qk_proj.in_features)
     before = numbers(BATCH, BEFORE, width)
     both = numbers(BATCH, keys, width // 2 + 1) + 1.0

@@ -19,7 +19,7 @@ from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, masked
 from ...trials.comparing import agrees
 from ...trials.draws import eager, normal
 from ...trials.forms import Tried
-from ...trials.twins import LinearCache, twin_of
+from ...trials.replicas import LinearCache, replica_of
 from ...upstream.calls import cache_argument, in_place
 
 ops = torch.ops.moe_mps
@@ -65,7 +65,7 @@ def _may_be(module: nn.Module) -> bool:
 
 def _is_same(module: nn.Module, forward: Callable) -> bool:
     """True if a forward gives the results and the states of a module's own."""
-    replica, own = twin_of(module), original_class(module).forward
+    replica, own = replica_of(module), original_class(module).forward
     x, mask = normal(2, 9, replica.q_proj.in_features), torch.ones(2, 5)
     mask[0, :2] = 0
     found = []

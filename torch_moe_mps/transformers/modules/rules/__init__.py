@@ -5,10 +5,10 @@ from typing import Any
 
 from ...basics.report import Done
 from ..functions import Rule
-from .formulas import gated_norm, layer_norm, rms_norm
 from .hyper_connection import rewrite_hyper_connection
 from .linear_attention import convolution_in_place, delta_rule_in_place
 from .mlp import rewrite_mlp
+from .norms import rewrite_norm
 from .recurrent_layers import mamba, selective, with_channels
 from .rope import rotation_in_place
 from .rotary import rewrite_rotary
@@ -19,9 +19,7 @@ ModuleRule = Callable[[Any], tuple[Callable, list[Done]] | None]
 # applies.
 MODULE_RULES: list[ModuleRule] = [
     rewrite_rotary,
-    rms_norm,
-    gated_norm,
-    layer_norm,
+    rewrite_norm,
     rewrite_mlp,
     with_channels,
     mamba,

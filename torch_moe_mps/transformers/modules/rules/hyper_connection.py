@@ -15,7 +15,7 @@ from ...basics.state import STATE, original_class, state_of
 from ...trials.comparing import agrees
 from ...trials.draws import eager, normal
 from ...trials.forms import first_form
-from ...trials.twins import twin_of
+from ...trials.replicas import replica_of
 
 ops = torch.ops.moe_mps
 
@@ -77,13 +77,13 @@ def _mixing_of(module: Any, tensors: tuple[str, str, str], parts: int) -> Mixing
 
 
 def _trial(module: Any, tensors: tuple[str, str, str]) -> Callable[[Mixing], bool]:
-    twin = twin_of(module)
+    replica = replica_of(module)
     columns = module._parameters[tensors[0]].shape[1]
     streams = normal(2, 3, module.hc_mult, columns // module.hc_mult)
-    own = eager(original_class(module).forward)(twin, streams)
+    own = eager(original_class(module).forward)(replica, streams)
 
     def holds(mixing: Mixing) -> bool:
-        state_of(twin).formula = mixing
-        return agrees(connection_forward(twin, streams), own)
+        state_of(replica).formula = mixing
+        return agrees(connection_forward(replica, streams), own)
 
     return holds

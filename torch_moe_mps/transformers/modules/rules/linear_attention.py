@@ -45,7 +45,7 @@ def causal_conv(function: Callable, *args: Any, **named: Any) -> Tensor:
 def _refuse_pending(state: Tensor | None) -> None:
     """Raises: RuntimeError for a state that other code would take for one that is not behind."""
     if state is not None and uncommitted_of(state, 1):
-        raise RuntimeError("torch_moe_mps: the model's own code cannot read a state with uncommitted tokens")
+        raise RuntimeError("torch_moe_mps: eager code cannot read a state with uncommitted tokens")
 
 
 def _convolved(
@@ -100,13 +100,13 @@ def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
 
 
 def _known(options: dict) -> bool:
-    """Whether no option is used that the operator does not know."""
+    """True if the operator knows all options."""
     own = ("g", "beta", "initial_state")
     return all(name in own or _is_flag(name, value) for name, value in options.items())
 
 
 def _is_flag(name: str, value: Any) -> bool:
-    """Whether an option is a flag of the model, as use_cache: forwards pass them on to every function."""
+    """True if an option is a flag of the model, as use_cache: forwards pass them on to every function."""
     return name == _RECORDED or isinstance(value, (bool, type(None)))
 
 

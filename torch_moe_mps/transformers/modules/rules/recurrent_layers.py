@@ -1,6 +1,6 @@
 """Whole layers of linear attention: Kimi's delta attention, Mamba-2, Mamba-1, and what families add.
 
-A layer is recognised by its results: its own forward and the one here run on a twin of it, for a prompt,
+A layer is recognised by its results: its own forward and the one here run on a replica of it, for a prompt,
 a token behind it and a few more, and have to give the same results and states of the cache.
 """
 
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...basics.report import Done
-from ...basics.state import original_class, own_of, with_own
+from ...basics.state import eager_of, original_class, with_eager
 from ...basics.tensors import uncommitted_of
 from ...trials.comparing import agrees
 from ...trials.draws import eager, normal
 from ...trials.forms import Tried
-from ...trials.twins import LinearCache, twin_of, width_of
+from ...trials.replicas import LinearCache, replica_of, width_of
 from ...upstream.calls import in_place, needed_arguments
 from ..experts import is_observed
 from .linear_attention import ACTIVATIONS
@@ -44,7 +44,7 @@ def masked(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def is_seen(layer: nn.Module) -> bool:
-    """Whether hooks see the modules in a layer, which the operators do not call."""
+    """True if hooks see the modules in a layer, which the operators do not call."""
     gate = layer._modules.get("forget_gate")
     within: Any = () if gate is None else gate._modules.values()
     return is_observed(*layer._modules.values(), *within)  # type: ignore[arg-type]  # none of them is None
@@ -197,7 +197,7 @@ def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tenso
 def own_selective_layer(
     layer: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Any = None
 ) -> Any:
-    """The own code of Mamba-1, a token at a time where a cache has a state: several tokens forget it."""
+    """Eager code of Mamba-1, a token at a time where a cache has a state: several tokens forget it."""
     if cache is None or cache.get_recurrent_state(layer.layer_idx) is None:
         return NotImplemented
     own, tokens = original_class(layer).forward, hidden_states.split(1, 1)
@@ -210,7 +210,7 @@ def own_selective_layer(
     return torch.cat(results, 1)
 
 
-@with_own(own_selective_layer)
+@with_eager(own_selective_layer)
 @with_cache
 def selective_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
     """Mamba-1, which goes on from the state of a cache for any number of tokens."""
@@ -242,30 +242,31 @@ def recurrent_layer(
     forward: Callable,
     *operators: str,
     fits: Callable[[Any], bool] = lambda module: True,
-    make_twin: Callable[[nn.Module], Any] = twin_of,
+    make_replica: Callable[[nn.Module], Any] = replica_of,
 ) -> Tried:
     """A rule for whole layers of linear attention, which all have children of these names.
 
     Args:
-        fits: module -> False if what `make_twin` derives does not hold for it.
+        fits: module -> False if what `make_replica` derives does not hold for it.
     """
 
     def may_be(module: nn.Module) -> bool:
         has_children = all(name in module._modules for name in children)
         return has_children and not any(buffer.is_meta for buffer in module.buffers()) and fits(module)
 
-    return Tried(may_be, forward, functools.partial(matches_module, make_twin), tuple(map(Done, operators)))
+    trial = functools.partial(matches_module, make_replica)
+    return Tried(may_be, forward, trial, tuple(map(Done, operators)))
 
 
-def matches_module(make_twin: Callable[[nn.Module], Any], module: nn.Module, forward: Callable) -> bool:
+def matches_module(make_replica: Callable[[nn.Module], Any], module: nn.Module, forward: Callable) -> bool:
     """True if a forward gives the results and the states of the module's eager code."""
-    twin = make_twin(module)
+    replica = make_replica(module)
     own = original_class(module).forward
-    x = normal(1, 9, width_of(twin, lambda x: own(twin, x, **needed_arguments(own, None))))
+    x = normal(1, 9, width_of(replica, lambda x: own(replica, x, **needed_arguments(own, None))))
     mask = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])
     found = []
-    for run in (eager(in_place(own, own_of(forward) or own)), in_place(own, forward)):
-        copied, cache, results = copy.deepcopy(twin), LinearCache(layer_idx=twin.layer_idx), []
+    for run in (eager(in_place(own, eager_of(forward) or own)), in_place(own, forward)):
+        copied, cache, results = copy.deepcopy(replica), LinearCache(layer_idx=replica.layer_idx), []
         chunks = (
             (x[:, :5], mask, None),
             (x[:, :5], mask, cache),

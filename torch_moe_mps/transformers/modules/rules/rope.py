@@ -18,7 +18,7 @@ from ....ops.rope import rope
 from ...basics.report import Done
 from ...basics.state import Unsupported
 from ...basics.tensors import derived
-from ...basics.unmodified import own_is_faster
+from ...basics.unmodified import eager_is_faster
 from ...trials.comparing import agrees, tried
 from ...trials.draws import eager, normal
 from ...trials.forms import found_form
@@ -110,7 +110,7 @@ def _columns(turn: Turn, table_width: int) -> int:
 def _trial(
     function: Callable, call: RopeCall, heads_dim: int, table_width: int
 ) -> Callable[[Turn], bool] | None:
-    """Whether a turn agrees with a function on a draw's numbers; None if it cannot be called so."""
+    """Predicate: True if a turn agrees with a function on a draw. None if it cannot be called so."""
     batch = 2 if call.dims == 4 else 1
     inputs = [normal(batch, _TOKENS, _HEADS + i, _WIDTH) for i in range(call.tensors)]
     cos, sin = (normal(batch, _TOKENS, table_width) for _ in range(2))
@@ -173,7 +173,7 @@ def _options_of(function: types.FunctionType) -> Iterator[tuple[tuple[str, Any],
 
 def rotated(function: Callable, forms: dict[RopeCall, RopeForm], *args: Any, **options: Any) -> Any:
     """function(*args, **options), by the operator where tensors are given by position."""
-    if own_is_faster(args):
+    if eager_is_faster(args):
         return function(*args, **options)
     out, tensors = None, 0
     if len(args) > 2 and all(isinstance(x, Tensor) for x in args):
@@ -182,7 +182,8 @@ def rotated(function: Callable, forms: dict[RopeCall, RopeForm], *args: Any, **o
         known = all(isinstance(value, int) for value in options.values())
         call = RopeCall(tensors, is_complex, args[0].dim(), (*options.items(),))
         form = forms.get(call) if known else None
-        out = None if form is None else _rotated(form, args[:tensors], args[tensors:])
+        run = _rotated if call.dims == 4 else _rotated_without_batch
+        out = None if form is None else run(form, args[:tensors], args[tensors:])
     if out is None:
         return function(*args, **options)
     return tuple(out) if tensors == 2 else out[0]
@@ -193,14 +194,18 @@ def _real_tables(table: Tensor) -> tuple[Tensor, ...]:
     return torch.view_as_real(table).movedim(-1, 0).contiguous().unbind()
 
 
+def _rotated_without_batch(
+    form: RopeForm, inputs: Sequence[Tensor], tables: Sequence[Tensor]
+) -> Sequence[Tensor] | None:
+    out = _rotated(form, [x[None] for x in inputs], [table[None] for table in tables])
+    return None if out is None else [x[0] for x in out]
+
+
 def _rotated(form: RopeForm, inputs: Sequence[Tensor], tables: Sequence[Tensor]) -> Sequence[Tensor] | None:
     """The inputs turned, with heads where the form has them; None where the operator does not apply."""
     q = inputs[0]
     if q.dtype is torch.float64 or any(x.dtype is not q.dtype for x in inputs):
         return None
-    if q.dim() == 3:
-        out = _rotated(form, [x[None] for x in inputs], [table[None] for table in tables])
-        return None if out is None else [x[0] for x in out]
     cos, sin = tables if len(tables) == 2 else derived(tables[0], _real_tables)
     turn = _turn(form, q.shape[-1], cos) if cos.dim() == 3 else None
     if turn is None:

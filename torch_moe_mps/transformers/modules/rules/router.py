@@ -40,7 +40,7 @@ class Router(NamedTuple):
 
     Attributes:
         inputs: the names of the arguments, the hidden states first.
-        is_flat: whether hidden states of any shape become rows.
+        is_flat: True if hidden states of any shape become rows.
         in_float32: whether the matmul is, whatever dtypes the hidden states and the weight have.
         weight, bias: their names in the module.
         scale: multiplies the product.

@@ -1,4 +1,4 @@
-"""Twins of modules, with a few random numbers, and the caches that they run with."""
+"""Replicas of modules, with a few random numbers, and the caches that they run with."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,26 +45,26 @@ class LinearCache(InLayers):
         return [state for state in result if state is not None]
 
 
-def bare_twin(module: nn.Module) -> Any:
+def bare_replica(module: nn.Module) -> Any:
     """A module of the same class with the same attributes, without parameters, buffers and children.
 
     `copy.copy` would rewrite the copy of a rewritten module, and both would share one state.
     """
     cls: Any = original_class(module)
-    twin = cls.__new__(cls)
-    nn.Module.__init__(twin)
+    replica = cls.__new__(cls)
+    nn.Module.__init__(replica)
     own = {name: value for name, value in vars(module).items() if name not in ATTRIBUTES_OF_MODULES}
-    vars(twin).update(own)
-    return twin.eval()
+    vars(replica).update(own)
+    return replica.eval()
 
 
-def width_of(twin: nn.Module, run: Callable[[Tensor], Any]) -> int:
+def width_of(replica: nn.Module, run: Callable[[Tensor], Any]) -> int:
     """Elements of a token that a module takes: the first width of its layers with which it runs.
 
     Args:
         run: calls it with [1, 1, width].
     """
-    widths = [getattr(part, name, 0) for name in ("in_features", "in_channels") for part in twin.modules()]
+    widths = [getattr(part, name, 0) for name in ("in_features", "in_channels") for part in replica.modules()]
     runs = (width for width in widths if width and tried(run, torch.zeros(1, 1, width)) is not None)
     return next(runs)
 
@@ -88,28 +88,28 @@ class FewDirections(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-def twin_of(module: Any, **attributes: Any) -> Any:
+def replica_of(module: Any, **attributes: Any) -> Any:
     """A module of the same class on the CPU: random parameters and buffers, other attributes.
 
     In every second draw its layer index is another one. The first draw has the module's own buffers.
     """
     if hasattr(module, "out_features"):
         return FewDirections(module)
-    draw, twin = current(), bare_twin(module)
+    draw, replica = current(), bare_replica(module)
     if not is_first_kind() and isinstance(getattr(module, "layer_idx", None), int):
-        twin.layer_idx += 1
+        replica.layer_idx += 1
     for name, parameter in module._parameters.items():
-        twin.register_parameter(name, None if parameter is None else _random(parameter.shape))
+        replica.register_parameter(name, None if parameter is None else _random(parameter.shape))
     for name, buffer in module._buffers.items():
         value = None if buffer is None else buffer.detach().cpu()
         if value is not None and value.is_floating_point():
             is_first = draw is None or draw.number == 0
             value = value.float() if is_first else _random(value.shape).detach()
-        twin.register_buffer(name, value)
+        replica.register_buffer(name, value)
     for name, child in module._modules.items():
-        twin._modules[name] = None if child is None else twin_of(child)
-    vars(twin).update(attributes)
-    return twin
+        replica._modules[name] = None if child is None else replica_of(child)
+    vars(replica).update(attributes)
+    return replica
 
 
 def _random(shape: Sequence[int]) -> nn.Parameter:
