@@ -212,7 +212,7 @@ def _free_port() -> int:
 
 @contextmanager
 def _ctrl_c_is_the_agents() -> Iterator[None]:
-    """Context in which this process ignores Ctrl-C, which the agent in the same terminal handles."""
+    """Context where this process ignores Ctrl-C, which the agent in the same terminal handles."""
     before = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         yield

@@ -58,7 +58,7 @@ def check_processes(options: argparse.Namespace) -> None:
 
 @contextmanager
 def first_process_talks() -> Iterator[None]:
-    """Context in which processes other than the first print only errors, and exit with it."""
+    """Context where processes other than the first print only errors, and exit with it."""
     if is_first_process():
         try:
             yield

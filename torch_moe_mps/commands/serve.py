@@ -119,7 +119,7 @@ def _in_url(host: str) -> str:
 
 @contextlib.contextmanager
 def _log(level: str) -> Iterator[None]:
-    """Context in which the server's log goes to stderr."""
+    """Context where the server's log goes to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("torch_moe_mps.serving")

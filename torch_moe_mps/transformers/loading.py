@@ -95,9 +95,7 @@ def from_pretrained(
         _refuse_beside_experts_memory(importance=importance, distributed_config=part)
     source = Source(name, kwargs, model_class)
     _check_drafting(recipe, source)
-    if source.gguf is not None:
-        dtype = {"dtype": torch.bfloat16} if kwargs.get("dtype") == "auto" else {}
-        kwargs |= {"gguf_file": source.gguf, **dtype}
+    kwargs |= _of_gguf(source, kwargs.get("dtype"))
     if part is not None:
         _require_no_text(importance)
     if importance is not None:
@@ -122,6 +120,13 @@ def from_pretrained(
     if loading is not None:
         loading.finish(model)
     return (model, info) if with_info else model
+
+
+def _of_gguf(source: Source, dtype: Any) -> dict[str, Any]:
+    """Arguments of the class's from_pretrained for a GGUF file; none for another checkpoint."""
+    if source.gguf is None:
+        return {}
+    return {"gguf_file": source.gguf, **({"dtype": torch.bfloat16} if dtype == "auto" else {})}
 
 
 def _accelerate(model: Any, importance: Any, asked: dict[str, Any] | None, kv_bits: int | None) -> None:

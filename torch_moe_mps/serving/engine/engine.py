@@ -125,7 +125,8 @@ class Engine:
         """Runs one step without handling GPU faults. Raises: torch.AcceleratorError."""
         with self.pool.isolation.step():
             self.pool.end_cancelled()
-            self._prefill()
+            if any(each.phase != "decoding" for each in self.pool.sequences):
+                self._prefill()
             self.decoding.step()
 
     def end_all(self) -> None:

@@ -75,7 +75,7 @@ _PREPARES = "prepare_inputs_for_generation"
 
 @contextmanager
 def _before_forwards(model: Any, function: Callable[[], None]) -> Iterator[None]:
-    """Context in which `generate` calls a function before each forward of the model.
+    """Context where `generate` calls a function before each forward of the model.
 
     The forward's inputs are prepared by then, so the host does not wait between the function and the forward.
     """

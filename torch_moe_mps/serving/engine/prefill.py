@@ -27,7 +27,7 @@ def turning(model: Any) -> dict[str, Any]:
 
 @contextmanager
 def turned(modules: Mapping[str, Any], moved: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which modules use a prompt's M-RoPE offsets.
+    """Context where modules use a prompt's M-RoPE offsets.
 
     Args:
         modules: from `turning`; their offsets are restored on exit.

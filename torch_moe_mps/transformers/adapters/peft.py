@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
 from ..._versions import PEFT
-from ..basics.interface import ON_DISK, codes_of, formats_of, is_experts, is_quantized, projections
+from ..basics.interface import codes_of, experts_on_disk, formats_of, is_experts, is_quantized, projections
 from ..checkpoints.quantize.counting import counting_packed
 from ..modules.linears import QuantizedLinear
 from .lora import ParamWrapper, check_trained_whole, wrapped_linear
@@ -50,7 +50,7 @@ def _creating(plain: Callable) -> Callable:
 
 
 def _naming(plain: Callable) -> Callable:
-    """Context in which quantised stacks are named parameters, so that `target_parameters` finds them.
+    """Context where quantised stacks are named parameters, so that `target_parameters` finds them.
 
     PEFT takes the device from a `weight` or a parameter, which experts of a GGUF file lack.
     """
@@ -106,9 +106,8 @@ def _including(plain: Callable) -> Callable:
 def _check_on_disk(peft_config: Any, model: nn.Module) -> None:
     """Raises: ValueError for LoRA on experts that are read from the disk."""
     asked = tuple(getattr(peft_config, "target_parameters", None) or ())
-    for name, module in model.named_modules():
-        own = vars(module).get(ON_DISK)
-        if own is not None and any(f"{name}.{each}".endswith(asked) for each in projections(module)):
+    for name, own in experts_on_disk(model):
+        if any(f"{name}.{each}".endswith(asked) for each in projections(model.get_submodule(name))):
             own.refuse("LoRA needs all experts in memory")
 
 

@@ -169,7 +169,7 @@ def attention(
     if not CHOICES.isdisjoint(options):
         by_operator = plain and takes(query, key, value, None, scores.sinks)
         mask, indices = with_choice(module, query, key, mask, options, by_operator)
-        options = {name: value for name, value in options.items() if name not in CHOICES}
+        options = _without_choices(options)
     sees_all = mask is None and not _is_causal(module)
     visible = Visible.by(mask, query.shape[2], options.get("sliding_window"), sees_all, indices)
 
@@ -184,7 +184,7 @@ def attention(
     key, value = _elements(key), _elements(value)
     if mask is None and not sees_all:
         key, value = _first(key, visible.seen), _first(value, visible.seen)
-    shown = _shown(mask, query, key, None if sees_all else visible)
+    shown = _shown(mask, query, key, visible, sees_all)
     options |= {"scaling": scaling, "dropout": dropout}
     out, weights = _eager_function(module)(module, query, key, value, shown, **options)
     return out, weights if has_weights else None
@@ -195,10 +195,14 @@ def _is_understood(module: nn.Module, dropout: float, options: dict[str, Any]) -
     return dropout == 0.0 and _are_none(_not_taken(module.__class__, _ADDED), options)
 
 
-def _shown(mask: Any, query: Tensor, key: Tensor, visible: Visible | None) -> Tensor | None:
+def _without_choices(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in CHOICES}
+
+
+def _shown(mask: Any, query: Tensor, key: Tensor, visible: Visible, sees_all: bool) -> Tensor | None:
     """Additive mask of eager attention, made from what is visible if none is given; None if all keys are."""
     mask, keys = _elements(mask), key.shape[2]
-    if mask is None and visible is not None:
+    if mask is None and not sees_all:
         mask = seen_in_order(query.shape[2], keys, keys, visible.window, None, query.device)
     return None if mask is None else _additive(mask, query)
 

@@ -22,7 +22,7 @@ STANDS_FOR: dict[Callable, types.FunctionType] = {}
 
 
 def unchanged() -> AbstractContextManager[dict[Any, Hashable]]:
-    """Context in which code does not change: it is read once."""
+    """Context where code does not change: it is read once."""
     return having(_known, {})
 
 

@@ -13,6 +13,12 @@ ON_DISK = "_moe_mps_on_disk"
 _CODES = (*TENSORS, "order")
 
 
+def experts_on_disk(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, its `OnDisk`) of each module of a model whose experts are on the disk."""
+    named = ((name, vars(module).get(ON_DISK)) for name, module in model.named_modules())
+    return ((name, own) for name, own in named if own is not None)
+
+
 class Experts(nn.Module):
     """The attributes of a module with the experts interface, for type checkers; it has no instances.
 

@@ -180,7 +180,7 @@ class BatchedCache:
         self.cache = copy_of_cache(cache, layers)
 
     def _append(self, layers: list[Any], others: list[Any], end: int, separate: list[int]) -> None:
-        """Appends the layers of a sequence to those of the batch, whose longest one then has `end` tokens."""
+        """Appends the layers of a sequence to the batch, whose longest sequence then has `end` tokens."""
         if separate != [*self._separate]:
             raise NotBatchable(_OTHER)
         pairs = [(layers[number], others[number]) for number in self._shared(others)]
@@ -480,7 +480,7 @@ def _put(layer: Any, held: _Shown, with_spare: Any, rows: int, start: int, token
 
 
 def _show(layer: Any, held: _Shown) -> None:
-    """Gives a layer the tokens of a buffer, up to the last one that is written there."""
+    """Gives a layer the tokens of a buffer, up to the last written one."""
     whole = held.buffer.view(held.start, held.tokens)
     for name, column, width in held.columns:
         part = whole
@@ -495,7 +495,7 @@ def batch_capacity(rows: int) -> int:
 
 
 def _larger(like: Any, rows: int, tokens: int) -> Any:
-    """A tensor like that of a buffer, of so many rows and tokens.
+    """A tensor of the dtype and widths of a buffer's, with so many rows and tokens.
 
     It is zero at first: a model's eager attention reads hidden tokens, too, with weight zero.
     """
@@ -584,7 +584,7 @@ def _copied(layer: Any, tokens: int) -> Any:
 
 
 def _free_slots(layer: Any) -> int:
-    """How many tokens fit in behind those that a layer holds."""
+    """Number of free slots behind the tokens of a layer."""
     return min((held.free_slots for held in _shown(layer)), default=growing.LEAST_SLOTS)
 
 

@@ -18,7 +18,7 @@ class Buffer:
 
     Attributes:
         tensor: [B, ..., capacity, D], dense or in 8 bits.
-        end: the token behind the last one that was written.
+        end: index after the last written token.
         rows: the tensor with spare rows whose first ones are `tensor`; `tensor` itself without spare rows.
     """
 
@@ -52,7 +52,7 @@ class Buffer:
         return self.attach(self.tensor.narrow(-2, start, length))
 
     def view(self, start: Any, length: Any) -> Any:
-        """A view of some tokens, the last of which is from now on the last one written."""
+        """A view of some tokens; from now on the buffer is written up to its end."""
         self.end = start + length
         return self.part(start, length)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Axes(NamedTuple):
-    """The dimensions of sequences and of tokens in a tensor; None where it lacks one."""
+    """Batch and time dimension of a tensor; None for a dimension that it lacks."""
 
     batch: int | None = 0
     time: int | None = None

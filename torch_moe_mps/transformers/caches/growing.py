@@ -1,7 +1,7 @@
 """Growth of keys and values: new tokens are written behind the last ones, into free slots of their buffer.
 
 Where there are none, or another cache has written there, all tokens are copied to a larger buffer. Tensors
-that lie side by side, as those of latent attention do, share one buffer.
+that lie side by side, as in latent attention, share one buffer.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ def extended(
 ) -> Sequence[Tensor]:
     """`held` followed by `new` along the tokens, which are the last dimension but one.
 
-    Several tensors share one buffer, in which they lie side by side. Into free slots behind `held` only `new`
+    Several tensors lie side by side in one buffer. Into free slots behind `held` only `new`
     is written; else both are copied to a buffer with `slots` free slots, or a share of the tokens.
     """
     if len(held) == 1 and not quantized and (longer := _written_behind(held[0], new[0])) is not None:
@@ -94,7 +94,7 @@ def _is_empty(held: Tensor) -> bool:
 
 
 def _may_lie_behind(held: Sequence[Tensor], new: Sequence[Tensor]) -> bool:
-    """True if new tokens may be written into the buffer of those that are held."""
+    """True if new tokens may be written behind the held ones, into their buffer."""
     are_plain = all(type(part) in PLAIN for part in new)
     return are_plain and (_is_empty(held[0]) or all(map(_alike, held, new)))
 

@@ -41,11 +41,11 @@ class HeldPools(HeldIndex):
     is_padded: bool | None = None
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Writes new keys [B, T, D] behind those that are held. Returns: all."""
+        """Writes new keys [B, T, D] behind the held ones. Returns: all."""
         raise NotImplementedError
 
     def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
-        """[B, count, D], a row for each `rate` keys: pool(first, count) makes those that are not held."""
+        """[B, count, D], a row for each `rate` keys: pool(first, count) makes the missing ones."""
         raise NotImplementedError
 
 

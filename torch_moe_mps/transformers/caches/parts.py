@@ -49,7 +49,7 @@ def _cut(layer: Any, tokens: int) -> Any:
 
 
 def _behind(before: Any, after: Any, time: int | None) -> Any:
-    """The tokens of a tensor behind those that it begins with; any other value itself."""
+    """The tokens of a tensor beyond its first ones, `before`; any other value itself."""
     if time is None or not isinstance(after, Tensor) or not isinstance(before, Tensor):
         return after
     return Grows(time, after[(slice(None),) * time + (slice(before.shape[time], None),)])
@@ -70,7 +70,7 @@ class Joined:
         self.cache, self.tokens, self._most = cache, 0, tokens
 
     def add(self, part: Part, classes: Mapping[int, tuple[str, int | None]], end: int) -> None:
-        """Adds a part, whose tensors are copied: to all layers, or to none where it raises.
+        """Adds a part, whose tensors are copied: to all layers, or to none if it raises.
 
         Args:
             classes: {index of a layer: its class in transformers, the bits of its keys and values}
@@ -185,7 +185,7 @@ def begun_copy(part: Part) -> Part:
 
 
 def device_of(part: Part) -> torch.device:
-    """The device of a part's tensors; the CPU where it has none."""
+    """The device of a part's tensors; the CPU without any."""
     devices: list[torch.device] = []
 
     def noted(value: Any) -> Any:

@@ -26,7 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..._faults import synchronize
 from ..._text import first_line
-from ..basics.interface import ON_DISK
+from ..basics.interface import experts_on_disk
 from ..basics.state import kv_bits_of
 from .cache import counts_tokens, keeps_states
 from .declared import Trim, declared
@@ -229,8 +229,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_THE_FILE}
     result = hashlib.blake2b(json.dumps(config, default=str, sort_keys=True).encode(), digest_size=16)
     samples = []
-    modules = model.named_modules()
-    on_disk = {name: own.key for name, module in modules if (own := vars(module).get(ON_DISK)) is not None}
+    on_disk = {name: own.key for name, own in experts_on_disk(model)}
     result.update("".join(on_disk.values()).encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.rpartition(".")[0] in on_disk:

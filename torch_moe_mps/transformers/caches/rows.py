@@ -69,7 +69,7 @@ class Uncommitted:
         self._counts: Tensor | None = None  # on the device; None where no layer has uncommitted tokens
 
     def tell(self, layers: Iterable[Any], device: torch.device) -> None:
-        """Gives other layers, or those of other sequences, the counts."""
+        """Sets the counts of layers after these, or their sequences, have changed."""
         deferring = [*layers]
         self._counts = _column(self.rows).to(device) if deferring else None
         self._told = self.rows

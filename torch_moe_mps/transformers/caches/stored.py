@@ -19,7 +19,7 @@ class Grows(NamedTuple):
 
 
 def stored(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """A value in JSON, with its tensors aside. Raises: ValueError for one that is of none of these types."""
+    """A value in JSON, with its tensors aside. Raises: ValueError for any other type."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):

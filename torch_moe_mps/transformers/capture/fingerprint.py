@@ -284,7 +284,7 @@ class _Reached:
             return
         self._seen.add(id(value))
         if isinstance(value, types.FunctionType):
-            self._seen.update((id(value.__globals__), id(value.__builtins__)))
+            self._seen.update((id(value.__globals__), id(getattr(value, "__builtins__", None))))
         elif not isinstance(value, _CONTAINERS):
             self.classes[type(value)] = None
             self._add(path, getattr(value, "__dict__", None))

@@ -19,7 +19,7 @@ _CUT: ContextVar[Cut | None] = ContextVar("cut", default=None)
 
 @contextmanager
 def cutting(cut: Cut) -> Iterator[None]:
-    """Block in which models of `from_pretrained` are cut before their weights are read."""
+    """Block where models of `from_pretrained` are cut before their weights are read."""
     _cut_before_reading()
     with having(_CUT, cut):
         yield

@@ -121,7 +121,7 @@ class Source:
         self.stored = {} if self.gguf is not None else _stored(name, self.config, arguments)
 
     def _read_config(self, path: Any, model_class: Any) -> None:
-        """Reads the config, and keeps of the arguments those that are for the model."""
+        """Reads the config, and keeps only the arguments of the model."""
         passed = {key: value for key, value in self.others.items() if key not in _FOR_THE_MODEL}
         if self.gguf is not None:
             passed |= {"gguf_file": self.gguf}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...disk.pool import Pools
-from ..basics.interface import ON_DISK, Experts
+from ..basics.interface import ON_DISK, Experts, experts_on_disk
 from ..basics.state import Beside
 
 ops = torch.ops.moe_mps
@@ -75,7 +75,7 @@ def put_on_disk(module: Experts, pools: Pools, number: int) -> None:
 
 def pools_of(model: nn.Module) -> Pools | None:
     """The pools of a model whose experts are on the disk; None for any other."""
-    return next((vars(part)[ON_DISK].pools for part in model.modules() if ON_DISK in vars(part)), None)
+    return next((own.pools for _, own in experts_on_disk(model)), None)
 
 
 def keep_whole(model: nn.Module, experts: Sequence[nn.Module]) -> None:

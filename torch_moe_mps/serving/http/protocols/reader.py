@@ -242,8 +242,8 @@ class Reader(_Scanner):
         """Parses a call object with name and arguments, after its first brace."""
         name, early = "", list[str]()  # arguments may stand in front of the name
         while (char := (yield from self._ink())) not in ("}", ""):
-            key = (yield from self._string()) if char == '"' else None
-            if key not in _KEYS or not (yield from self._skip(":")):
+            key = yield from self._key()
+            if key is None:
                 return self._is_text()
             if key == "function" and (yield from self._skip("{")):
                 return (yield from self._object())
@@ -263,6 +263,13 @@ class Reader(_Scanner):
             return self._is_text()
         self._pass(1)
         self._sink.end_call()
+
+    def _key(self) -> Steps[str | None]:
+        """Parses a key of a call object and the colon behind it. Returns: None for anything else."""
+        if (yield from self._ink()) != '"':
+            return None
+        key = yield from self._string()
+        return key if key in _KEYS and (yield from self._skip(":")) else None
 
     def _may_be(self, name: str) -> bool:
         """True if a call of this name is one of a tool."""

@@ -27,7 +27,7 @@ _asked: ContextVar[bool] = ContextVar("moe_mps_packs_gguf", default=False)
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """Context in which GGUF files are validated and stay packed on any device."""
+    """Context where GGUF files are validated and stay packed on any device."""
     with having(_asked, True), checked_headers():
         yield
 

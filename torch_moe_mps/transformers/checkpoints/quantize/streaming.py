@@ -145,7 +145,7 @@ class _OneByOne:
 
     @contextlib.contextmanager
     def __call__(self, enabled: bool) -> Iterator[None]:
-        """Context in which transformers loads with one thread; four would outrun quantising."""
+        """Context where transformers loads with one thread; four would outrun quantising."""
         if not enabled:
             yield
             return

@@ -84,10 +84,7 @@ class Parts:
         checkpoint = Source(source, {"dtype": dtype, "trust_remote_code": trust_remote_code}, model_class)
         if recipe is None and not packs and checkpoint.stored.get("quant_method", "fp8") != "fp8":
             _CHECK.fail(str(source), "a dense checkpoint, or one in FP8", "one that is quantised already")
-        if checkpoint.gguf is None:
-            files = [str(file) for file in checkpoint_files(source)]
-        else:
-            files = [str(Path(checkpoint.path) / checkpoint.gguf)]
+        files = _files_of(checkpoint, source)
         self.model = checkpoint.skeleton().eval()
         self.device, self.dtype = device, self.model.dtype
         self._give_buffers()
@@ -173,7 +170,7 @@ class Parts:
 
     @contextmanager
     def loaded(self, module: str) -> Iterator[nn.Module]:
-        """Context in which a module's weights are loaded.
+        """Context where a module's weights are loaded.
 
         Raises: ValueError for a parameter that the checkpoint lacks, or that cannot be quantised.
         """
@@ -252,6 +249,12 @@ class Parts:
             owner, _, last = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[last] = torch.empty_like(buffer, device=self.device)
         self.model.initialize_weights()  # the buffers: parameters have no memory
+
+
+def _files_of(checkpoint: Source, source: str) -> list[str]:
+    if checkpoint.gguf is not None:
+        return [str(Path(checkpoint.path) / checkpoint.gguf)]
+    return [str(file) for file in checkpoint_files(source)]
 
 
 def read_tensors(
