@@ -127,6 +127,14 @@ def test_rows_without_a_distribution(device):
     assert sampled(logits[:0].to(device), draws[:0])[0].shape == (0,)
 
 
+def test_draws_that_are_no_numbers(device):
+    """A token with NaN for its draw wins nothing, and where all have, the row has no distribution."""
+    logits = torch.tensor([[1.0, 5.0, 2.0], [1.0, 5.0, 2.0]], device=device)
+    draws = torch.tensor([[1.0, torch.nan, 1.0], [torch.nan] * 3])
+    tokens, invalid = sampled(logits, draws, otherwise=1)
+    assert tokens.tolist() == [2, 1] and invalid.tolist() == [0, 1]
+
+
 def test_draws_of_zero(device):
     """Of torch's numbers on mps, one in about 3e7 is -0: no token wins by it that is not kept."""
     logits = torch.tensor([[-torch.inf, 2.0, 1.0, -torch.inf, -3.0]] * 3, device=device)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from measured.apple import __main__ as command
-from measured.apple import cases, layers, mlx
+from measured.apple import cases, goals, layers, mlx
 from measured.apple import tokens as of_tokens
 from measured.cases import formats, mlx_dense, mlx_quantized
 from measured.cases import mlx as launches
@@ -268,12 +268,25 @@ class TestCommand:
         """The sum of both lines, as docs/speed.md has it."""
         lines = self.run(capsys, "--token", "--gpu", "M1 Max,M4 Max")
         document = (REPOSITORY / "docs" / "speed.md").read_text()
-        assert len(lines) == 6 and "\n".join(lines) in document
-        reading, launches, sums = (re.findall("[0-9.]+", cell) for cell in lines[2].split("|")[3:6])
-        assert float(reading[0]) == pytest.approx(1730 / (409.6 * 0.8), abs=0.05)
-        for total, us in zip(sums, (3, 6), strict=True):  # of a start
-            right = float(reading[0]) + int(launches[0]) * us * 1e-3
-            assert float(total) == pytest.approx(right, abs=0.1)
+        tokens, drafts, _ = "\n".join(lines).split("\n\n")
+        assert tokens in document and drafts in document
+        reading, launches, total = (re.findall("[0-9.]+", cell)[0] for cell in lines[2].split("|")[3:6])
+        assert float(reading) == pytest.approx(1730 / (409.6 * 0.8), abs=0.05)
+        assert float(total) == pytest.approx(float(reading) + int(launches) * 3e-3, abs=0.1)
+
+    def test_goals(self, simulated):
+        """Bytes and starts of tokens, and parts of a prompt: products at the rate of issue."""
+        *_, line = goals.table([gpu := apple.GPUS["M4 Max"]], 1024)
+        assert "| 4.92 ms | 471 tokens/s of 515 by bytes |" in line
+        parts = dict(re.findall(r"([a-z ]+) (\d+\.\d+)", line.rpartition(":")[2]))
+        products = {
+            "experts": 8 * 3 * 768,
+            "linear layers": 2 * 4096 + 1024,
+            "attention": 32 * 1024 * 128 / 2048,
+        }
+        for name, of_a_token in products.items():
+            seconds = 48 * 1024 * 2048 * of_a_token / (128e6 * gpu.core_cycles_per_us)
+            assert 1.0 < float(parts[" " + name]) / seconds < 2.0
 
     def test_quantising_by_importance_waits_for_the_disk(self, simulated, capsys):
         """The seconds that docs/speed.md has."""

@@ -176,7 +176,11 @@ struct Race {
   uint token;
 
   void see(TokenKey key) {
-    const float value = has_draws ? as_type<float>(key.x) / max(draws[key.y], kLeastDraw) : 0.0f;
+    float value = 0.0f;
+    if (has_draws) {
+      const float draw = draws[key.y];
+      value = as_type<float>(key.x) / (draw < kLeastDraw ? kLeastDraw : draw);  // NaN stays, and wins nothing
+    }
     if (value > best) {
       best = value;
       token = key.y;

@@ -7,7 +7,7 @@ from simulator.apple.facts import COSTS, GPUS, START_US, Gpu, table
 from simulator.errors import SimulatorError
 from support.simulated import install
 
-from . import between, encoders, layers, published, quantising, report, training
+from . import between, encoders, goals, layers, published, quantising, report, training
 from .cases import DEFAULT_GPUS, FORMATS, Shape, mlx_peers, mlx_rows, ours
 from .fit import fitted
 from .tokens import table as tokens_table
@@ -54,6 +54,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="E,K,H,I",
         help="experts, of them a token, hidden, intermediate",
     )
+    add("--goals", action="store_true", help="instead: tokens and a prompt of Qwen3-30B-A3B in 4 bits")
     add("--layers", action="store_true", help="instead: attention and recurrences of real models")
     add("--token", action="store_true", help="instead: a token of whole models, with the starts of launches")
     add("--between", action="store_true", help="instead: what the GPU waits for the host between two tokens")
@@ -173,6 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n".join(tokens_table(gpus, start_us)))
             return 0
         for wanted, lines in (
+            (options.goals, goals.table),
             (options.layers, layers.table),
             (options.between, between.table),
             (options.encoders, encoders.table),
