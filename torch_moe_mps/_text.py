@@ -1,5 +1,6 @@
 """Model names and error lines, without importing torch."""
 
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,3 +44,12 @@ def one_of(values: tuple[object, ...]) -> str:
     """Values as text for errors and help, such as "32, 64 or 128"."""
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def bytes_in(text: str) -> int | None:
+    """Bytes of a text such as "20GB" or "1.5 GiB"; None for any other text, and for none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if match is None:
+        return None
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " ")) or None

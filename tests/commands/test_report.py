@@ -159,7 +159,8 @@ def test_phases_are_commands():
     names = [each.name for each in made]
     assert names[:3] == ["quick", "probe", "answer"] and names[-1] == "registers"
     assert "bench without capture" in names and len({*names}) == len(names)
-    assert [each.name for each in report.phases(None)] == ["quick", "probe", "check", "large", "registers"]
+    without_model = ["quick", "probe", "disk", "check", "large", "registers"]
+    assert [each.name for each in report.phases(None)] == without_model
     assert sum(each.minutes for each in made) <= 120
     for each in made:
         if each.command[1] == "torch_moe_mps":

@@ -9,6 +9,7 @@ import torch
 from support.experts_on_disk import EXPERTS, LAYERS, same, write
 
 from torch_moe_mps.disk import pool as module
+from torch_moe_mps.disk import rates
 from torch_moe_mps.disk.file import ExpertsFile, Layer
 from torch_moe_mps.disk.pool import Pools, least_memory, slots_in
 
@@ -190,6 +191,18 @@ def test_an_interrupt_loses_no_slot(file, monkeypatch):
     check(pools, tensors, 0, [1, 2])
 
 
+def test_torch_knows_what_was_written(file):
+    """Decoded weights are kept for tensors of one version: those of the expert before are not used again."""
+    pools = Pools(file[0], 2, CPU)
+    staged = pools.staging.tensors[2]["codes"]
+    for expert in range(4):
+        pool = pools.layers[0]
+        before = pool.tensors["codes"]._version, staged._version
+        pool.slots(torch.tensor([expert]))
+        pools.staging.read(2)
+        assert pool.tensors["codes"]._version > before[0] and staged._version > before[1]
+
+
 def test_whole_layers(file):
     """All experts of each layer, ahead of the layer that is computed, or the needed ones; pools survive."""
     pools, tensors = Pools(file[0], 3, CPU), file[1]
@@ -239,3 +252,11 @@ def test_slots_of_a_memory():
         assert least_memory(layers, slots) == 2 * whole + slots * blocks
         assert slots_in(layers, 2 * whole + slots * blocks) == slots
     assert slots_in(layers, 16 * blocks - 1) == 12 + 1 and slots_in(layers, 10) == 0
+
+
+def test_rates_of_a_disk():
+    """Each depth has one, and no byte is read twice; without room nothing is written."""
+    found = rates.rates(4 * rates.PIECE)
+    assert found.keys() == {"page cache"} or found.keys() == {"page cache", "F_NOCACHE"}
+    assert all([*rows] == [*rates.DEPTHS] and min(rows.values()) > 0 for rows in found.values())
+    assert rates.rates(1 << 60) == {"error": "the disk has no room"}

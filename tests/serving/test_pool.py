@@ -1,4 +1,7 @@
-"""The pool, by tables: how answers end, who is evicted, and which row takes a place. No model is called."""
+"""The pool and its decoding steps, by tables: how answers end, who is evicted, and what a step computes.
+
+No model is called.
+"""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -7,9 +10,12 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
 
+from torch_moe_mps.serving.engine import decoding
 from torch_moe_mps.serving.engine.groups import Single
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.pool import Pool
+from torch_moe_mps.serving.engine.sampling import Sampled
+from torch_moe_mps.serving.engine.scheduler import Times
 from torch_moe_mps.serving.engine.sequence import Sequence
 from torch_moe_mps.serving.prefix_cache.memory import CachedPrefix
 
@@ -34,6 +40,9 @@ class Rows:
     def alone(self, row: int) -> DynamicCache:
         return DynamicCache()
 
+    def is_full(self, tokens: int) -> bool:
+        return False
+
 
 @dataclass
 class Executor:
@@ -41,9 +50,15 @@ class Executor:
 
     kept: list[list[int]] = field(default_factory=list)
     error: Exception | None = None
+    device = torch.device("cpu")
+    computed: list[int] = field(default_factory=list)  # sequences of each step
 
     def rows(self, drafts) -> Rows:
         return Rows()
+
+    def step(self, group, ids) -> SimpleNamespace:
+        self.computed.append(len(group.sequences))
+        return SimpleNamespace(logits=torch.zeros(len(group.sequences), 1, 8))
 
     def keep(self, prefill, prefix) -> None:
         if self.error is not None:
@@ -170,3 +185,38 @@ def test_cancelled_answers_end_but_those_that_generate_ends():
     gone.job.cancel(), beams.job.cancel()
     pool.end_cancelled()
     assert gone.ends == ["cancelled"] and not beams.ends and not other.ends
+
+
+# {case: (longest answers, whose processors see no token behind their last, is read late, sequences of each
+# step, tokens after each step)}. Two steps are in flight where tokens are read late.
+STEPS = {
+    "read at once": ([3], (), False, [1, 1, 1], [[1], [2], [3]]),
+    "read late": ([3], (), True, [1, 1, 1], [[0], [1], [2], [3]]),
+    "two that end together": ([2, 2], (), True, [2, 2], [[0, 0], [1, 1], [2, 2]]),
+    "one goes on": ([1, 3], (), True, [2, 2, 1], [[0, 0], [1, 1], [1, 2], [1, 3]]),
+    "one with processors goes": ([1, 3], (0,), True, [2, 1, 1], [[0, 0], [1, 1], [1, 2], [1, 3]]),
+    "one with processors goes on": ([1, 3], (1,), True, [2, 2, 1], [[0, 0], [1, 1], [1, 2], [1, 3]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_what_each_step_computes(case, monkeypatch):
+    longest, processed, late, computed, expected = STEPS[case]
+    monkeypatch.setattr(
+        decoding, "sample", lambda samplers, logits: Sampled(torch.zeros(2, len(logits)).long(), {}, None)
+    )
+    nothing = lambda *given: None  # noqa: E731
+    drafts = SimpleNamespace(draft=nothing, computed=nothing, took=nothing, left=nothing)
+    executor = Executor()
+    pool = Pool(executor, None, drafts)
+    sequences = [sequence_of(pool, [2]) for _ in longest]  # the prompt's
+    for number, (each, most) in enumerate(zip(sequences, longest, strict=True)):
+        each.sampler = SimpleNamespace(ends={1}, max_tokens=1 + most, is_late=False)
+        each.job.processors.extend([object()] if number in processed else [])
+    steps = decoding.Decoding(pool, executor, drafts, None, None, Times())
+    steps.reads_late, found = late, []
+    while pool.is_decoding:
+        steps.step()
+        found.append([len(each.tokens) - 1 for each in sequences])
+    assert (executor.computed, found) == (computed, expected)
+    assert [each.ends for each in sequences] == [["length"]] * len(longest)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from .._text import one_of
+from .._text import bytes_in, one_of
 from .._weight_formats import BITS, GROUP_SIZES, MODES
 from ..serving.speculative import LOOKUP, MTP
 
@@ -180,6 +180,13 @@ def _macs(text: str) -> list[int]:
     return macs
 
 
+def _size(text: str) -> int:
+    size = bytes_in(text)
+    if size is None:
+        raise argparse.ArgumentTypeError(f"must be a size such as 20GB, got {text!r}")
+    return size
+
+
 def _bits(text: str) -> int | str | None:
     if text in ("none", "same", "auto"):
         return None if text == "none" else text
@@ -209,6 +216,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": "of the keys and values in the cache; 16 leaves them as the model makes them (16)",
     },
     "--experts-memory": {
+        "type": _size,
         "metavar": "SIZE",
         "help": "memory for experts, such as 20GB; others are read from the disk (all are in memory)",
     },
@@ -333,7 +341,7 @@ def _report(command: argparse.ArgumentParser) -> None:
     add(
         "--without",
         metavar="PHASES",
-        help="phases to leave out: quick, probe, answer, bench, mlx, check, large, registers",
+        help="phases to leave out: quick, probe, answer, bench, mlx, disk, check, large, registers",
     )
 
 
@@ -397,6 +405,8 @@ def _convert(command: argparse.ArgumentParser) -> None:
     )
     add("--save-importance", metavar="FILE", help="write what --importance found in a text")
     add("--to", choices=("moe_mps", "mlx"), default="moe_mps", help="layout to write (moe_mps)")
+    of_experts = "write a file of the experts, too, which --experts-memory reads; as large again"
+    add("--experts-on-disk", action="store_true", help=of_experts)
     beside = "a LoRA adapter of PEFT to store as DST/adapter, for mlx-lm with --to mlx"
     add("--adapter", metavar="DIR", help=beside)
     add("--dry-run", action="store_true", help="print sizes, weight by weight, and write nothing")

@@ -44,6 +44,7 @@ from ..transformers.checkpoints.quantize.target import Target
 from ..transformers.checkpoints.quantizer import layout_of
 from ..transformers.checkpoints.source import Source
 from ..transformers.mtp.layers import bytes_of_mtp, empty_mtp, last_layer
+from . import residency
 from .arguments import NO_DRAFTS
 from .caches import KVCache, kv_cache
 from .recipes import NAMED, arguments_of_recipe
@@ -147,6 +148,11 @@ def report(
     cells = [[name, f"{limit / 1e9:.1f}", *map(_in_words, contexts[name])] for name, limit in limits]
     lines += ["", "Context that fits into what macOS lets the GPU have, in tokens, with room in the cache:"]
     lines += [*aligned([["Mac", "GPU's GB", *names], *cells], 1), "", _more_for_the_gpu(mac)]
+    usual = next((s for s in sizes if s.name in (_STORED, "4 bit")), sizes[0])
+    rooms = [(name, limit - prompt) for name, limit in limits]
+    bandwidth = None if mac is None else mac.bandwidth
+    on_disk, numbers = residency.table(model, [usual] if mac is None else sizes, rooms, bandwidth)
+    lines += on_disk
     data = {
         "weights": total,
         "kv_cache": None if cache is None else _bytes_of(cache),
@@ -162,7 +168,7 @@ def report(
         ],
     }
     more, bounds = _of_bounds(mac, cache, context, sizes)
-    return "\n".join([*lines, "", *more]), data | bounds
+    return "\n".join([*lines, "", *more]), data | bounds | numbers
 
 
 def _of_formats(sizes: Sequence[Size]) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._environment import with_others
+from ..disk import rates
 from ..selfcheck.facts import anonymous
 from ..selfcheck.machine import is_available
 from ..selfcheck.registers import of_library
@@ -107,6 +108,7 @@ def phases(model: str | None) -> Iterator[Phase]:
         yield Phase("bench without capture", bench, 5, {"MOE_MPS_CAPTURE": "0"})
         if find_spec("mlx_lm") is not None:
             yield Phase("mlx", ("-m", "mlx_lm", "benchmark", "--model", model, "-p", "512", "-g", "128"), 10)
+    yield Phase("disk", ("-m", rates.__name__, "{json}"), 5)
     yield Phase("check", (*command, "check", "--json", "{json}"), 25)
     yield Phase("large", (*command, "check", "--large", "--json", "{json}"), 10)
     yield Phase("registers", ("-m", __name__, "{json}"), 10)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .._faults import Mark
 from ..ops.slots import host_view, register_pool
@@ -179,6 +180,7 @@ class Pool:
                 self._free_behind(readings[expert].reads, slot)
             else:
                 self._slots[expert] = slot
+        note_written(self.tensors.values())
         if errors:
             raise errors[0]
 
@@ -212,6 +214,11 @@ def views_of(tensors: Iterable[Tensor], count: int) -> list[list[memoryview]]:
     ]
 
 
+def note_written(tensors: Iterable[Tensor]) -> None:
+    """Tells torch that tensors were written: what was computed from their content is not used any more."""
+    increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
 class Staging:
     """Memory for all experts of a layer, twice: one layer is read while the one before is computed.
 
@@ -222,8 +229,8 @@ class Staging:
     def __init__(self, pools: Sequence[Pool], device: torch.device):
         self._pools, self._device = pools, device
         size = max(bytes_of_layer(pool.about) for pool in pools)
-        memories = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
-        self.tensors = [_laid_out(pool.about, memories[n % 2]) for n, pool in enumerate(pools)]
+        self._memories = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.tensors = [_laid_out(pool.about, self._memories[n % 2]) for n, pool in enumerate(pools)]
         self._thread = ThreadPoolExecutor(1, "layers of experts")
         self._ahead: tuple[int, Future] | None = None
         self._late: list[Future] = []  # the last reads, which an error leaves behind
@@ -263,6 +270,7 @@ class Staging:
                 if not pool.copy(expert, views[expert])
             ]
         self._late = [read for reading in readings for read in reading.reads]
+        note_written([self._memories[layer % 2]])
         for reading in readings:
             reading.finish(until)
 

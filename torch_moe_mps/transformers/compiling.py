@@ -16,7 +16,7 @@ from ..ops._samples import FAMILY_OF
 from ..ops.attention import CACHE_BITS
 from ..selfcheck.calls import DTYPES
 from ..selfcheck.libraries import OF_PROMPTS, compile_side_by_side
-from .basics.interface import codes_of, is_experts, is_quantized, projections, weights_in
+from .basics.interface import ON_DISK, codes_of, is_experts, is_quantized, projections, weights_in
 from .basics.state import kv_bits_of
 from .modules.linears import formats_in
 
@@ -62,7 +62,8 @@ def align_weights(model: nn.Module) -> None:
     """Lay weights on mps out as the kernels read them, or every call would copy them: packed ones on 16
     bytes, and dense experts whose inputs come first, as in gpt-oss, with the inputs of a row side by side."""
     for module in model.modules():
-        if is_experts(module) and not is_quantized(module) and module.is_transposed:
+        on_disk = ON_DISK in vars(module)  # where it is read to must not move
+        if is_experts(module) and not is_quantized(module) and module.is_transposed and not on_disk:
             for parameter in (getattr(module, name) for name in projections(module)):
                 if parameter.device.type == "mps" and parameter.is_contiguous():
                     parameter.data = parameter.data.mT.contiguous().mT

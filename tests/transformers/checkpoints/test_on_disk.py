@@ -14,6 +14,7 @@ from support.models import Conversation, prompt, tiny
 from support.sweep import in_sweep
 
 from torch_moe_mps import from_pretrained
+from torch_moe_mps._text import bytes_in
 from torch_moe_mps.disk.file import ExpertsFile
 from torch_moe_mps.disk.pool import least_memory
 from torch_moe_mps.transformers.basics.interface import ON_DISK, experts_of
@@ -239,4 +240,4 @@ def test_the_file_is_written_once(folder, memory, monkeypatch):
     [("20GB", 20 * 10**9), ("1.5 gib", 3 << 29), (7, 7), ("7", 7), ("64K", 64000), ("2T", 2 * 10**12)],
 )
 def test_sizes(text, size):
-    assert on_disk.bytes_in(text) == size
+    assert bytes_in(str(text)) == size

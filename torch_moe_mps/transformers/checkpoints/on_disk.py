@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._progress import with_progress
+from ..._text import bytes_in
 from ...disk.file import ExpertsFile, Layer, size_of_file, written
 from ...disk.pool import Pools, least_memory, slots_in
 from ...quantization import TENSORS, Format
@@ -28,22 +29,6 @@ from .write.parts import Parts
 
 NAME = "experts.moe_mps"  # the file beside a checkpoint's
 _FORMATS = ("quantization", "down_quantization", "up_quantization")
-
-
-def bytes_in(memory: int | str) -> int:
-    """Bytes of a number, or of a text such as "20GB".
-
-    Raises: ValueError for any other.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(memory), re.IGNORECASE)
-    size = 0
-    if match is not None and not isinstance(memory, bool):
-        base = 1024 if match[3] else 1000
-        size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
-    if size < 1:
-        expected = 'bytes, or a text such as "20GB"'
-        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {memory!r}")
-    return size
 
 
 def path_of(source: Source) -> Path:
@@ -157,7 +142,10 @@ class OnDiskLoading:
     """
 
     def __init__(self, source: Source, recipe: Mapping[str, Any] | None, memory: int | str):
-        size = bytes_in(memory)
+        size = bytes_in(str(memory))
+        if size is None or isinstance(memory, bool):
+            expected = 'bytes, or a text such as "20GB"'
+            raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {memory!r}")
         layers = layers_of(source, recipe)
         model = source.skeleton()
         least = top_k(next(iter(experts_of(model).values())))

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from ...disk.pool import Pools
 from ..basics.interface import ON_DISK, Experts, experts_on_disk
+from ..basics.state import Beside
 
 ops = torch.ops.moe_mps
 
 
-class OnDisk:
+class OnDisk(Beside):
     """The pool of an experts module, whose weights are the pool's slots.
 
     Args:
@@ -38,12 +39,12 @@ class OnDisk:
         """
         staging = self.pools.staging
         if staging is None or ids.numel() <= self.pool.size:
-            return module, ops._expert_slots(ids.int(), self.pool.number)
+            return module, ops._expert_slots(ids, self.pool.number)
         needed = None
         if ids.numel() < self.pool.about.experts:
             needed = {*ids.flatten().tolist()} & {*range(self.pool.about.experts)}
             if len(needed) <= self.pool.size:
-                return module, ops._expert_slots(ids.int(), self.pool.number)
+                return module, ops._expert_slots(ids, self.pool.number)
         staging.read(self.number, needed)
         return _with_weights(module, staging.tensors[self.number]), ids
 

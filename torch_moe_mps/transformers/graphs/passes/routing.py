@@ -30,6 +30,7 @@ _EXPERTS = (
     ours.moe_weighted_reduce,
     ours.expert_mm,
     ours.expert_qmm,
+    ours._expert_slots,
 )
 # Arguments that have to be equal for an MLP and experts.
 _ALIKE = ("format", "gate_up_bias", "down_bias", "gated", "interleaved", *InputNorm._fields)

@@ -1,0 +1,120 @@
+"""Commands with experts on the disk: the answers of the resident model, and what was read."""
+
+import json
+import os
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from support.serving import client_of, said
+
+from torch_moe_mps.commands import main
+from torch_moe_mps.commands.residency import hits_of
+from torch_moe_mps.transformers.checkpoints import on_disk
+
+ON_DISK = ("--experts-memory", "1GB")
+
+
+def run(*arguments: object) -> int:
+    return main([*map(str, arguments)])
+
+
+@pytest.fixture
+def converted(checkpoint, tmp_path, monkeypatch):
+    """A checkpoint with a file of its experts, three of which are in memory."""
+    folder = tmp_path / "converted"
+    assert run("convert", checkpoint, folder, "--bits", 4, "--group-size", 32, "--experts-on-disk") == 0
+    monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: 3)
+    monkeypatch.setattr(on_disk, "written", None)  # it is there
+    return folder
+
+
+@pytest.mark.slow("converts a model, and loads it twice")
+def test_generate(converted, capsys):
+    """convert has written the file; speculative decoding is off unless it is asked for."""
+    assert (converted / on_disk.NAME).stat().st_size > 0
+    capsys.readouterr()
+    texts = []
+    for options in ((), ON_DISK, (*ON_DISK, "--speculative", "lookup")):
+        assert (
+            run("generate", converted, "-p", "hello", "--max-tokens", 12, "--dtype", "float32", *options) == 0
+        )
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] == texts[2] and len(texts[0]) > 1
+
+
+@pytest.mark.slow("a server and its clients")
+def test_answers_of_a_server(converted, monkeypatch):
+    """Side by side; one that is cancelled and one that the disk ends leave the others; /metrics counts."""
+    texts, asked = ["hello", "abcabc", "quick"], {"model": "m", "temperature": 0, "max_tokens": 12}
+    with client_of(converted, "--dtype", "float32") as client:
+        create = client.chat.completions.create
+        expected = [create(messages=said(text), **asked).choices[0].message.content for text in texts]
+    with client_of(
+        converted, "--dtype", "float32", "--parallel", 3, "--prompt-memory", 0, *ON_DISK
+    ) as client:
+        create = client.chat.completions.create
+
+        def ask(text: str) -> str:
+            return create(messages=said(text), **asked).choices[0].message.content
+
+        cancelled = create(messages=said("long"), stream=True, **asked | {"max_tokens": 100})
+        next(iter(cancelled))
+        cancelled.close()
+        with ThreadPoolExecutor(3) as threads:
+            assert [*threads.map(ask, texts)] == expected
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+            with pytest.raises(openai.InternalServerError, match="Input/output error"):
+                ask("other")
+        assert [ask(text) for text in texts] == expected
+        with urllib.request.urlopen(f"{str(client.base_url).removesuffix('v1/')}metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        counted = dict(line.split() for line in lines if line.startswith("moe_mps_experts_"))
+    assert {name.removesuffix("_total") for name in counted} == {
+        f"moe_mps_experts_{name}" for name in ("hits", "misses", "layers", "read_bytes", "seconds")
+    }
+    assert all(float(value) > 0 for value in counted.values())
+
+
+@pytest.mark.slow("loads a model")
+def test_bench(converted, tmp_path, capsys):
+    file = tmp_path / "bench.json"
+    sizes = ("--prompt", 6, "--max-tokens", 3, "--turn", 2, "--depth", "0", "--repeats", 1, "--device", "cpu")
+    assert run("bench", converted, *sizes, "--json", file, "--dtype", "float32", *ON_DISK) == 0
+    counted = json.loads(file.read_text())["experts_on_disk"]
+    share = counted["hits"] / (counted["hits"] + counted["misses"])
+    out = capsys.readouterr().out
+    assert (
+        "experts on the disk: " in out and f"of {counted['hits'] + counted['misses']:,} were in memory" in out
+    )
+    assert 0 < share < 1 and counted["bytes_read"] > 0
+
+
+@pytest.mark.parametrize(
+    ("resident", "expected"), [(0.31, 0.84), (0.30, 0.85), (0.51, 0.93), (1.0, 1.0), (0, 0)]
+)
+def test_hits(resident, expected):
+    """As others measured them with other models, too: between the figures of one."""
+    assert hits_of(resident) == pytest.approx(expected, abs=0.03)
+
+
+def test_fit(tmp_path, capsys):
+    """Qwen3-235B-A22B on 64 GB: 1.28 GB a token in others' count, 4.4 tokens/s with the M4 Max's memory."""
+    config = {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16",
+        "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4,
+        "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
+        "vocab_size": 151936,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run("fit", tmp_path, "--json", tmp_path / "fit.json") == 0
+    rows = json.loads((tmp_path / "fit.json").read_text())["on_disk"]
+    own = next(row for row in rows if row["mac"] == "64 GB")
+    assert own["weights"] == "4 bit" and own["resident"] == pytest.approx(0.31, abs=0.03)
+    assert own["read"] == pytest.approx(1.28e9, rel=0.1) and own["memory"] < 48e9
+    seconds = own["read"] / 7e9 + 94 * 0.15e-3
+    assert own["bound"] == pytest.approx(1 / seconds)
+    assert "44GB" in capsys.readouterr().out
+    assert not any(row["mac"] == "512 GB" for row in rows)

@@ -1,0 +1,90 @@
+"""Captured tokens of models whose experts are on the disk: the GPU waits for them, the host does not."""
+
+import os
+import time
+
+import pytest
+import torch
+from support.models import Conversation, generate, prompt, tiny
+from torch import nn
+
+from torch_moe_mps import _environment, from_pretrained
+from torch_moe_mps.transformers.capture.classes import captures_of
+from torch_moe_mps.transformers.checkpoints import on_disk
+from torch_moe_mps.transformers.modules.experts_on_disk import pools_of
+
+SLOTS = 3  # of 8 experts, 2 of which a token needs
+FORMATS = pytest.mark.parametrize("format", [{}, {"bits": 4, "group_size": 32}], ids=["dense", "4 bit"])
+
+
+@pytest.fixture(autouse=True)
+def captured_anywhere(monkeypatch):
+    monkeypatch.setenv(_environment.CAPTURE, "1")
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Loads a small model onto the device."""
+    tiny("qwen3_moe", dtype=torch.float16).save_pretrained(tmp_path)
+    monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: SLOTS)
+    return lambda **options: from_pretrained(str(tmp_path), device_map="mps", **options)
+
+
+def is_captured(model: nn.Module) -> bool:
+    captures = captures_of(model)
+    return captures is not None and captures.reason is None and bool(captures.programs)
+
+
+@pytest.mark.slow("loads two models, and captures their tokens")
+@FORMATS
+def test_the_tokens_of_the_resident_model(simulated, load, format):
+    simulated.set_schedule(1)
+    resident, model = load(**format), load(experts_memory="1GB", **format)
+    with torch.no_grad():
+        a, b = Conversation(resident), Conversation(model)
+        expected, logits = a.tokens(6), b.tokens(6)
+    assert all(map(torch.equal, expected, logits))
+    assert is_captured(resident) and is_captured(model)
+    assert pools_of(model).counters.misses > 0
+
+
+@pytest.mark.slow("loads two models, and captures their tokens")
+def test_a_step_ahead(simulated, load, monkeypatch):
+    """The host encodes the next token while the disk is slow with the experts of this one."""
+    resident, model = load(), load(experts_memory="1GB")
+    preadv = os.preadv
+
+    def slow(*args):
+        time.sleep(0.005)
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    ids = prompt(1, 9).to("mps")
+    expected = generate(resident, ids)
+    for schedule in range(3):
+        simulated.set_schedule(schedule)
+        assert torch.equal(generate(model, ids), expected)
+    assert is_captured(model) and pools_of(model).counters.misses > 0
+
+
+@pytest.mark.slow("loads two models, and captures their tokens")
+def test_an_error_of_the_disk_ends_one_answer(simulated, load, monkeypatch):
+    """In a captured token, with one error where it is read; the next answer is right."""
+    resident, model = load(), load(experts_memory="1GB")
+    ids = prompt(1, 9).to("mps")
+    expected = generate(resident, ids)
+    assert torch.equal(generate(model, ids), expected) and is_captured(model)
+    with torch.no_grad():
+        talk = Conversation(model)
+        talk.tokens(2)
+
+        def fails(*args):
+            raise OSError(5, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", fails)
+            with pytest.raises(
+                torch.AcceleratorError, match=r"experts of model.layers.* cannot be read: .*Input/out"
+            ):
+                talk.tokens(8)
+    assert torch.equal(generate(model, ids), expected)
