@@ -90,7 +90,8 @@ def _attention(s: Sample) -> list[dict[str, Any]]:
         *_masks(s),
     ]
     if max(s.D, s.V) <= 128 and s.dtype.itemsize == 2:  # enough blocks of 32 queries for 80 cores
-        changes.append(s.of("q[2, 4, 960, D] k[2, 2, 40, D] v[2, 2, 40, V]", lookahead=960))
+        tokens = 960 if max(s.D, s.V) > 64 else 1920
+        changes.append(s.of(f"q[2, 4, {tokens}, D] k[2, 2, 40, D] v[2, 2, 40, V]", lookahead=tokens))
     if max(s.D, s.V) <= WIDEST_FAR:
         far = _far_keys(s)
         changes += [far | {"window": FAR - 100}, far | _far_mask()]
