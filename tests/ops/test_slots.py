@@ -258,13 +258,13 @@ class Unreliable:
 
     def __init__(self, random: Random, fails: float, is_late: float):
         self.random, self.fails, self.is_late = Random(random.random()), fails, is_late
-        self.number = register_pool(self, "a layer", 0.003 if is_late else 60.0)
+        self.number = register_pool(self, "a layer", 0.02 if is_late else 60.0)
 
     def slots(self, ids):
         if self.random.random() < self.fails:
             raise OSError("no disk")
         if self.random.random() < self.is_late:
-            time.sleep(0.005)
+            time.sleep(0.03)
         return 3 * ids + 1
 
 
@@ -290,20 +290,25 @@ def test_random_steps(simulated, schedule):
             right += 1
         except torch.AcceleratorError:
             wrong += 1
-    assert right > 10 and wrong > 2
+    assert right > 5 and wrong > 2
     with contextlib.suppress(torch.AcceleratorError):
         torch_moe_mps.synchronize()
 
 
 def test_memory_is_released(simulated):
+    """By the thread that answers, once it has let the GPU go on."""
     pool, ids = Pool(), ids_on("mps", 1)
-    expert_slots(ids, pool.number)
-    torch_moe_mps.synchronize()
-    buffers, objects = simulated.live_buffers(), simulated.live_objects()
-    for _ in range(5):
-        expert_slots(ids, pool.number)
+
+    def living() -> tuple[int, int]:
+        for _ in range(5):
+            expert_slots(ids, pool.number)
         torch_moe_mps.synchronize()
-    assert (simulated.live_buffers(), simulated.live_objects()) == (buffers, objects)
+        return simulated.live_buffers(), simulated.live_objects()
+
+    before, end = living(), time.monotonic() + 60
+    while (after := living()) > before and time.monotonic() < end:
+        pass
+    assert after <= before
 
 
 @pytest.mark.parametrize("schedule", [0, 1])

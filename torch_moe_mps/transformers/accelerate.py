@@ -153,7 +153,7 @@ def _replace_in_small(small: nn.Module, report: Report, captures: bool) -> None:
 
 
 def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
-    """Replaces what it can, and adds a row for each module to the report, in the model's order."""
+    """Replaces modules and calls, and adds a row for each module to the report, in the model's order."""
     check_traces()
     with unchanged():
         _replace_parts(model, report)

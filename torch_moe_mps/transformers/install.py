@@ -150,7 +150,7 @@ def _run(
 
     Args:
         is_own: True if the forward is the original one with some called functions replaced.
-        yields: True to run the original forward on a CPU, where it is faster.
+        yields: True to run the original forward on a CPU, which is faster there.
     """
     state_of(module).reads = kept(reads)
     cls: type = type(module)

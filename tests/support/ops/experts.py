@@ -155,7 +155,4 @@ def invalid_moe_experts(zeros):
 
 
 def invalid__expert_outer(zeros):
-    return [
-        wrong("between 1 and 1024", num_experts=0),
-        wrong("between 1 and 1024", num_experts=1025),
-    ]
+    return [wrong("between 1 and 1024", num_experts=number) for number in (0, 1025)]

@@ -134,7 +134,6 @@ def invalid_linear_quantized(zeros):
         wrong("activated must be between 1 and 32, the rows of packed", activation="silu", activated=I + 1),
         wrong("factor must be 1.0 without an activation, got 0.5", factor=0.5),
         wrong("factor must be a finite number, got inf", activation="silu", factor=float("inf")),
-        wrong("dtype must be one of float32, got 'float16'", dtype="float16"),
         wrong(
             "activation must be None for an x without columns, got 'silu'",
             **{"x": zeros(T, 0), "packed": zeros(I, 0, dtype=torch.int32), "activation": "silu"},

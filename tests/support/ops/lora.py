@@ -13,7 +13,7 @@ from support.ops.experts import layer_of_experts
 from support.oracles import FLOAT32_EPS, exact
 from support.oracles_experts import roundoff
 from support.oracles_operators import Expected
-from torch_moe_mps.ops._sample import H, I, T
+from torch_moe_mps.ops._sample import H, I
 from torch_moe_mps.ops._samples import packet
 
 
@@ -118,7 +118,6 @@ def invalid_linear_lora(zeros):
             b=zeros(I, 257),
         ),
         wrong("b must be of shape [N, r E] with r E = 3 rows as in a, got (32, 4)", b=zeros(I, 4)),
-        wrong("x must be of shape [..., H] = (3, 64), got (4, 64)", x=zeros(T + 1, H)),
     ]
 
 

@@ -221,13 +221,12 @@ def expected_moe_compute_ids_tpe(a):
     return [Expected(counts), Expected(padded), *map(Expected, grids)]
 
 
-def invalid_logits(zeros):
-    return [
-        wrong("between 1 and 8, the smaller of E and 64", top_k=0),
-        wrong("between 1 and 8, the smaller of E and 64", top_k=-1),
-        wrong("between 1 and 8, the smaller of E and 64", top_k=E + 1),
-        wrong("between 1 and 64, the smaller of E and 64", top_k=65, logits=zeros(T, 128)),
-    ]
+def invalid_top_k(zeros):
+    """Of each router: one function checks it for all."""
+    return [wrong("between 1 and 8, the smaller of E and 64", top_k=E + 1)]
+
+
+invalid_moe_router_topk_softmax = invalid_fused_moe_routing = invalid_moe_gate = invalid_top_k
 
 
 def invalid_router_logits(zeros):
@@ -236,26 +235,13 @@ def invalid_router_logits(zeros):
 
 def invalid_moe_router(zeros):
     return [
-        *invalid_logits(zeros),
+        *invalid_top_k(zeros),
+        wrong("between 1 and 8, the smaller of E and 64", top_k=0),
+        wrong("between 1 and 64, the smaller of E and 64", top_k=65, logits=zeros(T, 128)),
         wrong("between 1 and 8", num_groups=0),
         wrong("a divisor of the 8 experts", num_groups=3),
         wrong("at most 4, for 2 experts a group with top2_sum", num_groups=E, group_score="top2_sum"),
         wrong("between 1 and 4", top_groups=5, num_groups=4),
         wrong("between 1 and 4", top_groups=0, num_groups=4),
         wrong("at most 2, the experts in top_groups groups", top_k=3, num_groups=4, top_groups=1),
-    ]
-
-
-def invalid_moe_router_topk_softmax(zeros):
-    return [*invalid_logits(zeros)]
-
-
-def invalid_fused_moe_routing(zeros):
-    return [*invalid_logits(zeros)[:-1]]
-
-
-def invalid_moe_gate(zeros):
-    return [
-        wrong("between 1 and 8, the smaller of E and 64", top_k=0),
-        wrong("between 1 and 8, the smaller of E and 64", top_k=E + 1),
     ]

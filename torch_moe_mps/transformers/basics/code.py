@@ -22,7 +22,7 @@ STANDS_FOR: dict[Callable, types.FunctionType] = {}
 
 
 def unchanged() -> AbstractContextManager[dict[Any, Hashable]]:
-    """Context where code does not change: it is read once."""
+    """Context that reads each function's code once, as it does not change inside."""
     return having(_known, {})
 
 

@@ -79,7 +79,7 @@ def restore_class(module: nn.Module, kind: str) -> None:
 
 
 def class_before(module: nn.Module) -> type[nn.Module]:
-    """The class of a module beneath all that `subclass` made; one that was put on top later stays."""
+    """The class of a module beneath all that `subclass` made. A class on top of them stays."""
     cls = type(module)
     while MADE in vars(cls):
         cls = vars(cls)[MADE].original
@@ -151,7 +151,7 @@ NOTHING = State()  # for modules that have none
 
 
 def kv_bits_of(model: nn.Module) -> int | None:
-    """The kv_bits of a model's decoders, None where it was never given."""
+    """The kv_bits of a model's decoders, None if never set."""
     bits = (state_in(module).kv_bits for module in model.modules())
     return next((number for number in bits if number is not None), None)
 
@@ -167,7 +167,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def state_in(module: nn.Module) -> State:
-    """The state that a module has, to be read alone: `NOTHING` where it has none.
+    """Read-only state of a module; `NOTHING` if it has none.
 
     Forwards of modules, of which a token runs many, look it up themselves: there a call in Python counts.
     """
@@ -184,8 +184,7 @@ def state_of(module: nn.Module) -> State:
 
 
 def with_eager(own: Callable) -> Callable[[Callable], Callable]:
-    """Decorator of a forward that takes a module's place: `own` runs the module's own code where it has to,
-    as that would go wrong alone."""
+    """Decorator of a replaced forward: `own` runs in place of an eager forward that is wrong alone."""
 
     def mark(forward: Callable) -> Callable:
         _EAGER[forward] = own
@@ -225,7 +224,7 @@ def recording() -> AbstractContextManager[dict[tuple[int, str], Read]]:
 
 
 def depends_on(owner: Any, path: str, value: object = None) -> None:
-    """Notes an attribute that a decision rests on: its value now, or another one that is given.
+    """Records an attribute that a decision depends on, with its value now or a given one.
 
     Without `recording` around it nothing happens.
     """

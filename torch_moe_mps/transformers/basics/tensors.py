@@ -21,7 +21,7 @@ class Notes:
         key_range: the range of keys that a mask of padding shows, in a tuple: int32 [B, 2], or None where no
             key is padding. Nobody reads such a mask's elements, for which the CPU would wait; in a captured
             call it has none.
-        is_in_order: True for indices of keys none of which is hidden from its token.
+        is_in_order: True for indices of keys that are all visible to their tokens.
         uncommitted: (inputs, counts) of a state: the inputs of the tokens behind it, and how many of these
             are accepted in each row. `caches.deferred_states` defines them.
         before: the state in front of tokens that are convolved. Eager code would join them with it.

@@ -40,8 +40,8 @@ class Fusion:
     reads and writes when it does, its own checks take the arguments, and its result has the dtype and as many
     elements as the formula's: before a cast, if that is all that reads it. In the text of the operator, X[S]
     is X in this shape, before copies that only keep its values; an argument in a dtype that keeps all digits
-    of the result's is taken before its cast; `*A` are other arguments, of which those that are named beside
-    it must have their defaults. Behind the first result come those that the formula names with `:=`.
+    of the result's is taken before its cast; `*A` are the other arguments that are not defaults, which the
+    operator may not name again. Further results are the values that the formula names with `:=`.
 
     Args:
         rows: (formula, operator), tried in this order.
@@ -143,9 +143,9 @@ class _New:
         named = dict(zip(known, positional, strict=False)) | {
             keyword.arg: keyword.value for keyword in form.keywords
         }
+        if passed.keys() & named.keys():
+            raise _Unfit
         for name, item in named.items():
-            if name in passed and passed[name] != known[name].default_value:
-                raise _Unfit
             value = self._value(item)
             passed[name] = float(value) if str(known[name].type) == "float" else value
         fakes = {n: tensor_of(v) if is_node(v) else as_given(v) for n, v in passed.items()}

@@ -27,10 +27,11 @@ from .tracing import ITEM, VALUE
 
 _SIGNS = {ast.Add: "add", ast.Mult: "mul", ast.Div: "div", ast.Sub: "sub"}
 Bound = dict[str, Any]
+_REQUIRED = object()  # in place of the default of an argument that has none
 
 
 class Rest(NamedTuple):
-    """The arguments of a call that a formula does not name."""
+    """The arguments of a call that a formula does not name, without defaults."""
 
     call: fx.Node
     arguments: dict[str, Any]
@@ -122,7 +123,8 @@ def _pairs(
     rest = {item: value for item, value in arguments.items() if item not in named}
     pairs = [(item, arguments[argument][0]) for argument, item in named.items()]  # type: ignore[index]
     for star in forms[len(positional) :]:
-        pairs.append((star.value, Rest(call, {item: value for item, (value, _) in rest.items()})))  # type: ignore[attr-defined]
+        others = {item: value for item, (value, default) in rest.items() if value != default}
+        pairs.append((star.value, Rest(call, others)))  # type: ignore[attr-defined]
         rest = {}
     return None if any(value != default for value, default in rest.values()) else pairs
 
@@ -212,7 +214,13 @@ def _arguments(name: str, call: Any) -> dict[str, tuple[Any, Any]] | None:
     passed = arguments(call)
     if "dim" in passed and isinstance(call.args[0], fx.Node):
         passed["dim"] = _from_the_last(passed["dim"], tensor_of(call.args[0]).dim())
-    return {argument.name: (passed[argument.name], argument.default_value) for argument in schema.arguments}
+    return {
+        argument.name: (
+            passed[argument.name],
+            argument.default_value if argument.has_default_value() else _REQUIRED,
+        )
+        for argument in schema.arguments
+    }
 
 
 def _from_the_last(dim: Any, rank: int) -> Any:

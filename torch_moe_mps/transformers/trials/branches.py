@@ -143,7 +143,7 @@ def in_words(place: Place, outcome: str) -> str:
 
 
 def _place(name: str) -> Place:
-    """Where eager code calls an operator: frames down to the one that `Branches.run` calls."""
+    """The stack of eager code at an operator's call, from the frame that `Branches.run` calls."""
     calls, frame = [], sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != __file__:
         calls.append((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti))

@@ -25,7 +25,7 @@ def on_the_cpu() -> Iterator[None]:
 def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
     """The result of a function of the model; None if it raises, as for arguments that it does not know.
 
-    Its random numbers are the same each time, of a draw where it is part of one.
+    The seed of its random numbers is fixed, per draw.
     """
     draw = current()
     try:

@@ -1,4 +1,4 @@
-"""The form in which an indexer chooses as the model's eager code does, on few random numbers."""
+"""Trials of indexers: the first form that chooses the same keys as eager code, on few random numbers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ class IndexerTrial(NamedTuple):
 def form_by_trial(
     module: nn.Module, forms: Sequence[Any], make: Callable[..., IndexerTrial], *arguments: Any
 ) -> Any:
-    """The first form in which the trial make(module, *arguments) has the same choice and keys, or None."""
+    """The first form whose choice and keys equal those of eager code, or None. `make` gives the trial."""
     return first_form(module, forms, _begin, make, *arguments)
 
 

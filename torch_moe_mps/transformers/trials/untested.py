@@ -91,7 +91,7 @@ def settle(
 
 
 def _of_all(verdicts: list[Verdict], names: str, begins: str) -> Verdict:
-    """The verdict on a model of several that were tried; what it says begins so."""
+    """Merges the verdicts on the parts of a model. `begins` starts the report's line."""
     reason = next((verdict.reason for verdict in verdicts if verdict.reason is not None), None)
     said = f"a small {names} agrees with its eager code"
     if reason is not None:

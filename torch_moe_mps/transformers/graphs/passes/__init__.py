@@ -104,7 +104,6 @@ INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
     choose_in_experts: "router_logits",
     heads_that_do_not_turn: "rope",
     write_into_cache: "rope_cache_",
-    turn_in_attention: "_rope_attention_",
     join_elements: "_pointwise",
     **{passed: passed.introduced for passed in PASSES if isinstance(passed, Fusion) and passed.introduced},
 }

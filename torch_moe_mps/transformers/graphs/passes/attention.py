@@ -1,54 +1,31 @@
 """Attention, and the rotation in front."""
 
+from typing import Any
+
 from torch import fx
 
 from ..fakes import geometry
-from ..nodes import arguments, calls, is_call, is_unchanged, memory_of, ours, put, tensor_of
-from ..tracing import VALUE, as_recorded
-
-# The arguments of attention that _rope_attention_ has, too, and what the others must be.
-_OF_BOTH = ("q", "k", "v", "scale", "window", "key_range", "softcap", "sinks", "gate", "gate_activation")
-_PLAIN = {
-    **dict.fromkeys(("mask", "k_scales", "k_biases", "v_scales", "v_biases", "indices", "k_tail", "v_tail")),
-    **{"index_block": 1, "lookahead": 0, "tail_rate": 1, "position": 0, "relative": None, "dtype": None},
-}
+from ..fusion import Fusion
+from ..nodes import is_node, memory_of, tensor_of
+from ..tracing import as_recorded
 
 
-def turn_in_attention(graph: fx.Graph) -> None:
-    """attention(rope_cache_(Q, K, V), KEYS, VALUES) of a token -> _rope_attention_(Q, K, V, KEYS, VALUES)"""
-    for call in calls(graph, ours.attention):
-        passed, turning = arguments(call), arguments(call)["q"]
-        if _is_of_one_token(call) and _is_the_same_behind(turning, call):
-            rotation = arguments(turning)
-            del rotation["k_bias"]
-            held = {"keys_": passed["k"], "values_": passed["v"]}
-            options = {name: passed[name] for name in _OF_BOTH if name not in "qkv"}
-            new = rotation | held | options
-            call.replace_all_uses_with(put(call, ours._rope_attention_.default, call.meta[VALUE], **new))
-            graph.erase_node(call)
-            graph.erase_node(turning)
+def _is_of_one_token(
+    Q: Any, V: Any, KEYS: fx.Node, VALUES: fx.Node, CACHED_K: fx.Node, CACHED_V: fx.Node, **_: Any
+) -> bool:
+    """True for queries of one token to a cache that ends with what the rotation writes."""
+    ends = is_node(Q) and is_node(V) and _ends_with(CACHED_K, KEYS) and _ends_with(CACHED_V, VALUES)
+    return ends and tensor_of(Q).shape[1] == 1
 
 
-def _is_of_one_token(call: fx.Node) -> bool:
-    """True for plain attention of one token, whose rotation nothing else reads, to what that has written."""
-    passed, turning = arguments(call), arguments(call)["q"]
-    if not is_call(turning, ours.rope_cache_) or [*turning.users] != [call]:
-        return False
-    rotation, others = arguments(turning), {n: value for n, value in passed.items() if n not in _OF_BOTH}
-    if tensor_of(turning).shape[2] != 1 or others != _PLAIN or rotation["k_bias"] is not None:
-        return False
-    if rotation["q"] is None or rotation["v"] is None:
-        return False
-    places = (rotation["keys_"], passed["k"]), (rotation["values_"], passed["v"])
-    return all(_ends_with(cache, place) for place, cache in places)
-
-
-def _is_the_same_behind(turning: fx.Node, call: fx.Node) -> bool:
-    """True if a rotation reads and writes the same in front of a later call."""
-    places = arguments(turning)["keys_"], arguments(turning)["values_"]
-    return all(is_unchanged(place, turning, call, read=False) for place in places) and all(
-        is_unchanged(node, turning, call) for node in turning.all_input_nodes
-    )
+turn_in_attention = Fusion(
+    "turn_in_attention",
+    (
+        "attention(rope_cache_(Q, K, V, KEYS, VALUES, COS, SIN, *R), CACHED_K, CACHED_V, *A)",
+        "_rope_attention_(Q, K, V, CACHED_K, CACHED_V, COS, SIN, *R, *A)",
+    ),
+    where=_is_of_one_token,
+)
 
 
 def _ends_with(cache: fx.Node, place: fx.Node) -> bool:

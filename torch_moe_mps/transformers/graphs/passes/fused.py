@@ -73,7 +73,7 @@ gate_in_attention = Fusion(
             ),
         )
     ),
-    where=lambda M=None, **_: M is None or not M.arguments["transposed"],
+    where=lambda M=None, **_: M is None or not M.arguments.get("transposed"),
 )
 
 gates_in_linear_attention = Fusion(

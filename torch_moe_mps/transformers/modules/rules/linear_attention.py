@@ -43,7 +43,7 @@ def causal_conv(function: Callable, *args: Any, **named: Any) -> Tensor:
 
 
 def _refuse_pending(state: Tensor | None) -> None:
-    """Raises: RuntimeError for a state that other code would take for one that is not behind."""
+    """Raises: RuntimeError for a state with uncommitted tokens, which eager code would not see."""
     if state is not None and uncommitted_of(state, 1):
         raise RuntimeError("torch_moe_mps: eager code cannot read a state with uncommitted tokens")
 

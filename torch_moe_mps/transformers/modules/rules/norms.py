@@ -35,7 +35,7 @@ _CENTRED = "({Z} - mean({Z}, [-1], True))"
 
 
 def _is_one_value(X: Any = None, Y: Any = None, GATE: Any = None, **_: Any) -> bool:
-    """True if what is squared is what is divided, in whatever dtypes; gates are of heads."""
+    """True if X and Y are one value, in any dtypes, and a gate is no wider than a head."""
     if GATE is not None:
         return tensor_of(GATE).shape[-1] <= _WIDEST_OF_HEADS
     return X is None or (uncast(X) is uncast(Y) and tensor_of(X).shape == tensor_of(Y).shape)
