@@ -5,6 +5,7 @@ import os
 import pickle
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from support import gguf_files, mlx_models
@@ -151,6 +152,8 @@ def test_what_is_refused(folder, tmp_path, monkeypatch):
         ValueError, match=r"experts\.moe_mps has the experts of another checkpoint or format: remove it"
     ):
         load(folder, experts_memory="1GB", **BITS)
+    with pytest.raises(ValueError, match="distributed_config must be None where experts are on the disk"):
+        load(folder, experts_memory="1GB", part=lambda source, alike: None)
     in_safetensors("llama")(tmp_path / "llama")
     with pytest.raises(
         ValueError, match="experts_memory is for a model whose experts have transformers' interface"
@@ -184,6 +187,19 @@ def test_what_a_model_refuses(folder, memory):
     model.eval()
     with torch.no_grad():
         same_answers(load(folder), model, 1)
+
+
+def test_adapters(folder, memory):
+    """On other layers they run as ever; on experts they are refused, and nothing is changed."""
+    model = load(folder, experts_memory=memory)
+    names = [name for name, _ in model.named_parameters()]
+    config = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+    with pytest.raises(ValueError, match="experts is on the disk: LoRA needs all experts in memory"):
+        peft.get_peft_model(model, config)
+    assert [name for name, _ in model.named_parameters()] == names
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with torch.no_grad():
+        assert same(adapted.eval()(prompt()).logits, load(folder)(prompt()).logits)
 
 
 def test_a_cached_prefix_is_of_the_file(folder, memory):
