@@ -30,7 +30,7 @@ from .units import why_no_sdpa
 THREADS = 256  # in a threadgroup
 SIMDGROUPS = THREADS // 32
 EXPERTS = 8  # read by a token
-RANGES = 8  # of memory in which an expert lies: codes, scales and biases of its matrices
+RANGES = 8  # about as many as codes, scales and biases of an expert lie in
 CHAINS = 8  # kProbeChains of probe.metal
 FMAS = 8 * CHAINS  # in a step
 MATRIX = 8 * 8 * 8  # multiply-adds of two matrices
