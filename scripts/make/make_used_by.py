@@ -27,14 +27,13 @@ from support.models import CountOperators
 import torch_moe_mps
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.capture.policy import SWITCH
 
 USED_BY = Path(__file__).resolve().parents[2] / "tests" / "pinned" / "used_by.txt"
 
 
 def operators_of(architecture: str, **options: object) -> set[str]:
     model = model_on_mps(architecture)
-    with mock.patch.dict(os.environ, {SWITCH: "1"}):
+    with mock.patch.dict(os.environ, {"MOE_MPS_CAPTURE": "1"}):
         torch_moe_mps.accelerate(model, check=False, **options)
     called = CountOperators()
     ids = torch.randint(1, 90, (1, 9), generator=torch.Generator().manual_seed(0)).to("mps")

@@ -190,9 +190,16 @@ def _rewritten_class(
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if original.forward is not own:  # somebody has patched the class
             return original.forward(self, *args, **kwargs)
-        if (yields and eager_is_faster(args or kwargs.values())) or not _has_rewritten(self, cls):
+        # A module without a state was restored, and a wrapper that a user put on before still calls this.
+        # FSDP2, a parametrisation or a user may have put a class on top, which knows the original forward.
+        state = self.__dict__.get(STATE, NOTHING)
+        if (
+            type(self) is not cls
+            or state.reads is None
+            or (yields and eager_is_faster(args or kwargs.values()))
+        ):
             return own(self, *args, **kwargs)
-        if not _is_current(self) or runs_eager(self, *args, *kwargs.values()):
+        if (state.reads and not holds(self)) or runs_eager(self, *args, *kwargs.values()):
             return eager(self, *args, **kwargs)
         given = bound(args, kwargs)
         result = NotImplemented if given is None else rewritten(self, *given[0], **given[1])
@@ -201,20 +208,6 @@ def _rewritten_class(
     batched = forward if cache_name(own) is None else by_sequence(forward)
     cls = subclass(original, REWRITTEN, _copy_class, rewritten, forward=batched)
     return cls
-
-
-def _has_rewritten(module: nn.Module, cls: type) -> bool:
-    """True if the class is a module's own, and its state says what the rewritten forward rests on.
-
-    A module without a state was restored, and a wrapper that a user put on before still calls the forward.
-    FSDP2, a parametrisation or a user may have put a class on top, which knows the original forward.
-    """
-    return type(module) is cls and module.__dict__.get(STATE, NOTHING).reads is not None
-
-
-def _is_current(module: nn.Module) -> bool:
-    """True if a rewritten module still has what its forward rests on."""
-    return not module.__dict__[STATE].reads or holds(module)
 
 
 @functools.cache

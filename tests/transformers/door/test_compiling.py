@@ -133,13 +133,13 @@ class TestLines(expecttest.TestCase):
         self.assertExpectedInline(
             f"{text}all: {total}\n",
             """\
-quantized_affine4_64_bf16: 1025
+quantized_affine4_64_bf16: 1024
 norms_bf16: 356
 pointwise_bf16: 185
 rope_bf16: 356
 routing_4_bf16: 431
-attention_128_bf16: 866
-all: 3219
+attention_128_bf16: 865
+all: 3217
 """,
         )
 

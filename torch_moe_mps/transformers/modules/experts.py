@@ -150,12 +150,13 @@ def runs_eager(module: nn.Module, *inputs: object) -> bool:
     """
     if module.training or forward_ad._current_level >= 0:
         return True
-    tensors = [x for x in inputs if x is not None and isinstance(x, Tensor)]
-    if not tensors or torch.float64 in [x.dtype for x in tensors]:
-        return True
-    if torch._C._is_any_autocast_enabled() and any(map(_is_cast, tensors)):
-        return True
-    return torch.is_grad_enabled() and _needs_gradients(module, inputs)
+    autocast, found = torch._C._is_any_autocast_enabled(), False
+    for x in inputs:  # a comprehension would be another call of Python, for each module of each token
+        if x is not None and isinstance(x, Tensor):
+            found = True
+            if x.dtype is torch.float64 or (autocast and _is_cast(x)):
+                return True
+    return not found or (torch.is_grad_enabled() and _needs_gradients(module, inputs))
 
 
 def _is_cast(x: Tensor) -> bool:
