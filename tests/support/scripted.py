@@ -139,7 +139,9 @@ def server(context: int = 4096, folder: Path | None = None, **access: Any) -> It
     config = types.SimpleNamespace(vocab_size=len(words))
     config.get_text_config = lambda: config
     settings = transformers.GenerationConfig(eos_token_id=words.eos_token_id)
-    model = types.SimpleNamespace(config=config, generation_config=settings, can_generate=lambda: True)
+    model = types.SimpleNamespace(
+        config=config, generation_config=settings, can_generate=lambda: True, named_modules=lambda: ()
+    )
     model.parameters = model.buffers = lambda: []
     served = Served("scripted", model, words, context, generator, Media(folder))
     paths = Server(served, Access(**access))
