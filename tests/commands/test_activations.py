@@ -27,7 +27,7 @@ from torch_moe_mps.transformers.checkpoints.ranges import MOST, Largest, remembe
 
 def loaded(model, device: str, **own):
     options = {"bits": 4, "group_size": 32, "kv_bits": None, "dtype": "auto", "shares": None}
-    options |= {"model": str(model), "trust_remote_code": False, **own}
+    options |= {"model": str(model), "trust_remote_code": False, "experts_memory": None, **own}
     return load(argparse.Namespace(**options), str(model), device)
 
 
