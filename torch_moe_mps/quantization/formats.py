@@ -209,8 +209,8 @@ def quantize_stack(
         else:
             own = None if importance is None else importance[index[0]]
             packed, scales, biases = _by_search(chunk, own, format, errors)
-        # Tensors of their own: torch copies from mps to no address on the CPU that is no multiple of 4.
-        codes[index], out.scales[index] = packed.to(stack.device), scales.to(stack.device)
+        # torch copies from mps to no address on the CPU that is no multiple of 4, as that of scales may be.
+        codes[index], out.scales[index] = packed, scales.to(stack.device)
         if out.biases is not None and biases is not None:
             out.biases[index] = biases.to(stack.device)
     synchronize(device)  # before wrong numbers are taken for those of the weight
