@@ -170,13 +170,13 @@ void watch_requests() {
   }
 }
 
-// Requests of the same event up to a value, answered with zeros. Under the mutex.
-std::deque<Request> given_up(const Event& event) {
+// Requests that fit, answered with zeros. Under the mutex.
+template <typename Fits>
+std::deque<Request> given_up(Fits fits) {
   std::deque<Request> requests;
   for (auto each = state.requests.begin(); each != state.requests.end();) {
     const auto next = std::next(each);
-    const Event& of = each->second.event;
-    if (of.shared == event.shared && of.value <= event.value) requests.push_back(answered(each, nullptr));
+    if (fits(each->second)) requests.push_back(answered(each, nullptr));
     each = next;
   }
   return requests;
@@ -189,7 +189,10 @@ void hear(int64_t number, bool has_failed) {
   const auto found = state.requests.find(number);
   if (found == state.requests.end() || found->second.is_ready) return;
   if (is_lost || state.is_closed) {
-    const std::deque<Request> requests = given_up(found->second.event);
+    const Event event = found->second.event;
+    const std::deque<Request> requests = given_up([&event](const Request& each) {
+      return each.event.shared == event.shared && each.event.value <= event.value;
+    });
     lock.unlock();
     for (const Request& request : requests) signal(request);
     return;
@@ -290,21 +293,12 @@ void answer_request(int64_t number, const Tensor& slots) {
   signal(request);
 }
 
-void fail_request(int64_t number, const std::string& why) {
-  fail(number, why);
-}
-
 // From here on no pool is asked: the GPU goes on at once, whatever it computes.
 void close_requests() {
   std::unique_lock<std::mutex> lock(state.mutex);
   state.is_closed = true;
   state.changed.notify_all();
-  std::deque<Request> requests;
-  for (auto each = state.requests.begin(); each != state.requests.end();) {
-    const auto next = std::next(each);
-    if (each->second.is_ready) requests.push_back(answered(each, nullptr));
-    each = next;
-  }
+  const std::deque<Request> requests = given_up([](const Request& each) { return each.is_ready; });
   lock.unlock();
   for (const Request& request : requests) signal(request);
 }
@@ -329,6 +323,6 @@ MOE_FUNCTION("_add_slot_pool(int pool, str name, float limit) -> ()", add_pool)
 MOE_FUNCTION("_release_slot_pool(int pool) -> ()", release_pool)
 MOE_FUNCTION("_next_slot_request() -> (int, int, Tensor)", next_request)
 MOE_FUNCTION("_answer_slot_request(int request, Tensor slots) -> ()", answer_request)
-MOE_FUNCTION("_fail_slot_request(int request, str why) -> ()", fail_request)
+MOE_FUNCTION("_fail_slot_request(int request, str why) -> ()", fail)
 MOE_FUNCTION("_close_slot_requests() -> ()", close_requests)
 MOE_FUNCTION("_host_view(Tensor tensor) -> Tensor", host_view)

@@ -38,22 +38,21 @@ def path_of(source: Source) -> Path:
     return Path(source.folder) / (source.others.get("subfolder") or "") / NAME
 
 
-def write_experts(source: Source, recipe: Mapping[str, Any] | None) -> Path:
-    """Writes the file of a checkpoint's experts, unless it is there. Returns: its path.
+def experts_file(source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer]) -> ExpertsFile:
+    """The file of a checkpoint's experts, which is written first unless it is there.
 
     The experts are as `from_pretrained` would load them: one layer at a time is in memory.
 
     Args:
         recipe: arguments of `accelerate`, by which weights are quantised.
+        layers: by `layers_of`.
 
-    Raises: ValueError for a model without experts of a known interface, a file of another checkpoint or
-        recipe, or without space on the disk; OSError.
+    Raises: ValueError for a file of another checkpoint or recipe, or without space on the disk; OSError.
     """
     path, files = path_of(source), _files(source)
-    layers, key = layers_of(source, recipe), _key(source, files, recipe)
+    key = _key(source, files, recipe)
     if path.exists():
-        ExpertsFile(path, key)
-        return path
+        return ExpertsFile(path, key)
     print(f"torch_moe_mps: writing {path}, {size_of_file(layers) / 1e9:.2f} GB, once", file=sys.stderr)
     how: dict[str, Any] = {name: source.others.get(name) or usual for name, usual in _OPTIONS.items()}
     model_class = source.cls if isinstance(source.cls, type) else None
@@ -66,7 +65,7 @@ def write_experts(source: Source, recipe: Mapping[str, Any] | None) -> Path:
             name = layers[number].name
             with parts.loaded(name):
                 new.add(number, tensors_of(parts.model.get_submodule(name)))
-    return path
+    return ExpertsFile(path, key)
 
 
 _OPTIONS = {"dtype": "auto", "trust_remote_code": False}
@@ -138,7 +137,7 @@ class OnDiskLoading:
         recipe: arguments of `accelerate`, or None.
         memory: bytes of the experts that are in memory.
 
-    Raises: ValueError for a memory that is too small, and as `write_experts`.
+    Raises: ValueError for a memory that is too small, and as `layers_of` and `experts_file`.
     """
 
     def __init__(self, source: Source, recipe: Mapping[str, Any] | None, memory: int | str):
@@ -154,7 +153,7 @@ class OnDiskLoading:
             expected = f"at least {least_memory(layers, least) / 1e9:.3g} GB, for a token's {least} experts"
             got = f"{size / 1e9:.3g} GB"
             raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {got}")
-        self.file = ExpertsFile(write_experts(source, recipe))
+        self.file = experts_file(source, recipe, layers)
 
     @contextmanager
     def reading(self) -> Iterator[None]:

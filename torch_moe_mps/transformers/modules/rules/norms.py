@@ -165,15 +165,15 @@ def forward_of(name: str) -> Callable:
             return NotImplemented
         if call.groups == 1:
             return operator(*inputs, *weights, *call.constants)
-        return applied(operator, call, inputs, weights)
+        return _for_groups(operator, call, inputs, weights)
 
     return forward
 
 
-def applied(operator: Callable, call: Call, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _for_groups(
+    operator: Callable, call: Call, inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Tensor:
     """Result of an operator for groups of columns."""
-    if call.groups == 1:
-        return operator(*inputs, *weights, *call.constants)
     apart = [item.unflatten(-1, (call.groups, -1)) for item in inputs]
     of_groups = [weight.view(call.groups, -1) for weight in weights]
     return operator(*apart, *of_groups, *call.constants).flatten(-2)
