@@ -89,7 +89,7 @@ class Reader:
     def __init__(self, file: ExpertsFile):
         self.file, self.counters = file, Counters()
         self.threads = ThreadPoolExecutor(DEPTH, "experts")
-        self.callers = ThreadPoolExecutor(1, "slots of experts")  # of calls of the main thread
+        self.callers = ThreadPoolExecutor(1, "slots of experts")  # the main thread calls them
 
     def close(self) -> None:
         for threads in (self.callers, self.threads):
