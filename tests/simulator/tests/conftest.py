@@ -23,6 +23,7 @@ if importlib.util.find_spec("support") is None:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(config):
+        config.addinivalue_line("markers", "sweep: long, left out of the run for every change")
         if LINUX:  # before test modules are imported: torch remembers whether MPS was there when first asked
             with contextlib.suppress(BuildError):
                 simulator.install(strict=True)
