@@ -36,9 +36,9 @@ kernels, and so do norms, with a bias or without, rotary embeddings, sliding win
 layer of BERT takes 12 dispatches. A head with one score stays dense. The report of `convert` and `accelerate`
 names what does.
 
-Attention that sees all keys stays torch's, one dispatch. `scripts/macos/apple_model --encoders` counts our
-operator, which computes it (`lookahead`), beside MLX's kernel, whose tiles torch's has: for 512 tokens 1.2 to
-1.9 times as long, and where a quarter of the keys is padded, 0.9 to 1.3.
+Attention that sees all keys stays torch's, one dispatch. By the cost model our operator, which computes it
+(`lookahead`), takes 1.2 to 1.9 times as long for 512 tokens as MLX's kernel, whose tiles torch's has, and 0.9
+to 1.3 where a quarter of the keys is padded.
 
 The table is written by `scripts/bench/bench_embeddings.py`: all-MiniLM-L6-v2 (22.7 M weights, 384
 columns), {texts} paragraphs of Python's manual. Cosine is that of a text's vector with the dense model's, in
