@@ -72,9 +72,10 @@ void close_or_open(Memory& memory) {
   if (is_unread && !now.runs && !dropping()) return memory.taken->close();
   memory.taken->open();
   if (!memory.taken->was_read()) return;
-  report(memory.taken->line +
-         ": the host reads or writes memory that a command of the GPU writes, before it has heard of its end: "
-         "wait for a signal behind it, or for its command buffer");
+  report(
+      memory.taken->line +
+      ": the host reads or writes memory that a command of the GPU writes, before it has heard of its end: "
+      "wait for a signal behind it, or for its command buffer");
 }
 
 void close_or_open_all() {
@@ -85,7 +86,8 @@ void take(Memory& memory) {
   const std::string line = python_line();
   const std::lock_guard<std::mutex> lock(guards().mutex);
   if (!memory.taken) {
-    memory.taken = std::make_unique<Poison>(memory.data, (memory.size + kAlignment - 1) / kAlignment * kAlignment);
+    memory.taken =
+        std::make_unique<Poison>(memory.data, (memory.size + kAlignment - 1) / kAlignment * kAlignment);
     guards().taken.insert(&memory);
   }
   memory.taken->line = line;

@@ -44,7 +44,7 @@ class Poison {
   void close();
   void open();
   bool was_read() { return is_read_.exchange(false); }  // since then
-  bool note(const char* address);                        // of a fault: whether it is this memory's
+  bool note(const char* address);                       // of a fault: whether it is this memory's
 
   std::string line;  // of Python, for a finding
 
