@@ -152,7 +152,7 @@ def test_a_training_that_came_to_its_end_is_not_trained_on(folder, tmp_path, mon
     """Ended behind its last step, before the adapter was written; and finished."""
     output, options = tmp_path / "new", ("--steps", 2, "--held-out", 2)
     with monkeypatch.context() as patch:
-        patch.setattr(finetune, "_save", lambda *arguments: (_ for _ in ()).throw(ValueError("a full disk")))
+        patch.setattr(steps, "save_adapter", lambda *_: (_ for _ in ()).throw(ValueError("a full disk")))
         assert run(folder, output, *options) == 1
     assert not (output / "adapter_model.safetensors").exists()
     after = re.search(r"held-out loss after: (\S+)", capsys.readouterr().out)[1]
