@@ -508,7 +508,7 @@ def test_the_gpu_waits_for_the_host(calls, simulated, x, schedule):
 
 @pytest.mark.parametrize("schedule", range(4))
 def test_memory_that_is_read_before_a_signal_is_found(calls, simulated, x, schedule):
-    """By the line that asks for it; behind the signal, it may be read while commands to come will write it."""
+    """By the line that asks for it; behind the signal it may be read, although commands to come write it."""
     simulated.set_schedule(schedule)
     three, seven, first = x + 3, x + 7, calls.signalled() + 1
     y = calls.axpy(x, three, 1.0)
