@@ -392,8 +392,6 @@ template <typename T, uint kLanes, int kKind>
   state += batch * params.state_batch_stride + head * params.state_head_stride;
   device T* results = output + (ulong(batch) * params.tokens * params.heads + head) * params.value_width;
   const uint result_stride = params.heads * params.value_width;
-  const PendingTokens<kRows, kChannels> held(pending, group.y, params);
-  const uint right = count_of(counts, params.pending, batch);
 
   for (uint start = group.x * simdgroups * kStep; start < params.value_width;
        start += groups.x * simdgroups * kStep) {
@@ -412,7 +410,7 @@ template <typename T, uint kLanes, int kKind>
     // A lane writes one column: the first lanes that share some write them.
     const uint written_column = own.column + part;
     const bool writes = part < kScanColumns && written_column < params.value_width;
-    uint waiting = right;
+    uint waiting = count_of(counts, params.pending, batch);
     for (uint first = 0, count; waiting != 0 || first < params.tokens; first += count) {
       // Tokens that are kept are staged together.
       count = min(kTokens - waiting, params.tokens - first);
@@ -420,14 +418,15 @@ template <typename T, uint kLanes, int kKind>
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (uint t = simdgroup; t < waiting + count; t += simdgroups) {
         if (t < waiting) {
-          held.stage(t, staged[t], lane, params);
+          PendingTokens<kRows, kChannels>(pending, group.y, params).stage(t, staged[t], lane, params);
         } else {
           stage_token<kRows, kKind>(first + t - waiting, staged[t], inputs, lane, params);
         }
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (uint t = 0; t < waiting; ++t) {
-        device const float* value = held.row(t) + params.key_width + first_column;
+        const PendingTokens<kRows, kChannels> held(pending, group.y, params);
+        device const float* value = held.row(t) + params.key_width + anew(first_column, lane);
         take_in<kLanes, kKind>(kept, staged[t], float2(value[0], value[second]), part);
       }
       if (params.keep != 0 && waiting != 0) {
@@ -464,8 +463,9 @@ template <typename T, uint kLanes, int kKind>
   }
   if (params.keep != 0) {
     threadgroup_barrier(mem_flags::mem_device);  // those that were pending have been read
+    const uint same = anew(lane, lane), right = count_of(counts, params.pending, batch);
     threadgroup const Token* own = staged + (right + params.tokens > kTokens ? 0 : right);
-    const uint same = anew(lane, lane);
+    const PendingTokens<kRows, kChannels> held(pending, group.y, params);
     for (uint t = simdgroup; t < params.tokens; t += simdgroups) {
       held.keep(t, own[t], v + token_start(params.v, batch, t, head), same, params);
     }

@@ -3,7 +3,7 @@
 #include "common.h"
 #include "params/probe.h"
 
-constant constexpr uint kProbeChains = 8;        // products of a thread that do not wait for each other
+constant constexpr uint kProbeChains = 8;  // products of a thread that do not wait for each other
 
 // The two elements of an 8 x 8 matrix that each lane holds.
 [[kernel]] void probe_layout_f32(device const float* matrix [[buffer(0)]],
