@@ -145,7 +145,7 @@ TOO_OLD = "needs macOS 26.2 or newer; without MOE_MPS_TENSOR_UNITS=1 it is not u
     ("use", "expected"),
     [
         ("1", (TOO_OLD, "gemm32_tensor_affine4_64_f16")),
-        pytest.param("0", ("gemm32_split_affine4_64_f16",) * 2, marks=pytest.mark.sweep),
+        pytest.param("0", ("gemm16_split_affine4_64_f16",) * 2, marks=pytest.mark.sweep),
     ],
 )
 def test_forced(simulated, monkeypatch, use, expected):

@@ -62,9 +62,9 @@ def test_what_kernels_count_in_32_bits_may_lie_further_apart(device, dtype):
 @pytest.fixture
 def one_core(simulated):
     """Plans for a GPU of one core, which few blocks of queries fill."""
-    before = torch.ops.moe_mps._plan_for(1, 0)
+    before = torch.ops.moe_mps._plan_for(1)
     yield simulated
-    torch.ops.moe_mps._plan_for(*before)
+    torch.ops.moe_mps._plan_for(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

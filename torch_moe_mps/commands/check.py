@@ -61,8 +61,8 @@ def run(options: argparse.Namespace) -> int:
     print(f"{about['gpu']}, macOS {about['macos'] or 'none'}, torch {about['torch']}")
     if not is_known(about["gpu"]):
         print(
-            f"{about['gpu']} is newer than this release: kernels are planned by its family, for "
-            f"{about['cores_planned_for']} cores with {about['registers_planned_for']} registers a thread"
+            f"{about['gpu']} is newer than this release: kernels are planned for its "
+            f"{about['cores_planned_for']} cores"
         )
 
     def save(phase: str, findings: list[Finding]) -> None:

@@ -64,9 +64,9 @@ bool pays_on_tensor_units(int64_t pairs, int64_t experts);
 MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores);
 
 // A linear layer: one matrix for all tokens, in one dispatch. With `tensor_units`, many tokens are multiplied
-// there; `registers`: of a thread of the GPU.
+// there.
 MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t inputs, int64_t outputs, int64_t cores,
-                       int64_t registers, bool tensor_units, InputNorms norms = InputNorms::kNone);
+                       bool tensor_units, InputNorms norms = InputNorms::kNone);
 
 // The numbers of simdgroups of a threadgroup with which a step gives the same bits, because each has rows or
 // pairs of its own; the planned one first.

@@ -44,10 +44,6 @@ constexpr int64_t kGroupsOfCore = 4;
 constexpr int64_t kSimdgroupsOfCore = 12;
 constexpr int64_t kLongInputs = 2048;
 
-// Registers for tiles of kTilePairs where simdgroups split the inputs: 105 to 127, by the cost model. With
-// fewer, tiles of kSplitTilePairs, which give the same bits, decode 7 to 11 % more and take 77 to 91.
-constexpr int64_t kLargeSplitRegisters = 128;
-
 enum class Path { kRows, kFew, kGemm };  // kRows serves everything, slowly for many tokens
 
 Path path_for(const MatmulShape& shape) {
@@ -191,7 +187,7 @@ MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores) {
 }
 
 MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t inputs, int64_t outputs, int64_t cores,
-                       int64_t registers, bool tensor_units, InputNorms norms) {
+                       bool tensor_units, InputNorms norms) {
   MatmulShape shape{tokens, 1, 1, rows, outputs};
   shape.norms = norms;
   if (tensor_units && pays_on_tensor_units(tokens, 1)) {
@@ -216,12 +212,10 @@ MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t inputs, int64_t out
     step.grid = {across, tiles};
     return step;
   }
-  const bool fits = tokens > kSplitTilePairs && registers >= kLargeSplitRegisters;
-  const int64_t split_pairs = fits ? kTilePairs : kSplitTilePairs;
-  MatmulStep step = gemm_step(MatmulWork::kFirst, split_pairs, false);
+  MatmulStep step = gemm_step(MatmulWork::kFirst, kSplitTilePairs, false);
   step.kernel += "_split";
   step.grid = {ceil_div(outputs, outputs_of_rows(shape, kGemmRows / kGemmSimdgroups)),
-               ceil_div(tokens, split_pairs)};
+               ceil_div(tokens, kSplitTilePairs)};
   step.shares_inputs = true;
   return step;
 }
@@ -240,10 +234,9 @@ std::string line_of(const MatmulStep& step) {
 }
 
 std::string linear_line(int64_t tokens, int64_t rows, bool gated, int64_t cores, bool tensor_units,
-                        int64_t registers, int64_t inputs, bool normed) {
+                        int64_t inputs, bool normed) {
   const InputNorms norms = normed ? InputNorms::kNarrow : InputNorms::kNone;
-  return line_of(
-      plan_linear(tokens, rows, inputs, gated ? rows / 2 : rows, cores, registers, tensor_units, norms));
+  return line_of(plan_linear(tokens, rows, inputs, gated ? rows / 2 : rows, cores, tensor_units, norms));
 }
 
 // A line a dispatch.
@@ -263,5 +256,5 @@ MOE_FUNCTION("_plan(int tokens, int slots, int experts, int hidden, int intermed
              "int cores=16, bool tensor_units=False) -> str[]",
              plan_lines)
 MOE_FUNCTION("_plan_linear(int tokens, int rows, bool gated=False, int cores=16, bool tensor_units=False, "
-             "int registers=128, int inputs=4096, bool normed=False) -> str",
+             "int inputs=4096, bool normed=False) -> str",
              linear_line)

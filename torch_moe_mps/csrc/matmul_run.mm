@@ -246,7 +246,7 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
   }
   const MatmulStep step =
       tuned(plan_linear(tokens, matrix.rows, matrix.inputs, outputs_of(matrix.rows, activation), gpu_cores(),
-                        gpu_registers(), on_tensor_units(matrix, tokens), norms_for(norm, x_, matrix)),
+                        on_tensor_units(matrix, tokens), norms_for(norm, x_, matrix)),
             matrix, tokens);
   check_inputs(step, x_);
   const Tensor& x = norm && !step.norms_inputs ? add_norm(commands, x_, *norm) : x_;

@@ -44,7 +44,6 @@ TYPED_BY = {
 }
 # One, few, and for products in tiles of 8 and of 32 pairs of an expert.
 TOKENS = (1, 12, 40, 56)
-MOST_REGISTERS = 128  # a thread's, on any GPU
 # Heads of every kernel, for `torch-moe-mps check`.
 HEADS = {
     "attention": (HEAD, (64, 64), (128, 128), (256, 256), (576, 512)),
@@ -236,10 +235,6 @@ def _products(
         wider = 1 if name not in LINEARS else max(1, 256 // max(32, format.multiple))
         for tokens in (T, TOKENS[-2]):
             yield sample(tokens=tokens, wider=wider)
-    if name in LINEARS:
-        # Tiles that a GPU with fewer registers never takes: `check` shows that every kernel is right.
-        with planned_for(0, MOST_REGISTERS):
-            yield sample(tokens=TOKENS[-2])
 
 
 def _normed(one: dict[str, Any], several: dict[str, Any], odd: Sample) -> Iterator[dict[str, Any]]:
@@ -277,13 +272,13 @@ def _both_ways(arguments: dict[str, Any], width: int, odd: Sample) -> Iterator[d
 
 
 @contextmanager
-def planned_for(cores: int, registers: int = 0) -> Iterator[None]:
-    """Inside the block, plans are for a GPU with so many cores, and registers a thread; 0: this GPU's."""
-    before = torch.ops.moe_mps._plan_for(cores, registers)
+def planned_for(cores: int) -> Iterator[None]:
+    """Inside the block, plans are for a GPU with so many cores; 0: this GPU's."""
+    before = torch.ops.moe_mps._plan_for(cores)
     try:
         yield
     finally:
-        torch.ops.moe_mps._plan_for(*before)
+        torch.ops.moe_mps._plan_for(before)
 
 
 def _without_tensor_units() -> AbstractContextManager[None]:

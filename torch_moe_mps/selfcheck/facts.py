@@ -23,7 +23,6 @@ def facts() -> dict[str, Any]:
     """`machine()` and what may explain a fault or a slow run. What the system does not tell is left out."""
     result: dict[str, Any] = dict(machine())
     result["cores_planned_for"] = torch.ops.moe_mps._gpu_cores()
-    result["registers_planned_for"] = torch.ops.moe_mps._gpu_registers()
     result["memory_recommended"] = torch.mps.recommended_max_memory()
     result["versions"] = dict(filter(None, map(_version, PACKAGES)))
     result["switches"] = shown()

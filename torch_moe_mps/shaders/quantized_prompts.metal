@@ -4,4 +4,3 @@
 typedef MOE_WEIGHTS Weights;
 INSTANTIATE_PROMPTS()
 INSTANTIATE("gemm16_split", gemm<Weights, kSplitTilePairs / 8, true>)
-INSTANTIATE("gemm32_split", gemm<Weights, kTilePairs / 8, true>)
