@@ -510,7 +510,6 @@ def _chat(command: argparse.ArgumentParser) -> None:
     """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN, "--adapter", "--max-tokens", "--set", "--system-prompt")
-    add("--save-folder", default="./chat_history/", help="where !save puts chats (./chat_history/)")
     kept = "keep the computed chat there, for the next one that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
     _add(command, "--prompt-memory")
