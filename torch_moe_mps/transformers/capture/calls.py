@@ -26,7 +26,7 @@ from ..basics.unmodified import refused
 from ..caches.cache import FOLLOWS
 from ..caches.held import HeldEntries
 from ..graphs.passes import simplify
-from ..graphs.tracing import NotCapturable, Recorder, is_operator, symbols_end
+from ..graphs.tracing import LeftAlone, NotCapturable, Recorder, is_operator, symbols_end
 from ..upstream.calls import cache_among
 from ..upstream.models import ModelOutput
 from .arguments import padding_of, whole
@@ -35,7 +35,7 @@ from .fingerprint import Fingerprint
 from .match import Match, Taken
 from .policy import Kind, Policy
 from .program import Integers, assemble
-from .reading import BeginsCache, Reading
+from .reading import Reading
 from .recording import Recording
 from .surroundings import forbidden
 from .trial import unnoticed_change
@@ -216,10 +216,10 @@ class Captures:
                 program = self._captured(model, own, reading, kind)
         except ExchangeError:
             raise
-        except BeginsCache as begins:  # costs the calls behind it nothing
-            self.reason = str(begins)
+        except LeftAlone as alone:
+            self.reason = str(alone)
             if kind is not None:
-                kind.begins_cache = self.reason
+                kind.left_alone = self.reason
         except NotCapturable as unsupported:
             self._fail(str(unsupported))
         except _OF_VALUES as error:
@@ -331,5 +331,5 @@ def _maker(value: Any, tensors: list[Tensor], cache: Any) -> Make:
     if value is None or isinstance(value, (bool, int, float, str)):
         return lambda *_: value
     if isinstance(value, Cache):
-        raise BeginsCache("it makes a cache")
+        raise LeftAlone("it makes a cache")
     raise NotCapturable(f"it returns a {type(value).__name__}")

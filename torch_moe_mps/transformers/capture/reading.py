@@ -12,7 +12,7 @@ from ..basics.logits import are_wide
 from ..caches.buffer import buffer_of, column_of, start_of
 from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, dictionaries_of, parts
-from ..graphs.tracing import NotCapturable
+from ..graphs.tracing import LeftAlone, NotCapturable
 from .arguments import flat, rows_of
 from .caches import is_cache, is_known, items_of, kind_of, layers_of, slots_of, static_of
 from .surroundings import default_device
@@ -21,10 +21,6 @@ STATIC_TYPES = (bool, float, str, type(None), torch.dtype, torch.device)
 _OF_WINDOWS = ("keys", "values")  # views that stop growing once a window is full
 ARGUMENTS = -1  # the place of what is no dictionary of the cache, nor of a mask
 STATIC, NUMBER, TENSOR, HELD = range(4)  # kinds of values
-
-
-class BeginsCache(NotCapturable):
-    """Raised for a call that makes the states of a cache; the calls behind it only add to them."""
 
 
 class Entry(NamedTuple):
@@ -162,7 +158,7 @@ def _require_states(cache: Any) -> None:
     if not is_known(cache) or offloads:
         raise NotCapturable(f"the cache is {'an offloaded' if offloads else 'a'} {type(cache).__name__}")
     if not any(LayerState(layer).tensors() for layer in layers_of(cache)) and type(cache) is not list:
-        raise BeginsCache("it fills an empty cache")
+        raise LeftAlone("it fills an empty cache")
 
 
 def _up_to_two(sizes: tuple[int, ...]) -> tuple[int, ...]:
