@@ -14,12 +14,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from torch_moe_mps_autoload import NAME, extend_when_imported
 
 from . import families
-from .accelerate import PREPARED_BY, accelerate
+from .accelerate import accelerate
 from .attention.attention import attention, attention_mask
 from .attention.implementations import LAYER_HOOKS, MASKS_CHOICES, NEEDS_OUR_KERNEL
 from .attention.indexer import rewrite_indexer
 from .caches.declared import GROWING_CLASSES
-from .caches.in_layers import OWN_CACHES
 from .caches.layers import FORGETS
 from .capture.candidates import CANDIDATES
 from .checkpoints.quantize.in_place import LOADED
@@ -36,13 +35,9 @@ FAMILIES = (
     "gemma4",
     "glm5_next",
     "gpt_oss",
-    "inkling",
-    "jetmoe",
-    "longcat_flash",
-    "minimax",
+    "inkling2",
     "minimax_m3",
     "qwen4_exp",
-    "zaya",
 )
 
 
@@ -88,9 +83,7 @@ LOADED.append(accelerate)
 FORGETS.append(_forgets)
 for family in _declared():
     MODULE_RULES.extend(family.rules)
-    PREPARED_BY.extend(filter(None, [family.prepare]))
     GROWING_CLASSES.extend(filter(None, [family.growing_class]))
-    OWN_CACHES.extend(filter(None, [family.own_cache]))
     LAYER_HOOKS.extend(filter(None, [family.layer_hook]))
     NEEDS_OUR_KERNEL.extend(filter(None, [family.needs_our_kernel]))
     MASKS_CHOICES.extend(filter(None, [family.masks_choices]))

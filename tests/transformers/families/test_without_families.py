@@ -17,20 +17,15 @@ FAMILIES = {
     "gemma4": ("gemma4", "moe_gate"),
     "glm5_next": ("glm5_next", "_index_topk"),
     "gpt_oss": ("gpt_oss", "gpt-oss in GGUF files"),
-    "jetmoe": ("jetmoe", "moe_experts"),
-    "longcat_flash": ("longcat_flash", "moe_experts"),
-    "inkling": ("inkling", "relative positions"),
-    "minimax": ("minimax", "linear_attention_"),
+    "inkling2": ("inkling2", "relative positions"),
     "minimax_m3": ("minimax_m3_vl", "_index_topk"),
     "qwen4_exp": ("qwen4_exp", "_index_topk"),
-    "zaya": ("zaya", "causal_conv1d_update_"),
 }
 # Imports everything, and runs each architecture by its own code and accelerated: what its report has, and the
 # largest difference of logits of a prompt and of two tokens behind it. The caches of a family that is not
 # there do not grow in place, which is said.
 PROGRAM = """
 import importlib, json, pkgutil, sys, warnings
-warnings.filterwarnings("ignore", "torch_moe_mps: (JetMoeParallel|LongcatFlash)Experts is left alone")
 warnings.filterwarnings("ignore", "torch_moe_mps: the cache of")
 import torch, torch_moe_mps, transformers
 from support.tiny_models import tiny_model

@@ -33,7 +33,6 @@ MIXERS = {
     "granitemoehybrid": ("GraniteMoeHybridMambaLayer", {}),
     "kimi_linear": ("KimiLinearDeltaAttention", {}),
     "mamba2": ("Mamba2Mixer", {}),
-    "minimax": ("MiniMaxLightningAttention", {}),
     "nemotron_h": ("NemotronHMamba2Mixer", {"layers_block_type": ["attention", "mamba"]}),
 }
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from transformers import DynamicCache
+
 
 class Axes(NamedTuple):
     """Batch and time dimension of a tensor; None for a dimension that it lacks."""
@@ -145,15 +147,6 @@ _OF_TRANSFORMERS = {
 }
 
 
-# {name of a class of caches of transformers: lists of states that it has beside its layers}
-_LISTS = {"MiniMaxCache": ("linear_cache",)}
-
-
-def lists_of(cache: Any) -> dict[str, list[Any]]:
-    """The lists of states that a cache has beside its layers, by attribute."""
-    return {name: getattr(cache, name) for name in _LISTS.get(type(cache).__name__, ())}
-
-
 def declaration_of(cls: Any) -> Declared | None:
     """The declaration of a class of layers; None for an unknown one."""
     found: Declared | None = _declaration_of(cls)
@@ -178,3 +171,10 @@ def declared(layer: Any) -> Declared:
         kind = type(layer).__name__
         raise ValueError(f"torch_moe_mps: layers of a cache must be of declared classes, got a {kind}")
     return found
+
+
+def is_in_layers(cache: Any) -> bool:
+    """True if all states of a cache lie in layers whose classes are declared."""
+    return type(cache) is DynamicCache and all(
+        declaration_of(type(layer)) is not None for layer in cache.layers
+    )

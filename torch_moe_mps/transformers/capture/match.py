@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from ..attention.causal_mask import CausalMask
 from ..basics.logits import are_wide
 from ..caches.buffer import Buffer, buffer_of, start_of
 from .arguments import MASK, flat
-from .caches import all_parts, is_cache, kind_of, layers_of, slots_of, static_of
+from .caches import all_parts, kind_of, layers_of, slots_of, static_of
 from .reading import HELD, NUMBER, STATIC, TENSOR, Entry
 from .surroundings import default_device
 
@@ -188,7 +189,7 @@ class Match(NamedTuple):
                 return f"{name} is of another kind"
         if self.cache is not None:
             cache = arguments.get(self.cache)
-            if not is_cache(self.cache, cache) or static_of(cache) != self.attributes:
+            if not isinstance(cache, Cache) or static_of(cache) != self.attributes:
                 return "the cache is of another kind"
             if list(map(type, layers_of(cache))) != [known for known, _ in self.layers]:
                 return "the cache has other layers"

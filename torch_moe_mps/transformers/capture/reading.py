@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import Cache, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..attention.causal_mask import CausalMask
 from ..basics.logits import are_wide
@@ -14,7 +14,7 @@ from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, dictionaries_of, parts
 from ..graphs.tracing import NotCapturable
 from .arguments import flat, rows_of
-from .caches import is_cache, is_known, items_of, kind_of, layers_of, slots_of, static_of
+from .caches import is_known, kind_of, layers_of, slots_of, static_of
 from .surroundings import default_device
 
 STATIC_TYPES = (bool, float, str, type(None), torch.dtype, torch.device)
@@ -67,7 +67,7 @@ class Reading:
         key: list[Any] = [default_device(), are_wide(), None if padding is None else padding[0] is None]
         masks: list[tuple[Any, CausalMask]] = []
         for name, value in flat(arguments).items():
-            if is_cache(name, value):
+            if isinstance(value, Cache):
                 key += self._cache(name, value)
             elif type(value) is CausalMask:
                 masks.append((name, value))
@@ -81,7 +81,7 @@ class Reading:
         self.key = tuple(key)
 
     def _cache(self, name: str, cache: Any) -> Iterator[Any]:
-        if any(is_cache(entry.name, entry.value) for entry in self.entries):
+        if any(isinstance(entry.value, Cache) for entry in self.entries):
             raise NotCapturable("it has two caches")
         _require_states(cache)
         self.entries.append(Entry(ARGUMENTS, name, STATIC, cache, 0))
@@ -92,8 +92,8 @@ class Reading:
         own = {id(held) for layer in layers_of(cache) for held in dictionaries_of(layer)}
         for held in slots_of(cache, layers, []):
             yield len(held)
-            for name, value in items_of(held):
-                if type(value) is int and type(held) is dict and id(held) not in own:
+            for name, value in held.items():
+                if type(value) is int and id(held) not in own:
                     self.growing.add(len(self.numbers))
                 yield from self._value(self._place, name, value)
             self._place += 1
@@ -161,7 +161,7 @@ def _require_states(cache: Any) -> None:
     offloads = getattr(cache, "offloading", False)
     if not is_known(cache) or offloads:
         raise NotCapturable(f"the cache is {'an offloaded' if offloads else 'a'} {type(cache).__name__}")
-    if not any(LayerState(layer).tensors() for layer in layers_of(cache)) and type(cache) is not list:
+    if not any(LayerState(layer).tensors() for layer in layers_of(cache)):
         raise BeginsCache("it fills an empty cache")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from ..attention.causal_mask import CausalMask
 from ..basics.logits import are_wide
@@ -17,8 +18,6 @@ from ..graphs.tracing import NotCapturable, Recorder
 from .arguments import MASK
 from .caches import (
     empty_copy,
-    is_cache,
-    items_of,
     kind_of,
     layers_of,
     slots_of,
@@ -126,7 +125,7 @@ class _Cache:
             if not {*LayerState(layer).dictionaries} >= set(names):
                 raise NotCapturable("the call takes attributes from a layer of its cache")
         # Slots of masks come last, and nothing is written there.
-        pairs = [*zip(self.before, map(dict, map(items_of, self.slots([]))), strict=False)]
+        pairs = [*zip(self.before, map(dict, self.slots([])), strict=False)]
         if any(before.keys() != held.keys() for before, held in pairs):
             raise NotCapturable("the call gives a layer of its cache attributes")
         return pairs
@@ -163,7 +162,7 @@ class Recording:
 
     def _add_argument(self, entry: Entry) -> None:
         _, name, kind, value, first = entry
-        if is_cache(name, value):
+        if isinstance(value, Cache):
             self._cache = _Cache(name, value)
             self.stand_ins[name] = self._cache.stand_in
             return
@@ -199,7 +198,7 @@ class Recording:
         for mask, (name, _), order in zip(masks, self._masks, slots[len(slots) - len(masks) :], strict=True):
             how = {"dtype": mask.dtype, "device": mask.device, "lookahead": mask.lookahead}
             self.stand_ins[name] = CausalMask(mask.shape, **order, **how)
-        self._cache.before = [dict(items_of(held)) for held in slots]
+        self._cache.before = [dict(held) for held in slots]
 
     def _stand_in(self, entry: Entry) -> Any:
         place, name, kind, value, first = entry
