@@ -6,7 +6,6 @@ module first.
 """
 
 import importlib
-import pkgutil
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -39,13 +38,6 @@ FAMILIES = (
     "minimax_m3",
     "qwen4_exp",
 )
-
-
-def _declared() -> list[Family]:
-    """Families whose folders exist; a removed folder drops out."""
-    folders = {folder.name for folder in pkgutil.iter_modules(families.__path__)}
-    names = (f"{families.__name__}.{name}" for name in FAMILIES if name in folders)
-    return [importlib.import_module(name).FAMILY for name in names]
 
 
 def _register_adapters() -> None:
@@ -81,7 +73,8 @@ MODULE_RULES.append(rewrite_indexer)
 CANDIDATES.append(_candidates)
 LOADED.append(accelerate)
 FORGETS.append(_forgets)
-for family in _declared():
+for name in FAMILIES:
+    family: Family = importlib.import_module(f"{families.__name__}.{name}").FAMILY
     MODULE_RULES.extend(family.rules)
     GROWING_CLASSES.extend(filter(None, [family.growing_class]))
     LAYER_HOOKS.extend(filter(None, [family.layer_hook]))

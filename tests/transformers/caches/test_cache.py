@@ -467,20 +467,6 @@ def test_generate_takes_drafts_back_from_states(simulated, architecture):
     assert drafts > accepted > 0
 
 
-@torch.no_grad()
-def test_a_prompt_cache_is_continued_twice():
-    model = tiny_model("qwen3_moe")
-    torch_moe_mps.accelerate(model)
-    ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(0))
-    prompt = DynamicCache(config=model.config)
-    model(ids[:, :10], **cache_argument(model, prompt))
-    expected = model(ids).logits[:, 10:]
-    for _ in range(2):
-        logits = model(ids[:, 10:], **cache_argument(model, copy.deepcopy(prompt))).logits
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-    assert prompt.get_seq_length() == 10
-
-
 class OwnCache(DynamicCache):
     """A cache of a user's."""
 
@@ -562,25 +548,6 @@ def test_the_kernels_of_a_cache_in_8_bits(simulated, architecture):
     kernels = [line.split()[0] for line in str(commands).splitlines() if " grid " in line]
     assert kernels.count("write_cache_quantized_f32") == 2 * len(cache.layers)
     assert kernels.count("attention8_64_affine8_f32") == len(cache.layers)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"num_beams": 3}, {"prompt_lookup_num_tokens": 2}, {"assistant_model": True}, {"do_sample": True}],
-)
-def test_generate_with_a_cache_in_8_bits(options):
-    """Beams, tokens that are taken back, and samples."""
-    model = tiny_model("qwen3_moe", **WIDE)
-    torch_moe_mps.accelerate(model, kv_bits=8)
-    if "assistant_model" in options:
-        options = {"assistant_model": tiny_model("qwen3_moe", seed=1, **WIDE)}
-        torch_moe_mps.accelerate(options["assistant_model"], kv_bits=8)
-    torch.manual_seed(0)
-    out = model.generate(
-        IDS[:1], max_new_tokens=8, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, **options
-    )
-    assert out.sequences.shape == (1, 28)
-    assert all(isinstance(layer.keys, QuantizedStates) for layer in cache_among(out).layers)
 
 
 def test_a_static_cache_in_8_bits_is_refused():

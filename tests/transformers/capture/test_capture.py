@@ -1061,7 +1061,6 @@ GENERATIONS = {
     "sampling": {"do_sample": True, "top_k": 20},
     "beams": {"num_beams": 3},
     "assisted": {"prompt_lookup_num_tokens": 2, "max_new_tokens": 40, "min_new_tokens": 40},
-    "static cache": {"cache_implementation": "static", "disable_compile": True},
     "padding": {"batch": 2},
 }
 

@@ -91,11 +91,6 @@ GROWING_CLASSES: list[Callable[[Any], Any]] = []
 
 TOKENS, INDEX, STATE, SHARED = Axes(0, 2), Axes(0, 1), Axes(0), Axes(None)
 _KEYS = Declared({"keys": TOKENS, "values": TOKENS}, numbers=("is_initialized", "device", "dtype"))
-_SIZES = ("max_cache_len", "batch_size", "max_batch_size", "num_heads", "k_head_dim", "v_head_dim")
-_STATIC = _KEYS.with_more(Declared({"cumulative_length": SHARED}, numbers=_SIZES))
-_STATIC_WINDOW = _STATIC.with_more(
-    Declared(numbers=("cumulative_length_int", "_is_croppable"), trim=Trim.WINDOW)
-)
 WINDOW = _KEYS.with_more(
     Declared(
         {"_sliding_window_tensor": SHARED},
@@ -133,16 +128,6 @@ _OF_TRANSFORMERS = {
             numbers=("prefill_length", "prefill_cumulative_length"),
         ),
         batched=Batched.NEVER,
-    ),
-    "StaticLayer": _STATIC,
-    "StaticSlidingWindowLayer": _STATIC_WINDOW,
-    "StaticIndexedLayer": _STATIC.with_more(
-        _INDEX.with_more(Declared({"indexer_cumulative_length": SHARED}))
-    ),
-    "LinearAttentionAndStaticFullAttentionLayer": _STATIC.with_more(_LINEAR),
-    "LinearAttentionAndStaticSlidingWindowAttentionLayer": _STATIC_WINDOW.with_more(_LINEAR),
-    "MiniMaxM3VLSparseStaticCacheLayer": _STATIC.with_more(
-        Declared({"idx_keys": TOKENS, "idx_cumulative_length": SHARED})
     ),
 }
 

@@ -5,16 +5,14 @@ from operator import is_
 from typing import Any
 
 from torch import Tensor
-from transformers import StaticCache
 
-from ..attention.causal_mask import CausalMask
 from ..caches.cache import QuantizedCache
 from ..caches.declared import declaration_of, is_in_layers
 from ..caches.separate import Separate
 from ..caches.state import copy_of_cache, copy_of_layer, dictionaries_of, parts
 from ..upstream.models import GROWING
 
-_CACHES = (*GROWING, StaticCache, QuantizedCache)
+_CACHES = (*GROWING, QuantizedCache)
 
 
 def all_parts(states: tuple[Tensor, ...]) -> list[Tensor]:
@@ -43,23 +41,19 @@ def is_known(cache: Any) -> bool:
     return type(cache) in _CACHES or is_in_layers(cache)
 
 
-def kind_of(mask: CausalMask) -> tuple[Any, ...]:
-    return CausalMask, mask.shape, mask.dtype, mask.device, mask.lookahead
-
-
-def slots_of(cache: Any, layers: list[tuple[type, list[str]]], masks: list[CausalMask]) -> list[Any]:
+def slots_of(cache: Any, layers: list[tuple[type, list[str]]]) -> list[Any]:
     """Dictionaries with all that may change from call to call, in the order of all who read them.
 
     Args:
         cache: None for a call without one.
         layers: (class, names of the attributes that are dictionaries) of each layer.
 
-    Returns: for each layer its attributes and its dictionaries; the masks' orders.
+    Returns: for each layer its attributes and its dictionaries.
     """
     slots: list[Any] = []
     for layer, (_, names) in zip(layers_of(cache), layers, strict=True):
         slots += dictionaries_of(layer, names)
-    return slots + [mask.order for mask in masks]
+    return slots
 
 
 def empty_copy(cache: Any) -> Any:

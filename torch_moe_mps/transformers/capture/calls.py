@@ -28,7 +28,7 @@ from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator, symbols_end
 from ..upstream.calls import cache_among
 from ..upstream.models import ModelOutput
-from .arguments import padding_of, whole
+from .arguments import padding_of
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint
 from .match import Match, Taken
@@ -263,7 +263,7 @@ class Captures:
         fingerprint = Fingerprint(model, exchange)
         sent, handover = None, None
         try:
-            run = functools.partial(recorder.run, lambda: own(model, **whole(recording.stand_ins)))
+            run = functools.partial(recorder.run, lambda: own(model, **recording.stand_ins))
             if exchange is None:
                 output = run()
             else:

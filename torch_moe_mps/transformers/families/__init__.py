@@ -1,7 +1,6 @@
 """Families: a folder for each architecture that needs what no other does, and that nothing else knows.
 
-A folder declares its parts in a FAMILY, and `wiring.py` at the door puts them in. Without the folder, models
-of its architecture run unmodified, and the operators that others have, too.
+A folder declares its parts in a FAMILY, and `wiring.py` at the door puts them in.
 """
 
 from collections.abc import Callable, Mapping
