@@ -127,7 +127,7 @@ def prompted(model: nn.Module, tokens: list[int], rows: int = 1) -> Any:
     """The cache after a prompt, made before it, as generate() does; of equal rows."""
     ids = torch.tensor([tokens] * rows, device="mps")
     with torch.no_grad():
-        if not takes_layers(model):  # its code insists on a cache of its own
+        if model.can_generate() and not takes_layers(model):  # its code insists on a cache of its own
             return cache_among(model(ids, use_cache=True))
         cache = new_cache(model)
         model(ids, **{name_of_cache(model): cache}, use_cache=True)

@@ -1,10 +1,7 @@
 """Behind a transformers that was not tested, a small model is compared: each test puts a fault in."""
 
-import importlib
-import re
 import warnings
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
@@ -228,39 +225,6 @@ class TestOfNoKnownSizes:
         with pytest.raises(RuntimeError, match="quantised experts cannot be used with transformers") as error:
             torch_moe_mps.accelerate(model, bits=4, group_size=32)
         assert "\n" not in str(error.value) and model.state_dict().keys() == before.keys()
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", ("position_embeddings", "attention_mask"))
-def test_a_renamed_argument_in_a_copy_of_a_modelling_file(untested, tmp_path, monkeypatch, name):
-    """Layers and their attention call it otherwise: whatever comes of it, results are its own code's."""
-    from transformers.models.qwen3_moe import modeling_qwen3_moe
-
-    text = Path(modeling_qwen3_moe.__file__).read_text()
-    text = re.sub(r"^from \.\.\.(?=\w)", "from transformers.", text, flags=re.M)
-    text = text.replace("from ... import", "from transformers import")
-    text = text.replace("from .configuration", "from transformers.models.qwen3_moe.configuration")
-    before, begins, rest = text.partition("class Qwen3MoeAttention(")
-    layers, ends, model = rest.partition("class Qwen3MoePreTrainedModel(")
-    called = {"attention_mask": "attention_mask=causal_mask"}.get(name, f"{name}={name}")
-    assert name in layers and called in model
-    layers, model = (
-        re.sub(rf"\b{name}\b", "renamed", layers),
-        model.replace(called, f"renamed{called[len(name) :]}"),
-    )
-    file = f"renamed_{name}"
-    (tmp_path / f"{file}.py").write_text(before + begins + layers + ends + model)
-    monkeypatch.syspath_prepend(tmp_path)
-    cls = importlib.import_module(file).Qwen3MoeForCausalLM
-    model = cls(tiny_models.tiny_config("qwen3_moe")).eval()
-    tiny_models.randomise(model, 0)
-    ids, mask = prompt(), torch.ones_like(prompt())
-    mask[0, :3] = 0
-    how = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    expected, tokens = output(model, ids, attention_mask=mask), model.generate(ids, **how)
-    accelerated(model)
-    assert torch.allclose(output(model, ids, attention_mask=mask), expected, atol=1e-5)
-    assert torch.equal(model.generate(ids, **how), tokens)
 
 
 ARCHITECTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4", "qwen3_next")
