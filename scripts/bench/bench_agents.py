@@ -51,11 +51,10 @@ def serves(budget: float, arguments: list[str]) -> None:
     import ctypes
     import gc
 
+    from torch_moe_mps import macs
     from torch_moe_mps.commands import main
-    from torch_moe_mps.macs import machine_memory
-    from torch_moe_mps.serving.engine.engine import memory
 
-    memory._OF_THE_MACHINE = budget * 1e9 / machine_memory()
+    macs._OF_THE_MACHINE = budget * 1e9 / macs.machine_memory()
 
     def tell(number: int, frame: object) -> None:
         gc.collect()

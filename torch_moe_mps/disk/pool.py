@@ -265,7 +265,7 @@ class Staging:
         views = views_of(self.tensors[layer].values(), pool.about.experts)
         with pool.lock:
             readings = [
-                Reading(pool.reader, layer, expert, views[expert])
+                Reading(pool.reader, pool.layer, expert, views[expert])
                 for expert in sorted(needed or range(pool.about.experts))
                 if not pool.copy(expert, views[expert])
             ]
@@ -295,7 +295,7 @@ def _laid_out(layer: Layer, memory: Tensor) -> dict[str, Tensor]:
 
 def least_memory(layers: Sequence[Layer], slots: int) -> int:
     """Bytes of so many slots in each layer, and of the staging that they need."""
-    staging = 2 * max(map(bytes_of_layer, layers)) if slots < most_experts(layers) else 0
+    staging = 2 * max((bytes_of_layer(layer) for layer in layers if layer.experts > slots), default=0)
     return staging + slots * sum(sum(layer.sizes) for layer in layers)
 
 
@@ -318,26 +318,25 @@ class Pools:
 
     Args:
         file: of its experts.
-        slots: of each layer.
+        slots: of each layer that has more experts; the others need no pool.
 
     Attributes:
         counters: of all pools together.
         layers: the pools, in the order of the file.
-        staging: None where all experts have slots.
     """
 
     def __init__(self, file: ExpertsFile, slots: int, device: torch.device):
         reader = Reader(file)
         self.counters = reader.counters
         self.layers = [
-            Pool(reader, number, min(slots, layer.experts), device)
+            Pool(reader, number, slots, device)
             for number, layer in enumerate(file.layers)
+            if layer.experts > slots
         ]
-        self.staging = None if slots >= most_experts(file.layers) else Staging(self.layers, device)
+        self.staging = Staging(self.layers, device)
         weakref.finalize(self, _close, reader, self.staging)
 
 
-def _close(reader: Reader, staging: Staging | None) -> None:
-    if staging is not None:
-        staging.close()
+def _close(reader: Reader, staging: Staging) -> None:
+    staging.close()
     reader.close()

@@ -49,6 +49,29 @@ def test_the_tokens_of_the_resident_model(simulated, load, format):
 
 
 @pytest.mark.slow("loads two models, and captures their tokens")
+def test_events_of_a_token(simulated, load, tmp_path, monkeypatch):
+    """One signal and one wait in each layer; none where the memory holds all experts."""
+
+    def events(model: nn.Module) -> list[int]:
+        with torch.no_grad():
+            talk = Conversation(model)
+            talk.tokens(2)
+            torch.mps.synchronize()
+            with simulated.trace() as commands:
+                talk.tokens(1)
+        assert is_captured(model)
+        return [commands.count(name) for name in ("signal event", "wait for event")]
+
+    some = load(experts_memory="1GB")
+    monkeypatch.undo()
+    monkeypatch.setenv(_environment.CAPTURE, "1")
+    (tmp_path / on_disk.NAME).unlink()
+    whole = load(experts_memory="1GB")
+    assert pools_of(whole) is None and not (tmp_path / on_disk.NAME).exists()
+    assert events(whole) == [0, 0] and events(some) == [2, 2]
+
+
+@pytest.mark.slow("loads two models, and captures their tokens")
 def test_a_step_ahead(simulated, load, monkeypatch):
     """The host encodes the next token while the disk is slow with the experts of this one."""
     resident, model = load(), load(experts_memory="1GB")

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +17,20 @@ from torch import Tensor, nn
 from ..._progress import with_progress
 from ..._text import bytes_in
 from ...disk.file import ExpertsFile, Layer, size_of_file, written
-from ...disk.pool import Pools, least_memory, slots_in
+from ...disk.pool import Pools, least_memory, most_experts, slots_in
+from ...macs import memory_for_models
 from ...quantization import TENSORS, Format
 from ..basics.interface import Experts, experts_of, is_quantized, projections
 from ..modules.experts import pinned_config
 from ..modules.experts_on_disk import give_weights, keep_whole, put_on_disk
 from .cutting import cutting
 from .layouts.files import checkpoint_files, sample_of
-from .quantize.sizes import top_k
+from .quantize.sizes import room_for_experts, top_k, total_bytes
 from .quantizer import quantizer_for
 from .source import Source
 from .write.parts import Parts
 
+AUTO = "auto"
 NAME = "experts.moe_mps"  # the file beside a checkpoint's
 _FORMATS = ("quantization", "down_quantization", "up_quantization")
 
@@ -71,18 +75,100 @@ def experts_file(source: Source, recipe: Mapping[str, Any] | None, layers: list[
 _OPTIONS = {"dtype": "auto", "trust_remote_code": False}
 
 
-def layers_of(source: Source, recipe: Mapping[str, Any] | None) -> list[Layer]:
-    """The layers of a checkpoint's experts, from shapes alone. Raises: ValueError if there are none."""
+def placed(source: Source, recipe: Mapping[str, Any] | None) -> Any:
+    """A checkpoint's model on the meta device, with the weights that it will have."""
     model = source.skeleton()
     quantizer = quantizer_for(source, model, _files(source), recipe, True, packs=True)
     if quantizer is not None:
         quantizer.place_empty(model, lambda name: True)
+    return model
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """The layers of the experts of a model, by `placed`. Raises: ValueError if there are none."""
     result = [_layer(name, module) for name, module in experts_of(model).items()]
     if not result:
         expected = "for a model whose experts have transformers' interface"
         got = type(model).__name__
         raise ValueError(f"moe_mps::from_pretrained: experts_memory is {expected}, got {got}")
     return result
+
+
+class Plan(NamedTuple):
+    """Experts of a model that do not all fit into some memory.
+
+    Attributes:
+        memory: bytes of the experts in memory.
+        slots: of each layer, in that memory.
+        layers: the model's.
+    """
+
+    memory: int
+    slots: int
+    layers: list[Layer]
+
+
+def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str) -> Plan | None:
+    """Plan for the `experts_memory` of `from_pretrained`; None where all experts are in memory.
+
+    For AUTO, a line on stderr says what was chosen.
+
+    Raises: ValueError for another text, a memory that is too small, and a model without experts.
+    """
+    if asked == AUTO:
+        plan, why = _automatic(source, recipe)
+        print(f"torch_moe_mps: experts_memory {AUTO}: {why}", file=sys.stderr)
+        return plan
+    memory = bytes_in(str(asked))
+    if memory is None or isinstance(asked, bool):
+        expected = f'bytes, a text such as "20GB", or "{AUTO}"'
+        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {asked!r}")
+    layers = layers_of(model := placed(source, recipe))
+    slots, least = slots_in(layers, memory), _chosen(model)
+    if slots < least:
+        expected = f"at least {least_memory(layers, least) / 1e9:.3g} GB, for a token's {least} experts"
+        got = f"{memory / 1e9:.3g} GB"
+        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {got}")
+    return None if slots >= most_experts(layers) else Plan(memory, slots, layers)
+
+
+def _automatic(source: Source, recipe: Mapping[str, Any] | None) -> tuple[Plan | None, str]:
+    """As `planned`, and why."""
+    model, limit = placed(source, recipe), memory_for_models(torch.backends.mps.is_available())
+    experts, weights = [*experts_of(model).values()], total_bytes(model)
+    if not experts:
+        return None, f"{type(model).__name__} has no experts"
+    memory = room_for_experts(model, weights, sum(map(total_bytes, experts)), limit)
+    sizes = f"{weights / 1e9:.2f} GB of weights, {limit / 1e9:.2f} GB of memory"
+    if memory is None:
+        return None, f"all experts are in memory: {sizes}"
+    layers = layers_of(model)
+    if (slots := slots_in(layers, memory)) < _chosen(model):
+        return None, f"all experts are in memory, as those of a token do not fit beside the rest: {sizes}"
+    if (why := _why_not_written(source, recipe, layers)) is not None:
+        return None, f"all experts are in memory: {sizes}, but {why}"
+    why = f"{memory / 1e9:.2f} GB of experts are in memory, the others on the disk: {sizes}"
+    return Plan(memory, slots, layers), why
+
+
+def _chosen(model: nn.Module) -> int:
+    """How many experts a token has, which must be in memory at once."""
+    return top_k(next(iter(experts_of(model).values())))
+
+
+def _why_not_written(source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer]) -> str | None:
+    """Why a file of experts is not there and cannot be written; None if it is, or can be."""
+    path, size = path_of(source), size_of_file(layers)
+    if path.exists():
+        try:
+            ExpertsFile(path, _key(source, _files(source), recipe))
+        except (OSError, ValueError) as error:
+            return str(error)
+    elif not os.access(path.parent, os.W_OK):
+        return f"{path.parent} cannot be written"
+    elif shutil.disk_usage(path.parent).free < size:
+        return f"{path.parent} has no {size / 1e9:.2f} GB of free space"
+    return None
 
 
 def _files(source: Source) -> list[str]:
@@ -135,25 +221,14 @@ class OnDiskLoading:
     Args:
         source: the checkpoint.
         recipe: arguments of `accelerate`, or None.
-        memory: bytes of the experts that are in memory.
+        plan: which experts are in memory.
 
-    Raises: ValueError for a memory that is too small, and as `layers_of` and `experts_file`.
+    Raises: as `experts_file`.
     """
 
-    def __init__(self, source: Source, recipe: Mapping[str, Any] | None, memory: int | str):
-        size = bytes_in(str(memory))
-        if size is None or isinstance(memory, bool):
-            expected = 'bytes, or a text such as "20GB"'
-            raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {memory!r}")
-        layers = layers_of(source, recipe)
-        model = source.skeleton()
-        least = top_k(next(iter(experts_of(model).values())))
-        self.slots = slots_in(layers, size)
-        if self.slots < least:
-            expected = f"at least {least_memory(layers, least) / 1e9:.3g} GB, for a token's {least} experts"
-            got = f"{size / 1e9:.3g} GB"
-            raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {got}")
-        self.file = experts_file(source, recipe, layers)
+    def __init__(self, source: Source, recipe: Mapping[str, Any] | None, plan: Plan):
+        self.slots = plan.slots
+        self.file = experts_file(source, recipe, plan.layers)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -165,7 +240,8 @@ class OnDiskLoading:
 
     def _cut(self, model: Any, device: torch.device) -> Callable[[], None]:
         """Takes the experts out of a model; what is returned puts them back, on the disk."""
-        experts = experts_of(model)
+        of_layers = {layer.name for layer in self.file.layers if layer.experts > self.slots}
+        experts = {name: module for name, module in experts_of(model).items() if name in of_layers}
         for name in experts:
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, nn.Module())
@@ -175,11 +251,11 @@ class OnDiskLoading:
 
         def complete() -> None:
             pools = Pools(self.file, self.slots, device)
-            for number, layer in enumerate(self.file.layers):
-                module = experts[layer.name]
-                _install(module, layer, pools.layers[number].tensors)
+            for number, pool in enumerate(pools.layers):
+                module = experts[pool.about.name]
+                _install(module, pool.about, pool.tensors)
                 put_on_disk(module, pools, number)
-                owner, _, last = layer.name.rpartition(".")
+                owner, _, last = pool.about.name.rpartition(".")
                 setattr(model.get_submodule(owner), last, module)
             keep_whole(model, [*experts.values()])
 

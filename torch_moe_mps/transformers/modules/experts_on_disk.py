@@ -38,7 +38,7 @@ class OnDisk(Beside):
         Raises: OSError, ValueError for a disk that cannot be read.
         """
         staging = self.pools.staging
-        if staging is None or ids.numel() <= self.pool.size:
+        if ids.numel() <= self.pool.size:
             return module, ops._expert_slots(ids, self.pool.number)
         needed = None
         if ids.numel() < self.pool.about.experts:
